@@ -1,0 +1,35 @@
+# make run    the main job on this machine, after setting up .venv
+# make test   the tests, after the same set-up      (TESTS="tests/core -k routing" narrows them)
+# make lint   ruff and mypy
+# make bench  dispatch benchmark on the GPUs of this machine
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+TESTS  ?= tests
+ARGS   ?=
+
+.PHONY: run test lint bench clean
+.DEFAULT_GOAL := run
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+run: $(VENV)/.installed
+	$(BIN)/moe-ep run $(ARGS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	$(BIN)/python scripts/bench_dispatch.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

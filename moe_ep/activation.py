@@ -1,0 +1,96 @@
+"""The activations between the two expert GEMMs, in plain form.
+
+Gated ones read `[..., 2N]`, gate columns first, then up columns, and write `[..., N]`; ungated ones read and write
+`[..., N]`. The arithmetic is f32, rounded once to the output's dtype.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+
+from moe_ep.errors import one_of
+
+SWIGLUOAI_ALPHA = 1.702
+SWIGLUOAI_LIMIT = 7.0
+
+
+class MoEActivation(str, Enum):
+    """Name of an activation; a plain string of the same value serves wherever one is taken."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    SWIGLUOAI = "swigluoai"
+    SILU_NO_MUL = "silu_no_mul"
+    GELU_NO_MUL = "gelu_no_mul"
+    RELU2_NO_MUL = "relu2_no_mul"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def parse(cls, value: MoEActivation | str) -> MoEActivation:
+        """The activation of that name; ValueError with the allowed names otherwise."""
+        try:
+            return cls(value)
+        except ValueError:
+            raise ValueError(one_of("activation", str(value), [member.value for member in cls])) from None
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether w13 holds gate and up rows (2N) rather than N rows."""
+        return not self.value.endswith("_no_mul")
+
+
+def apply_activation(
+    activation: MoEActivation | str, input: torch.Tensor, output: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Applies an activation along the last dimension.
+
+    Args:
+        input: `[..., 2N]` for a gated activation (gate, then up), `[..., N]` otherwise.
+        output: `[..., N]`, written in place; None makes one of the input's dtype.
+
+    Raises:
+        ValueError: an unknown name, an odd width for a gated activation, or an output of another shape.
+    """
+    activation = MoEActivation.parse(activation)
+    if activation.is_gated:
+        if input.shape[-1] % 2:
+            raise ValueError(
+                f"input has {input.shape[-1]} columns; {activation} is gated and needs an even number, gate then up"
+            )
+        gate, up = input.float().chunk(2, dim=-1)
+        result = _gated(activation, gate, up)
+    else:
+        result = _ungated(activation, input.float())
+    if output is None:
+        return result.to(input.dtype)
+    if output.shape != result.shape:
+        raise ValueError(f"output has shape {tuple(output.shape)}; {activation} of this input gives {tuple(result.shape)}")
+    output.copy_(result)
+    return output
+
+
+def _gated(activation: MoEActivation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if activation is MoEActivation.SILU:
+        return F.silu(gate) * up
+    if activation is MoEActivation.GELU:
+        return F.gelu(gate) * up
+    if activation is MoEActivation.GELU_TANH:
+        return F.gelu(gate, approximate="tanh") * up
+    # GPT-OSS: the gate is clamped from above only, up on both sides.
+    gate = gate.clamp(max=SWIGLUOAI_LIMIT)
+    up = up.clamp(min=-SWIGLUOAI_LIMIT, max=SWIGLUOAI_LIMIT)
+    return (up + 1) * gate * torch.sigmoid(SWIGLUOAI_ALPHA * gate)
+
+
+def _ungated(activation: MoEActivation, x: torch.Tensor) -> torch.Tensor:
+    if activation is MoEActivation.SILU_NO_MUL:
+        return F.silu(x)
+    if activation is MoEActivation.GELU_NO_MUL:
+        return F.gelu(x)
+    return F.relu(x).square()

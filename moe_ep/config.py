@@ -1,0 +1,243 @@
+"""What a MoE layer is made of, as frozen dataclasses.
+
+They hold plain values and tensors, know nothing of backends, and check themselves when made: a configuration
+that exists can be run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.errors import one_of
+from moe_ep.expert_map import EXPERT_PLACEMENT_STRATEGIES
+
+ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _require_positive(owner: str, **values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{owner}: {name} is {value}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedMoEParallelConfig:
+    """How the ranks of a layer divide the work, and which of them this is.
+
+    The world has dp_size x tp_size ranks, rank = dp_rank * tp_size + tp_rank. With expert parallelism
+    (ep_size > 1) all of them form one EP group and every expert is whole on its rank; without it, tp_size ranks
+    shard the intermediate size N of every expert.
+    """
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    dp_size: int = 1
+    dp_rank: int = 0
+    ep_size: int = 1
+    ep_rank: int = 0
+    is_sequence_parallel: bool = False
+    all2all_backend: str = "auto"
+    expert_placement_strategy: str = "linear"
+
+    def __post_init__(self) -> None:
+        _require_positive("FusedMoEParallelConfig", tp_size=self.tp_size, dp_size=self.dp_size, ep_size=self.ep_size)
+        for kind in ("tp", "dp", "ep"):
+            rank, size = getattr(self, f"{kind}_rank"), getattr(self, f"{kind}_size")
+            if not 0 <= rank < size:
+                raise ValueError(f"{kind}_rank is {rank}; it must be at least 0 and below {kind}_size ({size})")
+        if self.expert_placement_strategy not in EXPERT_PLACEMENT_STRATEGIES:
+            raise ValueError(
+                one_of("expert_placement_strategy", self.expert_placement_strategy, EXPERT_PLACEMENT_STRATEGIES)
+            )
+
+    @classmethod
+    def make(
+        cls,
+        tp_size: int | None = None,
+        dp_size: int | None = None,
+        ep_size: int | None = None,
+        *,
+        rank: int = 0,
+        world_size: int | None = None,
+        is_sequence_parallel: bool = False,
+        all2all_backend: str = "auto",
+        expert_placement_strategy: str = "linear",
+    ) -> FusedMoEParallelConfig:
+        """The configuration of one rank, with what is left out derived from what is given.
+
+        With nothing given, all `world_size` ranks are data-parallel and form the EP group. With `tp_size` or
+        `dp_size` alone there is no expert parallelism unless dp_size > 1. `ep_size` must be 1 or tp_size * dp_size.
+
+        Args:
+            rank: this process among the tp_size * dp_size ranks.
+            world_size: ranks there are; None means as many as the sizes ask for.
+
+        Raises:
+            ValueError: sizes that do not multiply up, or a rank outside them.
+        """
+        if tp_size is None and dp_size is None:
+            ranks = ep_size if ep_size is not None and ep_size > 1 else (world_size or 1)
+            tp_size, dp_size = 1, ranks
+        elif dp_size is None:
+            tp_size = tp_size or 1
+            dp_size = ep_size // tp_size if ep_size is not None and ep_size > 1 else 1
+        tp_size = tp_size or 1
+        dp_size = dp_size or 1
+        ranks = tp_size * dp_size
+        if ep_size is None:
+            ep_size = ranks if dp_size > 1 else 1
+        if ep_size not in (1, ranks):
+            raise ValueError(
+                f"ep_size is {ep_size}; it must be 1 (no expert parallelism) or tp_size * dp_size "
+                f"({tp_size} * {dp_size} = {ranks})"
+            )
+        if world_size is not None and ranks > world_size:
+            raise ValueError(
+                f"tp_size ({tp_size}) * dp_size ({dp_size}) asks for {ranks} ranks and there are {world_size}; "
+                f"start {ranks} processes or lower the sizes"
+            )
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank is {rank}; it must be at least 0 and below tp_size * dp_size ({ranks})")
+        return cls(
+            tp_size=tp_size,
+            tp_rank=rank % tp_size,
+            dp_size=dp_size,
+            dp_rank=rank // tp_size,
+            ep_size=ep_size,
+            ep_rank=rank if ep_size > 1 else 0,
+            is_sequence_parallel=is_sequence_parallel,
+            all2all_backend=all2all_backend,
+            expert_placement_strategy=expert_placement_strategy,
+        )
+
+    @property
+    def use_ep(self) -> bool:
+        """Whether experts are divided over ranks."""
+        return self.ep_size > 1
+
+    @property
+    def use_all2all(self) -> bool:
+        """Whether ranks hold different tokens, so that tokens must travel to the experts.
+
+        False with expert parallelism over plain tensor-parallel ranks: they all hold the same tokens, each
+        computes its own experts and the outputs are all-reduced.
+        """
+        return self.use_ep and (self.dp_size > 1 or self.is_sequence_parallel)
+
+    @property
+    def shards_experts(self) -> bool:
+        """Whether the intermediate size N of every expert is divided over the tensor-parallel ranks."""
+        return not self.use_ep and self.tp_size > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedMoEConfig:
+    """Shapes of one MoE layer as one rank sees them.
+
+    Attributes:
+        num_experts: routed (physical) experts E over all ranks, redundant ones included.
+        experts_per_token: top_k, fused shared experts not counted.
+        hidden_dim: K.
+        intermediate_size_per_partition: N on this rank.
+        num_local_experts: El, the slots of this rank, fused shared experts included.
+        in_dtype: dtype of the activations: f32, f16 or bf16.
+        max_num_tokens: capacity, tokens per rank of one pass through a fixed-capacity backend.
+        num_fused_shared_experts: experts that every rank holds behind its routed slots; their ids start at num_experts.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    hidden_dim: int
+    intermediate_size_per_partition: int
+    num_local_experts: int
+    moe_parallel_config: FusedMoEParallelConfig
+    in_dtype: torch.dtype
+    max_num_tokens: int
+    activation: MoEActivation | str = "silu"
+    has_bias: bool = False
+    num_fused_shared_experts: int = 0
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "FusedMoEConfig",
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            hidden_dim=self.hidden_dim,
+            intermediate_size_per_partition=self.intermediate_size_per_partition,
+            max_num_tokens=self.max_num_tokens,
+        )
+        if self.num_local_experts < 0:
+            raise ValueError(f"num_local_experts is {self.num_local_experts}; it must be at least 0")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token is {self.experts_per_token}; it must not exceed num_experts ({self.num_experts})"
+            )
+        if self.in_dtype not in ACTIVATION_DTYPES:
+            raise ValueError(one_of("in_dtype", str(self.in_dtype), [str(dtype) for dtype in ACTIVATION_DTYPES]))
+        object.__setattr__(self, "activation", MoEActivation.parse(self.activation))
+
+    @property
+    def ep_size(self) -> int:
+        return self.moe_parallel_config.ep_size
+
+    @property
+    def ep_rank(self) -> int:
+        return self.moe_parallel_config.ep_rank
+
+    @property
+    def global_num_experts(self) -> int:
+        """Ids that can occur in topk_ids: routed (physical) and fused shared experts."""
+        return self.num_experts + self.num_fused_shared_experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedMoEQuantConfig:
+    """How the experts' weights are quantized, with the tensors that undo it, and what travels on the wire.
+
+    Attributes:
+        quant_type_id: `ScalarType.id` of the weights; None where they are plain.
+        group_size: input columns that share a scale; -1 for a whole row.
+        w1_scale, w2_scale, w1_zp, w2_zp: scales and zero points in the layout of the chosen experts.
+        w1_bias, w2_bias: `[El, 2N]` and `[El, K]`.
+        g1_alphas, g2_alphas: global scales per expert, f32 `[El]` (or `[El, 2]` for w13).
+        a1_scale, a2_scale: static activation scales.
+        dispatch_dtype: dtype of rows on the wire: None for the activations' own, or torch.float8_e4m3fn
+            (with one f32 scale per 128 columns).
+    """
+
+    quant_type_id: int | None = None
+    group_size: int | None = None
+    w1_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+    w1_zp: torch.Tensor | None = None
+    w2_zp: torch.Tensor | None = None
+    w1_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+    g1_alphas: torch.Tensor | None = None
+    g2_alphas: torch.Tensor | None = None
+    a1_scale: torch.Tensor | None = None
+    a2_scale: torch.Tensor | None = None
+    dispatch_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.dispatch_dtype not in (None, torch.float8_e4m3fn):
+            raise ValueError(
+                f"dispatch_dtype is {self.dispatch_dtype}; it must be None (the activations' dtype) or "
+                f"torch.float8_e4m3fn"
+            )
+
+    @classmethod
+    def unquantized(cls) -> FusedMoEQuantConfig:
+        """Plain weights, rows on the wire in the activations' dtype."""
+        return cls()
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.quant_type_id is not None
+
+    def with_dispatch_dtype(self, dtype: torch.dtype | None) -> FusedMoEQuantConfig:
+        """The same weights with other rows on the wire."""
+        return replace(self, dispatch_dtype=dtype)

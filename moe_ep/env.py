@@ -1,0 +1,91 @@
+"""Every environment variable that moe_ep reads, with its type, its default and its meaning.
+
+They are read when asked for, not at import, so a test or a launcher may set them late. Command-line flags and
+constructor arguments win over them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvVar(Generic[T]):
+    """One variable: `VAR.get()` gives its value, parsed, or the default where it is unset or empty."""
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    meaning: str
+
+    def get(self) -> T:
+        raw = os.environ.get(self.name, "")
+        if not raw:
+            return self.default
+        try:
+            return self.parse(raw)
+        except ValueError as error:
+            raise ValueError(f"{self.name} is {raw!r}; {error}; unset it to use the default ({self.default})") from None
+
+
+def _positive_float(raw: str) -> float:
+    try:
+        value = float(raw)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError("it must be a positive number of seconds")
+    return value
+
+
+def _positive_int(raw: str) -> int:
+    if not raw.isdecimal() or int(raw) < 1:
+        raise ValueError("it must be a whole number of at least 1")
+    return int(raw)
+
+
+def _log_level(raw: str) -> str:
+    level = raw.upper()
+    if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ValueError("it must be DEBUG, INFO, WARNING or ERROR")
+    return level
+
+
+ALL2ALL_BACKEND = EnvVar(
+    name="MOE_EP_ALL2ALL_BACKEND",
+    parse=str,
+    default="auto",
+    meaning="dispatch backend of layers made with all2all_backend='auto'",
+)
+CACHE_DIR = EnvVar(
+    name="MOE_EP_CACHE_DIR",
+    parse=lambda raw: Path(raw).expanduser(),
+    default=Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moe_ep",
+    meaning="where made checkpoints and compiled kernels are kept",
+)
+CHUNK_SIZE = EnvVar(
+    name="MOE_EP_CHUNK_SIZE",
+    parse=_positive_int,
+    default=16384,
+    meaning="rows that experts in the Standard format compute at a time; bounds their scratch",
+)
+DISPATCH_TIMEOUT_S = EnvVar(
+    name="MOE_EP_DISPATCH_TIMEOUT_S",
+    parse=_positive_float,
+    default=300.0,
+    meaning="seconds a collective step of dispatch, combine or start-up may take before the rank gives up",
+)
+LOG_LEVEL = EnvVar(
+    name="MOE_EP_LOG_LEVEL",
+    parse=_log_level,
+    default="WARNING",
+    meaning="DEBUG, INFO, WARNING or ERROR, for the moe_ep loggers",
+)
+
+ALL: tuple[EnvVar, ...] = (ALL2ALL_BACKEND, CACHE_DIR, CHUNK_SIZE, DISPATCH_TIMEOUT_S, LOG_LEVEL)

@@ -1,0 +1,55 @@
+"""What can go wrong, by name.
+
+A mistake in an argument is a plain ValueError or TypeError. The classes here are for the rest: a file that
+does not hold what it says, a backend that cannot run here, a peer that did not answer, a gang that died.
+Every message is one sentence that names the thing, its value, the rule and the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MoeEpError(RuntimeError):
+    """Base of every error that moe_ep raises for a reason other than a bad argument."""
+
+
+class CheckpointError(MoeEpError):
+    """A checkpoint does not hold what its config or its index promises.
+
+    The message names the file, the tensor, what was expected and what was found.
+    """
+
+
+class BackendUnavailableError(MoeEpError):
+    """A backend was asked for by name and cannot run on this machine; the message says what would mend it."""
+
+
+class DispatchTimeoutError(MoeEpError):
+    """A collective step of dispatch or combine did not finish before the group's deadline.
+
+    Attributes:
+        ranks: the EP ranks known to be at fault, empty where nobody could tell.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class GangError(MoeEpError):
+    """A worker of a gang failed or died; the message names its rank, its node and the cause."""
+
+
+class ConfigError(ValueError, MoeEpError):
+    """A combination of settings that can not be run, found before any work starts."""
+
+
+def missing_extra(package: str, extra: str, needed_for: str) -> ImportError:
+    """The ImportError for an optional dependency, with the pip line that brings it."""
+    return ImportError(f"{needed_for} needs {package}, which is not installed; run: pip install 'moe_ep[{extra}]'")
+
+
+def one_of(argument: str, value: object, allowed: Sequence[str]) -> str:
+    """The sentence for a value outside a fixed set."""
+    return f"{argument} is {value!r}; it must be one of {', '.join(allowed)}"

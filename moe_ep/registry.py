@@ -1,0 +1,99 @@
+"""What can be chosen by name: dispatch backends, experts and quantization methods.
+
+An entry is a name, a "module:Class" string and one line of description. The module is imported when its name is
+chosen, so a missing optional package only hurts whoever chose it, and the core can be read without the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ep.errors import one_of
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One choice: where its class lives, and what it is in one line."""
+
+    target: str
+    summary: str
+
+
+class Registry:
+    """Names and the classes behind them, imported when chosen.
+
+    Example:
+        >>> EXPERTS.load("reference")          # imports moe_ep.kernels.reference
+        >>> EXPERTS.register("mine", "my_package.experts:MyExperts", "what it does")
+    """
+
+    def __init__(self, kind: str, entries: dict[str, Entry]) -> None:
+        self.kind = kind
+        self._entries = dict(entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __getitem__(self, name: str) -> Entry:
+        self.check(name)
+        return self._entries[name]
+
+    def register(self, name: str, target: str, summary: str) -> None:
+        """Adds or replaces a choice; `target` is "module:Class"."""
+        if target.count(":") != 1:
+            raise ValueError(f"target is {target!r}; it must read 'module:Class'")
+        self._entries[name] = Entry(target, summary)
+
+    def check(self, name: str, also: tuple[str, ...] = ()) -> None:
+        """Raises ValueError, listing the known names, unless `name` is known or one of `also`."""
+        if name not in self._entries and name not in also:
+            raise ValueError(one_of(self.kind, name, [*also, *self._entries]))
+
+    def load(self, name: str) -> Any:
+        """Imports and returns the class behind `name`; ValueError for an unknown one, listing the known."""
+        module, attribute = self[name].target.split(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+ALL2ALL_BACKENDS = Registry(
+    "all2all_backend",
+    {
+        "no_ep": Entry("moe_ep.dispatch.no_ep:NoEPPrepareFinalize", "one rank, nothing travels"),
+        "allgather_reducescatter": Entry(
+            "moe_ep.dispatch.allgather_reducescatter:AllGatherReduceScatterPrepareFinalize",
+            "every rank sees every token; simplest, any transport",
+        ),
+        "all_to_all": Entry(
+            "moe_ep.dispatch.all_to_all:AllToAllPrepareFinalize",
+            "exact sizes, a token travels once to each destination rank; prefill and across hosts",
+        ),
+        "batched_all_to_all": Entry(
+            "moe_ep.dispatch.batched_all_to_all:BatchedAllToAllPrepareFinalize",
+            "fixed capacity, no host synchronisation, CUDA-graph capturable; decode",
+        ),
+    },
+)
+
+EXPERTS = Registry(
+    "experts",
+    {
+        "reference": Entry("moe_ep.kernels.reference:ReferenceExperts", "plain torch, Standard format"),
+        "batched_reference": Entry(
+            "moe_ep.kernels.reference:BatchedReferenceExperts", "plain torch, BatchedExperts format"
+        ),
+    },
+)
+
+QUANT_METHODS = Registry(
+    "quant_method",
+    {
+        "none": Entry("moe_ep.methods.unquantized:UnquantizedFusedMoEMethod", "f32, f16 or bf16 weights"),
+        "gptq": Entry("moe_ep.methods.gptq:GPTQFusedMoEMethod", "4- and 8-bit integers with group scales"),
+    },
+)

@@ -1,0 +1,157 @@
+"""Who multiplies expert outputs by the router weights and sums them, and how.
+
+Experts say through `finalize_weight_and_reduce_impl()` in which form they leave their output; prepare/finalize
+backends apply that strategy, or replace a delegated one by their own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+
+class TopKWeightAndReduce(ABC):
+    """Turns a fused expert output into `[T, K]`. Strategies of one kind are equal."""
+
+    @abstractmethod
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        """Weights and sums.
+
+        Args:
+            output: `[T, K]`, written in place; None makes one (or hands back the input where nothing is to do).
+            fused_expert_output: what the experts wrote; its shape is the strategy's.
+            topk_weights: f32 `[T, topk]`.
+            topk_ids: `[T, topk]`, -1 for "no expert".
+            apply_router_weight_on_input: the weights went into the experts' input already and are not applied again.
+
+        Returns:
+            `output`, or the tensor made in its place, `[T, K]`.
+        """
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def _accumulator(fused_expert_output: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    shape = (num_tokens, fused_expert_output.shape[-1])
+    return torch.zeros(shape, dtype=torch.float32, device=fused_expert_output.device)
+
+
+def _deliver(total: torch.Tensor, output: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    if output is None:
+        return total.to(dtype)
+    return output.copy_(total)
+
+
+class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
+    """The prepare/finalize backend does it, in its own way, as it moves the rows."""
+
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        raise RuntimeError(
+            "weight_and_reduce_impl is TopKWeightAndReduceDelegate, which leaves the reduction to the prepare/finalize "
+            "backend; the backend must replace it by a strategy of its own before applying it"
+        )
+
+
+class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
+    """The experts did it: their output is `[T, K]` already, and is copied where `output` is another tensor."""
+
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        if output is None or output is fused_expert_output:
+            return fused_expert_output
+        if output.shape != fused_expert_output.shape:
+            raise ValueError(
+                f"output has shape {tuple(output.shape)}; the reduced expert output has "
+                f"{tuple(fused_expert_output.shape)}, and they must agree"
+            )
+        return output.copy_(fused_expert_output)
+
+
+class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
+    """The experts left one row a slot, `[T, topk, K]` (or `[T * topk, K]`): weighted and summed in slot order in f32."""
+
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        num_tokens, topk = topk_ids.shape
+        rows = fused_expert_output.view(num_tokens, topk, -1)
+        total = _accumulator(rows, num_tokens)
+        for slot in range(topk):
+            row = rows[:, slot].float()
+            if not apply_router_weight_on_input:
+                row = row * topk_weights[:, slot, None]
+            # Skipped slots were never written and may hold NaN: they must not be multiplied by zero.
+            total += torch.where(topk_ids[:, slot, None] >= 0, row, 0.0)
+        return _deliver(total, output, fused_expert_output.dtype)
+
+
+class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
+    """The experts left `[El, T, K]`, an expert's rows in token order; sums the part of the experts of one rank.
+
+    Example: ids [[0, 2], [2, 1]], rank 0 with El = 2: output[0] = w[0,0] * y[0,0], output[1] = w[1,1] * y[1,0].
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TopKWeightAndReduceNaiveBatched) and other.rank == self.rank
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.rank))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank})"
+
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        num_local_experts = fused_expert_output.shape[0]
+        total = _accumulator(fused_expert_output, topk_ids.shape[0])
+        for local in range(num_local_experts):
+            chosen = topk_ids == self.rank * num_local_experts + local
+            has_expert = chosen.any(dim=1)
+            row_index = (has_expert.cumsum(0) - 1).clamp_(min=0)
+            rows = fused_expert_output[local].index_select(0, row_index).float()
+            if not apply_router_weight_on_input:
+                rows = rows * torch.where(chosen, topk_weights, 0.0).sum(dim=1, keepdim=True)
+            total += torch.where(has_expert[:, None], rows, 0.0)
+        return _deliver(total, output, fused_expert_output.dtype)

@@ -1,0 +1,85 @@
+"""Scratch memory shared by all layers of a process.
+
+One buffer a device and stream, as large as the largest request so far (a high-water mark), so that sixty layers
+need the scratch of one and the decode path never allocates. A CUDA graph keeps the addresses it was captured with:
+buffers handed out under capture are never freed, and nothing is allocated under capture. Run a pass of the same
+size once before capturing, on the same streams where a graph forks into several: a stream without a buffer of its
+own borrows another's, which is safe only for graphs that replay one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+_ALIGNMENT = 256
+
+Request = tuple[Sequence[int], torch.dtype]
+
+
+class WorkspaceManager:
+    """Hands out views of one growing buffer for each device and stream.
+
+    A view is valid until the next `get` on the same stream; two streams never share a buffer while both run eagerly.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._captured: list[torch.Tensor] = []
+
+    def get(self, requests: Sequence[Request], device: torch.device) -> list[torch.Tensor]:
+        """Uninitialised tensors of the given shapes and dtypes, side by side in the scratch of this stream.
+
+        Raises:
+            RuntimeError: under CUDA-graph capture, when no buffer is large enough.
+        """
+        offsets, end = [], 0
+        for shape, dtype in requests:
+            offsets.append(end)
+            num_bytes = math.prod(shape) * dtype.itemsize
+            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        buffer = self._buffer(end, device)
+        return [
+            buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+            for start, (shape, dtype) in zip(offsets, requests, strict=True)
+        ]
+
+    def num_bytes(self, device: torch.device | None = None) -> int:
+        """Bytes held, on one device or on all."""
+        return sum(b.numel() for (where, _), b in self._buffers.items() if device is None or where == device)
+
+    def _buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = (device, stream)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = self._borrow(num_bytes, device) if capturing else self._grow(num_bytes, device)
+            self._buffers[key] = buffer
+        if capturing and all(buffer is not kept for kept in self._captured):
+            self._captured.append(buffer)
+        return buffer
+
+    @staticmethod
+    def _grow(num_bytes: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(max(num_bytes, _ALIGNMENT), dtype=torch.uint8, device=device)
+
+    def _borrow(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """The scratch of the stream that the warm-up ran on: graphs that replay in turn share it."""
+        for (where, _), buffer in self._buffers.items():
+            if where == device and buffer.numel() >= num_bytes:
+                return buffer
+        raise RuntimeError(
+            f"a pass under CUDA-graph capture needs {num_bytes} bytes of scratch and no buffer of that size is there; "
+            f"run one pass of the same size before capturing"
+        )
+
+
+_manager = WorkspaceManager()
+
+
+def workspace_manager() -> WorkspaceManager:
+    """The manager of this process."""
+    return _manager

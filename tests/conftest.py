@@ -1,0 +1,16 @@
+"""Skips GPU tests where the GPUs are not there, and says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+_GPUS_NEEDED = {"gpu": 1, "gpu2": 2, "gpu8": 8}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_gpus = torch.cuda.device_count()
+    for item in items:
+        for marker, needed in _GPUS_NEEDED.items():
+            if item.get_closest_marker(marker) and num_gpus < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {num_gpus}"))

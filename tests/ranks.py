@@ -1,0 +1,130 @@
+"""Real processes for tests: a pool of ranks that share a process group and run functions sent to them.
+
+    pool = ranks(3)                                  # three gloo processes, kept for the whole test run
+    results = pool.run(function, arg, ...)           # function(rank, world_size, arg, ...) in each; results by rank
+
+`function` must be importable (a module-level function of a test module). A failing rank fails the call with its
+traceback; the pool is thrown away then, since its ranks may wait in a collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_pools: dict[tuple[int, str], RankPool] = {}
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds the tracebacks of all that did."""
+
+
+def ranks(world_size: int, backend: str = "gloo", timeout_s: float = 60) -> RankPool:
+    """The pool of that size and backend, started on first use; "nccl" gives rank i the GPU i."""
+    key = (world_size, backend)
+    pool = _pools.get(key)
+    if pool is None or not pool.alive():
+        pool = _pools[key] = RankPool(world_size, backend, timeout_s)
+    return pool
+
+
+class RankPool:
+    """`world_size` processes joined in one process group."""
+
+    def __init__(self, world_size: int, backend: str = "gloo", timeout_s: float = 60) -> None:
+        _context.set_forkserver_preload(["torch", "torch.distributed"])
+        self.world_size = world_size
+        self._rendezvous = tempfile.NamedTemporaryFile(prefix="moe_ep_ranks_")  # noqa: SIM115
+        address = f"file://{self._rendezvous.name}"
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve, args=(theirs, rank, world_size, backend, address, timeout_s), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def alive(self) -> bool:
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 120) -> list[Any]:
+        """Runs function(rank, world_size, *args) on every rank; results in rank order."""
+        for connection in self._connections:
+            connection.send((function, args))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        pending = dict(zip(self._connections, range(self.world_size), strict=True))
+        while pending:
+            ready = wait(list(pending), timeout=limit_s)
+            if not ready:
+                self.close()
+                raise RankError(f"ranks {sorted(pending.values())} did not answer in {limit_s} s; errors: {errors}")
+            for connection in ready:
+                rank = pending.pop(connection)  # type: ignore[arg-type]
+                try:
+                    ok, value = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value = False, "the process died"
+                (results if ok else errors)[rank] = value
+            if errors and limit_s > 20:
+                limit_s = 20
+        if errors:
+            self.close()
+            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes = []
+
+
+def _serve(connection: Connection, rank: int, world_size: int, backend: str, address: str, timeout_s: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    # The rendezvous file is unique to the pool; gloo listens on loopback.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device_id = None
+    if backend == "nccl":
+        device_id = torch.device("cuda", rank)
+        torch.cuda.set_device(device_id)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        init_method=address,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device_id,
+    )
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((True, function(rank, world_size, *args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in _pools.values():
+        pool.close()
