@@ -1,0 +1,232 @@
+"""The plain-torch experts: what every other implementation is compared with.
+
+Nothing here is fast. Weights are dequantized to f32 one expert at a time, the arithmetic is f32 throughout, and the
+result is rounded once. Works on the CPU and on GPUs, for plain and quantized weights and every activation.
+
+Weights come plain, w1 `[El, 2N, K]` (gate rows, then up rows; `[El, N, K]` ungated) and w2 `[El, K, N]`, or in the
+canonical quantized form: uint8 codes of the same shapes, with scales `[El, out, in / group_size]` and zero points
+alike in the quant_config, and g_idx int32 `[El, in]` where the columns of a group are scattered (act-order).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from moe_ep.activation import MoEActivation, apply_activation
+from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.modular_kernel import (
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    FusedMoEPermuteExpertsUnpermute,
+)
+from moe_ep.topk_weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+
+
+class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
+    """One expert in f32; the two formats below say which rows it gets."""
+
+    def __init__(
+        self,
+        moe_config: FusedMoEConfig,
+        quant_config: FusedMoEQuantConfig | None = None,
+        *,
+        w13_g_idx: torch.Tensor | None = None,
+        w2_g_idx: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(moe_config, quant_config)
+        self._g_idx = (w13_g_idx, w2_g_idx)
+
+    def supports_expert_map(self) -> bool:
+        return True
+
+    def _weight(self, weights: torch.Tensor, which: int, expert: int) -> torch.Tensor:
+        """f32 `[out, in]` of one local expert; `which` is 0 for w13 and 1 for w2."""
+        quant = self.quant_config
+        if quant.quant_type_id is None:
+            return weights[expert].float()
+        scales, zero_points = ((quant.w1_scale, quant.w1_zp), (quant.w2_scale, quant.w2_zp))[which]
+        alphas = (quant.g1_alphas, quant.g2_alphas)[which]
+        g_idx = self._g_idx[which]
+        if scales is None or quant.group_size is None:
+            raise ValueError(
+                f"quant_config has quant_type_id {quant.quant_type_id} and lacks "
+                f"{'group_size' if scales is not None else f'w{which + 1}_scale'}; quantized experts need both"
+            )
+        weight = dequantize(
+            CanonicalWeights(
+                codes=weights[expert],
+                scales=scales[expert],
+                zero_points=None if zero_points is None else zero_points[expert],
+                g_idx=None if g_idx is None else g_idx[expert],
+                quant_type_id=quant.quant_type_id,
+                group_size=quant.group_size,
+            )
+        )
+        return weight if alphas is None else weight * _per_row(alphas[expert], weight.size(0))
+
+    def _compute(
+        self, rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, expert: int, activation: MoEActivation | str
+    ) -> torch.Tensor:
+        """rows `[n, K]` through one expert, f32 `[n, K]`."""
+        bias1, bias2 = self.quant_config.w1_bias, self.quant_config.w2_bias
+        hidden = F.linear(rows.float(), self._weight(w1, 0, expert), None if bias1 is None else bias1[expert].float())
+        hidden = apply_activation(activation, hidden)
+        return F.linear(hidden, self._weight(w2, 1, expert), None if bias2 is None else bias2[expert].float())
+
+
+def _per_row(alphas: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """A global scale for each output row: one for all, or one for the gate half and one for the up half."""
+    flat = alphas.float().reshape(-1)
+    return flat.repeat_interleave(num_rows // flat.numel())[:, None]
+
+
+class ReferenceExperts(_ReferenceExpertsBase):
+    """Standard format: finds the rows of each local expert, computes them, adds them up weighted, in expert order."""
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.Standard
+
+    def supports_chunking(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: MoEActivation | str,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return (0,), (0,), (M, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation | str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        local_ids = to_local_ids(topk_ids, expert_map)
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        total = torch.zeros(output.shape, dtype=torch.float32, device=output.device)
+        for expert in range(w1.size(0)):
+            chosen = local_ids == expert
+            rows = chosen.any(dim=1).nonzero().flatten()
+            if rows.numel():
+                weight = torch.where(chosen, weights, 0.0).sum(dim=1)[rows, None]
+                total[rows] += weight * self._compute(hidden_states[rows], w1, w2, expert, activation)
+        output.copy_(total)
+
+
+class BatchedReferenceExperts(_ReferenceExpertsBase):
+    """BatchedExperts format, rows in place or by reference; static shapes and no host synchronisation on a GPU."""
+
+    def __init__(
+        self,
+        moe_config: FusedMoEConfig,
+        quant_config: FusedMoEQuantConfig | None = None,
+        *,
+        max_num_tokens: int | None = None,
+        num_dispatchers: int | None = None,
+        w13_g_idx: torch.Tensor | None = None,
+        w2_g_idx: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(moe_config, quant_config, w13_g_idx=w13_g_idx, w2_g_idx=w2_g_idx)
+        per_dispatcher = moe_config.max_num_tokens if max_num_tokens is None else max_num_tokens
+        self._max_rows = per_dispatcher * (moe_config.ep_size if num_dispatchers is None else num_dispatchers)
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.BatchedExperts
+
+    def supports_chunking(self) -> bool:
+        return False
+
+    def supports_row_ids(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceDelegate()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: MoEActivation | str,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        by_reference = expert_tokens_meta is not None and expert_tokens_meta.expert_row_ids is not None
+        max_rows = self._max_rows if by_reference else M
+        return (0,), (0,), (local_num_experts, max_rows, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation | str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        if expert_tokens_meta is None:
+            raise ValueError(
+                "expert_tokens_meta is None; batched experts need the number of rows of each expert, as the "
+                "prepare step returns it"
+            )
+        row_ids = expert_tokens_meta.expert_row_ids
+        num_rows = expert_tokens_meta.expert_num_tokens
+        on_host = expert_tokens_meta.expert_num_tokens_cpu if num_rows.is_cuda else num_rows
+        for expert in range(w1.size(0)):
+            bound = output.size(1) if on_host is None else int(on_host[expert])
+            if row_ids is None:
+                rows = hidden_states[expert, :bound]
+            else:
+                # Entries behind the count are not row numbers.
+                rows = hidden_states[row_ids[expert, :bound].long().clamp(0, hidden_states.size(0) - 1)]
+            result = self._compute(rows, w1, w2, expert, activation)
+            belongs = torch.arange(bound, device=num_rows.device) < num_rows[expert]
+            target = output[expert, :bound]
+            target.copy_(torch.where(belongs[:, None], result, target.float()))
+
+
+def to_local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """Global ids to local indices, int64 `[T, topk]`: -1 stays -1 and so does every expert that is not local."""
+    ids = topk_ids.long()
+    if expert_map is None:
+        return ids
+    return torch.where(ids >= 0, expert_map.long()[ids.clamp(min=0)], -1)
