@@ -1,0 +1,180 @@
+"""Which rank holds which expert, and where on that rank it lies.
+
+Two placements: linear gives every rank a contiguous range of ids, round_robin deals them out like cards (rank r holds
+r, r + ep_size, r + 2 * ep_size, ...). Both give the first E % ep_size ranks one expert more than the others.
+Everything here is computed once, on the host, and is the same on every rank up to `ep_rank`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_ep.errors import one_of
+
+if TYPE_CHECKING:
+    from moe_ep.config import FusedMoEParallelConfig, FusedMoEQuantConfig
+
+EXPERT_PLACEMENT_STRATEGIES: tuple[str, ...] = ("linear", "round_robin")
+
+
+def determine_expert_map(
+    ep_size: int,
+    ep_rank: int,
+    global_num_experts: int,
+    expert_placement_strategy: str = "linear",
+    num_fused_shared_experts: int = 0,
+    return_expert_mask: bool = False,
+) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+    """The experts of one rank.
+
+    E is divided evenly; of the remainder the first E % ep_size ranks get one each, so E=10 over 4 ranks is 3, 3, 2, 2
+    and E < ep_size leaves the last ranks with none.
+
+    Example: E=5, ep_size=2, ep_rank=1: linear [-1, -1, -1, 0, 1], round_robin [-1, 0, -1, 1, -1].
+
+    Args:
+        return_expert_mask: also make the mask, and extend the map by the fused shared experts, which every rank holds
+            behind its routed ones.
+
+    Returns:
+        (local_num_experts, expert_map, expert_mask). local_num_experts counts routed experts only. expert_map is int32
+        `[E]`, or `[E + shared]` with the mask: global -> local index, -1 where not local. expert_mask is int32
+        `[E + shared + 1]`: 1 where local, 1 for shared experts, 0 at the end; None unless asked for. With ep_size 1
+        every expert is local and both are None.
+
+    Raises:
+        ValueError: a size that is not positive, a rank outside [0, ep_size), an unknown strategy.
+    """
+    _check_placement(ep_size, global_num_experts, expert_placement_strategy, num_fused_shared_experts)
+    _check_ep_rank(ep_rank, ep_size)
+    if ep_size == 1:
+        return global_num_experts, None, None
+
+    owned = _owners(ep_size, global_num_experts, expert_placement_strategy) == ep_rank
+    local_num_experts = int(owned.sum())
+    expert_map = torch.where(owned, owned.cumsum(0) - 1, -1).to(torch.int32)
+    if not return_expert_mask:
+        return local_num_experts, expert_map, None
+
+    shared = torch.arange(local_num_experts, local_num_experts + num_fused_shared_experts, dtype=torch.int32)
+    expert_map = torch.cat([expert_map, shared])
+    expert_mask = torch.cat([expert_map >= 0, torch.tensor([False])]).to(torch.int32)
+    return local_num_experts, expert_map, expert_mask
+
+
+def get_compressed_expert_map(expert_map: torch.Tensor) -> str:
+    """The local experts of a map as text, local->global in local order: "0->3, 1->4, 2->5".
+
+    Args:
+        expert_map: integer `[E]`, global -> local index, -1 where not local.
+    """
+    pairs = sorted((local, expert) for expert, local in enumerate(expert_map.tolist()) if local >= 0)
+    return ", ".join(f"{local}->{expert}" for local, expert in pairs)
+
+
+def round_robin_routing_tables(ep_size: int, global_num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of a round-robin placement to rank-major positions, and back.
+
+    A backend that finds the owner of an id by division needs ids in the order of the ranks that hold them: first all
+    experts of rank 0, then all of rank 1. Routing sends global id e to position global_to_physical[e].
+
+    Example: E=8, ep_size=2: global_to_physical [0, 4, 1, 5, 2, 6, 3, 7], physical_to_global [0, 2, 4, 6, 1, 3, 5, 7].
+    E=5, ep_size=2: [0, 3, 1, 4, 2] and [0, 2, 4, 1, 3].
+
+    Returns:
+        (global_to_physical, physical_to_global), both int32 `[E]`, inverse to each other.
+
+    Raises:
+        ValueError: a size that is not positive.
+    """
+    _check_placement(ep_size, global_num_experts, "round_robin", 0)
+    owners = _owners(ep_size, global_num_experts, "round_robin")
+    physical_to_global = torch.sort(owners, stable=True).indices
+    global_to_physical = torch.empty_like(physical_to_global)
+    global_to_physical[physical_to_global] = torch.arange(global_num_experts)
+    return global_to_physical.to(torch.int32), physical_to_global.to(torch.int32)
+
+
+def expert_owner_table(
+    ep_size: int,
+    global_num_experts: int,
+    expert_placement_strategy: str = "linear",
+    num_fused_shared_experts: int = 0,
+    ep_rank: int = 0,
+) -> torch.Tensor:
+    """The EP rank that each expert id is sent to, int32 `[E + shared]`.
+
+    Fused shared experts lie on every rank, so a rank sends their tokens to itself.
+
+    Example: E=5, ep_size=2, one shared expert, ep_rank=1: linear [0, 0, 0, 1, 1, 1], round_robin [0, 1, 0, 1, 0, 1].
+
+    Args:
+        ep_rank: the rank that asks.
+
+    Raises:
+        ValueError: a size that is not positive, a rank outside [0, ep_size), an unknown strategy.
+    """
+    _check_placement(ep_size, global_num_experts, expert_placement_strategy, num_fused_shared_experts)
+    _check_ep_rank(ep_rank, ep_size)
+    routed = _owners(ep_size, global_num_experts, expert_placement_strategy)
+    return torch.cat([routed, torch.full((num_fused_shared_experts,), ep_rank, dtype=torch.int32)])
+
+
+def maybe_roundup_hidden_size(
+    hidden_size: int,
+    act_dtype: torch.dtype,
+    quant_config: FusedMoEQuantConfig | None,
+    parallel_config: FusedMoEParallelConfig,
+) -> int:
+    """The hidden size a layer must allocate so that its experts and its backend can run.
+
+    Packed weights come in groups of 32 input columns, and peer-to-peer backends move rows in units of 16 bytes; plain
+    experts behind torch.distributed take any size. A multiple of 32 is never changed.
+
+    Args:
+        hidden_size: K of the model.
+        act_dtype: dtype of the activations; it says how many columns 16 bytes hold.
+        quant_config: of the experts; None for plain weights.
+
+    Returns:
+        The smallest sufficient size, at least `hidden_size`.
+
+    Raises:
+        ValueError: a hidden size that is not positive.
+    """
+    if hidden_size < 1:
+        raise ValueError(f"hidden_size is {hidden_size}; it must be at least 1")
+    unit = 1
+    if parallel_config.use_all2all and parallel_config.all2all_backend.startswith("nvshmem"):
+        wire_dtype = (quant_config and quant_config.dispatch_dtype) or act_dtype
+        unit = 16 // wire_dtype.itemsize
+    if quant_config is not None and quant_config.is_quantized:
+        unit = 32
+    return -(-hidden_size // unit) * unit
+
+
+def _owners(ep_size: int, num_experts: int, strategy: str) -> torch.Tensor:
+    """The rank of each routed expert, int32 `[E]`."""
+    if strategy == "round_robin":
+        return torch.arange(num_experts, dtype=torch.int32) % ep_size
+    base, remainder = divmod(num_experts, ep_size)
+    ranks = torch.arange(ep_size, dtype=torch.int32)
+    return ranks.repeat_interleave(base + (ranks < remainder).long())
+
+
+def _check_placement(ep_size: int, num_experts: int, strategy: str, num_fused_shared_experts: int) -> None:
+    if ep_size < 1:
+        raise ValueError(f"ep_size is {ep_size}; it must be at least 1")
+    if num_experts < 1:
+        raise ValueError(f"global_num_experts is {num_experts}; it must be at least 1")
+    if num_fused_shared_experts < 0:
+        raise ValueError(f"num_fused_shared_experts is {num_fused_shared_experts}; it must be at least 0")
+    if strategy not in EXPERT_PLACEMENT_STRATEGIES:
+        raise ValueError(one_of("expert_placement_strategy", strategy, EXPERT_PLACEMENT_STRATEGIES))
+
+
+def _check_ep_rank(ep_rank: int, ep_size: int) -> None:
+    if not 0 <= ep_rank < ep_size:
+        raise ValueError(f"ep_rank is {ep_rank}; it must be at least 0 and below ep_size ({ep_size})")
