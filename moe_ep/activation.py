@@ -6,7 +6,7 @@ Gated ones read `[..., 2N]`, gate columns first, then up columns, and write `[..
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ SWIGLUOAI_ALPHA = 1.702
 SWIGLUOAI_LIMIT = 7.0
 
 
-class MoEActivation(str, Enum):
+class MoEActivation(StrEnum):
     """Name of an activation; a plain string of the same value serves wherever one is taken."""
 
     SILU = "silu"
@@ -27,9 +27,6 @@ class MoEActivation(str, Enum):
     SILU_NO_MUL = "silu_no_mul"
     GELU_NO_MUL = "gelu_no_mul"
     RELU2_NO_MUL = "relu2_no_mul"
-
-    def __str__(self) -> str:
-        return self.value
 
     @classmethod
     def parse(cls, value: MoEActivation | str) -> MoEActivation:
@@ -70,7 +67,9 @@ def apply_activation(
     if output is None:
         return result.to(input.dtype)
     if output.shape != result.shape:
-        raise ValueError(f"output has shape {tuple(output.shape)}; {activation} of this input gives {tuple(result.shape)}")
+        raise ValueError(
+            f"output has shape {tuple(output.shape)}; {activation} of this input gives {tuple(result.shape)}"
+        )
     output.copy_(result)
     return output
 

@@ -125,7 +125,7 @@ class FusedMoEParallelConfig:
         False with expert parallelism over plain tensor-parallel ranks: they all hold the same tokens, each
         computes its own experts and the outputs are all-reduced.
         """
-        return self.use_ep and (self.dp_size > 1 or self.is_sequence_parallel)
+        return self.use_ep and (self.tp_size < self.ep_size or self.is_sequence_parallel)
 
     @property
     def shards_experts(self) -> bool:

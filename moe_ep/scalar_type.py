@@ -79,7 +79,7 @@ class ScalarType:
         return f"ScalarType({self.id})"
 
 
-class scalar_types:  # noqa: N801 - read as a namespace, as in vLLM
+class scalar_types:
     """The types that the experts here know."""
 
     uint4 = ScalarType(0, 4, False)

@@ -96,7 +96,7 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
-    """The experts left one row a slot, `[T, topk, K]` (or `[T * topk, K]`): weighted and summed in slot order in f32."""
+    """The experts left one row a slot, `[T, topk, K]` or `[T * topk, K]`: weighted and summed in slot order, in f32."""
 
     def apply(
         self,

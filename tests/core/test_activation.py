@@ -1,0 +1,71 @@
+"""Activations against scalar formulas."""
+
+import math
+
+import pytest
+import torch
+
+from moe_ep.activation import MoEActivation, apply_activation
+
+
+def silu(x):
+    return x / (1 + math.exp(-x))
+
+
+def gelu(x):
+    return 0.5 * x * (1 + math.erf(x / math.sqrt(2)))
+
+
+def gelu_tanh(x):
+    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def swigluoai(gate, up):
+    gate, up = min(gate, 7.0), max(-7.0, min(up, 7.0))
+    return (up + 1) * gate / (1 + math.exp(-1.702 * gate))
+
+
+GATED = {
+    "silu": lambda g, u: silu(g) * u,
+    "gelu": lambda g, u: gelu(g) * u,
+    "gelu_tanh": lambda g, u: gelu_tanh(g) * u,
+    "swigluoai": swigluoai,
+}
+UNGATED = {"silu_no_mul": silu, "gelu_no_mul": gelu, "relu2_no_mul": lambda x: max(x, 0.0) ** 2}
+
+
+def test_every_activation_is_covered():
+    assert {*GATED, *UNGATED} == {member.value for member in MoEActivation}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated(name):
+    x = torch.randn(3, 10) * 6
+    got = apply_activation(name, x)
+    for row, out in zip(x.tolist(), got.tolist(), strict=True):
+        expected = [GATED[name](g, u) for g, u in zip(row[:5], row[5:], strict=True)]
+        assert out == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", UNGATED)
+def test_ungated(name):
+    x = torch.randn(2, 7) * 3
+    got = apply_activation(MoEActivation(name), x)
+    for row, out in zip(x.tolist(), got.tolist(), strict=True):
+        assert out == pytest.approx([UNGATED[name](v) for v in row], rel=1e-5, abs=1e-6)
+
+
+def test_writes_in_place_and_rounds_once():
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    output = torch.full((4, 4), float("nan"), dtype=torch.bfloat16)
+    assert apply_activation("silu", x, output) is output
+    assert torch.equal(output, apply_activation("silu", x.float()).bfloat16())
+
+
+def test_refuses():
+    with pytest.raises(ValueError, match="activation is 'swish'; it must be one of silu"):
+        apply_activation("swish", torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="3 columns"):
+        apply_activation("silu", torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="output has shape"):
+        apply_activation("silu", torch.zeros(1, 4), torch.zeros(1, 4))

@@ -1,0 +1,126 @@
+"""The object that joins the two contracts: formats, scratch, chunking, shared experts, -1 ids, T = 0."""
+
+import pytest
+import torch
+from torch import nn
+
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
+from moe_ep.modular_kernel import (
+    ExpertTokensMetadata,
+    FusedMoEModularKernel,
+    make_experts,
+    make_prepare_finalize,
+)
+from moe_ep.workspace import workspace_manager
+
+E, TOPK, K, N = 6, 3, 16, 24
+
+
+def moe_config(topk=TOPK, dtype=torch.float32):
+    return FusedMoEConfig(
+        num_experts=E,
+        experts_per_token=topk,
+        hidden_dim=K,
+        intermediate_size_per_partition=N,
+        num_local_experts=E,
+        moe_parallel_config=FusedMoEParallelConfig.make(),
+        in_dtype=dtype,
+        max_num_tokens=64,
+    )
+
+
+def kernel(shared_experts=None, topk=TOPK):
+    config = moe_config(topk)
+    return FusedMoEModularKernel(
+        make_prepare_finalize("no_ep", config), make_experts("reference", config), shared_experts
+    )
+
+
+def problem(num_tokens, topk=TOPK):
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(num_tokens, K, generator=generator)
+    w1 = torch.randn(E, 2 * N, K, generator=generator) / K**0.5
+    w2 = torch.randn(E, K, N, generator=generator) / N**0.5
+    ids = torch.rand(num_tokens, E, generator=generator).argsort(1)[:, :topk].int()
+    return x, w1, w2, torch.rand(num_tokens, topk, generator=generator), ids
+
+
+def plain_moe(x, w1, w2, weights, ids):
+    output = torch.zeros(x.shape)
+    for t in range(x.size(0)):
+        for slot in range(ids.size(1)):
+            expert = ids[t, slot].item()
+            if expert >= 0:
+                gate, up = (w1[expert] @ x[t]).chunk(2)
+                output[t] += weights[t, slot] * (w2[expert] @ (nn.functional.silu(gate) * up))
+    return output
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 33])
+def test_equals_plain_loops(num_tokens):
+    x, w1, w2, weights, ids = problem(num_tokens)
+    ids[::3, 0] = -1
+    got = kernel()(x, w1, w2, weights, ids)
+    torch.testing.assert_close(got, plain_moe(x, w1, w2, weights, ids))
+
+
+def test_inplace_writes_over_the_input():
+    x, w1, w2, weights, ids = problem(5)
+    expected = plain_moe(x, w1, w2, weights, ids)
+    assert kernel()(x, w1, w2, weights, ids, inplace=True) is x
+    torch.testing.assert_close(x, expected)
+
+
+@pytest.mark.parametrize("chunk", ["1", "4", "7", "100"])
+def test_chunking_changes_no_bit(monkeypatch, chunk):
+    x, w1, w2, weights, ids = problem(14)
+    whole = kernel()(x, w1, w2, weights, ids).clone()
+    monkeypatch.setenv("MOE_EP_CHUNK_SIZE", chunk)
+    # A matrix product of fewer rows may sum in another order; the split itself must lose nothing.
+    torch.testing.assert_close(kernel()(x, w1, w2, weights, ids), whole)
+
+
+def test_shared_experts_come_beside_the_routed():
+    shared = nn.Linear(K, K)
+    x, w1, w2, weights, ids = problem(4)
+    shared_output, output = kernel(shared)(x, w1, w2, weights, ids)
+    assert torch.equal(shared_output, shared(x))
+    torch.testing.assert_close(output, plain_moe(x, w1, w2, weights, ids))
+    other = torch.randn(4, K)
+    assert torch.equal(kernel(shared)(x, w1, w2, weights, ids, shared_experts_input=other)[0], shared(other))
+
+
+def test_router_weight_on_input_needs_top_1():
+    x, w1, w2, weights, ids = problem(4)
+    with pytest.raises(ValueError, match="needs top_k 1 and topk_ids has 3 columns"):
+        kernel()(x, w1, w2, weights, ids, apply_router_weight_on_input=True)
+    x, w1, w2, weights, ids = problem(4, topk=1)
+    got = kernel(topk=1)(x, w1, w2, weights, ids, apply_router_weight_on_input=True)
+    torch.testing.assert_close(got, plain_moe(x * weights, w1, w2, torch.ones(4, 1), ids))
+
+
+def test_formats_must_agree():
+    config = moe_config()
+    with pytest.raises(ValueError, match="NoEPPrepareFinalize speaks Standard .* speaks BatchedExperts"):
+        FusedMoEModularKernel(make_prepare_finalize("no_ep", config), make_experts("batched_reference", config))
+
+
+def test_unknown_names_list_the_known():
+    with pytest.raises(ValueError, match=r"all2all_backend is 'foo'; .*all_to_all"):
+        make_prepare_finalize("foo", moe_config())
+    with pytest.raises(ValueError, match=r"experts is 'foo'; .*reference"):
+        make_experts("foo", moe_config())
+
+
+def test_scratch_is_shared_by_all_kernels():
+    x, w1, w2, weights, ids = problem(40)
+    kernel()(x, w1, w2, weights, ids)
+    held = workspace_manager().num_bytes(x.device)
+    kernel()(x, w1, w2, weights, ids)
+    assert workspace_manager().num_bytes(x.device) == held
+
+
+def test_metadata_from_a_list():
+    meta = ExpertTokensMetadata.make_from_list([2, 0, 3], "cpu")
+    assert meta.expert_num_tokens.tolist() == [2, 0, 3] == meta.expert_num_tokens_cpu.tolist()
+    assert meta.expert_num_tokens.dtype == torch.int32 and meta.expert_row_ids is None

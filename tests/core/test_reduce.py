@@ -1,0 +1,70 @@
+"""Reduce strategies against plain loops; rows that belong to nobody hold NaN."""
+
+import pytest
+import torch
+
+from moe_ep.topk_weight_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNaiveBatched,
+    TopKWeightAndReduceNoOP,
+)
+
+T, TOPK, K, EL = 5, 3, 4, 2
+IDS = torch.tensor([[0, 3, -1], [2, 1, 0], [-1, -1, -1], [3, 2, 1], [1, -1, 2]])
+WEIGHTS = torch.rand(T, TOPK)
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+def test_contiguous(on_input):
+    rows = torch.randn(T, TOPK, K)
+    rows[IDS < 0] = float("nan")
+    expected = torch.zeros(T, K)
+    for t in range(T):
+        for slot in range(TOPK):
+            if IDS[t, slot] >= 0:
+                expected[t] += rows[t, slot] * (1.0 if on_input else WEIGHTS[t, slot])
+    output = torch.full((T, K), float("nan"))
+    got = TopKWeightAndReduceContiguous().apply(output, rows, WEIGHTS, IDS, on_input)
+    assert got is output and torch.equal(got, expected)
+    flat = TopKWeightAndReduceContiguous().apply(None, rows.view(T * TOPK, K), WEIGHTS, IDS, on_input)
+    assert torch.equal(flat, expected)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_naive_batched(rank):
+    rows = torch.full((EL, T, K), float("nan"))
+    expected = torch.zeros(T, K)
+    for local in range(EL):
+        filled = 0
+        for t in range(T):
+            for slot in range(TOPK):
+                if IDS[t, slot] == rank * EL + local:
+                    rows[local, filled] = torch.randn(K)
+                    expected[t] += rows[local, filled] * WEIGHTS[t, slot]
+                    filled += 1
+    got = TopKWeightAndReduceNaiveBatched(rank).apply(None, rows, WEIGHTS, IDS, False)
+    assert torch.equal(got, expected)
+
+
+def test_noop_copies_only_where_it_must():
+    done = torch.randn(T, K)
+    assert TopKWeightAndReduceNoOP().apply(None, done, WEIGHTS, IDS, False) is done
+    other = torch.empty(T, K)
+    assert TopKWeightAndReduceNoOP().apply(other, done, WEIGHTS, IDS, False) is other
+    assert torch.equal(other, done)
+    with pytest.raises(ValueError, match="output has shape"):
+        TopKWeightAndReduceNoOP().apply(torch.empty(T + 1, K), done, WEIGHTS, IDS, False)
+
+
+def test_delegate_cannot_be_applied():
+    with pytest.raises(RuntimeError, match="prepare/finalize"):
+        TopKWeightAndReduceDelegate().apply(None, torch.zeros(T, K), WEIGHTS, IDS, False)
+
+
+def test_equality_is_by_kind_and_rank():
+    assert TopKWeightAndReduceNoOP() == TopKWeightAndReduceNoOP()
+    assert TopKWeightAndReduceNoOP() != TopKWeightAndReduceDelegate()
+    assert TopKWeightAndReduceNaiveBatched(1) == TopKWeightAndReduceNaiveBatched(1)
+    assert TopKWeightAndReduceNaiveBatched(1) != TopKWeightAndReduceNaiveBatched(0)
+    assert len({TopKWeightAndReduceNoOP(), TopKWeightAndReduceNoOP(), TopKWeightAndReduceContiguous()}) == 2

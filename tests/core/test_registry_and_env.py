@@ -1,0 +1,61 @@
+"""Choices by name and environment variables: defaults, parsing, and the sentences."""
+
+import pytest
+
+from moe_ep import env
+from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS, QUANT_METHODS, Registry
+
+
+@pytest.mark.parametrize("registry", [ALL2ALL_BACKENDS, EXPERTS, QUANT_METHODS])
+def test_every_entry_loads(registry):
+    for name in registry:
+        assert isinstance(registry.load(name), type)
+        assert registry[name].summary
+
+
+def test_unknown_name_lists_the_known():
+    with pytest.raises(
+        ValueError, match="all2all_backend is 'foo'; it must be one of auto, no_ep, .*batched_all_to_all"
+    ):
+        ALL2ALL_BACKENDS.check("foo", also=("auto",))
+
+
+def test_register_adds_a_choice_and_checks_its_form():
+    registry = Registry("thing", {})
+    registry.register("path", "pathlib:Path", "a path")
+    assert registry.load("path").__name__ == "Path" and list(registry) == ["path"] and "path" in registry
+    with pytest.raises(ValueError, match="module:Class"):
+        registry.register("bad", "pathlib.Path", "")
+
+
+def test_defaults_without_variables(monkeypatch):
+    for variable in env.ALL:
+        monkeypatch.delenv(variable.name, raising=False)
+        assert variable.get() == variable.default
+        assert variable.meaning and variable.name.startswith("MOE_EP_")
+
+
+@pytest.mark.parametrize(
+    ("variable", "raw", "value"),
+    [(env.DISPATCH_TIMEOUT_S, "2.5", 2.5), (env.CHUNK_SIZE, "64", 64), (env.LOG_LEVEL, "debug", "DEBUG")],
+)
+def test_values_are_parsed(monkeypatch, variable, raw, value):
+    monkeypatch.setenv(variable.name, raw)
+    assert variable.get() == value
+
+
+@pytest.mark.parametrize(
+    ("variable", "raw"),
+    [
+        (env.DISPATCH_TIMEOUT_S, "-1"),
+        (env.DISPATCH_TIMEOUT_S, "soon"),
+        (env.DISPATCH_TIMEOUT_S, "nan"),
+        (env.CHUNK_SIZE, "0"),
+        (env.CHUNK_SIZE, "x"),
+        (env.LOG_LEVEL, "loud"),
+    ],
+)
+def test_bad_values_are_named(monkeypatch, variable, raw):
+    monkeypatch.setenv(variable.name, raw)
+    with pytest.raises(ValueError, match=f"{variable.name} is {raw!r}; it must be .*; unset it"):
+        variable.get()

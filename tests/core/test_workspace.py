@@ -1,0 +1,46 @@
+"""Shared scratch: one buffer, its high-water mark, and what is refused under capture."""
+
+import pytest
+import torch
+
+from moe_ep.workspace import WorkspaceManager
+
+CPU = torch.device("cpu")
+
+
+def test_views_lie_side_by_side_in_one_buffer():
+    manager = WorkspaceManager()
+    a, b, empty = manager.get([((3, 5), torch.float32), ((7,), torch.bfloat16), ((0, 4), torch.float32)], CPU)
+    a.fill_(1.0)
+    b.fill_(2.0)
+    assert a.shape == (3, 5) and b.shape == (7,) and empty.shape == (0, 4)
+    assert torch.equal(a, torch.ones(3, 5)) and torch.equal(b, torch.full((7,), 2.0, dtype=torch.bfloat16))
+    assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    assert a.data_ptr() % 64 == 0 and (b.data_ptr() - a.data_ptr()) % 256 == 0
+
+
+def test_smaller_requests_reuse_and_larger_ones_grow():
+    manager = WorkspaceManager()
+    (first,) = manager.get([((1024,), torch.float32)], CPU)
+    held = manager.num_bytes(CPU)
+    (second,) = manager.get([((16,), torch.float16)], CPU)
+    assert second.data_ptr() == first.data_ptr() and manager.num_bytes() == held
+    manager.get([((2048,), torch.float32)], CPU)
+    assert manager.num_bytes() == 2 * held
+
+
+@pytest.mark.gpu
+def test_capture_borrows_the_warm_buffer_keeps_it_and_never_allocates():
+    device = torch.device("cuda", torch.cuda.current_device())
+    manager = WorkspaceManager()
+    (warm,) = manager.get([((256,), torch.float32)], device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (captured,) = manager.get([((256,), torch.float32)], device)
+        captured.fill_(3.0)
+        with pytest.raises(RuntimeError, match="run one pass of the same size before capturing"):
+            manager.get([((4096,), torch.float32)], device)
+    assert captured.data_ptr() == warm.data_ptr()
+    manager.get([((4096,), torch.float32)], device)
+    graph.replay()
+    assert warm.eq(3.0).all()
