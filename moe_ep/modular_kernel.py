@@ -151,7 +151,9 @@ class FusedMoEPrepareAndFinalize(ABC):
     ) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
         """prepare in two: sends at once, and returns (hook, receiver). `hook()` waits for the data, `receiver()`
         gives what prepare would have returned."""
-        raise RuntimeError(f"{type(self).__name__} has no asynchronous form; call prepare, or ask supports_async() first")
+        raise RuntimeError(
+            f"{type(self).__name__} has no asynchronous form; call prepare, or ask supports_async() first"
+        )
 
     def finalize_async(
         self,
@@ -163,7 +165,9 @@ class FusedMoEPrepareAndFinalize(ABC):
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """finalize in two: sends at once, and returns (hook, receiver); `receiver()` writes `output`."""
-        raise RuntimeError(f"{type(self).__name__} has no asynchronous form; call finalize, or ask supports_async() first")
+        raise RuntimeError(
+            f"{type(self).__name__} has no asynchronous form; call finalize, or ask supports_async() first"
+        )
 
 
 class FusedMoEPermuteExpertsUnpermute(ABC):
@@ -376,26 +380,25 @@ class FusedMoEModularKernel(nn.Module):
         workspace13, workspace2, output = workspace_manager().get(
             [(scratch13, dtype), (scratch2, dtype), (shapes(M)[2], dtype)], rows.device
         )
-        if M == 0 and standard:
+        if standard and M == 0:
             return output
-        for start in range(0, max(M, 1), max(chunk, 1)):
-            part = slice(start, start + chunk)
-            whole = chunk == M
+        parts = [slice(None)] if chunk == M else [slice(start, start + chunk) for start in range(0, M, chunk)]
+        for part in parts:
             experts.apply(
-                output if whole else output[part],
-                rows if whole else rows[part],
+                output[part],
+                rows[part],
                 w1,
                 w2,
-                weights if whole else weights[part],
-                ids if whole else ids[part],
+                weights[part],
+                ids[part],
                 activation,
                 global_num_experts,
                 expert_map,
-                row_scales if whole or row_scales is None or row_scales.size(0) != M else row_scales[part],
+                None if row_scales is None else row_scales[part],
                 experts.quant_config.a2_scale,
                 workspace13,
                 workspace2,
-                meta if whole else None,
+                meta if chunk == M else None,
                 apply_router_weight_on_input,
             )
         return output
