@@ -1,0 +1,70 @@
+"""Which file of a checkpoint directory holds which tensor: the index, checked against the shards' own headers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moe_ep.checkpoint.safetensors_header import TensorInfo, parse_json_object, read_header
+from moe_ep.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; CheckpointError where the file is missing or holds something else."""
+    try:
+        return parse_json_object(file.read_bytes(), str(file))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: expected the checkpoint's {file.name}, found no such file") from None
+
+
+def find_tensors(directory: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a checkpoint directory by name.
+
+    Raises:
+        CheckpointError: no safetensors, an index that names files or tensors that are not there, a tensor in two files.
+    """
+    index, single = directory / INDEX_NAME, directory / SINGLE_NAME
+    if index.is_file():
+        return _tensors_of_index(index)
+    if single.is_file():
+        return read_header(single)
+    pickled = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pt")) + sorted(directory.glob("*.pth"))
+    found = pickled[0].name if pickled else "neither"
+    way_out = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""
+    raise CheckpointError(f"{directory}: expected {single.name} or {index.name}, found {found}{way_out}")
+
+
+def _tensors_of_index(index: Path) -> dict[str, TensorInfo]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: expected a weight_map of tensor names to file names, found {weight_map!r}")
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    owners: dict[str, str] = {}
+    for tensor, file_name in weight_map.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise CheckpointError(
+                f"{index}: tensor {tensor}: expected the name of a file beside it, found {file_name!r}"
+            )
+        if file_name in headers:
+            continue
+        if not (index.parent / file_name).is_file():
+            raise CheckpointError(
+                f"{index}: tensor {tensor}: expected in {file_name}, found no such file; fetch it again"
+            )
+        headers[file_name] = read_header(index.parent / file_name)
+        for name in headers[file_name]:
+            if name in owners:
+                raise CheckpointError(
+                    f"{index.parent / file_name}: tensor {name}: expected in one shard, found in {owners[name]} too"
+                )
+            owners[name] = file_name
+    for name, file_name in weight_map.items():
+        if name not in headers[file_name]:
+            found = f"in {owners[name]}" if name in owners else "in no shard"
+            raise CheckpointError(
+                f"{index.parent / file_name}: tensor {name}: expected here by the index, found {found}"
+            )
+    return {name: headers[file_name][name] for name, file_name in weight_map.items()}

@@ -1,0 +1,267 @@
+"""GPTQ (`quant_method: gptq`): 4- and 8-bit codes packed along K into int32, with group scales and zero points.
+
+With pack = 32 / bits and g the group size, a linear layer of N outputs and K inputs is stored as
+
+    qweight  int32 [K / pack, N]     column k is bits [bits * (k % pack), ...) of row k // pack
+    qzeros   int32 [K / g, N / pack] packed alike, but along N; checkpoint_format gptq stores z - 1, gptq_v2 stores z
+    scales   f16 or bf16 [K / g, N]
+    g_idx    int32 [K]               the group of every column; unsorted where desc_act was used
+
+and column k of row n stands for `scales[g_idx[k], n] * (code - z[g_idx[k], n])`. The format is that of AutoGPTQ and
+GPTQModel (https://github.com/ModelCloud/GPTQModel).
+
+Example, 4 bits: the codes 1, 2, 3, ... 8 of columns 0..7 are the int32 0x87654321.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.checkpoint.formats.layout import FLOATS, TensorLayout, bias_layout
+from moe_ep.errors import CheckpointError, one_of
+from moe_ep.scalar_type import ScalarType, scalar_types
+
+_SYMMETRIC = {4: scalar_types.uint4b8, 8: scalar_types.uint8b128}
+_ASYMMETRIC = {4: scalar_types.uint4, 8: scalar_types.uint8}
+_STORED_LESS = {"gptq": 1, "gptq_v2": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTQConfig:
+    """`quantization_config` of a GPTQ checkpoint.
+
+    Attributes:
+        bits: 4 or 8.
+        group_size: input columns that share a scale, -1 for all of them.
+        desc_act: whether columns were quantized in order of activation size, so that g_idx is unsorted.
+        sym: whether zero points are all in the middle; what the file holds decides, not this.
+        checkpoint_format: gptq (zero points stored less one) or gptq_v2.
+
+    Raises:
+        ValueError: other bits, formats, or a group_size that is neither -1 nor positive.
+    """
+
+    quant_method: ClassVar[str] = "gptq"
+
+    bits: int
+    group_size: int
+    desc_act: bool = False
+    sym: bool = True
+    checkpoint_format: str = "gptq"
+
+    def __post_init__(self) -> None:
+        if self.bits not in _SYMMETRIC:
+            raise ValueError(one_of("bits", self.bits, [str(known) for known in _SYMMETRIC]))
+        if self.checkpoint_format not in _STORED_LESS:
+            raise ValueError(one_of("checkpoint_format", self.checkpoint_format, list(_STORED_LESS)))
+        if not isinstance(self.group_size, int) or (self.group_size < 1 and self.group_size != -1):
+            raise ValueError(f"group_size is {self.group_size!r}; it must be -1 (all columns) or at least 1")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GPTQConfig:
+        """The configuration in config.json; keys that say nothing about the experts' tensors are ignored.
+
+        Raises:
+            CheckpointError: bits or group_size missing, or a value that is not supported.
+        """
+        for key in ("bits", "group_size"):
+            if key not in values:
+                raise CheckpointError(f"config.json: quantization_config: expected {key}, found {sorted(values)}")
+        try:
+            return cls(
+                bits=values["bits"],
+                group_size=values["group_size"],
+                desc_act=bool(values.get("desc_act", False)),
+                sym=bool(values.get("sym", True)),
+                checkpoint_format=values.get("checkpoint_format") or values.get("format") or "gptq",
+            )
+        except ValueError as error:
+            raise CheckpointError(f"config.json: quantization_config: {error}") from None
+
+    @property
+    def pack_factor(self) -> int:
+        """Codes in an int32."""
+        return 32 // self.bits
+
+    def num_groups(self, in_features: int) -> int:
+        """Groups of a row of `in_features` columns; the last one may be short."""
+        return 1 if self.group_size == -1 else -(-in_features // self.group_size)
+
+    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+        """The tensors of one linear layer by the last part of their names."""
+        groups, pack = self.num_groups(in_features), self.pack_factor
+        columns = in_features if self.group_size == -1 else self.group_size
+        int32 = (torch.int32,)
+        # Some writers leave g_idx out where it says nothing.
+        trivial = None if self.desc_act else lambda: torch.arange(in_features, dtype=torch.int32) // columns
+        return {
+            "qweight": TensorLayout(int32, (in_features // pack, out_features)),
+            "qzeros": TensorLayout(int32, (groups, out_features // pack)),
+            "scales": TensorLayout(FLOATS, (groups, out_features)),
+            "g_idx": TensorLayout(int32, (in_features,), trivial),
+            "bias": bias_layout(out_features),
+        }
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
+        """`unpack_gptq` of tensors by the last part of their names."""
+        return unpack_gptq(tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"), self)
+
+
+class GPTQTensors(NamedTuple):
+    """The four tensors of a linear layer, as on disk."""
+
+    qweight: torch.Tensor
+    qzeros: torch.Tensor
+    scales: torch.Tensor
+    g_idx: torch.Tensor
+
+
+def unpack_gptq(
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor | None,
+    scales: torch.Tensor,
+    g_idx: torch.Tensor | None,
+    config: GPTQConfig,
+) -> CanonicalWeights:
+    """The canonical form of GPTQ tensors, with any leading batch dimensions, on any device.
+
+    Zero points that are all `2**(bits - 1)` become the type's bias, and a g_idx that says `k // group_size` is dropped.
+
+    Args:
+        qweight: int32 `[..., K / pack, N]`.
+        qzeros: int32 `[..., G, N / pack]`; None means symmetric.
+        scales: float `[..., G, N]`.
+        g_idx: int32 `[..., K]` or None.
+
+    Returns:
+        codes uint8 `[..., N, K]` in the checkpoint's column order, scales `[..., N, G]`, zero points uint8
+        `[..., N, G]` or None, g_idx or None.
+
+    Raises:
+        ValueError: tensors whose shapes or dtypes do not belong together.
+        CheckpointError: zero points or groups that no writer means.
+    """
+    num_columns, num_rows = qweight.shape[-2] * config.pack_factor, qweight.shape[-1]
+    groups = scales.shape[-2]
+    _check_shapes(qweight, qzeros, scales, g_idx, config, num_columns)
+    codes = _unpack_last(qweight.transpose(-1, -2).contiguous(), config.bits)
+    zero_points = None if qzeros is None else _zero_points(qzeros, config, num_rows)
+    g_idx = None if g_idx is None else _needed_g_idx(g_idx, config, groups)
+    types = _SYMMETRIC if zero_points is None else _ASYMMETRIC
+    return CanonicalWeights(
+        codes, scales.transpose(-1, -2).contiguous(), zero_points, g_idx, types[config.bits].id, config.group_size
+    )
+
+
+def pack_gptq(weights: CanonicalWeights, config: GPTQConfig) -> GPTQTensors:
+    """The inverse of `unpack_gptq`: the tensors as a writer of `config.checkpoint_format` stores them.
+
+    Raises:
+        ValueError: sizes that do not fill whole int32, another type than the config's bits, or a zero point 0 in
+            checkpoint_format gptq, which cannot hold it.
+    """
+    num_rows, num_columns = weights.codes.shape[-2:]
+    scalar_type = ScalarType.from_id(weights.quant_type_id)
+    if scalar_type.size_bits != config.bits or scalar_type.is_float:
+        raise ValueError(f"quant_type_id stands for {scalar_type}; GPTQ of these bits ({config.bits}) cannot hold it")
+    if num_rows % config.pack_factor or num_columns % config.pack_factor:
+        raise ValueError(
+            f"codes have shape {tuple(weights.codes.shape)}; rows and columns must be multiples of {config.pack_factor}"
+        )
+    if weights.zero_points is None:
+        zero_points = torch.full_like(weights.scales, scalar_type.bias, dtype=torch.uint8)
+    else:
+        zero_points = weights.zero_points
+    stored_less = _STORED_LESS[config.checkpoint_format]
+    if stored_less and not zero_points.all():
+        raise ValueError("zero_points hold a 0; checkpoint_format gptq stores them less one, use gptq_v2")
+    g_idx = weights.g_idx
+    if g_idx is None:
+        g_idx = _trivial_g_idx(num_columns, config.group_size, weights.codes.device)
+        g_idx = g_idx.expand(*weights.codes.shape[:-2], num_columns).contiguous()
+    return GPTQTensors(
+        qweight=_pack_last(weights.codes, config.bits).transpose(-1, -2).contiguous(),
+        qzeros=_pack_last((zero_points - stored_less).transpose(-1, -2), config.bits),
+        scales=weights.scales.transpose(-1, -2).contiguous(),
+        g_idx=g_idx,
+    )
+
+
+def _unpack_last(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 `[..., R]` -> uint8 `[..., R * 32 / bits]`, low bits first; bytes of an int32 are low first already."""
+    octets = packed.view(torch.uint8)
+    if bits == 8:
+        return octets
+    return torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(-2)
+
+
+def _pack_last(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    octets = codes.contiguous()
+    if bits == 4:
+        octets = octets[..., 0::2] | (octets[..., 1::2] << 4)
+    return octets.contiguous().view(torch.int32)
+
+
+def _zero_points(qzeros: torch.Tensor, config: GPTQConfig, num_rows: int) -> torch.Tensor | None:
+    """uint8 `[..., N, G]`, or None where all are in the middle."""
+    stored = _unpack_last(qzeros.contiguous(), config.bits).transpose(-1, -2).contiguous()
+    stored_less = _STORED_LESS[config.checkpoint_format]
+    largest = 2**config.bits - 1
+    if stored_less and bool((stored == largest).any()):
+        raise CheckpointError(
+            f"qzeros: expected zero points stored less one, so at most {largest - 1}, found {largest}; "
+            f"a zero point of 0 was lost when it was written: quantize again with checkpoint_format gptq_v2"
+        )
+    middle = 2 ** (config.bits - 1)
+    if bool((stored == middle - stored_less).all()):
+        return None
+    return stored + stored_less
+
+
+def _trivial_g_idx(num_columns: int, group_size: int, device: torch.device) -> torch.Tensor:
+    columns = torch.arange(num_columns, dtype=torch.int32, device=device)
+    return columns // (num_columns if group_size == -1 else group_size)
+
+
+def _needed_g_idx(g_idx: torch.Tensor, config: GPTQConfig, groups: int) -> torch.Tensor | None:
+    """The g_idx, or None where it says nothing."""
+    if bool((g_idx == _trivial_g_idx(g_idx.shape[-1], config.group_size, g_idx.device)).all()):
+        return None
+    low, high = int(g_idx.min()), int(g_idx.max())
+    if low < 0 or high >= groups:
+        raise CheckpointError(
+            f"g_idx: expected groups 0 to {groups - 1}, as scales has {groups}, found {low} to {high}"
+        )
+    return g_idx
+
+
+def _check_shapes(
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor | None,
+    scales: torch.Tensor,
+    g_idx: torch.Tensor | None,
+    config: GPTQConfig,
+    num_columns: int,
+) -> None:
+    batch, num_rows, groups = qweight.shape[:-2], qweight.shape[-1], scales.shape[-2]
+    # A shard of K keeps the scales of all groups, and only its g_idx says which of them it uses.
+    expected = {"scales": (*batch, groups if g_idx is not None else config.num_groups(num_columns), num_rows)}
+    found = {"scales": scales}
+    if qzeros is not None:
+        expected["qzeros"], found["qzeros"] = (*batch, groups, num_rows // config.pack_factor), qzeros
+    if g_idx is not None:
+        expected["g_idx"], found["g_idx"] = (*batch, num_columns), g_idx
+    for name, shape in expected.items():
+        if tuple(found[name].shape) != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(found[name].shape)}; with qweight {tuple(qweight.shape)}, {config.bits} bits "
+                f"and group_size {config.group_size} it must be {shape}"
+            )
+    for name, tensor in {"qweight": qweight, "qzeros": qzeros, "g_idx": g_idx}.items():
+        if tensor is not None and tensor.dtype != torch.int32:
+            raise ValueError(f"{name} is {tensor.dtype}; it must be torch.int32")

@@ -1,0 +1,250 @@
+"""Reads tensors of a Hugging Face checkpoint directory by their byte ranges, and no byte more.
+
+The files are data: JSON and safetensors. Nothing is unpickled, and nothing is mapped: ranges are read with preadv
+into large buffers by a few threads that run ahead of the consumer.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_ep.checkpoint.directory import INDEX_NAME, SINGLE_NAME, find_tensors, read_json
+from moe_ep.checkpoint.safetensors_header import TensorInfo
+from moe_ep.errors import CheckpointError
+
+BATCH_BYTES = 16 << 20
+READ_THREADS = 4
+_ALIGNMENT = 64
+
+
+class CheckpointReader:
+    """A checkpoint directory: `config.json` and `model.safetensors`, or shards with `model.safetensors.index.json`.
+
+    Everything that can be checked without the data is checked when the reader is made, so a reader that exists has
+    every tensor its index names, whole.
+
+    Example:
+        >>> reader = CheckpointReader("Qwen3-30B-A3B")
+        >>> reader.info("model.norm.weight").shape
+        (2048,)
+        >>> reader.read("model.embed_tokens.weight", rows=slice(0, 4)).shape
+        torch.Size([4, 2048])
+
+    Raises:
+        CheckpointError: no such directory, no safetensors in it, JSON or header that does not parse, a shard that is
+            missing or truncated, a tensor that is in another shard than the index says, or in two.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise CheckpointError(f"{self.directory}: expected a checkpoint directory, found none")
+        self.config: dict[str, Any] = read_json(self.directory / "config.json")
+        self._tensors = find_tensors(self.directory)
+        self._names = sorted(self._tensors)
+        self._files: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._bytes_read = 0
+        self._closer = weakref.finalize(self, _close_all, self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        with self._lock:
+            _close_all(self._files)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensor data read so far."""
+        return self._bytes_read
+
+    @property
+    def index_file(self) -> Path:
+        """The file that says what the checkpoint holds: the index, or the only safetensors file."""
+        index = self.directory / INDEX_NAME
+        return index if index.is_file() else self.directory / SINGLE_NAME
+
+    def names(self, prefix: str = "") -> Sequence[str]:
+        """The names of all tensors that start with `prefix`, sorted."""
+        if not prefix:
+            return self._names
+        start = bisect_left(self._names, prefix)
+        return self._names[start : bisect_left(self._names, prefix + chr(0x10FFFF), start)]
+
+    def info(self, name: str) -> TensorInfo:
+        """Where a tensor lies; CheckpointError if there is none of that name."""
+        info = self._tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self.index_file}: expected tensor {name}, found none of that name")
+        return info
+
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """One tensor, or a range of its leading dimension: only those bytes are read.
+
+        Args:
+            rows: a slice of step 1, with Python's meaning of negative and missing ends; None for the whole tensor.
+
+        Raises:
+            ValueError: a step other than 1, or rows of a tensor without dimensions.
+            CheckpointError: no such tensor, or the file became shorter.
+        """
+        info = self.info(name)
+        start, shape = 0, info.shape
+        if rows is not None:
+            if not shape or rows.step not in (None, 1):
+                raise ValueError(
+                    f"rows is {rows} for {name} of shape {shape}; it must be a slice of step 1 of dimension 0"
+                )
+            start, stop, _ = rows.indices(shape[0])
+            shape = (max(stop - start, 0), *shape[1:])
+        tensor = torch.empty(shape, dtype=info.dtype)
+        self._fill(info.file, info.offset + start * info.row_bytes, _as_bytes(tensor))
+        return tensor
+
+    def read_rows(self, name: str, row_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a tensor by index: `[R]` indices give `[R, ...]`; each distinct row is read once.
+
+        Raises:
+            ValueError: an index outside the leading dimension.
+        """
+        info = self.info(name)
+        distinct, positions = torch.unique(row_ids.cpu(), return_inverse=True)
+        if distinct.numel() and (distinct[0] < 0 or distinct[-1] >= info.shape[0]):
+            raise ValueError(
+                f"row_ids of {name} range from {distinct[0]} to {distinct[-1]}; they must be at least 0 and below "
+                f"{info.shape[0]}"
+            )
+        tensor = torch.empty((distinct.numel(), *info.shape[1:]), dtype=info.dtype)
+        buffer = _as_bytes(tensor)
+        # A run of consecutive rows is one read: it ends where the next id is not the one after.
+        ends = (torch.nonzero(distinct.diff() != 1).flatten() + 1).tolist()
+        for first, last in zip([0, *ends], [*ends, distinct.numel()], strict=True):
+            if first < last:
+                offset = info.offset + int(distinct[first]) * info.row_bytes
+                self._fill(info.file, offset, buffer[first * info.row_bytes : last * info.row_bytes])
+        return tensor[positions]
+
+    def read_many(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields `(name, tensor)` in file order, read in large pieces by a few threads that run ahead.
+
+        Tensors that lie side by side are read at once. The tensors of a piece are views of one buffer of about
+        `BATCH_BYTES`, which lives as long as any of them: copy what should stay for long.
+
+        Raises:
+            CheckpointError: no such tensor, or a file became shorter.
+        """
+        batches = _make_batches([self.info(name) for name in dict.fromkeys(names)])
+        if not batches:
+            return
+        pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="moe_ep-read")
+        pending: deque[tuple[_Batch, Future[torch.Tensor]]] = deque()
+        rest = iter(batches)
+        try:
+            while True:
+                while len(pending) <= READ_THREADS and (batch := next(rest, None)) is not None:
+                    pending.append((batch, pool.submit(self._read_batch, batch)))
+                if not pending:
+                    return
+                batch, future = pending.popleft()
+                buffer = future.result()
+                for info, position in batch.tensors:
+                    yield info.name, _view(buffer, position, info)
+                # Until here this generator holds the buffer; without this it would stay alive during the next wait.
+                del buffer, future
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read_batch(self, batch: _Batch) -> torch.Tensor:
+        buffer = torch.empty(batch.nbytes, dtype=torch.uint8)
+        view = _as_bytes(buffer)
+        for offset, position, nbytes in batch.runs:
+            self._fill(batch.file, offset, view[position : position + nbytes])
+        return buffer
+
+    def _fill(self, file: Path, offset: int, buffer: memoryview) -> None:
+        """Reads `len(buffer)` bytes at `offset`."""
+        done, fd = 0, self._open(file)
+        while done < len(buffer):
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"{file}: expected {len(buffer)} bytes at byte {offset}, found {done}; "
+                    f"the file became shorter while it was read"
+                )
+            done += count
+        with self._lock:
+            self._bytes_read += done
+
+    def _open(self, file: Path) -> int:
+        with self._lock:
+            if file not in self._files:
+                self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            return self._files[file]
+
+
+@dataclass
+class _Batch:
+    """What one thread reads into one buffer: `(offset in the file, position in the buffer, bytes)` for each run."""
+
+    file: Path
+    nbytes: int = 0
+    runs: list[tuple[int, int, int]] = field(default_factory=list)
+    tensors: list[tuple[TensorInfo, int]] = field(default_factory=list)
+
+    def add(self, info: TensorInfo) -> None:
+        if self.runs and self.runs[-1][0] + self.runs[-1][2] == info.offset:
+            offset, position, nbytes = self.runs[-1]
+            self.runs[-1] = (offset, position, nbytes + info.nbytes)
+            position += nbytes
+        else:
+            # A run keeps its offset modulo 64, so what is aligned in the file is aligned in the buffer.
+            position = self.nbytes + (info.offset - self.nbytes) % _ALIGNMENT
+            self.runs.append((info.offset, position, info.nbytes))
+        self.tensors.append((info, position))
+        self.nbytes = position + info.nbytes
+
+
+def _make_batches(infos: list[TensorInfo]) -> list[_Batch]:
+    batches: list[_Batch] = []
+    for info in sorted(infos, key=lambda info: (info.file, info.offset)):
+        full = not batches or batches[-1].nbytes + info.nbytes > BATCH_BYTES
+        if full or batches[-1].file != info.file:
+            batches.append(_Batch(info.file))
+        batches[-1].add(info)
+    return batches
+
+
+def _view(buffer: torch.Tensor, position: int, info: TensorInfo) -> torch.Tensor:
+    flat = buffer[position : position + info.nbytes]
+    if position % info.dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(info.dtype).view(info.shape)
+
+
+def _as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.flatten().view(torch.uint8).numpy().data
+
+
+def _close_all(files: dict[Path, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])

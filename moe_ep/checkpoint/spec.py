@@ -1,0 +1,112 @@
+"""The description of a checkpoint's MoE layers: shapes, routing, and the names of their tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from moe_ep.activation import MoEActivation
+
+
+class Projections(NamedTuple):
+    """Names of an expert's three matrices on disk, in the order `FusedMoE.make_expert_params_mapping` takes."""
+
+    gate: str
+    down: str
+    up: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingSpec:
+    """The routing arguments of `FusedMoE` and `select_experts`, by the same names.
+
+    Attributes:
+        has_correction_bias: whether the router has an `e_score_correction_bias`.
+    """
+
+    renormalize: bool
+    scoring_func: str = "softmax"
+    use_grouped_topk: bool = False
+    num_expert_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float = 1.0
+    has_correction_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpertsSpec:
+    """The experts that every token visits, kept on disk as one MLP.
+
+    Attributes:
+        module: its name inside the MoE block.
+        num_experts: how many experts of the routed experts' size it stands for; 1 where its size is its own.
+        intermediate_size: of all of them together.
+        has_gate: whether `sigmoid(hidden_states @ gate)` scales the output.
+    """
+
+    module: str
+    num_experts: int
+    intermediate_size: int
+    has_gate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEModelSpec:
+    """One checkpoint's MoE layers: shapes, routing and tensor names.
+
+    Attributes:
+        family: `model_type` of the config.
+        moe_layers: indices of the layers that have experts; the others are dense.
+        moe_module: name of the MoE block inside a layer.
+        projections: names of gate, down and up on disk.
+    """
+
+    family: str
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    dtype: torch.dtype
+    rms_norm_eps: float
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    moe_intermediate_size: int
+    activation: MoEActivation
+    routing: RoutingSpec
+    shared_experts: SharedExpertsSpec | None
+    moe_module: str
+    projections: Projections
+    embedding: str = "model.embed_tokens.weight"
+
+    def moe_prefix(self, layer: int) -> str:
+        """The MoE block of a layer, such as `model.layers.3.mlp`; ValueError for a layer without experts."""
+        if layer not in self.moe_layers:
+            raise ValueError(f"layer is {layer}; it must be one of the layers with experts, {list(self.moe_layers)}")
+        return f"model.layers.{layer}.{self.moe_module}"
+
+    def expert_prefix(self, layer: int) -> str:
+        """What the names of a layer's experts start with, such as `model.layers.3.mlp.experts`."""
+        return f"{self.moe_prefix(layer)}.experts"
+
+    def router_weight(self, layer: int) -> str:
+        """Name of the router's weight, `[E, K]`."""
+        return f"{self.moe_prefix(layer)}.gate.weight"
+
+    def correction_bias(self, layer: int) -> str | None:
+        """Name of the router's `e_score_correction_bias`, `[E]`, or None where the family has none."""
+        name = f"{self.moe_prefix(layer)}.gate.e_score_correction_bias"
+        return name if self.routing.has_correction_bias else None
+
+    def router_bias(self, layer: int) -> str | None:
+        """Name of the bias of the router's logits; None, for no family here has one."""
+        return None
+
+    def norm_weight(self, layer: int) -> str:
+        """Name of the weight of the RMS norm before the MoE block, `[K]`."""
+        return f"model.layers.{layer}.post_attention_layernorm.weight"
+
+    def shared_experts_prefix(self, layer: int) -> str | None:
+        """The shared experts' MLP, such as `model.layers.3.mlp.shared_experts`, or None."""
+        return f"{self.moe_prefix(layer)}.{self.shared_experts.module}" if self.shared_experts else None
