@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 EXPERT_PLACEMENT_STRATEGIES: tuple[str, ...] = ("linear", "round_robin")
 
+# Input columns that quantized experts handle at a time.
+_PACKED_COLUMNS = 32
+
 
 def determine_expert_map(
     ep_size: int,
@@ -130,13 +133,14 @@ def maybe_roundup_hidden_size(
 ) -> int:
     """The hidden size a layer must allocate so that its experts and its backend can run.
 
-    Packed weights come in groups of 32 input columns, and peer-to-peer backends move rows in units of 16 bytes; plain
-    experts behind torch.distributed take any size. A multiple of 32 is never changed.
+    Packed weights come in groups of 32 input columns; plain experts take any size, and the dispatch backends of the
+    registry move rows of any size. So a multiple of 32 is never changed.
 
     Args:
         hidden_size: K of the model.
-        act_dtype: dtype of the activations; it says how many columns 16 bytes hold.
+        act_dtype: dtype of the activations; no backend of ours depends on it.
         quant_config: of the experts; None for plain weights.
+        parallel_config: names the dispatch backend; none of ours asks for more.
 
     Returns:
         The smallest sufficient size, at least `hidden_size`.
@@ -146,13 +150,9 @@ def maybe_roundup_hidden_size(
     """
     if hidden_size < 1:
         raise ValueError(f"hidden_size is {hidden_size}; it must be at least 1")
-    unit = 1
-    if parallel_config.use_all2all and parallel_config.all2all_backend.startswith("nvshmem"):
-        wire_dtype = (quant_config and quant_config.dispatch_dtype) or act_dtype
-        unit = 16 // wire_dtype.itemsize
-    if quant_config is not None and quant_config.is_quantized:
-        unit = 32
-    return -(-hidden_size // unit) * unit
+    if quant_config is None or not quant_config.is_quantized:
+        return hidden_size
+    return -(-hidden_size // _PACKED_COLUMNS) * _PACKED_COLUMNS
 
 
 def _owners(ep_size: int, num_experts: int, strategy: str) -> torch.Tensor:

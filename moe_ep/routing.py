@@ -1,0 +1,257 @@
+"""Which expert gets which token, and with what weight.
+
+The pipeline, top to bottom: scores -> choice -> grouped mask -> top-k -> weights -> identity (zero) experts -> physical
+ids and load record (EPLB) -> slots of fused shared experts. All of it is plain torch without a host synchronisation,
+so it can be captured in a CUDA graph; the part up to the weights is in `moe_ep.topk`, and on CUDA tensors one Triton
+kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
+from moe_ep.errors import one_of
+from moe_ep.topk import topk_reference
+
+SCORING_FUNCS: tuple[str, ...] = ("softmax", "sigmoid")
+ZERO_EXPERT_TYPES: tuple[str, ...] = ("identity",)
+
+TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def select_experts(
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    top_k: int,
+    use_grouped_topk: bool,
+    renormalize: bool,
+    topk_group: int | None = None,
+    num_expert_group: int | None = None,
+    custom_routing_function: TopK | None = None,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: torch.Tensor | None = None,
+    indices_type: torch.dtype | None = None,
+    enable_eplb: bool = False,
+    expert_map: torch.Tensor | None = None,
+    expert_load_view: torch.Tensor | None = None,
+    logical_to_physical_map: torch.Tensor | None = None,
+    logical_replica_count: torch.Tensor | None = None,
+    global_num_experts: int | None = None,
+    zero_expert_num: int = 0,
+    zero_expert_type: str | None = None,
+    num_fused_shared_experts: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Chooses the experts of every token.
+
+    Args:
+        hidden_states: `[T, K]`; read by identity experts and by custom routing only.
+        router_logits: `[T, E + zero_expert_num]`, f32, f16 or bf16; computed in f32.
+        use_grouped_topk: keep the best `topk_group` of `num_expert_group` groups and choose inside them. A group's
+            score is its best choice, or with a bias the sum of its two best.
+        renormalize: divide the weights of a token by their sum, identity experts included.
+        custom_routing_function: called with hidden_states, gating_output, topk and renormalize as keywords, returns
+            (weights `[T, top_k]`, ids `[T, top_k]`, -1 for none); takes the place of everything up to the weights.
+        routed_scaling_factor: multiplies all weights after that, custom ones too; not those of shared experts.
+        e_score_correction_bias: `[E + zero_expert_num]`, added to the scores to choose, never to the weights.
+        indices_type: integer dtype of the ids; None means int32.
+        enable_eplb: map logical ids to physical ones and count them in `expert_load_view` (int32 `[num_physical]`),
+            with the layer's `logical_to_physical_map` `[E, max_replicas]` and `logical_replica_count` `[E]`.
+        expert_map: not read: ids are global on every rank, and whoever computes them applies the map.
+        global_num_experts: physical routed experts; None takes it from the load view, or E without EPLB.
+        zero_expert_num: identity experts, the last columns of the logits.
+        zero_expert_type: "identity" where there are any.
+        num_fused_shared_experts: slots to append, ids global_num_experts + 0..n-1, weight 1.
+
+    Returns:
+        (topk_weights, topk_ids, zero_expert_result): f32 and integer `[T, top_k + num_fused_shared_experts]`, a token's
+        experts in falling order of choice, equal ones by id; ids are physical with EPLB, logical without, -1 for none
+        (then the weight is 0). zero_expert_result is `[T, K]`, what identity experts add to the layer's output; None
+        where there are none. NaN logits are chosen last: ids are valid and distinct whatever the logits hold.
+
+    Raises:
+        ValueError: shapes, counts or names that do not fit together.
+    """
+    num_columns = _check_logits(hidden_states, router_logits, top_k, scoring_func, e_score_correction_bias)
+    num_experts = _check_zero_experts(num_columns, zero_expert_num, zero_expert_type)
+    groups = _check_groups(use_grouped_topk, num_expert_group, topk_group, num_columns, top_k)
+    num_physical = _check_num_physical(global_num_experts, num_experts, expert_load_view if enable_eplb else None)
+    if num_fused_shared_experts < 0:
+        raise ValueError(f"num_fused_shared_experts is {num_fused_shared_experts}; it must be at least 0")
+
+    if custom_routing_function is not None:
+        if use_grouped_topk or e_score_correction_bias is not None:
+            raise ValueError(
+                "custom_routing_function is given together with use_grouped_topk or e_score_correction_bias; it "
+                "replaces both, so leave them out"
+            )
+        topk_weights, topk_ids = _custom_topk(
+            custom_routing_function, hidden_states, router_logits, top_k, renormalize, routed_scaling_factor
+        )
+    else:
+        topk = (_fused_topk() if router_logits.is_cuda else None) or topk_reference
+        topk_weights, topk_ids = topk(
+            router_logits,
+            top_k,
+            scoring_func=scoring_func,
+            renormalize=renormalize,
+            num_expert_group=groups[0],
+            topk_group=groups[1],
+            e_score_correction_bias=e_score_correction_bias,
+            routed_scaling_factor=routed_scaling_factor,
+        )
+
+    zero_expert_result = None
+    if zero_expert_num:
+        topk_weights, topk_ids, zero_expert_result = _apply_zero_experts(
+            hidden_states, topk_weights, topk_ids, num_experts
+        )
+    if enable_eplb:
+        if expert_load_view is None or logical_to_physical_map is None or logical_replica_count is None:
+            raise ValueError(
+                "enable_eplb needs expert_load_view, logical_to_physical_map and logical_replica_count, and one of "
+                "them is None; pass the layer's rows of the EPLB state"
+            )
+        topk_ids = eplb_map_to_physical_and_record(
+            topk_ids, expert_load_view, logical_to_physical_map, logical_replica_count
+        )
+    if num_fused_shared_experts:
+        topk_weights, topk_ids = _append_shared_experts(topk_weights, topk_ids, num_physical, num_fused_shared_experts)
+    return topk_weights, topk_ids.to(indices_type or torch.int32), zero_expert_result
+
+
+def check_router_weight_on_input(top_k: int) -> None:
+    """Raises ValueError unless a token has exactly one expert, so that its weight may be applied on the input."""
+    if top_k != 1:
+        raise ValueError(
+            f"apply_router_weight_on_input needs top_k 1 and top_k is {top_k}; apply the weights on the output instead"
+        )
+
+
+@cache
+def _fused_topk() -> TopK | None:
+    """The Triton kernel, or None where Triton is not installed."""
+    try:
+        from moe_ep.kernels.routing import fused_topk
+    except ImportError:
+        return None
+    return fused_topk
+
+
+def _custom_topk(
+    function: TopK,
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, ids = function(
+        hidden_states=hidden_states, gating_output=router_logits, topk=top_k, renormalize=renormalize
+    )
+    expected = (hidden_states.size(0), top_k)
+    if weights.shape != expected or ids.shape != expected:
+        raise ValueError(
+            f"custom_routing_function returned weights {tuple(weights.shape)} and ids {tuple(ids.shape)}; both must "
+            f"have shape (T, top_k) = {expected}"
+        )
+    return torch.where(ids >= 0, weights.float() * routed_scaling_factor, 0.0), ids
+
+
+def _apply_zero_experts(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Takes identity experts out of the slots; returns weights, ids and their share of the output, `[T, K]`."""
+    is_identity = topk_ids >= num_experts
+    identity_weight = torch.where(is_identity, topk_weights, 0.0).sum(dim=-1, keepdim=True)
+    result = (hidden_states.float() * identity_weight).to(hidden_states.dtype)
+    return topk_weights.masked_fill(is_identity, 0.0), topk_ids.masked_fill(is_identity, -1), result
+
+
+def _append_shared_experts(
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, first_id: int, num_shared: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives every token num_shared more slots of weight 1, ids first_id, first_id + 1, ..."""
+    num_tokens = topk_ids.size(0)
+    shared_ids = torch.arange(first_id, first_id + num_shared, dtype=topk_ids.dtype, device=topk_ids.device)
+    weights = torch.cat([topk_weights, topk_weights.new_ones(num_tokens, num_shared)], dim=1)
+    return weights, torch.cat([topk_ids, shared_ids.expand(num_tokens, num_shared)], dim=1)
+
+
+def _check_logits(
+    hidden_states: torch.Tensor, router_logits: torch.Tensor, top_k: int, scoring_func: str, bias: torch.Tensor | None
+) -> int:
+    """The number of columns of the logits, once they are known to fit."""
+    if router_logits.dim() != 2 or hidden_states.dim() != 2 or router_logits.size(0) != hidden_states.size(0):
+        raise ValueError(
+            f"router_logits has shape {tuple(router_logits.shape)} and hidden_states {tuple(hidden_states.shape)}; "
+            f"they must be (T, E) and (T, K) with one T"
+        )
+    num_columns = router_logits.size(1)
+    if not 1 <= top_k <= num_columns:
+        raise ValueError(
+            f"top_k is {top_k}; it must be at least 1 and at most the columns of router_logits ({num_columns})"
+        )
+    if scoring_func not in SCORING_FUNCS:
+        raise ValueError(one_of("scoring_func", scoring_func, SCORING_FUNCS))
+    if bias is not None and bias.shape != (num_columns,):
+        raise ValueError(
+            f"e_score_correction_bias has shape {tuple(bias.shape)}; it must have one value for each column of "
+            f"router_logits, ({num_columns},)"
+        )
+    return num_columns
+
+
+def _check_zero_experts(num_columns: int, zero_expert_num: int, zero_expert_type: str | None) -> int:
+    """The number of logical routed experts E."""
+    if not 0 <= zero_expert_num < num_columns:
+        raise ValueError(
+            f"zero_expert_num is {zero_expert_num}; it must be at least 0 and below the columns of router_logits "
+            f"({num_columns})"
+        )
+    if zero_expert_num and zero_expert_type not in ZERO_EXPERT_TYPES:
+        raise ValueError(one_of("zero_expert_type", zero_expert_type, ZERO_EXPERT_TYPES))
+    return num_columns - zero_expert_num
+
+
+def _check_groups(
+    use_grouped_topk: bool, num_expert_group: int | None, topk_group: int | None, num_columns: int, top_k: int
+) -> tuple[int, int]:
+    """(number of groups, groups to keep); (1, 1) where experts are not grouped."""
+    if not use_grouped_topk:
+        return 1, 1
+    if num_expert_group is None or topk_group is None:
+        raise ValueError(
+            f"use_grouped_topk needs num_expert_group and topk_group, which are {num_expert_group} and {topk_group}; "
+            f"pass both"
+        )
+    if num_expert_group < 1 or num_columns % num_expert_group:
+        raise ValueError(
+            f"num_expert_group is {num_expert_group}; it must divide the columns of router_logits ({num_columns})"
+        )
+    if not 1 <= topk_group <= num_expert_group:
+        raise ValueError(
+            f"topk_group is {topk_group}; it must be at least 1 and at most num_expert_group ({num_expert_group})"
+        )
+    available = topk_group * (num_columns // num_expert_group)
+    if top_k > available:
+        raise ValueError(
+            f"top_k is {top_k}; it must be at most the {available} experts of topk_group ({topk_group}) groups"
+        )
+    return num_expert_group, topk_group
+
+
+def _check_num_physical(global_num_experts: int | None, num_experts: int, load_view: torch.Tensor | None) -> int:
+    """The number of physical routed experts, behind which shared experts are numbered."""
+    if global_num_experts is None:
+        return num_experts if load_view is None else load_view.size(-1)
+    if global_num_experts < num_experts:
+        raise ValueError(
+            f"global_num_experts is {global_num_experts}; it must be at least the routed experts of router_logits "
+            f"({num_experts})"
+        )
+    return global_num_experts

@@ -1,0 +1,72 @@
+"""The plain top-k of a router: scores -> choice -> grouped mask -> top-k -> weights.
+
+It knows no optimisation, runs on any device and is what the fused kernel is compared with.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_F32 = torch.finfo(torch.float32)
+
+
+def topk_reference(
+    router_logits: torch.Tensor,
+    top_k: int,
+    *,
+    scoring_func: str = "softmax",
+    renormalize: bool = False,
+    num_expert_group: int = 1,
+    topk_group: int = 1,
+    e_score_correction_bias: torch.Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plain form of the top-k, on any device; `moe_ep.kernels.routing.fused_topk` returns the same ids.
+
+    Example: sigmoid, logits [2, -1, .5, 0, 1, 1.2, -2, 3], bias [0, 0, 0, 0, .3, .3, 0, -.9], top 2 in the best 2 of 4
+    groups. The two best choices of the groups sum to 1.15, 1.12, 2.10 and 0.17, so groups 2 and 0 stay; in them experts
+    5 (1.07) and 4 (1.03) are best. Weights .7685, .7311; renormalized .5125, .4875.
+
+    Returns:
+        (weights f32 `[T, top_k]`, ids int32 `[T, top_k]`), not checked; see `select_experts`.
+    """
+    logits = router_logits.float()
+    scores = logits.softmax(dim=-1) if scoring_func == "softmax" else logits.sigmoid()
+    choice = choice_values(logits, scores, e_score_correction_bias)
+    if topk_group < num_expert_group:
+        choice = _keep_best_groups(choice, num_expert_group, topk_group, sum_of_two=e_score_correction_bias is not None)
+    ids = _topk_lowest_id(choice, top_k)
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=_F32.tiny)
+    return weights * routed_scaling_factor, ids.to(torch.int32)
+
+
+def choice_values(logits: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What the best experts are chosen by, finite f32 `[T, E]`.
+
+    Without a bias these are the logits: both scores grow with them, and unlike the scores they do not depend on how a
+    device rounds its exponential.
+    """
+    choice = logits if bias is None else scores + bias.float()
+    # -inf is kept free for groups that are out; adding 0 makes -0 and 0 one value for every sort.
+    return torch.nan_to_num(choice, nan=_F32.min, neginf=_F32.min, posinf=_F32.max) + 0.0
+
+
+def _keep_best_groups(choice: torch.Tensor, num_expert_group: int, topk_group: int, sum_of_two: bool) -> torch.Tensor:
+    """The choice with -inf in all but the best `topk_group` groups, f32 `[T, E]`."""
+    num_tokens, num_columns = choice.shape
+    grouped = choice.view(num_tokens, num_expert_group, num_columns // num_expert_group)
+    counted = min(2 if sum_of_two else 1, grouped.size(-1))
+    group_scores = grouped.topk(counted, dim=-1).values.sum(dim=-1).clamp(_F32.min, _F32.max)
+    best = _topk_lowest_id(group_scores, topk_group)
+    kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, True)
+    return grouped.masked_fill(~kept[:, :, None], float("-inf")).view(num_tokens, num_columns)
+
+
+def _topk_lowest_id(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Positions of the k largest values of each row, int64 `[T, k]`, equal values by position.
+
+    torch.topk leaves the order of equal values open.
+    """
+    return torch.sort(values, dim=-1, descending=True, stable=True).indices[:, :k]
