@@ -56,7 +56,7 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
             taken = layer.weight_loader(
                 params[slot.param_name],
                 tensor[slot.part] if slot.part else tensor,
-                slot.param_name,
+                source.name,
                 slot.shard_id,
                 slot.expert_id,
                 return_success=True,

@@ -159,7 +159,7 @@ def _deepseek_routing(topk_method: str, scoring_func: str, renormalize: bool) ->
             use_grouped_topk=grouped,
             num_expert_group=_positive(config, "n_group") if grouped else None,
             topk_group=_positive(config, "topk_group") if grouped else None,
-            routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+            routed_scaling_factor=float(_required(config, "routed_scaling_factor")),
             has_correction_bias=method == "noaux_tc",
         )
 

