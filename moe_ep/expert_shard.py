@@ -1,0 +1,251 @@
+"""What one rank holds of a MoE layer: its experts' parameters, how they are loaded, and what moves with an expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_ep.activation import MoEActivation
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
+from moe_ep.errors import ConfigError
+from moe_ep.expert_map import determine_expert_map
+from moe_ep.expert_slots import ExpertSlots, LayerEplbState
+from moe_ep.methods.base import make_method
+from moe_ep.weight_loading import ExpertMapping, ExpertWeightLoader, ParamLayout, expert_params_mapping, matching_rows
+
+
+class ExpertShard(nn.Module):
+    """The experts of one rank, as parameters `[El, ...]`: routed slots first, then fused shared experts.
+
+    Raises:
+        ValueError: sizes that cannot be divided over the ranks, or that the quantization cannot hold.
+    """
+
+    expert_map: torch.Tensor | None
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        params_dtype: torch.dtype,
+        parallel_config: FusedMoEParallelConfig,
+        activation: MoEActivation | str,
+        quant_config: Any,
+        enable_eplb: bool,
+        num_redundant_experts: int,
+        num_fused_shared_experts: int,
+        has_bias: bool,
+        max_num_tokens: int,
+        expert_mapping: ExpertMapping | None,
+        layer_name: str,
+    ) -> None:
+        super().__init__()
+        self.layer_name = layer_name
+        self.num_experts = num_experts
+        self.num_redundant_experts = num_redundant_experts
+        self.num_fused_shared_experts = num_fused_shared_experts
+        self.activation = MoEActivation.parse(activation)
+        self.parallel_config = parallel_config
+        self.expert_mapping = expert_mapping
+        self._check_redundancy(enable_eplb)
+        self.eplb_state = LayerEplbState(num_experts, num_redundant_experts) if enable_eplb else None
+        self.slots = self._place_experts()
+        self.moe_config = FusedMoEConfig(
+            num_experts=num_experts + num_redundant_experts,
+            experts_per_token=top_k,
+            hidden_dim=hidden_size,
+            intermediate_size_per_partition=self._divide_intermediate_size(intermediate_size),
+            num_local_experts=self.slots.num_local,
+            moe_parallel_config=parallel_config,
+            in_dtype=params_dtype,
+            max_num_tokens=max_num_tokens,
+            activation=self.activation,
+            has_bias=has_bias,
+            num_fused_shared_experts=num_fused_shared_experts,
+        )
+        self.loader = ExpertWeightLoader(
+            name=layer_name,
+            slots=self.slots,
+            gated=self.activation.is_gated,
+            tp_rank=parallel_config.tp_rank if parallel_config.shards_experts else 0,
+            tp_size=parallel_config.tp_size if parallel_config.shards_experts else 1,
+        )
+        self.quant_method = make_method(self.moe_config, quant_config)
+        if enable_eplb and not self.quant_method.supports_eplb:
+            raise ConfigError(
+                f"enable_eplb is set and {type(self.quant_method).__name__} cannot move experts; unset it"
+            )
+        self.quant_method.create_weights(
+            self,
+            num_experts=self.slots.num_local,
+            hidden_size=hidden_size,
+            intermediate_size_per_partition=self.moe_config.intermediate_size_per_partition,
+            params_dtype=params_dtype,
+        )
+        self._processed = False
+
+    def _check_redundancy(self, enable_eplb: bool) -> None:
+        E, redundant, ep_size = self.num_experts, self.num_redundant_experts, self.parallel_config.ep_size
+        if E < 1 or redundant < 0:
+            raise ValueError(f"num_experts is {E} and num_redundant_experts {redundant}; they must be at least 1 and 0")
+        if (enable_eplb or redundant) and (E + redundant) % ep_size:
+            raise ConfigError(
+                f"num_experts ({E}) + redundant ({redundant}) must be a multiple of ep_size ({ep_size}); "
+                f"pass num_redundant_experts={redundant + -(E + redundant) % ep_size}"
+            )
+
+    def _place_experts(self) -> ExpertSlots:
+        parallel, num_shared = self.parallel_config, self.num_fused_shared_experts
+        _, expert_map, _ = determine_expert_map(
+            parallel.ep_size,
+            parallel.ep_rank,
+            self.num_experts + self.num_redundant_experts,
+            parallel.expert_placement_strategy,
+            num_shared,
+            return_expert_mask=num_shared > 0,
+        )
+        self.register_buffer("expert_map", expert_map, persistent=False)
+        return ExpertSlots(
+            num_experts=self.num_experts,
+            num_redundant_experts=self.num_redundant_experts,
+            num_fused_shared_experts=num_shared,
+            expert_map=expert_map,
+            replicas=None if self.eplb_state is None else self.eplb_state.replicas,
+        )
+
+    def _divide_intermediate_size(self, intermediate_size: int) -> int:
+        num_parts = self.parallel_config.tp_size if self.parallel_config.shards_experts else 1
+        if intermediate_size % num_parts:
+            raise ValueError(
+                f"intermediate_size is {intermediate_size}; without expert parallelism it must be a multiple of "
+                f"tp_size ({num_parts})"
+            )
+        return intermediate_size // num_parts
+
+    @staticmethod
+    def make_expert_params_mapping(
+        ckpt_gate_proj_name: str,
+        ckpt_down_proj_name: str,
+        ckpt_up_proj_name: str,
+        num_experts: int,
+        num_redundant_experts: int = 0,
+    ) -> ExpertMapping:
+        """(param_name, weight_name, expert_id, shard_id) of each physical expert and shard w1, w2 and w3.
+
+        A name of the checkpoint that contains weight_name becomes the parameter's by replacing it with param_name. A
+        redundant expert p is loaded from expert p mod E.
+        """
+        return expert_params_mapping(
+            ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name, num_experts, num_redundant_experts
+        )
+
+    def declare_expert_parameter(self, name: str, param: nn.Parameter, layout: ParamLayout) -> None:
+        """Called by the quantization method: `weight_loader` fills this parameter from here on."""
+        self.loader.declare(name, param, layout)
+
+    def weight_loader(
+        self,
+        param: nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Copies a tensor of the checkpoint into every local slot that it belongs to now.
+
+        Args:
+            param: one of the layer's expert parameters.
+            loaded_weight: one expert's tensor, whole (this rank's TP part is cut out of it), or all experts' with a
+                leading dimension E, for which expert_id is ignored. It is not touched where the expert is elsewhere.
+            weight_name: its name, for messages.
+            shard_id: w1 (gate, or the whole of an ungated w13), w3 (up) or w2 (down).
+            expert_id: physical expert; fused shared ones come behind the redundant ones. After EPLB has moved experts
+                the tensor goes where the expert is now.
+
+        Returns:
+            Whether an expert of this rank took it, where return_success is set; None otherwise.
+
+        Raises:
+            ValueError: a parameter, id or shard that is not there, or a tensor of another shape or dtype.
+            RuntimeError: the parameters were processed, and freed, already.
+        """
+        taken = self.loader.load(param, loaded_weight, weight_name, shard_id, expert_id)
+        return taken if return_success else None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Loads tensors by their names in the checkpoint, and returns the names of the parameters that took some.
+
+        Raises:
+            ValueError: the layer was made without expert_mapping, or has no parameter for a name.
+        """
+        if self.expert_mapping is None:
+            raise ValueError(
+                "load_weights needs expert_mapping; make the layer with make_expert_params_mapping's result"
+            )
+        params = dict(self.named_parameters())
+        taken = set()
+        for name, tensor, param_name, shard_id, expert_id in matching_rows(weights, self.expert_mapping):
+            if param_name not in params:
+                raise ValueError(f"{name}: the layer {self.layer_name} has no parameter {param_name} to load it into")
+            if self.loader.load(params[param_name], tensor, name, shard_id, expert_id):
+                taken.add(param_name)
+        return taken
+
+    def is_local_expert(self, physical_expert_id: int) -> bool:
+        """Whether loading this id fills a slot here; ValueError for an id that does not exist."""
+        return bool(self.slots.of_id(physical_expert_id))
+
+    def process_weights_after_loading(self) -> None:
+        """Brings the weights into the form that experts read; done once, by the first pass where nobody calls it.
+
+        Raises:
+            RuntimeError: loading has begun and something is missing.
+        """
+        self.check_loaded()
+        if not self._processed:
+            self.quant_method.process_weights_after_loading(self)
+            self._processed = True
+
+    def check_loaded(self) -> None:
+        """RuntimeError, naming what is missing, if loading has begun and not finished."""
+        missing = self.loader.missing()
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise RuntimeError(f"the weights of {self.layer_name} are not complete: {missing[0]}{more} were not loaded")
+
+    def expert_weights(self) -> list[torch.Tensor]:
+        """Everything that must move with a routed expert, each `[local routed slots, ...]`, as views."""
+        return [tensor[: self.slots.num_local_routed] for tensor in self.quant_method.expert_tensors(self)]
+
+    @property
+    def enable_eplb(self) -> bool:
+        """Whether ids are mapped to replicas and the load is recorded."""
+        return self.eplb_state is not None
+
+    def set_eplb_state(
+        self,
+        moe_layer_idx: int,
+        expert_load_view: torch.Tensor,
+        logical_to_physical_map: torch.Tensor,
+        logical_replica_count: torch.Tensor,
+    ) -> None:
+        """Uses row moe_layer_idx of the model's EPLB tensors, as views, in place of the layer's own.
+
+        Args:
+            expert_load_view: int32 `[L, num_physical]`.
+            logical_to_physical_map: int `[L, E, max_replicas]`, -1 padded.
+            logical_replica_count: int `[L, E]`.
+
+        Raises:
+            ValueError: the layer was made without enable_eplb, or shapes that do not fit.
+        """
+        if self.eplb_state is None:
+            raise ValueError(f"the layer {self.layer_name} was made without EPLB; make it with enable_eplb=True")
+        self.eplb_state.set(moe_layer_idx, expert_load_view, logical_to_physical_map, logical_replica_count)

@@ -1,0 +1,148 @@
+"""Which slots of this rank hold which expert of the checkpoint, now.
+
+A rank has a slot for each of its physical experts and, behind them, one for each fused shared expert. At the start
+physical expert p < E is the checkpoint's expert p and redundant ones copy i mod E; EPLB changes that while serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+# The physical experts that hold a logical one now, first replica first.
+Replicas = Callable[[int], list[int]]
+
+
+def initial_physical_to_logical(num_experts: int, num_redundant_experts: int) -> list[int]:
+    """The logical expert of each physical one at the start: [0..E-1], then i mod E.
+
+    Example: E=3 with 4 redundant: [0, 1, 2, 0, 1, 2, 0].
+    """
+    return [physical % num_experts for physical in range(num_experts + num_redundant_experts)]
+
+
+def initial_replicas(num_experts: int, num_redundant_experts: int) -> list[list[int]]:
+    """The physical experts of each logical one at the start, the inverse of `initial_physical_to_logical`."""
+    replicas: list[list[int]] = [[] for _ in range(num_experts)]
+    for physical, logical in enumerate(initial_physical_to_logical(num_experts, num_redundant_experts)):
+        replicas[logical].append(physical)
+    return replicas
+
+
+class LayerEplbState(nn.Module):
+    """One layer's rows of the EPLB tensors: where the replicas of a logical expert are, and what each was given.
+
+    Attributes:
+        expert_load_view: int32 `[P]`, tokens of this rank by physical expert, added to by every pass.
+        logical_to_physical_map: int `[E, max_replicas]`, -1 padded.
+        logical_replica_count: int `[E]`.
+    """
+
+    expert_load_view: torch.Tensor
+    logical_to_physical_map: torch.Tensor
+    logical_replica_count: torch.Tensor
+
+    def __init__(self, num_experts: int, num_redundant_experts: int) -> None:
+        super().__init__()
+        replicas = initial_replicas(num_experts, num_redundant_experts)
+        width = max(map(len, replicas))
+        padded = [row + [-1] * (width - len(row)) for row in replicas]
+        state = {
+            "expert_load_view": torch.zeros(num_experts + num_redundant_experts, dtype=torch.int32),
+            "logical_to_physical_map": torch.tensor(padded, dtype=torch.int32),
+            "logical_replica_count": torch.tensor([len(row) for row in replicas], dtype=torch.int32),
+        }
+        for name, tensor in state.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def replicas(self, logical: int) -> list[int]:
+        """The physical experts that hold a logical one now."""
+        return self.logical_to_physical_map[logical, : int(self.logical_replica_count[logical])].tolist()
+
+    def set(
+        self,
+        layer_index: int,
+        expert_load_view: torch.Tensor,
+        logical_to_physical_map: torch.Tensor,
+        logical_replica_count: torch.Tensor,
+    ) -> None:
+        """Takes this layer's rows of `[L, ...]` tensors as views: what is written to those is seen here, and back.
+
+        Raises:
+            ValueError: an index or shapes that do not fit the layer.
+        """
+        (P,), E = self.expert_load_view.shape, self.logical_replica_count.size(0)
+        given = {
+            "expert_load_view": (expert_load_view, (P,)),
+            "logical_to_physical_map": (logical_to_physical_map, (E, *logical_to_physical_map.shape[2:])),
+            "logical_replica_count": (logical_replica_count, (E,)),
+        }
+        for name, (tensor, shape) in given.items():
+            if tensor.dim() != 1 + len(shape) or tensor.shape[1:] != shape or not 0 <= layer_index < tensor.size(0):
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}; with {E} logical and {P} physical experts it must be "
+                    f"(L, {', '.join(map(str, shape))}), and moe_layer_idx ({layer_index}) below L"
+                )
+        for name, (tensor, _) in given.items():
+            setattr(self, name, tensor[layer_index])
+
+
+class ExpertSlots:
+    """Finds the local slots of a checkpoint's experts.
+
+    Loading names physical experts: routed and redundant ones 0..P-1, then fused shared ones P..P+S-1. Each logical
+    expert e has as many ids as it had replicas at the start; the r-th of them fills the current replicas r, r + ids,
+    r + 2 ids, ... So an id fills its own slot at first, and all ids together always fill every replica.
+
+    Args:
+        expert_map: int32 `[P + S]` (or `[P]`), physical -> local, -1 where not local; None when all are local.
+        replicas: the current replicas of a logical expert, asked at every use; None for those of the start.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        num_redundant_experts: int = 0,
+        num_fused_shared_experts: int = 0,
+        expert_map: torch.Tensor | None = None,
+        replicas: Replicas | None = None,
+    ) -> None:
+        self.num_experts = num_experts
+        self.num_fused_shared_experts = num_fused_shared_experts
+        self.num_physical_experts = num_experts + num_redundant_experts
+        physical_ids = range(self.num_physical_experts)
+        self._local = list(physical_ids) if expert_map is None else expert_map.tolist()[: self.num_physical_experts]
+        self.num_local_routed = sum(slot >= 0 for slot in self._local)
+        self._initial = initial_replicas(num_experts, num_redundant_experts)
+        self._replicas = replicas or self._initial.__getitem__
+
+    @property
+    def num_local(self) -> int:
+        """Slots of this rank: routed, then fused shared."""
+        return self.num_local_routed + self.num_fused_shared_experts
+
+    def of_id(self, expert_id: int) -> list[int]:
+        """The local slots that loading a physical expert fills; ValueError for an id that does not exist."""
+        shared = expert_id - self.num_physical_experts
+        if not 0 <= expert_id < self.num_physical_experts + self.num_fused_shared_experts:
+            raise ValueError(
+                f"expert_id is {expert_id}; it must be at least 0 and below num_experts ({self.num_experts}) + "
+                f"redundant ({self.num_physical_experts - self.num_experts}) + fused shared "
+                f"({self.num_fused_shared_experts})"
+            )
+        if shared >= 0:
+            return [self.num_local_routed + shared]
+        nth, logical = divmod(expert_id, self.num_experts)
+        return self._slots(self._replicas(logical)[nth :: len(self._initial[logical])])
+
+    def of_checkpoint_expert(self, expert: int) -> list[int]:
+        """All local slots of a logical expert (below E) or of a fused shared one (E and on)."""
+        if expert >= self.num_experts:
+            return [self.num_local_routed + expert - self.num_experts]
+        return self._slots(self._replicas(expert))
+
+    def _slots(self, physical_experts: list[int]) -> list[int]:
+        return [self._local[physical] for physical in physical_experts if self._local[physical] >= 0]

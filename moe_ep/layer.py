@@ -1,0 +1,324 @@
+"""The MoE layer: routes tokens, and runs the experts wherever they are.
+
+A pass reads from top to bottom: forward -> torch.ops.moe_ep.moe_forward -> forward_impl -> (forward_impl_chunked)
+-> select_experts -> quant_method.apply -> modular kernel -> dispatch.prepare, experts, dispatch.finalize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_ep.activation import MoEActivation
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.custom_ops import register_layer, unique_name
+from moe_ep.expert_shard import ExpertShard
+from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
+from moe_ep.process_groups import is_initialized, largest_over_ranks, layer_groups
+from moe_ep.registry import EXPERTS
+from moe_ep.routing import check_router_weight_on_input, select_experts
+from moe_ep.stages import stage
+from moe_ep.weight_loading import ExpertMapping
+
+
+class FusedMoE(ExpertShard):
+    """A layer of E routed experts of which every token takes top_k, divided over the ranks of a process group.
+
+    Sizes that are None come from torch.distributed: all ranks are then data-parallel and form one EP group. With EP the
+    dp x tp ranks hold whole experts; without it TP divides N and the output is a partial sum that `reduce_results`
+    completes. Where ranks hold the same tokens (EP over plain TP ranks) each computes its own experts for all of them,
+    and the output is a partial sum too.
+
+    Args:
+        num_experts: logical routed experts E.
+        params_dtype: of the activations and plain weights; None is torch's default dtype.
+        reduce_results: all-reduce the output over TP ranks where it is a partial sum; otherwise that is the caller's.
+        quant_config: an object whose `quant_method` names the method; None for plain weights.
+        prefix: the layer's name in graphs and messages; made up where empty, made unique where taken.
+        num_redundant_experts: physical experts beyond E; replicas, once EPLB is on.
+        zero_expert_num: identity experts, the last columns of the router logits.
+        expert_mapping: what `load_weights` goes by, as `make_expert_params_mapping` returns it.
+        n_shared_experts: fused shared experts, computed as routed experts that every token takes with weight 1.
+        shared_experts: a module `[T, K]` to `[T, K]` whose output, complete on every rank, is added.
+        process_group: the layer's dp_size * tp_size ranks; None for the default group.
+        parallel_config: all sizes and this rank at once, in place of the arguments that say them singly.
+        max_num_tokens: capacity of a fixed-capacity backend, tokens per rank of one pass.
+        dispatch_dtype: of rows on the wire: None for the activations' own, or torch.float8_e4m3fn.
+        experts: a name of the experts' registry that fits the backend's format; "auto" for the usual one.
+
+    Raises:
+        ValueError: sizes, names or options that do not fit together.
+        BackendUnavailableError: the backend cannot run on this machine.
+    """
+
+    e_score_correction_bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        params_dtype: torch.dtype | None = None,
+        reduce_results: bool = False,
+        renormalize: bool = True,
+        use_grouped_topk: bool = False,
+        num_expert_group: int | None = None,
+        topk_group: int | None = None,
+        quant_config: Any = None,
+        tp_size: int | None = None,
+        ep_size: int | None = None,
+        dp_size: int | None = None,
+        prefix: str = "",
+        custom_routing_function: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+        scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0,
+        e_score_correction_bias: torch.Tensor | None = None,
+        apply_router_weight_on_input: bool = False,
+        activation: MoEActivation | str = "silu",
+        enable_eplb: bool = False,
+        num_redundant_experts: int = 0,
+        has_bias: bool = False,
+        is_sequence_parallel: bool = False,
+        zero_expert_num: int = 0,
+        zero_expert_type: str | None = None,
+        expert_mapping: ExpertMapping | None = None,
+        n_shared_experts: int | None = None,
+        all2all_backend: str = "auto",
+        shared_experts: nn.Module | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        parallel_config: FusedMoEParallelConfig | None = None,
+        max_num_tokens: int = 256,
+        expert_placement_strategy: str = "linear",
+        dispatch_dtype: torch.dtype | None = None,
+        experts: str = "auto",
+    ) -> None:
+        if apply_router_weight_on_input:
+            check_router_weight_on_input(top_k + (n_shared_experts or 0))
+        EXPERTS.check(experts, also=("auto",))
+        super().__init__(
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            params_dtype=params_dtype or torch.get_default_dtype(),
+            parallel_config=parallel_config
+            or FusedMoEParallelConfig.make(
+                tp_size,
+                dp_size,
+                ep_size,
+                rank=dist.get_rank(process_group) if is_initialized() else 0,
+                world_size=dist.get_world_size(process_group) if is_initialized() else None,
+                is_sequence_parallel=is_sequence_parallel,
+                all2all_backend=all2all_backend,
+                expert_placement_strategy=expert_placement_strategy,
+            ),
+            activation=activation,
+            quant_config=quant_config,
+            enable_eplb=enable_eplb,
+            num_redundant_experts=num_redundant_experts,
+            num_fused_shared_experts=n_shared_experts or 0,
+            has_bias=has_bias,
+            max_num_tokens=max_num_tokens,
+            expert_mapping=expert_mapping,
+            layer_name=unique_name(prefix),
+        )
+        self.reduce_results = reduce_results
+        self.apply_router_weight_on_input = apply_router_weight_on_input
+        self.num_router_columns = num_experts + zero_expert_num
+        self.shared_experts = shared_experts
+        self.dispatch_dtype = dispatch_dtype
+        self.experts = experts
+        # The bias stays the router's: it moves with the layer and is not saved with it.
+        bias = None if e_score_correction_bias is None else e_score_correction_bias.detach()
+        self.register_buffer("e_score_correction_bias", bias, persistent=False)
+        self._select_experts = partial(
+            select_experts,
+            top_k=top_k,
+            use_grouped_topk=use_grouped_topk,
+            renormalize=renormalize,
+            topk_group=topk_group,
+            num_expert_group=num_expert_group,
+            custom_routing_function=custom_routing_function,
+            scoring_func=scoring_func,
+            routed_scaling_factor=routed_scaling_factor,
+            zero_expert_num=zero_expert_num,
+            zero_expert_type=zero_expert_type,
+            num_fused_shared_experts=self.num_fused_shared_experts,
+            global_num_experts=self.moe_config.num_experts,
+        )
+        self.groups = layer_groups(self.parallel_config, process_group)
+        self._modular_kernel: FusedMoEModularKernel | None = None
+        self._prepare_finalize: FusedMoEPrepareAndFinalize | None = None
+        # Terms that every rank holds whole are added to a complete sum by all ranks, to partial sums by one of them.
+        self._takes_complete_terms = True
+        if is_initialized() or not self._spans_ranks():
+            self._make_prepare_finalize()
+        register_layer(self)
+
+    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        """The layer's output `[T, K]`; a collective step of the layer's ranks, T may differ and be 0 on any of them.
+
+        Args:
+            hidden_states: `[T, K]` of params_dtype.
+            router_logits: `[T, E + zero_expert_num]`, f32, f16 or bf16.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit the layer; under CUDA-graph capture, T above the capacity.
+            RuntimeError: weights that are only partly loaded.
+        """
+        if self.shared_experts is None:
+            return torch.ops.moe_ep.moe_forward(hidden_states, router_logits, self.layer_name)
+        shared, routed = torch.ops.moe_ep.moe_forward_shared(hidden_states, router_logits, self.layer_name)
+        # A sum that the caller is still to make over TP ranks takes the shared output once.
+        if self.reduce_results or self._takes_complete_terms:
+            routed = routed + shared
+        return routed
+
+    def forward_impl(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """What the graph node runs: the routed output, reduced where asked; with shared experts (shared, routed)."""
+        self.check_loaded()
+        self._check_inputs(hidden_states, router_logits)
+        if self.prepare_finalize.max_num_tokens_per_rank() is None:
+            shared, routed = self._forward_tokens(hidden_states, router_logits)
+        else:
+            shared, routed = self.forward_impl_chunked(hidden_states, router_logits)
+        if self.reduce_results:
+            routed = self.maybe_all_reduce_tensor_model_parallel(routed)
+        return routed if shared is None else (shared, routed)
+
+    def forward_impl_chunked(
+        self, full_hidden_states: torch.Tensor, full_router_logits: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Passes of at most the backend's capacity, as many on every rank as the rank with the most tokens needs.
+
+        Returns:
+            (shared output or None, routed output), both `[T, K]`.
+        """
+        num_tokens = full_hidden_states.size(0)
+        capacity = self.prepare_finalize.max_num_tokens_per_rank() or max(num_tokens, 1)
+        num_chunks = self._num_chunks(num_tokens, capacity, full_hidden_states.device)
+        if num_chunks == 1:
+            return self._forward_tokens(full_hidden_states, full_router_logits)
+        chunks = []
+        for start in range(0, num_chunks * capacity, capacity):
+            part = slice(min(start, num_tokens), min(start + capacity, num_tokens))
+            chunks.append(self._forward_tokens(full_hidden_states[part], full_router_logits[part]))
+        shared = [shared for shared, _ in chunks if shared is not None]
+        return torch.cat(shared) if shared else None, torch.cat([routed for _, routed in chunks])
+
+    def _num_chunks(self, num_tokens: int, capacity: int, device: torch.device) -> int:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if num_tokens > capacity:
+                raise ValueError(
+                    f"hidden_states has {num_tokens} tokens under CUDA-graph capture and the capacity is {capacity}; "
+                    f"capture at most {capacity}, or make the layer with a larger max_num_tokens"
+                )
+            return 1
+        return max(1, -(-largest_over_ranks(num_tokens, self.groups.ep, device) // capacity))
+
+    def _forward_tokens(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(shared output, routed output) of one pass."""
+        eplb = self.eplb_state
+        with stage("route"):
+            topk_weights, topk_ids, zero_expert_result = self._select_experts(
+                hidden_states,
+                router_logits,
+                e_score_correction_bias=self.e_score_correction_bias,
+                indices_type=self.prepare_finalize.topk_indices_dtype(),
+                enable_eplb=eplb is not None,
+                expert_load_view=None if eplb is None else eplb.expert_load_view,
+                logical_to_physical_map=None if eplb is None else eplb.logical_to_physical_map,
+                logical_replica_count=None if eplb is None else eplb.logical_replica_count,
+            )
+            self._divide_fused_shared_experts(topk_ids)
+        result = self.quant_method.apply(self, hidden_states, topk_weights, topk_ids)
+        shared, routed = result if isinstance(result, tuple) else (None, result)
+        if zero_expert_result is not None and self._takes_complete_terms:
+            routed += zero_expert_result
+        return shared, routed
+
+    @property
+    def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
+        """The backend that moves rows for this layer."""
+        return self._prepare_finalize or self._make_prepare_finalize()
+
+    def _make_prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
+        if self._spans_ranks() and not is_initialized():
+            raise RuntimeError(
+                f"the layer {self.layer_name} is one of {self.parallel_config.tp_size * self.parallel_config.dp_size} "
+                f"ranks and torch.distributed is not initialised; call init_process_group before making the layer"
+            )
+        self._prepare_finalize = self.quant_method.maybe_make_prepare_finalize(self.groups.ep, self.dispatch_dtype)
+        self._takes_complete_terms = self.must_reduce_shared_expert_outputs() or self.parallel_config.tp_rank == 0
+        return self._prepare_finalize
+
+    def _spans_ranks(self) -> bool:
+        return self.parallel_config.use_ep or self.parallel_config.tp_size > 1
+
+    @property
+    def modular_kernel(self) -> FusedMoEModularKernel:
+        """The backend and the experts, joined when the weights are ready."""
+        kernel = self._modular_kernel
+        if kernel is None:
+            self.process_weights_after_loading()
+            experts = self.quant_method.select_gemm_impl(self.prepare_finalize, self)
+            kernel = FusedMoEModularKernel(self.prepare_finalize, experts, self.shared_experts)
+            # Not as a submodule: the shared experts are the layer's already, and would be saved twice.
+            self.__dict__["_modular_kernel"] = kernel
+        return kernel
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FusedMoE:
+        self.__dict__["_modular_kernel"] = None  # The experts hold the tensors that are about to be replaced.
+        return super()._apply(fn, recurse)
+
+    def _check_inputs(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> None:
+        K, dtype = self.moe_config.hidden_dim, self.moe_config.in_dtype
+        if hidden_states.dim() != 2 or hidden_states.size(1) != K or hidden_states.dtype != dtype:
+            raise ValueError(
+                f"hidden_states is {tuple(hidden_states.shape)} of {hidden_states.dtype}; the layer "
+                f"{self.layer_name} takes (T, {K}) of {dtype}"
+            )
+        if router_logits.shape != (hidden_states.size(0), self.num_router_columns):
+            raise ValueError(
+                f"router_logits has shape {tuple(router_logits.shape)}; with these hidden_states the layer "
+                f"{self.layer_name} takes ({hidden_states.size(0)}, {self.num_router_columns})"
+            )
+
+    def extra_repr(self) -> str:
+        sizes, parallel = self.moe_config, self.parallel_config
+        return (
+            f"num_experts={self.num_experts}, num_redundant_experts={self.num_redundant_experts}, "
+            f"num_local_experts={sizes.num_local_experts}, top_k={sizes.experts_per_token}, "
+            f"hidden_size={sizes.hidden_dim}, intermediate_size_per_partition={sizes.intermediate_size_per_partition}, "
+            f"tp_size={parallel.tp_size}, dp_size={parallel.dp_size}, ep_size={parallel.ep_size}, "
+            f"quant_method={type(self.quant_method).__name__}, activation={self.activation}, "
+            f"params_dtype={sizes.in_dtype}"
+        )
+
+    def _divide_fused_shared_experts(self, topk_ids: torch.Tensor) -> None:
+        """Where TP ranks hold the same tokens and whole experts, each takes its share of rows to the shared ones."""
+        parallel, num_shared = self.parallel_config, self.num_fused_shared_experts
+        if num_shared and parallel.use_ep and not parallel.use_all2all:
+            rows = torch.arange(topk_ids.size(0), device=topk_ids.device)
+            topk_ids[:, -num_shared:].masked_fill_((rows % parallel.tp_size != parallel.tp_rank)[:, None], -1)
+
+    def must_reduce_shared_expert_outputs(self) -> bool:
+        """Whether the combine returns complete outputs, so that no all-reduce follows that would complete others."""
+        return self.prepare_finalize.output_is_reduced()
+
+    def maybe_all_reduce_tensor_model_parallel(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` summed over TP ranks, in place, where the layer's outputs are partial sums; `x` itself where not."""
+        if not self.must_reduce_shared_expert_outputs() and self.groups.tp is not None:
+            dist.all_reduce(x, group=self.groups.tp)
+        return x

@@ -1,0 +1,182 @@
+"""What a quantization method owes a layer, and the steps that are the same for all of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_ep.activation import MoEActivation
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.modular_kernel import (
+    FusedMoEActivationFormat,
+    FusedMoEPermuteExpertsUnpermute,
+    FusedMoEPrepareAndFinalize,
+    make_experts,
+    make_prepare_finalize,
+)
+from moe_ep.registry import QUANT_METHODS
+from moe_ep.weight_loading import ParamLayout, bias_layout
+
+if TYPE_CHECKING:
+    from moe_ep.expert_shard import ExpertShard
+    from moe_ep.layer import FusedMoE
+
+# experts="auto": the name in the registry for each format.
+DEFAULT_EXPERTS = {
+    FusedMoEActivationFormat.Standard: "reference",
+    FusedMoEActivationFormat.BatchedExperts: "batched_reference",
+}
+
+# mean |difference| / mean |reference| that two right answers may differ by, from rounding and order of sums.
+_TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+_FP8_DISPATCH_TOLERANCE = 5e-2
+
+
+def tolerance(dtype: torch.dtype, dispatch_dtype: torch.dtype | None = None) -> float:
+    """The `relative_error` of two layers with the same weights, for this dtype of activations and of rows sent."""
+    return _TOLERANCES[dtype] if dispatch_dtype is None else _FP8_DISPATCH_TOLERANCE
+
+
+def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
+    """mean |output - reference| / mean |reference|, in f32; 0 for tensors without elements."""
+    if not reference.numel():
+        return 0.0
+    difference = (output.float() - reference.float()).abs().mean()
+    return float(difference / reference.float().abs().mean().clamp(min=torch.finfo(torch.float32).tiny))
+
+
+class FusedMoEMethodBase(ABC):
+    """The parameters of one kind of experts, and the experts that compute them.
+
+    Args:
+        moe_config: shapes of the layer on this rank.
+        quant_config: how the checkpoint quantizes, or None.
+    """
+
+    def __init__(self, moe_config: FusedMoEConfig, quant_config: Any = None) -> None:
+        self.moe_config = moe_config
+        self.quant_config = quant_config
+
+    @property
+    def supports_eplb(self) -> bool:
+        """Whether experts can be moved while serving: `expert_tensors` is everything that belongs to one."""
+        return True
+
+    def uses_weight_scale_2_pattern(self) -> bool:
+        """Whether per-tensor scales are named `weight_scale_2`, as in nvfp4."""
+        return False
+
+    @abstractmethod
+    def create_weights(
+        self,
+        layer: ExpertShard,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Adds the parameters `[num_experts, ...]` to the layer; ValueError for sizes that do not fit."""
+
+    def process_weights_after_loading(self, layer: ExpertShard) -> None:
+        """Brings loaded parameters into the form the experts read; called once. Nothing to do for plain weights."""
+        return
+
+    @abstractmethod
+    def gemm_weights(self, layer: ExpertShard) -> tuple[torch.Tensor, torch.Tensor]:
+        """w1 and w2 as the experts take them."""
+
+    @abstractmethod
+    def get_fused_moe_quant_config(self, layer: ExpertShard) -> FusedMoEQuantConfig:
+        """The processed scales, zero points and biases."""
+
+    def expert_kwargs(self, layer: ExpertShard) -> dict[str, Any]:
+        """What the experts' constructor needs beside the two configurations."""
+        return {}
+
+    @abstractmethod
+    def weight_tensors(self, layer: ExpertShard) -> list[torch.Tensor]:
+        """All processed tensors `[El, ...]` except biases."""
+
+    def maybe_make_prepare_finalize(
+        self, process_group: dist.ProcessGroup | None = None, dispatch_dtype: torch.dtype | None = None
+    ) -> FusedMoEPrepareAndFinalize:
+        """The layer's backend where tokens must travel, and the one where nothing does elsewhere."""
+        parallel = self.moe_config.moe_parallel_config
+        backend = parallel.all2all_backend if parallel.use_all2all else "no_ep"
+        quant_config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(dispatch_dtype)
+        return make_prepare_finalize(backend, self.moe_config, quant_config, process_group)
+
+    def select_gemm_impl(
+        self, prepare_finalize: FusedMoEPrepareAndFinalize, layer: FusedMoE
+    ) -> FusedMoEPermuteExpertsUnpermute:
+        """The experts for the backend's format: those the layer names, or the default ones."""
+        activation_format = prepare_finalize.activation_format()
+        kwargs = self.expert_kwargs(layer)
+        if activation_format is FusedMoEActivationFormat.BatchedExperts:
+            kwargs |= {
+                "max_num_tokens": prepare_finalize.max_num_tokens_per_rank(),
+                "num_dispatchers": prepare_finalize.num_dispatchers(),
+            }
+        name = DEFAULT_EXPERTS[activation_format] if layer.experts == "auto" else layer.experts
+        quant_config = self.get_fused_moe_quant_config(layer).with_dispatch_dtype(layer.dispatch_dtype)
+        return make_experts(name, self.moe_config, quant_config, **kwargs)
+
+    def apply(
+        self, layer: FusedMoE, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Runs the modular kernel: `[T, K]`, or (shared, `[T, K]`) with shared experts."""
+        w1, w2 = self.gemm_weights(layer)
+        return layer.modular_kernel(
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            activation=layer.activation,
+            global_num_experts=self.moe_config.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+        )
+
+    @staticmethod
+    def add_parameter(layer: ExpertShard, name: str, data: torch.Tensor, layout: ParamLayout) -> None:
+        """Registers an expert parameter that `weight_loader` fills."""
+        param = nn.Parameter(data, requires_grad=False)
+        layer.register_parameter(name, param)
+        layer.declare_expert_parameter(name, param, layout)
+
+    def add_biases(self, layer: ExpertShard, num_experts: int, w13_rows: int, w2_rows: int, dtype: torch.dtype) -> None:
+        """`w13_bias` `[El, 2N]` and `w2_bias` `[El, K]`, where the layer has biases."""
+        if self.moe_config.has_bias:
+            self.add_parameter(layer, "w13_bias", torch.zeros(num_experts, w13_rows, dtype=dtype), bias_layout("w13"))
+            self.add_parameter(layer, "w2_bias", torch.zeros(num_experts, w2_rows, dtype=dtype), bias_layout("w2"))
+
+    def bias(self, layer: ExpertShard, gemm: str) -> torch.Tensor | None:
+        """The bias of "w13" or "w2", where the layer has biases."""
+        return layer.get_parameter(f"{gemm}_bias").data if self.moe_config.has_bias else None
+
+    def expert_tensors(self, layer: ExpertShard) -> list[torch.Tensor]:
+        """Everything `[El, ...]` that must move with an expert; the same list on every rank."""
+        biases = [self.bias(layer, "w13"), self.bias(layer, "w2")]
+        return [*self.weight_tensors(layer), *(bias for bias in biases if bias is not None)]
+
+
+def w13_rows(moe_config: FusedMoEConfig) -> int:
+    """Rows of w13 on this rank: 2N, gate then up, or N where the activation is ungated."""
+    rows = moe_config.intermediate_size_per_partition
+    return 2 * rows if MoEActivation.parse(moe_config.activation).is_gated else rows
+
+
+def make_method(moe_config: FusedMoEConfig, quant_config: Any = None) -> FusedMoEMethodBase:
+    """The method that `quant_config.quant_method` names in the registry; None is the one for plain weights.
+
+    Raises:
+        ValueError: an unknown method; the known ones are listed.
+    """
+    name = "none" if quant_config is None else quant_config.quant_method
+    return QUANT_METHODS.load(name)(moe_config, quant_config)

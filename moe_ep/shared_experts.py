@@ -1,0 +1,51 @@
+"""The experts that every token passes: one plain gated MLP beside the routed ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moe_ep.activation import MoEActivation, apply_activation
+
+
+class SharedExperts(nn.Module):
+    """A gated MLP, `[T, K]` to `[T, K]`, whole on every rank.
+
+    Several shared experts of a checkpoint are one MLP of their summed width. With `expert_gate` the output is
+    multiplied by sigmoid of one more projection, as in Qwen2-MoE (its `shared_expert_gate`).
+
+    Parameters: `gate_proj.weight` and `up_proj.weight` `[N, K]`, `down_proj.weight` `[K, N]`, and with the gate
+    `expert_gate.weight` `[1, K]`.
+
+    Raises:
+        ValueError: an unknown or ungated activation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: MoEActivation | str = "silu",
+        *,
+        expert_gate: bool = False,
+        params_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = MoEActivation.parse(activation)
+        if not self.activation.is_gated:
+            raise ValueError(f"activation is {self.activation}; shared experts have gate and up and need a gated one")
+
+        def projection(num_in: int, num_out: int) -> nn.Linear:
+            return nn.Linear(num_in, num_out, bias=False, dtype=params_dtype).requires_grad_(False)
+
+        self.gate_proj = projection(hidden_size, intermediate_size)
+        self.up_proj = projection(hidden_size, intermediate_size)
+        self.down_proj = projection(intermediate_size, hidden_size)
+        self.expert_gate = projection(hidden_size, 1) if expert_gate else None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        gate_up = torch.cat([self.gate_proj(hidden_states), self.up_proj(hidden_states)], dim=-1)
+        output = self.down_proj(apply_activation(self.activation, gate_up))
+        if self.expert_gate is not None:
+            output = output * torch.sigmoid(self.expert_gate(hidden_states))
+        return output

@@ -1,0 +1,256 @@
+"""From a tensor of the checkpoint to its place in a layer's parameters.
+
+A parameter holds all local experts, `[El, ...]`. Its `ParamLayout` says the three things that differ between kinds of
+parameters: which dimension gate and up share, which dimension tensor parallelism divides, and who adds it. One
+procedure serves them all: find the local slots, cut the slot to the shard's half, cut the tensor to this TP rank's
+part, compare shapes and dtypes, copy, and remember that it came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import nn
+
+from moe_ep.errors import one_of
+from moe_ep.expert_slots import ExpertSlots
+
+# shard id -> (which GEMM's parameters, which half of them)
+SHARDS = {"w1": ("w13", 0), "w3": ("w13", 1), "w2": ("w2", 0)}
+# (parameter, local slot, shard)
+_Piece = tuple[str, int, str]
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class FusedMoeWeightScaleSupported(Enum):
+    """What shares one scale: a whole matrix, an output channel, a group of input columns, or a 2-D block."""
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"
+    GROUP = "group"
+    BLOCK = "block"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamLayout:
+    """Where the shards of one expert lie in a parameter; dimensions are of one expert's part, `[El, ...]` less El.
+
+    Attributes:
+        gemm: "w13" or "w2".
+        halves_dim: gate and up are the two halves along it; None where both write the whole and must agree.
+        tp_dim: tensor parallelism divides it; None where every TP rank takes the whole.
+        first_tp_rank_only: zero on every other TP rank, because the all-reduce adds it once for each.
+        optional: the value it was created with stands where the checkpoint has none.
+    """
+
+    gemm: str
+    halves_dim: int | None = None
+    tp_dim: int | None = None
+    first_tp_rank_only: bool = False
+    optional: bool = False
+
+
+def weight_layout(gemm: str, *, transposed: bool = False) -> ParamLayout:
+    """Of a matrix `[out, in]` of one expert, or `[in, out]` transposed; packed dimensions are divided alike."""
+    out_dim, in_dim = (1, 0) if transposed else (0, 1)
+    if gemm == "w13":
+        return ParamLayout(gemm=gemm, halves_dim=out_dim, tp_dim=out_dim)
+    return ParamLayout(gemm=gemm, tp_dim=in_dim)
+
+
+def scale_layout(kind: FusedMoeWeightScaleSupported, gemm: str, *, transposed: bool = False) -> ParamLayout:
+    """Of scales or zero points of one expert: `[]` (`[2]` in w13), `[out, 1]`, `[out, groups]`, `[blocks, blocks]`."""
+    layout = weight_layout(gemm, transposed=transposed)
+    divided = {
+        FusedMoeWeightScaleSupported.TENSOR: (),
+        FusedMoeWeightScaleSupported.CHANNEL: ("w13",),
+        FusedMoeWeightScaleSupported.GROUP: ("w13", "w2"),
+        FusedMoeWeightScaleSupported.BLOCK: ("w13", "w2"),
+    }
+    return layout if gemm in divided[kind] else ParamLayout(gemm=gemm, halves_dim=layout.halves_dim)
+
+
+def input_index_layout(gemm: str) -> ParamLayout:
+    """Of one number for each input column, such as g_idx; gate and up share it."""
+    return ParamLayout(gemm=gemm, tp_dim=0 if gemm == "w2" else None, optional=True)
+
+
+def bias_layout(gemm: str) -> ParamLayout:
+    """Of one number for each output row."""
+    if gemm == "w13":
+        return ParamLayout(gemm=gemm, halves_dim=0, tp_dim=0)
+    return ParamLayout(gemm=gemm, first_tp_rank_only=True)
+
+
+class ExpertWeightLoader:
+    """Loads the expert parameters of one layer and knows what is still missing.
+
+    Args:
+        name: of the layer, for messages.
+        slots: which checkpoint expert goes to which local slots.
+        gated: whether w13 has two halves; an ungated one is loaded through shard w1.
+        tp_rank, tp_size: this rank's part of N where TP shards experts, 0 of 1 otherwise.
+    """
+
+    def __init__(self, *, name: str, slots: ExpertSlots, gated: bool, tp_rank: int = 0, tp_size: int = 1) -> None:
+        self.name = name
+        self.slots = slots
+        self._gated = gated
+        self._tp_rank = tp_rank
+        self._tp_size = tp_size
+        self._declared: dict[str, ParamLayout] = {}
+        self._loaded: set[_Piece] = set()
+        self._pending: set[_Piece] | None = None
+        self._closed = False
+
+    def declare(self, param_name: str, param: nn.Parameter, layout: ParamLayout) -> None:
+        """Makes `param` known under its name; it carries the name from here on."""
+        self._declared[param_name] = layout
+        param.moe_ep_name = param_name  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Says that the parameters' storage is gone: what is loaded from here on is an error."""
+        self._closed = True
+
+    def missing(self) -> list[str]:
+        """What has not arrived, as "w13_weight of local expert 3 (shard w1)"; nothing before loading has begun."""
+        if not self._pending:
+            return []
+        return [
+            f"{param_name} of local expert {slot} (shard {shard})" for param_name, slot, shard in sorted(self._pending)
+        ]
+
+    def load(
+        self, param: nn.Parameter, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int
+    ) -> bool:
+        """Copies one tensor of the checkpoint to its place; the semantics are those of `FusedMoE.weight_loader`."""
+        param_name = getattr(param, "moe_ep_name", None)
+        if param_name not in self._declared:
+            raise ValueError(
+                f"{weight_name}: param is not one of the expert parameters of {self.name}: {', '.join(self._declared)}"
+            )
+        if self._closed:
+            raise RuntimeError(
+                f"{weight_name}: {param_name} of {self.name} was processed and freed already; load before "
+                f"process_weights_after_loading, or make a new layer"
+            )
+        self._check_shard(weight_name, param_name, shard_id)
+        if self._pending is None:
+            self._pending = self._required()
+        # A weight of all experts has the parameter's own number of dimensions; a single number never is one.
+        if getattr(loaded_weight, "ndim", 0) == param.ndim and loaded_weight.numel() > 1:
+            return self._load_all(param, loaded_weight, weight_name, shard_id)
+        slots = self.slots.of_id(expert_id)
+        for slot in slots:
+            self._load_slot(param, loaded_weight, weight_name, shard_id, slot)
+        return bool(slots)
+
+    def _load_all(self, param: nn.Parameter, loaded_weight: torch.Tensor, weight_name: str, shard_id: str) -> bool:
+        """A tensor `[E, ...]`, or `[E + S, ...]` with the fused shared experts behind."""
+        routed, shared = self.slots.num_experts, self.slots.num_fused_shared_experts
+        if loaded_weight.shape[0] not in (routed, routed + shared):
+            raise ValueError(
+                f"{weight_name}: expected all {routed} experts (or {routed + shared} with shared ones) in dimension "
+                f"0, found shape {tuple(loaded_weight.shape)}"
+            )
+        found = False
+        for expert, weight in enumerate(loaded_weight):
+            for slot in self.slots.of_checkpoint_expert(expert):
+                self._load_slot(param, weight, weight_name, shard_id, slot)
+                found = True
+        return found
+
+    def _load_slot(self, param: nn.Parameter, weight: torch.Tensor, weight_name: str, shard_id: str, slot: int) -> None:
+        param_name = param.moe_ep_name  # type: ignore[attr-defined]
+        layout = self._declared[param_name]
+        target = param.data[slot]
+        half = SHARDS[shard_id][1]
+        if layout.halves_dim is not None and layout.gemm == "w13" and self._gated:
+            target = target.chunk(2, layout.halves_dim)[half]
+        part = self._part_of_this_rank(weight, target, layout, weight_name, param_name)
+        if layout.first_tp_rank_only and self._tp_rank > 0:
+            target.zero_()
+        elif self._others_wrote(param_name, layout, slot, shard_id) and not torch.equal(target, part.to(target)):
+            raise ValueError(
+                f"{weight_name}: expected what the other half of w13 has, which shares {param_name}; it differs"
+            )
+        else:
+            target.copy_(part)
+        piece = (param_name, slot, shard_id)
+        self._loaded.add(piece)
+        if self._pending:
+            self._pending.discard(piece)
+
+    def _part_of_this_rank(
+        self, weight: torch.Tensor, target: torch.Tensor, layout: ParamLayout, weight_name: str, param_name: str
+    ) -> torch.Tensor:
+        """The part of a whole tensor that `target` takes, after its shape and dtype were found to be right."""
+        expected = list(target.shape)
+        if layout.tp_dim is not None:
+            expected[layout.tp_dim] *= self._tp_size
+        if weight.numel() == 1 and target.numel() == 1:
+            weight = weight.reshape(expected)
+        same_dtype = weight.dtype == target.dtype or (weight.dtype in _FLOATS and target.dtype in _FLOATS)
+        if list(weight.shape) != expected or not same_dtype:
+            raise ValueError(
+                f"{weight_name}: {param_name} expected shape {tuple(expected)} of {target.dtype}, found "
+                f"{tuple(weight.shape)} of {weight.dtype}"
+            )
+        if layout.tp_dim is None:
+            return weight
+        size = target.shape[layout.tp_dim]
+        return weight.narrow(layout.tp_dim, self._tp_rank * size, size)
+
+    def _others_wrote(self, param_name: str, layout: ParamLayout, slot: int, shard_id: str) -> bool:
+        if layout.halves_dim is not None:
+            return False
+        others = [shard for shard in self._shards(layout) if shard != shard_id]
+        return any((param_name, slot, shard) in self._loaded for shard in others)
+
+    def _required(self) -> set[_Piece]:
+        return {
+            (param_name, slot, shard)
+            for param_name, layout in self._declared.items()
+            if not layout.optional
+            for slot in range(self.slots.num_local)
+            for shard in self._shards(layout)
+        }
+
+    def _shards(self, layout: ParamLayout) -> list[str]:
+        return [shard for shard, (gemm, half) in SHARDS.items() if gemm == layout.gemm and (half == 0 or self._gated)]
+
+    def _check_shard(self, weight_name: str, param_name: str, shard_id: str) -> None:
+        allowed = self._shards(self._declared[param_name])
+        if shard_id not in allowed:
+            raise ValueError(f"{weight_name}: for {param_name} {one_of('shard_id', shard_id, allowed)}")
+
+
+ExpertMapping = list[tuple[str, str, int, str]]
+
+
+def expert_params_mapping(
+    gate_name: str, down_name: str, up_name: str, num_experts: int, num_redundant_experts: int = 0
+) -> ExpertMapping:
+    """(param_name, weight_name, expert_id, shard_id) of each physical expert and shard w1, w2, w3.
+
+    Example: `("experts.w13_", "experts.3.gate_proj.", 3, "w1")`.
+    """
+    projections = (("w1", gate_name), ("w2", down_name), ("w3", up_name))
+    return [
+        (f"experts.{SHARDS[shard_id][0]}_", f"experts.{physical % num_experts}.{name}.", physical, shard_id)
+        for physical in range(num_experts + num_redundant_experts)
+        for shard_id, name in projections
+    ]
+
+
+def matching_rows(
+    weights: Iterable[tuple[str, torch.Tensor]], mapping: ExpertMapping
+) -> Iterator[tuple[str, torch.Tensor, str, str, int]]:
+    """(checkpoint name, tensor, parameter's name in the layer, shard_id, expert_id) of each match."""
+    for name, tensor in weights:
+        for param_name, weight_name, expert_id, shard_id in mapping:
+            if weight_name in name:
+                yield name, tensor, name.replace(weight_name, param_name).rsplit(".", 1)[-1], shard_id, expert_id
