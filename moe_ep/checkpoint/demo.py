@@ -100,6 +100,9 @@ def make_demo_checkpoint(directory: str | Path, seed: int = 0, progress: bool = 
     directory = Path(directory).absolute()
     if _is_made(directory):
         return directory
+    in_the_way = ValueError(f"directory is {directory}; it must not exist yet, be empty or be a checkpoint")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise in_the_way
     directory.parent.mkdir(parents=True, exist_ok=True)
     building = directory.parent / f".{directory.name}-{uuid.uuid4().hex}"
     building.mkdir()
@@ -116,9 +119,7 @@ def make_demo_checkpoint(directory: str | Path, seed: int = 0, progress: bool = 
         except OSError:
             # Another maker was faster, which is as good; anything else in the way is the caller's to move.
             if not _is_made(directory):
-                raise ValueError(
-                    f"directory is {directory}; it must not exist yet, be empty or be a checkpoint"
-                ) from None
+                raise in_the_way from None
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return directory

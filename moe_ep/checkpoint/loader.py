@@ -48,7 +48,7 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
         ValueError: a layer without experts, or fused shared experts that cannot be loaded as experts.
     """
     plan = plan_layer(reader, spec, layer_index, layer, quantization_config(reader.config))
-    params = dict(layer.named_parameters())
+    params = dict(layer.named_parameters(recurse=False))
     for source, tensor in _read(reader, plan):
         if not source.slots:
             _check_says_nothing(reader, source, tensor)

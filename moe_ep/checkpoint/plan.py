@@ -57,7 +57,7 @@ def plan_layer(
         ValueError: fused shared experts that cannot be loaded as experts.
     """
     _check_expert_count(reader, spec, layer_index)
-    params = [name for name, _ in layer.named_parameters()]
+    params = [name for name, _ in layer.named_parameters(recurse=False)]
     sources: dict[str, Source] = {}
     for linear in _linears(spec, layer_index, layer, quantization):
         whole, expert = _layouts(quantization, linear.size), _layouts(quantization, linear.expert_size)

@@ -1,0 +1,262 @@
+"""The loader: the right bytes in the right place, no others read, and every disagreement named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep.checkpoint import (
+    CheckpointReader,
+    embed_rows,
+    load_moe_layer,
+    load_norm,
+    load_router,
+    load_shared_experts,
+    model_spec,
+)
+from moe_ep.checkpoint.formats import GPTQConfig, dequantize, unpack_gptq
+from moe_ep.errors import CheckpointError
+from tests.checkpoint.checkpoints import GPTQ, LoadingLayer, gptq_shapes, make_checkpoint, plain_shapes, qwen3_config
+
+MLP = "model.layers.1.mlp"
+SHAPES = {None: plain_shapes, "gptq": gptq_shapes}
+PLAIN_EXPERT_BYTES = 3 * 32 * 64 * 2
+
+
+def config_of(quantized: str | None, **changes: Any) -> dict[str, Any]:
+    return qwen3_config(**({"quantization_config": GPTQ} if quantized else {}), **changes)
+
+
+def deepseek_config(num_shared: int, **changes: Any) -> dict[str, Any]:
+    config = qwen3_config(
+        model_type="deepseek_v3",
+        n_routed_experts=4,
+        n_shared_experts=num_shared,
+        first_k_dense_replace=0,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.5,
+        **changes,
+    )
+    del config["num_experts"]
+    return config
+
+
+def nbytes(tensors: dict[str, torch.Tensor], *prefixes: str) -> int:
+    return sum(t.numel() * t.element_size() for name, t in tensors.items() if name.startswith(prefixes))
+
+
+def check_slot(layer: LoadingLayer, slot: int, stem: str, tensors: dict[str, torch.Tensor]) -> None:
+    """One slot holds the tensors of one expert, gate first and up behind it."""
+    for name, param in layer.named_parameters():
+        gemm, suffix = name.split("_", 1)
+        if gemm == "w2":
+            expected = tensors[f"{stem}.down_proj.{suffix}"]
+        elif suffix == "g_idx":
+            expected = tensors[f"{stem}.gate_proj.{suffix}"]
+        else:
+            halves = [tensors[f"{stem}.{projection}.{suffix}"] for projection in ("gate_proj", "up_proj")]
+            expected = torch.cat(halves, dim=0 if suffix == "weight" else 1)
+        assert torch.equal(param[slot], expected), (name, slot)
+
+
+@pytest.mark.parametrize("quantized", [None, "gptq"])
+@pytest.mark.parametrize("local", [[0, 1], [1, 3], [2], [0, 1, 2, 3], []])
+def test_a_rank_reads_its_experts_and_not_a_byte_more(tmp_path: Path, quantized: str | None, local: list[int]) -> None:
+    tensors = make_checkpoint(tmp_path, config_of(quantized))
+    reader = CheckpointReader(tmp_path)
+    layer = LoadingLayer(SHAPES[quantized](), local)
+    load_moe_layer(reader, model_spec(reader.config), 1, layer)
+    for slot, expert in enumerate(local):
+        check_slot(layer, slot, f"{MLP}.experts.{expert}", tensors)
+    assert layer.finished
+    assert reader.bytes_read == nbytes(tensors, *(f"{MLP}.experts.{expert}." for expert in local))
+
+
+def test_a_redundant_expert_is_the_one_it_copies_and_costs_no_second_read(tmp_path: Path) -> None:
+    tensors = make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    layer = LoadingLayer(plain_shapes(), [0, 1, 4, 6], num_redundant_experts=4)
+    load_moe_layer(reader, model_spec(reader.config), 1, layer)
+    for slot, expert in enumerate([0, 1, 0, 2]):
+        check_slot(layer, slot, f"{MLP}.experts.{expert}", tensors)
+    assert reader.bytes_read == 3 * PLAIN_EXPERT_BYTES
+
+
+@pytest.mark.parametrize("num_shared", [1, 2])
+def test_fused_shared_experts_are_parts_of_one_mlp(tmp_path: Path, num_shared: int) -> None:
+    tensors = make_checkpoint(tmp_path, deepseek_config(num_shared))
+    reader = CheckpointReader(tmp_path)
+    layer = LoadingLayer(plain_shapes(), [3], num_redundant_experts=2, num_fused_shared_experts=num_shared)
+    load_moe_layer(reader, model_spec(reader.config), 1, layer)
+    check_slot(layer, 0, f"{MLP}.experts.3", tensors)
+    x = torch.randn(5, 64)
+    whole = mlp(x, *(tensors[f"{MLP}.shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down")))
+    parts = [mlp(x, *layer.w13_weight[slot].chunk(2), layer.w2_weight[slot]) for slot in range(1, 1 + num_shared)]
+    torch.testing.assert_close(sum(parts), whole)
+    assert reader.bytes_read == nbytes(tensors, f"{MLP}.experts.3.", f"{MLP}.shared_experts.")
+
+
+def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return (torch.nn.functional.silu(x @ gate.float().T) * (x @ up.float().T)) @ down.float().T
+
+
+def test_quantized_shared_expert_loads_as_an_expert(tmp_path: Path) -> None:
+    tensors = make_checkpoint(tmp_path, deepseek_config(1, quantization_config=GPTQ))
+    reader = CheckpointReader(tmp_path)
+    layer = LoadingLayer(gptq_shapes(), [2], num_fused_shared_experts=1)
+    load_moe_layer(reader, model_spec(reader.config), 1, layer)
+    check_slot(layer, 1, f"{MLP}.shared_experts", tensors)
+
+
+def test_shared_experts_that_cannot_be_fused_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "quantized", deepseek_config(2, quantization_config=GPTQ))
+    make_checkpoint(tmp_path / "none")
+    for name, shapes, message in (
+        ("quantized", gptq_shapes, "quantized shared experts on disk are not divided"),
+        ("none", plain_shapes, "has none to fuse"),
+    ):
+        reader = CheckpointReader(tmp_path / name)
+        layer = LoadingLayer(shapes(), [2], num_fused_shared_experts=2)
+        with pytest.raises(ValueError, match=f"n_shared_experts is 2.*{message}.*use load_shared_experts"):
+            load_moe_layer(reader, model_spec(reader.config), 1, layer)
+
+
+@pytest.mark.parametrize("quantized", [None, "gptq"])
+def test_router_norm_embeddings_and_shared_experts(tmp_path: Path, quantized: str | None) -> None:
+    config = deepseek_config(2, **({"quantization_config": GPTQ} if quantized else {}))
+    tensors = make_checkpoint(tmp_path, config)
+    reader = CheckpointReader(tmp_path)
+    spec = model_spec(reader.config)
+    router = load_router(reader, spec, 1)
+    assert torch.equal(router.weight, tensors[f"{MLP}.gate.weight"]) and router.bias is None
+    assert torch.equal(router.correction_bias, tensors[f"{MLP}.gate.e_score_correction_bias"])
+    norm = "model.layers.1.post_attention_layernorm.weight"
+    assert torch.equal(load_norm(reader, spec, 1), tensors[norm])
+    shared = load_shared_experts(reader, spec, 1)
+    for projection in ("gate", "up", "down"):
+        stem = f"{MLP}.shared_experts.{projection}_proj"
+        if quantized:
+            parts = [tensors[f"{stem}.{suffix}"] for suffix in ("qweight", "qzeros", "scales", "g_idx")]
+            expected = dequantize(unpack_gptq(*parts, GPTQConfig.from_dict(GPTQ))).bfloat16()
+        else:
+            expected = tensors[f"{stem}.weight"]
+        assert torch.equal(getattr(shared, projection), expected)
+    assert shared.expert_gate is None
+
+
+def test_embed_rows_reads_only_the_rows_of_the_tokens(tmp_path: Path) -> None:
+    tensors = make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    token_ids = torch.tensor([[5, 6, 90], [5, 0, 6]])
+    rows = embed_rows(reader, model_spec(reader.config), token_ids)
+    assert torch.equal(rows, tensors["model.embed_tokens.weight"][token_ids])
+    assert reader.bytes_read == 4 * 64 * 2
+    with pytest.raises(ValueError, match="below 96"):
+        embed_rows(reader, model_spec(reader.config), torch.tensor([96]))
+
+
+GATE = f"{MLP}.experts.2.gate_proj."
+WRONG = {
+    "missing": (None, {GATE + "weight": None}, rf"index\.json: expected tensor {GATE}weight, found none"),
+    "missing qzeros": ("gptq", {GATE + "qzeros": None}, rf"index\.json: expected tensor {GATE}qzeros, found none"),
+    "shape": (
+        None,
+        {GATE + "weight": torch.ones(32, 63).bfloat16()},
+        rf"model-0.*tensor {GATE}weight: expected shape \(32, 64\), found \(32, 63\)",
+    ),
+    "dtype": (
+        None,
+        {GATE + "weight": torch.ones(32, 64, dtype=torch.int8)},
+        rf"model-0.*tensor {GATE}weight: expected torch.bfloat16 or .*found torch.int8",
+    ),
+    "qweight shape": (
+        "gptq",
+        {GATE + "qweight": torch.ones(16, 32, dtype=torch.int32)},
+        rf"tensor {GATE}qweight: expected shape \(8, 32\), found \(16, 32\)",
+    ),
+    "unknown tensor": ("gptq", {GATE + "what": torch.ones(1)}, rf"tensor {GATE}what: expected only qweight, qzeros"),
+    "bias": (
+        None,
+        {GATE + "bias": torch.ones(32)},
+        rf"model-0.*tensor {GATE}bias: expected a parameter of the layer for it, found none",
+    ),
+    "too many experts": (
+        None,
+        {f"{MLP}.experts.4.gate_proj.weight": torch.ones(1)},
+        r"index.json: .*mlp.experts.\*: expected 4 experts as config.json says, found 5; expert 4 is not in the config",
+    ),
+    "too few experts": (
+        None,
+        {f"{MLP}.experts.1.{name}_proj.weight": None for name in ("gate", "up", "down")},
+        r"expected 4 experts as config.json says, found 3; expert 1 is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_named_and_the_layer_not_finished(tmp_path: Path, case: str) -> None:
+    quantized, changes, message = WRONG[case]
+    make_checkpoint(tmp_path, config_of(quantized), tensors=changes)
+    reader = CheckpointReader(tmp_path)
+    layer = LoadingLayer(SHAPES[quantized](), [2, 3])
+    with pytest.raises(CheckpointError, match=message):
+        load_moe_layer(reader, model_spec(reader.config), 1, layer)
+    assert not layer.finished
+
+
+def test_bias_of_zeros_is_ignored(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, config_of("gptq"), tensors={GATE + "bias": torch.zeros(32).half()})
+    reader = CheckpointReader(tmp_path)
+    layer = LoadingLayer(gptq_shapes(), [2])
+    load_moe_layer(reader, model_spec(reader.config), 1, layer)
+    assert layer.finished
+
+
+def test_missing_g_idx_is_filled_in_unless_the_columns_are_out_of_order(tmp_path: Path) -> None:
+    without = {f"{MLP}.experts.2.{name}_proj.g_idx": None for name in ("gate", "up", "down")}
+    make_checkpoint(tmp_path / "ordered", config_of("gptq"), tensors=without)
+    reader = CheckpointReader(tmp_path / "ordered")
+    layer = LoadingLayer(gptq_shapes(), [2])
+    load_moe_layer(reader, model_spec(reader.config), 1, layer)
+    assert torch.equal(layer.w13_g_idx[0], torch.arange(64, dtype=torch.int32) // 32)
+
+    act_order = qwen3_config(quantization_config={**GPTQ, "desc_act": True})
+    make_checkpoint(tmp_path / "act_order", act_order, tensors=without)
+    reader = CheckpointReader(tmp_path / "act_order")
+    with pytest.raises(CheckpointError, match=f"expected tensor {MLP}.experts.2.*g_idx, found none"):
+        load_moe_layer(reader, model_spec(reader.config), 1, LoadingLayer(gptq_shapes(), [2]))
+
+
+def test_a_layer_that_does_not_take_a_tensor_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    layer = LoadingLayer(plain_shapes(), [2])
+    monkeypatch.setattr(layer, "weight_loader", lambda *args, **kwargs: False)
+    with pytest.raises(CheckpointError, match=r"expected the layer to take it as w\d of w\d+_weight for .* expert 2"):
+        load_moe_layer(reader, model_spec(reader.config), 1, layer)
+    assert not layer.finished
+
+
+def test_a_parameter_that_the_checkpoint_does_not_have_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"expected tensor {MLP}.experts.2.\w+_proj.\w+, found none"):
+        load_moe_layer(reader, model_spec(reader.config), 1, LoadingLayer(gptq_shapes(), [2]))
+
+
+def test_a_dense_layer_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, qwen3_config(mlp_only_layers=[0]))
+    reader = CheckpointReader(tmp_path)
+    with pytest.raises(ValueError, match=r"layer is 0; it must be one of the layers with experts, \[1\]"):
+        load_moe_layer(reader, model_spec(reader.config), 0, LoadingLayer(plain_shapes(), [2]))
+
+
+def test_router_of_another_size_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, tensors={f"{MLP}.gate.weight": torch.ones(5, 64)})
+    reader = CheckpointReader(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"tensor {MLP}.gate.weight: expected shape \(4, 64\), found \(5, 64\)"):
+        load_router(reader, model_spec(reader.config), 1)

@@ -1,0 +1,251 @@
+"""Model families: specs against transformers' own configurations, tensor names against what it saves."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from moe_ep.activation import MoEActivation
+from moe_ep.checkpoint import CheckpointReader, load_norm, load_router, load_shared_experts, model_spec
+from moe_ep.checkpoint.models import FAMILIES, RoutingSpec
+from moe_ep.checkpoint.plan import plan_layer
+from moe_ep.errors import CheckpointError
+from moe_ep.routing import select_experts
+from tests.checkpoint.checkpoints import LoadingLayer, plain_shapes
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 48,
+}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+EXPERTS = 8
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": EXPERTS}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": EXPERTS,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": EXPERTS, "moe_intermediate_size": 32, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "olmoe": ("Olmoe", {"num_experts": EXPERTS}),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            "n_routed_experts": EXPERTS,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+            **MLA,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "n_routed_experts": EXPERTS,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "num_mtp_layers": 0,
+            **MLA,
+        },
+    ),
+}
+EXPECTED = {
+    "mixtral": {"moe_layers": (0, 1, 2), "moe_intermediate_size": 48, "routing": RoutingSpec(renormalize=True)},
+    "qwen2_moe": {"moe_layers": (1,), "moe_intermediate_size": 32, "routing": RoutingSpec(renormalize=False)},
+    "qwen3_moe": {"moe_layers": (0, 2), "moe_intermediate_size": 32, "routing": RoutingSpec(renormalize=True)},
+    "olmoe": {"moe_layers": (0, 1, 2), "moe_intermediate_size": 48, "routing": RoutingSpec(renormalize=False)},
+    "deepseek_v2": {
+        "moe_layers": (1, 2),
+        "moe_intermediate_size": 32,
+        "routing": RoutingSpec(
+            renormalize=False,
+            use_grouped_topk=True,
+            num_expert_group=4,
+            topk_group=2,
+            routed_scaling_factor=16.0,
+        ),
+    },
+    "deepseek_v3": {
+        "moe_layers": (2,),
+        "moe_intermediate_size": 32,
+        "routing": RoutingSpec(
+            renormalize=True,
+            scoring_func="sigmoid",
+            use_grouped_topk=True,
+            num_expert_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            has_correction_bias=True,
+        ),
+    },
+}
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    """config.json as transformers writes it."""
+    name, extra = MODELS[family]
+    config = getattr(transformers, f"{name}Config")(**SIZES, **extra, dtype="bfloat16")
+    return json.loads(config.to_json_string()) | changes
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    """A family, the directory transformers saved a small model of it in, and the model."""
+    name, extra = MODELS[request.param]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **extra, dtype="bfloat16")
+    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
+    directory = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(directory, max_shard_size="100KB")
+    return request.param, directory, model
+
+
+def test_every_family_is_tested() -> None:
+    assert set(MODELS) == set(FAMILIES) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_spec_of_a_config_that_transformers_writes(family: str) -> None:
+    spec = model_spec(config_of(family))
+    for field, value in EXPECTED[family].items():
+        assert getattr(spec, field) == value, field
+    assert (spec.family, spec.hidden_size, spec.num_hidden_layers, spec.vocab_size) == (family, 64, 3, 128)
+    assert (spec.num_experts, spec.top_k, spec.dtype) == (EXPERTS, 2, torch.bfloat16)
+    assert spec.activation is MoEActivation.SILU
+
+
+def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> None:
+    family, directory, model = saved
+    reader = CheckpointReader(directory)
+    spec = model_spec(reader.config)
+    assert spec.family == family
+    for index in spec.moe_layers:
+        layer = LoadingLayer(plain_shapes(), list(range(EXPERTS)), num_experts=EXPERTS)
+        plan = plan_layer(reader, spec, index, layer, None)
+        assert {source.name for source in plan} == set(reader.names(spec.expert_prefix(index) + "."))
+        block = model.model.layers[index].mlp
+        router = load_router(reader, spec, index)
+        assert torch.equal(router.weight, block.gate.weight)
+        assert (router.correction_bias is not None) == spec.routing.has_correction_bias
+        assert torch.equal(load_norm(reader, spec, index), model.model.layers[index].post_attention_layernorm.weight)
+    dense = set(range(3)) - set(spec.moe_layers)
+    assert not any(reader.names(f"model.layers.{index}.{spec.moe_module}.experts.") for index in dense)
+    assert reader.info(spec.embedding).shape == (128, 64)
+
+
+def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any]) -> None:
+    family, directory, model = saved
+    reader = CheckpointReader(directory)
+    spec = model_spec(reader.config)
+    index = spec.moe_layers[-1]
+    block = model.model.layers[index].mlp
+    shared = load_shared_experts(reader, spec, index)
+    if family in ("mixtral", "qwen3_moe", "olmoe"):
+        assert shared is None and not hasattr(block, "shared_expert") and not hasattr(block, "shared_experts")
+        return
+    module = block.shared_expert if family == "qwen2_moe" else block.shared_experts
+    assert torch.equal(shared.gate, module.gate_proj.weight)
+    assert torch.equal(shared.up, module.up_proj.weight)
+    assert torch.equal(shared.down, module.down_proj.weight)
+    assert spec.shared_experts.intermediate_size == shared.gate.shape[0]
+    assert spec.shared_experts.num_experts == {"qwen2_moe": 1, "deepseek_v2": 2, "deepseek_v3": 1}[family]
+    if family == "qwen2_moe":
+        assert torch.equal(shared.expert_gate, block.shared_expert_gate.weight)
+    else:
+        assert shared.expert_gate is None
+
+
+def test_routing_chooses_as_the_model_does(saved: tuple[str, Path, Any]) -> None:
+    _, directory, model = saved
+    reader = CheckpointReader(directory)
+    spec = model_spec(reader.config)
+    index = spec.moe_layers[-1]
+    gate = copy.deepcopy(model.model.layers[index].mlp.gate).float()
+    hidden_states = torch.randn(64, 64)
+    _, weights, ids = gate(hidden_states)
+    router = load_router(reader, spec, index)
+    arguments = dataclasses.asdict(spec.routing)
+    arguments.pop("has_correction_bias")
+    our_weights, our_ids, _ = select_experts(
+        hidden_states,
+        hidden_states @ router.weight.float().T,
+        spec.top_k,
+        e_score_correction_bias=None if router.correction_bias is None else router.correction_bias.float(),
+        **arguments,
+    )
+    assert torch.equal(our_ids.long().sort(dim=-1).values, ids.sort(dim=-1).values)
+    torch.testing.assert_close(our_weights.gather(1, our_ids.long().argsort()), weights.gather(1, ids.argsort()))
+
+
+def test_deepseek_greedy_ignores_groups_and_keeps_its_factor() -> None:
+    spec = model_spec(config_of("deepseek_v2", topk_method="greedy", n_group=1, topk_group=1))
+    assert spec.routing == RoutingSpec(renormalize=False, routed_scaling_factor=16.0)
+
+
+def test_deepseek_correction_bias_without_groups() -> None:
+    spec = model_spec(config_of("deepseek_v3", n_group=None, topk_group=None))
+    assert spec.routing.has_correction_bias and not spec.routing.use_grouped_topk
+
+
+def test_deepseek_layer_frequency() -> None:
+    assert model_spec(config_of("deepseek_v3", first_k_dense_replace=0, moe_layer_freq=2)).moe_layers == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'; it must be one of deepseek_v2, deepseek_v3, mixtral, olmoe"),
+        ({"model_type": None}, "model_type is None; it must be one of"),
+        ({"hidden_size": None}, "expected hidden_size, found no such key"),
+        ({"hidden_size": "64"}, "hidden_size: expected a whole number of at least 1, found '64'"),
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok: expected at most the number of experts \(8\), found 9"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish'; it must be one of silu"),
+        ({"dtype": "int8"}, "dtype is 'int8'; it must be one of bfloat16"),
+        ({"n_group": 3}, "expected a divisor of 8 experts .*found 3 and 2"),
+        ({"topk_group": 5}, "expected a divisor of 8 experts .*found 4 and 5"),
+        ({"topk_method": "best"}, "topk_method is 'best'; it must be one of greedy, group_limited_greedy, noaux_tc"),
+        ({"scoring_func": "tanh"}, "scoring_func is 'tanh'; it must be one of softmax, sigmoid"),
+        ({"first_k_dense_replace": 3}, "expected a layer with experts among 3, found none"),
+    ],
+)
+def test_configs_that_can_not_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"config.json: .*{message}"):
+        model_spec(config_of("deepseek_v3", **changes))
+
+
+def test_spec_of_a_layer_without_experts() -> None:
+    spec = model_spec(config_of("qwen3_moe"))
+    with pytest.raises(ValueError, match=r"layer is 1; it must be one of the layers with experts, \[0, 2\]"):
+        spec.expert_prefix(1)

@@ -1,0 +1,148 @@
+"""The writer's form is Hugging Face's, and the demo checkpoint is one that real libraries load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoTokenizer, Qwen3MoeForCausalLM
+
+from moe_ep.checkpoint import CheckpointReader, embed_rows, load_moe_layer, load_norm, load_router, model_spec
+from moe_ep.checkpoint.demo import demo_checkpoint, make_demo_checkpoint
+from moe_ep.checkpoint.formats import dequantize, quantization_config
+from moe_ep.checkpoint.writer import write_checkpoint
+from tests.checkpoint.checkpoints import LoadingLayer, gptq_shapes
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_demo_checkpoint(tmp_path_factory.mktemp("demo") / "model", progress=False)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
+
+
+def test_one_file_needs_no_index(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(6).view(2, 3), "b": torch.randn(4).bfloat16().expand(3, 4)}
+    write_checkpoint(tmp_path / "new" / "folder", {"model_type": "x"}, tensors.items())
+    assert sorted(contents(tmp_path / "new" / "folder")) == ["config.json", "model.safetensors"]
+    reader = CheckpointReader(tmp_path / "new" / "folder")
+    assert reader.config == {"model_type": "x"}
+    assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
+
+
+def test_shards_hold_what_fits_and_the_index_says_which(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.full((size,), i, dtype=torch.uint8) for i, size in enumerate([60, 40, 1, 100, 250, 10])}
+    write_checkpoint(tmp_path, {}, tensors.items(), max_shard_bytes=100)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 461}
+    shards = [f"model-{i:05}-of-00005.safetensors" for i in range(1, 6)]
+    assert [index["weight_map"][name] for name in tensors] == [shards[i] for i in (0, 0, 1, 2, 3, 4)]
+    assert sorted(contents(tmp_path)) == ["config.json", *shards, "model.safetensors.index.json"]
+    with safe_open(tmp_path / shards[0], "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert {file.stat().st_mode for file in tmp_path.iterdir()} == {(tmp_path / "config.json").stat().st_mode}
+
+
+def test_writer_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_shard_bytes is 0"):
+        write_checkpoint(tmp_path, {}, [("a", torch.ones(1))], max_shard_bytes=0)
+    with pytest.raises(ValueError, match="tensors hold a twice"):
+        write_checkpoint(tmp_path, {}, [("a", torch.ones(1))] * 2)
+    with pytest.raises(ValueError, match="tensors is empty"):
+        write_checkpoint(tmp_path, {}, [])
+
+
+def test_demo_is_sharded_and_every_layer_loads(demo: Path) -> None:
+    assert len(list(demo.glob("model-*-of-*.safetensors"))) >= 3
+    reader = CheckpointReader(demo)
+    spec = model_spec(reader.config)
+    assert (spec.family, spec.moe_layers, spec.num_experts, spec.top_k) == ("qwen3_moe", (0, 1, 2, 3), 32, 4)
+    for index in spec.moe_layers:
+        shapes = gptq_shapes(spec.moe_intermediate_size, spec.hidden_size, group=64)
+        layer = LoadingLayer(shapes, list(range(8, 16)), num_experts=32)
+        load_moe_layer(reader, spec, index, layer)
+        assert layer.finished
+
+
+def test_demo_is_the_same_for_the_same_seed(demo: Path, tmp_path: Path) -> None:
+    again = make_demo_checkpoint(tmp_path / "again", progress=False)
+    assert contents(again) == contents(demo)
+    other = make_demo_checkpoint(tmp_path / "other", seed=1, progress=False)
+    name = "model.layers.2.mlp.experts.7.up_proj.qweight"
+    assert not torch.equal(CheckpointReader(other).read(name), CheckpointReader(demo).read(name))
+
+
+def test_demo_routing_is_skewed_but_reaches_every_expert(demo: Path) -> None:
+    reader = CheckpointReader(demo)
+    spec = model_spec(reader.config)
+    token_ids = torch.randint(0, spec.vocab_size, (4096,), generator=torch.Generator().manual_seed(0))
+    x = embed_rows(reader, spec, token_ids).float()
+    for index in spec.moe_layers:
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + spec.rms_norm_eps) * load_norm(reader, spec, index)
+        ids = (normed @ load_router(reader, spec, index).weight.float().T).topk(spec.top_k).indices
+        load = torch.bincount(ids.flatten(), minlength=spec.num_experts).float()
+        assert load.min() > 0
+        assert 2 < load.max() / load.mean() < 6
+
+
+def test_demo_tokenizer_loads_in_transformers_and_round_trips(demo: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo)
+    assert len(tokenizer) == model_spec(CheckpointReader(demo).config).vocab_size
+    assert tokenizer.eos_token_id == 0
+    for text in ("def load(self, name): return self._load(name)", "Experts are numbered from zero. Äöü, 你好, 🙂\n\t!"):
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == text
+    english = "the same thread must release the lock that it holds before another one can take it"
+    assert len(tokenizer(english)["input_ids"]) < len(english) / 3
+
+
+def test_demo_dequantized_is_a_model_that_transformers_loads(demo: Path, tmp_path: Path) -> None:
+    reader = CheckpointReader(demo)
+    quantization = quantization_config(reader.config)
+    tensors = {name: reader.read(name) for name in reader.names() if name.endswith(".weight")}
+    for name in reader.names():
+        if name.endswith(".qweight"):
+            stem = name.removesuffix("qweight")
+            parts = {part.removeprefix(stem): reader.read(part) for part in reader.names(stem)}
+            tensors[stem + "weight"] = dequantize(quantization.unpack(parts)).bfloat16()
+    plain = {key: value for key, value in reader.config.items() if key != "quantization_config"}
+    write_checkpoint(tmp_path, plain, tensors.items())
+    model, info = Qwen3MoeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with torch.no_grad():
+        logits = model(torch.arange(16).view(1, 16)).logits
+    assert logits.shape == (1, 16, 4096) and logits.isfinite().all()
+
+
+def test_what_is_there_is_left_alone(demo: Path, tmp_path: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in demo.iterdir()}
+    assert make_demo_checkpoint(demo) == demo
+    assert {file: file.stat().st_mtime_ns for file in demo.iterdir()} == before
+    (tmp_path / "letters").write_text("mine")
+    with pytest.raises(ValueError, match="it must not exist yet, be empty or be a checkpoint"):
+        make_demo_checkpoint(tmp_path, progress=False)
+    assert [file.name for file in tmp_path.iterdir()] == ["letters"]
+    assert not list(tmp_path.parent.glob(f".{tmp_path.name}-*"))
+
+
+def test_makers_at_the_same_time_get_the_same_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_EP_CACHE_DIR", str(tmp_path / "cache"))
+    with ThreadPoolExecutor(2) as pool:
+        paths = {future.result() for future in [pool.submit(demo_checkpoint) for _ in range(2)]}
+    assert len(paths) == 1 and paths == {demo_checkpoint()}
+    assert CheckpointReader(paths.pop()).config["model_type"] == "qwen3_moe"
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_no_progress_bar_without_a_terminal(tmp_path: Path) -> None:
+    code = "import sys; from moe_ep.checkpoint.demo import make_demo_checkpoint as make; make(sys.argv[1])"
+    result = subprocess.run([sys.executable, "-c", code, tmp_path / "model"], capture_output=True, check=True)
+    assert result.stdout == result.stderr == b""
