@@ -1,0 +1,158 @@
+"""Index lists for grouped GEMMs: which rows each block of an expert's rows consists of.
+
+Plain torch on any device, static output sizes, no host synchronisation, and no atomics: the same input gives the same
+lists, an expert's rows in rising order.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+IntOrTensor = TypeVar("IntOrTensor", int, torch.Tensor)
+
+
+def moe_align_block_size(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Groups slots by expert, each expert's list padded to whole blocks.
+
+    Slot t * top_k + j is where token t asks for its j-th expert. Ids below 0 or from num_experts on are no expert and
+    appear nowhere.
+
+    Example: topk_ids [[1, 0], [1, -1]], block_size 2, num_experts 3, so the sentinel is 4 and the length 4 + 3 * 1:
+    sorted_token_ids [1, 4, 0, 2, 4, 4, 4], expert_ids [0, 1, -1, -1], num_tokens_post_padded [4].
+
+    Args:
+        topk_ids: integer `[T, top_k]`, global ids.
+        num_experts: global ids that can occur.
+        expert_map: integer `[num_experts]`, global -> local, -1 where not local; expert_ids are then local. Slots of
+            experts that are not local keep their blocks, whose expert id is -1.
+        pad_sorted_ids: make the length of sorted_token_ids a multiple of block_size.
+        ignore_invalid_experts: with an expert_map, give experts that are not local no blocks at all, and order the
+            others by local index.
+
+    Returns:
+        sorted_token_ids: int32 `[length]`, slots by expert, each expert padded with the sentinel topk_ids.numel(), the
+            rest of the list too. length is numel + num_experts * (block_size - 1), or numel * block_size where fewer
+            slots than experts make that the smaller.
+        expert_ids: int32 `[ceil(length / block_size)]`, the expert of each block, -1 for unused blocks.
+        num_tokens_post_padded: int32 `[1]`, entries in use, a multiple of block_size.
+
+    Raises:
+        ValueError: a block size or a number of experts below 1, or a map of another length.
+    """
+    _check_sizes(block_size=block_size, num_experts=num_experts)
+    if expert_map is not None and expert_map.shape != (num_experts,):
+        raise ValueError(
+            f"expert_map has shape {tuple(expert_map.shape)}; it must have one entry for each of num_experts "
+            f"({num_experts})"
+        )
+    flat = topk_ids.reshape(-1).long()
+    numel = flat.numel()
+    keys = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    if expert_map is not None and ignore_invalid_experts:
+        no_expert = expert_map.new_full((1,), -1)
+        local = torch.cat([expert_map, no_expert]).long()[keys]
+        keys = torch.where(local >= 0, local, num_experts)
+
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, keys, torch.ones_like(keys))
+    counts = counts[:num_experts]
+    slots_by_expert = torch.cat([keys.argsort(stable=True), keys.new_full((1,), numel)])
+
+    length = numel + num_experts * (block_size - 1)
+    if numel < num_experts:
+        length = min(length, numel * block_size)
+    if pad_sorted_ids:
+        length = _ceil_div(length, block_size) * block_size
+    expert, row, is_row, total = _padded_lists(counts, block_size, length)
+    first = (counts.cumsum(0) - counts)[expert]
+    sorted_token_ids = slots_by_expert[torch.where(is_row, first + row, numel)]
+    expert_ids = _expert_of_blocks(counts, block_size, _ceil_div(length, block_size))
+    if expert_map is not None and not ignore_invalid_experts:
+        expert_ids = torch.where(expert_ids >= 0, expert_map.long()[expert_ids.clamp(min=0)], -1)
+    return sorted_token_ids.to(torch.int32), expert_ids.to(torch.int32), total.to(torch.int32)
+
+
+def batched_moe_align_block_size(
+    max_tokens_per_batch: int, block_size: int, expert_num_tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same lists for batched rows `[El, max_tokens_per_batch, K]`, seen as El * max_tokens_per_batch rows.
+
+    Example: 2 experts, at most 3 rows each, block_size 2, counts [1, 3], sentinel 6: sorted_token_ids
+    [0, 6, 3, 4, 5, 6, 6, 6], expert_ids [0, 1, 1, -1], num_tokens_post_padded [6].
+
+    Args:
+        max_tokens_per_batch: rows there is room for per expert.
+        expert_num_tokens: integer `[El]`, rows in use per expert, at most max_tokens_per_batch each.
+
+    Returns:
+        sorted_token_ids: int32 `[El * max_tokens_per_batch rounded up to blocks]`: row e * max_tokens_per_batch + i for
+            the i-th row of expert e, padded with the sentinel El * max_tokens_per_batch.
+        expert_ids: int32, the local expert of each block, -1 for unused blocks.
+        num_tokens_post_padded: int32 `[1]`, entries in use, a multiple of block_size.
+
+    Raises:
+        ValueError: a size below 1, or counts that are not one-dimensional.
+    """
+    _check_sizes(block_size=block_size, max_tokens_per_batch=max_tokens_per_batch)
+    if expert_num_tokens.dim() != 1:
+        raise ValueError(f"expert_num_tokens has shape {tuple(expert_num_tokens.shape)}; it must be (El,)")
+    counts = expert_num_tokens.long()
+    num_local_experts = counts.numel()
+    num_blocks = num_local_experts * _ceil_div(max_tokens_per_batch, block_size)
+    expert, row, is_row, total = _padded_lists(counts, block_size, num_blocks * block_size)
+    sentinel = num_local_experts * max_tokens_per_batch
+    sorted_token_ids = torch.where(is_row, expert * max_tokens_per_batch + row, sentinel)
+    expert_ids = _expert_of_blocks(counts, block_size, num_blocks)
+    return sorted_token_ids.to(torch.int32), expert_ids.to(torch.int32), total.to(torch.int32)
+
+
+def _padded_lists(
+    counts: torch.Tensor, block_size: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What lies at each position of `length` positions when the experts' lists follow each other in whole blocks.
+
+    Returns:
+        (expert, row of that expert, whether that row exists, positions in use `[1]`), int64 but for the bools. Where
+        the row does not exist, expert is a valid index and row means nothing.
+    """
+    ends = _padded_ends(counts, block_size)
+    position = torch.arange(length, device=counts.device)
+    expert = torch.searchsorted(ends, position, right=True).clamp(max=max(counts.numel() - 1, 0))
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    row = position - starts[expert]
+    return expert, row, row < counts[expert], _last_or_zero(ends)
+
+
+def _expert_of_blocks(counts: torch.Tensor, block_size: int, num_blocks: int) -> torch.Tensor:
+    """The expert of each block, -1 behind the last one, int64 `[num_blocks]`."""
+    ends = _padded_ends(counts, block_size)
+    expert = torch.searchsorted(ends, torch.arange(num_blocks, device=counts.device) * block_size, right=True)
+    return torch.where(expert < counts.numel(), expert, -1)
+
+
+def _padded_ends(counts: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Where each expert's padded list ends, int64 `[El]`."""
+    return (_ceil_div(counts, block_size) * block_size).cumsum(0)
+
+
+def _last_or_zero(ends: torch.Tensor) -> torch.Tensor:
+    return ends[-1:] if ends.numel() else ends.new_zeros(1)
+
+
+def _ceil_div(value: IntOrTensor, divisor: int) -> IntOrTensor:
+    return -(-value // divisor)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")

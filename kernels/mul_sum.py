@@ -1,0 +1,99 @@
+"""The weighted sum over a token's slots: expert outputs `[T, topk, K]` and router weights to `[T, K]`."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def moe_fused_mul_sum(
+    inputs: torch.Tensor,
+    topk_weights: torch.Tensor,
+    outputs: torch.Tensor | None = None,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """outputs[t] = sum over slots j of topk_weights[t, j] * inputs[t, j].
+
+    Added in f32 with j rising, so the same input gives the same bits. A slot counts if its id is at least 0 and, where
+    there is an expert_map, local; any other may hold anything, NaN too. On CUDA tensors one Triton kernel reads what
+    counts once and writes the result once.
+
+    Example: weights [[.5, 2]], inputs [[[2, 4], [1, nan]]], topk_ids [[3, -1]]: [[1, 2]].
+
+    Args:
+        inputs: `[T, topk, K]`, f32, f16 or bf16.
+        topk_weights: `[T, topk]`, any real dtype, taken as f32.
+        outputs: `[T, K]`, written in place; None makes one of the inputs' dtype.
+        topk_ids: integer `[T, topk]`, -1 for "no expert"; None means that every slot counts.
+        expert_map: integer `[E]`, global -> local, -1 where not local.
+
+    Returns:
+        `outputs`, rounded once from f32.
+
+    Raises:
+        ValueError: shapes that do not fit together, another dtype, or a map without ids.
+    """
+    _check(inputs, topk_weights, outputs, topk_ids, expert_map)
+    if outputs is None:
+        outputs = inputs.new_empty(inputs.size(0), inputs.size(2))
+    if inputs.is_cuda and outputs.numel():
+        try:
+            from moe_ep.kernels.triton_mul_sum import triton_mul_sum
+        except ImportError:
+            pass
+        else:
+            return triton_mul_sum(inputs, topk_weights, outputs, topk_ids, expert_map)
+    return mul_sum_reference(inputs, topk_weights, outputs, topk_ids, expert_map)
+
+
+def mul_sum_reference(
+    inputs: torch.Tensor,
+    topk_weights: torch.Tensor,
+    outputs: torch.Tensor,
+    topk_ids: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:
+    """The plain form on any device, slot by slot; arguments as above, not checked."""
+    total = torch.zeros(outputs.shape, dtype=torch.float32, device=inputs.device)
+    counts = _counting_slots(topk_ids, expert_map)
+    for slot in range(inputs.size(1)):
+        row = inputs[:, slot].float() * topk_weights[:, slot, None].float()
+        total += row if counts is None else torch.where(counts[:, slot, None], row, 0.0)
+    return outputs.copy_(total)
+
+
+def _counting_slots(topk_ids: torch.Tensor | None, expert_map: torch.Tensor | None) -> torch.Tensor | None:
+    """Which slots count, bool `[T, topk]`; None where all do."""
+    if topk_ids is None:
+        return None
+    counts = topk_ids >= 0
+    if expert_map is not None:
+        counts &= expert_map[topk_ids.long().clamp(min=0)] >= 0
+    return counts
+
+
+def _check(
+    inputs: torch.Tensor,
+    topk_weights: torch.Tensor,
+    outputs: torch.Tensor | None,
+    topk_ids: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+) -> None:
+    if inputs.dim() != 3:
+        raise ValueError(f"inputs has shape {tuple(inputs.shape)}; it must be (T, topk, K)")
+    if inputs.dtype not in DTYPES:
+        raise ValueError(f"inputs has dtype {inputs.dtype}; it must be one of {', '.join(map(str, DTYPES))}")
+    num_tokens, topk, hidden_size = inputs.shape
+    for name, tensor, expected in (
+        ("topk_weights", topk_weights, (num_tokens, topk)),
+        ("topk_ids", topk_ids, (num_tokens, topk)),
+        ("outputs", outputs, (num_tokens, hidden_size)),
+    ):
+        if tensor is not None and tensor.shape != expected:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; with inputs {tuple(inputs.shape)} it must be {expected}"
+            )
+    if expert_map is not None and topk_ids is None:
+        raise ValueError("expert_map is given without topk_ids; pass the ids it is to be applied to")

@@ -1,0 +1,184 @@
+"""The router's top-k as one Triton kernel, equal in ids to `moe_ep.topk.topk_reference`, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from moe_ep.topk import topk_reference
+
+# A row's experts stay in registers of one program.
+MAX_EXPERTS = 4096
+
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_LOGITS_SOFTMAX, _LOGITS_SIGMOID, _SCORES = 0, 1, 2
+
+
+@triton.jit
+def _exp(x, PRECISE: tl.constexpr):
+    """The exponential that torch uses on CUDA; the interpreter has no libdevice."""
+    if PRECISE:
+        return libdevice.exp(x)
+    return tl.exp(x)
+
+
+@triton.jit
+def _first_best(values, positions):
+    """The lowest position that holds the largest value of a tile. Example: [3, 7, 7] at [4, 5, 6]: 5."""
+    return tl.min(tl.where(values == tl.max(values), positions, 0x7FFFFFFF))
+
+
+@triton.jit
+def _topk_kernel(
+    router_ptr,
+    bias_ptr,
+    weights_ptr,
+    ids_ptr,
+    row_stride,
+    column_stride,
+    routed_scaling_factor,
+    KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_MEMBERS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """Chooses the experts of one token.
+
+    Before: logits (or scores, KIND 2) `[T, E]`, bias `[E]`. After: weights f32 and ids `[T, TOP_K]`.
+    Program t holds row t as a tile `[groups, members]`, both padded to powers of two; expert e is member e % GROUP_SIZE
+    of group e // GROUP_SIZE, and positions in the tile rise with the ids. It keeps the TOPK_GROUP best groups, then
+    takes the best expert TOP_K times, each time the lowest position among equals, and sets what it took to -inf.
+    Values to choose by are finite, so -inf means "not there".
+
+    Example: sigmoid logits [0, 2, 1, 2], one group, TOP_K 2: the tile is [[0, 2, 1, 2]], taken are 1, then 3, weights
+    .8808 and .8808, renormalized .5 and .5.
+    """
+    LOWEST: tl.constexpr = -3.4028234663852886e38
+    HIGHEST: tl.constexpr = 3.4028234663852886e38
+    TINY: tl.constexpr = 1.1754943508222875e-38
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_GROUPS)
+    member = tl.arange(0, BLOCK_MEMBERS)
+    position = group[:, None] * BLOCK_MEMBERS + member[None, :]
+    expert = group[:, None] * GROUP_SIZE + member[None, :]
+    exists = (group < NUM_GROUPS)[:, None] & (member < GROUP_SIZE)[None, :]
+    source = router_ptr + token * row_stride + expert * column_stride
+    logits = tl.load(source, mask=exists, other=float("-inf")).to(tl.float32)
+
+    if KIND == 0:
+        powers = _exp(logits - tl.max(logits), PRECISE)
+        scores = powers / tl.sum(powers)
+    elif KIND == 1:
+        scores = tl.div_rn(1.0, 1.0 + _exp(-logits, PRECISE))
+    else:
+        scores = logits
+    choice = logits
+    if HAS_BIAS:
+        choice = scores + tl.load(bias_ptr + expert, mask=exists, other=0.0).to(tl.float32)
+    choice = tl.where(choice == choice, choice, LOWEST)
+    choice = tl.minimum(tl.maximum(choice, LOWEST), HIGHEST)
+    choice = tl.where(exists, choice, float("-inf"))
+
+    if TOPK_GROUP < NUM_GROUPS:
+        group_scores = tl.max(choice, axis=1)
+        if HAS_BIAS and GROUP_SIZE > 1:
+            best = tl.min(tl.where(choice == group_scores[:, None], position, 0x7FFFFFFF), axis=1)
+            group_scores += tl.max(tl.where(position == best[:, None], float("-inf"), choice), axis=1)
+            group_scores = tl.minimum(tl.maximum(group_scores, LOWEST), HIGHEST)
+            group_scores = tl.where(group < NUM_GROUPS, group_scores, float("-inf"))
+        kept = tl.zeros([BLOCK_GROUPS], dtype=tl.int32)
+        for _ in range(TOPK_GROUP):
+            taken = _first_best(group_scores, group)
+            kept = tl.where(group == taken, 1, kept)
+            group_scores = tl.where(group == taken, float("-inf"), group_scores)
+        choice = tl.where((kept > 0)[:, None], choice, float("-inf"))
+
+    slot = tl.arange(0, BLOCK_K)
+    weights = tl.zeros([BLOCK_K], dtype=tl.float32)
+    ids = tl.zeros([BLOCK_K], dtype=tl.int32)
+    total = 0.0
+    for k in range(TOP_K):
+        taken = _first_best(choice, position)
+        weight = tl.sum(tl.where(position == taken, scores, 0.0))
+        choice = tl.where(position == taken, float("-inf"), choice)
+        weights = tl.where(slot == k, weight, weights)
+        ids = tl.where(slot == k, taken // BLOCK_MEMBERS * GROUP_SIZE + taken % BLOCK_MEMBERS, ids)
+        total += weight
+    if RENORMALIZE:
+        # torch's clamp lets NaN through, as a comparison with NaN does here.
+        weights = weights / tl.where(total < TINY, TINY, total)
+    target = token * TOP_K + slot
+    tl.store(weights_ptr + target, weights * routed_scaling_factor, mask=slot < TOP_K)
+    tl.store(ids_ptr + target, ids, mask=slot < TOP_K)
+
+
+def fused_topk(
+    router_logits: torch.Tensor,
+    top_k: int,
+    *,
+    scoring_func: str = "softmax",
+    renormalize: bool = False,
+    num_expert_group: int = 1,
+    topk_group: int = 1,
+    e_score_correction_bias: torch.Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The top-k in one launch; arguments and results as in `topk_reference`, on CUDA tensors, E up to 4096.
+
+    Softmax with a bias takes its scores from torch, a second launch: the choice then depends on the last bit of a sum
+    over the row, and only the same sum gives the same bit. Larger E goes to the reference.
+    """
+    num_tokens, num_experts = router_logits.shape
+    has_bias = e_score_correction_bias is not None
+    if num_experts > MAX_EXPERTS:
+        return topk_reference(
+            router_logits,
+            top_k,
+            scoring_func=scoring_func,
+            renormalize=renormalize,
+            num_expert_group=num_expert_group,
+            topk_group=topk_group,
+            e_score_correction_bias=e_score_correction_bias,
+            routed_scaling_factor=routed_scaling_factor,
+        )
+    kind = _LOGITS_SOFTMAX if scoring_func == "softmax" else _LOGITS_SIGMOID
+    source = router_logits
+    if kind == _LOGITS_SOFTMAX and has_bias:
+        kind, source = _SCORES, router_logits.float().softmax(dim=-1)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
+    if num_tokens == 0:
+        return weights, ids
+    group_size = num_experts // num_expert_group
+    block_groups, block_members = triton.next_power_of_2(num_expert_group), triton.next_power_of_2(group_size)
+    with torch.cuda.device_of(router_logits):
+        _topk_kernel[(num_tokens,)](
+            source,
+            e_score_correction_bias.contiguous() if e_score_correction_bias is not None else None,
+            weights,
+            ids,
+            *source.stride(),
+            float(routed_scaling_factor),
+            KIND=kind,
+            HAS_BIAS=has_bias,
+            RENORMALIZE=renormalize,
+            TOP_K=top_k,
+            NUM_GROUPS=num_expert_group,
+            GROUP_SIZE=group_size,
+            TOPK_GROUP=topk_group,
+            BLOCK_GROUPS=block_groups,
+            BLOCK_MEMBERS=block_members,
+            BLOCK_K=triton.next_power_of_2(top_k),
+            PRECISE=not _INTERPRETED,
+            num_warps=1 if block_groups * block_members <= 512 else 4,
+        )
+    return weights, ids

@@ -1,0 +1,113 @@
+"""The weighted sum over slots as one Triton kernel; `moe_ep.kernels.mul_sum` is how it is called."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# A thread loads 16 bytes at a time. Below this many programs the blocks are made smaller, to occupy a large GPU twice.
+_VECTOR_BYTES = 16
+_WARP = 32
+_ENOUGH_PROGRAMS = 264
+
+
+def choose_blocks(num_tokens: int, hidden_size: int, element_size: int) -> tuple[int, int]:
+    """(columns of one program, its warps) for `[T, topk, K]` inputs.
+
+    A warp covers 32 vectors of 16 bytes. Four warps a program where there is enough work, fewer where a small batch
+    would leave most of the GPU idle, never more than K asks for.
+
+    Example: bf16, K=7168: T=4096 gives (1024, 4), T=1 gives (256, 1).
+    """
+    per_warp = _WARP * _VECTOR_BYTES // element_size
+    num_warps = 4
+    while num_warps > 1 and (
+        per_warp * num_warps // 2 >= hidden_size
+        or num_tokens * triton.cdiv(hidden_size, per_warp * num_warps) < _ENOUGH_PROGRAMS
+    ):
+        num_warps //= 2
+    return per_warp * num_warps, num_warps
+
+
+@triton.jit
+def _mul_sum_kernel(
+    inputs_ptr,
+    weights_ptr,
+    ids_ptr,
+    map_ptr,
+    outputs_ptr,
+    hidden_size,
+    input_token_stride,
+    input_slot_stride,
+    input_column_stride,
+    weight_token_stride,
+    weight_slot_stride,
+    id_token_stride,
+    id_slot_stride,
+    output_token_stride,
+    output_column_stride,
+    TOPK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds up the weighted slots of one token in one pass over memory.
+
+    Before: inputs `[T, TOPK, K]`, weights and ids `[T, TOPK]`, map `[E]`. After: outputs `[T, K]`.
+    Program (t, b) makes columns b * BLOCK ... of token t: it reads the slots that count, in slot order, into an f32
+    register accumulator. A slot that does not count is masked out of the load, so its memory is never touched.
+
+    Example: t=0, TOPK=2, ids [3, -1], weights [.5, 2], inputs[0] = [[2, 4], [?, ?]]: .5 * [2, 4] = [1, 2].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_row = column < hidden_size
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for slot in tl.static_range(TOPK):
+        weight = tl.load(weights_ptr + token * weight_token_stride + slot * weight_slot_stride).to(tl.float32)
+        source = inputs_ptr + token * input_token_stride + slot * input_slot_stride + column * input_column_stride
+        if HAS_IDS:
+            expert = tl.load(ids_ptr + token * id_token_stride + slot * id_slot_stride)
+            counts = expert >= 0
+            if HAS_MAP:
+                counts &= tl.load(map_ptr + tl.maximum(expert, 0)) >= 0
+            num_columns = tl.where(counts, hidden_size, 0)
+            row = tl.load(source, mask=column < num_columns, other=0.0).to(tl.float32)
+            total += tl.where(counts, row * weight, 0.0)
+        else:
+            row = tl.load(source, mask=in_row, other=0.0).to(tl.float32)
+            total += row * weight
+    target = outputs_ptr + token * output_token_stride + column * output_column_stride
+    tl.store(target, total.to(outputs_ptr.dtype.element_ty), mask=in_row)
+
+
+def triton_mul_sum(
+    inputs: torch.Tensor,
+    topk_weights: torch.Tensor,
+    outputs: torch.Tensor,
+    topk_ids: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:
+    """Writes the weighted sum into `outputs` and returns it; arguments as in `moe_fused_mul_sum`, not checked."""
+    num_tokens, topk, hidden_size = inputs.shape
+    block, num_warps = choose_blocks(num_tokens, hidden_size, inputs.element_size())
+    with torch.cuda.device_of(inputs):
+        _mul_sum_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+            inputs,
+            topk_weights,
+            topk_ids,
+            None if expert_map is None else expert_map.contiguous(),
+            outputs,
+            hidden_size,
+            *inputs.stride(),
+            *topk_weights.stride(),
+            *(topk_ids.stride() if topk_ids is not None else (0, 0)),
+            *outputs.stride(),
+            TOPK=topk,
+            HAS_IDS=topk_ids is not None,
+            HAS_MAP=expert_map is not None,
+            BLOCK=block,
+            num_warps=num_warps,
+        )
+    return outputs

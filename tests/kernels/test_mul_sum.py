@@ -1,0 +1,119 @@
+"""The weighted sum over slots: plain, in Triton's interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ep.kernels.mul_sum import moe_fused_mul_sum
+from tests.kernels.mul_sum_cases import CASES, DTYPES, Case, assert_is_the_sum, check_triton, make_inputs
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_worked_example() -> None:
+    inputs = torch.tensor([[[2.0, 4.0], [1.0, float("nan")]]])
+    weights = torch.tensor([[0.5, 2.0]])
+    assert moe_fused_mul_sum(inputs, weights, topk_ids=torch.tensor([[3, -1]])).tolist() == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_a_loop(case: Case) -> None:
+    arguments = make_inputs(case, "cpu")
+    output = moe_fused_mul_sum(**arguments)
+    assert output.dtype == case.dtype
+    assert_is_the_sum(output, arguments)
+    given = torch.full_like(output, float("nan"))
+    assert moe_fused_mul_sum(**arguments, outputs=given) is given
+    assert torch.equal(given, output)
+
+
+def test_slots_are_added_in_order_in_f32() -> None:
+    """2**24 + 1 - 2**24 is 0 in that order in f32 and 1 in any other."""
+    inputs = torch.tensor([2.0**24, 1.0, -(2.0**24)]).view(1, 3, 1)
+    assert moe_fused_mul_sum(inputs, torch.ones(1, 3)).item() == 0.0
+    assert moe_fused_mul_sum(inputs[:, [0, 2, 1]], torch.ones(1, 3)).item() == 1.0
+
+
+def test_no_slot_counts_gives_zero() -> None:
+    inputs = torch.full((2, 3, 4), float("nan"))
+    ids = torch.full((2, 3), -1)
+    assert torch.equal(moe_fused_mul_sum(inputs, torch.ones(2, 3), topk_ids=ids), torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_tokens(dtype: torch.dtype) -> None:
+    output = moe_fused_mul_sum(torch.empty(0, 2, 8, dtype=dtype), torch.empty(0, 2))
+    assert output.shape == (0, 8) and output.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inputs": torch.zeros(4, 8)}, r"inputs has shape \(4, 8\); it must be \(T, topk, K\)"),
+        ({"inputs": torch.zeros(4, 2, 8).double()}, "inputs has dtype torch.float64"),
+        ({"topk_weights": torch.ones(4, 3)}, r"topk_weights has shape \(4, 3\).*it must be \(4, 2\)"),
+        ({"topk_ids": torch.ones(3, 2)}, r"topk_ids has shape \(3, 2\)"),
+        ({"outputs": torch.ones(4, 9)}, r"outputs has shape \(4, 9\)"),
+        ({"expert_map": torch.zeros(4, dtype=torch.int32)}, "expert_map is given without topk_ids"),
+    ],
+)
+def test_bad_arguments(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        moe_fused_mul_sum(**{"inputs": torch.zeros(4, 2, 8), "topk_weights": torch.ones(4, 2), **changes})
+
+
+def test_triton_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    program = "from tests.kernels.mul_sum_cases import *; check_triton('cpu', INTERPRETER_CASES)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_blocks_follow_shape_and_element_size() -> None:
+    pytest.importorskip("triton")
+    from moe_ep.kernels.triton_mul_sum import choose_blocks
+
+    assert choose_blocks(4096, 7168, 2) == (1024, 4)
+    assert choose_blocks(4096, 7168, 4) == (512, 4)
+    assert choose_blocks(1, 7168, 2) == (256, 1)
+    assert choose_blocks(4096, 64, 2) == (256, 1)
+
+
+GPU_CASES = [
+    *CASES,
+    *(
+        Case(num_tokens=num_tokens, topk=8, hidden_size=7168, dtype=dtype, ids=ids)
+        for num_tokens in (1, 128)
+        for dtype in DTYPES
+        for ids in ("none", "mapped")
+    ),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_triton_on_a_gpu(case: Case) -> None:
+    check_triton("cuda", [case])
+
+
+@pytest.mark.gpu
+def test_strided_inputs_on_a_gpu() -> None:
+    case = Case(num_tokens=6, topk=4, hidden_size=512, dtype=torch.bfloat16, ids="ids")
+    arguments = make_inputs(case, "cuda")
+    expected = moe_fused_mul_sum(**arguments)
+    arguments["inputs"] = arguments["inputs"].transpose(0, 1).contiguous().transpose(0, 1)
+    arguments["topk_ids"] = arguments["topk_ids"].t().contiguous().t()
+    assert torch.equal(moe_fused_mul_sum(**arguments), expected)
