@@ -1,0 +1,194 @@
+"""A gang: worker processes that share a process group, run one function, and live and die together.
+
+    results = LocalGang(4).run(function, arg, ...)      # function(rank_env, arg, ...) in every worker
+
+The first worker that fails ends the whole gang; the error names its rank, its node and the cause, and not the
+errors that its death brings upon the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import socket
+import sys
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moe_ep import env
+from moe_ep.errors import DispatchTimeoutError, GangError, MoeEpError
+from moe_ep.launch import rank_env as ranks
+from moe_ep.launch.rank_env import RankEnv
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# How long a failure that looks like the echo of another waits for that other to be reported.
+ECHO_GRACE_S = 3.0
+_ECHO = re.compile(
+    r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|socketPoll|recvValue", re.IGNORECASE
+)
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailure:
+    """Why a worker ended before its time.
+
+    Attributes:
+        node: address or name of its machine.
+        cause: one line.
+        traceback: of the exception, empty where the process died.
+        echo: whether it looks like the consequence of a peer's failure.
+    """
+
+    rank: int
+    node: str
+    cause: str
+    traceback: str = ""
+    echo: bool = False
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank} on node {self.node} failed: {self.cause}"
+        return f"{where}\n{self.traceback.rstrip()}" if self.traceback else where
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one rank's function: a value or a failure."""
+
+    value: Any = None
+    failure: WorkerFailure | None = None
+
+
+class Gang(ABC):
+    """Worker processes with ranks 0 to world_size - 1."""
+
+    world_size: int
+
+    @property
+    def is_driver(self) -> bool:
+        """Whether this process is the one that speaks to the user."""
+        return True
+
+    @abstractmethod
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Runs fn(rank_env, *args) in every worker, with the process group initialised; results in rank order.
+
+        `fn` is a function that workers can import; arguments and results are pickled between the driver and its
+        workers. The workers start with the call and have ended when it returns, however it returns.
+
+        Raises:
+            GangError: the machines cannot hold the gang, or a worker failed or died.
+        """
+
+
+def run_rank(
+    rank_env: RankEnv,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    timeout_s: float | None = None,
+    store: dist.Store | None = None,
+) -> Outcome:
+    """The worker's side: joins the process group, calls the function, and turns what it raises into a failure."""
+    try:
+        import torch
+
+        set_up_logging()
+        rank_env.export()
+        torch.set_num_threads(max(1, num_cpus() // rank_env.local_world_size))
+        ranks.init_process_group(rank_env, timeout_s=timeout_s, store=store)
+        value = fn(rank_env, *args)
+        ranks.destroy_process_group()
+        return Outcome(value)
+    except Exception as error:
+        return Outcome(failure=failure_of(error, rank_env.rank))
+
+
+def failure_of(error: BaseException, rank: int, node: str | None = None) -> WorkerFailure:
+    """A worker's exception as a failure; an error of ours says what is wrong by itself and comes without traceback."""
+    own = isinstance(error, MoeEpError) and env.LOG_LEVEL.get() != "DEBUG"
+    text = "".join(traceback.format_exception(error))
+    return WorkerFailure(
+        rank=rank,
+        node=node or socket.gethostname(),
+        cause=str(error) if own else f"{type(error).__name__}: {error}".split("\n")[0],
+        traceback="" if own else text,
+        echo=isinstance(error, (DispatchTimeoutError, ConnectionError)) or bool(_ECHO.search(str(error))),
+    )
+
+
+def death_of(exitcode: int | None, rank: int, node: str | None = None) -> WorkerFailure:
+    """The failure of a worker whose process ended without a word, from its exit code (-signal, as Python has it)."""
+    if exitcode is not None and exitcode < 0:
+        try:
+            name = signal.Signals(-exitcode).name
+        except ValueError:
+            name = f"signal {-exitcode}"
+        cause = f"the process was killed by {name}"
+        if name == "SIGKILL":
+            cause += "; where nobody sent it, the kernel did because memory ran out (dmesg tells)"
+    else:
+        cause = f"the process ended with exit code {exitcode} before its work was done"
+    return WorkerFailure(rank=rank, node=node or socket.gethostname(), cause=cause)
+
+
+def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
+    """The one to report, of failures in the order they became known: the first that is no echo, else the first."""
+    return next((failure for failure in failures if not failure.echo), failures[0])
+
+
+def gang_error(failure: WorkerFailure) -> GangError:
+    return GangError(str(failure))
+
+
+def not_enough(kind: str, asked: int, there: str) -> GangError:
+    """The error for a gang that the machines cannot hold."""
+    return GangError(
+        f"the gang asks for {asked} {kind} (one a worker) and there are {there}; lower --ep-size or add machines"
+    )
+
+
+def num_cpus() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def num_local_gpus() -> int:
+    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible, counted without touching CUDA."""
+    try:
+        devices = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
+    except OSError:
+        devices = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(devices)
+    return min(len(devices), len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the one that started it ends, however it ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def set_up_logging() -> None:
+    """Sends the moe_ep loggers to stderr at MOE_EP_LOG_LEVEL."""
+    import logging
+
+    logger = logging.getLogger("moe_ep")
+    logger.setLevel(env.LOG_LEVEL.get())
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+def use_loopback_for_gloo() -> None:
+    """Keeps gloo's sockets of a gang on one machine off the network."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

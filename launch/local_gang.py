@@ -1,0 +1,154 @@
+"""A gang on this machine without any launcher: one process a rank, watched over pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+from moe_ep.launch import progress
+from moe_ep.launch.gang import (
+    ECHO_GRACE_S,
+    Gang,
+    Outcome,
+    WorkerFailure,
+    death_of,
+    die_with_parent,
+    failure_of,
+    first_cause,
+    gang_error,
+    not_enough,
+    num_local_gpus,
+    run_rank,
+    use_loopback_for_gloo,
+)
+from moe_ep.launch.rank_env import LOOPBACK, RankEnv, listen_store
+
+
+class LocalGang(Gang):
+    """`world_size` processes of this machine; rank i has GPU i where device is "cuda".
+
+    They are forked from a server process that has imported torch once. The server ends when this process does,
+    and the kernel ends the workers when the server does.
+    """
+
+    def __init__(self, world_size: int, device: str = "cpu", timeout_s: float | None = None) -> None:
+        if device == "cuda" and num_local_gpus() < world_size:
+            raise not_enough("GPUs", world_size, f"{num_local_gpus()} on this machine")
+        self.world_size = world_size
+        self._device = device
+        self._timeout_s = timeout_s
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        workers: dict[Connection, tuple[int, ForkServerProcess]] = {}
+        display = progress.ProgressDisplay()
+        try:
+            for rank in range(self.world_size):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(theirs, self._rank_env(rank), self._timeout_s, fn, args), daemon=True
+                )
+                process.start()
+                theirs.close()
+                workers[ours] = (rank, process)
+            return _watch(workers, display)
+        finally:
+            display.close()
+            for _, process in workers.values():
+                process.kill()
+            for connection, (_, process) in workers.items():
+                process.join()
+                connection.close()
+
+    def _rank_env(self, rank: int) -> RankEnv:
+        return RankEnv(
+            rank=rank,
+            world_size=self.world_size,
+            local_rank=rank,
+            local_world_size=self.world_size,
+            source="local",
+            device=f"cuda:{rank}" if self._device == "cuda" else "cpu",
+        )
+
+
+def _watch(
+    workers: dict[Connection, tuple[int, ForkServerProcess]], display: Callable[[progress.Progress], None]
+) -> list[Any]:
+    """Serves the workers' messages until all have answered, or one has failed."""
+    results: dict[int, Any] = {}
+    failures: list[WorkerFailure] = []
+    pending = dict(workers)
+    deadline = float("inf")
+    while pending and time.monotonic() < deadline:
+        for ready in wait(list(pending), timeout=min(deadline - time.monotonic(), 3600)):
+            connection: Connection = ready  # type: ignore[assignment]
+            rank, process = pending[connection]
+            try:
+                kind, content = connection.recv()
+            except (EOFError, ConnectionError):
+                process.join(ECHO_GRACE_S)
+                kind, content = "outcome", Outcome(failure=death_of(process.exitcode, rank))
+            if kind == "port":
+                for other in workers:
+                    if other is not connection:
+                        _tell(other, content)
+            elif kind == "progress":
+                display(content)
+            else:
+                del pending[connection]
+                if content.failure is None:
+                    results[rank] = content.value
+                else:
+                    failures.append(content.failure)
+        if any(not failure.echo for failure in failures):
+            break
+        if failures:
+            deadline = min(deadline, time.monotonic() + ECHO_GRACE_S)
+    if failures:
+        raise gang_error(first_cause(failures))
+    return [results[rank] for rank in range(len(workers))]
+
+
+def _tell(connection: Connection, message: Any) -> None:
+    # One that died does not hear it; the end of its pipe says so.
+    with contextlib.suppress(OSError):
+        connection.send(message)
+
+
+def _serve(
+    connection: Connection, rank_env: RankEnv, timeout_s: float | None, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """The worker process: finds its peers through rank 0's store, runs the function and answers."""
+    die_with_parent()
+    # ctrl-C reaches the whole foreground group; the driver hears it and ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    use_loopback_for_gloo()
+    if rank_env.rank == 0:
+        progress.set_sink(lambda report: connection.send(("progress", report)))
+    store = None
+    try:
+        if rank_env.rank == 0:
+            store = listen_store(LOOPBACK, timeout_s)
+            port = store.port
+            connection.send(("port", port))
+        else:
+            port = connection.recv()
+    except Exception as error:
+        connection.send(("outcome", Outcome(failure=failure_of(error, rank_env.rank))))
+        return
+    outcome = run_rank(replace(rank_env, master_port=port), fn, args, timeout_s, store)
+    progress.set_sink(None)
+    try:
+        connection.send(("outcome", outcome))
+    except Exception as error:
+        connection.send(("outcome", Outcome(failure=failure_of(error, rank_env.rank))))
+    # Rank 0 holds the store: nobody leaves before the driver has heard from everybody and ends the gang.
+    connection.poll(None)

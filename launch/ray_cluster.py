@@ -1,0 +1,223 @@
+"""The Ray cluster under a gang: joining or starting one, what room it has, and placement groups for the workers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import moe_ep
+from moe_ep import env
+from moe_ep.errors import GangError
+from moe_ep.launch.gang import not_enough, num_cpus
+
+# A worker of a running cluster gets these of the driver's variables; workers of a private one inherit them all.
+_PASSED_ON = ("MOE_EP_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TRITON_", "CUDA_MODULE_LOADING")
+# Ray reads it when it is imported: with 0 every server of a cluster of this machine listens on loopback alone.
+_LOOPBACK_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# Ray frees what a gang before held a moment after its workers have ended.
+_FREE_LIMIT_S = 5.0
+_PLACE_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Room for one worker: a bundle of a placement group, and the node it lies on."""
+
+    node_ip: str
+    placement_group: Any
+    bundle: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """Free GPUs or CPUs of one node."""
+
+    node_ip: str
+    node_id: str
+    count: int
+
+
+def connect(address: str | None, num_workers: int) -> bool:
+    """Joins the cluster at `address`, the one this process belongs to, or else starts a private one on loopback.
+
+    Returns:
+        Whether it started one.
+
+    Raises:
+        GangError: nothing answers at the address.
+        ImportError: Ray is not installed.
+    """
+    address = address or os.environ.get("RAY_ADDRESS")
+    with _environment({_LOOPBACK_CLUSTER: "0"} if "ray" not in sys.modules and not address else {}):
+        try:
+            import ray
+        except ImportError as error:
+            raise ImportError(
+                "--launcher ray needs Ray, which is not installed; run: pip install 'ray[default]'"
+            ) from error
+        if ray.is_initialized():
+            return False
+        talks = env.LOG_LEVEL.get() in ("DEBUG", "INFO")
+        quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": talks}
+        # Ray would print its own account of a dead worker on stdout; the gang's error says it.
+        ray._private.worker._worker_logs_enabled = talks
+        if address:
+            _check_listening(address)
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise GangError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}") from None
+            return False
+        # Workers wait for each other more than they compute, so more of them than cores is no mistake.
+        with _environment(worker_variables()):
+            ray.init(address="local", num_cpus=max(num_cpus(), num_workers), include_dashboard=False, **quiet)
+        return True
+
+
+def worker_variables() -> dict[str, str]:
+    """What workers need in their environment that a cluster does not give them."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+    root = Path(moe_ep.__path__[0]).resolve().parent
+    if str(root) != sysconfig.get_paths()["purelib"] and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
+        # A checkout: workers import it from where it lies. In a Ray job the working directory travels by itself.
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    return variables
+
+
+def total_of(resource: str) -> int:
+    """GPUs or CPUs of the cluster, free or not."""
+    import ray
+
+    return int(ray.cluster_resources().get(resource, 0))
+
+
+def plan(resource: str, world_size: int) -> list[Room]:
+    """How many workers go to which node, nodes in the order of their IPs.
+
+    Raises:
+        GangError: there is not enough room; says what is asked and what is there.
+    """
+    total = total_of(resource)
+    deadline = time.monotonic() + (_FREE_LIMIT_S if total >= world_size else 0)
+    while True:
+        nodes = _room(resource)
+        num_free = sum(node.count for node in nodes)
+        if num_free >= world_size:
+            break
+        if time.monotonic() > deadline:
+            where = ", ".join(f"{node.node_ip}: {node.count}" for node in nodes)
+            raise not_enough(f"{resource}s", world_size, f"{num_free} free of {total} in the Ray cluster ({where})")
+        time.sleep(0.1)
+    chosen, left = [], world_size
+    for node in nodes:
+        if take := min(node.count, left):
+            chosen.append(Room(node.node_ip, node.node_id, take))
+            left -= take
+    return chosen
+
+
+def _room(resource: str) -> list[Room]:
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    nodes = [
+        Room(node["NodeManagerAddress"], node["NodeID"], int(free.get(node["NodeID"], {}).get(resource, 0)))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (ip_key(node.node_ip), node.node_id))
+
+
+@contextlib.contextmanager
+def slots(resource: str, world_size: int) -> Iterator[list[Slot]]:
+    """Room for every worker: in the placement group this process runs in, else in one made for each node.
+
+    Groups made here are removed at the end of the block.
+    """
+    import ray
+    from ray.util import get_current_placement_group
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    inside = get_current_placement_group()
+    if inside is not None:
+        yield _slots_inside(inside, resource, world_size)
+        return
+    groups: list[Any] = []
+    try:
+        made = []
+        for node in plan(resource, world_size):
+            bundle = {resource: 1, f"node:{node.node_ip}": 0.001}
+            groups.append(placement_group([bundle] * node.count, strategy="STRICT_PACK"))
+            made += [Slot(node.node_ip, groups[-1], index) for index in range(node.count)]
+        _, waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=_PLACE_LIMIT_S)
+        if waiting:
+            raise GangError(
+                f"Ray did not place {len(waiting)} of {len(groups)} placement group(s) within {_PLACE_LIMIT_S:g} s; "
+                f"somebody else took the room: try again or lower --ep-size"
+            )
+        yield made
+    finally:
+        for group in groups:
+            remove_placement_group(group)
+
+
+def _slots_inside(group: Any, resource: str, world_size: int) -> list[Slot]:
+    import ray
+    from ray.util import placement_group_table
+
+    table = placement_group_table(group)
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    found = [
+        Slot(addresses[table["bundles_to_node_id"][index]], group, index)
+        for index, bundle in table["bundles"].items()
+        for _ in range(int(bundle.get(resource, 0)))
+    ]
+    if len(found) < world_size:
+        raise not_enough(f"{resource}s", world_size, f"{len(found)} in the placement group this process runs in")
+    return sorted(found, key=lambda slot: (ip_key(slot.node_ip), slot.bundle))[:world_size]
+
+
+def ip_key(ip: str) -> tuple[int, tuple[int, ...], str]:
+    """Sorts IPv4 addresses by their numbers, and anything else after them by its letters."""
+    parts = ip.split(".")
+    numeric = all(part.isdecimal() for part in parts)
+    return (0, tuple(map(int, parts)), ip) if numeric else (1, (), ip)
+
+
+def _check_listening(address: str) -> None:
+    """Says at once that nothing listens there, which Ray takes a minute to find out."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise GangError(
+            f"no Ray cluster answers at {address} ({error}); give the address that ray start printed, or leave it out "
+            f"to start a cluster on this machine"
+        ) from None
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables that processes started meanwhile inherit."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,271 @@
+"""A gang of Ray actors: one a GPU, or one a CPU worker, ranks of a node together, nodes in the order of their IPs.
+
+Works on a private cluster of this machine, on a running cluster, inside a Ray job, and inside a placement group that
+the caller is in already. The driver asks Ray what there is and never touches CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from moe_ep.errors import one_of
+from moe_ep.launch import progress, ray_cluster
+from moe_ep.launch.gang import (
+    ECHO_GRACE_S,
+    Gang,
+    Outcome,
+    WorkerFailure,
+    first_cause,
+    gang_error,
+    run_rank,
+    use_loopback_for_gloo,
+)
+from moe_ep.launch.rank_env import LOOPBACK, RankEnv, listen_store
+from moe_ep.launch.ray_cluster import Slot, ip_key
+
+_START_LIMIT_S = 120.0
+_POLL_S = 0.5
+
+
+class RayGang(Gang):
+    """`world_size` actors on the cluster at `address`.
+
+    Args:
+        world_size: workers; None means one a GPU of the cluster, or `default_world_size` where it has none.
+        device: "cpu", "cuda", or "auto": the GPUs if the cluster has any.
+        address: host:port of a running cluster or "auto"; None means the cluster this process belongs to already
+            (RAY_ADDRESS, a Ray job), else a private one on loopback that ends with the gang.
+
+    Raises:
+        GangError: nothing answers at the address, or the cluster is too small.
+    """
+
+    def __init__(
+        self,
+        world_size: int | None = None,
+        device: str = "auto",
+        address: str | None = None,
+        timeout_s: float | None = None,
+        default_world_size: int = 4,
+    ) -> None:
+        if device not in ("auto", "cpu", "cuda"):
+            raise ValueError(one_of("device", device, ("auto", "cpu", "cuda")))
+        self._timeout_s = timeout_s
+        self._owns_cluster = ray_cluster.connect(address, world_size or default_world_size)
+        try:
+            num_gpus = ray_cluster.total_of("GPU")
+            if device == "auto":
+                device = "cuda" if num_gpus else "cpu"
+            self.device = device
+            self._resource = "GPU" if device == "cuda" else "CPU"
+            self.world_size = world_size or (num_gpus if device == "cuda" and num_gpus else default_world_size)
+            self._check_room()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the private cluster, if there is one; `run` does it too."""
+        if self._owns_cluster:
+            import ray
+
+            ray.shutdown()
+            self._owns_cluster = False
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        actors: list[Any] = []
+        display = progress.ProgressDisplay()
+        try:
+            with ray_cluster.slots(self._resource, self.world_size) as slots:
+                try:
+                    return self._watch(*self._start(slots, actors), fn, args, display)
+                finally:
+                    _end(actors)
+        finally:
+            display.close()
+            self.close()
+
+    def _check_room(self) -> None:
+        from ray.util import get_current_placement_group
+
+        if get_current_placement_group() is None:
+            ray_cluster.plan(self._resource, self.world_size)
+
+    def _start(self, slots: list[Slot], actors: list[Any]) -> tuple[list[Any], list[RankEnv], list[str]]:
+        """Starts an actor in each slot, listing it in `actors`; returns actors, ranks and node IPs in rank order."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        kind: Any = ray.remote
+        remote = kind(concurrency_groups={"watch": 1}, max_restarts=0, max_task_retries=0)(_Worker)
+        for slot in slots:
+            strategy = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
+            options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if self._resource == "GPU" else {"num_cpus": 1}
+            if not self._owns_cluster:
+                options["runtime_env"] = {"env_vars": ray_cluster.worker_variables()}
+            actors.append(remote.options(**options, scheduling_strategy=strategy).remote())
+        ips = [slot.node_ip for slot in slots]
+        places = [_get(actor.place.remote(), rank, ips[rank]) for rank, actor in enumerate(actors)]
+        order = sorted(range(len(actors)), key=lambda i: (ip_key(ips[i]), places[i][0], i))
+        ips = [ips[i] for i in order]
+        nodes = list(dict.fromkeys(ips))
+        address = LOOPBACK if len(nodes) == 1 else nodes[0]
+        port = _get(actors[order[0]].listen.remote(address, self._timeout_s), 0, nodes[0])
+        rank_envs = [
+            RankEnv(
+                rank=rank,
+                world_size=len(order),
+                local_rank=rank - ips.index(ips[rank]),
+                local_world_size=ips.count(ips[rank]),
+                node_rank=nodes.index(ips[rank]),
+                master_addr=address,
+                master_port=port,
+                source="ray",
+                device=places[i][1],
+            )
+            for rank, i in enumerate(order)
+        ]
+        return [actors[i] for i in order], rank_envs, ips
+
+    def _watch(
+        self,
+        actors: list[Any],
+        rank_envs: list[RankEnv],
+        ips: list[str],
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        display: progress.ProgressDisplay,
+    ) -> list[Any]:
+        """Waits until every rank has answered, or one has failed."""
+        import ray
+
+        ranks = {
+            actor.run.remote(rank_env, self._timeout_s, fn, args): rank_env.rank
+            for actor, rank_env in zip(actors, rank_envs, strict=True)
+        }
+        results: dict[int, Any] = {}
+        failures: list[WorkerFailure] = []
+        pending, deadline, asked = list(ranks), float("inf"), None
+        while pending and time.monotonic() < deadline:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_S)
+            for ref in ready:
+                rank = ranks[ref]
+                outcome = _outcome(ref, rank, ips[rank])
+                if outcome.failure is None:
+                    results[rank] = outcome.value
+                else:
+                    failures.append(replace(outcome.failure, node=ips[rank]))
+            if any(not failure.echo for failure in failures):
+                break
+            if failures:
+                deadline = min(deadline, time.monotonic() + ECHO_GRACE_S)
+            asked = _show_progress(actors[0], asked, display)
+        if failures:
+            raise gang_error(first_cause(failures))
+        return [results[rank] for rank in range(len(actors))]
+
+
+class _Worker:
+    """The actor. `run` is the one long call; `progress` answers beside it."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._progress: progress.Progress | None = None
+        progress.set_sink(self._note)
+
+    def _note(self, report: progress.Progress) -> None:
+        self._progress = report
+
+    def place(self) -> tuple[int, str]:
+        """This worker's GPU: its index on the node (-1 for none) and the torch device it is in this process."""
+        import ray
+
+        ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        if not ids:
+            return -1, "cpu"
+        visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+        index = visible.index(ids[0]) if ids[0] in visible else int(ids[0])
+        return index, f"cuda:{index}"
+
+    def listen(self, address: str, timeout_s: float | None) -> int:
+        """Opens the rendezvous store, which lives as long as this actor; returns its port."""
+        self._store = listen_store(address, timeout_s)
+        return self._store.port
+
+    def run(self, rank_env: RankEnv, timeout_s: float | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+        if rank_env.master_addr == LOOPBACK:
+            use_loopback_for_gloo()
+        return run_rank(rank_env, fn, args, timeout_s, self._store)
+
+    def progress(self) -> progress.Progress | None:
+        return self._progress
+
+
+def _get(ref: Any, rank: int, node: str) -> Any:
+    """The answer of a worker that is starting."""
+    import ray
+
+    try:
+        return ray.get(ref, timeout=_START_LIMIT_S)
+    except ray.exceptions.RayError as error:
+        raise gang_error(_failure(error, rank, node)) from None
+
+
+def _outcome(ref: Any, rank: int, node: str) -> Outcome:
+    import ray
+
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayError as error:
+        return Outcome(failure=_failure(error, rank, node))
+
+
+def _failure(error: Exception, rank: int, node: str) -> WorkerFailure:
+    """What Ray knows of an actor that did not answer."""
+    import ray
+
+    text, traceback = str(error), ""
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        cause = "Ray killed the process because the node's memory ran out"
+    elif isinstance(error, ray.exceptions.GetTimeoutError):
+        cause = f"the worker did not start within {_START_LIMIT_S:g} s"
+    elif isinstance(error, ray.exceptions.ActorDiedError) and "Worker exit detail" in text:
+        pid = re.search(r"pid: (\d+)", text)
+        cause = (
+            f"the process{f' (pid {pid[1]})' if pid else ''} died: killed by a signal (SIGKILL where memory ran out; "
+            f"dmesg on the node tells) or crashed"
+        )
+    else:
+        cause, traceback = type(error).__name__, text
+    return WorkerFailure(rank=rank, node=node, cause=cause, traceback=traceback)
+
+
+def _show_progress(actor: Any, asked: Any, display: progress.ProgressDisplay) -> Any:
+    """Draws rank 0's answer to the question before, if it came, and asks again; returns the open question."""
+    import ray
+
+    if not sys.stderr.isatty():
+        return None
+    if asked is not None:
+        answered, _ = ray.wait([asked], timeout=0)
+        if not answered:
+            return asked
+        with contextlib.suppress(ray.exceptions.RayError):
+            if (report := ray.get(asked)) is not None:
+                display(report)
+    return actor.progress.options(concurrency_group="watch").remote()
+
+
+def _end(actors: list[Any]) -> None:
+    import ray
+
+    for actor in actors:
+        with contextlib.suppress(Exception):
+            ray.kill(actor, no_restart=True)
