@@ -1,0 +1,235 @@
+"""CUDA C++ kernels compiled at run time with NVRTC, through cuda.core: no nvcc, and the wheel stays pure Python.
+
+A `KernelSource` names a .cu file, its `extern "C"` entry and the `-D` constants it is compiled with. `compile_only`
+needs neither a GPU nor a driver. `load` gives a launchable kernel for a device; cubins are kept on disk under
+MOE_EP_CACHE_DIR, keyed by source, own headers, options and the versions of the toolchain. Any number of processes
+may start at once: files of the cache are put in place atomically, and a race costs a compilation, never an error.
+
+Loading a module is not allowed under CUDA-graph capture, so whoever captures loads before: a first call outside
+the graph does it, and so does `load` itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import functools
+import hashlib
+import io
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_ep import env
+from moe_ep.errors import BackendUnavailableError, missing_extra
+
+_MIN_CAPABILITY = (8, 0)
+_lock = threading.Lock()
+_loaded: dict[tuple[KernelSource, int], Kernel] = {}
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A kernel to compile.
+
+    Attributes:
+        path: the .cu file; its own headers are the .cuh files beside it.
+        entry: name of the `extern "C" __global__` function.
+        defines: (name, value) pairs, passed as -D.
+    """
+
+    path: Path
+    entry: str
+    defines: tuple[tuple[str, str], ...] = ()
+
+
+class Resources(NamedTuple):
+    """What ptxas reports for the entry."""
+
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    log: str
+
+
+def compile_only(source: KernelSource, arch: str) -> Resources:
+    """Compiles for `arch` ("sm_80", "sm_90a") and reports what the kernel uses; touches no GPU, driver or cache.
+
+    Raises:
+        ImportError: cuda-core or NVRTC is missing.
+        RuntimeError: the source does not compile; the message holds the compiler's log.
+    """
+    log = io.StringIO()
+    _program(source, arch, report=True).compile("cubin", logs=log)
+    text = log.getvalue()
+    registers = re.search(r"Used (\d+) registers", text)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    if registers is None or spills is None:
+        raise RuntimeError(f"ptxas reported no resources for {source.entry} of {source.path.name}: {text}")
+    return Resources(int(registers[1]), int(spills[1]), int(spills[2]), text)
+
+
+class Kernel:
+    """A kernel on one device, taking one struct by value (`__grid_constant__`)."""
+
+    def __init__(self, source: KernelSource, device: torch.device) -> None:
+        driver = _driver()
+        code = _object_code_type().from_cubin(_cubin(source, _arch_of(device)), name=source.entry)
+        self._code = code  # keeps the module loaded
+        self._driver = driver
+        self._device = device
+        handle = code.get_kernel(source.entry).handle
+        self._function = _checked(driver.cuKernelGetFunction(handle))
+        self._shared_bytes = 0
+
+    def allow_shared(self, num_bytes: int) -> None:
+        """Raises the dynamic shared memory a launch may ask for; call before capture."""
+        if num_bytes > max(self._shared_bytes, 48 * 1024):
+            attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(self._driver.cuFuncSetAttribute(self._function, attribute, num_bytes))
+            self._shared_bytes = num_bytes
+
+    def launch(
+        self,
+        params: ctypes.Structure,
+        grid: tuple[int, int, int],
+        block: int,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Launches on the current stream of the device; `params` is copied before this returns."""
+        pointer = ctypes.c_void_p(ctypes.addressof(params))
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        _checked(
+            self._driver.cuLaunchKernel(
+                self._function, *grid, block, 1, 1, shared_bytes, stream, ctypes.addressof(pointer), 0
+            )
+        )
+
+
+def load(source: KernelSource, device: torch.device) -> Kernel:
+    """The kernel on `device`, compiled or taken from the cache on the first call.
+
+    Raises:
+        ImportError: cuda-core or NVRTC is missing.
+        BackendUnavailableError: no driver, or a GPU older than sm_80.
+        RuntimeError: the first call came under CUDA-graph capture.
+    """
+    if not torch.cuda.is_available():
+        raise BackendUnavailableError(f"kernel {source.entry} needs a CUDA GPU and torch sees none")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    kernel = _loaded.get((source, index))
+    if kernel is not None:
+        return kernel
+    with _lock:
+        if (source, index) not in _loaded:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"kernel {source.entry} is not loaded and the stream is capturing a CUDA graph; "
+                    f"run one pass of the same kind before capturing"
+                )
+            with torch.cuda.device(index):
+                torch.cuda.current_stream().synchronize()  # makes the primary context current
+                _loaded[source, index] = Kernel(source, torch.device("cuda", index))
+        return _loaded[source, index]
+
+
+def unusable_reason() -> str | None:
+    """Why kernels cannot be compiled and run on this machine, with the mend, in one line; None where they can."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA GPU"
+    capability = torch.cuda.get_device_capability()
+    if capability < _MIN_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}; 8.0 (A100) or newer is needed"
+    try:
+        _cuda_core()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def _arch_of(device: torch.device) -> str:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        raise BackendUnavailableError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; the "
+            f"kernels need 8.0 (A100) or newer, choose experts='reference' on this GPU"
+        )
+    # sm_90a has the instructions of Hopper alone; later architectures run what sm_80 has.
+    return "sm_90a" if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
+
+
+def _cubin(source: KernelSource, arch: str) -> bytes:
+    """The machine code, from the cache on disk or compiled into it."""
+    from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
+
+    code, options = source.path.read_text(), _options(source, arch)
+    key = make_program_cache_key(
+        code=code, code_type="c++", options=options, target_type="cubin", extra_digest=_header_digest(source.path)
+    )
+    with FileStreamProgramCache(env.CACHE_DIR.get() / "kernels") as cache:
+        found = cache.get(key)
+        if found is None:
+            found = bytes(_program(source, arch).compile("cubin").code)
+            cache[key] = found
+        return bytes(found)
+
+
+def _program(source: KernelSource, arch: str, report: bool = False) -> Any:
+    return _cuda_core().Program(source.path.read_text(), "c++", _options(source, arch, report))
+
+
+def _options(source: KernelSource, arch: str, report: bool = False) -> Any:
+    return _cuda_core().ProgramOptions(
+        name=source.path.name,
+        arch=arch,
+        std="c++17",
+        include_path=[str(source.path.parent)],
+        define_macro=list(source.defines),
+        ptxas_options=["-v"] if report else None,
+    )
+
+
+def _header_digest(path: Path) -> bytes:
+    """Own headers, and the version of cuda.core; the key itself holds NVRTC's."""
+    digest = hashlib.sha256(_cuda_core().__version__.encode())
+    for header in sorted(path.parent.glob("*.cuh")):
+        digest.update(header.name.encode() + b"\0" + header.read_bytes())
+    return digest.digest()
+
+
+@functools.cache
+def _cuda_core() -> Any:
+    try:
+        import cuda.core
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise missing_extra("cuda-core with NVRTC", "cuda", "compiling a GPU kernel") from error
+    return cuda.core
+
+
+def _object_code_type() -> Any:
+    return _cuda_core().ObjectCode
+
+
+def _driver() -> Any:
+    """The driver's bindings; asked for first, since loading without a driver can hang instead of failing."""
+    _cuda_core()
+    if ctypes.util.find_library("cuda") is None and not torch.cuda.is_available():
+        raise BackendUnavailableError("libcuda.so.1 is not there; GPU kernels need NVIDIA's driver")
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call; RuntimeError with the error's name where it failed."""
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA driver call failed with {status.name}")
+    return values[0] if values else None

@@ -1,0 +1,224 @@
+"""From plain codes to the layout that the grouped GEMM streams, and back.
+
+The GEMM multiplies 16 weight rows x 16 input columns at a time, with the weights as operand A of the tensor cores:
+lane `4 * g + t` of a warp holds rows g and g + 8, columns 2t, 2t + 1, 2t + 8, 2t + 9. The packed form holds, for each
+lane, what it needs for 32 columns, so that a warp reads whole lines and nothing is shuffled after.
+
+    weights of one expert        rows (packed order) x columns
+      strip     64 rows, all columns; the last one may have 32           one after the other
+      block     a strip's 64 rows x 32 columns                           along the columns
+      piece     a block's 16 rows, one warp's                            4 to a block (2 in a strip of 32)
+      lane      16 codes: 8 bytes (4 bits) or 16 bytes (8 bits)          32 to a piece
+
+    a lane's codes; kk = which 16 of the 32 columns, h = row g or g + 8, c = column 2t (+ 1, + 8, + 9)
+      4 bits    int32 number kk:        bits 0     4     8     12    16    20    24    28
+                                        h    0     1     0     1     0     1     0     1
+                                        c    2t    2t    2t+8  2t+8  2t+1  2t+1  2t+9  2t+9
+      8 bits    int32 number 2 kk + k:  bytes 0..3 are h 0, c 2t + 8k; h 0, c 2t + 8k + 1; then h 1 alike
+
+Row order, for every 16 packed rows, position 8 h + j:
+    gated     h = 0 gate row 8 b + j, h = 1 up row 8 b + j: a lane holds both and applies the activation itself
+    other     row 16 b + 4 (j // 2) + 2 h + j % 2: a lane's four outputs are neighbours and leave in one store
+Scales and zero points lie `[E, groups, rows]`, each 16 rows in the order 2 g + h, so a lane finds its two together.
+
+Example: 4 bits, not gated, row 0: positions 0 and 1 hold rows 0 and 1, positions 8 and 9 rows 2 and 3; lane 0's first
+int32 holds row 0, columns 0, 8, 1, 9 in its even nibbles and row 2, the same columns, in its odd ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from moe_ep.kernels.marlin.types import WeightType, check_group_size, weight_type
+
+STRIP = 64
+BLOCK_COLUMNS = 32
+
+
+class PackedWeights(NamedTuple):
+    """Weights in the kernels' layout.
+
+    Attributes:
+        qweight: int32 `[E, in / 16, out * 16 / pack]`, codes as drawn above.
+        scales: `[E, groups, out]`, dtype as given.
+        zeros: `[E, groups, out]` zero points as numbers of the scales' dtype, or None.
+        g_idx: int32 `[E, in]`, sorted, with act-order; else None.
+        sort_indices: int32 `[E, in]`: packed column i is the checkpoint's column sort_indices[i]; else None.
+    """
+
+    qweight: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    g_idx: torch.Tensor | None
+    sort_indices: torch.Tensor | None
+
+
+def pack_marlin(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    quant_type_id: int,
+    group_size: int,
+    zero_points: torch.Tensor | None = None,
+    gated: bool = False,
+    g_idx: torch.Tensor | None = None,
+) -> PackedWeights:
+    """Packs the experts' weights, on the device they are on.
+
+    Args:
+        codes: uint8 `[E, out, in]`, one stored code a byte; out and in multiples of 32. Of w13: gate rows, then up.
+        scales: `[E, out, groups]`; with g_idx there may be more groups than in / group_size (a shard of the columns).
+        group_size: input columns that share a scale, -1 for all.
+        zero_points: uint8 `[E, out, groups]`, for types that have them.
+        gated: rows are gate rows, then up rows, to be interleaved (out a multiple of 64).
+        g_idx: int32 `[E, in]`, the group of every column in the checkpoint's order (act-order).
+
+    Raises:
+        ValueError: a wrong dtype, shape, type id or group size; zero points missing or not wanted.
+    """
+    kind = weight_type(quant_type_id)
+    _check(kind, codes, scales, group_size, zero_points, gated, g_idx)
+    sort_indices = None
+    if g_idx is not None:
+        g_idx, order = torch.sort(g_idx, dim=1, stable=True)
+        codes = codes.gather(2, order.unsqueeze(1).expand(codes.shape))
+        sort_indices = order.to(torch.int32)
+    rows = row_order(codes.size(1), gated, codes.device)
+    per_lane = rows[_scale_order(codes.size(1), codes.device)]
+    packed = _pack_codes(codes[:, rows], kind.bits)
+    return PackedWeights(
+        packed.view(codes.size(0), codes.size(2) // 16, codes.size(1) * 16 // kind.pack),
+        _reorder(scales.transpose(1, 2), per_lane),
+        None if zero_points is None else _reorder(zero_points.transpose(1, 2), per_lane).to(scales.dtype),
+        g_idx,
+        sort_indices,
+    )
+
+
+def unpack_marlin(
+    packed: PackedWeights, quant_type_id: int, group_size: int, gated: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The exact inverse of pack_marlin: (codes, scales, zero_points) as they were given to it.
+
+    Raises:
+        ValueError: an unknown type id, or a group size that the type does not take.
+    """
+    kind = weight_type(quant_type_id)
+    num_columns = packed.qweight.size(1) * 16
+    check_group_size(kind, group_size, num_columns)
+    num_rows = packed.qweight.size(2) * kind.pack // 16
+    device = packed.qweight.device
+    rows = row_order(num_rows, gated, device)
+    back = torch.argsort(rows)
+    codes = _unpack_codes(packed.qweight.contiguous(), num_rows, num_columns, kind.bits)[:, back]
+    if packed.sort_indices is not None:
+        columns = torch.argsort(packed.sort_indices.long(), dim=1)
+        codes = codes.gather(2, columns.unsqueeze(1).expand(codes.shape))
+    per_lane = torch.argsort(rows[_scale_order(num_rows, device)])
+    scales = _reorder(packed.scales, per_lane).transpose(1, 2).contiguous()
+    if packed.zeros is None:
+        return codes, scales, None
+    return codes, scales, _reorder(packed.zeros, per_lane).transpose(1, 2).to(torch.uint8).contiguous()
+
+
+def row_order(num_rows: int, gated: bool, device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 `[num_rows]`: which row lies at each packed position."""
+    block = torch.arange(num_rows // 16, device=device).view(-1, 1, 1)
+    half = torch.arange(2, device=device).view(1, 2, 1)
+    j = torch.arange(8, device=device).view(1, 1, 8)
+    if gated:
+        return (half * (num_rows // 2) + 8 * block + j).flatten()
+    return (16 * block + 4 * (j // 2) + 2 * half + j % 2).flatten()
+
+
+def _scale_order(num_rows: int, device: torch.device) -> torch.Tensor:
+    """int64 `[num_rows]`: the packed position whose scale lies at each place: 8 h + g at place 2 g + h."""
+    return torch.arange(num_rows, device=device).view(-1, 2, 8).transpose(1, 2).flatten()
+
+
+def _reorder(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """values[..., order], contiguous, for one-byte float types too (torch has no indexing for all of them)."""
+    if values.dtype.itemsize == 1:
+        return values.view(torch.uint8)[..., order].contiguous().view(values.dtype)
+    return values[..., order].contiguous()
+
+
+def _strips(num_rows: int) -> list[tuple[int, int]]:
+    """(first row, rows) of the whole strips together, and of the last one where it has 32."""
+    whole = num_rows // STRIP * STRIP
+    return [(0, whole)] * (whole > 0) + [(whole, num_rows - whole)] * (num_rows > whole)
+
+
+def _pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 `[E, out, in]` in packed row order -> int32 `[E, all]`."""
+    num_experts, _, num_columns = codes.shape
+    parts = []
+    for first, count in _strips(codes.size(1)):
+        height = min(count, STRIP)
+        # e, strip, piece, h, g, block, kk, k, t, i
+        v = codes[:, first : first + count].reshape(
+            num_experts, count // height, height // 16, 2, 8, num_columns // BLOCK_COLUMNS, 2, 2, 4, 2
+        )
+        if bits == 4:  # e, strip, block, piece, g, t, kk, i, k; the two rows h share a byte
+            low, high = (v[:, :, :, h].permute(0, 1, 4, 2, 3, 7, 5, 8, 6) for h in range(2))
+            lanes = low | (high << 4)
+        else:  # e, strip, block, piece, g, t, kk, k, h, i
+            lanes = v.permute(0, 1, 5, 2, 4, 8, 6, 7, 3, 9)
+        parts.append(lanes.reshape(num_experts, -1).view(torch.int32))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _unpack_codes(qweight: torch.Tensor, num_rows: int, num_columns: int, bits: int) -> torch.Tensor:
+    """int32 `[E, ...]` -> uint8 `[E, out, in]` in packed row order."""
+    num_experts, blocks = qweight.size(0), num_columns // BLOCK_COLUMNS
+    flat = qweight.view(num_experts, -1).view(torch.uint8)
+    parts = []
+    for first, count in _strips(num_rows):
+        height = min(count, STRIP)
+        strips, pieces = count // height, height // 16
+        part = flat[:, first * num_columns * bits // 8 : (first + count) * num_columns * bits // 8]
+        if bits == 4:
+            v = part.reshape(num_experts, strips, blocks, pieces, 8, 4, 2, 2, 2)
+            both = torch.stack([v & 15, v >> 4], dim=-1)  # e, strip, block, piece, g, t, kk, i, k, h
+            v = both.permute(0, 1, 3, 9, 4, 2, 6, 8, 5, 7)
+        else:
+            v = part.reshape(num_experts, strips, blocks, pieces, 8, 4, 2, 2, 2, 2)  # ..., t, kk, k, h, i
+            v = v.permute(0, 1, 3, 8, 4, 2, 6, 7, 5, 9)
+        parts.append(v.reshape(num_experts, count, num_columns))
+    return torch.cat(parts, dim=1)
+
+
+def _check(
+    kind: WeightType,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    group_size: int,
+    zero_points: torch.Tensor | None,
+    gated: bool,
+    g_idx: torch.Tensor | None,
+) -> None:
+    if codes.dtype != torch.uint8 or codes.dim() != 3:
+        raise ValueError(f"codes is {codes.dtype} {tuple(codes.shape)}; it must be uint8 [E, out, in]")
+    num_experts, num_rows, num_columns = codes.shape
+    if num_rows % (64 if gated else 32) or num_columns % 32:
+        raise ValueError(
+            f"codes has {num_rows} rows and {num_columns} columns; both must be multiples of 32"
+            + (", and the rows of 64 since gate and up are interleaved" if gated else "")
+        )
+    groups = check_group_size(kind, group_size, num_columns)
+    shape = (num_experts, num_rows, groups)
+    more_groups = g_idx is not None and scales.dim() == 3 and scales.size(2) > groups
+    if scales.shape != shape and not (more_groups and scales.shape[:2] == shape[:2]):
+        raise ValueError(f"scales has shape {tuple(scales.shape)}; codes and group_size ask for {shape}")
+    if (zero_points is not None) != kind.has_zero_points:
+        raise ValueError(
+            f"zero_points is {'missing' if zero_points is None else 'given'}; "
+            f"{kind.scalar_type} {'needs them' if kind.has_zero_points else 'has a fixed bias and takes none'}"
+        )
+    if zero_points is not None and (zero_points.dtype != torch.uint8 or zero_points.shape != scales.shape):
+        raise ValueError(
+            f"zero_points is {zero_points.dtype} {tuple(zero_points.shape)}; it must be uint8 {tuple(scales.shape)}"
+        )
+    if g_idx is not None and (g_idx.dtype != torch.int32 or g_idx.shape != (num_experts, num_columns)):
+        raise ValueError(f"g_idx is {g_idx.dtype} {tuple(g_idx.shape)}; it must be int32 {(num_experts, num_columns)}")

@@ -1,0 +1,72 @@
+"""What the Marlin kernels take: number types, the group sizes each allows, and what goes with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_ep.errors import one_of
+from moe_ep.scalar_type import ScalarType, scalar_types
+
+
+@dataclass(frozen=True)
+class WeightType:
+    """A quantized type as the kernels see it.
+
+    Attributes:
+        group_sizes: input columns that may share a scale; -1 for a whole row.
+        has_zero_points: whether zero points are part of the weights.
+    """
+
+    scalar_type: ScalarType
+    group_sizes: tuple[int, ...]
+    has_zero_points: bool = False
+
+    @property
+    def bits(self) -> int:
+        return self.scalar_type.size_bits
+
+    @property
+    def pack(self) -> int:
+        """Codes in an int32."""
+        return 32 // self.bits
+
+
+_INTEGER_GROUPS = (-1, 32, 64, 128)
+WEIGHT_TYPES = {
+    scalar_type.id: WeightType(scalar_type, groups, zero_points)
+    for scalar_type, groups, zero_points in (
+        (scalar_types.uint4, _INTEGER_GROUPS, True),
+        (scalar_types.uint4b8, _INTEGER_GROUPS, False),
+        (scalar_types.uint8b128, _INTEGER_GROUPS, False),
+        (scalar_types.float8_e4m3fn, (-1, 128), False),
+        (scalar_types.float4_e2m1f, (16, 32), False),
+    )
+}
+ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def weight_type(quant_type_id: int) -> WeightType:
+    """The weight type of an id; ValueError for one these kernels do not take."""
+    found = WEIGHT_TYPES.get(quant_type_id)
+    if found is None:
+        raise ValueError(
+            one_of("quant_type_id", quant_type_id, [f"{t.scalar_type} ({key})" for key, t in WEIGHT_TYPES.items()])
+        )
+    return found
+
+
+def check_group_size(kind: WeightType, group_size: int, num_columns: int) -> int:
+    """The number of groups of a row; ValueError where the type or the row does not allow the size."""
+    if group_size not in kind.group_sizes:
+        allowed = ", ".join(str(size) for size in kind.group_sizes)
+        raise ValueError(f"group_size is {group_size}; {kind.scalar_type} takes one of {allowed}")
+    if group_size == -1:
+        return 1
+    if num_columns % group_size:
+        raise ValueError(
+            f"group_size is {group_size} and does not divide the {num_columns} input columns; "
+            f"choose one that does, or -1 for a whole row"
+        )
+    return num_columns // group_size

@@ -1,0 +1,148 @@
+"""The packed layout against its drawing, and the exact way back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_ep.kernels.marlin.repack import PackedWeights, pack_marlin, row_order, unpack_marlin
+from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
+from moe_ep.scalar_type import scalar_types
+
+CASES = [
+    (kind, group) for kind in WEIGHT_TYPES.values() for group in kind.group_sizes
+]  # every type with every group size
+
+
+def _weights(kind: WeightType, group: int, num_experts: int, rows: int, columns: int, seed: int = 0):
+    """Random codes, scales and (where the type has them) zero points."""
+    rng = torch.Generator().manual_seed(seed)
+    groups = 1 if group == -1 else columns // group
+    codes = torch.randint(0, 1 << kind.bits, (num_experts, rows, columns), dtype=torch.uint8, generator=rng)
+    scales = torch.rand(num_experts, rows, groups, generator=rng).to(torch.bfloat16)
+    if kind.scalar_type == scalar_types.float4_e2m1f:
+        scales = scales.to(torch.float8_e4m3fn)
+    zeros = None
+    if kind.has_zero_points:
+        zeros = torch.randint(0, 16, (num_experts, rows, groups), dtype=torch.uint8, generator=rng)
+    return codes, scales, zeros
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.dtype.itemsize == 1:
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    return torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("kind", "group"), CASES, ids=lambda v: str(getattr(v, "scalar_type", v)))
+@pytest.mark.parametrize(("rows", "gated"), [(64, True), (96, False), (160, False), (192, True)])
+def test_unpack_gives_back_what_was_packed(kind: WeightType, group: int, rows: int, gated: bool) -> None:
+    codes, scales, zeros = _weights(kind, group, 3, rows, 256)
+    packed = pack_marlin(codes, scales, kind.scalar_type.id, group, zeros, gated)
+    assert packed.qweight.shape == (3, 256 // 16, rows * 16 // kind.pack)
+    assert packed.qweight.dtype == torch.int32
+    assert packed.scales.shape == (3, scales.size(2), rows)
+    assert packed.scales.dtype == scales.dtype
+    got = unpack_marlin(packed, kind.scalar_type.id, group, gated)
+    assert all(_same(a, b) for a, b in zip(got, (codes, scales, zeros), strict=True))
+
+
+@pytest.mark.parametrize("columns", [32, 96, 128])
+def test_columns_may_be_any_multiple_of_32(columns: int) -> None:
+    kind = WEIGHT_TYPES[scalar_types.uint4b8.id]
+    codes, scales, _ = _weights(kind, 32, 2, 96, columns)
+    packed = pack_marlin(codes, scales, kind.scalar_type.id, 32)
+    assert torch.equal(unpack_marlin(packed, kind.scalar_type.id, 32)[0], codes)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_act_order_sorts_the_columns_and_the_way_back_undoes_it(seed: int) -> None:
+    kind = WEIGHT_TYPES[scalar_types.uint4b8.id]
+    codes, scales, _ = _weights(kind, 32, 2, 64, 128, seed)
+    rng = torch.Generator().manual_seed(seed)
+    g_idx = torch.stack([(torch.randperm(128, generator=rng) // 32).to(torch.int32) for _ in range(2)])
+    packed = pack_marlin(codes, scales, kind.scalar_type.id, 32, g_idx=g_idx)
+    assert packed.g_idx is not None
+    assert packed.sort_indices is not None
+    assert (packed.g_idx.diff(dim=1) >= 0).all()
+    assert torch.equal(g_idx.gather(1, packed.sort_indices.long()), packed.g_idx)
+    plain = PackedWeights(packed.qweight, packed.scales, None, None, None)
+    sorted_codes = unpack_marlin(plain, kind.scalar_type.id, 32)[0]
+    assert torch.equal(sorted_codes, codes.gather(2, packed.sort_indices.long().unsqueeze(1).expand(codes.shape)))
+    assert torch.equal(unpack_marlin(packed, kind.scalar_type.id, 32)[0], codes)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("rows", "gated"), [(96, False), (128, True)])
+def test_every_code_lies_where_the_drawing_says(bits: int, rows: int, gated: bool) -> None:
+    columns = 64
+    kind = WEIGHT_TYPES[(scalar_types.uint4b8 if bits == 4 else scalar_types.uint8b128).id]
+    codes, scales, _ = _weights(kind, -1, 1, rows, columns)
+    packed = pack_marlin(codes, scales, kind.scalar_type.id, -1, gated=gated)
+    data = packed.qweight.flatten().view(torch.uint8).tolist()
+    order = row_order(rows, gated).tolist()
+    for position in range(rows):
+        strip, in_strip = divmod(position, 64)
+        height = min(64, rows - 64 * strip)
+        piece, in_piece = divmod(in_strip, 16)
+        h, g = divmod(in_piece, 8)
+        for column in range(columns):
+            block, rest = divmod(column, 32)
+            kk, rest = divmod(rest, 16)
+            k, rest = divmod(rest, 8)
+            t, i = divmod(rest, 2)
+            start = strip * 64 * columns + (block * (height // 16) + piece) * 512 + (4 * g + t) * 16  # in codes
+            if bits == 4:
+                nibble = 8 * kk + i * 4 + k * 2 + h
+                byte = data[(start + nibble) // 2]
+                value = byte >> 4 if nibble % 2 else byte & 15
+            else:
+                value = data[start + 8 * kk + 4 * k + 2 * h + i]
+            assert value == codes[0, order[position], column]
+
+
+def test_gated_rows_are_interleaved_by_eight_and_others_by_four() -> None:
+    assert row_order(32, True).tolist()[:17] == [*range(8), *range(16, 24), 8]
+    assert row_order(16, False).tolist() == [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
+
+
+def test_scales_and_zero_points_follow_their_rows_in_pairs() -> None:
+    kind = WEIGHT_TYPES[scalar_types.uint4.id]
+    codes, scales, zeros = _weights(kind, 32, 1, 32, 64)
+    packed = pack_marlin(codes, scales, kind.scalar_type.id, 32, zeros, gated=False)
+    assert zeros is not None
+    assert packed.zeros is not None
+    order = row_order(32, False)
+    for g in range(8):
+        for h in range(2):
+            assert torch.equal(packed.scales[0, :, 16 + 2 * g + h], scales[0, order[16 + 8 * h + g]])
+            assert torch.equal(packed.zeros[0, :, 16 + 2 * g + h].byte(), zeros[0, order[16 + 8 * h + g]])
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"codes": torch.zeros(2, 64, 64, dtype=torch.int32)}, "codes"),
+        ({"codes": torch.zeros(2, 64, 48, dtype=torch.uint8)}, "codes"),
+        ({"codes": torch.zeros(2, 32, 64, dtype=torch.uint8), "gated": True}, "codes"),
+        ({"scales": torch.ones(2, 64, 3)}, "scales"),
+        ({"group_size": 48}, "group_size"),
+        ({"group_size": 128}, "group_size"),
+        ({"quant_type_id": 7}, "quant_type_id"),
+        ({"quant_type_id": scalar_types.uint4.id}, "zero_points"),
+        ({"zero_points": torch.zeros(2, 64, 2, dtype=torch.uint8)}, "zero_points"),
+        ({"g_idx": torch.zeros(64, dtype=torch.int32)}, "g_idx"),
+    ],
+)
+def test_a_wrong_argument_is_named(change: dict, names: str) -> None:
+    arguments = {
+        "codes": torch.zeros(2, 64, 64, dtype=torch.uint8),
+        "scales": torch.ones(2, 64, 2),
+        "quant_type_id": scalar_types.uint4b8.id,
+        "group_size": 32,
+        **change,
+    }
+    with pytest.raises(ValueError, match=f"^{names} "):
+        pack_marlin(**arguments)
