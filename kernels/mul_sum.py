@@ -18,7 +18,7 @@ def moe_fused_mul_sum(
 
     Added in f32 with j rising, so the same input gives the same bits. A slot counts if its id is at least 0 and, where
     there is an expert_map, local; any other may hold anything, NaN too. On CUDA tensors one Triton kernel reads what
-    counts once and writes the result once.
+    counts once and writes the result once, with the same bits.
 
     Example: weights [[.5, 2]], inputs [[[2, 4], [1, nan]]], topk_ids [[3, -1]]: [[1, 2]].
 

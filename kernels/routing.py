@@ -180,5 +180,6 @@ def fused_topk(
             BLOCK_K=triton.next_power_of_2(top_k),
             PRECISE=not _INTERPRETED,
             num_warps=1 if block_groups * block_members <= 512 else 4,
+            enable_fp_fusion=False,
         )
     return weights, ids

@@ -89,7 +89,10 @@ def triton_mul_sum(
     topk_ids: torch.Tensor | None,
     expert_map: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Writes the weighted sum into `outputs` and returns it; arguments as in `moe_fused_mul_sum`, not checked."""
+    """Writes the weighted sum into `outputs` and returns it; arguments as in `moe_fused_mul_sum`, not checked.
+
+    Products and sums are rounded one by one, not fused, so the bits are those of `mul_sum_reference`.
+    """
     num_tokens, topk, hidden_size = inputs.shape
     block, num_warps = choose_blocks(num_tokens, hidden_size, inputs.element_size())
     with torch.cuda.device_of(inputs):
@@ -109,5 +112,6 @@ def triton_mul_sum(
             HAS_MAP=expert_map is not None,
             BLOCK=block,
             num_warps=num_warps,
+            enable_fp_fusion=False,
         )
     return outputs

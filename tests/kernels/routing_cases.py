@@ -79,8 +79,8 @@ def make_inputs(case: Case, device: str) -> dict:
     if case.logits == "broken":
         for value in (float("nan"), float("inf"), float("-inf")):
             logits[torch.rand(shape, generator=generator) < 0.1] = value
-        logits[0] = float("nan")
-        logits[1] = float("-inf")
+        logits[:1] = float("nan")
+        logits[1:2] = float("-inf")
     bias = torch.randint(-2, 3, (case.num_experts,), generator=generator) / 4
     return {
         "router_logits": logits.to(device, case.dtype),

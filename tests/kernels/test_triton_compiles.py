@@ -1,0 +1,66 @@
+"""The Triton kernels compile for the GPUs they are meant for, which needs no GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moe_ep.kernels.routing import _topk_kernel
+from moe_ep.kernels.triton_mul_sum import _mul_sum_kernel
+
+ARCHITECTURES = (80, 90)
+
+
+def compiled_ptx(kernel, types: dict[str, str], constants: dict, divisible: tuple[str, ...], arch: int) -> str:
+    """PTX of one specialisation; arguments without a type are int32, `divisible` ones multiples of 16."""
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
+    )
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize(("groups", "size", "kept", "top_k"), [(1, 384, 1, 8), (8, 32, 4, 8), (9, 8, 3, 6)])
+def test_topk(arch: int, kind: int, groups: int, size: int, kept: int, top_k: int) -> None:
+    types = {
+        "router_ptr": "*bf16", "bias_ptr": "*fp32", "weights_ptr": "*fp32", "ids_ptr": "*i32",
+        "routed_scaling_factor": "fp32",
+    }  # fmt: skip
+    constants = {
+        "KIND": kind, "HAS_BIAS": True, "RENORMALIZE": True, "TOP_K": top_k, "NUM_GROUPS": groups, "GROUP_SIZE": size,
+        "TOPK_GROUP": kept, "BLOCK_GROUPS": triton.next_power_of_2(groups),
+        "BLOCK_MEMBERS": triton.next_power_of_2(size), "BLOCK_K": triton.next_power_of_2(top_k), "PRECISE": True,
+        "column_stride": 1,
+    }  # fmt: skip
+    ptx = compiled_ptx(_topk_kernel, types, constants, (), arch)
+    # The sigmoid must round as torch's does: a true division, not a multiplication by an approximate reciprocal.
+    assert ("div.rn.f32" in ptx) == (kind == 1)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_mul_sum_reads_16_bytes_at_a_time_and_does_not_fuse(arch: int) -> None:
+    types = {
+        "inputs_ptr": "*bf16", "weights_ptr": "*fp32", "ids_ptr": "*i32", "map_ptr": "*i32", "outputs_ptr": "*bf16"
+    }  # fmt: skip
+    constants = {
+        "TOPK": 8, "HAS_IDS": True, "HAS_MAP": True, "BLOCK": 1024, "input_column_stride": 1,
+        "output_column_stride": 1, "weight_slot_stride": 1, "id_slot_stride": 1,
+    }  # fmt: skip
+    divisible = (
+        "inputs_ptr", "outputs_ptr", "hidden_size", "input_token_stride", "input_slot_stride", "output_token_stride"
+    )  # fmt: skip
+    ptx = compiled_ptx(_mul_sum_kernel, types, constants, divisible, arch)
+    assert ptx.count("ld.global.v4.b32") == 8
+    assert ptx.count("st.global.v4.b32") == 1
+    assert "fma.rn.f32" not in ptx
