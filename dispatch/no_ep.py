@@ -1,0 +1,76 @@
+"""The backend where nothing travels: one rank, or ranks that all hold the same tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
+from moe_ep.topk_weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
+
+
+class NoEPPrepareFinalize(FusedMoEPrepareAndFinalize):
+    """Hands this rank's rows to its own experts, and their sum back.
+
+    Standard format, any number of tokens. Rows are not quantized: there is no wire. Where experts of other ranks
+    occur (an expert_map is given), their ids become -1 and the output is this rank's partial sum.
+    """
+
+    def __init__(
+        self,
+        *,
+        moe_config: FusedMoEConfig,
+        quant_config: FusedMoEQuantConfig | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._moe_config = moe_config
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        return None
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return None
+
+    def num_dispatchers(self) -> int:
+        return 1
+
+    def output_is_reduced(self) -> bool:
+        return False
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+    ) -> PrepareResult:
+        if apply_router_weight_on_input:
+            a1 = (a1 * topk_weights).to(a1.dtype)
+        if expert_map is not None:
+            is_local = (topk_ids >= 0) & (expert_map[topk_ids.long().clamp(min=0)] >= 0)
+            topk_ids = torch.where(is_local, topk_ids, -1)
+        return a1, None, None, topk_ids, topk_weights
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> None:
+        if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+            weight_and_reduce_impl = TopKWeightAndReduceContiguous()
+        weight_and_reduce_impl.apply(output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
