@@ -19,9 +19,7 @@ logger = logging.getLogger(__name__)
 DECODE_MAX_NUM_TOKENS = 256
 
 
-def choose_backend(
-    backend: str, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None = None
-) -> str:
+def choose_backend(backend: str, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None = None) -> str:
     """The registry name to use; what "auto" chose, and why, is logged.
 
     Args:
@@ -35,10 +33,7 @@ def choose_backend(
     if backend == "auto":
         backend = env.ALL2ALL_BACKEND.get()
         ALL2ALL_BACKENDS.check(backend, also=("auto",))
-    if not moe_config.moe_parallel_config.use_all2all:
-        # A named backend is for layers that have somebody to send to.
-        name, reason = "no_ep", "every rank computes the tokens it holds"
-    elif backend != "auto":
+    if backend != "auto":
         name, reason = backend, "it was asked for"
     else:
         name, reason = _best(moe_config, process_group)
@@ -50,6 +45,8 @@ def choose_backend(
 
 
 def _best(moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -> tuple[str, str]:
+    if moe_config.ep_size == 1:
+        return "no_ep", "one rank holds every expert"
     on_cuda = torch.cuda.is_available() and dist.is_initialized() and "nccl" in _backend_names(process_group)
     if on_cuda and moe_config.max_num_tokens <= DECODE_MAX_NUM_TOKENS:
         return "batched_all_to_all", (
