@@ -6,6 +6,7 @@ layer's `weight_loader`; and the layer is finished only when everything it needs
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -49,23 +50,20 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
     """
     plan = plan_layer(reader, spec, layer_index, layer, quantization_config(reader.config))
     params = dict(layer.named_parameters(recurse=False))
-    for source, tensor in _read(reader, plan):
-        if not source.slots:
-            _check_says_nothing(reader, source, tensor)
-        for slot in source.slots:
-            taken = layer.weight_loader(
-                params[slot.param_name],
-                tensor[slot.part] if slot.part else tensor,
-                source.name,
-                slot.shard_id,
-                slot.expert_id,
-                return_success=True,
-            )
-            if not taken:
-                raise CheckpointError(
-                    f"{reader.index_file}: tensor {source.name}: expected the layer to take it as {slot.shard_id} of "
-                    f"{slot.param_name} for its local expert {slot.expert_id}, found that it did not"
-                )
+    with _one_copying_thread():
+        for source, tensor in _read(reader, plan):
+            if not source.slots:
+                _check_says_nothing(reader, source, tensor)
+            for slot in source.slots:
+                part = tensor[slot.part] if slot.part else tensor
+                param = params[slot.param_name]
+                if not layer.weight_loader(
+                    param, part, source.name, slot.shard_id, slot.expert_id, return_success=True
+                ):
+                    raise CheckpointError(
+                        f"{reader.index_file}: tensor {source.name}: expected the layer to take it as {slot.shard_id} "
+                        f"of {slot.param_name} for its local expert {slot.expert_id}, found that it did not"
+                    )
     layer.process_weights_after_loading()
 
 
@@ -124,11 +122,22 @@ def embed_rows(reader: CheckpointReader, spec: MoEModelSpec, token_ids: torch.Te
 def _read(reader: CheckpointReader, plan: list[Source]) -> Iterator[tuple[Source, torch.Tensor]]:
     """The tensors of a plan in file order, then the stand-ins for those that were left out."""
     by_name = {source.name: source for source in plan if source.on_disk}
-    for name, tensor in reader.read_many(by_name):
+    for name, tensor in reader.read_many(by_name, reuse_buffers=True):
         yield by_name[name], tensor
     for source in plan:
         if not source.on_disk and source.layout.default is not None:
             yield source, source.layout.default()
+
+
+@contextlib.contextmanager
+def _one_copying_thread() -> Iterator[None]:
+    """One thread keeps up with any disk; more would spin while they wait, on cores that the reading threads need."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_says_nothing(reader: CheckpointReader, source: Source, tensor: torch.Tensor) -> None:

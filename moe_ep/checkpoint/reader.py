@@ -6,6 +6,7 @@ into large buffers by a few threads that run ahead of the consumer.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -23,7 +24,7 @@ from moe_ep.checkpoint.directory import INDEX_NAME, SINGLE_NAME, find_tensors, r
 from moe_ep.checkpoint.safetensors_header import TensorInfo
 from moe_ep.errors import CheckpointError
 
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 8 << 20
 READ_THREADS = 4
 _ALIGNMENT = 64
 
@@ -56,6 +57,7 @@ class CheckpointReader:
         self._files: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._bytes_read = 0
+        self._spare_buffers: list[torch.Tensor] = []
         self._closer = weakref.finalize(self, _close_all, self._files)
 
     def __contains__(self, name: str) -> bool:
@@ -68,7 +70,8 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Closes the files; a later read opens them again."""
+        """Closes the files and frees the buffers; a later read opens them again."""
+        self._spare_buffers.clear()
         with self._lock:
             _close_all(self._files)
 
@@ -143,11 +146,14 @@ class CheckpointReader:
                 self._fill(info.file, offset, buffer[first * info.row_bytes : last * info.row_bytes])
         return tensor[positions]
 
-    def read_many(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_many(self, names: Iterable[str], reuse_buffers: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields `(name, tensor)` in file order, read in large pieces by a few threads that run ahead.
 
         Tensors that lie side by side are read at once. The tensors of a piece are views of one buffer of about
         `BATCH_BYTES`, which lives as long as any of them: copy what should stay for long.
+
+        Args:
+            reuse_buffers: a tensor is only valid until the next one is asked for, and no time goes into fresh memory.
 
         Raises:
             CheckpointError: no such tensor, or a file became shorter.
@@ -161,24 +167,33 @@ class CheckpointReader:
         try:
             while True:
                 while len(pending) <= READ_THREADS and (batch := next(rest, None)) is not None:
-                    pending.append((batch, pool.submit(self._read_batch, batch)))
+                    pending.append((batch, pool.submit(self._read_batch, batch, reuse_buffers)))
                 if not pending:
                     return
                 batch, future = pending.popleft()
                 buffer = future.result()
                 for info, position in batch.tensors:
                     yield info.name, _view(buffer, position, info)
-                # Until here this generator holds the buffer; without this it would stay alive during the next wait.
+                if reuse_buffers:
+                    self._spare_buffers.append(buffer)
+                # Otherwise the buffer would stay alive during the next wait.
                 del buffer, future
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read_batch(self, batch: _Batch) -> torch.Tensor:
-        buffer = torch.empty(batch.nbytes, dtype=torch.uint8)
+    def _read_batch(self, batch: _Batch, reuse_buffers: bool) -> torch.Tensor:
+        buffer = self._spare_buffer(batch.nbytes) if reuse_buffers else torch.empty(batch.nbytes, dtype=torch.uint8)
         view = _as_bytes(buffer)
         for offset, position, nbytes in batch.runs:
             self._fill(batch.file, offset, view[position : position + nbytes])
         return buffer
+
+    def _spare_buffer(self, nbytes: int) -> torch.Tensor:
+        with contextlib.suppress(IndexError):
+            buffer = self._spare_buffers.pop()
+            if buffer.numel() >= nbytes:
+                return buffer
+        return torch.empty(max(nbytes, BATCH_BYTES), dtype=torch.uint8)
 
     def _fill(self, file: Path, offset: int, buffer: memoryview) -> None:
         """Reads `len(buffer)` bytes at `offset`."""

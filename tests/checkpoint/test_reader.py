@@ -116,6 +116,19 @@ def test_read_many_in_small_batches_over_shards(tmp_path: Path, monkeypatch: pyt
     assert positions == sorted(positions)
 
 
+def test_read_many_with_reused_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "BATCH_BYTES", 5000)
+    tensors = make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    for _ in range(2):
+        read = {
+            name for name, tensor in reader.read_many(tensors, reuse_buffers=True) if same_bytes(tensor, tensors[name])
+        }
+        assert read == set(tensors)
+    buffers = {tensor.untyped_storage().data_ptr() for _, tensor in reader.read_many(tensors, reuse_buffers=True)}
+    assert len(buffers) <= 2 * reader_module.READ_THREADS
+
+
 def test_read_many_can_be_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "BATCH_BYTES", 5000)
     make_checkpoint(tmp_path)
