@@ -76,6 +76,10 @@ class Gang(ABC):
         """Whether this process is the one that speaks to the user."""
         return True
 
+    def close(self) -> None:
+        """Gives back what the gang holds beyond its workers; `run` does it too, and a second time does no harm."""
+        return
+
     @abstractmethod
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Runs fn(rank_env, *args) in every worker, with the process group initialised; results in rank order.

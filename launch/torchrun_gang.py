@@ -1,7 +1,7 @@
 """A gang under torchrun: joins one that torchrun started, or is torchrun itself through its launcher's interface.
 
-Started by torchrun, every process calls `run` and is a rank; rank 0 speaks to the user. Started otherwise, this process
-is the agent of its node: alone, or one of `num_nodes` that find each other at `rdzv_endpoint`.
+Started by torchrun or by srun, every process calls `run` and is a rank; rank 0 speaks to the user. Started otherwise,
+this process is the agent of its node: alone, or one of `num_nodes` that find each other at `rdzv_endpoint`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,11 @@ from moe_ep.launch.rank_env import RankEnv, resolve_rank_env
 _CAUSE = "moe_ep/cause"
 
 
-def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
-
-
 class TorchrunGang(Gang):
     """This node's ranks of a torchrun job.
 
     Args:
-        num_local: ranks of this node; under torchrun its own count is used.
+        num_local: ranks of this node; under torchrun or srun theirs is used.
         num_nodes: nodes, each of which makes such a gang.
         rdzv_endpoint: host:port where the agents of several nodes meet; the first of that host listens there.
         rdzv_id: name of the job at that endpoint.
@@ -75,7 +70,8 @@ class TorchrunGang(Gang):
             raise ValueError(
                 f"rdzv_endpoint is missing; with num_nodes ({num_nodes}) give the host:port where the nodes meet"
             )
-        self._env = resolve_rank_env() if under_torchrun() else None
+        started = resolve_rank_env()
+        self._env = started if started.source in ("torchrun", "slurm") else None
         num_local = self._env.local_world_size if self._env else num_local
         if device == "cuda" and num_local_gpus() < num_local:
             raise not_enough("GPUs", num_local, f"{num_local_gpus()} on this machine")

@@ -1,0 +1,39 @@
+"""The command line, `moe-ep COMMAND`.
+
+Exit codes: 0 done, 1 failed (one message says why), 2 a wrong option, 130 ctrl-C, 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+
+from moe_ep import __version__
+from moe_ep.errors import MoeEpError
+from moe_ep.launch.commands import doctor, run
+from moe_ep.launch.options import OptionError, Parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    parser = Parser(prog="moe-ep", description="An expert-parallel runtime for mixture-of-experts layers.")
+    parser.add_argument("--version", action="version", version=f"moe-ep {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    for command in (run, doctor):
+        command.add_parser(subparsers)
+    args = parser.parse_args(argv)
+    name = f"moe-ep {args.command}"
+    # A job manager's SIGTERM unwinds like an exit, so that gangs and placement groups are taken down.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        return args.main(args)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+    except OptionError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except (MoeEpError, ImportError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,1 @@
+"""The subcommands of moe-ep, one module each, with `add_parser(subparsers)` and `main(args) -> exit code`."""

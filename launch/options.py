@@ -1,0 +1,100 @@
+"""Command-line flags from a frozen dataclass: one field, one flag; its metadata says how it reads.
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    steps: int = option(8, at_least(1), "steps to run")         # --steps
+
+add_flags(parser, Config)
+config = from_args(Config, parser.parse_args())                 # OptionError names flag, value and rule
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, NoReturn, TypeVar
+
+C = TypeVar("C")
+Parse = Callable[[str], Any]
+
+
+class OptionError(ValueError):
+    """An option has a value that it cannot have; the message is one sentence."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with the command line in one line, and exits with code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def option(parse: Parse | None, text: str, metavar: str = "") -> dict[str, Any]:
+    """Metadata of a field that is a flag. `parse` turns text into its value or raises ValueError with the rule ("it
+    must be ..."); None makes a yes/no flag."""
+    return {"parse": parse, "text": text, "metavar": metavar}
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    """A flag for every field."""
+    for item in fields(config):
+        if item.metadata["parse"] is None:
+            parser.add_argument(
+                flag(item.name), action=argparse.BooleanOptionalAction, default=item.default, help=item.metadata["text"]
+            )
+        else:
+            parser.add_argument(
+                flag(item.name),
+                metavar=item.metadata["metavar"] or item.name.upper(),
+                help=item.metadata["text"],
+            )
+
+
+def from_args(config: type[C], args: argparse.Namespace) -> C:
+    """The configuration that the flags give.
+
+    Raises:
+        OptionError: a value that its flag cannot have.
+    """
+    values = {}
+    for item in fields(config):  # type: ignore[arg-type]
+        raw = getattr(args, item.name)
+        if raw is None:
+            continue
+        try:
+            values[item.name] = item.metadata["parse"](raw) if isinstance(raw, str) else raw
+        except ValueError as error:
+            raise OptionError(f"{flag(item.name)} is {raw!r}; {error}") from None
+    return config(**values)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def at_least(minimum: int) -> Parse:
+    """A whole number."""
+
+    def parse(raw: str) -> int:
+        if not raw.isdecimal() or int(raw) < minimum:
+            raise ValueError(f"it must be a whole number of at least {minimum}")
+        return int(raw)
+
+    return parse
+
+
+def one_of(*allowed: str) -> Parse:
+    """One word of a fixed set."""
+    return one_of_these(lambda: allowed)
+
+
+def one_of_these(allowed: Callable[[], Sequence[str]]) -> Parse:
+    """One word of a set that is asked for when the value is there."""
+
+    def parse(raw: str) -> str:
+        if raw not in allowed():
+            raise ValueError(f"it must be one of {', '.join(allowed())}")
+        return raw
+
+    return parse

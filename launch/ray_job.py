@@ -1,0 +1,38 @@
+"""An example of a Ray job: submits `moe-ep` to a cluster, follows its output, and ends with its exit code.
+
+    python launch/ray_job.py http://127.0.0.1:8265 run --ep-size 4
+
+It does what this line does, from any folder and without packing what the job does not need:
+
+    ray job submit --address http://127.0.0.1:8265 --working-dir . -- python -m moe_ep.launch run --ep-size 4
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from pathlib import Path
+
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+NOT_NEEDED = [".git", ".venv", "build", "dist", "docs", "tests"]
+
+
+async def submit(address: str, arguments: list[str]) -> int:
+    """Runs `moe-ep ARGUMENTS` on the cluster whose dashboard is at `address`; returns 0 where it succeeded."""
+    client = JobSubmissionClient(address)
+    job = client.submit_job(
+        entrypoint=shlex.join(["python", "-m", "moe_ep.launch", *arguments]),
+        runtime_env={"working_dir": str(CHECKOUT), "excludes": NOT_NEEDED},
+    )
+    async for text in client.tail_job_logs(job):
+        print(text, end="", flush=True)
+    return 0 if client.get_job_status(job) == JobStatus.SUCCEEDED else 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit("usage: python launch/ray_job.py DASHBOARD_ADDRESS COMMAND [OPTION ...]")
+    sys.exit(asyncio.run(submit(sys.argv[1], sys.argv[2:])))

@@ -1,0 +1,149 @@
+"""What `moe-ep run` can be told."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_ep.launch.options import at_least, one_of, one_of_these, option
+from moe_ep.registry import ALL2ALL_BACKENDS
+
+LAUNCHERS = ("ray", "torchrun", "local")
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+
+
+def _checkpoint(raw: str) -> Path:
+    path = Path(raw).expanduser()
+    if not (path / "config.json").is_file():
+        raise ValueError("it must be a folder with a Hugging Face checkpoint, and there is no config.json in it")
+    return path.absolute()
+
+
+def _text_file(raw: str) -> Path:
+    path = Path(raw).expanduser()
+    if not path.is_file():
+        raise ValueError("it must be a file with text, or JSON with strings, and there is no such file")
+    try:
+        if not any(text.strip() for text in read_texts(path)):
+            raise ValueError("it must be a file with text, and there is none in it")
+    except (OSError, UnicodeDecodeError):
+        raise ValueError("it must be a file with text in UTF-8 that can be read") from None
+    return path.absolute()
+
+
+def _output_file(raw: str) -> Path:
+    path = Path(raw).expanduser()
+    if not raw or path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError("it must be a file to write, in a folder that exists")
+    return path.absolute()
+
+
+def _token_counts(raw: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(,\d+)*", raw) or not any(counts := tuple(map(int, raw.split(",")))):
+        raise ValueError("it must be a whole number of at least 1, or one number a rank as in 64,0,17,32")
+    return counts
+
+
+def _endpoint(raw: str) -> str:
+    host, _, port = raw.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError("it must read HOST:PORT")
+    return raw
+
+
+def _address(raw: str) -> str:
+    return raw if raw == "auto" else _endpoint(raw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The settings of one run; the flags of `moe-ep run` are these fields."""
+
+    model: Path | None = field(
+        default=None,
+        metadata=option(
+            _checkpoint, "checkpoint folder; without it a small Qwen3-MoE checkpoint is made once and used", "DIR"
+        ),
+    )
+    launcher: str | None = field(
+        default=None,
+        metadata=option(
+            one_of(*LAUNCHERS),
+            "ray, torchrun or local; ray unless torchrun or srun started this process as one of its ranks",
+        ),
+    )
+    address: str | None = field(
+        default=None,
+        metadata=option(
+            _address, "Ray cluster to run on, HOST:PORT or auto; without it one is started on this machine"
+        ),
+    )
+    nnodes: int = field(
+        default=1, metadata=option(at_least(1), "nodes, for --launcher torchrun; each runs the same command")
+    )
+    rdzv_endpoint: str | None = field(
+        default=None, metadata=option(_endpoint, "where those nodes meet, for --launcher torchrun", "HOST:PORT")
+    )
+    ep_size: int | None = field(
+        default=None, metadata=option(at_least(1), "workers; as many as there are GPUs, or 4 without any")
+    )
+    device: str = field(
+        default="auto",
+        metadata=option(one_of("auto", "cpu", "cuda"), "auto (GPUs where there are any, the default), cpu or cuda"),
+    )
+    backend: str = field(
+        default="auto",
+        metadata=option(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS)), "dispatch backend, or auto (the default)"),
+    )
+    tokens_per_rank: tuple[int, ...] = field(
+        default=(64,),
+        metadata=option(_token_counts, "tokens of each worker in a step (64), or one number a worker: 64,0,17,32", "T"),
+    )
+    steps: int = field(default=8, metadata=option(at_least(1), "measured steps (8)"))
+    text: Path | None = field(
+        default=None,
+        metadata=option(
+            _text_file, "text or JSON with strings to take the tokens from; otherwise they are drawn", "FILE"
+        ),
+    )
+    dtype: str | None = field(
+        default=None,
+        metadata=option(
+            one_of(*DTYPES), "of activations and plain weights: f32, f16 or bf16; bf16 on GPUs, f32 on CPUs"
+        ),
+    )
+    quantize: str = field(
+        default="none",
+        metadata=option(one_of("none", "int4"), "int4 quantizes plain experts on load; none (the default) does not"),
+    )
+    verify: bool = field(default=True, metadata=option(None, "compare every layer with the plain reference"))
+    seed: int = field(default=0, metadata=option(at_least(0), "of the drawn tokens (0)"))
+    json: Path | None = field(
+        default=None, metadata=option(_output_file, "write a line for each layer and step, and a summary", "FILE")
+    )
+
+    def num_tokens(self, rank: int) -> int:
+        """Tokens of one rank in a step."""
+        return self.tokens_per_rank[rank if len(self.tokens_per_rank) > 1 else 0]
+
+
+def read_texts(path: Path) -> list[str]:
+    """The strings of a JSON file, the lists of its top level taking turns, or a plain file as one string."""
+    content = path.read_text(encoding="utf-8")
+    try:
+        document = json.loads(content)
+    except ValueError:
+        return [content]
+    branches = list(document.values()) if isinstance(document, dict) else [document]
+    lists = [_strings(branch) for branch in branches]
+    longest = max(map(len, lists), default=0)
+    return [strings[i] for i in range(longest) for strings in lists if i < len(strings)]
+
+
+def _strings(node: object) -> list[str]:
+    if isinstance(node, str):
+        return [node]
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return [text for child in children for text in _strings(child)]

@@ -1,0 +1,231 @@
+"""What every worker of `moe-ep run` does: loads its experts, runs the steps, and accounts for them."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ep import stages, verify
+from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, model_spec
+from moe_ep.checkpoint.demo import demo_checkpoint
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.eplb.metrics import balancedness
+from moe_ep.expert_map import expert_owner_table
+from moe_ep.launch import progress
+from moe_ep.launch.inputs import TokenSource
+from moe_ep.launch.rank_env import RankEnv
+from moe_ep.launch.report import RankReport
+from moe_ep.launch.run_config import DTYPES, RunConfig
+from moe_ep.stack import MoEBlock, MoEStack
+
+_WARM_UP_STEPS = {"cpu": 1, "cuda": 3}
+
+
+def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
+    """The main job on one rank, in its process group.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold what it says.
+        ValueError: settings that do not fit the model.
+    """
+    device = torch.device(rank_env.device)
+    dtype = getattr(torch, DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "f32")])
+    with CheckpointReader(_model(config)) as reader, torch.inference_mode():
+        spec = model_spec(reader.config)
+        started = time.perf_counter()
+        stack = _load(config, rank_env, reader, spec, dtype, device)
+        report = _new_report(config, rank_env, reader, spec, stack, dtype, time.perf_counter() - started)
+        source = TokenSource(config, reader, spec, rank_env.rank, rank_env.world_size)
+        for step in range(-_WARM_UP_STEPS[device.type], 0):
+            stack(source.hidden_states(max(step + config.steps, 0), dtype, device))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        for step in range(config.steps):
+            progress.report("steps", step, config.steps)
+            _run_step(stack, source.hidden_states(step, dtype, device), report, rank_env)
+        report.memory_bytes = _peak_memory(device)
+        loads = torch.tensor(report.loads, dtype=torch.float64)
+        report.overall_balancedness = balancedness(loads.flatten(0, 1))
+        progress.report("steps", config.steps, config.steps)
+        if config.verify:
+            _verify(stack, source.hidden_states(0, dtype, device), report, reader, spec, rank_env)
+    return report
+
+
+def _model(config: RunConfig) -> Path:
+    """The checkpoint; the demo one is made here where this node does not have it yet."""
+    return config.model if config.model is not None else demo_checkpoint()
+
+
+def _load(
+    config: RunConfig,
+    rank_env: RankEnv,
+    reader: CheckpointReader,
+    spec: MoEModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> MoEStack:
+    most_tokens = max(config.num_tokens(rank) for rank in range(rank_env.world_size))
+    return MoEStack(
+        reader,
+        spec,
+        FusedMoEParallelConfig.make(
+            ep_size=rank_env.world_size,
+            rank=rank_env.rank,
+            world_size=rank_env.world_size,
+            all2all_backend=config.backend,
+        ),
+        dtype=dtype,
+        device=device,
+        quantize=config.quantize,
+        # "auto" chooses by the capacity; a backend with a fixed one takes larger batches in several passes.
+        max_num_tokens=most_tokens if config.backend == "auto" else min(most_tokens, DECODE_MAX_NUM_TOKENS),
+        on_layer=lambda done, total: progress.report("loading layers", done, total),
+    )
+
+
+def _run_step(stack: MoEStack, x: torch.Tensor, report: RankReport, rank_env: RankEnv) -> None:
+    """One measured pass through all layers; what each expert got is counted after the clock has stopped."""
+    inputs: list[torch.Tensor] = []
+    recorders = []
+    _wait_for_all(x.device)
+    started = time.perf_counter()
+    for block in stack.layers():
+        with stages.record(x.device) as recorder:
+            x = block(x, lambda layer, hidden_states, output: inputs.append(hidden_states))
+        recorders.append(recorder)
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    report.step_ms.append((time.perf_counter() - started) * 1e3)
+    report.stage_ms.append(
+        [{name: sum(spans) for name, spans in recorder.durations_ms().items()} for recorder in recorders]
+    )
+    loads = torch.stack([_load_per_rank(block, h, rank_env) for block, h in zip(stack.layers(), inputs, strict=True)])
+    dist.all_reduce(loads)
+    report.loads.append(loads.tolist())
+    report.balancedness.append([balancedness(layer[None]) for layer in loads])
+
+
+def _load_per_rank(block: MoEBlock, hidden_states: torch.Tensor, rank_env: RankEnv) -> torch.Tensor:
+    """Assignments of this rank's tokens to the experts of each rank, int64 `[R]` on the host."""
+    ids = block.choices(hidden_states).flatten().cpu().long()
+    owners = expert_owner_table(rank_env.world_size, block.moe.num_experts)
+    return torch.bincount(owners[ids[ids >= 0]].long(), minlength=rank_env.world_size)
+
+
+def _verify(
+    stack: MoEStack,
+    x: torch.Tensor,
+    report: RankReport,
+    reader: CheckpointReader,
+    spec: MoEModelSpec,
+    rank_env: RankEnv,
+) -> None:
+    """Runs the first step once more and compares each layer's output with the reference on the very same inputs.
+
+    Layers are dealt out to the ranks, so that each expert is read once; the rank of a layer checks everybody's tokens.
+    """
+    passes: list[tuple[torch.Tensor, torch.Tensor]] = []
+    stack(x, lambda layer, hidden_states, output: passes.append((hidden_states, output.clone())))
+    mine: list[tuple[MoEBlock, list[Any]]] = []
+    for position, (block, observed) in enumerate(zip(stack.layers(), passes, strict=True)):
+        owner = position % rank_env.world_size
+        gathered: list[Any] | None = [None] * rank_env.world_size if rank_env.rank == owner else None
+        dist.gather_object(tuple(tensor.cpu() for tensor in observed), gathered, dst=owner)
+        if gathered is not None:
+            mine.append((block, gathered))  # type: ignore[arg-type]
+    for count, (block, gathered) in enumerate(mine):
+        progress.report("verifying layers", count, len(mine))
+        layer = block.layer_index
+        group_size = getattr(block.moe.quant_method, "group_size", None) if _is_plain(reader) else None
+        online = None if group_size is None else (x.dtype, group_size)
+        # Each rank's tokens by themselves: router logits then have the very bits they had there.
+        outputs = [
+            verify.reference_moe(reader, spec, layer, hidden_states.to(x.device), online)
+            for hidden_states, _ in gathered
+        ]
+        computed = torch.cat([output for _, output in gathered])
+        report.errors[layer] = verify.max_relative_error(computed, torch.cat(outputs).cpu())
+    progress.report("verifying layers", len(mine), len(mine))
+
+
+def _is_plain(reader: CheckpointReader) -> bool:
+    """Whether the checkpoint's experts are plain weights."""
+    return reader.config.get("quantization_config") is None
+
+
+def _new_report(
+    config: RunConfig,
+    rank_env: RankEnv,
+    reader: CheckpointReader,
+    spec: MoEModelSpec,
+    stack: MoEStack,
+    dtype: torch.dtype,
+    load_s: float,
+) -> RankReport:
+    layer = stack.layers()[0].moe
+    device = torch.device(rank_env.device)
+    owners = expert_owner_table(rank_env.world_size, spec.num_experts)
+    quantization = reader.config.get("quantization_config") or {}
+    return RankReport(
+        rank=rank_env.rank,
+        node=platform.node(),
+        device=rank_env.device,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        experts=torch.nonzero(owners == rank_env.rank).flatten().tolist(),
+        num_tokens=config.num_tokens(rank_env.rank),
+        backend=_backend_name(layer.prepare_finalize),
+        experts_name=type(layer.modular_kernel.fused_experts).__name__,
+        load_s=load_s,
+        bytes_read=reader.bytes_read,
+        versions=_versions(),
+        model={
+            "path": str(reader.directory),
+            "family": spec.family,
+            "moe_layers": list(spec.moe_layers),
+            "num_experts": spec.num_experts,
+            "top_k": spec.top_k,
+            "hidden_size": spec.hidden_size,
+            "intermediate_size": spec.moe_intermediate_size,
+            "quantization": quantization.get("quant_method", config.quantize),
+        },
+        dtype=str(dtype).removeprefix("torch."),
+        tolerance=verify.tolerance(dtype),
+    )
+
+
+def _backend_name(prepare_finalize: Any) -> str:
+    from moe_ep.registry import ALL2ALL_BACKENDS
+
+    target = f"{type(prepare_finalize).__module__}:{type(prepare_finalize).__name__}"
+    return next((name for name in ALL2ALL_BACKENDS if ALL2ALL_BACKENDS[name].target == target), target)
+
+
+def _versions() -> dict[str, str]:
+    import moe_ep
+
+    versions = {"moe_ep": moe_ep.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        versions["cuda"] = torch.version.cuda or ""
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
+
+
+def _wait_for_all(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: on a GPU the most that was allocated during the steps, else the most the process ever held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,228 @@
+"""The MoE layers of a checkpoint, one after the other: what is left of a model when attention is taken out.
+
+    stack = MoEStack(reader, model_spec(reader.config), parallel_config, dtype=torch.bfloat16, device="cuda:0")
+    hidden_states = stack(hidden_states)        # [T, K] -> [T, K], a collective step of all EP ranks
+
+Layer l computes x <- x + moe(rmsnorm(x)), with the checkpoint's norm, router, experts and shared experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import linear
+
+from moe_ep.checkpoint import (
+    CheckpointReader,
+    MoEModelSpec,
+    load_moe_layer,
+    load_norm,
+    load_router,
+    load_shared_experts,
+)
+from moe_ep.checkpoint.formats import quantization_config
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.errors import ConfigError, one_of
+from moe_ep.layer import FusedMoE
+from moe_ep.methods import OnlineIntConfig
+from moe_ep.routing import select_experts
+from moe_ep.shared_experts import SharedExperts
+from moe_ep.stages import stage
+
+QUANTIZE = ("none", "int4")
+
+# observer(layer index, MoE input [T, K], its output [T, K])
+Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
+class MoEBlock(nn.Module):
+    """One layer: norm, router, experts. The router computes in f32, whatever the activations are."""
+
+    norm_weight: torch.Tensor
+    router_weight: torch.Tensor
+    router_bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        spec: MoEModelSpec,
+        layer_index: int,
+        parallel_config: FusedMoEParallelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        quant_config: Any,
+        max_num_tokens: int,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__()
+        self.layer_index = layer_index
+        self.rms_norm_eps = spec.rms_norm_eps
+        router = load_router(reader, spec, layer_index)
+        bias = None if router.bias is None else router.bias.float().to(device)
+        self.register_buffer("norm_weight", load_norm(reader, spec, layer_index).float().to(device), persistent=False)
+        self.register_buffer("router_weight", router.weight.float().to(device), persistent=False)
+        self.register_buffer("router_bias", bias, persistent=False)
+        correction = None if router.correction_bias is None else router.correction_bias.float().to(device)
+        self._routing: dict[str, Any] = {
+            "top_k": spec.top_k,
+            "renormalize": spec.routing.renormalize,
+            "use_grouped_topk": spec.routing.use_grouped_topk,
+            "num_expert_group": spec.routing.num_expert_group,
+            "topk_group": spec.routing.topk_group,
+            "scoring_func": spec.routing.scoring_func,
+            "routed_scaling_factor": spec.routing.routed_scaling_factor,
+            "e_score_correction_bias": correction,
+        }
+        # Parameters are made where they stay: a shard may not fit into host memory twice.
+        with torch.device(device):
+            self.moe = FusedMoE(
+                num_experts=spec.num_experts,
+                hidden_size=spec.hidden_size,
+                intermediate_size=spec.moe_intermediate_size,
+                params_dtype=dtype,
+                quant_config=quant_config,
+                prefix=spec.moe_prefix(layer_index),
+                activation=spec.activation,
+                shared_experts=_shared_experts(reader, spec, layer_index, dtype),
+                process_group=process_group,
+                parallel_config=parallel_config,
+                max_num_tokens=max_num_tokens,
+                **self._routing,
+            )
+        load_moe_layer(reader, spec, layer_index, self.moe)
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """RMS norm of `[T, K]`, computed in f32."""
+        values = x.float()
+        values = values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + self.rms_norm_eps)
+        return (values * self.norm_weight).to(x.dtype)
+
+    def router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """f32 `[T, E]`."""
+        return linear(hidden_states.float(), self.router_weight, self.router_bias)
+
+    def choices(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The experts `[T, top_k]` that the layer chooses for MoE inputs `[T, K]`."""
+        return select_experts(hidden_states, self.router_logits(hidden_states), **self._routing)[1]
+
+    def forward(self, x: torch.Tensor, observer: Observer | None = None) -> torch.Tensor:
+        """`[T, K]` to `[T, K]`; a collective step of the EP ranks, T may differ and be 0 on any of them."""
+        hidden_states = self.normalize(x)
+        with stage("route"):
+            logits = self.router_logits(hidden_states)
+        output = self.moe(hidden_states, logits)
+        if observer is not None:
+            observer(self.layer_index, hidden_states, output)
+        return x + output
+
+
+class MoEStack(nn.Module):
+    """Every MoE layer of a checkpoint, with this rank's experts.
+
+    Args:
+        dtype: of the activations, and of weights that are not quantized.
+        quantize: "int4" quantizes plain experts while they are loaded; "none" leaves them as the checkpoint has them.
+        max_num_tokens: capacity of a fixed-capacity backend, tokens per rank of one pass.
+        process_group: the EP ranks; None for the default group.
+        on_layer: called with (layers loaded, layers) as loading goes on.
+
+    Raises:
+        CheckpointError: tensors missing or not as the config says.
+        ConfigError: quantize="int4" for experts that are quantized already.
+        ValueError: settings that do not fit together.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        spec: MoEModelSpec,
+        parallel_config: FusedMoEParallelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        quantize: str = "none",
+        max_num_tokens: int = 256,
+        process_group: dist.ProcessGroup | None = None,
+        on_layer: Callable[[int, int], None] | None = None,
+    ) -> None:
+        super().__init__()
+        quant_config = expert_quantization(reader.config, quantize)
+        self.blocks = nn.ModuleList()
+        for count, layer_index in enumerate(spec.moe_layers):
+            if on_layer is not None:
+                on_layer(count, len(spec.moe_layers))
+            self.blocks.append(
+                MoEBlock(
+                    reader,
+                    spec,
+                    layer_index,
+                    parallel_config,
+                    dtype=dtype,
+                    device=torch.device(device),
+                    quant_config=quant_config,
+                    max_num_tokens=max_num_tokens,
+                    process_group=process_group,
+                )
+            )
+        if on_layer is not None:
+            on_layer(len(self.blocks), len(self.blocks))
+
+    def layers(self) -> list[MoEBlock]:
+        """The layers, first to last."""
+        return [cast(MoEBlock, block) for block in self.blocks]
+
+    def forward(self, x: torch.Tensor, observer: Observer | None = None) -> torch.Tensor:
+        """`[T, K]` to `[T, K]`; `observer` sees every layer's MoE input and output."""
+        for block in self.layers():
+            x = block(x, observer)
+        return x
+
+
+def expert_quantization(config: dict[str, Any], quantize: str = "none") -> Any:
+    """The `quant_config` for the experts of a checkpoint: its own, or quantization on load.
+
+    Raises:
+        ValueError: `quantize` is not one of `QUANTIZE`.
+        ConfigError: quantization on load of experts that are quantized already.
+        CheckpointError: a quantization that is not known.
+    """
+    if quantize not in QUANTIZE:
+        raise ValueError(one_of("quantize", quantize, QUANTIZE))
+    found = quantization_config(config)
+    if quantize == "none":
+        return found
+    if found is not None:
+        raise ConfigError(
+            f"quantize is {quantize!r} and the checkpoint's experts are quantized already ({found.quant_method}); "
+            f"pass quantize none to run them as they are"
+        )
+    return OnlineIntConfig(bits=4)
+
+
+def _shared_experts(
+    reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, dtype: torch.dtype
+) -> SharedExperts | None:
+    weights = load_shared_experts(reader, spec, layer_index)
+    if weights is None or spec.shared_experts is None:
+        return None
+    shared = SharedExperts(
+        spec.hidden_size,
+        spec.shared_experts.intermediate_size,
+        spec.activation,
+        expert_gate=weights.expert_gate is not None,
+        params_dtype=dtype,
+    )
+    for projection, weight in (
+        (shared.gate_proj, weights.gate),
+        (shared.up_proj, weights.up),
+        (shared.down_proj, weights.down),
+        (shared.expert_gate, weights.expert_gate),
+    ):
+        if projection is not None and weight is not None:
+            projection.weight.data.copy_(weight)
+    return shared

@@ -1,0 +1,111 @@
+"""What a MoE layer ought to compute, in the slowest and plainest way: the reference that a run is held against.
+
+It shares nothing with the layer but the checkpoint: no expert parallelism, no kernels, no routing code. One expert at a
+time is read, dequantized to f32 and multiplied.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear
+
+from moe_ep.activation import apply_activation
+from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, load_router, load_shared_experts
+from moe_ep.checkpoint.formats import dequantize, quantization_config, quantize_int
+
+# max |difference| / max |reference| over a layer that rounding and the order of sums can cause, by the dtype of the
+# activations.
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The largest `max_relative_error` of a layer that computes in `dtype` and is right."""
+    return _TOLERANCES[dtype]
+
+
+def max_relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
+    """max |output - reference| / max |reference| in f32; 0 without elements, infinite where anything is not finite."""
+    if not reference.numel():
+        return 0.0
+    error = (output.float() - reference).abs().max() / reference.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    return float(error) if torch.isfinite(error) else float("inf")
+
+
+def reference_moe(
+    reader: CheckpointReader,
+    spec: MoEModelSpec,
+    layer_index: int,
+    hidden_states: torch.Tensor,
+    online: tuple[torch.dtype, int] | None = None,
+) -> torch.Tensor:
+    """The output f32 `[T, K]` of one MoE layer, shared experts included, for its inputs `[T, K]`.
+
+    Only experts that some token chose are read, one at a time.
+
+    Args:
+        online: where plain experts are run quantized to int4 on load, the dtype they were loaded in and the group size.
+    """
+    x = hidden_states.float()
+    weights, ids = _route(reader, spec, layer_index, x)
+    output = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        rows, slots = torch.where(ids == expert)
+        gate, up, down = _expert(reader, spec, layer_index, expert, online)
+        output.index_add_(0, rows, _mlp(spec, x[rows], gate, up, down) * weights[rows, slots, None])
+    shared = load_shared_experts(reader, spec, layer_index)
+    if shared is not None:
+        term = _mlp(spec, x, shared.gate.to(x), shared.up.to(x), shared.down.to(x))
+        output += term if shared.expert_gate is None else term * linear(x, shared.expert_gate.to(x)).sigmoid()
+    return output
+
+
+def _route(
+    reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """weights f32 and ids, both `[T, top_k]`."""
+    router, routing = load_router(reader, spec, layer_index), spec.routing
+    logits = linear(x, router.weight.to(x), None if router.bias is None else router.bias.to(x))
+    scores = logits.softmax(-1) if routing.scoring_func == "softmax" else logits.sigmoid()
+    choice = logits.clone()
+    if router.correction_bias is not None:
+        choice = scores + router.correction_bias.to(x)
+    if routing.use_grouped_topk and routing.num_expert_group and routing.topk_group:
+        groups = choice.view(len(x), routing.num_expert_group, -1)
+        best = 1 if router.correction_bias is None else 2
+        group_scores = groups.topk(best, dim=-1).values.sum(-1)
+        kept = group_scores.sort(dim=-1, descending=True, stable=True).indices[:, : routing.topk_group]
+        dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, kept, False)
+        choice = groups.masked_fill(dropped[:, :, None], float("-inf")).flatten(1)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
+    weights = scores.gather(1, ids)
+    if routing.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * routing.routed_scaling_factor, ids
+
+
+def _expert(
+    reader: CheckpointReader,
+    spec: MoEModelSpec,
+    layer_index: int,
+    expert: int,
+    online: tuple[torch.dtype, int] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """gate and up `[N, K]` and down `[K, N]`, f32."""
+    K, N = spec.hidden_size, spec.moe_intermediate_size
+    quantization = quantization_config(reader.config)
+
+    def matrix(name: str, rows: int, columns: int) -> torch.Tensor:
+        stem = f"{spec.expert_prefix(layer_index)}.{expert}.{name}."
+        if quantization is None:
+            weight = reader.read(stem + "weight")
+            return weight.float() if online is None else dequantize(quantize_int(weight.to(online[0]), 4, online[1]))
+        suffixes = [suffix for suffix in quantization.tensors(rows, columns) if stem + suffix in reader]
+        return dequantize(quantization.unpack({suffix: reader.read(stem + suffix) for suffix in suffixes}))
+
+    names = spec.projections
+    return matrix(names.gate, N, K), matrix(names.up, N, K), matrix(names.down, K, N)
+
+
+def _mlp(spec: MoEModelSpec, x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate_up = torch.cat([linear(x, gate.to(x)), linear(x, up.to(x))], dim=-1)
+    return linear(apply_activation(spec.activation, gate_up), down.to(x))
