@@ -64,7 +64,10 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
                         f"{reader.index_file}: tensor {source.name}: expected the layer to take it as {slot.shard_id} "
                         f"of {slot.param_name} for its local expert {slot.expert_id}, found that it did not"
                     )
-    layer.process_weights_after_loading()
+    try:
+        layer.process_weights_after_loading()
+    except CheckpointError as error:
+        raise CheckpointError(f"{reader.index_file}: {spec.expert_prefix(layer_index)}: {error}") from None
 
 
 def load_router(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> RouterWeights:

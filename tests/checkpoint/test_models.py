@@ -115,21 +115,26 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
     return json.loads(config.to_json_string()) | changes
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
-    """A family, the directory transformers saved a small model of it in, and the model."""
-    name, extra = MODELS[request.param]
+def save_model(family: str, directory: Path) -> Any:
+    """A small random model of the family, saved by transformers."""
+    name, extra = MODELS[family]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES, **extra, dtype="bfloat16")
     model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.1)
-    directory = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(directory, max_shard_size="100KB")
-    return request.param, directory, model
+    return model
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    """A family, the directory of a small model of it, and the model."""
+    directory = tmp_path_factory.mktemp(request.param)
+    return request.param, directory, save_model(request.param, directory)
 
 
 def test_every_family_is_tested() -> None:
