@@ -1,0 +1,91 @@
+"""The layer as one node of a graph."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from moe_ep.custom_ops import find_layer
+from moe_ep.layer import FusedMoE
+from moe_ep.shared_experts import SharedExperts
+from tests.core.moe_oracle import load, make_inputs, make_weights
+
+E, K, N, TOP_K = 4, 32, 32, 2
+
+
+def make_layer(**options: object) -> FusedMoE:
+    return load(
+        FusedMoE(num_experts=E, top_k=TOP_K, hidden_size=K, intermediate_size=N, **options), make_weights(E, K, N)
+    )
+
+
+class GraphCounter:
+    """A torch.compile backend that runs graphs as they are and keeps the names of their calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> object:
+        self.calls.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_compiled_layer_is_one_node(shared: bool) -> None:
+    layer = make_layer(shared_experts=SharedExperts(K, N) if shared else None)
+    counter = GraphCounter()
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    inputs = make_inputs(5, K, E)
+    assert torch.equal(compiled(*inputs), layer(*inputs))
+    assert len(counter.calls) == 1
+    ours = [call for call in counter.calls[0] if "moe_ep" in call]
+    assert ours == ["moe_ep.moe_forward_shared" if shared else "moe_ep.moe_forward"]
+
+
+def test_a_compiled_model_of_two_layers() -> None:
+    first, second = make_layer(), make_layer()
+
+    def model(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        return second(first(hidden_states * 2, router_logits) + hidden_states, router_logits)
+
+    inputs = make_inputs(5, K, E)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert torch.equal(compiled(*inputs), model(*inputs))
+    assert torch.equal(compiled(*make_inputs(3, K, E)), model(*make_inputs(3, K, E)))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_fake_tensors_agree_with_real_ones(shared: bool) -> None:
+    layer = make_layer(shared_experts=SharedExperts(K, N) if shared else None)
+    op = torch.ops.moe_ep.moe_forward_shared if shared else torch.ops.moe_ep.moe_forward
+    torch.library.opcheck(op, (*make_inputs(5, K, E), layer.layer_name), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_layers_are_found_by_unique_names_while_they_live() -> None:
+    first, second = make_layer(prefix="model.layers.0.mlp"), make_layer(prefix="model.layers.0.mlp")
+    assert first.layer_name == "model.layers.0.mlp"
+    assert second.layer_name.startswith("model.layers.0.mlp#")
+    assert find_layer(second.layer_name) is second
+    assert make_layer().layer_name != make_layer().layer_name
+    del first
+    gc.collect()
+    with pytest.raises(RuntimeError, match="there is no MoE layer named 'model.layers.0.mlp'"):
+        find_layer("model.layers.0.mlp")
+
+
+def test_the_op_must_fit_the_layer() -> None:
+    inputs = make_inputs(2, K, E)
+    with pytest.raises(RuntimeError, match="has no shared experts; call torch.ops.moe_ep.moe_forward"):
+        torch.ops.moe_ep.moe_forward_shared(*inputs, make_layer_kept().layer_name)
+    with pytest.raises(RuntimeError, match="has shared experts; call torch.ops.moe_ep.moe_forward_shared"):
+        torch.ops.moe_ep.moe_forward(*inputs, make_layer_kept(shared_experts=SharedExperts(K, N)).layer_name)
+
+
+_kept: list[FusedMoE] = []
+
+
+def make_layer_kept(**options: object) -> FusedMoE:
+    _kept.append(make_layer(**options))
+    return _kept[-1]

@@ -1,0 +1,206 @@
+"""The layer over ranks equals the layer without them: every backend and option, uneven tokens, TP with and without EP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_ep.layer import FusedMoE
+from moe_ep.methods import OnlineIntConfig, relative_error, tolerance
+from moe_ep.registry import ALL2ALL_BACKENDS
+from moe_ep.shared_experts import SharedExperts
+from tests.core.moe_oracle import Weights, load, make_inputs, make_weights, run_moe
+from tests.ranks import ranks
+
+E, K, N, TOP_K = 8, 128, 32, 3
+BACKENDS = [name for name in ALL2ALL_BACKENDS if name != "no_ep"]
+UNEVEN = (5, 0, 9, 2)
+
+# options of the layer, tokens by rank
+CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "uneven tokens": ({}, UNEVEN),
+    "tokens on one rank": ({}, (0, 7, 0, 0)),
+    "no tokens": ({}, (0, 0, 0, 0)),
+    "more tokens than the capacity": ({"max_num_tokens": 4}, (11, 0, 3, 4)),
+    "more tokens than the capacity, shared experts": ({"max_num_tokens": 4, "shared_experts": True}, (3, 9, 0, 4)),
+    "biases": ({"has_bias": True}, UNEVEN),
+    "bf16": ({"params_dtype": torch.bfloat16}, UNEVEN),
+    "fp8 rows on the wire": ({"dispatch_dtype": torch.float8_e4m3fn, "params_dtype": torch.bfloat16}, UNEVEN),
+    "top-1 with the weight on the input": (
+        {"top_k": 1, "apply_router_weight_on_input": True, "renormalize": False},
+        UNEVEN,
+    ),
+    "round robin": ({"expert_placement_strategy": "round_robin"}, UNEVEN),
+    "shared experts": ({"shared_experts": True}, UNEVEN),
+    "fused shared experts": ({"n_shared_experts": 2}, UNEVEN),
+    "fused shared experts, round robin": (
+        {"n_shared_experts": 1, "expert_placement_strategy": "round_robin"},
+        UNEVEN,
+    ),
+    "identity experts": ({"zero_expert_num": 3, "zero_expert_type": "identity"}, UNEVEN),
+    "4-bit experts": ({"quant_config": OnlineIntConfig()}, UNEVEN),
+    "fewer experts than ranks": ({"num_experts": 2, "top_k": 2}, UNEVEN),
+}
+
+
+def make_layer(options: dict[str, Any], **more: Any) -> tuple[FusedMoE, Weights]:
+    """A layer and its weights, the same for the same options whatever the ranks."""
+    settings: dict[str, Any] = {"num_experts": E, "top_k": TOP_K, "hidden_size": K, "intermediate_size": N}
+    settings |= options | more
+    if settings.pop("shared_experts", False):
+        torch.manual_seed(3)
+        settings["shared_experts"] = SharedExperts(K, N, params_dtype=settings.get("params_dtype"))
+    num_experts = settings["num_experts"] + settings.get("n_shared_experts", 0)
+    weights = make_weights(num_experts, K, settings["intermediate_size"], has_bias=settings.get("has_bias", False))
+    return load(FusedMoE(**settings), weights), weights
+
+
+def make_pair(options: dict[str, Any], **parallel: Any) -> tuple[FusedMoE, FusedMoE]:
+    """The layer over the ranks, and the same layer without any."""
+    alone = {key: value for key, value in options.items() if key not in ("dispatch_dtype", "reduce_results")}
+    return make_layer(options, **parallel)[0], make_layer(alone, ep_size=1)[0]
+
+
+def check(output: torch.Tensor, expected: torch.Tensor, options: dict[str, Any]) -> None:
+    limit = tolerance(options.get("params_dtype", torch.float32), options.get("dispatch_dtype"))
+    assert output.shape == expected.shape
+    assert relative_error(output, expected) < limit
+
+
+def inputs_of(layer: FusedMoE, T: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_states, router_logits = make_inputs(T, K, layer.num_router_columns, seed)
+    return hidden_states.to(layer.moe_config.in_dtype), router_logits
+
+
+def over_ranks(rank: int, world_size: int, backend: str, options: dict[str, Any], tokens: tuple[int, ...]) -> None:
+    layer, alone = make_pair(options, all2all_backend=backend)
+    assert layer.parallel_config.ep_size == world_size
+    assert layer.must_reduce_shared_expert_outputs()
+    inputs = inputs_of(layer, tokens[rank], seed=rank)
+    for _ in range(2):
+        check(layer(*inputs), alone(*inputs), options)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_option_over_three_ranks(backend: str, case: str) -> None:
+    ranks(3).run(over_ranks, backend, *CASES[case])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_other_numbers_of_ranks(backend: str, world_size: int) -> None:
+    if world_size == 1:
+        layer, alone = make_pair({})
+        check(layer(*inputs_of(layer, 5, 0)), alone(*inputs_of(layer, 5, 0)), {})
+        return
+    ranks(world_size).run(over_ranks, backend, *CASES["more tokens than the capacity"])
+
+
+def against_plain_loops(rank: int, world_size: int, backend: str) -> None:
+    layer, weights = make_layer({}, all2all_backend=backend)
+    inputs = inputs_of(layer, UNEVEN[rank], seed=rank)
+    check(layer(*inputs), run_moe(weights, *inputs, TOP_K), {})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_against_plain_loops(backend: str) -> None:
+    ranks(3).run(against_plain_loops, backend)
+
+
+def with_replicas(rank: int, world_size: int, backend: str) -> tuple[int, int]:
+    options = {"num_redundant_experts": 4, "enable_eplb": True}
+    layer, weights = make_layer(options, all2all_backend=backend)
+    inputs = inputs_of(layer, UNEVEN[rank], seed=rank)
+    expected = run_moe(weights, *inputs, TOP_K)
+    check(layer(*inputs), expected, {})
+
+    # Twelve slots: the hot expert 5 in five of them, the others moved.
+    placed = [[11], [10], [9], [8], [7], [0, 2, 4, 6, 3], [5], [1]]
+    to_physical = torch.full((1, E, 5), -1, dtype=torch.int32)
+    for logical, physical in enumerate(placed):
+        to_physical[0, logical, : len(physical)] = torch.tensor(physical)
+    load_view = torch.zeros(1, E + 4, dtype=torch.int32)
+    moved = FusedMoE(num_experts=E, top_k=TOP_K, hidden_size=K, intermediate_size=N, all2all_backend=backend, **options)
+    moved.set_eplb_state(
+        0, load_view, to_physical, torch.tensor([[len(physical) for physical in placed]], dtype=torch.int32)
+    )
+    load(moved, weights)
+    check(moved(*inputs), expected, {})
+    return int(load_view.sum()), len(inputs[0]) * TOP_K
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_redundant_experts_with_an_eplb_map(backend: str) -> None:
+    for recorded, expected in ranks(3).run(with_replicas, backend):
+        assert recorded == expected
+
+
+# How tp_size ranks that hold the same tokens divide a layer.
+REPLICATED_CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"has_bias": True},
+    "shared experts": {"shared_experts": True},
+    "fused shared experts": {"n_shared_experts": 2},
+    "identity experts": {"zero_expert_num": 3, "zero_expert_type": "identity"},
+    "4-bit experts": {"quant_config": OnlineIntConfig(group_size=32), "intermediate_size": 128},
+}
+
+
+def same_tokens(rank: int, world_size: int, sizes: dict[str, int], options: dict[str, Any]) -> torch.Tensor:
+    layer, alone = make_pair(options, **sizes)
+    assert not layer.must_reduce_shared_expert_outputs()
+    hidden_states, router_logits = inputs_of(layer, 6, seed=layer.parallel_config.dp_rank)
+    output = layer(hidden_states, router_logits)
+    expected = alone(hidden_states, router_logits)
+    if options.get("reduce_results"):
+        check(output, expected, options)
+    summed = layer.maybe_all_reduce_tensor_model_parallel(output.clone())
+    check(summed, expected * world_size if options.get("reduce_results") else expected, options)
+    return output
+
+
+@pytest.mark.parametrize("case", REPLICATED_CASES)
+@pytest.mark.parametrize("reduce_results", [True, False])
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "ep_size": 2}], ids=["TP", "EP over TP"])
+def test_ranks_with_the_same_tokens(sizes: dict[str, int], reduce_results: bool, case: str) -> None:
+    options = REPLICATED_CASES[case] | {"reduce_results": reduce_results}
+    first, second = ranks(2).run(same_tokens, sizes, options)
+    assert torch.equal(first, second) == reduce_results
+
+
+def data_and_tensor_parallel(rank: int, world_size: int, ep_size: int) -> None:
+    sizes = {"tp_size": 2, "dp_size": 2, "ep_size": ep_size}
+    for _ in range(2):  # The second layer finds the first one's group.
+        layer, alone = make_pair({"reduce_results": True, "shared_experts": True}, **sizes)
+        hidden_states, router_logits = inputs_of(layer, (4, 7)[layer.parallel_config.dp_rank], seed=rank // 2)
+        check(layer(hidden_states, router_logits), alone(hidden_states, router_logits), {})
+
+
+@pytest.mark.parametrize("ep_size", [1, 4])
+def test_two_by_two_ranks(ep_size: int) -> None:
+    ranks(4).run(data_and_tensor_parallel, ep_size)
+
+
+def in_a_subgroup(rank: int, world_size: int) -> str:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return ""
+    layer, alone = make_pair({}, process_group=group)
+    assert layer.parallel_config.ep_size == 2
+    inputs = inputs_of(layer, UNEVEN[rank], seed=rank)
+    check(layer(*inputs), alone(*inputs), {})
+    with pytest.raises(ValueError) as error:
+        make_layer({}, ep_size=1, tp_size=2)
+    return str(error.value)
+
+
+def test_a_layer_of_some_of_the_ranks() -> None:
+    _, first, second = ranks(3).run(in_a_subgroup)
+    assert first == (
+        "process_group has 3 ranks and dp_size (1) * tp_size (2) is 2; pass the group of exactly the layer's ranks"
+    )
+    assert second == "rank is 2; it must be at least 0 and below tp_size * dp_size (2)"
