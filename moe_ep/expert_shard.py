@@ -222,6 +222,7 @@ class ExpertShard(nn.Module):
 
     def expert_weights(self) -> list[torch.Tensor]:
         """Everything that must move with a routed expert, each `[local routed slots, ...]`, as views."""
+        self.process_weights_after_loading()
         return [tensor[: self.slots.num_local_routed] for tensor in self.quant_method.expert_tensors(self)]
 
     @property

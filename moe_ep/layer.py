@@ -20,7 +20,7 @@ from moe_ep.custom_ops import register_layer, unique_name
 from moe_ep.expert_shard import ExpertShard
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
 from moe_ep.process_groups import is_initialized, largest_over_ranks, layer_groups
-from moe_ep.registry import EXPERTS
+from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.routing import check_router_weight_on_input, select_experts
 from moe_ep.stages import stage
 from moe_ep.weight_loading import ExpertMapping
@@ -102,6 +102,7 @@ class FusedMoE(ExpertShard):
         if apply_router_weight_on_input:
             check_router_weight_on_input(top_k + (n_shared_experts or 0))
         EXPERTS.check(experts, also=("auto",))
+        ALL2ALL_BACKENDS.check(all2all_backend, also=("auto",))
         super().__init__(
             num_experts=num_experts,
             top_k=top_k,

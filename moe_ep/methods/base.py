@@ -130,8 +130,9 @@ class FusedMoEMethodBase(ABC):
         self, layer: FusedMoE, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Runs the modular kernel: `[T, K]`, or (shared, `[T, K]`) with shared experts."""
+        kernel = layer.modular_kernel
         w1, w2 = self.gemm_weights(layer)
-        return layer.modular_kernel(
+        return kernel(
             hidden_states,
             w1,
             w2,
