@@ -174,7 +174,7 @@ class CheckpointReader:
                 buffer = future.result()
                 for info, position in batch.tensors:
                     yield info.name, _view(buffer, position, info)
-                if reuse_buffers:
+                if reuse_buffers and buffer.numel() <= BATCH_BYTES:
                     self._spare_buffers.append(buffer)
                 # Otherwise the buffer would stay alive during the next wait.
                 del buffer, future

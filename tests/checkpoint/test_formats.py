@@ -125,6 +125,21 @@ def test_leading_dimensions_are_a_batch() -> None:
             assert torch.equal(values[i, j], dequantize(one))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+def test_on_a_gpu_as_on_the_cpu(bits: int) -> None:
+    config = GPTQConfig(bits=bits, group_size=16, desc_act=True)
+    g_idx = (torch.randperm(64) // 16).to(torch.int32)
+    tensors = (random_words(64 * bits // 32, 16), random_zeros(4, 16, config), torch.rand(4, 16).half(), g_idx)
+    on_cpu = unpack_gptq(*tensors, config)
+    on_gpu = unpack_gptq(*(tensor.cuda() for tensor in tensors), config)
+    assert on_gpu.codes.is_cuda
+    assert torch.equal(dequantize(on_gpu).cpu(), dequantize(on_cpu))
+    assert all(
+        torch.equal(found.cpu(), stored) for found, stored in zip(pack_gptq(on_gpu, config), tensors, strict=True)
+    )
+
+
 def test_a_shard_of_columns_keeps_the_scales_of_all_groups() -> None:
     config = GPTQConfig(bits=4, group_size=16, desc_act=True)
     qweight, qzeros, scales = random_words(8, 16), random_zeros(4, 16, config), torch.rand(4, 16)
