@@ -283,6 +283,12 @@ class FusedMoE(ExpertShard):
         self.__dict__["_modular_kernel"] = None  # The experts hold the tensors that are about to be replaced.
         return super()._apply(fn, recurse)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a layer of its own, so it runs under a name of its own."""
+        super().__setstate__(state)
+        self.layer_name = unique_name(self.layer_name)
+        register_layer(self)
+
     def _check_inputs(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> None:
         K, dtype = self.moe_config.hidden_dim, self.moe_config.in_dtype
         if hidden_states.dim() != 2 or hidden_states.size(1) != K or hidden_states.dtype != dtype:

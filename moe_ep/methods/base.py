@@ -177,7 +177,10 @@ def make_method(moe_config: FusedMoEConfig, quant_config: Any = None) -> FusedMo
     """The method that `quant_config.quant_method` names in the registry; None is the one for plain weights.
 
     Raises:
+        TypeError: a quant_config without a quant_method.
         ValueError: an unknown method; the known ones are listed.
     """
+    if quant_config is not None and not hasattr(quant_config, "quant_method"):
+        raise TypeError(f"quant_config is {quant_config!r}; it must be None or an object with a quant_method")
     name = "none" if quant_config is None else quant_config.quant_method
     return QUANT_METHODS.load(name)(moe_config, quant_config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -73,6 +74,16 @@ def test_layers_are_found_by_unique_names_while_they_live() -> None:
     gc.collect()
     with pytest.raises(RuntimeError, match="there is no MoE layer named 'model.layers.0.mlp'"):
         find_layer("model.layers.0.mlp")
+
+
+def test_a_copy_is_a_layer_of_its_own() -> None:
+    layer = make_layer(prefix="copied")
+    inputs = make_inputs(2, K, E)
+    before = layer(*inputs)
+    twin = copy.deepcopy(layer)
+    twin.w2_weight.data.mul_(2)
+    assert torch.equal(twin(*inputs), 2 * before)
+    assert torch.equal(layer(*inputs), before)
 
 
 def test_the_op_must_fit_the_layer() -> None:

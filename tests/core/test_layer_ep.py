@@ -1,4 +1,4 @@
-"""The layer over ranks equals the layer without them: every backend and option, uneven tokens, TP with and without EP."""
+"""The layer over ranks equals the layer without them: every backend and option, uneven tokens, TP, EP over TP."""
 
 from __future__ import annotations
 
@@ -88,6 +88,18 @@ def over_ranks(rank: int, world_size: int, backend: str, options: dict[str, Any]
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_option_over_three_ranks(backend: str, case: str) -> None:
     ranks(3).run(over_ranks, backend, *CASES[case])
+
+
+def sequence_parallel(rank: int, world_size: int, backend: str) -> None:
+    sizes = {"tp_size": 2, "ep_size": 2, "is_sequence_parallel": True, "reduce_results": True}
+    layer, alone = make_pair({"shared_experts": True}, all2all_backend=backend, **sizes)
+    inputs = inputs_of(layer, (6, 3)[rank], seed=rank)
+    check(layer(*inputs), alone(*inputs), {})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tp_ranks_with_their_own_tokens(backend: str) -> None:
+    ranks(2).run(sequence_parallel, backend)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -245,3 +245,5 @@ def test_unknown_methods_are_refused_with_the_known_ones() -> None:
 
     with pytest.raises(ValueError, match="quant_method is 'magic'; it must be one of none, gptq"):
         make_method(make_layer(None).moe_config, Config())
+    with pytest.raises(TypeError, match="quant_config is 'gptq'; it must be None or an object with a quant_method"):
+        make_layer("gptq")
