@@ -104,7 +104,8 @@ def run_rank(
         import torch
 
         set_up_logging()
-        rank_env.export()
+        if rank_env.source in ("ray", "local"):
+            rank_env.export()
         torch.set_num_threads(max(1, num_cpus() // rank_env.local_world_size))
         ranks.init_process_group(rank_env, timeout_s=timeout_s, store=store)
         value = fn(rank_env, *args)

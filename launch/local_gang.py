@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,8 +36,7 @@ from moe_ep.launch.rank_env import LOOPBACK, RankEnv, listen_store
 class LocalGang(Gang):
     """`world_size` processes of this machine; rank i has GPU i where device is "cuda".
 
-    They are forked from a server process that has imported torch once. The server ends when this process does,
-    and the kernel ends the workers when the server does.
+    They are forked from a server process that has imported torch once, and end when this process or the server does.
     """
 
     def __init__(self, world_size: int, device: str = "cpu", timeout_s: float | None = None) -> None:
@@ -144,6 +145,7 @@ def _serve(
     except Exception as error:
         connection.send(("outcome", Outcome(failure=failure_of(error, rank_env.rank))))
         return
+    threading.Thread(target=_end_with_driver, args=(connection,), daemon=True).start()
     outcome = run_rank(replace(rank_env, master_port=port), fn, args, timeout_s, store)
     progress.set_sink(None)
     try:
@@ -151,4 +153,11 @@ def _serve(
     except Exception as error:
         connection.send(("outcome", Outcome(failure=failure_of(error, rank_env.rank))))
     # Rank 0 holds the store: nobody leaves before the driver has heard from everybody and ends the gang.
-    connection.poll(None)
+    threading.Event().wait()
+
+
+def _end_with_driver(connection: Connection) -> None:
+    """Ends this process when the driver is gone: the server that forked it lives as long as any worker does."""
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv()
+    os._exit(1)

@@ -40,6 +40,7 @@ from moe_ep.launch.gang import (
 from moe_ep.launch.rank_env import RankEnv, resolve_rank_env
 
 _CAUSE = "moe_ep/cause"
+_AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class TorchrunGang(Gang):
@@ -128,6 +129,7 @@ class TorchrunGang(Gang):
                 logs_specs=DefaultLogsSpecs(log_dir=logs),
                 shutdown_timeout=3,
             )
+            handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
             try:
                 gathered = elastic_launch(config, _worker)(os.getpid(), self._device, self._timeout_s, fn, list(args))
             except ChildFailedError as error:
@@ -138,6 +140,10 @@ class TorchrunGang(Gang):
                 sys.exit(128 + error.sigval)
             except Exception as error:
                 raise GangError(f"torchrun could not start the ranks: {type(error).__name__}: {error}") from None
+            finally:
+                # The agent takes them over and leaves them so.
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
         results = next((value for value in gathered.values() if value is not None), None)
         self._has_rank_0 = results is not None
         return results or []

@@ -1,0 +1,126 @@
+"""Functions that gangs run in the tests, and what the tests look at processes with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from moe_ep.launch import progress
+from moe_ep.launch.rank_env import RankEnv, destroy_process_group, init_process_group, resolve_rank_env
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def describe(rank_env: RankEnv, start: int) -> dict[str, Any]:
+    """Who this rank is, and a sum over all of them."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([start + rank_env.rank])
+    dist.all_reduce(total)
+    return {
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "local_rank": rank_env.local_rank,
+        "source": rank_env.source,
+        "resolved": resolve_rank_env() == rank_env or rank_env.source,
+        "sum": int(total),
+        "threads": torch.get_num_threads(),
+        "pid": os.getpid(),
+    }
+
+
+def initialise_twice(rank_env: RankEnv) -> str:
+    """A second initialisation, a wrong one, and teardown before the gang's own."""
+    init_process_group(rank_env)
+    try:
+        init_process_group(RankEnv(rank=0, world_size=rank_env.world_size + 1))
+    except RuntimeError as error:
+        message = str(error)
+    destroy_process_group()
+    destroy_process_group()
+    return message
+
+
+def fail(rank_env: RankEnv, rank: int, how: str, pid_dir: str = "") -> None:
+    """One rank fails while its peers wait for it in a collective."""
+    import torch
+    import torch.distributed as dist
+
+    if pid_dir:
+        (Path(pid_dir) / str(rank_env.rank)).write_text(str(os.getpid()))
+    dist.barrier()
+    if rank_env.rank == rank:
+        if how == "raise":
+            raise ValueError("the tensor has a hole")
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), getattr(signal, how))
+        time.sleep(60)
+    dist.all_reduce(torch.ones(1))
+
+
+def hang(rank_env: RankEnv, pid_dir: str) -> None:
+    """Says who it is, and computes for a minute."""
+    (Path(pid_dir) / str(rank_env.rank)).write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def unpicklable(rank_env: RankEnv) -> Any:
+    return (value for value in range(3))
+
+
+def report_progress(rank_env: RankEnv) -> None:
+    for done in range(3):
+        progress.report("work", done, 3)
+
+
+def pids_in(directory: Path, count: int, limit_s: float = 60) -> list[int]:
+    """The process ids that `count` ranks have written; waits for them."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        files = [file for file in directory.iterdir() if file.name.isdecimal() and file.read_text()]
+        if len(files) == count:
+            return [int(file.read_text()) for file in files]
+        time.sleep(0.05)
+    raise AssertionError(f"{count} ranks did not start within {limit_s} s")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def all_end(pids: list[int], limit_s: float = 10) -> bool:
+    """Whether none of the processes is alive when the limit is over, or before."""
+    deadline = time.monotonic() + limit_s
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def start_python(code: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """A Python process in a group of its own, that can import moe_ep and the tests."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def start_moe_ep(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """The command line, as its own process."""
+    return start_python("import sys; from moe_ep.launch.cli import main; sys.exit(main())", *arguments, **variables)

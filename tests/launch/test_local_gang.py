@@ -1,0 +1,98 @@
+"""The gang of local processes, for real: results, failures, deaths, ctrl-C, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_ep.errors import GangError
+from moe_ep.launch import local_gang, progress
+from moe_ep.launch.gang import num_cpus
+from moe_ep.launch.local_gang import LocalGang
+from tests.launch import jobs
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_rank_answers_in_order(world_size: int) -> None:
+    results = LocalGang(world_size).run(jobs.describe, 10)
+    expected_sum = 10 * world_size + sum(range(world_size))
+    for rank, result in enumerate(results):
+        assert (result["rank"], result["world_size"], result["sum"]) == (rank, world_size, expected_sum)
+        assert result["resolved"] is True
+        assert result["threads"] == max(1, num_cpus() // world_size)
+    assert len({result["pid"] for result in results} | {os.getpid()}) == world_size + 1
+
+
+def test_initialising_and_leaving_twice_is_safe() -> None:
+    messages = LocalGang(2).run(jobs.initialise_twice)
+    assert messages[1].startswith("this process is rank 1 of 2 already and was asked to be rank 0 of 3")
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("raise", "ValueError: the tensor has a hole"),
+        ("exit", "the process ended with exit code 7 before its work was done"),
+        ("SIGKILL", "the process was killed by SIGKILL; where nobody sent it, the kernel did because memory ran out"),
+        ("SIGSEGV", "the process was killed by SIGSEGV"),
+    ],
+)
+def test_the_first_failure_is_named_and_ends_the_gang(how: str, cause: str, tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(GangError) as caught:
+        LocalGang(3).run(jobs.fail, 1, how, str(tmp_path))
+    assert time.monotonic() - started < 10
+    message = str(caught.value)
+    assert message.startswith(f"rank 1 on node {os.uname().nodename} failed: {cause}")
+    assert ("in fail" in message) == (how == "raise")
+    assert all_ended(tmp_path, 3)
+
+
+def all_ended(directory: Path, count: int) -> bool:
+    return jobs.all_end(jobs.pids_in(directory, count))
+
+
+def test_a_result_that_cannot_travel_is_a_failure() -> None:
+    with pytest.raises(GangError, match="rank 0 .* cannot pickle 'generator' object"):
+        LocalGang(1).run(jobs.unpicklable)
+
+
+def test_too_few_gpus_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_gang, "num_local_gpus", lambda: 1)
+    with pytest.raises(GangError, match=r"asks for 2 GPUs \(one a worker\) and there are 1 on this machine"):
+        LocalGang(2, "cuda")
+
+
+def test_progress_of_rank_0_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[progress.Progress] = []
+    monkeypatch.setattr(progress.ProgressDisplay, "__call__", lambda self, report: seen.append(report))
+    LocalGang(2).run(jobs.report_progress)
+    assert seen == [("work", 0, 3), ("work", 1, 3), ("work", 2, 3)]
+
+
+DRIVER = """
+import sys
+from moe_ep.launch.local_gang import LocalGang
+from tests.launch import jobs
+if __name__ == "__main__":
+    LocalGang(2).run(jobs.hang, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_their_driver(number: signal.Signals, tmp_path: Path) -> None:
+    driver = jobs.start_python(DRIVER, str(tmp_path))
+    pids = jobs.pids_in(tmp_path, 2)
+    if number == signal.SIGINT:
+        os.killpg(driver.pid, number)
+    else:
+        driver.kill()
+    _, errors = driver.communicate(timeout=20)
+    assert jobs.all_end(pids)
+    if number == signal.SIGINT:
+        assert errors.count("Traceback") == 1, errors
+        assert "KeyboardInterrupt" in errors

@@ -1,0 +1,170 @@
+"""Who is which rank: every launcher's variables, their contradictions, and the meeting place."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from moe_ep.errors import ConfigError
+from moe_ep.launch.rank_env import (
+    RankEnv,
+    agree_on_attempt,
+    destroy_process_group,
+    first_host,
+    init_process_group,
+    listen_store,
+    resolve_rank_env,
+)
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_PROCID": "6",
+    "SLURM_NTASKS": "11",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[03-04,9],x1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "2",
+}
+GANG = {
+    "MOE_EP_GANG_RANK": "1",
+    "MOE_EP_GANG_WORLD_SIZE": "2",
+    "MOE_EP_GANG_LOCAL_RANK": "1",
+    "MOE_EP_GANG_LOCAL_WORLD_SIZE": "2",
+    "MOE_EP_GANG_NODE_RANK": "0",
+    "MOE_EP_GANG_MASTER_ADDR": "127.0.0.1",
+    "MOE_EP_GANG_MASTER_PORT": "4000",
+    "MOE_EP_GANG_SOURCE": "ray",
+    "MOE_EP_GANG_DEVICE": "cuda:3",
+}
+FROM_TORCHRUN = RankEnv(
+    rank=5, world_size=8, local_rank=1, local_world_size=4, node_rank=1,
+    master_addr="10.0.0.1", master_port=29500, source="torchrun",
+)  # fmt: skip
+FROM_SLURM = RankEnv(
+    rank=6, world_size=11, local_rank=2, local_world_size=4, node_rank=1,
+    master_addr="gpu03", master_port=10000 + 77 * 31 + 2, source="slurm",
+)  # fmt: skip
+FROM_GANG = RankEnv(
+    rank=1, world_size=2, local_rank=1, local_world_size=2, node_rank=0,
+    master_addr="127.0.0.1", master_port=4000, source="ray", device="cuda:3",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, RankEnv()),
+        (TORCHRUN, FROM_TORCHRUN),
+        (SLURM, FROM_SLURM),
+        (GANG, FROM_GANG),
+        (TORCHRUN | SLURM | GANG, FROM_TORCHRUN),
+        (SLURM | GANG, FROM_SLURM),
+        # An allocation or a batch script, not a step: alone.
+        ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}, RankEnv()),
+    ],
+    ids=["alone", "torchrun", "slurm", "gang", "torchrun-first", "slurm-second", "batch-script"],
+)
+def test_resolves(variables: dict[str, str], expected: RankEnv) -> None:
+    assert resolve_rank_env(variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "RANK set without WORLD_SIZE, LOCAL_RANK"),
+        (TORCHRUN | {"RANK": "8"}, "rank is 8 and world_size is 8 (from torchrun)"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "local_rank is 4 and local_world_size is 4"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "16"}, "local_world_size is 16 and world_size is 8"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http'; it must be a whole number"),
+        (TORCHRUN | {"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1'; it must be a whole number"),
+        ({"SLURM_STEP_NODELIST": "a", "SLURM_NTASKS": "2"}, "SLURM_NTASKS set without SLURM_PROCID, SLURM_LOCALID"),
+        (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "four"}, "SLURM_STEP_TASKS_PER_NODE is 'four'"),
+        ({"MOE_EP_GANG_RANK": "0"}, "MOE_EP_GANG_RANK set without MOE_EP_GANG_WORLD_SIZE"),
+    ],
+)
+def test_refuses_contradictions_in_one_line(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_rank_env(variables)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[03-05,9],x1", "gpu03"), ("r[1,3]-n[07-08]", "r1-n07"), ("a-b[2]", "a-b2")],
+)
+def test_first_host_of_a_node_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+def test_a_gang_s_variables_survive_the_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (TORCHRUN | SLURM).items():
+        monkeypatch.setenv(name, value)
+    for name in GANG:
+        monkeypatch.setenv(name, "")
+    FROM_GANG.export()
+    assert resolve_rank_env() == FROM_GANG
+
+
+def test_the_store_listens_on_its_own_address_only() -> None:
+    store = listen_store("127.0.0.1", 5)
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=5))
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+    for address in {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}:
+        if not str(address).startswith("127."):
+            with pytest.raises(OSError):
+                socket.create_connection((str(address), store.port), timeout=2)
+
+
+def test_a_process_alone_has_a_group_and_can_leave_it_twice() -> None:
+    store = init_process_group(RankEnv())
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    assert init_process_group(RankEnv()) is not None
+    assert store is not None
+    destroy_process_group()
+    destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_ranks_of_a_restart_agree_on_a_name_of_their_own() -> None:
+    """What an attempt before left in the store, hellos of ranks that died before and after the answer, is not taken."""
+    store = listen_store("127.0.0.1", 10)
+    names: list[dict[int, str]] = []
+    for _ in range(3):
+        attempt: dict[int, str] = {}
+
+        def join(rank: int, attempt: dict[int, str] = attempt) -> None:
+            client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=10))
+            attempt[rank] = agree_on_attempt(client, rank, 3, timedelta(seconds=10))
+
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        names.append(attempt)
+        store.set("hello/1", "a word nobody waits for")
+    assert [sorted(attempt) for attempt in names] == [[0, 1, 2]] * 3
+    assert all(len(set(attempt.values())) == 1 for attempt in names)
+    assert len({attempt[0] for attempt in names}) == 3
+
+
+def test_rank_0_names_the_ranks_that_do_not_come() -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] did not come within 0.2 s"):
+        agree_on_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.2))

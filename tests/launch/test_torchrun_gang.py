@@ -1,0 +1,107 @@
+"""torchrun for real: this process as its agent, ranks that it started, two agents, and a restart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_ep.errors import GangError
+from moe_ep.launch import torchrun_gang
+from moe_ep.launch.torchrun_gang import TorchrunGang
+from tests.launch import jobs
+
+
+def test_as_its_own_agent() -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    gang = TorchrunGang(2)
+    results = gang.run(jobs.describe, 10)
+    assert [(r["rank"], r["world_size"], r["sum"], r["source"]) for r in results] == [
+        (0, 2, 21, "torchrun"),
+        (1, 2, 21, "torchrun"),
+    ]
+    assert gang.is_driver
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [("raise", "ValueError: the tensor has a hole"), ("SIGKILL", "the process was killed by SIGKILL")],
+)
+def test_the_first_failure_is_named(how: str, cause: str, tmp_path: Path) -> None:
+    with pytest.raises(GangError) as caught:
+        TorchrunGang(2).run(jobs.fail, 1, how, str(tmp_path))
+    assert str(caught.value).startswith(f"rank 1 on node {os.uname().nodename} failed: {cause}")
+    assert ("in fail" in str(caught.value)) == (how == "raise")
+    assert jobs.all_end(jobs.pids_in(tmp_path, 2))
+
+
+def test_too_few_gpus_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun_gang, "num_local_gpus", lambda: 0)
+    with pytest.raises(GangError, match=r"asks for 2 GPUs \(one a worker\) and there are 0 on this machine"):
+        TorchrunGang(2, "cuda")
+
+
+def test_several_nodes_need_a_place_to_meet() -> None:
+    with pytest.raises(ValueError, match="rdzv_endpoint is missing; with num_nodes"):
+        TorchrunGang(2, num_nodes=2)
+
+
+DRIVER = """
+import sys
+from moe_ep.launch.torchrun_gang import TorchrunGang
+from tests.launch import jobs
+if __name__ == "__main__":
+    TorchrunGang(2).run(jobs.hang, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_their_agent(number: signal.Signals, tmp_path: Path) -> None:
+    driver = jobs.start_python(DRIVER, str(tmp_path))
+    pids = jobs.pids_in(tmp_path, 2)
+    started = time.monotonic()
+    if number == signal.SIGINT:
+        os.killpg(driver.pid, number)
+    else:
+        driver.kill()
+    _, errors = driver.communicate(timeout=20)
+    assert jobs.all_end(pids)
+    assert time.monotonic() - started < 10
+    if number == signal.SIGINT:
+        assert "KeyboardInterrupt" in errors
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def start_torchrun(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        cwd=jobs.ROOT,
+        env={**os.environ, "PYTHONPATH": str(jobs.ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_agents_restart_after_a_failure(tmp_path: Path) -> None:
+    """Two agents of two ranks each; their restart counts differ afterwards, and the ranks must meet nevertheless."""
+    where = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_port()} --rdzv-id=restart --local-addr=127.0.0.1"
+    flags = f"--nnodes=2 --nproc-per-node=2 --max-restarts=2 {where}".split()
+    agents = [start_torchrun(*flags, "-m", "tests.launch.restarting_job", str(tmp_path / "mark")) for _ in range(2)]
+    outputs = [agent.communicate(timeout=120) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert sorted(output for output, _ in outputs) == ["", "results [16, 16, 16, 16]\n"]
+    errors = "".join(error for _, error in outputs)
+    assert errors.count("ValueError: the first attempt fails") >= 1
+    assert errors.count("Connection closed by peer") == 0, errors
