@@ -9,10 +9,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from moe_ep import __version__
+from moe_ep import __version__, env
 from moe_ep.errors import MoeEpError
 from moe_ep.launch.commands import doctor, run
 from moe_ep.launch.options import OptionError, Parser
+from moe_ep.registry import ALL2ALL_BACKENDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A job manager's SIGTERM unwinds like an exit, so that gangs and placement groups are taken down.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
+        _check_environment()
         return args.main(args)
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
@@ -37,3 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MoeEpError, ImportError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
+
+
+def _check_environment() -> None:
+    """Says of a variable what would be said of an option, before anything starts."""
+    try:
+        for variable in env.ALL:
+            variable.get()
+        ALL2ALL_BACKENDS.check(env.ALL2ALL_BACKEND.get(), also=("auto",))
+    except ValueError as error:
+        raise OptionError(f"environment: {error}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -20,8 +19,6 @@ from moe_ep.launch.gang import not_enough, num_cpus
 
 # A worker of a running cluster gets these of the driver's variables; workers of a private one inherit them all.
 _PASSED_ON = ("MOE_EP_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TRITON_", "CUDA_MODULE_LOADING")
-# Ray reads it when it is imported: with 0 every server of a cluster of this machine listens on loopback alone.
-_LOOPBACK_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # Ray frees what a gang before held a moment after its workers have ended.
 _FREE_LIMIT_S = 5.0
 _PLACE_LIMIT_S = 60.0
@@ -56,30 +53,47 @@ def connect(address: str | None, num_workers: int) -> bool:
         ImportError: Ray is not installed.
     """
     address = address or os.environ.get("RAY_ADDRESS")
-    with _environment({_LOOPBACK_CLUSTER: "0"} if "ray" not in sys.modules and not address else {}):
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(
+            "--launcher ray needs Ray, which is not installed; run: pip install 'ray[default]'"
+        ) from error
+    if ray.is_initialized():
+        return False
+    talks = env.LOG_LEVEL.get() in ("DEBUG", "INFO")
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": talks}
+    # Ray would print its own account of a dead worker on stdout; the gang's error says it.
+    ray._private.worker._worker_logs_enabled = talks
+    if address:
+        _check_listening(address)
         try:
-            import ray
-        except ImportError as error:
-            raise ImportError(
-                "--launcher ray needs Ray, which is not installed; run: pip install 'ray[default]'"
-            ) from error
-        if ray.is_initialized():
-            return False
-        talks = env.LOG_LEVEL.get() in ("DEBUG", "INFO")
-        quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": talks}
-        # Ray would print its own account of a dead worker on stdout; the gang's error says it.
-        ray._private.worker._worker_logs_enabled = talks
-        if address:
-            _check_listening(address)
-            try:
-                ray.init(address=address, **quiet)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise GangError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}") from None
-            return False
+            ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise GangError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}") from None
+        return False
+    with _loopback_cluster(), _environment(worker_variables()):
         # Workers wait for each other more than they compute, so more of them than cores is no mistake.
-        with _environment(worker_variables()):
-            ray.init(address="local", num_cpus=max(num_cpus(), num_workers), include_dashboard=False, **quiet)
-        return True
+        ray.init(address="local", num_cpus=max(num_cpus(), num_workers), include_dashboard=False, **quiet)
+    return True
+
+
+@contextlib.contextmanager
+def _loopback_cluster() -> Iterator[None]:
+    """Has every server of a cluster that is started meanwhile listen on loopback alone.
+
+    Ray does so by itself on systems where it runs on one machine only; this is the switch for that, as its processes
+    read it and as this one has read it.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with _environment({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+            yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def worker_variables() -> dict[str, str]:

@@ -1,0 +1,183 @@
+"""The command line: every wrong option, what contradicts, help without waiting for torch, and the doctor."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from moe_ep import registry
+from moe_ep.launch.cli import main
+from moe_ep.launch.commands.doctor import examine, why_unusable
+from moe_ep.launch.options import flag
+from moe_ep.launch.run_config import RunConfig
+from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
+from tests.launch import jobs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A plain checkpoint, a quantized one, and files that are not what an option wants."""
+    make_checkpoint(tmp_path / "plain")
+    make_checkpoint(tmp_path / "gptq", qwen3_config(quantization_config=GPTQ))
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "no_text.json").write_text("[1, {}]")
+    (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--model {}/nowhere", "--model is '{}/nowhere'; it must be a folder with a Hugging Face checkpoint"),
+        ("--model {}", "there is no config.json in it"),
+        ("--launcher mpi", "--launcher is 'mpi'; it must be one of ray, torchrun, local"),
+        ("--address nowhere", "--address is 'nowhere'; it must read HOST:PORT"),
+        ("--address 10.0.0.1:99999", "it must read HOST:PORT"),
+        ("--address 10.0.0.1:6379 --launcher local", "--address is '10.0.0.1:6379' with --launcher local"),
+        ("--nnodes 0", "--nnodes is '0'; it must be a whole number of at least 1"),
+        ("--nnodes 2", "--nnodes is 2; more than one is for --launcher torchrun"),
+        ("--nnodes 2 --launcher torchrun", "--nnodes is 2 without --rdzv-endpoint"),
+        ("--rdzv-endpoint here", "--rdzv-endpoint is 'here'; it must read HOST:PORT"),
+        ("--nnodes 2 --launcher torchrun --rdzv-endpoint h:1 --ep-size 3", "--ep-size is 3; it must be a multiple of"),
+        ("--ep-size 0", "--ep-size is '0'; it must be a whole number of at least 1"),
+        ("--ep-size two", "--ep-size is 'two'; it must be a whole number"),
+        ("--device tpu", "--device is 'tpu'; it must be one of auto, cpu, cuda"),
+        ("--backend carrier_pigeon", "--backend is 'carrier_pigeon'; it must be one of auto, no_ep, allgather"),
+        (
+            "--tokens-per-rank 0",
+            "--tokens-per-rank is '0'; it must be a whole number of at least 1, or one number a rank",
+        ),
+        ("--tokens-per-rank 4,,5", "--tokens-per-rank is '4,,5'"),
+        ("--tokens-per-rank 4,5 --launcher local --ep-size 3", "--tokens-per-rank has 2 numbers"),
+        ("--steps 1.5", "--steps is '1.5'; it must be a whole number of at least 1"),
+        ("--text {}/nowhere.txt", "there is no such file"),
+        ("--text {}/empty.txt", "--text is '{}/empty.txt'; it must be a file with text, and there is none in it"),
+        ("--text {}/no_text.json", "there is none in it"),
+        ("--text {}/latin.txt", "in UTF-8"),
+        ("--dtype int8", "--dtype is 'int8'; it must be one of f32, f16, bf16"),
+        ("--quantize int3", "--quantize is 'int3'; it must be one of none, int4"),
+        ("--quantize int4", "the demo checkpoint is quantized already"),
+        ("--quantize int4 --model {}/gptq", "the experts of --model are quantized already"),
+        ("--verify maybe", "unrecognized arguments: maybe"),
+        ("--seed -1", "--seed is '-1'; it must be a whole number of at least 0"),
+        ("--json {}/nowhere/out.jsonl", "it must be a file to write, in a folder that exists"),
+        ("--json {}", "it must be a file to write"),
+        ("--speed high", "unrecognized arguments: --speed high"),
+        ("--steps", "expected one argument"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence_and_exit_code_2(
+    arguments: str, sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["run", *arguments.replace("{}", str(folder)).split()])
+    except SystemExit as exit:
+        code = exit.code
+    output = capsys.readouterr()
+    assert code == 2
+    assert output.out == ""
+    assert output.err.startswith("moe-ep")
+    assert sentence.replace("{}", str(folder)) in output.err
+    assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["--fast"]])
+def test_no_command_or_an_unknown_one(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_help_and_wrong_options_do_not_wait_for_torch_or_ray() -> None:
+    code = (
+        "import sys; from moe_ep.launch.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'ray', 'numpy'} & set(sys.modules)))"
+    )
+    for arguments in (["--help"], ["run", "--help"], ["run", "--steps", "0"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], cwd=jobs.ROOT, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_field_of_the_configuration_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for field in fields(RunConfig):
+        assert flag(field.name) in text
+    assert "--no-verify" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("MOE_EP_LOG_LEVEL", "loud", "MOE_EP_LOG_LEVEL is 'loud'; it must be DEBUG"),
+        ("MOE_EP_DISPATCH_TIMEOUT_S", "soon", "MOE_EP_DISPATCH_TIMEOUT_S is 'soon'; it must be a positive number"),
+        ("MOE_EP_ALL2ALL_BACKEND", "pigeon", "all2all_backend is 'pigeon'; it must be one of auto, no_ep"),
+    ],
+)
+def test_a_broken_environment_variable_is_one_sentence(
+    name: str, value: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert main(["run", "--launcher", "local"]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"moe-ep run: environment: {sentence}")
+    assert output.err.count("\n") == 1
+
+
+def test_inconsistent_launcher_variables_are_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert main(["run"]) == 1
+    assert "RANK set without WORLD_SIZE" in capsys.readouterr().err
+
+
+def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    assert main(["doctor", "--json"]) == 0
+    assert time.monotonic() - started < 60
+    findings = json.loads(capsys.readouterr().out)
+    assert set(findings["backends"]) == set(registry.ALL2ALL_BACKENDS)
+    assert set(findings["experts"]) == set(registry.EXPERTS)
+    assert findings["backends"]["no_ep"] is None
+    assert findings["versions"]["torch"]
+    assert len(findings["p2p"]) == len(findings["gpus"])
+
+
+def test_doctor_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in (*registry.ALL2ALL_BACKENDS, *registry.EXPERTS):
+        assert any(line.split()[:1] == [name] and ("usable" in line) for line in lines)
+
+
+class NeedsMoonlight:
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        return "there is no moonlight;\nrun: wait for the night"
+
+
+def test_doctor_says_why_and_what_mends_it() -> None:
+    backends = registry.Registry(
+        "backend",
+        {
+            "moon": registry.Entry(f"{__name__}:NeedsMoonlight", ""),
+            "gone": registry.Entry("no_such_module:Anything", ""),
+        },
+    )
+    assert why_unusable(backends, "moon") == "there is no moonlight; run: wait for the night"
+    assert why_unusable(backends, "gone") == "ModuleNotFoundError: No module named 'no_such_module'"
+    assert examine()["experts"]["reference"] is None

@@ -1,0 +1,154 @@
+"""Ray for real: a local cluster, gangs on it, a killed actor, a placement group around the caller, too little room."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ep.errors import GangError
+from moe_ep.launch.ray_gang import RayGang
+from tests.launch import jobs
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A private cluster of 3 CPUs, started the way a gang starts its own, and kept for all tests of the module."""
+    from moe_ep.launch import ray_cluster
+
+    assert ray_cluster.connect(None, 3)
+    yield
+    ray.shutdown()
+
+
+def free_cpus(expected: float, limit_s: float = 10) -> bool:
+    """Whether that many CPUs are free, now or soon."""
+    deadline = time.monotonic() + limit_s
+    while ray.available_resources().get("CPU", 0) != expected:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def no_group_is_left() -> bool:
+    return all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
+
+
+def test_every_rank_answers_and_everything_is_given_back(cluster: None) -> None:
+    total = ray.cluster_resources()["CPU"]
+    results = RayGang(2, "cpu").run(jobs.describe, 10)
+    assert [(r["rank"], r["world_size"], r["local_rank"], r["sum"], r["source"]) for r in results] == [
+        (0, 2, 0, 21, "ray"),
+        (1, 2, 1, 21, "ray"),
+    ]
+    assert all(result["resolved"] is True for result in results)
+    assert jobs.all_end([result["pid"] for result in results])
+    assert no_group_is_left()
+    assert free_cpus(total)
+
+
+def test_nothing_of_a_private_cluster_listens_beyond_loopback(cluster: None) -> None:
+    node = ray.nodes()[0]
+    assert node["NodeManagerAddress"] == "127.0.0.1"
+    addresses = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    for address in addresses - {"127.0.0.1", "127.0.1.1"}:
+        for port in (node["NodeManagerPort"], int(ray.get_runtime_context().gcs_address.rpartition(":")[2])):
+            with pytest.raises(OSError):
+                socket.create_connection((address, port), timeout=2)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [("raise", "ValueError: the tensor has a hole"), ("SIGKILL", "the process (pid ")],
+)
+def test_the_first_failure_is_named_and_ends_the_gang(cluster: None, how: str, cause: str, tmp_path: Path) -> None:
+    total = ray.cluster_resources()["CPU"]
+    with pytest.raises(GangError) as caught:
+        RayGang(2, "cpu").run(jobs.fail, 1, how, str(tmp_path))
+    message = str(caught.value)
+    assert message.startswith(f"rank 1 on node 127.0.0.1 failed: {cause}")
+    assert ("in fail" in message) == (how == "raise")
+    assert ("died: killed by a signal" in message) == (how != "raise")
+    assert jobs.all_end(jobs.pids_in(tmp_path, 2))
+    assert no_group_is_left()
+    assert free_cpus(total)
+
+
+def test_inside_a_placement_group_it_uses_that_one(cluster: None) -> None:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = ray.util.placement_group([{"CPU": 1}, {"CPU": 2}])
+    ray.get(group.ready(), timeout=30)
+    strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+    kind: Any = ray.remote
+    caller = kind(num_cpus=0, scheduling_strategy=strategy)(run_inside)
+    try:
+        sums, groups, refusal = ray.get(caller.remote(), timeout=120)
+    finally:
+        ray.util.remove_placement_group(group)
+    assert sums == [1, 1]
+    assert groups == 1
+    assert "asks for 4 CPUs (one a worker) and there are 3 in the placement group this process runs in" in refusal
+
+
+def run_inside() -> tuple[list[int], int, str]:
+    """In a task of the placement group: a gang that fits, the groups there are while it is done, and one too large."""
+    results = RayGang(2, "cpu").run(jobs.describe, 0)
+    groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+    with pytest.raises(GangError) as caught:
+        RayGang(4, "cpu").run(jobs.describe, 0)
+    return [result["sum"] for result in results], len(groups), str(caught.value)
+
+
+@pytest.mark.parametrize(("world_size", "device", "asked"), [(99, "cpu", "99 CPUs"), (1, "cuda", "1 GPUs")])
+def test_too_little_room_is_said_at_once(cluster: None, world_size: int, device: str, asked: str) -> None:
+    if device == "cuda" and ray.cluster_resources().get("GPU", 0):
+        pytest.skip("this machine has GPUs")
+    started = time.monotonic()
+    with pytest.raises(GangError) as caught:
+        RayGang(world_size, device)
+    assert time.monotonic() - started < 2
+    assert f"the gang asks for {asked} (one a worker) and there are" in str(caught.value)
+    assert "free of" in str(caught.value)
+    assert no_group_is_left()
+
+
+def test_ctrl_c_ends_workers_and_cluster(tmp_path: Path) -> None:
+    code = "import sys; from moe_ep.launch.ray_gang import RayGang; from tests.launch import jobs\n"
+    driver = jobs.start_python(code + "RayGang(1, 'cpu').run(jobs.hang, sys.argv[1])", str(tmp_path))
+    pids = jobs.pids_in(tmp_path, 1)
+    session = session_pids(driver.pid)
+    assert len(session) > 3
+    os.killpg(driver.pid, signal.SIGINT)
+    _, errors = driver.communicate(timeout=30)
+    assert "KeyboardInterrupt" in errors
+    assert jobs.all_end(pids)
+    assert jobs.all_end(session)
+
+
+def session_pids(leader: int) -> list[int]:
+    """Processes of the session that `leader` leads: the driver, and the cluster it started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and os.getsid(int(entry.name)) == leader:
+                found.append(int(entry.name))
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def test_nothing_answers_at_the_address() -> None:
+    with pytest.raises(GangError, match="no Ray cluster answers at 127.0.0.1:9"):
+        if ray.is_initialized():
+            ray.shutdown()
+        RayGang(1, "cpu", address="127.0.0.1:9")
