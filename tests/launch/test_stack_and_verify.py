@@ -1,0 +1,117 @@
+"""The stack of MoE layers against the plain reference, on one rank; and that the reference notices what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear, silu
+
+from moe_ep import verify
+from moe_ep.checkpoint import CheckpointReader, model_spec
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.errors import ConfigError
+from moe_ep.methods import OnlineIntConfig
+from moe_ep.stack import MoEStack
+from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_experts": None,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.5,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3-not-renormalized": {"norm_topk_prob": False},
+    "qwen3-gptq": {"quantization_config": GPTQ},
+    "deepseek-v3": DEEPSEEK,
+}
+
+
+def check(
+    directory: Path, dtype: torch.dtype, quantize: str = "none", disturb: float = 0.0
+) -> dict[int, tuple[float, float]]:
+    """Layer -> (error, tolerance) of a stack on one rank; `disturb` is added to one number of every output."""
+    reader = CheckpointReader(directory)
+    spec = model_spec(reader.config)
+    with torch.inference_mode():
+        stack = MoEStack(reader, spec, FusedMoEParallelConfig(), dtype=dtype, quantize=quantize, max_num_tokens=16)
+        x = torch.randn(16, spec.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+        errors = {}
+
+        def observe(layer: int, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+            group_size = getattr(stack.layers()[layer].moe.quant_method, "group_size", 0)
+            online = (dtype, group_size) if quantize == "int4" else None
+            reference = verify.reference_moe(reader, spec, layer, hidden_states, online)
+            output = output.clone()
+            output[3, 5] += disturb * reference.abs().max()
+            errors[layer] = verify.max_relative_error(output, reference), verify.tolerance(dtype)
+
+        result = stack(x, observe)
+    assert result.shape == x.shape and result.dtype == dtype
+    assert list(errors) == list(spec.moe_layers)
+    return errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_is_what_the_reference_says(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", qwen3_config(**FAMILIES[family]))
+    for error, allowed in check(tmp_path / "model", dtype).values():
+        assert error <= allowed
+
+
+def test_quantized_on_load(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    for error, allowed in check(tmp_path / "model", torch.float32, "int4").values():
+        assert error <= allowed
+    assert OnlineIntConfig().bits == 4
+
+
+def test_quantizing_what_is_quantized_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", qwen3_config(quantization_config=GPTQ))
+    with pytest.raises(ConfigError, match="quantized already"):
+        check(tmp_path / "model", torch.float32, "int4")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_wrong_number_is_noticed(dtype: torch.dtype, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    for error, allowed in check(tmp_path / "model", dtype, disturb=0.1).values():
+        assert error > allowed
+
+
+def test_what_is_not_finite_is_an_infinite_error() -> None:
+    assert verify.max_relative_error(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
+    assert verify.max_relative_error(torch.zeros(0, 4), torch.zeros(0, 4)) == 0.0
+    assert verify.max_relative_error(torch.tensor([1.0, 4.5]), torch.tensor([1.0, 4.0])) == 0.125
+
+
+def test_the_reference_is_the_sum_it_says(tmp_path: Path) -> None:
+    """One token by hand, from the tensors on disk."""
+    tensors = make_checkpoint(tmp_path / "model")
+    reader = CheckpointReader(tmp_path / "model")
+    spec = model_spec(reader.config)
+    x = torch.randn(1, spec.hidden_size)
+    scores = linear(x, tensors["model.layers.1.mlp.gate.weight"].float()).softmax(-1)[0]
+    best = scores.argsort(descending=True)[: spec.top_k].tolist()
+    expected = torch.zeros_like(x)
+    for expert in best:
+        gate, up, down = (
+            tensors[f"model.layers.1.mlp.experts.{expert}.{name}.weight"].float()
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        output = linear(silu(linear(x, gate)) * linear(x, up), down)
+        expected += scores[expert] / scores[best].sum() * output
+    torch.testing.assert_close(verify.reference_moe(reader, spec, 1, x), expected)
