@@ -1,0 +1,202 @@
+"""Packing, weighting and summing of rows as Triton kernels; `moe_ep.kernels.dispatch_rows` is how they are called."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# A thread moves 16 bytes at a time. Rows are split until there are this many programs, to occupy a large GPU twice.
+_VECTOR_BYTES = 16
+_WARP = 32
+_ENOUGH_PROGRAMS = 264
+
+
+def row_blocks(num_rows: int, num_columns: int, element_size: int) -> tuple[int, int]:
+    """(columns of one program, its warps) for a kernel with a program for every row and block of columns.
+
+    Example: bf16, 7168 columns: 4096 rows give (1024, 4), one row gives (256, 1).
+    """
+    per_warp = _WARP * _VECTOR_BYTES // element_size
+    num_warps = 4
+    while num_warps > 1 and (
+        per_warp * num_warps // 2 >= num_columns
+        or num_rows * triton.cdiv(num_columns, per_warp * num_warps) < _ENOUGH_PROGRAMS
+    ):
+        num_warps //= 2
+    return per_warp * num_warps, num_warps
+
+
+def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same rows as words of the widest integer type that fits all of them, for kernels that only copy.
+
+    All tensors have one dtype and end in a contiguous dimension of one length; other strides may differ.
+    """
+    size = tensors[0].element_size()
+    row_bytes = tensors[0].size(-1) * size
+    for word in (torch.int32, torch.int16):
+        if word.itemsize >= size and all(
+            (length * size) % word.itemsize == 0
+            for tensor in tensors
+            for length in (*tensor.stride()[:-1], tensor.storage_offset(), row_bytes // size)
+        ):
+            return tuple(tensor.view(word) for tensor in tensors)
+    return tensors if size == 1 else tuple(tensor.view(torch.uint8) for tensor in tensors)
+
+
+@triton.jit
+def _pack_rows_kernel(
+    rows_ptr,
+    ids_ptr,
+    weights_ptr,
+    owners_ptr,
+    slots_ptr,
+    send_rows_ptr,
+    send_meta_ptr,
+    num_columns,
+    num_experts,
+    row_stride,
+    send_stride,
+    NUM_RANKS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies one block of one token's row to every rank that needs it, reading it once.
+
+    Before: rows `[T, W]` words, ids int32 and weights f32 `[T, TOPK]`, slots int32 `[T, NUM_RANKS]`. After: send_rows
+    `[M, W]`, send_meta int32 `[M, 2 * TOPK]`. Program (t, 0) also writes ids and weights.
+
+    Example: owners [0, 1], ids [[0, 1]], slots [[0, 1]]: rows 0 and 1 are the token, their ids [0, -1] and [-1, 1].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(rows_ptr + token * row_stride + column, mask=column < num_columns, other=0)
+    slot = tl.arange(0, BLOCK_TOPK)
+    in_slots = slot < TOPK
+    expert = tl.load(ids_ptr + token * TOPK + slot, mask=in_slots, other=-1)
+    exists = (expert >= 0) & (expert < num_experts)
+    owner = tl.load(owners_ptr + expert, mask=exists, other=-1)
+    weight = tl.load(weights_ptr + token * TOPK + slot, mask=in_slots, other=0.0)
+    for rank in tl.static_range(NUM_RANKS):
+        target = tl.load(slots_ptr + token * NUM_RANKS + rank).to(tl.int64)
+        bound = tl.where(target >= 0, num_columns, 0)
+        tl.store(send_rows_ptr + target * send_stride + column, values, mask=column < bound)
+        if block == 0:
+            meta = send_meta_ptr + target * (2 * TOPK) + slot
+            writes = slot < tl.where(target >= 0, TOPK, 0)
+            tl.store(meta, tl.where(owner == rank, expert, -1), mask=writes)
+            theirs = tl.where(owner == rank, weight, 0.0)
+            tl.store(meta + TOPK, theirs.to(tl.int32, bitcast=True), mask=writes)
+
+
+@triton.jit
+def _weighted_rows_kernel(
+    source_ptr,
+    slots_ptr,
+    weights_ptr,
+    target_ptr,
+    num_columns,
+    source_stride,
+    target_stride,
+    TOPK: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    ALWAYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """target[i] = sum over j of weights[i, j] * source[slots[i, j]], in f32, for one block of columns.
+
+    Before: source `[X, K]`, slots int32 and weights f32 `[M, TOPK]`. After: target `[M, K]`. Slots of -1 are masked out
+    of the loads. A row without any is left alone, or with ALWAYS set to zero.
+
+    Example: slots [[2, -1]], weights [[.5, ?]]: target[0] = .5 * source[2].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    some = 0
+    for slot in tl.static_range(TOPK):
+        index = tl.load(slots_ptr + row * TOPK + slot).to(tl.int64)
+        bound = tl.where(index >= 0, num_columns, 0)
+        values = tl.load(source_ptr + index * source_stride + column, mask=column < bound, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            values = values * tl.load(weights_ptr + row * TOPK + slot)
+        total += tl.where(index >= 0, values, 0.0)
+        some += tl.where(index >= 0, 1, 0)
+    bound = num_columns
+    if not ALWAYS:
+        bound = tl.where(some > 0, num_columns, 0)
+    target = target_ptr + row * target_stride + column
+    tl.store(target, total.to(target_ptr.dtype.element_ty), mask=column < bound)
+
+
+def triton_pack_rows(
+    rows: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    owners: torch.Tensor,
+    slots: torch.Tensor,
+    send_rows: torch.Tensor,
+    send_meta: torch.Tensor,
+) -> None:
+    """Arguments as in `pack_rows`, not checked."""
+    rows, send_rows = as_words(rows, send_rows)
+    num_tokens, num_columns = rows.shape
+    topk = topk_ids.size(1)
+    block, num_warps = row_blocks(num_tokens, num_columns, rows.element_size())
+    with torch.cuda.device_of(rows):
+        _pack_rows_kernel[(num_tokens, triton.cdiv(num_columns, block))](
+            rows,
+            topk_ids,
+            topk_weights,
+            owners,
+            slots,
+            send_rows,
+            send_meta,
+            num_columns,
+            owners.numel(),
+            rows.stride(0),
+            send_rows.stride(0),
+            NUM_RANKS=slots.size(1),
+            TOPK=topk,
+            BLOCK_TOPK=triton.next_power_of_2(topk),
+            BLOCK=block,
+            num_warps=num_warps,
+        )
+
+
+def triton_weighted_rows(
+    expert_output: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None, send_rows: torch.Tensor
+) -> None:
+    """Arguments as in `weighted_rows`, not checked; rows without a slot are left alone."""
+    _launch_weighted_rows(expert_output, slots, weights, send_rows, always=False)
+
+
+def triton_sum_rows(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) -> None:
+    """Arguments as in `sum_rows`, not checked."""
+    _launch_weighted_rows(received, slots, None, output, always=True)
+
+
+def _launch_weighted_rows(
+    source: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None, target: torch.Tensor, always: bool
+) -> None:
+    """Products and sums are rounded one by one, not fused, so the bits are those of the plain form."""
+    num_rows, num_columns = target.shape
+    block, num_warps = row_blocks(num_rows, num_columns, target.element_size())
+    with torch.cuda.device_of(target):
+        _weighted_rows_kernel[(num_rows, triton.cdiv(num_columns, block))](
+            source,
+            slots,
+            weights,
+            target,
+            num_columns,
+            source.stride(0),
+            target.stride(0),
+            TOPK=slots.size(1),
+            HAS_WEIGHTS=weights is not None,
+            ALWAYS=always,
+            BLOCK=block,
+            num_warps=num_warps,
+            enable_fp_fusion=False,
+        )

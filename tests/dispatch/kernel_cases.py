@@ -1,0 +1,194 @@
+"""Triton forms against plain ones, on inputs shared by the interpreter (CPU) and GPUs. Everything is bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_ep.dispatch import messages as messages_module
+from moe_ep.dispatch import payload
+from moe_ep.dispatch.messages import MessageLayout
+from moe_ep.expert_map import determine_expert_map, expert_owner_table
+from moe_ep.kernels import dispatch_rows, quantize, triton_dispatch_plan, triton_dispatch_rows, triton_quantize
+from moe_ep.kernels import triton_dispatch_messages as triton_messages
+
+# The interpreter truncates where it should round to bf16; only kernels that copy are run in bf16 there.
+ROUNDING_DTYPES = {"cpu": (torch.float32, torch.float16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    num_ranks: int
+    num_experts: int
+    topk: int
+    num_tokens: int
+    hidden_size: int
+    capacity: int
+    placement: str = "linear"
+
+
+INTERPRETER_CASES = [
+    Case(num_ranks=3, num_experts=7, topk=3, num_tokens=5, hidden_size=40, capacity=6, placement="round_robin"),
+    Case(num_ranks=2, num_experts=40, topk=1, num_tokens=3, hidden_size=130, capacity=3),
+    Case(num_ranks=4, num_experts=3, topk=2, num_tokens=0, hidden_size=33, capacity=2),
+]
+GPU_CASES = [
+    *INTERPRETER_CASES,
+    Case(num_ranks=8, num_experts=256, topk=8, num_tokens=128, hidden_size=7168, capacity=128),
+    Case(num_ranks=8, num_experts=256, topk=8, num_tokens=1, hidden_size=7168, capacity=128, placement="round_robin"),
+    Case(num_ranks=4, num_experts=130, topk=32, num_tokens=77, hidden_size=2880, capacity=200),
+    Case(num_ranks=16, num_experts=64, topk=6, num_tokens=1500, hidden_size=1001, capacity=1500),
+]
+
+
+def inputs(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids int32 with some -1 and repeats, weights f32, owners)."""
+    generator = torch.Generator().manual_seed(case.num_tokens + case.topk)
+    shape = (case.num_tokens, case.topk)
+    ids = torch.randint(-1, case.num_experts, shape, generator=generator, dtype=torch.int32)
+    if case.num_tokens > 2:
+        ids[1] = -1
+        ids[2] = case.num_experts - 1
+    weights = torch.rand(shape, generator=generator)
+    owners = expert_owner_table(case.num_ranks, case.num_experts, case.placement)
+    return ids.to(device), weights.to(device), owners.to(device)
+
+
+def draw_rows(num_rows: int, hidden_size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_rows)
+    return torch.randn(num_rows, hidden_size, generator=generator).to(device, dtype)
+
+
+def check_quantize(case: Case, device: str) -> None:
+    for dtype in ROUNDING_DTYPES[device]:
+        rows = draw_rows(case.num_tokens, case.hidden_size, dtype, device)
+        rows *= torch.logspace(-4, 3, case.hidden_size, device=device).to(dtype)
+        if case.num_tokens > 2:
+            rows[0, 0], rows[1], rows[2, -1] = float("nan"), 0.0, float("inf")
+        if not case.num_tokens:
+            continue
+        empty = torch.zeros(
+            (case.num_tokens, quantize.quantized_row_bytes(case.hidden_size)), dtype=torch.uint8, device=device
+        )
+        expected = quantize.quantize_rows_reference(rows, empty.clone())
+        found = triton_quantize.triton_quantize_rows(rows, empty.clone())
+        assert torch.equal(found, expected)
+        back = quantize.dequantize_rows_reference(expected, torch.empty_like(rows))
+        found_back = triton_quantize.triton_dequantize_rows(expected, torch.empty_like(rows))
+        assert torch.equal(bits(found_back), bits(back))
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """Comparable bits: NaN is one value, zeros keep their sign."""
+    canonical = torch.where(values.isnan(), torch.full_like(values, float("nan")), values)
+    return canonical.view(torch.int16 if values.element_size() == 2 else torch.int32)
+
+
+def check_plan(case: Case, device: str) -> None:
+    ids, _, owners = inputs(case, device)
+    if not case.num_tokens:
+        return
+    for capacity in (None, case.capacity):
+        expected = payload.send_plan_reference(ids, owners, case.num_ranks, capacity)
+        slots, counts = triton_dispatch_plan.triton_send_plan(ids, owners, case.num_ranks, capacity)
+        assert torch.equal(slots, expected.slots)
+        assert torch.equal(counts, expected.counts)
+
+
+def check_pack_rows(case: Case, device: str) -> None:
+    ids, weights, owners = inputs(case, device)
+    if not case.num_tokens:
+        return
+    slots, counts = payload.send_plan_reference(ids, owners, case.num_ranks)
+    num_rows = int(counts.sum())
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        rows = (draw_rows(case.num_tokens, case.hidden_size, torch.float32, device) * 10).to(dtype)
+        made = []
+        for pack in (dispatch_rows.pack_rows_reference, triton_dispatch_rows.triton_pack_rows):
+            send_rows = rows.new_zeros((num_rows, case.hidden_size))
+            send_meta = ids.new_full((num_rows, 2 * case.topk), 7)
+            pack(rows, ids, weights, owners, slots, send_rows, send_meta)
+            made.append((send_rows, send_meta))
+        assert torch.equal(made[0][0], made[1][0])
+        assert torch.equal(made[0][1], made[1][1])
+
+
+def check_weighted_and_sum(case: Case, device: str) -> None:
+    ids, weights, owners = inputs(case, device)
+    if not case.num_tokens:
+        return
+    slots = payload.send_plan_reference(ids, owners, case.num_ranks, case.capacity).slots
+    for dtype in ROUNDING_DTYPES[device]:
+        received = draw_rows(case.num_ranks * case.capacity, case.hidden_size, dtype, device)
+        named = torch.zeros(len(received), dtype=torch.bool, device=device)
+        named[slots[slots >= 0].long()] = True
+        received[~named] = float("nan")
+        made = []
+        for add in (dispatch_rows.sum_rows_reference, triton_dispatch_rows.triton_sum_rows):
+            output = received.new_full((case.num_tokens, case.hidden_size), float("nan"))
+            add(received, slots, output)
+            made.append(output)
+        assert not made[0].isnan().any()
+        assert torch.equal(made[0], made[1])
+
+        source = draw_rows(case.num_experts, case.hidden_size, dtype, device)
+        for factors in (weights, None):
+            targets = [received.new_zeros((case.num_tokens, case.hidden_size)) for _ in range(2)]
+            dispatch_rows.weighted_rows_reference(source, ids, factors, targets[0])
+            triton_dispatch_rows.triton_weighted_rows(source, ids, factors, targets[1])
+            assert torch.equal(targets[0], targets[1])
+
+
+def check_messages(case: Case, device: str) -> None:
+    ids, weights, owners = inputs(case, device)
+    dtypes = [(dtype, False) for dtype in (torch.float32, torch.bfloat16)]
+    dtypes += [(dtype, True) for dtype in ROUNDING_DTYPES[device][1:]]
+    for dtype, quantized in dtypes:
+        rows = draw_rows(case.num_tokens, case.hidden_size, dtype, device)
+        if quantized:
+            rows = quantize.quantize_rows(rows)
+        layout = MessageLayout(case.num_experts, case.capacity, case.topk, rows.size(1) * rows.element_size())
+        expected, found = (layout.empty(case.num_ranks, ids.device).zero_() for _ in range(2))
+        slots = messages_module.pack_messages_reference(rows, ids, weights, owners, layout, expected)
+        views = layout.rows(found), layout.meta(found), layout.header(found)
+        assert torch.equal(triton_messages.triton_pack_messages(rows, ids, weights, owners, *views), slots)
+        assert torch.equal(found, expected)
+        for receiver in range(case.num_ranks):
+            _check_open(case, layout, expected, receiver, dtype, quantized)
+
+
+def _check_open(
+    case: Case, layout: MessageLayout, sent: torch.Tensor, receiver: int, dtype: torch.dtype, quantized: bool
+) -> None:
+    """As if every rank had sent what this one did, each a token less than the one before."""
+    received = sent[receiver].repeat(case.num_ranks, 1)
+    for source in range(1, min(case.num_ranks, case.num_tokens)):
+        gone = layout.meta(received)[source, source - 1 : source]
+        chose = gone[0, 0][gone[0, 0] >= 0].unique().long()
+        later = layout.meta(received)[source, source:]
+        later[:, 1] -= (later[:, 0][:, :, None] == chose).any(dim=2).int()
+        gone[0, 0] = -1
+        layout.header(received)[source, chose] -= 1
+    num_local, expert_map, _ = determine_expert_map(case.num_ranks, receiver, case.num_experts, case.placement)
+    expert_map = None if expert_map is None else expert_map.to(sent.device)
+    made = []
+    for name in ("plain", "triton"):
+        batch = torch.zeros(num_local, case.num_ranks * case.capacity, case.hidden_size, dtype=dtype, device=sent.device)
+        if name == "plain":
+            opened = tuple(messages_module.open_messages_reference(received, layout, expert_map, batch, quantized))
+        else:
+            views = layout.rows(received), layout.meta(received), layout.header(received)
+            opened = triton_messages.triton_open_messages(*views, expert_map, batch, quantized)
+        made.append((batch, *opened))
+    for expected, found in zip(*made, strict=True):
+        assert torch.equal(found, expected)
+
+
+def check_all(device: str, cases: list[Case]) -> None:
+    for case in cases:
+        check_quantize(case, device)
+        check_plan(case, device)
+        check_pack_rows(case, device)
+        check_weighted_and_sum(case, device)
+        check_messages(case, device)
