@@ -39,9 +39,9 @@ def layer_groups(
         ValueError: EP or TP is asked for and the group has other than dp_size * tp_size ranks.
     """
     sizes = parallel_config
-    if not is_initialized() or (sizes.ep_size == 1 and sizes.tp_size == 1):
+    group = (process_group or dist.group.WORLD) if is_initialized() else None
+    if group is None or (sizes.ep_size == 1 and sizes.tp_size == 1):
         return LayerGroups(None, None)
-    group = process_group or dist.distributed_c10d._get_default_group()
     num_ranks = dist.get_world_size(group)
     if num_ranks != sizes.dp_size * sizes.tp_size:
         raise ValueError(
