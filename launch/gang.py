@@ -106,7 +106,7 @@ def run_rank(
         set_up_logging()
         if rank_env.source in ("ray", "local"):
             rank_env.export()
-        torch.set_num_threads(max(1, num_cpus() // rank_env.local_world_size))
+        torch.set_num_threads(_num_threads(rank_env))
         ranks.init_process_group(rank_env, timeout_s=timeout_s, store=store)
         value = fn(rank_env, *args)
         ranks.destroy_process_group()
@@ -162,6 +162,14 @@ def not_enough(kind: str, asked: int, there: str) -> GangError:
 def num_cpus() -> int:
     """CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _num_threads(rank_env: RankEnv) -> int:
+    """This rank's share of the cores, or what OMP_NUM_THREADS says where that is less and the user's word: Ray sets it
+    for every actor."""
+    share = max(1, num_cpus() // rank_env.local_world_size)
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return min(share, int(asked)) if asked.isdecimal() and int(asked) and rank_env.source != "ray" else share
 
 
 def num_local_gpus() -> int:

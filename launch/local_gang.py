@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -45,16 +46,18 @@ class LocalGang(Gang):
         self.world_size = world_size
         self._device = device
         self._timeout_s = timeout_s
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed"])
+        # It imports torch while the driver does something else.
+        forkserver.ensure_running()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
         workers: dict[Connection, tuple[int, ForkServerProcess]] = {}
         display = progress.ProgressDisplay()
         try:
             for rank in range(self.world_size):
-                ours, theirs = context.Pipe()
-                process = context.Process(
+                ours, theirs = self._context.Pipe()
+                process = self._context.Process(
                     target=_serve, args=(theirs, self._rank_env(rank), self._timeout_s, fn, args), daemon=True
                 )
                 process.start()

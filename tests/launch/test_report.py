@@ -1,0 +1,119 @@
+"""The report of a run, from accounts made up here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from moe_ep.launch.report import RankReport, RunReport, percentile
+from moe_ep.launch.run_config import RunConfig, read_texts
+
+
+def account(rank: int, errors: dict[int, float], **changes: Any) -> RankReport:
+    """Of one of two ranks with two layers and two steps; rank 1 is the slower one."""
+    stage = {name: float(i + 1 + 10 * rank) for i, name in enumerate(("route", "dispatch", "experts", "combine"))}
+    values: dict[str, Any] = {
+        "rank": rank,
+        "node": "n",
+        "device": "cpu",
+        "device_name": "a processor",
+        "experts": [[0, 1, 2], [3, 5]][rank],
+        "num_tokens": 10 * (rank + 1),
+        "backend": "all_to_all",
+        "experts_name": "ReferenceExperts",
+        "load_s": 0.5,
+        "bytes_read": 100,
+        "versions": {"torch": "0"},
+        "model": {
+            "path": "model",
+            "family": "qwen3_moe",
+            "moe_layers": [1, 3],
+            "num_experts": 5,
+            "top_k": 2,
+            "hidden_size": 8,
+            "intermediate_size": 4,
+            "quantization": "none",
+        },
+        "dtype": "float32",
+        "tolerance": 1e-4,
+        "memory_bytes": 2**20,
+        "stage_ms": [[stage, stage], [stage, {name: 2 * ms for name, ms in stage.items()}]],
+        "step_ms": [100.0, 200.0 + rank],
+        "loads": [[[30, 30], [60, 0]]] * 2,
+        "balancedness": [[1.0, 0.5]] * 2,
+        "overall_balancedness": 0.667,
+        "errors": errors,
+    }
+    return RankReport(**(values | changes))
+
+
+def report(errors_0: dict[int, float], errors_1: dict[int, float]) -> RunReport:
+    return RunReport(RunConfig(), "local", [account(0, errors_0), account(1, errors_1)])
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [([], 0.5, 0.0), ([3.0], 0.99, 3.0), ([4, 1, 3, 2], 0.5, 2), (list(range(1, 101)), 0.99, 99), ([1, 2, 3], 0.5, 2)],
+)
+def test_percentile(values: list[float], share: float, expected: float) -> None:
+    assert percentile(values, share) == expected
+
+
+def test_times_are_those_of_the_slowest_rank() -> None:
+    summary = report({1: 1e-6}, {3: 2e-6}).summary()
+    assert summary["ms"]["dispatch"] == {"median": 12.0, "p99": 24.0, "max": 24.0}
+    assert summary["step_ms"] == {"median": 100.0, "p99": 201.0}
+    assert summary["tokens_per_s"] == pytest.approx(30 * 2 / 0.301)
+    assert summary["verify"] == {"max_relative_error": 2e-6, "tolerance": 1e-4, "passed": True}
+
+
+def test_json_lines() -> None:
+    lines = [json.loads(line) for line in report({1: 1e-6}, {3: float("inf")}).json_lines()]
+    assert [(line["step"], line["layer"]) for line in lines[:-1]] == [(0, 1), (0, 3), (1, 1), (1, 3)]
+    assert lines[0]["ms_per_rank"]["route"] == [1.0, 11.0] and lines[0]["ms"]["route"] == 11.0
+    assert lines[0]["max_relative_error"] == 1e-6
+    assert lines[1]["max_relative_error"] is None
+    assert lines[-1]["verify"] == {"max_relative_error": None, "tolerance": 1e-4, "passed": False}
+
+
+@pytest.mark.parametrize(
+    ("errors_0", "errors_1", "verified", "words"),
+    [
+        ({1: 1e-6}, {3: 2e-6}, True, "verified: maximum relative error 2.00e-06 (layer 3)"),
+        ({1: 1e-6}, {3: 2e-2}, False, "NOT verified: maximum relative error 2.00e-02 (layer 3)"),
+        ({1: 1e-6}, {}, False, "NOT verified"),
+        ({}, {}, False, "verification: off"),
+    ],
+)
+def test_verified_means_every_layer_within_tolerance(
+    errors_0: dict[int, float], errors_1: dict[int, float], verified: bool, words: str
+) -> None:
+    made = report(errors_0, errors_1)
+    assert made.verified is verified
+    assert made.verification_line().startswith(words)
+
+
+def test_lines_of_the_terminal() -> None:
+    text = "\n".join(report({1: 1e-6}, {3: 2e-6}).lines())
+    assert "rank 1: 2 experts of every layer (3, 5), 20 tokens a step, node n, cpu" in text
+    assert "rank 0: 3 experts of every layer (0-2)" in text
+    assert ["3", "60", "0", "0.500"] in [line.split() for line in text.splitlines()]
+    assert max(map(len, text.splitlines())) <= 160
+
+
+def test_a_failed_verification_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    from moe_ep.launch.commands.run import _tell
+
+    assert _tell(RunConfig(), report({1: 1e-6}, {3: 2e-2})) == 1
+    assert capsys.readouterr().err.startswith("moe-ep run: NOT verified: maximum relative error 2.00e-02")
+    assert _tell(RunConfig(verify=False), report({}, {})) == 0
+
+
+def test_texts_of_json_take_turns_by_branch(tmp_path: Any) -> None:
+    file = tmp_path / "texts"
+    file.write_text(json.dumps({"a": ["1", {"x": "2"}], "b": ["3"], "c": 4}))
+    assert read_texts(file) == ["1", "3", "2"]
+    file.write_text("not { json")
+    assert read_texts(file) == ["not { json"]

@@ -1,0 +1,211 @@
+"""moe-ep run for real, through each launcher: what it prints, what it writes, and that it verifies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ep.launch.cli import main
+from moe_ep.registry import ALL2ALL_BACKENDS
+from tests.checkpoint.checkpoints import make_checkpoint
+from tests.launch import jobs
+from tests.launch.test_ray_gang import session_pids
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of the module's own, so that the demo checkpoint is made here."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_EP_CACHE_DIR", str(folder))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    from moe_ep.launch import ray_cluster
+
+    assert ray_cluster.connect(None, 4)
+    yield
+    ray.shutdown()
+
+
+def run(capsys: pytest.CaptureFixture[str], file: Path, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
+    """The terminal's text and the JSON lines of a run that succeeds."""
+    code = main(["run", "--steps", str(STEPS), "--json", str(file), *arguments])
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    return output.out, [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def check_lines(lines: list[dict[str, Any]], world_size: int, num_tokens: int, top_k: int = 4) -> dict[str, Any]:
+    """What every run's lines must hold; returns the summary."""
+    *layers, summary = lines
+    assert [line["kind"] for line in lines] == ["layer"] * len(layers) + ["summary"]
+    expected = [(step, layer) for step in range(STEPS) for layer in summary["model"]["moe_layers"]]
+    assert [(line["step"], line["layer"]) for line in layers] == expected
+    for line in layers:
+        assert len(line["tokens_per_rank"]) == world_size
+        assert sum(line["tokens_per_rank"]) == num_tokens * top_k
+        mean, most = sum(line["tokens_per_rank"]) / world_size, max(line["tokens_per_rank"])
+        assert line["balancedness"] == pytest.approx(mean / most)
+        for stage in ("route", "dispatch", "experts", "combine"):
+            assert line["ms"][stage] == max(line["ms_per_rank"][stage]) > 0
+    assert summary["ep_size"] == world_size == len(summary["memory_bytes_per_rank"])
+    assert sum(summary["num_tokens_per_rank"]) == num_tokens
+    placed = [expert for place in summary["placement"] for expert in place["experts"]]
+    assert sorted(placed) == list(range(summary["model"]["num_experts"]))
+    assert summary["tokens_per_s"] > 0
+    assert summary["versions"]["torch"]
+    return summary
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("launcher", ["local", "torchrun", "ray"])
+def test_the_demo_checkpoint_is_verified(
+    launcher: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    if launcher == "ray":
+        request.getfixturevalue("cluster")
+    arguments = f"--device cpu --launcher {launcher} --ep-size {world_size} --tokens-per-rank 8".split()
+    text, lines = run(capsys, tmp_path / "out.jsonl", *arguments)
+    summary = check_lines(lines, world_size, 8 * world_size)
+    assert summary["launcher"] == launcher
+    assert summary["verify"]["passed"] is True
+    assert summary["verify"]["max_relative_error"] <= summary["verify"]["tolerance"] == 1e-4
+    assert summary["model"]["quantization"] == "gptq"
+    per_rank = 32 // world_size
+    for rank in range(world_size):
+        first = per_rank * rank
+        assert f"rank {rank}: {per_rank} experts of every layer ({first}-{first + per_rank - 1})" in text
+    for word in ("tokens/s", "balancedness", "memory per rank", "verified: maximum relative error", "dispatch"):
+        assert word in text
+
+
+@pytest.mark.parametrize("backend", [name for name in ALL2ALL_BACKENDS if name != "no_ep"])
+def test_every_backend_is_verified_with_uneven_tokens(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if reason := ALL2ALL_BACKENDS.load(backend).unusable_reason():
+        pytest.skip(reason)
+    arguments = f"--device cpu --launcher local --ep-size 3 --backend {backend} --tokens-per-rank 7,0,3".split()
+    _, lines = run(capsys, tmp_path / "out.jsonl", *arguments)
+    summary = check_lines(lines, 3, 10)
+    assert summary["backend"] == backend
+    assert summary["verify"]["passed"] is True
+    assert [len(place["experts"]) for place in summary["placement"]] == [11, 11, 10]
+
+
+def test_text_becomes_tokens_and_short_text_goes_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.json"
+    text.write_text(json.dumps({"english": ["Tokens travel to the experts."], "python": ["import os\n", "x = 1\n"]}))
+    arguments = f"--device cpu --launcher local --ep-size 2 --tokens-per-rank 40 --text {text}".split()
+    _, lines = run(capsys, tmp_path / "out.jsonl", *arguments)
+    summary = check_lines(lines, 2, 80)
+    assert summary["text"] == str(text)
+    assert summary["verify"]["passed"] is True
+
+
+def test_plain_weights_quantized_on_load_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "model")
+    arguments = f"--model {tmp_path / 'model'} --quantize int4 --dtype bf16 --device cpu --launcher local".split()
+    _, lines = run(capsys, tmp_path / "out.jsonl", *arguments, "--ep-size", "2", "--tokens-per-rank", "9")
+    summary = check_lines(lines, 2, 18, top_k=2)
+    assert summary["dtype"] == "bfloat16"
+    assert summary["verify"]["passed"] is True
+
+
+def test_the_seed_decides_the_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loads = []
+    for seed in ("1", "1", "2"):
+        arguments = f"--device cpu --launcher local --ep-size 2 --no-verify --seed {seed}".split()
+        text, lines = run(capsys, tmp_path / "out.jsonl", *arguments)
+        assert "verification: off" in text and lines[-1]["verify"] is None
+        loads.append([line["tokens_per_rank"] for line in lines[:-1]])
+    assert loads[0] == loads[1] != loads[2]
+
+
+def test_a_checkpoint_that_lacks_a_tensor_ends_in_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    make_checkpoint(tmp_path / "model", tensors={name: None})
+    arguments = f"run --model {tmp_path / 'model'} --device cpu --launcher local --ep-size 2".split()
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("moe-ep run: rank 1 on node ")
+    assert name in error
+    assert error.count("\n") == 1
+
+
+def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--launcher", "local", "--device", "cuda", "--ep-size", "99"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("moe-ep run: the gang asks for 99 GPUs (one a worker) and there are ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+def test_ctrl_c_ends_with_code_130_and_nobody_left(launcher: str) -> None:
+    arguments = f"run --launcher {launcher} --device cpu --ep-size 2 --steps 1000000".split()
+    process = jobs.start_moe_ep(*arguments)
+    deadline = time.monotonic() + 60
+    while len(workers := session_pids(process.pid)) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(3)
+    workers = session_pids(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == 130, errors
+    assert (output, errors) == ("", "moe-ep run: interrupted\n")
+    assert jobs.all_end(workers)
+
+
+def test_two_torchrun_agents(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    where = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port} --rdzv-id=run --local-addr=127.0.0.1"
+    job = f"-m moe_ep.launch run --device cpu --steps {STEPS} --tokens-per-rank 8 --json {tmp_path / 'out.jsonl'}"
+    agents = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                *["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"],
+                *(where + " " + job).split(),
+            ],
+            cwd=jobs.ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    outputs = [agent.communicate(timeout=120) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert sum(output.count("verified: maximum relative error") for output, _ in outputs) == 1
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert check_lines(lines, 2, 16)["launcher"] == "torchrun"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_trained_model_and_real_text(world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, text = os.environ.get("MOE_EP_TEST_MODEL"), os.environ.get("MOE_EP_TEST_TEXT")
+    if not model or not text:
+        pytest.skip("MOE_EP_TEST_MODEL and MOE_EP_TEST_TEXT name no checkpoint and text")
+    arguments = f"--model {model} --text {text} --device cpu --launcher local --ep-size {world_size}".split()
+    _, lines = run(capsys, tmp_path / "out.jsonl", *arguments)
+    assert lines[-1]["verify"]["passed"] is True
