@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ep import env
 from moe_ep.errors import DispatchTimeoutError, GangError, MoeEpError
-from moe_ep.launch import rank_env as ranks
 from moe_ep.launch.rank_env import RankEnv
+from moe_ep.launch.rendezvous import destroy_process_group, init_process_group
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -107,9 +107,9 @@ def run_rank(
         if rank_env.source in ("ray", "local"):
             rank_env.export()
         torch.set_num_threads(_num_threads(rank_env))
-        ranks.init_process_group(rank_env, timeout_s=timeout_s, store=store)
+        init_process_group(rank_env, timeout_s=timeout_s, store=store)
         value = fn(rank_env, *args)
-        ranks.destroy_process_group()
+        destroy_process_group()
         return Outcome(value)
     except Exception as error:
         return Outcome(failure=failure_of(error, rank_env.rank))

@@ -31,7 +31,8 @@ from moe_ep.launch.gang import (
     run_rank,
     use_loopback_for_gloo,
 )
-from moe_ep.launch.rank_env import LOOPBACK, RankEnv, listen_store
+from moe_ep.launch.rank_env import LOOPBACK, RankEnv
+from moe_ep.launch.rendezvous import listen_store
 
 
 class LocalGang(Gang):

@@ -1,26 +1,14 @@
-"""Which rank this process is, and how its ranks find each other.
-
-`resolve_rank_env` looks at torchrun's variables, then Slurm's, then those a gang of ours sets for its workers, and
-else takes the process to be alone. `init_process_group` joins the ranks.
-"""
+"""Which rank this process is: by torchrun's variables, then Slurm's, then those a gang of ours sets for its workers;
+else the process is alone."""
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
-import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from datetime import timedelta
-from typing import TYPE_CHECKING
 
-from moe_ep import env
 from moe_ep.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
 # A gang sets these for its own workers; they are not for users.
@@ -174,127 +162,3 @@ def _tasks_on_node(tasks_per_node: str, node_rank: int) -> int:
             f"node(s); start through srun, or unset the SLURM variables to run alone"
         )
     return counts[node_rank]
-
-
-def listen_store(address: str, timeout_s: float | None = None) -> dist.TCPStore:
-    """A rendezvous store on a free port of one address of this machine, and on no other; `.port` says which."""
-    import torch.distributed as dist
-
-    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=_timeout(timeout_s),
-        master_listen_fd=listener.detach(),
-    )
-
-
-def init_process_group(
-    rank_env: RankEnv, device: str | None = None, timeout_s: float | None = None, store: dist.Store | None = None
-) -> dist.Store:
-    """Joins the default process group: gloo for CPU tensors, and NCCL too where the device is a GPU.
-
-    A second call for the same rank does nothing. After a restart by torchrun the ranks meet under a fresh prefix of
-    the store, so nothing of the attempt before is seen.
-
-    Args:
-        device: "cpu" or "cuda:<index>"; None takes rank_env.device.
-        timeout_s: deadline of start-up and of every collective; None takes MOE_EP_DISPATCH_TIMEOUT_S.
-        store: where the ranks meet, if somebody holds it already; None opens the one rank_env names.
-
-    Returns:
-        The store of this attempt.
-
-    Raises:
-        RuntimeError: the process is in a group of another size or rank already.
-    """
-    import torch
-    import torch.distributed as dist
-
-    timeout = _timeout(timeout_s)
-    if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (rank_env.rank, rank_env.world_size):
-            raise RuntimeError(
-                f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already and was asked to be rank "
-                f"{rank_env.rank} of {rank_env.world_size}; call destroy_process_group first"
-            )
-        return dist.distributed_c10d._get_default_store()
-    where = torch.device(device or rank_env.device)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    if store is None:
-        store = open_store(rank_env, timeout)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
-        store=store,
-        rank=rank_env.rank,
-        world_size=rank_env.world_size,
-        timeout=timeout,
-        device_id=where if where.type == "cuda" else None,
-    )
-    return store
-
-
-def destroy_process_group() -> None:
-    """Leaves the default process group; does nothing where there is none."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def open_store(rank_env: RankEnv, timeout: timedelta) -> dist.Store:
-    """The store that rank_env names; under torchrun, with a prefix that this attempt's ranks alone know."""
-    import torch.distributed as dist
-
-    if rank_env.world_size == 1 and rank_env.source == "single":
-        return dist.HashStore()
-    hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        rank_env.master_addr,
-        rank_env.master_port,
-        is_master=rank_env.rank == 0 and rank_env.source in ("torchrun", "slurm") and not hosted_by_agent,
-        timeout=timeout,
-        wait_for_workers=False,
-    )
-    if rank_env.source != "torchrun":
-        return store
-    return dist.PrefixStore(agree_on_attempt(store, rank_env.rank, rank_env.world_size, timeout), store)
-
-
-def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name for this attempt that its ranks share and no attempt before had.
-
-    torchrun keeps one store over restarts, and its restart counts differ between the node where a worker died and
-    the others, so neither will do. Each rank says hello with a word of its own; rank 0 answers to that very word
-    with the attempt's name and goes on until everybody has acknowledged that name, so a hello left over from
-    an attempt before is answered in vain and does no harm.
-    """
-    word = secrets.token_hex(8)
-    if rank != 0:
-        store.set(f"hello/{rank}", word)
-        answer = f"welcome/{rank}/{word}"
-        store.wait([answer], timeout)
-        name = store.get(answer).decode()
-        store.set(f"{name}/here/{rank}", "")
-        return name
-    name = f"attempt-{word}"
-    missing = set(range(1, world_size))
-    deadline = time.monotonic() + timeout.total_seconds()
-    while missing:
-        for peer in sorted(missing):
-            if store.check([f"{name}/here/{peer}"]):
-                missing.discard(peer)
-            elif store.check([f"hello/{peer}"]):
-                store.set(f"welcome/{peer}/{store.get(f'hello/{peer}').decode()}", name)
-        if missing and time.monotonic() > deadline:
-            raise TimeoutError(f"ranks {sorted(missing)} did not come within {timeout.total_seconds():g} s")
-        time.sleep(0.005)
-    return name
-
-
-def _timeout(timeout_s: float | None) -> timedelta:
-    return timedelta(seconds=env.DISPATCH_TIMEOUT_S.get() if timeout_s is None else timeout_s)

@@ -27,8 +27,9 @@ from moe_ep.launch.gang import (
     run_rank,
     use_loopback_for_gloo,
 )
-from moe_ep.launch.rank_env import LOOPBACK, RankEnv, listen_store
+from moe_ep.launch.rank_env import LOOPBACK, RankEnv
 from moe_ep.launch.ray_cluster import Slot, ip_key
+from moe_ep.launch.rendezvous import listen_store
 
 _START_LIMIT_S = 120.0
 _POLL_S = 0.5

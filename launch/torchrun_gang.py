@@ -22,7 +22,6 @@ from typing import Any
 
 from moe_ep.errors import GangError
 from moe_ep.launch import progress
-from moe_ep.launch import rank_env as ranks
 from moe_ep.launch.gang import (
     ECHO_GRACE_S,
     Gang,
@@ -38,6 +37,7 @@ from moe_ep.launch.gang import (
     use_loopback_for_gloo,
 )
 from moe_ep.launch.rank_env import RankEnv, resolve_rank_env
+from moe_ep.launch.rendezvous import init_process_group
 
 _CAUSE = "moe_ep/cause"
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -215,7 +215,7 @@ def _agree_on_failure(failure: WorkerFailure, store: Any) -> tuple[WorkerFailure
 def _gathered(rank_env: RankEnv, stores: list[Any], fn: Callable[..., Any], args: Sequence[Any]) -> list[Any] | None:
     import torch.distributed as dist
 
-    stores.append(ranks.init_process_group(rank_env))
+    stores.append(init_process_group(rank_env))
     value = fn(rank_env, *args)
     results: list[Any] | None = [None] * rank_env.world_size if rank_env.rank == 0 else None
     dist.gather_object(value, results)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_ep.launch import progress
-from moe_ep.launch.rank_env import RankEnv, destroy_process_group, init_process_group, resolve_rank_env
+from moe_ep.launch.rank_env import RankEnv, resolve_rank_env
+from moe_ep.launch.rendezvous import destroy_process_group, init_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 

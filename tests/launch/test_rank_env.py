@@ -10,15 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from moe_ep.errors import ConfigError
-from moe_ep.launch.rank_env import (
-    RankEnv,
-    agree_on_attempt,
-    destroy_process_group,
-    first_host,
-    init_process_group,
-    listen_store,
-    resolve_rank_env,
-)
+from moe_ep.launch.rank_env import RankEnv, first_host, resolve_rank_env
+from moe_ep.launch.rendezvous import agree_on_attempt, destroy_process_group, init_process_group, listen_store
 
 TORCHRUN = {
     "RANK": "5",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -67,6 +68,28 @@ def test_workers_end_with_their_agent(tmp_path: Path) -> None:
     driver.kill()
     driver.communicate(timeout=20)
     assert jobs.all_end(pids)
+
+
+SRUN = """
+import json
+from moe_ep.launch.torchrun_gang import TorchrunGang
+from tests.launch import jobs
+gang = TorchrunGang()
+results = gang.run(jobs.describe, 10)
+print(json.dumps([gang.is_driver, [[r["rank"], r["sum"], r["source"]] for r in results]]))
+"""
+
+
+def test_ranks_that_srun_started() -> None:
+    shared = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
+    ranks = [
+        jobs.start_python(SRUN, **shared, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), GLOO_SOCKET_IFNAME="lo")
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert json.loads(outputs[0][0]) == [True, [[0, 21, "slurm"], [1, 21, "slurm"]]]
+    assert json.loads(outputs[1][0]) == [False, []]
 
 
 def free_port() -> int:
