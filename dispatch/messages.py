@@ -1,6 +1,6 @@
 """Messages of fixed size: everything that one rank tells another in a dispatch, in one run of bytes.
 
-    header   int32 [E]: how many tokens of the sender chose each expert
+    header   int32 [E]: how many tokens of the sender go to each expert here, 0 for experts elsewhere
     C rows   the row itself, then int32 [topk] ids, int32 [topk] positions, f32 [topk] weights
 
 Row t is the sender's token t. Its ids are -1 where the expert is not the receiver's, and all are -1 where the token is
@@ -126,7 +126,8 @@ def pack_messages_reference(
     """The plain form of pack_messages, on any device."""
     num_ranks, num_tokens = messages.size(0), topk_ids.size(0)
     positions, counts = expert_positions(topk_ids, layout.num_experts)
-    layout.header(messages)[:] = counts
+    ranks = torch.arange(num_ranks, device=owners.device)
+    layout.header(messages)[:] = torch.where(owners == ranks[:, None], counts, 0)
     has = destinations(topk_ids, owners, num_ranks)
     row_bytes = rows.contiguous().view(torch.uint8)
     for rank in range(num_ranks):

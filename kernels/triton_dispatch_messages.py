@@ -53,14 +53,14 @@ def _pack_messages_kernel(
     (CAPACITY + i, 0) count the tokens of BLOCK_EXPERTS experts each.
 
     Example: two ranks, owners [0, 1], ids [[1], [1]], CAPACITY 3: to rank 1 go header [0, 2], both rows and ids
-    [1, 1, -1] with positions [0, 1, 0]; to rank 0 the same header and ids [-1, -1, -1]; slots [[-1, 3], [-1, 4]].
+    [1, 1, -1] with positions [0, 1, 0]; to rank 0 header [0, 0] and ids [-1, -1, -1]; slots [[-1, 3], [-1, 4]].
     """
     token = tl.program_id(0)
     block = tl.program_id(1)
     if token >= CAPACITY:
         if block == 0:
             _write_header(
-                ids_ptr, headers_ptr, (token - CAPACITY) * BLOCK_EXPERTS, num_tokens, num_experts, meta_rank_stride,
+                ids_ptr, owners_ptr, headers_ptr, (token - CAPACITY) * BLOCK_EXPERTS, num_tokens, num_experts, meta_rank_stride,
                 NUM_RANKS, TOPK, BLOCK_TOKENS, BLOCK_EXPERTS,
             )  # fmt: skip
         return
@@ -113,6 +113,7 @@ def _chose(
 @triton.jit
 def _write_header(
     ids_ptr,
+    owners_ptr,
     headers_ptr,
     first_expert,
     num_tokens,
@@ -123,14 +124,16 @@ def _write_header(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):
-    """Counts the tokens of BLOCK_EXPERTS experts, into every message."""
+    """Counts the tokens of BLOCK_EXPERTS experts, into the message to their owner; 0 into the others."""
     expert = first_expert + tl.arange(0, BLOCK_EXPERTS)
     count = tl.zeros([BLOCK_EXPERTS], dtype=tl.int32)
     for start in range(0, num_tokens, BLOCK_TOKENS):
         token = start + tl.arange(0, BLOCK_TOKENS)
         count += tl.sum(_chose(ids_ptr, token, num_tokens, expert, TOPK, BLOCK_TOKENS, BLOCK_EXPERTS), axis=0)
+    owner = tl.load(owners_ptr + expert, mask=expert < num_experts, other=-1)
     for rank in tl.static_range(NUM_RANKS):
-        tl.store(headers_ptr + tl.full([], rank, tl.int64) * rank_stride + expert, count, mask=expert < num_experts)
+        header = headers_ptr + tl.full([], rank, tl.int64) * rank_stride
+        tl.store(header + expert, tl.where(owner == rank, count, 0), mask=expert < num_experts)
 
 
 @triton.jit

@@ -58,9 +58,7 @@ def _send_plan_kernel(
 
 
 @triton.jit
-def _destinations(
-    ids_ptr, owners_ptr, token, num_tokens, num_experts, TOPK: tl.constexpr, BLOCK: tl.constexpr
-):
+def _destinations(ids_ptr, owners_ptr, token, num_tokens, num_experts, TOPK: tl.constexpr, BLOCK: tl.constexpr):
     """The ranks of each token's experts as bits, int64 `[BLOCK]`."""
     to = tl.zeros([BLOCK], dtype=tl.int64)
     for slot in tl.static_range(TOPK):

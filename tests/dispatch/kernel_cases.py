@@ -174,7 +174,9 @@ def _check_open(
     expert_map = None if expert_map is None else expert_map.to(sent.device)
     made = []
     for name in ("plain", "triton"):
-        batch = torch.zeros(num_local, case.num_ranks * case.capacity, case.hidden_size, dtype=dtype, device=sent.device)
+        batch = torch.zeros(
+            num_local, case.num_ranks * case.capacity, case.hidden_size, dtype=dtype, device=sent.device
+        )
         if name == "plain":
             opened = tuple(messages_module.open_messages_reference(received, layout, expert_map, batch, quantized))
         else:

@@ -1,0 +1,98 @@
+"""Exact sizes: a token travels once to each rank that holds one of its experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
+from moe_ep.dispatch.payload import make_send_plan
+from moe_ep.dispatch.standard import reduced_rows
+from moe_ep.dispatch.torch_distributed import Batch, Pending, TorchDistributedPrepareFinalize
+from moe_ep.kernels.dispatch_rows import pack_rows, sum_rows
+from moe_ep.kernels.quantize import dequantize_rows
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
+
+
+@dataclass(frozen=True)
+class _Handle:
+    slots: torch.Tensor
+    sent: list[int]
+    received: list[int]
+
+
+class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
+    """Standard format, any number of tokens; for prefill, and across hosts.
+
+    The ranks tell each other how many rows they send, the one thing the host waits for; packing runs meanwhile. Rows
+    then arrive in one collective where the experts read them, ordered by (source rank, token), and ids and weights in
+    another: 8 * topk bytes a row. The way back is one row for every one that came, with the weighted sum of the rank's
+    experts, and the owner adds them in rank order in f32. The room for packing is for min(R, topk) rows a token.
+    """
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.Standard
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return None
+
+    def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, _Handle]]:
+        device = batch.rows.device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "all_to_all needs the ranks' sizes on the host and cannot be captured in a CUDA graph; use "
+                "all2all_backend='batched_all_to_all' for what is captured"
+            )
+        num_tokens, topk = batch.topk_ids.shape
+        slots, sent_counts = make_send_plan(batch.topk_ids, batch.owners, self.ranks.size)
+        counts = torch.stack([sent_counts, sent_counts])
+        steps = self.ranks.steps("dispatch", device)
+        steps.all_to_all(counts[1], sent_counts)
+        counts_on_host = steps.on_host(counts)
+
+        rows = batch.wire_rows()
+        num_sent = num_tokens * min(self.ranks.size, topk)
+        send_rows = rows.new_empty((num_sent, rows.size(1)))
+        send_meta = batch.topk_ids.new_empty((num_sent, 2 * topk))
+        pack_rows(rows, batch.topk_ids, batch.topk_weights, batch.owners, slots, send_rows, send_meta)
+
+        sent, received = counts_on_host.get()
+        received_rows = rows.new_empty((sum(received), rows.size(1)))
+        received_meta = send_meta.new_empty((sum(received), 2 * topk))
+        steps.all_to_all(received_rows, send_rows[: sum(sent)], received, sent)
+        steps.all_to_all(received_meta, send_meta[: sum(sent)], received, sent)
+
+        def receive() -> tuple[PrepareResult, _Handle]:
+            steps.wait()
+            arrived = received_rows
+            if batch.quantized:
+                arrived = dequantize_rows(received_rows, batch.rows.size(1), batch.rows.dtype)
+            ids = received_meta[:, :topk].contiguous()
+            weights = received_meta[:, topk:].contiguous().view(torch.float32)
+            return (arrived, None, None, ids, weights), _Handle(slots, sent, received)
+
+        return Pending(steps.wait, receive)
+
+    def _combine(
+        self,
+        handle: _Handle,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> Pending[None]:
+        rows = reduced_rows(
+            weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
+        )
+        returned = rows.new_empty((sum(handle.sent), rows.size(1)))
+        steps = self.ranks.steps("combine", output.device)
+        steps.all_to_all(returned, rows, handle.sent, handle.received)
+
+        def receive() -> None:
+            steps.wait()
+            sum_rows(returned, handle.slots, output)
+
+        return Pending(steps.wait, receive)

@@ -1,0 +1,118 @@
+"""Every rank sees every token."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
+from moe_ep.dispatch.payload import ids_for_rank, make_send_plan
+from moe_ep.dispatch.standard import reduced_rows
+from moe_ep.dispatch.torch_distributed import Batch, Pending, TorchDistributedPrepareFinalize
+from moe_ep.kernels.dispatch_rows import sum_rows
+from moe_ep.kernels.quantize import dequantize_rows
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
+
+
+class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize):
+    """Standard format; the simplest thing that works on any transport.
+
+    Rows, ids and weights of all ranks are gathered, padded to the largest T of the step, which the ranks agree on on
+    the host; under CUDA-graph capture to the capacity, max_num_tokens, and a larger T is refused. Padding has ids of -1.
+
+    The reduction is an all-to-all of partial sums and an addition in rank order in f32 at the owner, not a
+    reduce_scatter. Both move the same bytes to and from every rank, but reduce_scatter adds in the rows' own dtype, in
+    an order that the transport chooses by size and topology, and would read rows that a rank's experts never wrote.
+    """
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.Standard
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return None
+
+    def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, torch.Tensor]]:
+        num_tokens, topk = batch.topk_ids.shape
+        num_ranks, hidden_size = self.ranks.size, batch.rows.size(1)
+        steps = self.ranks.steps("dispatch", batch.rows.device)
+        padded_tokens = self._largest_num_tokens(num_tokens, batch.rows.device)
+        rows = _padded(batch.wire_rows(), padded_tokens)
+        meta = batch.topk_ids.new_full((padded_tokens, 2 * topk), -1)
+        meta[:num_tokens, :topk] = batch.topk_ids
+        meta[:num_tokens, topk:] = batch.topk_weights.view(torch.int32)
+        all_rows = rows.new_empty((num_ranks * padded_tokens, rows.size(1)))
+        all_meta = meta.new_empty((num_ranks * padded_tokens, 2 * topk))
+        if padded_tokens:
+            steps.all_gather(all_rows, rows)
+            steps.all_gather(all_meta, meta)
+        slots = make_send_plan(batch.topk_ids, batch.owners, num_ranks, padded_tokens).slots
+
+        def receive() -> tuple[PrepareResult, torch.Tensor]:
+            steps.wait()
+            arrived = dequantize_rows(all_rows, hidden_size, batch.rows.dtype) if batch.quantized else all_rows
+            ids = self._ids_for_this_rank(all_meta[:, :topk], batch.owners)
+            weights = all_meta[:, topk:].contiguous().view(torch.float32)
+            return (arrived, None, None, ids, weights), slots
+
+        return Pending(steps.wait, receive)
+
+    def _combine(
+        self,
+        handle: torch.Tensor,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> Pending[None]:
+        rows = reduced_rows(
+            weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
+        )
+        returned = torch.empty_like(rows)
+        steps = self.ranks.steps("combine", output.device)
+        if rows.size(0):
+            steps.all_to_all(returned, rows)
+
+        def receive() -> None:
+            steps.wait()
+            sum_rows(returned, handle, output)
+
+        return Pending(steps.wait, receive)
+
+    def _largest_num_tokens(self, num_tokens: int, device: torch.device) -> int:
+        """The rows that every rank's part has room for."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            capacity = self.moe_config.max_num_tokens
+            if num_tokens > capacity:
+                raise ValueError(
+                    f"a1 has {num_tokens} tokens under CUDA-graph capture and the capacity is {capacity} per rank; "
+                    f"capture at most {capacity}, or make the backend with max_num_tokens={num_tokens}"
+                )
+            return capacity
+        # Through host memory where the group has a transport for it: the GPU is not waited for.
+        on_host = "cpu:" in dist.get_backend_config(self.ranks.group)
+        agreed_on = torch.device("cpu") if on_host else device
+        mine = torch.tensor([num_tokens], dtype=torch.int64, device=agreed_on)
+        everybody = mine.new_empty(self.ranks.size)
+        steps = self.ranks.steps("dispatch", agreed_on)
+        steps.all_gather(everybody, mine)
+        return max(steps.on_host(everybody).get())
+
+    def _ids_for_this_rank(self, ids: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+        """-1 where the expert is elsewhere; a shared expert's tokens are computed where they come from."""
+        rank, num_routed = self.ranks.rank, self.moe_config.num_experts
+        mine = ids_for_rank(ids, owners, rank)
+        if self.moe_config.num_fused_shared_experts:
+            source = torch.arange(self.ranks.size, device=ids.device).repeat_interleave(ids.size(0) // self.ranks.size)
+            mine.masked_fill_((mine >= num_routed) & (source != rank)[:, None], -1)
+        return mine
+
+
+def _padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """`rows` with room behind them that is not initialised; `rows` itself where nothing is missing."""
+    if rows.size(0) == num_rows:
+        return rows
+    padded = rows.new_empty((num_rows, rows.size(1)))
+    padded[: rows.size(0)] = rows
+    return padded

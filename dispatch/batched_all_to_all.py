@@ -1,0 +1,89 @@
+"""Fixed capacity, nothing for the host to wait for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
+from moe_ep.dispatch.messages import MessageLayout, OpenedMessages, open_messages, pack_messages
+from moe_ep.dispatch.torch_distributed import Batch, Pending, TorchDistributedPrepareFinalize
+from moe_ep.kernels.dispatch_rows import sum_rows, weighted_rows
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
+
+
+@dataclass(frozen=True)
+class _Handle:
+    slots: torch.Tensor
+    opened: OpenedMessages
+
+
+class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
+    """BatchedExperts format with room for max_num_tokens of every rank; for decode, and captured in CUDA graphs.
+
+    One message of fixed size goes to every rank (`dispatch.messages`), so that a dispatch is two kernels around one
+    collective, whatever the routing: pack, all-to-all, open. Opening copies a received row to each of its experts on
+    this rank; an expert's rows are ordered by (source rank, token). The combine is the same backwards: the weighted
+    sum of a row's experts here in slot order, one row back, and the owner adds rows in rank order, all in f32.
+
+    Bytes on the wire follow the capacity and not T: choose max_num_tokens as the largest decode batch. Before a
+    capture, run once outside: NCCL sets up its communicator then.
+    """
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.BatchedExperts
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return self.moe_config.max_num_tokens
+
+    def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, _Handle]]:
+        capacity, num_ranks = self.moe_config.max_num_tokens, self.ranks.size
+        device, hidden_size = batch.rows.device, batch.rows.size(1)
+        rows = batch.wire_rows()
+        layout = MessageLayout(
+            batch.owners.numel(), capacity, batch.topk_ids.size(1), rows.size(1) * rows.element_size()
+        )
+        outgoing, incoming = layout.empty(num_ranks, device), layout.empty(num_ranks, device)
+        slots = pack_messages(rows, batch.topk_ids, batch.topk_weights, batch.owners, layout, outgoing)
+        steps = self.ranks.steps("dispatch", device)
+        steps.all_to_all(incoming, outgoing)
+
+        def receive() -> tuple[PrepareResult, _Handle]:
+            steps.wait()
+            shape = (self.moe_config.num_local_experts, num_ranks * capacity, hidden_size)
+            expert_rows = torch.empty(shape, dtype=batch.rows.dtype, device=device)
+            opened = open_messages(incoming, layout, batch.expert_map, expert_rows, batch.quantized)
+            meta = ExpertTokensMetadata(opened.expert_num_tokens)
+            return (expert_rows, None, meta, None, None), _Handle(slots, opened)
+
+        return Pending(steps.wait, receive)
+
+    def _combine(
+        self,
+        handle: _Handle,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> Pending[None]:
+        if not isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+            raise ValueError(
+                f"weight_and_reduce_impl is {weight_and_reduce_impl!r}; batched_all_to_all weights and reduces itself, "
+                f"so batched experts must leave it to it (TopKWeightAndReduceDelegate)"
+            )
+        hidden_size = fused_expert_output.size(2)
+        weights = None if apply_router_weight_on_input else handle.opened.weights
+        outgoing = fused_expert_output.new_empty((self.ranks.size * self.moe_config.max_num_tokens, hidden_size))
+        weighted_rows(fused_expert_output.reshape(-1, hidden_size), handle.opened.slots, weights, outgoing)
+        incoming = torch.empty_like(outgoing)
+        steps = self.ranks.steps("combine", output.device)
+        steps.all_to_all(incoming, outgoing)
+
+        def receive() -> None:
+            steps.wait()
+            sum_rows(incoming, handle.slots, output)
+
+        return Pending(steps.wait, receive)

@@ -1,0 +1,159 @@
+"""The ranks of a backend: their collectives, with a deadline, and errors that name the rank at fault.
+
+On the CPU (gloo) a step is started and then waited for at most until the deadline; a failure becomes a
+DispatchTimeoutError. On CUDA (NCCL) a step is queued on the current stream, and the host does not wait for it: where
+a backend needs a number on the host anyway (`HostCopy`), that wait has the deadline. Otherwise a step that never
+finishes ends with NCCL's own watchdog, which ends the process at the group's timeout; until then a thread logs the name
+of a rank that refused its batch (`notes.watch`). After a DispatchTimeoutError the group's state is not known: end the
+process, or make a new group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moe_ep import env
+from moe_ep.config import FusedMoEConfig
+from moe_ep.dispatch.notes import Notes, watch
+from moe_ep.errors import DispatchTimeoutError
+
+# A wait on the host spins for this long, then sleeps in small steps.
+_SPIN_S = 2e-3
+_SLEEP_S = 5e-5
+
+
+class RankGroup:
+    """The EP ranks of one backend.
+
+    Attributes:
+        rank, size: of this process in the group, in ep_rank order.
+        timeout_s: the group's timeout, or MOE_EP_DISPATCH_TIMEOUT_S where that is shorter.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: the group's size is not ep_size.
+    """
+
+    def __init__(self, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "torch.distributed is not initialised and this backend moves rows between ranks; call "
+                "init_process_group first, or use all2all_backend='no_ep' on one rank"
+            )
+        self.group = process_group or dist.distributed_c10d._get_default_group()
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.size != moe_config.ep_size:
+            raise ValueError(
+                f"process_group has {self.size} ranks and ep_size is {moe_config.ep_size}; pass the group of exactly "
+                f"the EP ranks"
+            )
+        self.notes = Notes(self.group)
+        self.timeout_s = min([env.DISPATCH_TIMEOUT_S.get(), *_timeouts(self.group)])
+
+    def steps(self, name: str, device: torch.device) -> Steps:
+        """The collective steps of one dispatch or combine."""
+        if device.type == "cuda" and self.size > 1:
+            watch(self.group)
+        return Steps(self, name, device)
+
+    def failed(self, name: str, cause: str) -> DispatchTimeoutError:
+        """The error for a step that failed or took too long, with the ranks at fault where somebody can tell."""
+        story = f"the {name} did not finish on EP rank {self.rank} (deadline {self.timeout_s:g} s)"
+        try:
+            refusals = self.notes.read()
+            if refusals:
+                reasons = "; ".join(f"rank {rank} refused its batch: {text}" for rank, text in refusals.items())
+                return DispatchTimeoutError(f"{story}: {reasons}", list(refusals))
+            absent = self.notes.roll_call()
+        except RuntimeError as error:
+            return DispatchTimeoutError(f"{story}, and the ranks' store cannot be reached ({error}): {cause}")
+        if absent:
+            who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+            return DispatchTimeoutError(f"{story}: {who} did not take part (dead, stuck or late): {cause}", absent)
+        return DispatchTimeoutError(f"{story} and every rank is alive; raise the group's timeout: {cause}")
+
+
+class Steps:
+    """Collective steps under way; `wait()` returns when the data is there, in stream order on CUDA."""
+
+    def __init__(self, ranks: RankGroup, name: str, device: torch.device) -> None:
+        self._ranks, self._name = ranks, name
+        self._on_cuda = device.type == "cuda"
+        self._works: list[dist.Work] = []
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: list[int] | None = None,
+        input_sizes: list[int] | None = None,
+    ) -> None:
+        """Rows of `input`, in rank order, to all ranks; sizes are rows for each, None for equal parts."""
+        self._start(dist.all_to_all_single, output, input, output_sizes, input_sizes)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        """`input` of every rank, in rank order."""
+        # all_gather_single is the name from torch 2.13 on.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._start(gather, output, input)
+
+    def wait(self) -> None:
+        """Raises DispatchTimeoutError where a peer did not take part; may be called again."""
+        deadline = time.monotonic() + self._ranks.timeout_s
+        while self._works:
+            left = max(deadline - time.monotonic(), 1e-3)
+            try:
+                self._works[0].wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                self._works.clear()
+                raise self._ranks.failed(self._name, str(error)) from error
+            self._works.pop(0)
+
+    def on_host(self, numbers: torch.Tensor) -> HostCopy:
+        """Starts a copy to the host, after the steps so far."""
+        self.wait()
+        return HostCopy(numbers, self._ranks, self._name)
+
+    def _start(self, collective: Callable[..., dist.Work | None], *args: object) -> None:
+        try:
+            work = collective(*args, group=self._ranks.group, async_op=not self._on_cuda)
+        except RuntimeError as error:
+            raise self._ranks.failed(self._name, str(error)) from error
+        if work is not None:
+            self._works.append(work)
+
+
+class HostCopy:
+    """Numbers on their way to the host; work queued after this runs while the host waits for them."""
+
+    def __init__(self, numbers: torch.Tensor, ranks: RankGroup, name: str) -> None:
+        self._ranks, self._name = ranks, name
+        self._numbers, self._event = numbers, None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def get(self) -> Sequence:
+        """The numbers as (nested) lists; DispatchTimeoutError where they do not come before the deadline."""
+        start = time.monotonic()
+        while self._event is not None and not self._event.query():
+            waited = time.monotonic() - start
+            if waited > self._ranks.timeout_s:
+                raise self._ranks.failed(self._name, "the GPU is still waiting for the ranks' sizes")
+            if waited > _SPIN_S:
+                time.sleep(_SLEEP_S)
+        return self._numbers.tolist()
+
+
+def _timeouts(group: dist.ProcessGroup) -> list[float]:
+    """The timeouts of the group's transports, in seconds."""
+    devices = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    options = [getattr(group._get_backend(torch.device(device)), "options", None) for device in devices]
+    return [option._timeout.total_seconds() for option in options if option is not None]

@@ -1,0 +1,30 @@
+"""What backends of the Standard format share on the way back."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_ep.topk_weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
+
+
+def reduced_rows(
+    weight_and_reduce_impl: TopKWeightAndReduce,
+    fused_expert_output: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    apply_router_weight_on_input: bool,
+) -> torch.Tensor:
+    """The sum of this rank's experts for every received row, `[num_received, K]`, contiguous.
+
+    Experts that reduced already (NoOP) are not copied; experts that delegate left one row a slot.
+    """
+    if not topk_ids.size(0):
+        return fused_expert_output.new_empty((0, fused_expert_output.size(-1)))
+    if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+        weight_and_reduce_impl = TopKWeightAndReduceContiguous()
+    rows = weight_and_reduce_impl.apply(None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
+    return rows.contiguous()

@@ -1,0 +1,358 @@
+"""The frame of the backends on torch.distributed: what is checked, what is remembered, and the asynchronous forms.
+
+A backend says how a batch is dispatched and how it is combined, each as a `Pending`: the collective steps are under way
+when it is made, `wait()` waits for the data and `receive()` gives the result. prepare and finalize do all of it at
+once; prepare_async and finalize_async hand the two halves to the caller.
+
+On CUDA the asynchronous forms run on a stream of the backend's own, which waits for the caller's stream when they are
+called; `hook()` makes the stream that is current then wait for them. On the CPU they are asynchronous collectives.
+Several batches may be under way; what finalize needs of each is kept by prepare and found again by the topk_ids that
+finalize is given (`OpenBatches`). All ranks must make the calls of all batches in one order. Tensors handed to an
+asynchronous form must not be written before its hook() was called.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.contracts import FusedMoEPrepareAndFinalize, PrepareResult
+from moe_ep.dispatch.rank_group import RankGroup
+from moe_ep.expert_map import expert_owner_table
+from moe_ep.kernels.quantize import quantize_rows
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
+
+Result = TypeVar("Result")
+Handle = TypeVar("Handle")
+
+MAX_TOPK = 32
+# Batches between prepare and finalize that are remembered; a program that never finalises some does not grow.
+MAX_OPEN_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Pending(Generic[Result]):
+    """Something under way: `wait()` until the data is there, `receive()` to have it (which waits too)."""
+
+    wait: Callable[[], None]
+    receive: Callable[[], Result]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's tokens as they go into a dispatch.
+
+    Attributes:
+        rows: `[T, K]`, contiguous, of the activations' dtype; multiplied by their weights where that is asked for.
+        topk_ids: int32 `[T, topk]`, contiguous.
+        topk_weights: f32 `[T, topk]`, contiguous.
+        owners: int32 `[E]`.
+        expert_map: int32 `[E]`; None for the identity.
+        quantized: rows travel in e4m3.
+    """
+
+    rows: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    owners: torch.Tensor
+    expert_map: torch.Tensor | None
+    quantized: bool
+
+    def wire_rows(self) -> torch.Tensor:
+        """Rows as they travel: `[T, K]`, or uint8 with codes and scales (`moe_ep.kernels.quantize`)."""
+        return quantize_rows(self.rows) if self.quantized else self.rows
+
+
+class OpenBatches(Generic[Handle]):
+    """What prepare keeps for finalize, by the topk_ids that finalize is given for the batch: the tensor itself, not its
+    values. Another tensor is accepted where only one batch is open."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[torch.Tensor, Handle]] = []
+
+    def put(self, topk_ids: torch.Tensor, handle: Handle) -> None:
+        self._open = [*self._open[-MAX_OPEN_BATCHES + 1 :], (topk_ids, handle)]
+
+    def take(self, topk_ids: torch.Tensor) -> Handle:
+        """RuntimeError where it cannot be told which batch is meant."""
+        for index, (key, handle) in enumerate(self._open):
+            if key is topk_ids:
+                del self._open[index]
+                return handle
+        if len(self._open) == 1:
+            return self._open.pop()[1]
+        raise RuntimeError(
+            f"topk_ids is not the tensor of one of the {len(self._open)} batches between prepare and finalize; pass the "
+            f"one that prepare returned, or where it returned none the one it was given"
+        )
+
+
+class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
+    """Everything of a backend but how rows travel.
+
+    Args:
+        moe_config: shapes, placement and, in max_num_tokens, the capacity per rank.
+        quant_config: its dispatch_dtype is that of rows on the wire, on every rank; None leaves it to prepare's.
+        process_group: the EP ranks in ep_rank order; None for the default group.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: a group whose size is not ep_size, or num_local_experts that does not fit the placement.
+    """
+
+    def __init__(
+        self,
+        *,
+        moe_config: FusedMoEConfig,
+        quant_config: FusedMoEQuantConfig | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.moe_config, self.quant_config = moe_config, quant_config
+        self.ranks = RankGroup(moe_config, process_group)
+        self._owners = expert_owner_table(
+            moe_config.ep_size,
+            moe_config.num_experts,
+            moe_config.moe_parallel_config.expert_placement_strategy,
+            moe_config.num_fused_shared_experts,
+            moe_config.ep_rank,
+        )
+        num_local_experts = int((self._owners == moe_config.ep_rank).sum())
+        if moe_config.num_local_experts != num_local_experts:
+            raise ValueError(
+                f"num_local_experts is {moe_config.num_local_experts}; with {moe_config.num_experts} routed and "
+                f"{moe_config.num_fused_shared_experts} shared experts EP rank {moe_config.ep_rank} of "
+                f"{moe_config.ep_size} holds {num_local_experts}"
+            )
+        self._owners_on: dict[torch.device, torch.Tensor] = {self._owners.device: self._owners}
+        self._open: OpenBatches[Any] = OpenBatches()
+        self._side_stream: torch.cuda.Stream | None = None
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        if not dist.is_available():
+            return "this torch was built without torch.distributed; install a build that has it"
+        return None
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """What it computes with; any other integer type is converted."""
+        return torch.int32
+
+    def num_dispatchers(self) -> int:
+        return self.ranks.size
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def supports_async(self) -> bool:
+        return True
+
+    @abstractmethod
+    def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, Any]]:
+        """Sends a batch; receives what prepare returns, and what the combine will need."""
+
+    @abstractmethod
+    def _combine(
+        self,
+        handle: Any,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> Pending[None]:
+        """Sends results home; receiving them writes `output`."""
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+    ) -> PrepareResult:
+        return self._begin(
+            a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config
+        ).receive()
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+    ) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
+        args = (a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config)
+        if a1.is_cuda:
+            return self._on_side_stream(a1.device, self.prepare, *args)
+        pending = self._begin(*args)
+        return pending.wait, pending.receive
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> None:
+        handle = self._open.take(topk_ids)
+        args = (output, fused_expert_output, topk_weights, topk_ids)
+        self._combine(handle, *args, apply_router_weight_on_input, weight_and_reduce_impl).receive()
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        args = (output, fused_expert_output, topk_weights, topk_ids)
+        if output.is_cuda:
+            return self._on_side_stream(
+                output.device, self.finalize, *args, apply_router_weight_on_input, weight_and_reduce_impl
+            )
+        handle = self._open.take(topk_ids)
+        pending = self._combine(handle, *args, apply_router_weight_on_input, weight_and_reduce_impl)
+        return pending.wait, pending.receive
+
+    def _begin(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+    ) -> Pending[PrepareResult]:
+        try:
+            self._check(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input)
+        except ValueError as refusal:
+            self.ranks.notes.leave(str(refusal))
+            raise
+        self.ranks.notes.withdraw()
+        rows = (a1 * topk_weights).to(a1.dtype) if apply_router_weight_on_input else a1
+        wire = quant_config if self.quant_config is None else self.quant_config
+        batch = Batch(
+            rows=rows.contiguous(),
+            topk_ids=topk_ids.to(torch.int32).contiguous(),
+            topk_weights=topk_weights.contiguous(),
+            owners=self._owners_of(a1.device),
+            expert_map=expert_map,
+            quantized=wire.dispatch_dtype is not None,
+        )
+        pending = self._dispatch(batch)
+
+        def receive() -> PrepareResult:
+            result, handle = pending.receive()
+            self._open.put(topk_ids if result[3] is None else result[3], handle)
+            return result
+
+        return Pending(pending.wait, receive)
+
+    def _check(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """ValueError for what would not survive the journey; shapes and dtypes only, no values on a GPU."""
+        known = self._owners.numel()
+        rules = (
+            (a1.dim() == 2 and a1.dtype in ACTIVATION_DTYPES, "a1", a1, "(T, K) of f32, f16 or bf16"),
+            (
+                topk_ids.dim() == 2 and not (topk_ids.is_floating_point() or topk_ids.dtype is torch.bool),
+                "topk_ids", topk_ids, "(T, topk) of an integer type",
+            ),
+            (
+                topk_weights.shape == topk_ids.shape and topk_weights.dtype is torch.float32,
+                "topk_weights", topk_weights, f"f32 of topk_ids' shape {tuple(topk_ids.shape)}",
+            ),
+        )  # fmt: skip
+        for holds, name, tensor, rule in rules:
+            if not holds:
+                raise ValueError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be {rule}")
+        if a1.size(0) != topk_ids.size(0):
+            raise ValueError(f"a1 has {a1.size(0)} tokens and topk_ids {topk_ids.size(0)}; they must have the same")
+        if not 1 <= topk_ids.size(1) <= MAX_TOPK:
+            raise ValueError(f"topk_ids has {topk_ids.size(1)} columns; it must have 1 to {MAX_TOPK}")
+        if apply_router_weight_on_input and topk_ids.size(1) != 1:
+            raise ValueError(
+                f"apply_router_weight_on_input needs top_k 1 and topk_ids has {topk_ids.size(1)} columns; apply the "
+                f"weights on the output instead"
+            )
+        if num_experts != known:
+            raise ValueError(
+                f"num_experts is {num_experts}; the backend was made for {known} ids "
+                f"({self.moe_config.num_experts} routed, {self.moe_config.num_fused_shared_experts} shared)"
+            )
+        if not topk_ids.is_cuda and topk_ids.numel() and not -1 <= int(topk_ids.min()) <= int(topk_ids.max()) < known:
+            raise ValueError(
+                f"topk_ids goes from {int(topk_ids.min())} to {int(topk_ids.max())}; ids must be at least -1 and below "
+                f"num_experts ({known})"
+            )
+        capacity = self.max_num_tokens_per_rank()
+        if capacity is not None and a1.size(0) > capacity:
+            raise ValueError(
+                f"a1 has {a1.size(0)} tokens and the capacity is {capacity} per rank; send at most {capacity} at a time "
+                f"(FusedMoE does), or make the backend with max_num_tokens={a1.size(0)}"
+            )
+
+    def _owners_of(self, device: torch.device) -> torch.Tensor:
+        owners = self._owners_on.get(device)
+        if owners is None:
+            owners = self._owners_on[device] = self._owners.to(device)
+        return owners
+
+    def _on_side_stream(
+        self, device: torch.device, run: Callable[..., Any], *args: Any
+    ) -> tuple[Callable[[], None], Callable[[], Any]]:
+        """Runs a synchronous form on the backend's stream, and returns its two halves."""
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(device)
+        side = self._side_stream
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            result = run(*args)
+            done = side.record_event()
+        # What was handed over lives until the hook: it is read on a stream that its memory does not belong to.
+        held = [args]
+
+        def hook() -> None:
+            if held:
+                consumer = torch.cuda.current_stream(device)
+                consumer.wait_event(done)
+                for tensor in _tensors_of(result):
+                    tensor.record_stream(consumer)
+                held.clear()
+
+        def receive() -> Any:
+            hook()
+            return result
+
+        return hook, receive
+
+
+def _tensors_of(result: PrepareResult | None) -> list[torch.Tensor]:
+    if result is None:
+        return []
+    rows, scales, meta, ids, weights = result
+    counts = None if meta is None else meta.expert_num_tokens
+    return [tensor for tensor in (rows, scales, counts, ids, weights) if tensor is not None]

@@ -1,0 +1,365 @@
+"""Every backend against plain loops: cases, the oracle, and what each rank checks. Shared by CPU and GPU tests.
+
+Each rank knows the inputs of all ranks (they are drawn from a seed), so it can say which rows must arrive here, in
+which order, and what its own output must be, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
+from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
+from moe_ep.expert_map import determine_expert_map
+from moe_ep.kernels.quantize import GROUP_SIZE
+from moe_ep.registry import ALL2ALL_BACKENDS
+from moe_ep.topk_weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+
+BACKENDS = ("allgather_reducescatter", "all_to_all", "batched_all_to_all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step of all ranks. `tokens` are dealt out over the ranks in turn; `routing` says how ids are drawn."""
+
+    tokens: tuple[int, ...] = (5, 0, 3, 4)
+    num_experts: int = 10
+    topk: int = 3
+    hidden_size: int = 40
+    dtype: torch.dtype = torch.float32
+    routing: str = "random"
+    placement: str = "linear"
+    num_shared: int = 0
+    fp8: bool = False
+    on_input: bool = False
+    capacity: int = 8
+    ids_dtype: torch.dtype = torch.int32
+    seed: int = 0
+
+
+CASES = [
+    Case(),
+    Case(dtype=torch.bfloat16, placement="round_robin"),
+    Case(dtype=torch.float16, routing="one_rank"),
+    Case(routing="one_expert", topk=1),
+    Case(routing="masked", dtype=torch.bfloat16),
+    Case(routing="none"),
+    Case(routing="repeated"),
+    Case(tokens=(0,)),
+    Case(tokens=(0, 0, 7, 0)),
+    Case(tokens=(8,), num_experts=32, topk=32, hidden_size=1, ids_dtype=torch.int64),
+    Case(num_experts=3, topk=2, hidden_size=33, dtype=torch.float16),
+    Case(topk=1, on_input=True, dtype=torch.bfloat16),
+    Case(num_shared=2, placement="round_robin"),
+    Case(num_shared=1, fp8=True, dtype=torch.bfloat16, hidden_size=300),
+    Case(fp8=True, hidden_size=128, routing="masked", placement="round_robin"),
+    Case(fp8=True, hidden_size=7, dtype=torch.float16, topk=1, on_input=True),
+    *(Case(tokens=(1, 8, 2, 5), num_experts=7, topk=5, seed=seed) for seed in range(1, 4)),
+]
+
+
+class Inputs(NamedTuple):
+    """What one rank hands to prepare."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+class Setting(NamedTuple):
+    """A case on one rank of a world."""
+
+    case: Case
+    inputs: list[Inputs]
+    rank: int
+    owner: dict[int, int]
+    local: dict[int, int]
+    expert_map: torch.Tensor | None
+    config: FusedMoEConfig
+
+
+def draw(case: Case, world_size: int) -> list[Inputs]:
+    """The inputs of all ranks."""
+    drawn = []
+    for rank, num_tokens in zip(range(world_size), itertools.cycle(case.tokens), strict=False):
+        generator = torch.Generator().manual_seed(1000 * case.seed + rank)
+        rows = torch.randn(num_tokens, case.hidden_size, generator=generator).to(case.dtype)
+        scores = torch.rand(num_tokens, case.num_experts, generator=generator)
+        if case.routing == "one_rank":
+            scores[:, max(1, case.num_experts // world_size) :] -= 1.0
+        if case.routing == "one_expert":
+            scores[:, case.num_experts // 2] += 1.0
+        ids = scores.topk(case.topk, dim=1).indices
+        if case.routing == "masked":
+            ids[torch.rand(ids.shape, generator=generator) < 0.5] = -1
+        if case.routing == "none":
+            ids[:] = -1
+        if case.routing == "repeated":
+            ids[:, 1] = ids[:, 0]
+        shared = case.num_experts + torch.arange(case.num_shared).expand(num_tokens, -1)
+        ids = torch.cat([ids, shared], dim=1).to(case.ids_dtype)
+        weights = torch.rand(ids.shape, generator=generator)
+        # The weight of a slot without an expert is nobody's business.
+        weights[ids < 0] = float("nan")
+        drawn.append(Inputs(rows, ids, weights))
+    return drawn
+
+
+def make_setting(case: Case, rank: int, world_size: int) -> Setting:
+    parallel = FusedMoEParallelConfig.make(ep_size=world_size, rank=rank, expert_placement_strategy=case.placement)
+    num_local, expert_map, _ = determine_expert_map(
+        world_size, rank, case.num_experts, case.placement, case.num_shared, return_expert_mask=True
+    )
+    owner, local = {}, {}
+    for other in range(world_size):
+        _, its_map, _ = determine_expert_map(world_size, other, case.num_experts, case.placement)
+        for expert in range(case.num_experts):
+            if its_map is None or its_map[expert] >= 0:
+                owner[expert] = other
+                if other == rank:
+                    local[expert] = expert if its_map is None else int(its_map[expert])
+    for shared in range(case.num_shared):
+        local[case.num_experts + shared] = num_local + shared
+    config = FusedMoEConfig(
+        num_experts=case.num_experts,
+        experts_per_token=case.topk,
+        hidden_dim=case.hidden_size,
+        intermediate_size_per_partition=32,
+        num_local_experts=num_local + case.num_shared,
+        moe_parallel_config=parallel,
+        in_dtype=case.dtype,
+        max_num_tokens=case.capacity,
+        num_fused_shared_experts=case.num_shared,
+    )
+    return Setting(case, draw(case, world_size), rank, owner, local, expert_map, config)
+
+
+def owner_of(setting: Setting, source: int, expert: int) -> int:
+    """The rank that an id of `source` goes to, -1 for none."""
+    if expert < 0:
+        return -1
+    return setting.owner.get(expert, source)
+
+
+def wire(case: Case, row: torch.Tensor) -> torch.Tensor:
+    """What arrives of a row: itself, or what e4m3 with a scale for 128 columns leaves of it."""
+    if not case.fp8:
+        return row
+    groups = []
+    for group in row.float().split(GROUP_SIZE):
+        scale = (group.abs().max() / 448.0).clamp(min=torch.finfo(torch.float32).tiny)
+        groups.append((group / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
+    return torch.cat(groups).to(row.dtype)
+
+
+def sent_row(setting: Setting, source: int, token: int) -> torch.Tensor:
+    rows, _, weights = setting.inputs[source]
+    row = rows[token]
+    if setting.case.on_input:
+        row = (row * weights[token, 0]).to(row.dtype)
+    return wire(setting.case, row)
+
+
+def expert(expert_id: int, row: torch.Tensor) -> torch.Tensor:
+    """The stand-in for an expert: different for each, and rounded to the row's dtype as a real one."""
+    return (row.float() * (1.0 + expert_id / 8.0) + expert_id).to(row.dtype)
+
+
+def rank_sum(setting: Setting, source: int, token: int, rank: int) -> torch.Tensor | None:
+    """The weighted sum of a token's experts on one rank, as it travels back; None where there are none."""
+    _, ids, weights = setting.inputs[source]
+    total = None
+    for slot, expert_id in enumerate(ids[token].tolist()):
+        if owner_of(setting, source, expert_id) == rank:
+            value = expert(expert_id, sent_row(setting, source, token)).float()
+            if not setting.case.on_input:
+                value = value * weights[token, slot]
+            total = value if total is None else total + value
+    return None if total is None else total.to(setting.case.dtype)
+
+
+def expected_output(setting: Setting, world_size: int) -> torch.Tensor:
+    rows = setting.inputs[setting.rank].rows
+    output = torch.zeros_like(rows)
+    for token in range(len(rows)):
+        total = torch.zeros(rows.size(1))
+        for rank in range(world_size):
+            part = rank_sum(setting, setting.rank, token, rank)
+            if part is not None:
+                total = total + part.float()
+        output[token] = total.to(rows.dtype)
+    return output
+
+
+def check_standard(setting: Setting, result: PrepareResult, padded: bool) -> None:
+    """Rows, ids and weights that arrived: those of each source in token order; `padded` ones of every token."""
+    rows, scales, meta, ids, weights = (part if part is None else part for part in result)
+    assert scales is None and meta is None
+    room = max(len(source.rows) for source in setting.inputs) if padded else 0
+    index = 0
+    for source, inputs in enumerate(setting.inputs):
+        for token in range(max(room, len(inputs.rows))):
+            owners = []
+            if token < len(inputs.rows):
+                owners = [owner_of(setting, source, expert_id) for expert_id in inputs.ids[token].tolist()]
+            if not padded and setting.rank not in owners:
+                continue
+            expected_ids = [
+                int(inputs.ids[token, slot]) if owner == setting.rank else -1 for slot, owner in enumerate(owners)
+            ] or [-1] * inputs.ids.size(1)
+            assert ids[index].tolist() == expected_ids
+            if owners:
+                assert torch.equal(rows[index].cpu(), sent_row(setting, source, token))
+                is_mine = torch.tensor(expected_ids) >= 0
+                assert torch.equal(weights[index].cpu()[is_mine], inputs.weights[token][is_mine])
+            index += 1
+    assert len(rows) == len(ids) == len(weights) == index
+    assert rows.dtype == setting.case.dtype
+
+
+def check_batched(setting: Setting, result: PrepareResult) -> None:
+    """Each local expert's rows by (source rank, token), and how many there are."""
+    rows, scales, meta, ids, weights = result
+    assert scales is None and ids is None and weights is None
+    counts = meta.expert_num_tokens.tolist()
+    assert rows.shape == (
+        setting.config.num_local_experts, setting.config.ep_size * setting.case.capacity, setting.case.hidden_size
+    )  # fmt: skip
+    assert rows.dtype == setting.case.dtype
+    for expert_id, local in setting.local.items():
+        expected = [
+            sent_row(setting, source, token)
+            for source, inputs in enumerate(setting.inputs)
+            for token in range(len(inputs.rows))
+            if expert_id in inputs.ids[token] and owner_of(setting, source, expert_id) == setting.rank
+        ]
+        assert counts[local] == len(expected)
+        for index, row in enumerate(expected):
+            assert torch.equal(rows[local, index].cpu(), row)
+
+
+def run_experts(setting: Setting, result: PrepareResult, kind: str) -> tuple[torch.Tensor, TopKWeightAndReduce]:
+    """What experts would leave, with NaN wherever nothing is owned; `kind` is contiguous, noop or batched."""
+    rows, _, meta, ids, weights = result
+    global_of = {local: expert_id for expert_id, local in setting.local.items()}
+    if kind == "batched":
+        output = torch.full_like(rows, float("nan"))
+        for local, count in enumerate(meta.expert_num_tokens.tolist()):
+            output[local, :count] = expert(global_of[local], rows[local, :count])
+        return output, TopKWeightAndReduceDelegate()
+    per_slot = rows.new_full((*ids.shape, rows.size(1)), float("nan"))
+    for index, slot in (ids >= 0).nonzero().tolist():
+        per_slot[index, slot] = expert(int(ids[index, slot]), rows[index])
+    if kind == "contiguous" or not len(rows):
+        return per_slot, TopKWeightAndReduceContiguous()
+    reduced = TopKWeightAndReduceContiguous().apply(None, per_slot, weights, ids, setting.case.on_input)
+    reduced[(ids < 0).all(dim=1)] = float("nan")
+    return reduced, TopKWeightAndReduceNoOP()
+
+
+def make_backend(setting: Setting, backend: str) -> FusedMoEPrepareAndFinalize:
+    dispatch_dtype = torch.float8_e4m3fn if setting.case.fp8 else None
+    quant_config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(dispatch_dtype)
+    return ALL2ALL_BACKENDS.load(backend)(moe_config=setting.config, quant_config=quant_config)
+
+
+def prepare_args(setting: Setting, device: str) -> tuple:
+    rows, ids, weights = setting.inputs[setting.rank]
+    expert_map = None if setting.expert_map is None else setting.expert_map.to(device)
+    num_ids = setting.case.num_experts + setting.case.num_shared
+    quant_config = FusedMoEQuantConfig.unquantized()
+    return (
+        rows.to(device), weights.to(device), ids.to(device), num_ids, expert_map, setting.case.on_input, quant_config
+    )  # fmt: skip
+
+
+def finalize_ids(args: tuple, result: PrepareResult) -> tuple[torch.Tensor, torch.Tensor]:
+    """(topk_weights, topk_ids) that the modular kernel hands to finalize."""
+    return (args[1] if result[4] is None else result[4]), (args[2] if result[3] is None else result[3])
+
+
+def kinds(backend: FusedMoEPrepareAndFinalize) -> tuple[str, ...]:
+    batched = backend.activation_format() is FusedMoEActivationFormat.BatchedExperts
+    return ("batched",) if batched else ("contiguous", "noop")
+
+
+def check_case(rank: int, world_size: int, case: Case, name: str, device: str = "cpu") -> None:
+    """One dispatch and combine for each way in which experts may leave their output, against the oracle."""
+    setting = make_setting(case, rank, world_size)
+    backend = make_backend(setting, name)
+    assert backend.num_dispatchers() == world_size and backend.output_is_reduced()
+    for kind in kinds(backend):
+        args = prepare_args(setting, device)
+        result = backend.prepare(*args)
+        if kind == "batched":
+            check_batched(setting, result)
+        else:
+            check_standard(setting, result, padded=name == "allgather_reducescatter")
+        expert_output, reduce_impl = run_experts(setting, result, kind)
+        output = torch.full_like(args[0], float("nan"))
+        weights, ids = finalize_ids(args, result)
+        backend.finalize(output, expert_output, weights, ids, case.on_input, reduce_impl)
+        assert torch.equal(output.cpu(), expected_output(setting, world_size))
+
+
+def check_cases(rank: int, world_size: int, cases: list[Case], names: tuple[str, ...], device: str = "cpu") -> int:
+    """All cases in one go; the number that was checked."""
+    device = f"cuda:{rank}" if device == "cuda" else device
+    checked = 0
+    for case, name in itertools.product(cases, names):
+        try:
+            check_case(rank, world_size, case, name, device)
+        except AssertionError as error:
+            raise AssertionError(f"{name}, {case}, rank {rank} of {world_size}: {error}") from error
+        checked += 1
+    return checked
+
+
+def check_interleaved(rank: int, world_size: int, name: str, mode: str, device: str = "cpu") -> None:
+    """Three batches open at once, finished in another order than they were begun in; twice, with the same bits."""
+    device = f"cuda:{rank}" if device == "cuda" else device
+    cases = [replace(CASES[0], seed=seed, tokens=tokens) for seed, tokens in enumerate([(5, 0, 3, 4), (8,), (0, 2)])]
+    settings = [make_setting(case, rank, world_size) for case in cases]
+    backend = make_backend(settings[0], name)
+    assert backend.supports_async()
+    runs = [_run_interleaved(backend, settings, mode, device) for _ in range(2)]
+    for setting, first, second in zip(settings, *runs, strict=True):
+        assert torch.equal(first.cpu(), expected_output(setting, world_size))
+        assert torch.equal(first, second)
+
+
+def _run_interleaved(
+    backend: FusedMoEPrepareAndFinalize, settings: list[Setting], mode: str, device: str
+) -> list[torch.Tensor]:
+    kind = kinds(backend)[0]
+    all_args = [prepare_args(setting, device) for setting in settings]
+    if mode == "sync":
+        results = [backend.prepare(*args) for args in all_args]
+    else:
+        halves = [backend.prepare_async(*args) for args in all_args]
+        for hook, _ in halves:
+            hook()
+        results = [receive() for _, receive in halves]
+    outputs = [torch.full_like(args[0], float("nan")) for args in all_args]
+    receivers = []
+    for index in (1, 0, 2):
+        setting, args, result = settings[index], all_args[index], results[index]
+        expert_output, reduce_impl = run_experts(setting, result, kind)
+        call = (outputs[index], expert_output, *finalize_ids(args, result), setting.case.on_input, reduce_impl)
+        if mode == "sync":
+            backend.finalize(*call)
+        else:
+            receivers.append(backend.finalize_async(*call))
+    for hook, receive in reversed(receivers):
+        hook()
+        assert receive() is None
+    return outputs
