@@ -28,13 +28,14 @@ from moe_ep.launch.gang import (
     Outcome,
     WorkerFailure,
     death_of,
-    die_with_parent,
+    end_with,
     first_cause,
     gang_error,
     not_enough,
     num_local_gpus,
     run_rank,
     use_loopback_for_gloo,
+    warm_fork_server,
 )
 from moe_ep.launch.rank_env import RankEnv, resolve_rank_env
 from moe_ep.launch.rendezvous import init_process_group
@@ -115,6 +116,7 @@ class TorchrunGang(Gang):
 
         for name in ("torch.distributed.elastic", "torch.multiprocessing"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+        warm_fork_server()
         with tempfile.TemporaryDirectory(prefix="moe_ep_torchrun_") as logs:
             config = LaunchConfig(
                 min_nodes=self._num_nodes,
@@ -125,9 +127,9 @@ class TorchrunGang(Gang):
                 rdzv_endpoint=self._rdzv_endpoint or "localhost:0",
                 local_addr="localhost" if self._num_nodes == 1 else None,
                 max_restarts=self._max_restarts,
-                start_method="spawn",
+                start_method="forkserver",
                 logs_specs=DefaultLogsSpecs(log_dir=logs),
-                shutdown_timeout=3,
+                **_quick_shutdown(LaunchConfig),
             )
             handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
             try:
@@ -153,9 +155,7 @@ def _worker(
     agent_pid: int, device: str, timeout_s: float | None, fn: Callable[..., Any], args: Sequence[Any]
 ) -> list[Any] | None:
     """A rank that the agent started; its failure goes to the agent in the file that torchrun names."""
-    die_with_parent()
-    if os.getppid() != agent_pid:
-        os._exit(1)
+    end_with(agent_pid)
     # The agent passes ctrl-C on, and waits for its workers to go.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     rank_env = resolve_rank_env()
@@ -220,6 +220,12 @@ def _gathered(rank_env: RankEnv, stores: list[Any], fn: Callable[..., Any], args
     results: list[Any] | None = [None] * rank_env.world_size if rank_env.rank == 0 else None
     dist.gather_object(value, results)
     return results
+
+
+def _quick_shutdown(launch_config: type) -> dict[str, int]:
+    """Kills what does not end within 3 s of a failure, where this torch lets that be set; torch 2.11 waits for 30 s."""
+    known = any(field.name == "shutdown_timeout" for field in fields(launch_config))
+    return {"shutdown_timeout": 3} if known else {}
 
 
 def _first_failure(error: Any) -> WorkerFailure:

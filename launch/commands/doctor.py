@@ -132,9 +132,9 @@ def _lines(findings: dict[str, Any]) -> list[str]:
         )
     if findings["p2p"]:
         lines.append("P2P (row reaches column):")
-        lines.append("     " + " ".join(f"{index:>3}" for index in range(len(findings["p2p"]))))
+        lines.append("      " + " ".join(f"{index:>3}" for index in range(len(findings["p2p"]))))
         for index, row in enumerate(findings["p2p"]):
-            lines.append(f"  {index:>3}" + " ".join(f"{'yes' if reaches else 'no':>3}" for reaches in row))
+            lines.append(f"  {index:>3} " + " ".join(f"{'yes' if reaches else 'no':>3}" for reaches in row))
     for kind in ("backends", "experts"):
         lines.append(f"{kind}:")
         lines += [
