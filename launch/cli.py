@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed (one message says why), 2 a wrong option, 130 ctrl-
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (run, doctor):
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
+    args.shown = shlex.join(["moe-ep", *(sys.argv[1:] if argv is None else argv)])
     name = f"moe-ep {args.command}"
     # A job manager's SIGTERM unwinds like an exit, so that gangs and placement groups are taken down.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -8,16 +8,20 @@ errors that its death brings upon the others.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import multiprocessing
 import os
 import re
+import select
 import signal
 import socket
-import sys
+import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
 from moe_ep import env
@@ -33,7 +37,6 @@ ECHO_GRACE_S = 3.0
 _ECHO = re.compile(
     r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|socketPoll|recvValue", re.IGNORECASE
 )
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +187,26 @@ def num_local_gpus() -> int:
     return min(len(devices), len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
 
 
-def die_with_parent() -> None:
-    """Has the kernel kill this process when the one that started it ends, however it ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def warm_fork_server() -> ForkServerContext:
+    """Where local workers are forked from: a process that has imported torch, which it begins to do now."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    forkserver.ensure_running()
+    return context
+
+
+def end_with(pid: int) -> None:
+    """Has this process end when another one of this machine does, however it ends.
+
+    A forked worker needs it: the server that forked it lives as long as any worker, and not as long as the driver.
+    """
+
+    def watch() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            select.select([os.pidfd_open(pid)], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="moe_ep-end-with").start()
 
 
 def set_up_logging() -> None:

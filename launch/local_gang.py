@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -22,7 +20,7 @@ from moe_ep.launch.gang import (
     Outcome,
     WorkerFailure,
     death_of,
-    die_with_parent,
+    end_with,
     failure_of,
     first_cause,
     gang_error,
@@ -30,6 +28,7 @@ from moe_ep.launch.gang import (
     num_local_gpus,
     run_rank,
     use_loopback_for_gloo,
+    warm_fork_server,
 )
 from moe_ep.launch.rank_env import LOOPBACK, RankEnv
 from moe_ep.launch.rendezvous import listen_store
@@ -47,10 +46,7 @@ class LocalGang(Gang):
         self.world_size = world_size
         self._device = device
         self._timeout_s = timeout_s
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed"])
-        # It imports torch while the driver does something else.
-        forkserver.ensure_running()
+        self._context = warm_fork_server()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         workers: dict[Connection, tuple[int, ForkServerProcess]] = {}
@@ -59,7 +55,9 @@ class LocalGang(Gang):
             for rank in range(self.world_size):
                 ours, theirs = self._context.Pipe()
                 process = self._context.Process(
-                    target=_serve, args=(theirs, self._rank_env(rank), self._timeout_s, fn, args), daemon=True
+                    target=_serve,
+                    args=(theirs, os.getpid(), self._rank_env(rank), self._timeout_s, fn, args),
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -129,10 +127,15 @@ def _tell(connection: Connection, message: Any) -> None:
 
 
 def _serve(
-    connection: Connection, rank_env: RankEnv, timeout_s: float | None, fn: Callable[..., Any], args: tuple[Any, ...]
+    connection: Connection,
+    driver_pid: int,
+    rank_env: RankEnv,
+    timeout_s: float | None,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     """The worker process: finds its peers through rank 0's store, runs the function and answers."""
-    die_with_parent()
+    end_with(driver_pid)
     # ctrl-C reaches the whole foreground group; the driver hears it and ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     use_loopback_for_gloo()
@@ -149,7 +152,6 @@ def _serve(
     except Exception as error:
         connection.send(("outcome", Outcome(failure=failure_of(error, rank_env.rank))))
         return
-    threading.Thread(target=_end_with_driver, args=(connection,), daemon=True).start()
     outcome = run_rank(replace(rank_env, master_port=port), fn, args, timeout_s, store)
     progress.set_sink(None)
     try:
@@ -158,10 +160,3 @@ def _serve(
         connection.send(("outcome", Outcome(failure=failure_of(error, rank_env.rank))))
     # Rank 0 holds the store: nobody leaves before the driver has heard from everybody and ends the gang.
     threading.Event().wait()
-
-
-def _end_with_driver(connection: Connection) -> None:
-    """Ends this process when the driver is gone: the server that forked it lives as long as any worker does."""
-    with contextlib.suppress(EOFError, OSError):
-        connection.recv()
-    os._exit(1)

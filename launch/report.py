@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,8 +66,8 @@ class RunReport:
     and p99 are over steps and layers of that.
     """
 
-    def __init__(self, config: RunConfig, launcher: str, ranks: Sequence[RankReport]) -> None:
-        self.config, self.launcher, self.ranks = config, launcher, list(ranks)
+    def __init__(self, config: RunConfig, command: str, ranks: Sequence[RankReport]) -> None:
+        self.config, self.command, self.ranks = config, command, list(ranks)
         self.layers: list[int] = ranks[0].model["moe_layers"]
         self.loads = ranks[0].loads
         self.errors = {layer: error for rank in ranks for layer, error in rank.errors.items()}
@@ -109,7 +107,7 @@ class RunReport:
         return {
             "kind": "summary",
             "model": first.model,
-            "launcher": self.launcher,
+            "launcher": self.config.launcher,
             "ep_size": len(self.ranks),
             "backend": first.backend,
             "experts": first.experts_name,
@@ -145,7 +143,7 @@ class RunReport:
             "devices": sorted({rank.device_name for rank in self.ranks}),
             "versions": first.versions,
             "commit": commit(),
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": self.command,
         }
 
     def json_lines(self) -> Iterator[str]:
@@ -179,8 +177,8 @@ class RunReport:
             f"quantization {model['quantization']}"
         )
         yield (
-            f"gang: {len(self.ranks)} worker(s), launcher {self.launcher}, backend {summary['backend']}, experts "
-            f"{summary['experts']}, {summary['dtype']}, on {', '.join(summary['devices'])}"
+            f"gang: {len(self.ranks)} worker(s), launcher {self.config.launcher}, backend {summary['backend']}, "
+            f"experts {summary['experts']}, {summary['dtype']}, on {', '.join(summary['devices'])}"
         )
         yield "placement:"
         for rank in self.ranks:

@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
         gang.close()
     if not gang.is_driver:
         return 0
-    return _tell(config, RunReport(config, config.launcher or "", results))
+    return _tell(config, RunReport(config, args.shown, results))
 
 
 def _work(rank_env: RankEnv, config: RunConfig) -> RankReport:

@@ -50,7 +50,7 @@ def account(rank: int, errors: dict[int, float], **changes: Any) -> RankReport:
 
 
 def report(errors_0: dict[int, float], errors_1: dict[int, float]) -> RunReport:
-    return RunReport(RunConfig(), "local", [account(0, errors_0), account(1, errors_1)])
+    return RunReport(RunConfig(launcher="local"), "moe-ep run", [account(0, errors_0), account(1, errors_1)])
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_the_demo_checkpoint_is_verified(
     text, lines = run(capsys, tmp_path / "out.jsonl", *arguments)
     summary = check_lines(lines, world_size, 8 * world_size)
     assert summary["launcher"] == launcher
+    assert summary["command"].startswith(f"moe-ep run --steps {STEPS}")
     assert summary["verify"]["passed"] is True
     assert summary["verify"]["max_relative_error"] <= summary["verify"]["tolerance"] == 1e-4
     assert summary["model"]["quantization"] == "gptq"
@@ -184,7 +185,7 @@ def test_two_torchrun_agents(tmp_path: Path) -> None:
         subprocess.Popen(
             [
                 sys.executable,
-                *["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"],
+                *["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"],
                 *(where + " " + job).split(),
             ],
             cwd=jobs.ROOT,
