@@ -114,8 +114,10 @@ class TorchrunGang(Gang):
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        # The gang's error says what happened; each of these loggers has a level of its own.
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
         warm_fork_server()
         with tempfile.TemporaryDirectory(prefix="moe_ep_torchrun_") as logs:
             config = LaunchConfig(
@@ -222,7 +224,7 @@ def _gathered(rank_env: RankEnv, stores: list[Any], fn: Callable[..., Any], args
     return results
 
 
-def _quick_shutdown(launch_config: type) -> dict[str, int]:
+def _quick_shutdown(launch_config: type) -> dict[str, Any]:
     """Kills what does not end within 3 s of a failure, where this torch lets that be set; torch 2.11 waits for 30 s."""
     known = any(field.name == "shutdown_timeout" for field in fields(launch_config))
     return {"shutdown_timeout": 3} if known else {}
