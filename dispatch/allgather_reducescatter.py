@@ -17,8 +17,8 @@ from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize):
     """Standard format; the simplest thing that works on any transport.
 
-    Rows, ids and weights of all ranks are gathered, padded to the largest T of the step, which the ranks agree on on
-    the host; under CUDA-graph capture to the capacity, max_num_tokens, and a larger T is refused. Padding has ids of -1.
+    Rows, ids and weights of all ranks are gathered, padded to the largest T of the step, which the hosts agree on;
+    under CUDA-graph capture to the capacity, max_num_tokens, and a larger T is refused. Padding has ids of -1.
 
     The reduction is an all-to-all of partial sums and an addition in rank order in f32 at the owner, not a
     reduce_scatter. Both move the same bytes to and from every rank, but reduce_scatter adds in the rows' own dtype, in

@@ -88,8 +88,8 @@ class OpenBatches(Generic[Handle]):
         if len(self._open) == 1:
             return self._open.pop()[1]
         raise RuntimeError(
-            f"topk_ids is not the tensor of one of the {len(self._open)} batches between prepare and finalize; pass the "
-            f"one that prepare returned, or where it returned none the one it was given"
+            f"topk_ids is not the tensor of one of the {len(self._open)} batches between prepare and finalize; pass "
+            f"the one that prepare returned, or where it returned none the one it was given"
         )
 
 
@@ -311,8 +311,8 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         capacity = self.max_num_tokens_per_rank()
         if capacity is not None and a1.size(0) > capacity:
             raise ValueError(
-                f"a1 has {a1.size(0)} tokens and the capacity is {capacity} per rank; send at most {capacity} at a time "
-                f"(FusedMoE does), or make the backend with max_num_tokens={a1.size(0)}"
+                f"a1 has {a1.size(0)} tokens and the capacity is {capacity} per rank; send at most {capacity} at a "
+                f"time (FusedMoE does), or make the backend with max_num_tokens={a1.size(0)}"
             )
 
     def _owners_of(self, device: torch.device) -> torch.Tensor:

@@ -78,7 +78,7 @@ def quantize_rows_reference(rows: torch.Tensor, quantized: torch.Tensor) -> torc
 
 def dequantize_rows_reference(quantized: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The plain form on any device: writes `rows` and returns it."""
-    num_tokens, hidden_size = rows.shape
+    hidden_size = rows.size(1)
     codes = quantized[:, :hidden_size].contiguous().view(torch.float8_e4m3fn).float()
     scales = quantized[:, scale_offset(hidden_size) :].contiguous().view(torch.float32)
     return rows.copy_(codes * scales.repeat_interleave(GROUP_SIZE, dim=1)[:, :hidden_size])

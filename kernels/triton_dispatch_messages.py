@@ -36,7 +36,7 @@ def _pack_messages_kernel(
     send_rank_stride,
     meta_row_stride,
     meta_rank_stride,
-    CAPACITY: tl.constexpr,
+    capacity,
     NUM_RANKS: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
@@ -47,21 +47,21 @@ def _pack_messages_kernel(
     """Writes the messages to all ranks.
 
     Before: rows `[T, W]` words, ids int32 and weights f32 `[T, TOPK]`, owners int32 `[E]`. After: headers int32 `[E]`,
-    rows and meta int32 `[CAPACITY, 3, TOPK]` in the message to each rank, slots int32 `[T, NUM_RANKS]`.
-    Program (t, b) with t < CAPACITY copies block b of token t to the ranks of its experts; b = 0 also finds the
+    rows and meta int32 `[capacity, 3, TOPK]` in the message to each rank, slots int32 `[T, NUM_RANKS]`.
+    Program (t, b) with t < capacity copies block b of token t to the ranks of its experts; b = 0 also finds the
     token's position within each of its experts, by going through the tokens before it, and writes the meta. Programs
-    (CAPACITY + i, 0) count the tokens of BLOCK_EXPERTS experts each.
+    (capacity + i, 0) count the tokens of BLOCK_EXPERTS experts each.
 
-    Example: two ranks, owners [0, 1], ids [[1], [1]], CAPACITY 3: to rank 1 go header [0, 2], both rows and ids
+    Example: two ranks, owners [0, 1], ids [[1], [1]], capacity 3: to rank 1 go header [0, 2], both rows and ids
     [1, 1, -1] with positions [0, 1, 0]; to rank 0 header [0, 0] and ids [-1, -1, -1]; slots [[-1, 3], [-1, 4]].
     """
     token = tl.program_id(0)
     block = tl.program_id(1)
-    if token >= CAPACITY:
+    if token >= capacity:
         if block == 0:
             _write_header(
-                ids_ptr, owners_ptr, headers_ptr, (token - CAPACITY) * BLOCK_EXPERTS, num_tokens, num_experts, meta_rank_stride,
-                NUM_RANKS, TOPK, BLOCK_TOKENS, BLOCK_EXPERTS,
+                ids_ptr, owners_ptr, headers_ptr, (token - capacity) * BLOCK_EXPERTS, num_tokens, num_experts,
+                meta_rank_stride, NUM_RANKS, TOPK, BLOCK_TOKENS, BLOCK_EXPERTS,
             )  # fmt: skip
         return
     slot = tl.arange(0, BLOCK_TOPK)
@@ -94,7 +94,7 @@ def _pack_messages_kernel(
             tl.store(meta + 2 * TOPK, bits, mask=in_slots)
             if token < num_tokens:
                 goes = tl.max(tl.where(theirs, 1, 0), axis=0)
-                tl.store(slots_ptr + token * NUM_RANKS + rank, tl.where(goes == 1, rank * CAPACITY + token, -1))
+                tl.store(slots_ptr + token * NUM_RANKS + rank, tl.where(goes == 1, rank * capacity + token, -1))
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def _open_messages_kernel(
     rank_stride,
     meta_row_stride,
     meta_rank_stride,
-    CAPACITY: tl.constexpr,
+    capacity,
     NUM_RANKS: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
@@ -166,25 +166,25 @@ def _open_messages_kernel(
 ):
     """Copies received rows to the experts that asked for them, dequantizing where they are e4m3.
 
-    Before: in the message of each rank a header int32 `[E]`, rows and meta int32 `[CAPACITY, 3, TOPK]`. After: batch
-    `[El, max_rows, K]`, slots int32 and weights f32 `[NUM_RANKS * CAPACITY, TOPK]`, totals int32 `[El]`.
-    Program (i, b) with i < NUM_RANKS * CAPACITY handles block b of received row i: its row in an expert's batch is the
+    Before: in the message of each rank a header int32 `[E]`, rows and meta int32 `[capacity, 3, TOPK]`. After: batch
+    `[El, max_rows, K]`, slots int32 and weights f32 `[NUM_RANKS * capacity, TOPK]`, totals int32 `[El]`.
+    Program (i, b) with i < NUM_RANKS * capacity handles block b of received row i: its row in an expert's batch is the
     number of tokens that earlier ranks have for the expert, from their headers, plus the position its sender gave it.
-    Programs (NUM_RANKS * CAPACITY + e, 0) add up the rows of local expert e.
+    Programs (NUM_RANKS * capacity + e, 0) add up the rows of local expert e.
 
     Example: headers [[2], [1]], row 0 of rank 1 with id 0 and position 0: batch row 2 of expert 0; totals [3].
     """
     row = tl.program_id(0)
     block = tl.program_id(1)
-    if row >= NUM_RANKS * CAPACITY:
+    if row >= NUM_RANKS * capacity:
         if block == 0:
             _total_rows(
-                headers_ptr, map_ptr, totals_ptr, row - NUM_RANKS * CAPACITY, num_experts, meta_rank_stride,
+                headers_ptr, map_ptr, totals_ptr, row - NUM_RANKS * capacity, num_experts, meta_rank_stride,
                 NUM_RANKS, HAS_MAP, BLOCK_EXPERTS,
             )  # fmt: skip
         return
-    source = (row // CAPACITY).to(tl.int64)
-    token = row % CAPACITY
+    source = (row // capacity).to(tl.int64)
+    token = row % capacity
     slot = tl.arange(0, BLOCK_TOPK)
     in_slots = slot < TOPK
     meta = meta_ptr + source * meta_rank_stride + token * meta_row_stride + slot
@@ -279,7 +279,7 @@ def triton_pack_messages(
             message_rows.stride(0),
             message_meta.stride(1),
             message_meta.stride(0),
-            CAPACITY=capacity,
+            capacity,
             NUM_RANKS=num_ranks,
             TOPK=topk,
             BLOCK_TOPK=triton.next_power_of_2(topk),
@@ -332,7 +332,7 @@ def triton_open_messages(
             message_rows.stride(0),
             message_meta.stride(1),
             message_meta.stride(0),
-            CAPACITY=capacity,
+            capacity,
             NUM_RANKS=num_ranks,
             TOPK=topk,
             BLOCK_TOPK=triton.next_power_of_2(topk),

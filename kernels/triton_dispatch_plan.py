@@ -1,4 +1,4 @@
-"""Which token goes to which rank, as one Triton kernel; `moe_ep.dispatch.payload.make_send_plan` is how it is called."""
+"""Which token goes to which rank, as one Triton kernel; `moe_ep.dispatch.payload.make_send_plan` calls it."""
 
 from __future__ import annotations
 

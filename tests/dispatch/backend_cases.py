@@ -202,7 +202,7 @@ def expected_output(setting: Setting, world_size: int) -> torch.Tensor:
 
 def check_standard(setting: Setting, result: PrepareResult, padded: bool) -> None:
     """Rows, ids and weights that arrived: those of each source in token order; `padded` ones of every token."""
-    rows, scales, meta, ids, weights = (part if part is None else part for part in result)
+    rows, scales, meta, ids, weights = result
     assert scales is None and meta is None
     room = max(len(source.rows) for source in setting.inputs) if padded else 0
     index = 0

@@ -1,0 +1,98 @@
+"""The Triton forms: bit for bit in the interpreter, and compiled for the GPUs they are meant for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from moe_ep.kernels.triton_dispatch_messages import _open_messages_kernel, _pack_messages_kernel
+from moe_ep.kernels.triton_dispatch_plan import _send_plan_kernel
+from moe_ep.kernels.triton_dispatch_rows import _pack_rows_kernel, _weighted_rows_kernel, row_blocks
+from moe_ep.kernels.triton_quantize import _dequantize_kernel, _quantize_kernel
+from tests.kernels.test_triton_compiles import ARCHITECTURES, compiled_ptx
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_same_bits_as_the_plain_forms() -> None:
+    program = "from tests.dispatch.kernel_cases import *; check_all('cpu', INTERPRETER_CASES)"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_messages_compile(arch: int, quantized: bool) -> None:
+    pack_types = {
+        "rows_ptr": "*i32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "owners_ptr": "*i32", "send_rows_ptr": "*i32",
+        "send_meta_ptr": "*i32", "headers_ptr": "*i32", "slots_ptr": "*i32",
+    }  # fmt: skip
+    pack_constants = {
+        "NUM_RANKS": 8, "TOPK": 8, "BLOCK_TOPK": 8, "BLOCK_TOKENS": 64, "BLOCK_EXPERTS": 32,
+        "BLOCK": 512,
+    }  # fmt: skip
+    rows = ("rows_ptr", "num_words", "row_stride", "send_rows_ptr", "send_row_stride", "send_rank_stride")
+    ptx = compiled_ptx(_pack_messages_kernel, pack_types, pack_constants, rows, arch)
+    assert "st.global.v4.b32" in ptx
+    open_types = {
+        "rows_ptr": "*u8" if quantized else "*i32", "batch_ptr": "*bf16" if quantized else "*i32",
+        "scales_ptr": "*fp32", "meta_ptr": "*i32", "headers_ptr": "*i32", "map_ptr": "*i32", "slots_ptr": "*i32",
+        "weights_ptr": "*fp32", "totals_ptr": "*i32",
+    }  # fmt: skip
+    open_constants = {
+        "NUM_RANKS": 8, "TOPK": 8, "BLOCK_TOPK": 8, "HAS_MAP": True, "QUANTIZED": quantized,
+        "GROUP": 128, "BLOCK_EXPERTS": 128, "BLOCK": 1024 if quantized else 512,
+    }  # fmt: skip
+    rows = ("rows_ptr", "num_columns", "row_stride", "rank_stride", "batch_ptr")
+    ptx = compiled_ptx(_open_messages_kernel, open_types, open_constants, rows, arch)
+    assert "st.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_rows_compile(arch: int) -> None:
+    types = {
+        "rows_ptr": "*i32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "owners_ptr": "*i32", "slots_ptr": "*i32",
+        "send_rows_ptr": "*i32", "send_meta_ptr": "*i32",
+    }  # fmt: skip
+    constants = {"NUM_RANKS": 8, "TOPK": 8, "BLOCK_TOPK": 8, "BLOCK": 512}
+    rows = ("rows_ptr", "num_columns", "row_stride", "send_rows_ptr", "send_stride")
+    ptx = compiled_ptx(_pack_rows_kernel, types, constants, rows, arch)
+    assert ptx.count("st.global.v4.b32") >= 8
+    types = {"source_ptr": "*bf16", "slots_ptr": "*i32", "weights_ptr": "*fp32", "target_ptr": "*bf16"}
+    constants = {"TOPK": 8, "HAS_WEIGHTS": True, "ALWAYS": False, "BLOCK": 1024}
+    rows = ("source_ptr", "num_columns", "source_stride", "target_stride", "target_ptr")
+    ptx = compiled_ptx(_weighted_rows_kernel, types, constants, rows, arch)
+    assert ptx.count("ld.global.v4.b32") == 8
+    assert "fma.rn.f32" not in ptx
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_plan_and_quantize_compile(arch: int) -> None:
+    types = {"ids_ptr": "*i32", "owners_ptr": "*i32", "slots_ptr": "*i32", "counts_ptr": "*i32"}
+    for exact in (True, False):
+        compiled_ptx(_send_plan_kernel, types, {"NUM_RANKS": 8, "TOPK": 8, "EXACT": exact, "BLOCK": 1024}, (), arch)
+    types = {"rows_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
+    ptx = compiled_ptx(
+        _quantize_kernel, types, {"TINY": 2.0**-126, "GROUP": 128, "BLOCK_GROUPS": 8}, ("rows_ptr", "codes_ptr"), arch
+    )
+    assert "div.rn.f32" in ptx and "div.full.f32" not in ptx
+    compiled_ptx(_dequantize_kernel, types, {"GROUP": 128, "BLOCK": 1024}, ("rows_ptr", "codes_ptr"), arch)
+
+
+def test_blocks_follow_the_rows() -> None:
+    assert row_blocks(4096, 7168, 2) == (1024, 4)
+    assert row_blocks(1, 7168, 2) == (256, 1)
+    assert row_blocks(4096, 16, 4) == (128, 1)
