@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
+from moe_ep.dispatch.batch import Batch, Pending
 from moe_ep.dispatch.payload import make_send_plan
 from moe_ep.dispatch.standard import reduced_rows
-from moe_ep.dispatch.torch_distributed import Batch, Pending, TorchDistributedPrepareFinalize
+from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import pack_rows, sum_rows
 from moe_ep.kernels.quantize import dequantize_rows
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce

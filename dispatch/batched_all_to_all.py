@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
+from moe_ep.dispatch.batch import Batch, Pending
 from moe_ep.dispatch.messages import MessageLayout, OpenedMessages, open_messages, pack_messages
-from moe_ep.dispatch.torch_distributed import Batch, Pending, TorchDistributedPrepareFinalize
+from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import sum_rows, weighted_rows
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 

@@ -106,7 +106,7 @@ def pack_messages(
     """
     if rows.is_cuda:
         try:
-            from moe_ep.kernels.triton_dispatch_messages import triton_pack_messages
+            from moe_ep.kernels.triton_pack_messages import triton_pack_messages
         except ImportError:
             pass
         else:
@@ -175,7 +175,7 @@ def open_messages(
     """
     if messages.is_cuda:
         try:
-            from moe_ep.kernels.triton_dispatch_messages import triton_open_messages
+            from moe_ep.kernels.triton_open_messages import triton_open_messages
         except ImportError:
             pass
         else:

@@ -15,82 +15,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEPrepareAndFinalize, PrepareResult
+from moe_ep.dispatch.batch import Batch, OpenBatches, Pending, check_arguments
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.expert_map import expert_owner_table
-from moe_ep.kernels.quantize import quantize_rows
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
-
-Result = TypeVar("Result")
-Handle = TypeVar("Handle")
-
-MAX_TOPK = 32
-# Batches between prepare and finalize that are remembered; a program that never finalises some does not grow.
-MAX_OPEN_BATCHES = 8
-
-
-@dataclass(frozen=True)
-class Pending(Generic[Result]):
-    """Something under way: `wait()` until the data is there, `receive()` to have it (which waits too)."""
-
-    wait: Callable[[], None]
-    receive: Callable[[], Result]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's tokens as they go into a dispatch.
-
-    Attributes:
-        rows: `[T, K]`, contiguous, of the activations' dtype; multiplied by their weights where that is asked for.
-        topk_ids: int32 `[T, topk]`, contiguous.
-        topk_weights: f32 `[T, topk]`, contiguous.
-        owners: int32 `[E]`.
-        expert_map: int32 `[E]`; None for the identity.
-        quantized: rows travel in e4m3.
-    """
-
-    rows: torch.Tensor
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
-    owners: torch.Tensor
-    expert_map: torch.Tensor | None
-    quantized: bool
-
-    def wire_rows(self) -> torch.Tensor:
-        """Rows as they travel: `[T, K]`, or uint8 with codes and scales (`moe_ep.kernels.quantize`)."""
-        return quantize_rows(self.rows) if self.quantized else self.rows
-
-
-class OpenBatches(Generic[Handle]):
-    """What prepare keeps for finalize, by the topk_ids that finalize is given for the batch: the tensor itself, not its
-    values. Another tensor is accepted where only one batch is open."""
-
-    def __init__(self) -> None:
-        self._open: list[tuple[torch.Tensor, Handle]] = []
-
-    def put(self, topk_ids: torch.Tensor, handle: Handle) -> None:
-        self._open = [*self._open[-MAX_OPEN_BATCHES + 1 :], (topk_ids, handle)]
-
-    def take(self, topk_ids: torch.Tensor) -> Handle:
-        """RuntimeError where it cannot be told which batch is meant."""
-        for index, (key, handle) in enumerate(self._open):
-            if key is topk_ids:
-                del self._open[index]
-                return handle
-        if len(self._open) == 1:
-            return self._open.pop()[1]
-        raise RuntimeError(
-            f"topk_ids is not the tensor of one of the {len(self._open)} batches between prepare and finalize; pass "
-            f"the one that prepare returned, or where it returned none the one it was given"
-        )
 
 
 class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
@@ -241,7 +176,15 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         quant_config: FusedMoEQuantConfig,
     ) -> Pending[PrepareResult]:
         try:
-            self._check(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input)
+            known_ids = self._owners.numel()
+            if num_experts != known_ids:
+                raise ValueError(
+                    f"num_experts is {num_experts}; the backend was made for {known_ids} ids "
+                    f"({self.moe_config.num_experts} routed, {self.moe_config.num_fused_shared_experts} shared)"
+                )
+            check_arguments(
+                a1, topk_weights, topk_ids, apply_router_weight_on_input, known_ids, self.max_num_tokens_per_rank()
+            )
         except ValueError as refusal:
             self.ranks.notes.leave(str(refusal))
             raise
@@ -264,56 +207,6 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             return result
 
         return Pending(pending.wait, receive)
-
-    def _check(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """ValueError for what would not survive the journey; shapes and dtypes only, no values on a GPU."""
-        known = self._owners.numel()
-        rules = (
-            (a1.dim() == 2 and a1.dtype in ACTIVATION_DTYPES, "a1", a1, "(T, K) of f32, f16 or bf16"),
-            (
-                topk_ids.dim() == 2 and not (topk_ids.is_floating_point() or topk_ids.dtype is torch.bool),
-                "topk_ids", topk_ids, "(T, topk) of an integer type",
-            ),
-            (
-                topk_weights.shape == topk_ids.shape and topk_weights.dtype is torch.float32,
-                "topk_weights", topk_weights, f"f32 of topk_ids' shape {tuple(topk_ids.shape)}",
-            ),
-        )  # fmt: skip
-        for holds, name, tensor, rule in rules:
-            if not holds:
-                raise ValueError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be {rule}")
-        if a1.size(0) != topk_ids.size(0):
-            raise ValueError(f"a1 has {a1.size(0)} tokens and topk_ids {topk_ids.size(0)}; they must have the same")
-        if not 1 <= topk_ids.size(1) <= MAX_TOPK:
-            raise ValueError(f"topk_ids has {topk_ids.size(1)} columns; it must have 1 to {MAX_TOPK}")
-        if apply_router_weight_on_input and topk_ids.size(1) != 1:
-            raise ValueError(
-                f"apply_router_weight_on_input needs top_k 1 and topk_ids has {topk_ids.size(1)} columns; apply the "
-                f"weights on the output instead"
-            )
-        if num_experts != known:
-            raise ValueError(
-                f"num_experts is {num_experts}; the backend was made for {known} ids "
-                f"({self.moe_config.num_experts} routed, {self.moe_config.num_fused_shared_experts} shared)"
-            )
-        if not topk_ids.is_cuda and topk_ids.numel() and not -1 <= int(topk_ids.min()) <= int(topk_ids.max()) < known:
-            raise ValueError(
-                f"topk_ids goes from {int(topk_ids.min())} to {int(topk_ids.max())}; ids must be at least -1 and below "
-                f"num_experts ({known})"
-            )
-        capacity = self.max_num_tokens_per_rank()
-        if capacity is not None and a1.size(0) > capacity:
-            raise ValueError(
-                f"a1 has {a1.size(0)} tokens and the capacity is {capacity} per rank; send at most {capacity} at a "
-                f"time (FusedMoE does), or make the backend with max_num_tokens={a1.size(0)}"
-            )
 
     def _owners_of(self, device: torch.device) -> torch.Tensor:
         owners = self._owners_on.get(device)

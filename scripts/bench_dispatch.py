@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import platform
 import shlex
@@ -208,7 +209,7 @@ class Bench:
         everybody = torch.tensor(times, device=self.device)
         dist.all_reduce(everybody, op=dist.ReduceOp.MAX)
         ordered = everybody.sort().values
-        return Timing(float(ordered[len(times) // 2]), float(ordered[int(0.99 * (len(times) - 1))]))
+        return Timing(float(ordered[len(times) // 2]), float(ordered[math.ceil(0.99 * len(times)) - 1]))
 
     def _time_cpu(self, run: Callable[[], None], chain: int) -> list[float]:
         times = []

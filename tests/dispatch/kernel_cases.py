@@ -11,7 +11,8 @@ from moe_ep.dispatch import payload
 from moe_ep.dispatch.messages import MessageLayout
 from moe_ep.expert_map import determine_expert_map, expert_owner_table
 from moe_ep.kernels import dispatch_rows, quantize, triton_dispatch_plan, triton_dispatch_rows, triton_quantize
-from moe_ep.kernels import triton_dispatch_messages as triton_messages
+from moe_ep.kernels.triton_open_messages import triton_open_messages
+from moe_ep.kernels.triton_pack_messages import triton_pack_messages
 
 # The interpreter truncates where it should round to bf16; only kernels that copy are run in bf16 there.
 ROUNDING_DTYPES = {"cpu": (torch.float32, torch.float16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
@@ -152,7 +153,7 @@ def check_messages(case: Case, device: str) -> None:
         expected, found = (layout.empty(case.num_ranks, ids.device).zero_() for _ in range(2))
         slots = messages_module.pack_messages_reference(rows, ids, weights, owners, layout, expected)
         views = layout.rows(found), layout.meta(found), layout.header(found)
-        assert torch.equal(triton_messages.triton_pack_messages(rows, ids, weights, owners, *views), slots)
+        assert torch.equal(triton_pack_messages(rows, ids, weights, owners, *views), slots)
         assert torch.equal(found, expected)
         for receiver in range(case.num_ranks):
             _check_open(case, layout, expected, receiver, dtype, quantized)
@@ -181,7 +182,7 @@ def _check_open(
             opened = tuple(messages_module.open_messages_reference(received, layout, expert_map, batch, quantized))
         else:
             views = layout.rows(received), layout.meta(received), layout.header(received)
-            opened = triton_messages.triton_open_messages(*views, expert_map, batch, quantized)
+            opened = triton_open_messages(*views, expert_map, batch, quantized)
         made.append((batch, *opened))
     for expected, found in zip(*made, strict=True):
         assert torch.equal(found, expected)

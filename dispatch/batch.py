@@ -1,0 +1,131 @@
+"""A batch on its way: what goes in, what is under way, and what is remembered until it comes home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from moe_ep.config import ACTIVATION_DTYPES
+from moe_ep.kernels.quantize import quantize_rows
+
+Result = TypeVar("Result")
+Handle = TypeVar("Handle")
+
+MAX_TOPK = 32
+# Batches between prepare and finalize that are remembered; a program that never finalises some does not grow.
+MAX_OPEN_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Pending(Generic[Result]):
+    """Something under way: `wait()` until the data is there, `receive()` to have it (which waits too)."""
+
+    wait: Callable[[], None]
+    receive: Callable[[], Result]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's tokens as they go into a dispatch.
+
+    Attributes:
+        rows: `[T, K]`, contiguous, of the activations' dtype; multiplied by their weights where that is asked for.
+        topk_ids: int32 `[T, topk]`, contiguous.
+        topk_weights: f32 `[T, topk]`, contiguous.
+        owners: int32 `[E]`.
+        expert_map: int32 `[E]`; None for the identity.
+        quantized: rows travel in e4m3.
+    """
+
+    rows: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    owners: torch.Tensor
+    expert_map: torch.Tensor | None
+    quantized: bool
+
+    def wire_rows(self) -> torch.Tensor:
+        """Rows as they travel: `[T, K]`, or uint8 with codes and scales (`moe_ep.kernels.quantize`)."""
+        return quantize_rows(self.rows) if self.quantized else self.rows
+
+
+class OpenBatches(Generic[Handle]):
+    """What prepare keeps for finalize, by the topk_ids that finalize is given for the batch: the tensor itself, not its
+    values. Another tensor is accepted where only one batch is open."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[torch.Tensor, Handle]] = []
+
+    def put(self, topk_ids: torch.Tensor, handle: Handle) -> None:
+        self._open = [*self._open[-MAX_OPEN_BATCHES + 1 :], (topk_ids, handle)]
+
+    def take(self, topk_ids: torch.Tensor) -> Handle:
+        """RuntimeError where it cannot be told which batch is meant."""
+        for index, (key, handle) in enumerate(self._open):
+            if key is topk_ids:
+                del self._open[index]
+                return handle
+        if len(self._open) == 1:
+            return self._open.pop()[1]
+        raise RuntimeError(
+            f"topk_ids is not the tensor of one of the {len(self._open)} batches between prepare and finalize; pass "
+            f"the one that prepare returned, or where it returned none the one it was given"
+        )
+
+
+def check_arguments(
+    a1: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    apply_router_weight_on_input: bool,
+    known_ids: int,
+    capacity: int | None,
+) -> None:
+    """ValueError for a batch that would not survive the journey; shapes and dtypes only, no values on a GPU.
+
+    Args:
+        known_ids: ids are below this.
+        capacity: the most tokens; None for any number.
+    """
+    rules = (
+        (a1.dim() == 2 and a1.dtype in ACTIVATION_DTYPES, "a1", a1, "(T, K) of f32, f16 or bf16"),
+        (
+            topk_ids.dim() == 2 and not (topk_ids.is_floating_point() or topk_ids.dtype is torch.bool),
+            "topk_ids",
+            topk_ids,
+            "(T, topk) of an integer type",
+        ),
+        (
+            topk_weights.shape == topk_ids.shape and topk_weights.dtype is torch.float32,
+            "topk_weights",
+            topk_weights,
+            f"f32 of topk_ids' shape {tuple(topk_ids.shape)}",
+        ),
+    )
+    for holds, name, tensor, rule in rules:
+        if not holds:
+            raise ValueError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be {rule}")
+    num_tokens, topk = topk_ids.shape
+    if a1.size(0) != num_tokens:
+        raise ValueError(f"a1 has {a1.size(0)} tokens and topk_ids {num_tokens}; they must have the same")
+    if not 1 <= topk <= MAX_TOPK:
+        raise ValueError(f"topk_ids has {topk} columns; it must have 1 to {MAX_TOPK}")
+    if apply_router_weight_on_input and topk != 1:
+        raise ValueError(
+            f"apply_router_weight_on_input needs top_k 1 and topk_ids has {topk} columns; apply the weights on the "
+            f"output instead"
+        )
+    if not topk_ids.is_cuda and topk_ids.numel():
+        least, most = int(topk_ids.min()), int(topk_ids.max())
+        if least < -1 or most >= known_ids:
+            raise ValueError(
+                f"topk_ids goes from {least} to {most}; ids must be at least -1 and below num_experts ({known_ids})"
+            )
+    if capacity is not None and num_tokens > capacity:
+        raise ValueError(
+            f"a1 has {num_tokens} tokens and the capacity is {capacity} per rank; send at most {capacity} at a time "
+            f"(FusedMoE does), or make the backend with max_num_tokens={num_tokens}"
+        )
