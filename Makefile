@@ -13,8 +13,8 @@ ARGS   ?=
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[test]'
 	touch $@
 
 run: $(VENV)/.installed
