@@ -1,0 +1,93 @@
+"""Checks of what a caller hands to the experts' functions, before anything is launched."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.kernels.marlin.types import WeightType
+from moe_ep.kernels.marlin.weights import Weights, check_activation_dtype, check_weights
+
+
+def check_weight_pair(
+    kind: WeightType,
+    activation: MoEActivation,
+    hidden_states: torch.Tensor,
+    is_k_full: bool,
+    first: tuple,
+    second: tuple,
+) -> tuple[Weights, Weights]:
+    """Both GEMMs' weights, checked against each other and against the activations.
+
+    `first` and `second` are (qweight, scales, zeros, bias, alphas, g_idx, sort_indices) of w1 and w2.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    check_activation_dtype(hidden_states.dtype)
+    dtype = hidden_states.dtype
+    w13 = check_weights(1, kind, dtype, activation.is_gated, is_k_full, *first)
+    w2 = check_weights(2, kind, dtype, False, is_k_full, *second)
+    if hidden_states.size(-1) != w13.num_columns:
+        raise ValueError(f"hidden_states has {hidden_states.size(-1)} columns; w1 takes {w13.num_columns}")
+    if w2.qweight.size(0) != w13.qweight.size(0) or w2.num_rows != w13.num_columns:
+        raise ValueError(
+            f"w2 holds {w2.qweight.size(0)} experts of {w2.num_rows} rows; "
+            f"w1 asks for {w13.qweight.size(0)} of {w13.num_columns}"
+        )
+    hidden = w13.num_rows // 2 if activation.is_gated else w13.num_rows
+    if w2.num_columns != hidden:
+        raise ValueError(f"w2 has {w2.num_columns} columns; w1 with {activation} gives {hidden}")
+    for name, tensor in (("w1", w13.qweight), ("w2", w2.qweight)):
+        if tensor.device != hidden_states.device:
+            raise ValueError(f"{name} is on {tensor.device} and hidden_states on {hidden_states.device}; move one")
+    return w13, w2
+
+
+def check_rows(
+    hidden_states: torch.Tensor, counts: torch.Tensor, num_experts: int, row_ids: torch.Tensor | None
+) -> None:
+    """ValueError unless the batched rows, their counts and their ids fit together."""
+    if counts.dtype != torch.int32 or counts.shape != (num_experts,):
+        raise ValueError(
+            f"expert_num_tokens is {counts.dtype} {tuple(counts.shape)}; it must be int32 ({num_experts},)"
+        )
+    dims = 3 if row_ids is None else 2
+    if hidden_states.dim() != dims or (row_ids is None and hidden_states.size(0) != num_experts):
+        raise ValueError(
+            f"hidden_states has shape {tuple(hidden_states.shape)}; it must be "
+            f"{f'({num_experts}, max_tokens, K)' if row_ids is None else '(num_rows, K) with expert_row_ids'}"
+        )
+    if not hidden_states.is_contiguous():
+        raise ValueError("hidden_states is not contiguous; pass hidden_states.contiguous()")
+    if row_ids is not None and (
+        row_ids.dtype != torch.int32 or row_ids.dim() != 2 or row_ids.size(0) != num_experts
+        or not row_ids.is_contiguous()
+    ):  # fmt: skip
+        raise ValueError(
+            f"expert_row_ids is {row_ids.dtype} {tuple(row_ids.shape)}; it must be int32 ({num_experts}, max_tokens), "
+            f"contiguous"
+        )
+
+
+def check_tokens(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, on_input: bool
+) -> None:
+    """ValueError unless tokens, ids and router weights fit together."""
+    if hidden_states.dim() != 2 or not hidden_states.is_contiguous():
+        raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; it must be [T, K], contiguous")
+    if topk_ids.dim() != 2 or topk_ids.size(0) != hidden_states.size(0) or topk_ids.is_floating_point():
+        raise ValueError(
+            f"topk_ids is {topk_ids.dtype} {tuple(topk_ids.shape)}; it must hold integers, one row for each of the "
+            f"{hidden_states.size(0)} tokens"
+        )
+    if topk_weights.dtype != torch.float32 or topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"topk_weights is {topk_weights.dtype} {tuple(topk_weights.shape)}; it must be float32 "
+            f"{tuple(topk_ids.shape)}"
+        )
+    if on_input and topk_ids.size(1) != 1:
+        raise ValueError(
+            f"apply_router_weight_on_input needs top_k 1 and topk_ids has {topk_ids.size(1)} columns; "
+            f"apply the weights on the output instead"
+        )

@@ -1,0 +1,35 @@
+// The activation between the two GEMMs, in f32; ACTIVATION is its number.
+#pragma once
+#include "ptx.cuh"
+
+#define SILU 0
+#define GELU 1
+#define GELU_TANH 2
+#define SWIGLUOAI 3
+#define SILU_NO_MUL 4
+#define GELU_NO_MUL 5
+#define RELU2_NO_MUL 6
+
+constexpr bool kGated = ACTIVATION <= SWIGLUOAI;
+
+DEVICE float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
+
+// `up` is not looked at where the activation is not gated.
+DEVICE float activate(float gate, float up) {
+  if constexpr (ACTIVATION == SILU) return gate * sigmoid(gate) * up;
+  if constexpr (ACTIVATION == GELU) return gelu(gate) * up;
+  if constexpr (ACTIVATION == GELU_TANH) {
+    float inner = 0.79788456f * (gate + 0.044715f * gate * gate * gate);
+    return gate * sigmoid(2.0f * inner) * up;
+  }
+  if constexpr (ACTIVATION == SWIGLUOAI) {
+    gate = fminf(gate, 7.0f);
+    up = fminf(fmaxf(up, -7.0f), 7.0f);
+    return (up + 1.0f) * gate * sigmoid(1.702f * gate);
+  }
+  if constexpr (ACTIVATION == SILU_NO_MUL) return gate * sigmoid(gate);
+  if constexpr (ACTIVATION == GELU_NO_MUL) return gelu(gate);
+  float positive = fmaxf(gate, 0.0f);
+  return positive * positive;
+}

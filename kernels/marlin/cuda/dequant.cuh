@@ -1,0 +1,161 @@
+// From packed codes to operand A of the tensor cores: four pairs a lane for 16 rows x 16 columns.
+//
+// WEIGHT_TYPE selects the number type. `Scales` holds what one lane needs for its two rows g and g + 8 over one group
+// of columns, each number twice, so that one instruction serves both numbers of a pair.
+#pragma once
+#include "number.cuh"
+
+#define UINT4 0
+#define UINT4B8 1
+#define UINT8B128 2
+#define FLOAT8_E4M3 3
+#define NVFP4 4
+#define MXFP4 5
+
+constexpr int kBits = (WEIGHT_TYPE == UINT8B128 || WEIGHT_TYPE == FLOAT8_E4M3) ? 8 : 4;
+constexpr bool kHasZeros = WEIGHT_TYPE == UINT4;
+constexpr int kScaleBytes = (WEIGHT_TYPE == NVFP4 || WEIGHT_TYPE == MXFP4) ? 1 : 2;
+constexpr int kWords = kBits / 4;  // int32 a lane for 16 columns
+
+// Up to how many tokens the codes of integers are multiplied as they are, and what is too much in them then.
+#ifndef RAW_TOKENS
+#define RAW_TOKENS 16
+#endif
+constexpr int kRawTokens = WEIGHT_TYPE <= UINT8B128 ? RAW_TOKENS : 0;
+constexpr float kRawOffset = WEIGHT_TYPE == UINT8B128 ? 0.0f : (ACT_BF16 ? 128.0f : 1024.0f) + (kHasZeros ? 0.0f : 8.0f);
+
+struct Scales {
+  u32 scale[2];
+  u32 offset[2];  // minus the code's offset and zero point; only where there are zero points
+};
+
+// ---- small floats: their bits land in the wider number's fields, a power of two mends the exponent's bias ----
+
+// x holds e4m3 numbers in its bytes 1 and 3.
+DEVICE u32 e4m3_pair(u32 x) {
+#if ACT_BF16
+  return mul_pair(and_or(x, 0x80008000u, (x & 0x7f007f00u) >> 4), 0x7b807b80u);  // 2^120
+#else
+  return mul_pair(and_or(x, 0x80008000u, (x & 0x7f007f00u) >> 1), 0x5c005c00u);  // 2^8
+#endif
+}
+
+// Four-bit e2m1 numbers in the low bits of both halves.
+DEVICE u32 e2m1_pair(u32 x) {
+#if ACT_BF16
+  return mul_pair(and_or(x << 12, 0x80008000u, (x & 0x00070007u) << 6), 0x7e807e80u);  // 2^126
+#else
+  return mul_pair(and_or(x << 12, 0x80008000u, (x & 0x00070007u) << 9), 0x74007400u);  // 2^14
+#endif
+}
+
+// A power of two: 2^(byte - 127), for both bytes.
+DEVICE u32 e8m0_pair(u32 low, u32 high) {
+  float a = __uint_as_float(low == 0 ? 0x00400000u : low << 23);
+  float b = __uint_as_float(high == 0 ? 0x00400000u : high << 23);
+  return to_pair(a, b);
+}
+
+// ---- scales ----
+
+// `row` is the scale row in shared memory, `place` that of row g within it; row g + 8 comes next.
+DEVICE Scales load_scales(const u8* row, const u8* zeros, int place) {
+  Scales s;
+  u32 pair;
+  if constexpr (kScaleBytes == 2) {
+    pair = *reinterpret_cast<const u32*>(row + 2 * place);
+  } else {
+    u32 bytes = *reinterpret_cast<const u16*>(row + place);
+    pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(permute_bytes(bytes, 0, 0x1404)) : e8m0_pair(bytes & 0xff, bytes >> 8);
+  }
+  s.scale[0] = permute_bytes(pair, 0, 0x1010);
+  s.scale[1] = permute_bytes(pair, 0, 0x3232);
+  if constexpr (kHasZeros) {
+    u32 zero = *reinterpret_cast<const u32*>(zeros + 2 * place) ^ 0x80008000u;
+#if ACT_BF16
+    zero = add_pair(zero, 0xc300c300u);  // -128
+#else
+    zero = add_pair(zero, 0xe400e400u);  // -1024
+#endif
+    s.offset[0] = permute_bytes(zero, 0, 0x1010);
+    s.offset[1] = permute_bytes(zero, 0, 0x3232);
+  }
+  return s;
+}
+
+// ---- codes ----
+
+// One lane's codes of 16 rows x 32 columns.
+DEVICE void load_words(u32* words, const u8* from) {
+  if constexpr (kBits == 4) {
+    uint2 v = *reinterpret_cast<const uint2*>(from);
+    words[0] = v.x, words[1] = v.y;
+  } else {
+    uint4 v = *reinterpret_cast<const uint4*>(from);
+    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+  }
+}
+
+// Four-bit codes number j and j + 4 of a word as numbers that are `offset` too large.
+DEVICE u32 four_bit_pair(u32 word, int j) {
+#if ACT_BF16
+  return and_or(word >> (4 * j), 0x000f000fu, 0x43004300u);  // 128 + code
+#else
+  return and_or(word >> (4 * j), 0x000f000fu, 0x64006400u);  // 1024 + code
+#endif
+}
+
+// Bytes 2 k and 2 k + 1 of a word as numbers, 128 taken off.
+DEVICE u32 eight_bit_pair(u32 word, int k) {
+#if ACT_BF16
+  float low = __uint_as_float(permute_bytes(word, 0x4b000000u, 0x7650 + 2 * k)) - 8388736.0f;
+  float high = __uint_as_float(permute_bytes(word, 0x4b000000u, 0x7651 + 2 * k)) - 8388736.0f;
+  return to_pair(low, high);
+#else
+  return add_pair(permute_bytes(word, 0x64646464u, k ? 0x4342 : 0x4140), 0xe480e480u);  // -1152
+#endif
+}
+
+// The four pairs of 16 columns: rows g, g + 8, then the same rows eight columns on.
+DEVICE void dequantize(const u32* words, const Scales& s, u32* a) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    u32 value;
+    if constexpr (WEIGHT_TYPE == UINT4) {
+      value = add_pair(four_bit_pair(words[0], j), s.offset[j & 1]);
+    } else if constexpr (WEIGHT_TYPE == UINT4B8) {
+      value = add_pair(four_bit_pair(words[0], j), ACT_BF16 ? 0xc308c308u : 0xe408e408u);  // -136, -1032
+    } else if constexpr (WEIGHT_TYPE == UINT8B128) {
+      value = eight_bit_pair(words[(j >> 1) % kWords], j & 1);
+    } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
+      value = e4m3_pair(permute_bytes(words[(j >> 1) % kWords], 0, j & 1 ? 0x3424 : 0x1404));
+    } else {
+      value = e2m1_pair(words[0] >> (4 * j));
+    }
+    a[j] = mul_pair(value, s.scale[j & 1]);
+  }
+}
+
+// Integer codes as numbers that are kRawOffset (and the zero point) too large, for the same four pairs.
+DEVICE void raw_codes(const u32* words, u32* a) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    if constexpr (kBits == 4) {
+      a[j] = four_bit_pair(words[0], j);
+    } else {
+      a[j] = eight_bit_pair(words[(j >> 1) % kWords], j & 1);
+    }
+  }
+}
+
+// The scales of rows g and g + 8, and what raw codes are too large by, scaled.
+DEVICE void load_raw_scales(const u8* row, const u8* zeros, int place, float* scale, float* offset) {
+  u32 pair = *reinterpret_cast<const u32*>(row + 2 * place);
+  u32 zero = 0;
+  if constexpr (kHasZeros) zero = *reinterpret_cast<const u32*>(zeros + 2 * place);
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    scale[h] = to_float((u16)(pair >> (16 * h)));
+    offset[h] = scale[h] * (kRawOffset + (kHasZeros ? to_float((u16)(zero >> (16 * h))) : 0.0f));
+  }
+}

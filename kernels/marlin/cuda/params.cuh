@@ -1,0 +1,30 @@
+// What one launch is told; gemm.py holds the same structures.
+#pragma once
+#include "ptx.cuh"
+
+struct GemmParams {
+  const u8* weights;        // packed, [E][rows * columns * bits / 8]
+  const u8* scales;         // [E, groups, rows]
+  const u8* zeros;          // alike, or null
+  const u16* bias;          // [E, rows] in natural order, or null
+  const float* alphas;      // global scale of every expert, [E, alphas_per_expert], or null
+  const u16* input;         // rows of `columns` numbers
+  u16* output;              // rows of `rows` numbers (half as many after a gated activation)
+  int columns;              // of the weights: the products' depth
+  int rows;                 // of the weights
+  int groups;               // of a row
+  int alphas_per_expert;    // 1, or 2 where gate and up differ
+};
+
+struct ExpertsParams {
+  GemmParams gemm[2];       // w13, then w2
+  const int* num_tokens;    // [E] rows of every expert
+  const int* row_ids;       // by reference [E, max_rows], sorted ids [all rows], or null: rows lie batched
+  int* sync;                // flags, all zero before and after
+  float* partials;          // sums of tiles that several blocks share
+  int num_experts;
+  int max_rows;             // of one expert
+  int ids_divisor;          // input row = id / ids_divisor
+  int sorted;               // row_ids lists all rows one expert after the other, and outputs go to row `id`
+  int max_tile_tokens;      // what `partials` has room for
+};

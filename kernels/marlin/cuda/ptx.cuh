@@ -1,0 +1,144 @@
+// The instructions that C++ has no words for: barriers, copies and matrix products of sm_80 and sm_90a.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// ---- mbarriers ----
+
+DEVICE void barrier_init(u64* barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+}
+
+DEVICE void barrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+DEVICE void barrier_arrive_expecting(u64* barrier, u32 num_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
+               : "memory");
+}
+
+DEVICE bool barrier_try_wait(u64* barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+DEVICE void barrier_wait(u64* barrier, u32 parity) {
+#ifdef SPIN_LIMIT
+  int spins = 0;
+#endif
+  while (!barrier_try_wait(barrier, parity)) {
+#ifdef SPIN_LIMIT
+    if (++spins > SPIN_LIMIT) { printf("barrier %x parity %u block %d thread %d\n", shared_address(barrier), parity, blockIdx.x, threadIdx.x); asm volatile("trap;"); }
+#endif
+  }
+}
+
+// Threads of some warps only; id 0 is __syncthreads.
+template <int kId, int kThreads>
+DEVICE void named_barrier() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+
+// ---- copies into shared memory ----
+
+DEVICE u64 policy_evict_first() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+DEVICE u64 policy_evict_normal() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+DEVICE void bulk_copy(u32 to, const void* from, u32 num_bytes, u64* barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          to),
+      "l"(from), "r"(num_bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// 16 bytes; what lies behind valid_bytes (0 or 16) is written as zero.
+DEVICE void copy_async_16(u32 to, const void* from, u32 valid_bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid_bytes) : "memory");
+}
+
+// Arrives once all copies that this thread issued before have landed; the barrier counts this arrival itself.
+DEVICE void barrier_arrive_on_copies(u64* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- flags in global memory ----
+
+DEVICE int load_acquire(const int* p) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+
+DEVICE void add_release(int* p, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
+DEVICE void wait_at_least(const int* p, int value) {
+#ifdef SPIN_LIMIT
+  int spins = 0;
+#endif
+  while (load_acquire(p) < value) {
+#ifdef SPIN_LIMIT
+    if (++spins > SPIN_LIMIT) { printf("flag %p is %d below %d block %d thread %d\n", p, load_acquire(p), value, blockIdx.x, threadIdx.x); asm volatile("trap;"); }
+#endif
+  }
+}
+
+// ---- registers ----
+
+template <int kCount>
+DEVICE void registers_grow() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+template <int kCount>
+DEVICE void registers_shrink() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// An 8 x 8 matrix of 16-bit numbers, transposed across the warp: lane 4 r + c holds row r, columns 2 c and 2 c + 1.
+DEVICE u32 transpose_8x8(u32 pair) {
+  u32 out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+  return out;
+}
+
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+  u32 out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
+  return out;
+}
+
+DEVICE u32 and_or(u32 value, u32 mask, u32 bits) {
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(value), "r"(mask), "r"(bits));
+  return out;
+}

@@ -1,0 +1,247 @@
+"""The packed 4- and 8-bit experts as parts of the modular kernel, one class for each activation format.
+
+Scratch of a pass: `workspace2` holds the activation's output (N numbers a row), `workspace13` what
+shared tiles need, at most 35 MB (and, in the Standard format, one row of K for each slot). There is no room for gate
+and up rows: they never leave the kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.kernels import jit
+from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
+from moe_ep.kernels.marlin.gemm import partials_numel
+from moe_ep.modular_kernel import (
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    FusedMoEPermuteExpertsUnpermute,
+)
+from moe_ep.topk_weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+
+_Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
+    """What both formats share: the weights' companions and the problem's size."""
+
+    def __init__(
+        self,
+        moe_config: FusedMoEConfig,
+        quant_config: FusedMoEQuantConfig,
+        *,
+        w13_g_idx: torch.Tensor | None = None,
+        w2_g_idx: torch.Tensor | None = None,
+        w13_g_idx_sort_indices: torch.Tensor | None = None,
+        w2_g_idx_sort_indices: torch.Tensor | None = None,
+        is_k_full: bool = True,
+    ) -> None:
+        super().__init__(moe_config, quant_config)
+        quant = self.quant_config
+        if quant.quant_type_id is None or quant.w1_scale is None or quant.w2_scale is None:
+            raise ValueError(
+                "quant_config lacks quant_type_id, w1_scale or w2_scale; packed experts need all three, choose "
+                "experts='reference' for plain weights"
+            )
+        self._companions: dict[str, Any] = {
+            "bias1": quant.w1_bias,
+            "bias2": quant.w2_bias,
+            "w1_scale": quant.w1_scale,
+            "w2_scale": quant.w2_scale,
+            "quant_type_id": quant.quant_type_id,
+            "w1_zeros": quant.w1_zp,
+            "w2_zeros": quant.w2_zp,
+            "global_scale1": quant.g1_alphas,
+            "global_scale2": quant.g2_alphas,
+            "g_idx1": w13_g_idx,
+            "g_idx2": w2_g_idx,
+            "sort_indices1": w13_g_idx_sort_indices,
+            "sort_indices2": w2_g_idx_sort_indices,
+            "is_k_full": is_k_full,
+        }
+        self._device = quant.w1_scale.device
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        reason = jit.unusable_reason()
+        if reason is None and torch.cuda.get_device_capability() != (9, 0):
+            return "the GPU is not of the Hopper generation (compute capability 9.0)"
+        return reason
+
+    def supports_expert_map(self) -> bool:
+        return True
+
+    def moe_problem_size(
+        self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[int, int, int, int, int]:
+        """(E, M, N, K, topk), N the intermediate size: packed w2 has N / 16 in its second dimension."""
+        M = a1.size(1) if a1.dim() == 3 else a1.size(0)
+        return w1.size(0), M, w2.size(1) * 16, a1.size(-1), topk_ids.size(-1)
+
+    def _partials(self, max_rows: int) -> int:
+        """Numbers of the activations' dtype that shared tiles need."""
+        return 2 * partials_numel(max_rows, self._device) if self._device.type == "cuda" else 0
+
+
+class BatchedMarlinExperts(_MarlinExpertsBase):
+    """BatchedExperts format, rows in place or by reference; no host synchronisation, CUDA-graph capturable."""
+
+    def __init__(
+        self,
+        moe_config: FusedMoEConfig,
+        quant_config: FusedMoEQuantConfig,
+        max_num_tokens: int | None = None,
+        num_dispatchers: int | None = None,
+        w13_g_idx: torch.Tensor | None = None,
+        w2_g_idx: torch.Tensor | None = None,
+        w13_g_idx_sort_indices: torch.Tensor | None = None,
+        w2_g_idx_sort_indices: torch.Tensor | None = None,
+        is_k_full: bool = True,
+    ) -> None:
+        super().__init__(
+            moe_config,
+            quant_config,
+            w13_g_idx=w13_g_idx,
+            w2_g_idx=w2_g_idx,
+            w13_g_idx_sort_indices=w13_g_idx_sort_indices,
+            w2_g_idx_sort_indices=w2_g_idx_sort_indices,
+            is_k_full=is_k_full,
+        )
+        per_dispatcher = moe_config.max_num_tokens if max_num_tokens is None else max_num_tokens
+        self._max_rows = per_dispatcher * (moe_config.ep_size if num_dispatchers is None else num_dispatchers)
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.BatchedExperts
+
+    def supports_chunking(self) -> bool:
+        return False
+
+    def supports_row_ids(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceDelegate()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: MoEActivation | str,
+    ) -> _Shapes:
+        by_reference = expert_tokens_meta is not None and expert_tokens_meta.expert_row_ids is not None
+        max_rows = self._max_rows if by_reference else M
+        return (self._partials(max_rows),), (local_num_experts * max_rows, N), (local_num_experts, max_rows, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation | str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        if expert_tokens_meta is None:
+            raise ValueError(
+                "expert_tokens_meta is None; batched experts need the number of rows of each expert, as the "
+                "prepare step returns it"
+            )
+        # With apply_router_weight_on_input the rows were weighted before they were dispatched.
+        batched_fused_marlin_moe(
+            hidden_states,
+            expert_tokens_meta.expert_num_tokens,
+            w1,
+            w2,
+            activation=activation,
+            global_num_experts=global_num_experts,
+            expert_map=expert_map,
+            intermediate_cache13=workspace13,
+            intermediate_cache2=workspace2,
+            output=output,
+            expert_row_ids=expert_tokens_meta.expert_row_ids,
+            **self._companions,
+        )
+
+
+class MarlinExperts(_MarlinExpertsBase):
+    """Standard format: gathers the rows of each local expert, computes them, adds them up weighted, in slot order."""
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.Standard
+
+    def supports_chunking(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: MoEActivation | str,
+    ) -> _Shapes:
+        slots = -(-M * topk * K // 128) * 128
+        return (slots + self._partials(M * topk),), (M * topk, N), (M, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation | str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        # With apply_router_weight_on_input the rows were weighted before they were dispatched: weights of 1 here.
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        fused_marlin_moe(
+            hidden_states,
+            w1,
+            w2,
+            topk_weights=weights,
+            topk_ids=topk_ids,
+            activation=activation,
+            global_num_experts=global_num_experts,
+            expert_map=expert_map,
+            intermediate_cache13=workspace13,
+            intermediate_cache2=workspace2,
+            output=output,
+            **self._companions,
+        )

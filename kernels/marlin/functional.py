@@ -1,0 +1,295 @@
+"""The experts as functions: batched, batched by reference, and on a list of tokens with their chosen experts.
+
+On a Hopper GPU both GEMMs and the activation are one kernel (gemm.py). Elsewhere, and for what the kernel does not do
+yet (act-order, an activation_func of the caller's), the same functions dequantize and multiply in f32 with torch.
+Arguments are checked before anything is launched; a ValueError names the one that does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.kernels.marlin.checks import check_rows, check_tokens, check_weight_pair
+from moe_ep.kernels.marlin.gemm import STEP_COLUMNS, Rows, groups_per_step, partials_numel, run_experts
+from moe_ep.kernels.marlin.plain import ActivationFunction, compute_expert
+from moe_ep.kernels.marlin.types import WeightType, weight_type
+from moe_ep.kernels.marlin.weighted_sum import weighted_sum
+from moe_ep.kernels.marlin.weights import Weights
+from moe_ep.kernels.reference import to_local_ids
+
+_SILU = MoEActivation.SILU
+
+
+def batched_fused_marlin_moe(
+    hidden_states: torch.Tensor,
+    expert_num_tokens: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    bias1: torch.Tensor | None,
+    bias2: torch.Tensor | None,
+    w1_scale: torch.Tensor,
+    w2_scale: torch.Tensor,
+    quant_type_id: int,
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    activation: MoEActivation | str = _SILU,
+    expert_map: torch.Tensor | None = None,
+    global_scale1: torch.Tensor | None = None,
+    global_scale2: torch.Tensor | None = None,
+    g_idx1: torch.Tensor | None = None,
+    g_idx2: torch.Tensor | None = None,
+    sort_indices1: torch.Tensor | None = None,
+    sort_indices2: torch.Tensor | None = None,
+    w1_zeros: torch.Tensor | None = None,
+    w2_zeros: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    intermediate_cache13: torch.Tensor | None = None,
+    intermediate_cache2: torch.Tensor | None = None,
+    is_k_full: bool = True,
+    output: torch.Tensor | None = None,
+    inplace: bool = False,
+    expert_row_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each local expert on its own rows: w13, activation, w2, unweighted.
+
+    Args:
+        hidden_states: bf16 or f16 `[El, max_tokens, K]`; with expert_row_ids `[num_rows, K]`.
+        expert_num_tokens: int32 `[El]`, on the device; only rows below it are read or written.
+        w1, w2: packed weights (repack.pack_marlin), of 2N x K (gate, then up; N x K ungated) and K x N.
+        bias1, bias2: `[El, 2N]` and `[El, K]`, gate then up, or None.
+        w1_scale, w2_scale, w1_zeros, w2_zeros: as packed.
+        global_scale1, global_scale2: f32 `[El]`; `[El, 2]` for w1 where gate and up differ.
+        intermediate_cache13, intermediate_cache2: scratch, made where missing or too small; workspace is not needed.
+        output: `[El, max_tokens, K]`, made where missing; inplace writes over hidden_states.
+        expert_row_ids: int32 `[El, max_tokens]`: the input row of each expert's rows.
+
+    Returns:
+        `[El, max_tokens, K]`; rows at or above expert_num_tokens are left as they were.
+
+    Raises:
+        ValueError: a wrong dtype, shape, type id, group size, or something missing; nothing was launched.
+    """
+    if apply_router_weight_on_input:
+        raise ValueError(
+            "apply_router_weight_on_input is True; batched rows come without weights, apply them before dispatch"
+        )
+    kind, act = weight_type(quant_type_id), MoEActivation.parse(activation)
+    num_experts = w1.size(0)
+    w13_weights, w2_weights = check_weight_pair(
+        kind, act, hidden_states, is_k_full,
+        (w1, w1_scale, w1_zeros, bias1, global_scale1, g_idx1, sort_indices1),
+        (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2),
+    )  # fmt: skip
+    check_rows(hidden_states, expert_num_tokens, num_experts, expert_row_ids)
+    max_rows = hidden_states.size(1) if expert_row_ids is None else expert_row_ids.size(1)
+    shape = (num_experts, max_rows, w13_weights.num_columns)
+    output = _output(output, shape, hidden_states, inplace and expert_row_ids is None)
+    if max_rows == 0 or num_experts == 0:
+        return output
+    if _kernel_serves(hidden_states, w13_weights, w2_weights):
+        run_experts(
+            output,
+            hidden_states,
+            w13_weights,
+            w2_weights,
+            Rows(expert_num_tokens, max_rows, expert_row_ids),
+            kind,
+            act,
+            _scratch(intermediate_cache2, num_experts * max_rows * w2_weights.num_columns, hidden_states),
+            _partials(intermediate_cache13, max_rows, hidden_states, 0),
+        )
+        return output
+    for expert in range(num_experts):
+        count = max_rows if expert_num_tokens.is_cuda else min(int(expert_num_tokens[expert]), max_rows)
+        rows = _rows_of(hidden_states, expert_row_ids, expert, count)
+        result = compute_expert(rows, w13_weights, w2_weights, kind, expert, act)
+        belongs = torch.arange(count, device=rows.device) < expert_num_tokens[expert]
+        target = output[expert, :count]
+        target.copy_(torch.where(belongs[:, None], result, target.float()))
+    return output
+
+
+def fused_marlin_moe(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    bias1: torch.Tensor | None,
+    bias2: torch.Tensor | None,
+    w1_scale: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    quant_type_id: int,
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    activation: MoEActivation | str = _SILU,
+    activation_func: ActivationFunction | None = None,
+    moe_sum: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    expert_map: torch.Tensor | None = None,
+    input_global_scale1: torch.Tensor | None = None,
+    input_global_scale2: torch.Tensor | None = None,
+    global_scale1: torch.Tensor | None = None,
+    global_scale2: torch.Tensor | None = None,
+    g_idx1: torch.Tensor | None = None,
+    g_idx2: torch.Tensor | None = None,
+    sort_indices1: torch.Tensor | None = None,
+    sort_indices2: torch.Tensor | None = None,
+    w1_zeros: torch.Tensor | None = None,
+    w2_zeros: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    intermediate_cache13: torch.Tensor | None = None,
+    intermediate_cache2: torch.Tensor | None = None,
+    is_k_full: bool = True,
+    output: torch.Tensor | None = None,
+    input_dtype: torch.dtype | None = None,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """The chosen experts of every token, weighted and summed in slot order.
+
+    Args: as batched_fused_marlin_moe, and
+        hidden_states: bf16 or f16 `[T, K]`.
+        topk_weights: f32 `[T, topk]`.
+        topk_ids: `[T, topk]`, global ids, -1 for none; expert_map int32 takes them to local ones (None: they are).
+        apply_router_weight_on_input: multiply the rows instead of the results (topk must be 1).
+        activation_func: `f(activation, output, input)` in place of the built-in activation.
+        moe_sum: `f(rows [T, topk, K], output)` in place of the built-in sum; gets weighted rows, skipped ones zero.
+
+    Returns:
+        `[T, K]`.
+
+    Raises:
+        ValueError: a wrong dtype, shape, type id, group size, or something missing; nothing was launched.
+    """
+    kind, act = weight_type(quant_type_id), MoEActivation.parse(activation)
+    if input_dtype not in (None, hidden_states.dtype) or not (input_global_scale1 is input_global_scale2 is None):
+        raise ValueError(
+            f"input_dtype is {input_dtype}; activations are multiplied in their own dtype ({hidden_states.dtype}), "
+            f"pass None and no input_global_scale"
+        )
+    w13_weights, w2_weights = check_weight_pair(
+        kind, act, hidden_states, is_k_full,
+        (w1, w1_scale, w1_zeros, bias1, global_scale1, g_idx1, sort_indices1),
+        (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2),
+    )  # fmt: skip
+    check_tokens(hidden_states, topk_weights, topk_ids, apply_router_weight_on_input)
+    num_tokens, topk = topk_ids.shape
+    output = _output(output, tuple(hidden_states.shape), hidden_states, inplace)
+    if num_tokens == 0:
+        return output
+    rows = hidden_states
+    if apply_router_weight_on_input:
+        rows = (hidden_states.float() * topk_weights).to(hidden_states.dtype)
+    local_ids = to_local_ids(topk_ids, expert_map)
+    slots_numel = num_tokens * topk * w13_weights.num_columns
+    slots = _scratch(intermediate_cache13, slots_numel, hidden_states).view(num_tokens, topk, -1)
+    if activation_func is None and _kernel_serves(hidden_states, w13_weights, w2_weights):
+        run_experts(
+            slots,
+            rows,
+            w13_weights,
+            w2_weights,
+            sort_by_expert(local_ids, w1.size(0)),
+            kind,
+            act,
+            _scratch(intermediate_cache2, num_tokens * topk * w2_weights.num_columns, hidden_states),
+            _partials(intermediate_cache13, num_tokens * topk, hidden_states, slots_numel),
+        )
+    else:
+        _plain_slots(slots, rows, local_ids, w13_weights, w2_weights, kind, act, activation_func)
+    weights = None if apply_router_weight_on_input else topk_weights
+    if moe_sum is None:
+        weighted_sum(output, slots, weights, local_ids)
+    else:
+        factor = torch.ones_like(topk_weights) if weights is None else weights
+        weighted = torch.where(local_ids[..., None] >= 0, slots.float() * factor[..., None], 0.0)
+        moe_sum(weighted.to(slots.dtype), output)
+    return output
+
+
+def sort_by_expert(local_ids: torch.Tensor, num_experts: int) -> Rows:
+    """Slots `[T, topk]` of the local experts, one expert after the other and in slot order; no host synchronisation.
+
+    Example: ids [[1, -1], [0, 1]], 2 experts: counts [1, 2], slots 2, 0, 3 (and the skipped one behind them).
+    """
+    flat = torch.where(local_ids < 0, num_experts, local_ids).flatten()
+    order = torch.sort(flat, stable=True).indices.to(torch.int32)
+    experts = torch.arange(num_experts, device=flat.device)
+    counts = (flat[None, :] == experts[:, None]).sum(dim=1, dtype=torch.int32)
+    return Rows(counts, flat.numel(), order, local_ids.size(1), is_sorted=True)
+
+
+def _plain_slots(
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    local_ids: torch.Tensor,
+    w13: Weights,
+    w2: Weights,
+    kind: WeightType,
+    activation: MoEActivation,
+    activation_func: ActivationFunction | None,
+) -> None:
+    """Every slot's row through its expert; on a GPU every expert takes all rows, so that shapes are static."""
+    for expert in range(w13.qweight.size(0)):
+        chosen = local_ids == expert
+        if not rows.is_cuda:
+            tokens, places = chosen.nonzero(as_tuple=True)
+            if tokens.numel():
+                result = compute_expert(rows[tokens], w13, w2, kind, expert, activation, activation_func)
+                slots[tokens, places] = result.to(slots.dtype)
+            continue
+        result = compute_expert(rows, w13, w2, kind, expert, activation, activation_func).to(slots.dtype)
+        slots.copy_(torch.where(chosen[..., None], result[:, None, :], slots))
+
+
+def _kernel_serves(hidden_states: torch.Tensor, w13: Weights, w2: Weights) -> bool:
+    """Whether the GPU kernel computes this: Hopper, no act-order, one spacing of scales (or a single group)."""
+    if not hidden_states.is_cuda or torch.cuda.get_device_capability(hidden_states.device) != (9, 0):
+        return False
+    if w13.g_idx is not None or w2.g_idx is not None:
+        return False
+    spacings = [groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2)]
+    most = max(spacings)
+    return all(
+        spacing == most or w.num_columns * most <= STEP_COLUMNS for spacing, w in zip(spacings, (w13, w2), strict=True)
+    )
+
+
+def _rows_of(hidden_states: torch.Tensor, row_ids: torch.Tensor | None, expert: int, count: int) -> torch.Tensor:
+    if row_ids is None:
+        return hidden_states[expert, :count]
+    # Entries behind the count are not row numbers.
+    return hidden_states[row_ids[expert, :count].long().clamp(0, max(hidden_states.size(0) - 1, 0))]
+
+
+def _output(
+    output: torch.Tensor | None, shape: tuple[int, ...], hidden_states: torch.Tensor, inplace: bool
+) -> torch.Tensor:
+    if inplace:
+        return hidden_states
+    if output is None:
+        return hidden_states.new_empty(shape)
+    if tuple(output.shape) != shape or output.dtype != hidden_states.dtype or not output.is_contiguous():
+        raise ValueError(
+            f"output is {output.dtype} {tuple(output.shape)}; it must be {hidden_states.dtype} {shape}, contiguous"
+        )
+    return output
+
+
+def _scratch(given: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
+    """`numel` numbers of `like`'s dtype, from the given buffer where it has them."""
+    if given is not None and given.dtype == like.dtype and given.is_contiguous() and given.numel() >= numel:
+        return given.view(-1)[:numel]
+    return like.new_empty(numel)
+
+
+def _partials(given: torch.Tensor | None, max_rows: int, like: torch.Tensor, used: int) -> torch.Tensor:
+    """f32 scratch for shared tiles, from the given buffer behind its first `used` numbers where it has room."""
+    numel = partials_numel(max_rows, like.device)
+    start = -(-used // 128) * 128
+    fits = given is not None and given.dtype == like.dtype and given.is_contiguous()
+    if given is not None and fits and given.numel() >= start + 2 * numel:
+        return given.view(-1)[start : start + 2 * numel].view(torch.float32)
+    return torch.empty(numel, dtype=torch.float32, device=like.device)

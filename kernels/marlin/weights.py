@@ -1,0 +1,148 @@
+"""One GEMM's packed weights with all that goes with them, checked once before anything is launched."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, WeightType
+from moe_ep.scalar_type import scalar_types
+
+_E8M0 = tuple(
+    dtype for dtype in (getattr(torch, "float8_e8m0fnu", None), torch.uint8) if dtype is not None
+)  # powers of two, or their bits
+
+
+class Weights(NamedTuple):
+    """Packed weights of all local experts; see repack.py for the layouts.
+
+    Attributes:
+        bias: `[E, rows]` in natural order (gate, then up), or None.
+        alphas: f32 `[E]` or `[E, 2]`, global scales, or None.
+        g_idx, sort_indices: int32 `[E, columns]` with act-order.
+        gated: rows are gate and up rows, interleaved.
+    """
+
+    qweight: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bias: torch.Tensor | None
+    alphas: torch.Tensor | None
+    g_idx: torch.Tensor | None
+    sort_indices: torch.Tensor | None
+    gated: bool
+    num_rows: int
+    num_columns: int
+
+
+def check_weights(
+    which: int,
+    kind: WeightType,
+    act_dtype: torch.dtype,
+    gated: bool,
+    is_k_full: bool,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    alphas: torch.Tensor | None,
+    g_idx: torch.Tensor | None,
+    sort_indices: torch.Tensor | None,
+) -> Weights:
+    """The weights of w1 (`which` 1) or w2 (2), or a ValueError that names the argument that does not fit."""
+    name = f"w{which}"
+    if qweight.dtype != torch.int32 or qweight.dim() != 3:
+        raise ValueError(f"{name} is {qweight.dtype} {tuple(qweight.shape)}; it must be int32 [E, in/16, out*16/pack]")
+    num_experts, num_columns = qweight.size(0), qweight.size(1) * 16
+    num_rows = qweight.size(2) * kind.pack // 16
+    if num_columns % 32 or num_rows % (64 if gated else 32):
+        raise ValueError(
+            f"{name} has {num_rows} rows and {num_columns} columns; both must be multiples of 32, "
+            f"and the rows of 64 where gate and up are interleaved"
+        )
+    _check_scales(name, kind, act_dtype, scales, num_experts, num_rows, num_columns, g_idx is not None, is_k_full)
+    if (zeros is not None) != kind.has_zero_points:
+        raise ValueError(
+            f"{name}_zeros is {'missing' if zeros is None else 'given'}; "
+            f"{kind.scalar_type} {'needs zero points' if kind.has_zero_points else 'takes none'}"
+        )
+    _check_like(f"{name}_zeros", zeros, scales.dtype, scales.shape)
+    _check_like(f"bias{which}", bias, act_dtype, (num_experts, num_rows))
+    is_nvfp4 = kind.scalar_type == scalar_types.float4_e2m1f and scales.dtype == torch.float8_e4m3fn
+    if is_nvfp4 and alphas is None:
+        raise ValueError(f"global_scale{which} is missing; float4_e2m1f with float8_e4m3fn scales (nvfp4) needs it")
+    if alphas is not None:
+        two = gated and alphas.dim() == 2
+        _check_like(f"global_scale{which}", alphas, torch.float32, (num_experts, 2) if two else (num_experts,))
+    if (g_idx is None) != (sort_indices is None):
+        raise ValueError(
+            f"g_idx{which} and sort_indices{which} belong together, and only one of them is given; pass both as "
+            f"pack_marlin made them, or neither"
+        )
+    _check_like(f"g_idx{which}", g_idx, torch.int32, (num_experts, num_columns))
+    _check_like(f"sort_indices{which}", sort_indices, torch.int32, (num_experts, num_columns))
+    for label, tensor in ((name, qweight), (f"{name}_scale", scales)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{label} is not contiguous; pass it as pack_marlin made it")
+    return Weights(qweight, scales, zeros, bias, alphas, g_idx, sort_indices, gated, num_rows, num_columns)
+
+
+def group_size_of(kind: WeightType, num_columns: int, num_groups: int) -> int | None:
+    """The group size that so many groups of a row mean, -1 for one; None where the type does not take it."""
+    if num_groups == 1 and -1 in kind.group_sizes:
+        return -1
+    size = num_columns // num_groups if num_groups and num_columns % num_groups == 0 else 0
+    return size if size in kind.group_sizes else None
+
+
+def _check_scales(
+    name: str,
+    kind: WeightType,
+    act_dtype: torch.dtype,
+    scales: torch.Tensor,
+    num_experts: int,
+    num_rows: int,
+    num_columns: int,
+    act_order: bool,
+    is_k_full: bool,
+) -> None:
+    if scales.dim() != 3 or scales.size(0) != num_experts or scales.size(2) != num_rows:
+        raise ValueError(
+            f"{name}_scale has shape {tuple(scales.shape)}; {name} asks for ({num_experts}, groups, {num_rows})"
+        )
+    if kind.scalar_type == scalar_types.float4_e2m1f:
+        allowed: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, *_E8M0)
+        sizes: tuple[int, ...] = (16,) if scales.dtype == torch.float8_e4m3fn else (32,)
+    else:
+        allowed, sizes = (act_dtype,), kind.group_sizes
+    if scales.dtype not in allowed:
+        raise ValueError(
+            f"{name}_scale is {scales.dtype}; {kind.scalar_type} with {act_dtype} activations takes "
+            f"{' or '.join(str(dtype) for dtype in allowed)}"
+        )
+    if act_order and not is_k_full:
+        return
+    size = group_size_of(kind, num_columns, scales.size(1))
+    if size is None or size not in sizes:
+        raise ValueError(
+            f"{name}_scale has {scales.size(1)} groups for {num_columns} columns; {kind.scalar_type} takes groups of "
+            f"{', '.join(str(allowed_size) for allowed_size in sizes)} columns (-1: one group)"
+        )
+
+
+def _check_like(
+    name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shape: torch.Size | tuple[int, ...]
+) -> None:
+    if tensor is None:
+        return
+    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} {tuple(shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous; pass {name}.contiguous()")
+
+
+def check_activation_dtype(dtype: torch.dtype) -> None:
+    """ValueError unless the kernels take activations of this dtype."""
+    if dtype not in ACTIVATION_DTYPES:
+        raise ValueError(f"hidden_states is {dtype}; it must be {' or '.join(str(d) for d in ACTIVATION_DTYPES)}")

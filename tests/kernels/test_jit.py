@@ -1,0 +1,111 @@
+"""Every kernel compiles without a GPU, for A100 and for Hopper, and keeps its numbers in registers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.errors import BackendUnavailableError
+from moe_ep.kernels import jit
+from moe_ep.kernels.marlin import gemm, weighted_sum
+from moe_ep.kernels.marlin.types import WEIGHT_TYPES
+from moe_ep.scalar_type import scalar_types
+
+pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
+
+SCALE = 'struct P { int* out; int value; };\nextern "C" __global__ void scale(const __grid_constant__ P p)'
+SILU, SWIGLUOAI, RELU2 = MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.RELU2_NO_MUL
+BF16, F16 = torch.bfloat16, torch.float16
+# Number type, activations, scales' dtype, groups in 128 columns, activation: each type, each dtype, each spacing once.
+EXPERTS = [
+    (scalar_types.uint4b8, BF16, BF16, 1, SILU),
+    (scalar_types.uint4, F16, F16, 4, SILU),
+    (scalar_types.uint8b128, BF16, BF16, 2, RELU2),
+    (scalar_types.float8_e4m3fn, BF16, BF16, 1, SILU),
+    (scalar_types.float4_e2m1f, F16, torch.float8_e4m3fn, 8, SILU),
+    (scalar_types.float4_e2m1f, BF16, torch.uint8, 4, SWIGLUOAI),
+]
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> jit.KernelSource:
+    """A small kernel in a folder of its own, and an empty cache."""
+    monkeypatch.setenv("MOE_EP_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "scale.cu"
+    path.write_text(f'#include "factor.cuh"\n{SCALE} {{ p.out[0] = p.value * FACTOR * OWN; }}')
+    (tmp_path / "factor.cuh").write_text("#define OWN 2")
+    return jit.KernelSource(path, "scale", (("FACTOR", "3"),))
+
+
+def _entries() -> set[Path]:
+    return {path for path in Path(os.environ["MOE_EP_CACHE_DIR"]).rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: f"{case[0]}-{case[1]}".replace("torch.", ""))
+def test_experts_kernel_compiles_for_hopper_without_spills(case: tuple) -> None:
+    kind = WEIGHT_TYPES[case[0].id]
+    resources = jit.compile_only(gemm.kernel_source(kind, *case[1:]), "sm_90a")
+    assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
+    assert "serialized" not in resources.log  # products must run while the next weights are dequantized
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_weighted_sum_compiles_without_spills(arch: str, dtype: torch.dtype) -> None:
+    resources = jit.compile_only(weighted_sum.kernel_source(dtype), arch)
+    assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
+
+
+def test_cubins_are_kept_and_follow_source_headers_defines_and_architecture(source: jit.KernelSource) -> None:
+    first = jit._cubin(source, "sm_80")
+    kept = _entries()
+    assert kept
+    assert jit._cubin(source, "sm_80") == first
+    assert _entries() == kept
+    other = jit.KernelSource(source.path, source.entry, (("FACTOR", "4"),))
+    assert jit._cubin(other, "sm_80") != first
+    assert jit._cubin(source, "sm_90a") != first
+    (source.path.parent / "factor.cuh").write_text("#define OWN 5")
+    assert jit._cubin(source, "sm_80") != first
+    assert len(_entries()) == len(kept) + 3
+
+
+def test_several_processes_may_fill_the_cache_at_once(source: jit.KernelSource) -> None:
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = 0 if jit._cubin(source, "sm_80") == jit._cubin(source, "sm_80") else 1
+            finally:
+                os._exit(status)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert len(_entries()) == 1
+
+
+def test_a_mistake_in_the_source_shows_the_compilers_words(source: jit.KernelSource) -> None:
+    source.path.write_text(f"{SCALE} {{ p.out[0] = nonsense; }}")
+    with pytest.raises(Exception, match="nonsense"):
+        jit.compile_only(source, "sm_80")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_loading_says_so(source: jit.KernelSource) -> None:
+    assert jit.unusable_reason() == "torch sees no CUDA GPU"
+    with pytest.raises(BackendUnavailableError, match="needs a CUDA GPU"):
+        jit.load(source, torch.device("cuda", 0))
+
+
+def test_without_cuda_core_the_pip_line_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "cuda.core", None)
+    jit._cuda_core.cache_clear()
+    with pytest.raises(ImportError, match=r"pip install 'moe_ep\[cuda\]'"):
+        jit._cuda_core()
+    jit._cuda_core.cache_clear()
