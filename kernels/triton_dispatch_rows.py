@@ -6,16 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
-# A thread moves 16 bytes at a time. Rows are split until there are this many programs, to occupy a large GPU twice.
+# A thread moves 16 bytes at a time. Rows are split until there are this many programs, to occupy a large GPU twice;
+# with many times as many, a thread moves two such vectors, and what each program must look up is paid half as often.
 _VECTOR_BYTES = 16
 _WARP = 32
 _ENOUGH_PROGRAMS = 264
+_PLENTY = 8 * _ENOUGH_PROGRAMS
 
 
 def row_blocks(num_rows: int, num_columns: int, element_size: int) -> tuple[int, int]:
     """(columns of one program, its warps) for a kernel with a program for every row and block of columns.
 
-    Example: bf16, 7168 columns: 4096 rows give (1024, 4), one row gives (256, 1).
+    Example: bf16, 7168 columns: 4096 rows give (2048, 4), 128 rows (1024, 4), one row (256, 1).
     """
     per_warp = _WARP * _VECTOR_BYTES // element_size
     num_warps = 4
@@ -24,7 +26,10 @@ def row_blocks(num_rows: int, num_columns: int, element_size: int) -> tuple[int,
         or num_rows * triton.cdiv(num_columns, per_warp * num_warps) < _ENOUGH_PROGRAMS
     ):
         num_warps //= 2
-    return per_warp * num_warps, num_warps
+    block = per_warp * num_warps
+    if block < num_columns and num_rows * triton.cdiv(num_columns, 2 * block) >= _PLENTY:
+        block *= 2
+    return block, num_warps
 
 
 def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -73,17 +78,19 @@ def _pack_rows_kernel(
     block = tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(rows_ptr + token * row_stride + column, mask=column < num_columns, other=0)
-    slot = tl.arange(0, BLOCK_TOPK)
-    in_slots = slot < TOPK
-    expert = tl.load(ids_ptr + token * TOPK + slot, mask=in_slots, other=-1)
-    exists = (expert >= 0) & (expert < num_experts)
-    owner = tl.load(owners_ptr + expert, mask=exists, other=-1)
-    weight = tl.load(weights_ptr + token * TOPK + slot, mask=in_slots, other=0.0)
     for rank in tl.static_range(NUM_RANKS):
         target = tl.load(slots_ptr + token * NUM_RANKS + rank).to(tl.int64)
         bound = tl.where(target >= 0, num_columns, 0)
         tl.store(send_rows_ptr + target * send_stride + column, values, mask=column < bound)
-        if block == 0:
+    if block == 0:
+        slot = tl.arange(0, BLOCK_TOPK)
+        in_slots = slot < TOPK
+        expert = tl.load(ids_ptr + token * TOPK + slot, mask=in_slots, other=-1)
+        exists = (expert >= 0) & (expert < num_experts)
+        owner = tl.load(owners_ptr + expert, mask=exists, other=-1)
+        weight = tl.load(weights_ptr + token * TOPK + slot, mask=in_slots, other=0.0)
+        for rank in tl.static_range(NUM_RANKS):
+            target = tl.load(slots_ptr + token * NUM_RANKS + rank).to(tl.int64)
             meta = send_meta_ptr + target * (2 * TOPK) + slot
             writes = slot < tl.where(target >= 0, TOPK, 0)
             tl.store(meta, tl.where(owner == rank, expert, -1), mask=writes)

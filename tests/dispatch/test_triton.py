@@ -94,6 +94,7 @@ def test_plan_and_quantize_compile(arch: int) -> None:
 
 
 def test_blocks_follow_the_rows() -> None:
-    assert row_blocks(4096, 7168, 2) == (1024, 4)
+    assert row_blocks(4096, 7168, 2) == (2048, 4)
+    assert row_blocks(128, 7168, 2) == (1024, 4)
     assert row_blocks(1, 7168, 2) == (256, 1)
     assert row_blocks(4096, 16, 4) == (128, 1)
