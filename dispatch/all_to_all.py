@@ -26,10 +26,11 @@ class _Handle:
 class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
     """Standard format, any number of tokens; for prefill, and across hosts.
 
-    The ranks tell each other how many rows they send, the one thing the host waits for; packing runs meanwhile. Rows
-    then arrive in one collective where the experts read them, ordered by (source rank, token), and ids and weights in
-    another: 8 * topk bytes a row. The way back is one row for every one that came, with the weighted sum of the rank's
-    experts, and the owner adds them in rank order in f32. The room for packing is for min(R, topk) rows a token.
+    The ranks tell each other how many rows they send, the one thing the host waits for (in prepare_async too); packing
+    runs meanwhile. Rows then arrive in one collective where the experts read them, ordered by (source rank, token),
+    and ids and weights in another: 8 * topk bytes a row. The way back is one row for every one that came, with the
+    weighted sum of the rank's experts, and the owner adds them in rank order in f32. Packing has room for
+    min(R, topk) rows a token.
     """
 
     def activation_format(self) -> FusedMoEActivationFormat:
