@@ -5,6 +5,8 @@
 It does what this line does, from any folder and without packing what the job does not need:
 
     ray job submit --address http://127.0.0.1:8265 --working-dir . -- python -m moe_ep.launch run --ep-size 4
+
+Newer Ray starts clusters with a token (~/.ray/auth_token); set RAY_AUTH_MODE=token for either way to send it.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ class MoEBlock(nn.Module):
             "routed_scaling_factor": spec.routing.routed_scaling_factor,
             "e_score_correction_bias": correction,
         }
+        shared_experts = _shared_experts(reader, spec, layer_index, dtype)
         # Parameters are made where they stay: a shard may not fit into host memory twice.
         with torch.device(device):
             self.moe = FusedMoE(
@@ -88,7 +89,7 @@ class MoEBlock(nn.Module):
                 quant_config=quant_config,
                 prefix=spec.moe_prefix(layer_index),
                 activation=spec.activation,
-                shared_experts=_shared_experts(reader, spec, layer_index, dtype),
+                shared_experts=None if shared_experts is None else shared_experts.to(device),
                 process_group=process_group,
                 parallel_config=parallel_config,
                 max_num_tokens=max_num_tokens,

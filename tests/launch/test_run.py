@@ -130,14 +130,12 @@ def test_plain_weights_quantized_on_load_in_bf16(tmp_path: Path, capsys: pytest.
     assert summary["verify"]["passed"] is True
 
 
-def test_the_seed_decides_the_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loads = []
-    for seed in ("1", "1", "2"):
-        arguments = f"--device cpu --launcher local --ep-size 2 --no-verify --seed {seed}".split()
-        text, lines = run(capsys, tmp_path / "out.jsonl", *arguments)
-        assert "verification: off" in text and lines[-1]["verify"] is None
-        loads.append([line["tokens_per_rank"] for line in lines[:-1]])
-    assert loads[0] == loads[1] != loads[2]
+def test_without_verification(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, lines = run(
+        capsys, tmp_path / "out.jsonl", *["--device", "cpu", "--launcher", "local", "--ep-size", "1", "--no-verify"]
+    )
+    assert "verification: off" in text
+    assert lines[-1]["verify"] is None
 
 
 def test_a_checkpoint_that_lacks_a_tensor_ends_in_one_message(
