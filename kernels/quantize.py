@@ -67,7 +67,8 @@ def quantize_rows_reference(rows: torch.Tensor, quantized: torch.Tensor) -> torc
     groups = padded.view(num_tokens, num_groups, GROUP_SIZE)
     magnitudes = groups.abs()
     largest = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(dim=2)
-    scales = (largest / E4M3_MAX).clamp(min=TINY_SCALE)
+    # Divided by a tensor: torch on CUDA multiplies by the reciprocal of a scalar, which rounds differently.
+    scales = (largest / torch.full_like(largest, E4M3_MAX)).clamp(min=TINY_SCALE)
     codes = (groups / scales[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     quantized[:, :hidden_size] = codes.flatten(1)[:, :hidden_size]
     start = scale_offset(hidden_size)

@@ -54,12 +54,11 @@ def layer_groups(
 def largest_over_ranks(value: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
     """The largest `value` of the group's ranks; `value` itself without a group.
 
-    The number travels through host memory where the group can, so that the GPU is not waited for.
+    The number travels as the layer's rows do, over NCCL where they are on GPUs; the host waits for it.
     """
     if group is None:
         return value
-    on_host = "cpu:" in dist.get_backend_config(group)
-    number = torch.tensor(value, dtype=torch.int64, device="cpu" if on_host else device)
+    number = torch.tensor(value, dtype=torch.int64, device=device)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
     return int(number)
 
