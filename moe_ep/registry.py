@@ -1,4 +1,4 @@
-"""What can be chosen by name: dispatch backends, experts and quantization methods.
+"""What can be chosen by name: dispatch backends, experts, quantization methods and balancing policies.
 
 An entry is a name, a "module:Class" string and one line of description. The module is imported when its name is
 chosen, so a missing optional package only hurts whoever chose it, and the core can be read without the rest.
@@ -87,6 +87,13 @@ EXPERTS = Registry(
         "batched_reference": Entry(
             "moe_ep.kernels.reference:BatchedReferenceExperts", "plain torch, BatchedExperts format"
         ),
+        "marlin": Entry(
+            "moe_ep.kernels.marlin.experts:MarlinExperts", "packed 4- and 8-bit weights on Hopper, Standard format"
+        ),
+        "batched_marlin": Entry(
+            "moe_ep.kernels.marlin.experts:BatchedMarlinExperts",
+            "packed 4- and 8-bit weights on Hopper, BatchedExperts format",
+        ),
     },
 )
 
@@ -96,5 +103,15 @@ QUANT_METHODS = Registry(
         "none": Entry("moe_ep.methods.unquantized:UnquantizedFusedMoEMethod", "f32, f16 or bf16 weights"),
         "gptq": Entry("moe_ep.methods.gptq:GPTQFusedMoEMethod", "4- and 8-bit integers with group scales"),
         "online_int": Entry("moe_ep.methods.online:OnlineIntFusedMoEMethod", "plain weights, quantized on load"),
+    },
+)
+
+EPLB_POLICIES = Registry(
+    "policy",
+    {
+        "incremental": Entry(
+            "moe_ep.eplb.policy.incremental:plan", "lowest maximum rank load, reached from the present with few moves"
+        ),
+        "deepseek": Entry("moe_ep.eplb.policy.deepseek:plan", "DeepSeek's balancer; the present placement is ignored"),
     },
 )

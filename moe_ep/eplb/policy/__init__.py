@@ -1,0 +1,1 @@
+"""Policies that plan where the experts and their replicas go."""

@@ -1,0 +1,182 @@
+"""Swaps of two replicas between ranks that lower the heavier rank's load, on all rows at once.
+
+Rows are independent problems as in `packing`. Arrays that hold something of every rank are laid out `[.., X * R]`, the
+ranks of all rows last: reductions over a rank's few slots then run along memory, which numpy does many times faster.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+Array = np.ndarray
+
+_HALF = np.float32(0.5)
+# An exchange counts as progress only beyond float32's rounding of a load.
+_PROGRESS = np.float32(0.5 - 1e-5)
+
+
+class Placement:
+    """Rows of one problem: which expert lies in each slot, and the loads that follow.
+
+    Attributes:
+        experts: int32 `[S, X * R]`, the expert in each slot; changed in place.
+        units: float32 `[S, X * R]`, the load of each slot.
+        loads: float32 `[X * R]`, the load of each rank.
+        by_row: the same loads as `[X, R]`, a view.
+        mean: float32 `[X]`, the mean load of a rank.
+    """
+
+    def __init__(self, weight: Array, counts: Array, slots: Array, num_ranks: int) -> None:
+        num_rows, num_experts = weight.shape
+        self.num_ranks = num_ranks
+        unit = (weight / counts).astype(np.float32, copy=False)
+        flat = slots + np.arange(num_rows)[:, None] * num_experts
+        width = slots.shape[1] // num_ranks
+        self.units = np.ascontiguousarray(unit.ravel()[flat].reshape(-1, width).T)
+        self.experts = np.ascontiguousarray(slots.reshape(-1, width).T.astype(np.int32))
+        self.replicated = slots.shape[1] > num_experts
+        self.loads = self.units.sum(axis=0)
+        self.by_row = self.loads.reshape(num_rows, num_ranks)
+        self.mean = self.by_row.mean(axis=1)
+
+    @property
+    def slots(self) -> Array:
+        """The placement as int64 `[X, P]`, slots in rank order."""
+        return self.experts.T.astype(np.int64).reshape(self.by_row.shape[0], -1)
+
+    def swap(self, rank_a: Array, slot_a: Array, rank_b: Array, slot_b: Array) -> None:
+        """Exchanges listed slots of listed ranks (numbers within X * R); no rank may be listed twice."""
+        experts, units = self.experts, self.units
+        a, b = (slot_a, rank_a), (slot_b, rank_b)
+        delta = units[a] - units[b]
+        experts[a], experts[b] = experts[b], experts[a]
+        units[a], units[b] = units[b], units[a]
+        self.loads[rank_a] -= delta
+        self.loads[rank_b] += delta
+
+    def replace(self, rows: Array, other: Placement) -> None:
+        """Takes these rows from another placement of just these rows."""
+        ranks = (rows[:, None] * self.num_ranks + np.arange(self.num_ranks)).ravel()
+        self.experts[:, ranks] = other.experts
+        self.units[:, ranks] = other.units
+        self.loads[ranks] = other.loads
+
+    def _blocked(self, heavy: Array, light: Array) -> tuple[Array, Array]:
+        """Slots of each rank of a pair that hold an expert of the other: bool `[S, A]` each."""
+        same = self.experts.take(heavy, axis=1)[:, None] == self.experts.take(light, axis=1)[None]
+        return np.logical_or.reduce(same, axis=1), np.logical_or.reduce(same, axis=0)
+
+    def best_exchange(self, heavy: Array, light: Array) -> tuple[Array, Array, Array]:
+        """For A pairs of ranks the exchange that leaves the lower maximum: its slots, and whether it helps at all."""
+        gap = self.loads[heavy] - self.loads[light]
+        units_h, units_l = self.units.take(heavy, axis=1), self.units.take(light, axis=1)
+        if self.replicated:
+            # An expert that the other rank holds too must stay, or that rank would hold it twice.
+            stays_h, stays_l = self._blocked(heavy, light)
+            units_h[stays_h] = np.inf
+            units_l[stays_l] = -np.inf
+        units_h -= gap * _HALF
+        score = units_h[:, None] - units_l[None]
+        np.abs(score, out=score)
+        # The choice rides in the low bits of the score, so that one plain minimum finds both.
+        width = score.shape[0]
+        bits = max(width * width - 1, 1).bit_length()
+        key = score.reshape(width * width, -1).view(np.int32)
+        key &= np.int32(-1 << bits)
+        key |= np.arange(width * width, dtype=np.int32)[:, None]
+        best = np.minimum.reduce(key, axis=0) & np.int32((1 << bits) - 1)
+        slot_h, slot_l = best // width, best % width
+        exact = np.abs(units_h[slot_h, np.arange(heavy.size)] - units_l[slot_l, np.arange(heavy.size)])
+        return slot_h, slot_l, exact < gap * _PROGRESS
+
+
+def swap_pairs(place: Placement, target: Array, num_rounds: int) -> None:
+    """Rounds of exchanges between the heaviest ranks and the lightest, k-th with k-th, while a rank exceeds `target`.
+
+    target is float32 `[X]`. Every round exchanges in up to R / 2 pairs of every row. A row whose maximum has not fallen
+    in three rounds is given up.
+    """
+    num_ranks = place.num_ranks
+    half = num_ranks // 2
+    if half == 0 or place.experts.shape[0] == 1:
+        return
+    rows = np.arange(target.size)
+    last, stale = np.full(target.size, np.inf, dtype=np.float32), np.zeros(target.size, dtype=np.int64)
+    for turn in range(num_rounds):
+        worst = place.by_row[rows].max(axis=1)
+        stale[rows] = np.where(worst < last[rows], 0, stale[rows] + 1)
+        last[rows] = worst
+        rows = rows[(worst > target[rows]) & (stale[rows] < 3)]
+        if rows.size == 0:
+            return
+        order = place.by_row[rows].argsort(axis=1)
+        order += rows[:, None] * num_ranks
+        heavy = order[:, : -half - 1 : -1]
+        light = order[:, :half] if turn == 0 else np.roll(order[:, :half], turn, axis=1)
+        over = place.loads[heavy] > target[rows, None]
+        heavy, light = heavy[over], light[over]
+        slot_h, slot_l, helps = place.best_exchange(heavy, light)
+        place.swap(heavy[helps], slot_h[helps], light[helps], slot_l[helps])
+
+
+def swap_heaviest(place: Placement, target: Array, num_rounds: int) -> None:
+    """Rounds of the best exchange between each row's heaviest rank and any other, while it exceeds `target`."""
+    num_ranks = place.num_ranks
+    if num_ranks == 1 or place.experts.shape[0] == 1:
+        return
+    rows = np.arange(target.size)
+    for _ in range(num_rounds):
+        rows = rows[place.by_row[rows].max(axis=1) > target[rows]]
+        if rows.size == 0:
+            return
+        first = rows * num_ranks
+        heavy = np.repeat(first + place.by_row[rows].argmax(axis=1), num_ranks)
+        light = (first[:, None] + np.arange(num_ranks)).ravel()
+        slot_h, slot_l, helps = place.best_exchange(heavy, light)
+        delta = place.units[slot_h, heavy] - place.units[slot_l, light]
+        worst = np.maximum(place.loads[heavy] - delta, place.loads[light] + delta)
+        worst = np.where(helps, worst, np.inf).reshape(rows.size, num_ranks)
+        best = np.arange(rows.size) * num_ranks + worst.argmin(axis=1)
+        helped = helps[best]
+        best = best[helped]
+        place.swap(heavy[best], slot_h[best], light[best], slot_l[best])
+        rows = rows[helped]
+
+
+def separate_copies(place: Placement) -> None:
+    """Exchanges slots until no rank holds an expert twice, as far as that can be done, at the least cost in balance.
+
+    The experts of each rank must come in rising order, so that copies are neighbours.
+    """
+    num_ranks = place.num_ranks
+    if not place.replicated or num_ranks == 1:
+        return
+    experts, width = place.experts, place.experts.shape[0]
+    rank, slot = np.nonzero((experts[1:] == experts[:-1]).T)
+    slot = slot + 1
+    while rank.size:
+        # One copy of each row a round: exchanges of one row must not cross.
+        _, first = np.unique(rank // num_ranks, return_index=True)
+        _separate(place, rank[first], slot[first], width)
+        rank, slot = np.delete(rank, first), np.delete(slot, first)
+
+
+def _separate(place: Placement, rank: Array, slot: Array, width: int) -> None:
+    """Exchanges the listed slots, each of another row, with the best ones that leave no copies; others stay."""
+    experts, num_ranks = place.experts, place.num_ranks
+    still = (experts[:, rank] == experts[slot, rank]).sum(axis=0) > 1
+    rank, slot = rank[still], slot[still]
+    each = np.arange(rank.size)
+    others = (rank // num_ranks * num_ranks)[:, None] + np.arange(num_ranks)
+    theirs, mine = experts[:, others], experts[:, rank]  # [S, A, R] and [S, A]
+    held = (theirs == mine[slot, each][:, None]).any(axis=0)
+    ours = np.zeros(theirs.shape, dtype=bool)
+    for expert in mine:
+        ours |= theirs == expert[:, None]
+    delta = place.units[slot, rank][:, None] - place.units[:, others]
+    worst = np.maximum(place.loads[rank][:, None] - delta, place.loads[others] + delta)
+    worst = np.where(held | ours, np.inf, worst).transpose(1, 2, 0).reshape(rank.size, num_ranks * width)
+    best = worst.argmin(axis=1)
+    found = np.isfinite(worst[each, best])
+    partner = others[each, best // width]
+    place.swap(rank[found], slot[found], partner[found], (best % width)[found])

@@ -1,0 +1,203 @@
+"""The default policy: the lowest maximum rank load, reached from the present placement with few moves.
+
+A layer whose heaviest rank is within `tolerance` of what can be reached stays as it is. Elsewhere, in this order and
+only as far as needed: replicas change hands where one replica alone is too heavy, replicas are exchanged between heavy
+and light ranks, and where that does not suffice the layer is planned anew, its ranks numbered to agree with the
+present as far as possible. Where groups of experts divide over hosts, groups keep their hosts while the hosts are
+balanced, and each host is a problem of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moe_ep.eplb.policy.balance import Placement, separate_copies, swap_heaviest, swap_pairs
+from moe_ep.eplb.policy.hosts import HostRows
+from moe_ep.eplb.policy.maps import keep_slots
+from moe_ep.eplb.policy.packing import greedy_counts, packed_maximum, smallest_companions, sorted_items
+from moe_ep.eplb.policy.problem import Problem
+from moe_ep.eplb.policy.relabel import agree_with
+from moe_ep.eplb.policy.search import build, improve_counts
+
+Array = np.ndarray
+
+# Ranks of so few slots seldom add up to even loads.
+_FEW_SLOTS = 7
+# Replica counts are searched only up to so many redundant slots: beyond, a search takes longer than it is worth.
+_SEARCHED_REPLICAS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How far a plan goes.
+
+    Attributes:
+        tolerance: a rank load this share above the reachable maximum is good enough to stop moving experts.
+        replan_gain: a layer is planned anew only if that lowers its maximum rank load by at least this share.
+        search_above: replica counts are searched for layers planned anew that end this share above what is reachable.
+        rounds: rounds of exchanges, each in up to half of the ranks at once.
+        replica_changes: replicas of a layer that may change hands before it is planned anew.
+    """
+
+    tolerance: float = 0.009
+    replan_gain: float = 0.01
+    search_above: float = 0.01
+    rounds: int = 12
+    replica_changes: int = 8
+
+
+class RowPlanner:
+    """Plans rows, each a layer or a layer on one host: loads `[X, E]`, P slots on R ranks.
+
+    Attributes:
+        weight: float32 `[X, E]`, scaled to a mean of one and kept above zero.
+        reachable: float32 `[X]`, the maximum rank load that no plan is expected to go below: the mean, or the heaviest
+            replica beside the lightest others.
+    """
+
+    def __init__(self, weight: Array, num_slots: int, num_ranks: int, effort: Effort) -> None:
+        scale = weight.mean(axis=1, keepdims=True)
+        weight = np.divide(weight, scale, out=np.ones_like(weight), where=scale > 0)
+        self.weight = np.maximum(weight, 1e-6).astype(np.float32)
+        self.num_slots, self.num_ranks, self.effort = num_slots, num_ranks, effort
+        self.counts = greedy_counts(self.weight, num_slots, num_ranks)
+        self.expert, self.items = sorted_items(self.weight, self.counts)
+        self.companions = smallest_companions(self.items, num_ranks)[:, 0]
+        mean = self.items.sum(axis=1) / np.float32(num_ranks)
+        self.reachable = np.maximum(mean, self.items[:, 0] + self.companions)
+
+    def fresh(self, rows: Array) -> Placement:
+        """These rows planned from nothing; moves are free."""
+        weight, counts = self.weight[rows], self.counts[rows]
+        # The more slots a rank has, the closer to even longest-first comes, and so must exchanges.
+        width = self.num_slots // self.num_ranks
+        target = self.reachable[rows] * np.float32(1 + min(2.5e-3, 2 * width**-3))
+        place = build(weight, counts, self.num_ranks, target, self.effort.rounds)
+        if width == 1 or not 0 < self.num_slots - weight.shape[1] <= _SEARCHED_REPLICAS:
+            return place
+        worst = place.by_row.max(axis=1)
+        wanted = self.reachable[rows] * np.float32(1 + self.effort.search_above)
+        counts, found = improve_counts(weight, counts, worst, self.num_ranks, wanted)
+        if found.any():
+            better = build(weight[found], counts[found], self.num_ranks, target[found], self.effort.rounds)
+            place.replace(np.flatnonzero(found), better)
+        return place
+
+    def _exchange(self, place: Placement, target: Array) -> None:
+        swap_pairs(place, target, self.effort.rounds)
+        swap_heaviest(place, target, self.effort.rounds)
+
+    def improve(self, old: Array) -> Array:
+        """The plan for all rows from the present placement `[X, P]`, which has a slot for every expert."""
+        target = self._good_enough()
+        slots, counts = self._change_replicas(old, target)
+        place = Placement(self.weight, counts, self._copies_adjoined(slots), self.num_ranks)
+        separate_copies(place)
+        self._exchange(place, target)
+        result, worst = place.slots, place.by_row.max(axis=1)
+        stuck = np.flatnonzero(worst > target)
+        if stuck.size:
+            fresh = self.fresh(stuck)
+            better = fresh.by_row.max(axis=1) * np.float32(1 + self.effort.replan_gain) < worst[stuck]
+            rows = stuck[better]
+            if rows.size:
+                result[rows] = agree_with(old[rows], fresh.slots[better], self.weight.shape[1], self.num_ranks)
+        return keep_slots(old, result, self.num_ranks)
+
+    def _copies_adjoined(self, slots: Array) -> Array:
+        """The placement with the slots of each rank that holds an expert twice in rising order."""
+        if self.num_slots == self.weight.shape[1]:
+            return slots
+        ranks = slots.reshape(slots.shape[0] * self.num_ranks, -1)
+        rising = np.sort(ranks.astype(np.int16 if self.weight.shape[1] < 1 << 15 else np.int32), axis=1)
+        twice = (rising[:, 1:] == rising[:, :-1]).any(axis=1)
+        if not twice.any():
+            return slots
+        return np.where(twice[:, None], rising, ranks).reshape(slots.shape)
+
+    def _good_enough(self) -> Array:
+        """The maximum rank load, float32 `[X]`, at which moving experts stops."""
+        reachable = self.reachable
+        if 1 < self.num_slots // self.num_ranks <= _FEW_SLOTS:
+            # What longest-first reaches is a better guide than the mean.
+            reachable = np.maximum(reachable, packed_maximum(self.items, self.num_ranks))
+        return (reachable * (1 + self.effort.tolerance)).astype(np.float32)
+
+    def _change_replicas(self, old: Array, target: Array) -> tuple[Array, Array]:
+        """Gives replicas to experts that are too heavy for any rank, from those that lose least; at most a few a row.
+
+        Returns:
+            The placement, int64 `[X, P]`, and the counts, int64 `[X, E]`, that follow.
+        """
+        num_rows, num_experts = self.weight.shape
+        base = np.arange(num_rows)[:, None] * num_experts
+        counts = np.bincount((old + base).ravel(), minlength=self.weight.size).reshape(num_rows, num_experts)
+        if self.num_slots == num_experts:
+            return old, counts
+        slots, rows = old.copy(), np.arange(num_rows)
+        limit = target - self.companions
+        for _ in range(max(self.effort.replica_changes, (self.num_slots - num_experts) // 4)):
+            unit = self.weight[rows] / counts[rows]
+            heaviest = unit.argmax(axis=1)
+            load = unit[np.arange(rows.size), heaviest]
+            over = (load > limit[rows]) & (counts[rows, heaviest] < self.num_ranks)
+            rows, heaviest, load = rows[over], heaviest[over], load[over]
+            if rows.size == 0:
+                break
+            after = np.where(counts[rows] > 1, self.weight[rows] / np.maximum(counts[rows] - 1, 1), np.inf)
+            donor = after.argmin(axis=1)
+            gives = after[np.arange(rows.size), donor] < load
+            rows, heaviest, donor = rows[gives], heaviest[gives], donor[gives]
+            done = self._hand_over(slots, counts, rows, heaviest, donor)
+            rows = rows[done]
+        return slots, counts
+
+    def _hand_over(self, slots: Array, counts: Array, rows: Array, taker: Array, donor: Array) -> Array:
+        """Overwrites a slot of each row's donor with its taker, on the lightest rank without one; where it can."""
+        each = np.arange(rows.size)
+        unit = self.weight[rows] / counts[rows]
+        loads = np.take_along_axis(unit, slots[rows], axis=1).reshape(rows.size, self.num_ranks, -1).sum(axis=2)
+        by_rank = slots[rows].reshape(rows.size, self.num_ranks, -1)
+        has_taker = (by_rank == taker[:, None, None]).any(axis=2)
+        cost = np.where(has_taker, np.inf, loads)[:, :, None]
+        cost = np.where(by_rank == donor[:, None, None], cost, np.inf).reshape(rows.size, -1)
+        slot = cost.argmin(axis=1)
+        done = np.isfinite(cost[each, slot])
+        rows, slot, taker, donor = rows[done], slot[done], taker[done], donor[done]
+        slots[rows, slot] = taker
+        counts[rows, taker] += 1
+        counts[rows, donor] -= 1
+        return done
+
+
+def plan(problem: Problem) -> Array:
+    """A placement, int64 `[L, P]`, reached from the present one with few moves, or planned anew where there is none."""
+    effort = replace(Effort(), tolerance=problem.tolerance)
+    if not problem.by_host:
+        return _plan_rows(problem.weight, problem.old, problem.num_replicas, problem.num_ranks, effort)
+    rows = HostRows(problem)
+    num_slots, num_ranks = problem.num_replicas // problem.num_nodes, problem.num_ranks // problem.num_nodes
+    return rows.join(_plan_rows(rows.weight, rows.old, num_slots, num_ranks, effort))
+
+
+def _plan_rows(weight: Array, old: Array | None, num_slots: int, num_ranks: int, effort: Effort) -> Array:
+    """Plans rows; those whose present placement lacks an expert or holds a foreign one (-1) are planned anew."""
+    num_rows, num_experts = weight.shape
+    if num_rows == 0:
+        return np.empty((0, num_slots), dtype=np.int64)
+    if old is None:
+        return RowPlanner(weight, num_slots, num_ranks, effort).fresh(np.arange(num_rows)).slots
+    row = np.arange(num_rows)[:, None]
+    held = np.zeros((num_rows, num_experts + 1), dtype=bool)
+    held[row, old] = True
+    broken = held[:, -1] | ~held[:, :-1].all(axis=1)
+    if not broken.any():
+        return RowPlanner(weight, num_slots, num_ranks, effort).improve(old)
+    result = np.empty_like(old)
+    if not broken.all():
+        result[~broken] = RowPlanner(weight[~broken], num_slots, num_ranks, effort).improve(old[~broken])
+    fresh = RowPlanner(weight[broken], num_slots, num_ranks, effort).fresh(np.arange(broken.sum()))
+    result[broken] = agree_with(old[broken], fresh.slots, num_experts, num_ranks)
+    return result

@@ -1,0 +1,134 @@
+"""A plan for all layers: which expert goes into which slot, and whether that is worth the moves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from moe_ep.eplb.policy.maps import experts_moved, logical_maps, rank_loads
+from moe_ep.eplb.policy.objective import choose_objective, objective_window
+from moe_ep.eplb.policy.problem import Problem
+from moe_ep.registry import EPLB_POLICIES
+
+Array = np.ndarray
+ArrayLike = torch.Tensor | Array
+
+
+class Placement(NamedTuple):
+    """Where the experts are: three int64 CPU tensors.
+
+    Attributes:
+        physical_to_logical: `[L, P]`, the expert in each slot, slots in rank order.
+        logical_to_physical: `[L, E, max_replicas]`, the slots of each expert, -1 padded.
+        logical_replica_count: `[L, E]`.
+    """
+
+    physical_to_logical: torch.Tensor
+    logical_to_physical: torch.Tensor
+    logical_replica_count: torch.Tensor
+
+
+def rebalance_experts(
+    weight: ArrayLike,
+    num_replicas: int,
+    num_groups: int,
+    num_nodes: int,
+    num_ranks: int,
+    policy: str = "incremental",
+    old_physical_to_logical: ArrayLike | None = None,
+    window: ArrayLike | None = None,
+    *,
+    objective: str = "tokens",
+    tolerance: float = 0.009,
+    rebalance_below: float = 1.0,
+    min_gain: float = 0.0,
+    move_cost: float = 0.0,
+    refine: bool = True,
+) -> Placement:
+    """Plans a placement of experts and replicas for the loads of each layer.
+
+    A layer keeps its old placement unless the plan pays: its balancedness is below `rebalance_below`, and the plan
+    lowers its maximum rank load by the share `min_gain` and by more than `move_cost` for each expert moved. With a
+    `rebalance_below` under 1 / (1 + tolerance) a layer, once planned, must drift for a while before it is touched
+    again: hysteresis.
+
+    Args:
+        weight: loads of the logical experts `[L, E]`, any real dtype.
+        num_replicas: P, slots of all ranks together, a multiple of num_ranks.
+        num_groups: groups that the experts divide into; where num_nodes divides it, a group stays on one host.
+        num_nodes: hosts.
+        num_ranks: ranks of all hosts.
+        policy: a name in `moe_ep.registry.EPLB_POLICIES`.
+        old_physical_to_logical: the present placement `[L, P]`; None where nothing is placed and moves are free.
+        window: counts of each step `[S, L, E]`. With it "incremental" plans are refined against the variation between
+            steps (`moe_ep.eplb.policy.refine`).
+        objective: what a rank's load is: "tokens", "active_experts" (how many experts have any token, as for decode
+            bound by reading weights; the loads are then taken from the window), or "auto".
+        tolerance: share above the reachable maximum rank load at which "incremental" stops moving experts.
+        rebalance_below: balancedness at and above which a layer stays as it is; 1.0 plans every layer.
+        min_gain: least share by which a plan must lower a layer's maximum rank load.
+        move_cost: what moving one expert costs, in tokens of the busiest rank over the time that weight covers.
+        refine: False leaves the refinement out.
+
+    Raises:
+        ValueError: an unknown policy or objective, sizes that do not fit together, loads that are negative or not
+            finite, thresholds below zero.
+    """
+    EPLB_POLICIES.check(policy)
+    for name, value in (("rebalance_below", rebalance_below), ("min_gain", min_gain), ("move_cost", move_cost)):
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}; it must be at least 0")
+    loads = _numpy(weight).astype(np.float64, copy=False)
+    steps = None if window is None else _check_window(_numpy(window), loads)
+    chosen = choose_objective(objective, steps)
+    if steps is not None:
+        steps = objective_window(chosen, steps)
+        if chosen == "active_experts":
+            loads = steps.mean(axis=0, dtype=np.float64)
+    old = None if old_physical_to_logical is None else _numpy(old_physical_to_logical)
+    problem = Problem(
+        weight=loads,
+        num_replicas=num_replicas,
+        num_groups=num_groups,
+        num_nodes=num_nodes,
+        num_ranks=num_ranks,
+        old=old,
+        tolerance=tolerance,
+    )
+    slots = EPLB_POLICIES.load(policy)(problem)
+    if steps is not None and refine and policy == "incremental":
+        from moe_ep.eplb.policy.refine import refine_plan
+
+        slots = refine_plan(problem, slots, steps)
+    if old is not None and (rebalance_below < 1 or min_gain or move_cost):
+        pays = _worthwhile(problem, slots, rebalance_below, min_gain, move_cost)
+        slots = np.where(pays[:, None], slots, problem.old)
+    table, counts = logical_maps(slots, loads.shape[1])
+    return Placement(torch.from_numpy(slots), torch.from_numpy(table), torch.from_numpy(counts))
+
+
+def _numpy(value: ArrayLike) -> Array:
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def _check_window(window: Array, weight: Array) -> Array:
+    if window.ndim != 3 or window.shape[1:] != weight.shape or window.shape[0] < 1:
+        raise ValueError(f"window has shape {window.shape}; it must be (S, L, E) with (L, E) = {weight.shape}")
+    if not np.isfinite(window).all() or window.min(initial=0) < 0:
+        raise ValueError("window holds a count that is negative or not finite; counts must be at least 0")
+    return window.astype(np.float32)
+
+
+def _worthwhile(problem: Problem, new: Array, rebalance_below: float, min_gain: float, move_cost: float) -> Array:
+    """Which layers gain more by the plan than it costs, bool `[L]`."""
+    old = problem.old
+    if old is None:
+        return np.ones(new.shape[0], dtype=bool)
+    loads = rank_loads(problem.weight, old, problem.num_ranks)
+    before = loads.max(axis=1)
+    after = rank_loads(problem.weight, new, problem.num_ranks).max(axis=1)
+    cost = move_cost * experts_moved(old, new, problem.num_ranks)
+    uneven = loads.mean(axis=1) < rebalance_below * before
+    return uneven & (before - after >= min_gain * before) & (before - after > cost)
