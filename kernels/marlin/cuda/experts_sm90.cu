@@ -119,12 +119,11 @@ DEVICE void load_weights(const ExpertsParams& p, const Segment& g, int step, Rin
   __syncwarp();
 }
 
-DEVICE void run_weight_warp(const ExpertsParams& p, Shared& shared, Ring ring) {
+DEVICE void run_weight_warp(const ExpertsParams& p, Shared& shared, Ring ring, int ticket) {
   int lane = threadIdx.x % 32, total = shared.schedule.phase[0].items + shared.schedule.phase[1].items;
   // Weights that several tiles of tokens read should stay in L2; otherwise nobody reads them again.
   u64 policy = shared.schedule.largest_tile < kTileTokens ? policy_evict_first() : policy_evict_normal();
   for (int i = 0, parity = 1;;) {
-    int ticket = lane == 0 ? atomicAdd(p.sync, 1) : 0;
     ticket = __shfl_sync(~0u, ticket, 0);
     barrier_wait(&shared.item_empty[i], parity);
     if (lane == 0) {
@@ -143,6 +142,7 @@ DEVICE void run_weight_warp(const ExpertsParams& p, Shared& shared, Ring ring) {
         ring.advance();
       }
     });
+    if (lane == 0) ticket = atomicAdd(p.sync, 1);
   }
 }
 
@@ -229,9 +229,8 @@ DEVICE void multiply_stage_by_warp(const Lane& me, float (&sums)[2][kTokens / 2]
   constexpr int kEvery = 8 / SCALES_PER_STEP;  // products of 16 columns between new scales
   const u32 ones[4] = {kOnePair, kOnePair, kOnePair, kOnePair};
   const u8* codes = me.codes(ring);
-  u32 words[2][4][2 * kWords];
-#pragma unroll
-  for (int i = 0; i < 8; i++) load_words(words[i / 4][i % 4], codes + i / 4 * 2 * kStripBytes + i % 4 * 4 * kPieceBytes);
+  constexpr int kAhead = kBits == 4 ? 4 : 1;  // blocks of 32 columns whose codes are read together
+  u32 words[2][kAhead][2 * kWords];
   u32 tokens = shared_address(ring.tokens()) + me.lane % 8 * 128;
   float products[2][kRaw ? kTokens / 2 : 1], inputs[kRaw ? kTokens / 2 : 1];
   float scale[2][2], offset[2][2];
@@ -240,6 +239,13 @@ DEVICE void multiply_stage_by_warp(const Lane& me, float (&sums)[2][kTokens / 2]
   for (int k = 0; k < 8; k++) {
     u32 b[kTokens / 8][4];
     if (k % 2 == 0) {
+      if (k / 2 % kAhead == 0) {
+#pragma unroll
+        for (int n = 0; n < 2 * kAhead; n++) {
+          int block = k / 2 + n / 2;
+          load_words(words[n % 2][n / 2], codes + n % 2 * 2 * kStripBytes + block * 4 * kPieceBytes);
+        }
+      }
       int chunk = k % 4 * 2 + me.lane / 8;
 #pragma unroll
       for (int j = 0; j < kTokens / 8; j++) {
@@ -264,9 +270,9 @@ DEVICE void multiply_stage_by_warp(const Lane& me, float (&sums)[2][kTokens / 2]
     for (int i = 0; i < 2; i++) {
       u32 a[4];
       if constexpr (kRaw) {
-        raw_codes(&words[i][k / 2][k % 2 * kWords], a);
+        raw_codes(&words[i][k / 2 % kAhead][k % 2 * kWords], a);
       } else {
-        dequantize(&words[i][k / 2][k % 2 * kWords], s[i], a);
+        dequantize(&words[i][k / 2 % kAhead][k % 2 * kWords], s[i], a);
       }
 #pragma unroll
       for (int j = 0; j < kTokens / 8; j++) {
@@ -290,35 +296,35 @@ DEVICE void multiply_stage_by_warp(const Lane& me, float (&sums)[2][kTokens / 2]
 
 // One stage of many tokens into the sums; `previous` is released as soon as its products are done.
 template <int kTokens>
-DEVICE void multiply_stage(const Lane& me, float (&sums)[2][kTokens / 2], u32 (&a)[2][2][2][4], Ring& ring,
-                           u64* previous) {
+DEVICE void multiply_stage(const Lane& me, float (&sums)[2][kTokens / 2], u32* a, Ring& ring, u64* previous) {
   constexpr int kEvery = 8 / SCALES_PER_STEP;
+  constexpr int kGroup = kTokens <= 64 ? 4 : 2;  // products in flight while as many are prepared; more take registers
   const u8* codes = me.codes(ring);
   u64 tokens = wgmma_descriptor(shared_address(ring.tokens()));
   u64 half = (u64)ring.token_rows * 128 / 16;
+  u32 words[2][2 * kWords];
   Scales s[2];
 #pragma unroll
-  for (int c = 0; c < 4; c++) {  // 32 columns: one group of products runs while the next is prepared
-    u32 words[2][2 * kWords];
+  for (int first = 0; first < 16; first += kGroup) {  // 16 columns of one of the two strips
+    u32* group = a + first / kGroup % 2 * kGroup * 4;
 #pragma unroll
-    for (int i = 0; i < 2; i++) load_words(words[i], codes + i * 2 * kStripBytes + c * 4 * kPieceBytes);
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
+    for (int n = first; n < first + kGroup; n++) {
       int k = n / 2, i = n % 2;
-      if ((2 * c + k) % kEvery == 0) {
-        const u8* row = ring.scales() + (2 * c + k) / kEvery * kScaleRow;
+      if (k % 2 == 0) load_words(words[i], codes + i * 2 * kStripBytes + k / 2 * 4 * kPieceBytes);
+      if (k % kEvery == 0) {
+        const u8* row = ring.scales() + k / kEvery * kScaleRow;
         s[i] = load_scales(row, row + SCALES_PER_STEP * kScaleRow, me.place(i));
       }
-      dequantize(&words[i][k * kWords], s[i], a[c % 2][k][i]);
+      dequantize(&words[i][k % 2 * kWords], s[i], group + (n - first) * 4);
     }
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < 4; n++) {
-      wgmma<kTokens>(sums[n % 2], a[c % 2][n / 2][n % 2], tokens + c / 2 * half + (c % 2 * 2 + n / 2) * 2);
+    for (int n = first; n < first + kGroup; n++) {
+      wgmma<kTokens>(sums[n % 2], group + (n - first) * 4, tokens + n / 8 * half + n / 2 % 4 * 2);
     }
     wgmma_commit();
     wgmma_wait<1>();
-    if (c == 0 && previous != nullptr && me.lane == 0) barrier_arrive(previous);
+    if (first == 0 && previous != nullptr && me.lane == 0) barrier_arrive(previous);
   }
 }
 
@@ -457,7 +463,7 @@ DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, Segment g, R
       ring.advance();
     }
   } else {
-    u32 a[2][2][2][4];
+    u32 a[32];
     u64* previous = nullptr;
     for (int step = g.from; step < g.to; step++) {
       barrier_wait(&shared.full[ring.stage], ring.parity);
@@ -514,6 +520,7 @@ DEVICE void leave(const ExpertsParams& p, Shared& shared) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) experts(const __grid_constant__ ExpertsParams p) {
   extern __shared__ __align__(1024) u8 memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
+  int ticket = threadIdx.x == kWeightWarp * 32 ? atomicAdd(p.sync, 1) : 0;
   if (threadIdx.x < 32) {
     make_tables(shared.schedule, p, threadIdx.x);
   } else if (threadIdx.x == 32) {
@@ -546,7 +553,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) experts(const __grid_c
   } else {
     registers_shrink<72>();
     if (threadIdx.x / 32 == kWeightWarp) {
-      run_weight_warp(p, shared, ring);
+      run_weight_warp(p, shared, ring, ticket);
     } else {
       run_token_warps(p, shared, ring);
     }
