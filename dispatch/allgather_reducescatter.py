@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
 from moe_ep.dispatch.batch import Batch, Pending
@@ -91,12 +90,9 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize):
                     f"capture at most {capacity}, or make the backend with max_num_tokens={num_tokens}"
                 )
             return capacity
-        # Through host memory where the group has a transport for it: the GPU is not waited for.
-        on_host = "cpu:" in dist.get_backend_config(self.ranks.group)
-        agreed_on = torch.device("cpu") if on_host else device
-        mine = torch.tensor([num_tokens], dtype=torch.int64, device=agreed_on)
+        mine = torch.full((1,), num_tokens, dtype=torch.int64, device=device)
         everybody = mine.new_empty(self.ranks.size)
-        steps = self.ranks.steps("dispatch", agreed_on)
+        steps = self.ranks.steps("dispatch", device)
         steps.all_gather(everybody, mine)
         return max(steps.on_host(everybody).get())
 

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_ep.kernels.quantize import GROUP_SIZE, TINY_SCALE, scale_offset
-
-_GROUPS_PER_PROGRAM = 8
+from moe_ep.kernels.triton_dispatch_rows import row_blocks
 
 
 @triton.jit
@@ -119,8 +118,10 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
     # Views of one buffer: codes from its first byte, scales behind them.
     start = scale_offset(hidden_size)
     quantized[:, hidden_size:start].zero_()
+    block, num_warps = row_blocks(num_tokens, hidden_size, rows.element_size())
+    block_groups = max(1, block // GROUP_SIZE)
     with torch.cuda.device_of(rows):
-        _quantize_kernel[(num_tokens, triton.cdiv(num_groups, _GROUPS_PER_PROGRAM))](
+        _quantize_kernel[(num_tokens, triton.cdiv(num_groups, block_groups))](
             rows,
             quantized,
             quantized[:, start:].view(torch.float32),
@@ -131,7 +132,8 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
             quantized.stride(0) // 4,
             TINY=TINY_SCALE,
             GROUP=GROUP_SIZE,
-            BLOCK_GROUPS=min(_GROUPS_PER_PROGRAM, triton.next_power_of_2(num_groups)),
+            BLOCK_GROUPS=block_groups,
+            num_warps=num_warps,
         )
     return quantized
 
@@ -139,7 +141,7 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
 def triton_dequantize_rows(quantized: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Writes `rows` and returns it; arguments as in `dequantize_rows`, not checked."""
     num_tokens, hidden_size = rows.shape
-    block = min(1024, triton.next_power_of_2(hidden_size))
+    block, num_warps = row_blocks(num_tokens, hidden_size, rows.element_size())
     with torch.cuda.device_of(rows):
         _dequantize_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
             quantized,
@@ -151,5 +153,6 @@ def triton_dequantize_rows(quantized: torch.Tensor, rows: torch.Tensor) -> torch
             rows.stride(0),
             GROUP=GROUP_SIZE,
             BLOCK=block,
+            num_warps=num_warps,
         )
     return rows

@@ -80,6 +80,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--chain", type=int, default=8, help="pairs in one graph, or in one eager repeat")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="what to record where the script is not run from a git checkout")
     parser.add_argument("--json", type=Path, help="file to append the JSON lines to; standard output otherwise")
     return parser.parse_args(argv)
 
@@ -339,7 +340,7 @@ def facts(args: argparse.Namespace, size: int, bandwidth: float) -> dict[str, An
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_cuda else None,
         "triton": triton.__version__ if triton else None,
         "python": platform.python_version(),
-        "commit": commit or "unknown",
+        "commit": args.commit or commit or "unknown",
         "seed": args.seed,
         "command": shlex.join(["python", *sys.argv]),
     }
