@@ -122,6 +122,8 @@ class Steps:
     def _start(self, collective: Callable[..., dist.Work | None], *args: object) -> None:
         try:
             work = collective(*args, group=self._ranks.group, async_op=not self._on_cuda)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise self._ranks.failed(self._name, str(error)) from error
         if work is not None:

@@ -32,7 +32,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
     """Everything of a backend but how rows travel.
 
     Args:
-        moe_config: shapes, placement and, in max_num_tokens, the capacity per rank.
+        moe_config: shapes, placement and, in max_num_tokens, the capacity per rank; the same on every rank.
         quant_config: its dispatch_dtype is that of rows on the wire, on every rank; None leaves it to prepare's.
         process_group: the EP ranks in ep_rank order; None for the default group.
 
