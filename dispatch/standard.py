@@ -22,8 +22,6 @@ def reduced_rows(
 
     Experts that reduced already (NoOP) are not copied; experts that delegate left one row a slot.
     """
-    if not topk_ids.size(0):
-        return fused_expert_output.new_empty((0, fused_expert_output.size(-1)))
     if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
         weight_and_reduce_impl = TopKWeightAndReduceContiguous()
     rows = weight_and_reduce_impl.apply(None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)

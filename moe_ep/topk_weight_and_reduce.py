@@ -107,7 +107,7 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
         num_tokens, topk = topk_ids.shape
-        rows = fused_expert_output.view(num_tokens, topk, -1)
+        rows = fused_expert_output.view(num_tokens, topk, fused_expert_output.size(-1))
         total = _accumulator(rows, num_tokens)
         for slot in range(topk):
             row = rows[:, slot].float()

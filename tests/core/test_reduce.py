@@ -31,6 +31,12 @@ def test_contiguous(on_input):
     assert torch.equal(flat, expected)
 
 
+@pytest.mark.parametrize("shape", [(0, TOPK, K), (0, K)])
+def test_contiguous_without_tokens(shape):
+    none = TopKWeightAndReduceContiguous().apply(None, torch.empty(shape), WEIGHTS[:0], IDS[:0], False)
+    assert none.shape == (0, K)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_naive_batched(rank):
     rows = torch.full((EL, T, K), float("nan"))
