@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from moe_ep import __version__, env
 from moe_ep.errors import MoeEpError
@@ -27,20 +28,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.shown = shlex.join(["moe-ep", *(sys.argv[1:] if argv is None else argv)])
     name = f"moe-ep {args.command}"
-    # A job manager's SIGTERM unwinds like an exit, so that gangs and placement groups are taken down.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    terminated = False
+
+    def terminate(number: int, frame: object) -> NoReturn:
+        nonlocal terminated
+        terminated = True
+        raise KeyboardInterrupt
+
+    # A job manager's SIGTERM unwinds like ctrl-C, so that gangs and placement groups are taken down.
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         _check_environment()
         return args.main(args)
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        return 130
+        print(f"{name}: {'terminated' if terminated else 'interrupted'}", file=sys.stderr)
+        return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     except OptionError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except (MoeEpError, ImportError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_environment() -> None:

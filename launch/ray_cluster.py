@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sysconfig
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,14 +70,26 @@ def connect(address: str | None, num_workers: int) -> bool:
     if address:
         _check_listening(address)
         try:
-            ray.init(address=address, **quiet)
+            with _own_sigterm_handler():
+                ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise GangError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}") from None
         return False
-    with _loopback_cluster(), _environment(worker_variables()):
+    with _loopback_cluster(), _environment(worker_variables()), _own_sigterm_handler():
         # Workers wait for each other more than they compute, so more of them than cores is no mistake.
         ray.init(address="local", num_cpus=max(num_cpus(), num_workers), include_dashboard=False, **quiet)
     return True
+
+
+@contextlib.contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """Keeps the handler that the program has for SIGTERM, if it has one; Ray puts its own in its place."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from tests.launch import jobs
 from tests.launch.test_ray_gang import session_pids
 
 STEPS = 2
+ALONE = ("--device", "cpu", "--launcher", "local", "--ep-size", "1")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -158,20 +159,28 @@ def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun"])
-def test_ctrl_c_ends_with_code_130_and_nobody_left(launcher: str) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "number", "code", "words"),
+    [
+        ("local", signal.SIGINT, 130, "moe-ep run: interrupted\n"),
+        ("torchrun", signal.SIGINT, 130, "moe-ep run: interrupted\n"),
+        ("ray", signal.SIGTERM, 143, "moe-ep run: terminated\n"),
+    ],
+)
+def test_a_signal_ends_everything(launcher: str, number: signal.Signals, code: int, words: str) -> None:
     arguments = f"run --launcher {launcher} --device cpu --ep-size 2 --steps 1000000".split()
     process = jobs.start_moe_ep(*arguments)
     deadline = time.monotonic() + 60
-    while len(workers := session_pids(process.pid)) < 4 and time.monotonic() < deadline:
+    while len(session_pids(process.pid)) < 5 and time.monotonic() < deadline:
         time.sleep(0.1)
-    time.sleep(3)
-    workers = session_pids(process.pid)
-    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(10 if launcher == "ray" else 3)
+    everybody = session_pids(process.pid)
+    assert len(everybody) >= 5
+    # ctrl-C reaches the whole foreground group, a job manager's SIGTERM the driver.
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     output, errors = process.communicate(timeout=20)
-    assert process.returncode == 130, errors
-    assert (output, errors) == ("", "moe-ep run: interrupted\n")
-    assert jobs.all_end(workers)
+    assert (process.returncode, output, errors) == (code, "", words)
+    assert jobs.all_end(everybody)
 
 
 def test_two_torchrun_agents(tmp_path: Path) -> None:
@@ -208,3 +217,21 @@ def test_a_trained_model_and_real_text(world_size: int, tmp_path: Path, capsys: 
     arguments = f"--model {model} --text {text} --device cpu --launcher local --ep-size {world_size}".split()
     _, lines = run(capsys, tmp_path / "out.jsonl", *arguments)
     assert lines[-1]["verify"]["passed"] is True
+
+
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        pytest.param(1, marks=pytest.mark.gpu),
+        pytest.param(2, marks=pytest.mark.gpu2),
+        pytest.param(8, marks=pytest.mark.gpu8),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["local", "torchrun", "ray"])
+def test_on_gpus(launcher: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = f"--device cuda --launcher {launcher} --ep-size {world_size} --tokens-per-rank 32".split()
+    _, lines = run(capsys, tmp_path / "out.jsonl", *arguments)
+    summary = check_lines(lines, world_size, 32 * world_size)
+    assert summary["dtype"] == "bfloat16"
+    assert summary["verify"]["passed"] is True
+    assert sorted(place["device"] for place in summary["placement"]) == [f"cuda:{i}" for i in range(world_size)]
