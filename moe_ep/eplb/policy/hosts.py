@@ -64,10 +64,10 @@ def group_hosts(problem: Problem) -> Array:
     uneven = (_per_host(np.ones_like(load), current, num_nodes) != num_groups // num_nodes).any(axis=1)
     limit = _per_host(load, packed, num_nodes).max(axis=1) * (1 + problem.tolerance)
     keep = ~apart & ~uneven & (_per_host(load, current, num_nodes).max(axis=1) <= limit)
-    shared = np.zeros((num_layers, num_nodes, num_nodes), dtype=np.float32)
-    np.add.at(shared, (np.arange(num_layers)[:, None], current, packed), 1.0)
-    becomes = np.empty((num_layers, num_nodes), dtype=np.int64)
-    np.put_along_axis(becomes, match(shared), np.arange(num_nodes)[None], axis=1)
+    layer = np.repeat(np.arange(num_layers), num_groups)
+    source = match(layer, current.ravel(), packed.ravel(), num_layers, num_nodes)
+    becomes = np.empty_like(source)
+    np.put_along_axis(becomes, source, np.arange(num_nodes)[None], axis=1)
     return np.where(keep[:, None], current, np.take_along_axis(becomes, packed, axis=1))
 
 

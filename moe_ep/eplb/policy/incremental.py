@@ -45,7 +45,7 @@ class Effort:
     replan_gain: float = 0.01
     search_above: float = 0.01
     rounds: int = 12
-    replica_changes: int = 8
+    replica_changes: int = 16
 
 
 class RowPlanner:
@@ -138,7 +138,7 @@ class RowPlanner:
             return old, counts
         slots, rows = old.copy(), np.arange(num_rows)
         limit = target - self.companions
-        for _ in range(max(self.effort.replica_changes, (self.num_slots - num_experts) // 4)):
+        for _ in range(self.effort.replica_changes):
             unit = self.weight[rows] / counts[rows]
             heaviest = unit.argmax(axis=1)
             load = unit[np.arange(rows.size), heaviest]

@@ -55,7 +55,9 @@ def logical_maps(physical_to_logical: Array, num_experts: int) -> tuple[Array, A
     width = int(counts.max(initial=1))
     bits = max(num_slots - 1, 1).bit_length()
     # One sort of expert and slot packed in a word is several times faster than a stable argsort.
-    key = np.sort((physical_to_logical << bits) | np.arange(num_slots), axis=1)
+    dtype = np.int32 if bits + max(num_experts, 2).bit_length() < 31 else np.int64
+    key = (physical_to_logical.astype(dtype) << dtype(bits)) | np.arange(num_slots, dtype=dtype)
+    key.sort(axis=1)
     expert, slot = key >> bits, key & ((1 << bits) - 1)
     first = np.cumsum(counts, axis=1) - counts
     layer = np.arange(num_layers)[:, None]
@@ -101,10 +103,15 @@ def keep_slots(old: Array, new: Array, num_ranks: int) -> Array:
     """
     shape = new.shape
     before, after = old.reshape(shape[0] * num_ranks, -1), new.reshape(shape[0] * num_ranks, -1)
-    changed = np.flatnonzero((before != after).any(axis=1))
-    if changed.size == 0:
+    differ = before != after
+    changed = np.flatnonzero(differ.any(axis=1))
+    # Most changed ranks have no expert that stays but lies elsewhere.
+    before, wanted, differ = before[changed], after[changed], differ[changed]
+    strays = np.where(differ, wanted, -1)[:, :, None] == np.where(differ, before, -2)[:, None]
+    stray = strays.any(axis=(1, 2))
+    if not stray.any():
         return new
-    before, wanted = before[changed], after[changed]
+    changed, before, wanted = changed[stray], before[stray], wanted[stray]
     num_rows, width = before.shape
     result = np.full((num_rows, width), -1, dtype=new.dtype)
     placed = np.zeros((num_rows, width), dtype=bool)

@@ -1,14 +1,20 @@
-"""Exchanges that lower the mean over steps of the maximum rank load, so that experts which peak together are apart.
+"""Exchanges that even out every step of a window, so that experts which peak together do not share a rank.
 
 A step waits for its busiest rank, and which rank that is changes from step to step. A plan on mean loads evens out
-ranks over the window and leaves each step uneven. This search starts from such a plan and exchanges slots of a rank
-that is often the busiest. The first-order effect of every exchange comes from one matrix product: moving expert e from
-rank i to j changes the mean maximum by about sum over steps of its load times (w[j] - w[i]), w a softmax of the rank
-loads of the step. The most promising exchanges are then evaluated exactly, and the best is made if it helps.
+ranks over the window and leaves each step uneven. This search minimises the sum over steps and ranks of the squared
+rank load: that punishes high maxima, generalises to later steps better than the maxima themselves (there are few of
+them to learn from), and gives the exact gain of an exchange from products of the experts' load vectors alone. With u
+an expert's loads over the steps divided by its replicas, v the rank's loads over the steps, exchanging p on rank i for
+q on rank j changes the sum by
+
+    -2 (v_i - v_j) . (u_p - u_q) + 2 |u_p - u_q|**2.
+
+Ranks meet in pairs, every pair once a tournament; each pair of a round makes its best exchange if it helps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,115 +24,22 @@ from moe_ep.eplb.policy.problem import Problem
 
 Array = np.ndarray
 
+# Layers worked on together: their products of load vectors should stay in cache.
+_LAYERS = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """How long the search goes on.
 
     Attributes:
-        rounds: exchanges tried for each layer, at most.
-        patience: ranks of a layer that are tried in vain before the layer is left as it is.
-        candidates: exchanges of a round that are evaluated exactly.
-        least_gain: share of the mean maximum that an exchange must win; keeps moves, and fitting noise, down.
-        sharpness: of the softmax over rank loads in units of the mean load.
+        tournaments: times that every two ranks meet, at most.
+        least_gain: what an exchange must win, as a share of a mean rank's sum of squares; keeps down moves, and
+            exchanges that fit noise.
     """
 
-    rounds: int = 160
-    patience: int = 6
-    candidates: int = 24
-    least_gain: float = 2e-4
-    sharpness: float = 20.0
-
-
-class _Layers:
-    """The layers still being searched, all arrays with them first: S steps, R ranks of W slots."""
-
-    def __init__(self, slots: Array, window: Array, num_ranks: int, search: Search) -> None:
-        num_layers, num_slots = slots.shape
-        num_experts = window.shape[2]
-        counts = replica_counts(slots, num_experts)
-        self.search = search
-        self.num_ranks, self.width = num_ranks, num_slots // num_ranks
-        self.slots = slots.copy()
-        unit = window.transpose(1, 2, 0) / counts[:, :, None].astype(np.float32)
-        # Scaled so that a step's mean rank load is one on average.
-        unit /= np.maximum(window.sum(axis=2).mean(axis=0) / num_ranks, 1e-30)[:, None, None]
-        self.unit = np.ascontiguousarray(unit, dtype=np.float32)
-        each = np.take_along_axis(self.unit, self.slots[:, :, None], axis=1)
-        self.loads = each.reshape(num_layers, num_ranks, self.width, -1).sum(axis=2)
-        self.host = np.zeros(num_ranks, dtype=np.int64)
-        self.failed = np.zeros(num_layers, dtype=np.int64)
-        self.rank_of = np.arange(num_slots) // self.width
-
-    def round(self, layers: Array) -> None:
-        """Tries the most promising exchanges of one rank in each of these layers, and makes the best if it helps."""
-        loads, slots = self.loads[layers], self.slots[layers]
-        peak = loads.max(axis=1)
-        weight = np.exp((loads - peak[:, None]) * np.float32(self.search.sharpness))
-        weight /= weight.sum(axis=1, keepdims=True)
-        slope = self.unit[layers] @ weight.transpose(0, 2, 1)  # [L, E, R]
-        rank = np.take_along_axis(weight.sum(axis=2).argsort(axis=1)[:, ::-1], self.failed[layers][:, None], axis=1)
-        mine, theirs, fits = self._promising(slots, slope, rank)
-        best, after = self._evaluate(layers, mine, theirs, fits, peak)
-        before = peak.mean(axis=1)
-        helps = after < before * np.float32(1 - self.search.least_gain)
-        self.failed[layers] = np.where(helps, 0, self.failed[layers] + 1)
-        each = np.flatnonzero(helps)
-        self._exchange(layers[each], mine[each, best[each]], theirs[each, best[each]])
-
-    def _promising(self, slots: Array, slope: Array, rank: Array) -> tuple[Array, Array, Array]:
-        """Exchanges of a slot of `rank` with any other of its host, best first-order gain first.
-
-        Returns:
-            The slots of both sides, int64 `[L, M]`, and whether the exchange leaves no rank with two copies.
-        """
-        num_layers, num_slots = slots.shape
-        layer = np.arange(num_layers)[:, None]
-        own = rank * self.width + np.arange(self.width)
-        expert = np.take_along_axis(slots, own, axis=1)
-        home = slope[layer, slots, self.rank_of]
-        leave = slope[layer, expert, rank][:, :, None] - slope[layer, expert]  # [L, W, R]
-        arrive = home - slope[layer, slots, rank]  # [L, P]
-        gain = np.repeat(leave, self.width, axis=2) + arrive[:, None]
-        foreign = (self.host[self.rank_of] != self.host[rank]) | (self.rank_of == rank)
-        gain[np.broadcast_to(foreign[:, None], gain.shape)] = -np.inf
-        flat = gain.reshape(num_layers, -1)
-        count = min(self.search.candidates, flat.shape[1])
-        chosen = np.argpartition(flat, flat.shape[1] - count, axis=1)[:, flat.shape[1] - count :]
-        mine = np.take_along_axis(own, chosen // num_slots, axis=1)
-        theirs = chosen % num_slots
-        fits = np.isfinite(np.take_along_axis(flat, chosen, axis=1))
-        goes, comes = np.take_along_axis(slots, mine, axis=1), np.take_along_axis(slots, theirs, axis=1)
-        by_rank = slots.reshape(num_layers, self.num_ranks, self.width)
-        fits &= ~(by_rank[layer, self.rank_of[theirs]] == goes[:, :, None]).any(axis=2)
-        fits &= ~(expert[:, None] == comes[:, :, None]).any(axis=2)
-        return mine, theirs, fits
-
-    def _evaluate(self, layers: Array, mine: Array, theirs: Array, fits: Array, peak: Array) -> tuple[Array, Array]:
-        """The best of these exchanges and the mean maximum that it leads to, int64 and float32 `[L]`."""
-        loads, slots, unit = self.loads[layers], self.slots[layers], self.unit[layers]
-        each = np.arange(layers.size)[:, None]
-        delta = unit[each, slots[each, mine]] - unit[each, slots[each, theirs]]  # [L, M, S]
-        rank_a, rank_b = self.rank_of[mine], self.rank_of[theirs]
-        both = np.maximum(loads[each, rank_a] - delta, loads[each, rank_b] + delta)
-        # The maximum of the other ranks is one of the three largest of the step.
-        top = np.argsort(loads, axis=1)[:, -3:]
-        value = np.take_along_axis(loads, top, axis=1)
-        other = np.zeros_like(both)
-        for k in range(top.shape[1]):
-            taking_part = (top[:, k][:, None] == rank_a[:, :, None]) | (top[:, k][:, None] == rank_b[:, :, None])
-            other = np.where(taking_part, other, value[:, k][:, None])
-        after = np.maximum(both, other).mean(axis=2)
-        after[~fits] = np.inf
-        best = after.argmin(axis=1)
-        return best, after[each[:, 0], best]
-
-    def _exchange(self, layers: Array, mine: Array, theirs: Array) -> None:
-        goes, comes = self.slots[layers, mine], self.slots[layers, theirs]
-        delta = self.unit[layers, goes] - self.unit[layers, comes]
-        self.loads[layers, self.rank_of[mine]] -= delta
-        self.loads[layers, self.rank_of[theirs]] += delta
-        self.slots[layers, mine], self.slots[layers, theirs] = comes, goes
+    tournaments: int = 3
+    least_gain: float = 1e-4
 
 
 def refine_plan(problem: Problem, slots: Array, window: Array, search: Search | None = None) -> Array:
@@ -143,15 +56,105 @@ def refine_plan(problem: Problem, slots: Array, window: Array, search: Search | 
         The better plan, int64 `[L, P]`; experts that stay on a rank of the present placement keep their slots.
     """
     search = search or Search()
-    if problem.num_ranks == 1 or slots.shape[0] == 0:
-        return slots
-    layers = _Layers(slots, window, problem.num_ranks, search)
-    if problem.by_host:
-        layers.host = np.arange(problem.num_ranks) // (problem.num_ranks // problem.num_nodes)
-    patience = min(search.patience, problem.num_ranks)
-    for _ in range(search.rounds):
-        active = np.flatnonzero(layers.failed < patience)
-        if active.size == 0:
-            break
-        layers.round(active)
-    return keep_slots(slots if problem.old is None else problem.old, layers.slots, problem.num_ranks)
+    num_ranks = problem.num_ranks
+    refined = slots.copy()
+    for at in range(0, slots.shape[0], _LAYERS):
+        part = slice(at, at + _LAYERS)
+        _refine_layers(problem, refined[part], window[:, part], search)
+    return keep_slots(slots if problem.old is None else problem.old, refined, num_ranks)
+
+
+def _refine_layers(problem: Problem, slots: Array, window: Array, search: Search) -> None:
+    """Exchanges slots `[L, P]` in place."""
+    layers = _Layers(slots, window, problem.num_ranks)
+    least = np.float32(search.least_gain * window.shape[0])
+    for _ in range(search.tournaments):
+        active = layers.active
+        for first, second in meetings(problem.num_ranks):
+            if problem.by_host:
+                per_host = problem.num_ranks // problem.num_nodes
+                together = first // per_host == second // per_host
+                first, second = first[together], second[together]
+            if first.size:
+                layers.meet(active, first, second, least)
+        layers.active = np.flatnonzero(layers.exchanged)
+        layers.exchanged[:] = False
+        if layers.active.size == 0:
+            return
+
+
+def meetings(num_ranks: int) -> Iterator[tuple[Array, Array]]:
+    """Rounds of disjoint pairs in which every two ranks meet once: the circle method of round-robin tournaments."""
+    circle = np.arange(num_ranks + num_ranks % 2)
+    half = circle.size // 2
+    for _ in range(circle.size - 1):
+        first, second = circle[:half], circle[: half - 1 : -1]
+        both = (first < num_ranks) & (second < num_ranks)
+        yield first[both], second[both]
+        circle[1:] = np.roll(circle[1:], 1)
+
+
+class _Layers:
+    """Layers being refined together. S steps, R ranks of W slots, A pairs of ranks.
+
+    Attributes:
+        slots: int64 `[L, R, W]`, a view of the plan.
+        product: float32 `[L, E, E]`, u_e . u_f of two experts.
+        along: float32 `[L, R, E]`, v_r . u_e of a rank and an expert.
+        active: the layers that the last tournament still changed.
+        exchanged: bool `[L]`, the layers that this tournament has changed.
+    """
+
+    def __init__(self, slots: Array, window: Array, num_ranks: int) -> None:
+        num_layers, num_experts = slots.shape[0], window.shape[2]
+        self.slots = slots.reshape(num_layers, num_ranks, -1)
+        counts = replica_counts(slots, num_experts).astype(np.float32)
+        self.replicated = slots.shape[1] > num_experts
+        # Scaled so that a step's mean rank load is one on average.
+        scale = np.maximum(window.sum(axis=2).mean(axis=0) / np.float32(num_ranks), np.float32(1e-30))
+        unit = window.transpose(1, 2, 0) / (counts * scale[:, None])[:, :, None]
+        self.product = unit @ unit.transpose(0, 2, 1)
+        self.square = np.ascontiguousarray(np.diagonal(self.product, axis1=1, axis2=2))
+        held = np.zeros((num_layers, num_ranks, num_experts), dtype=np.float32)
+        np.add.at(held, (np.arange(num_layers)[:, None, None], np.arange(num_ranks)[:, None], self.slots), 1.0)
+        self.along = held @ self.product
+        self.active = np.arange(num_layers)
+        self.exchanged = np.zeros(num_layers, dtype=bool)
+
+    def meet(self, active: Array, first: Array, second: Array, least: Array) -> None:
+        """Makes the best exchange between the ranks of each pair, in each active layer, where it wins enough."""
+        num_ranks, width = self.slots.shape[1:]
+        num_experts = self.square.shape[1]
+        layer = active[:, None, None]
+        here, there = self.slots[active[:, None], first], self.slots[active[:, None], second]  # [L, A, W]
+        along, square = self.along.reshape(-1), self.square.reshape(-1)
+        row_i, row_j = (layer * num_ranks + rank[:, None] for rank in (first, second))
+        at_i, at_j = row_i * num_experts, row_j * num_experts
+        base = layer * num_experts
+        leave = along[at_i + here] - along[at_j + here] - square[base + here]
+        arrive = along[at_j + there] - along[at_i + there] - square[base + there]
+        pair = ((base + here) * num_experts)[..., None] + there[:, :, None]
+        gain = self.product.reshape(-1)[pair]
+        gain *= 2
+        gain += leave[..., None]
+        gain += arrive[:, :, None]
+        if self.replicated:
+            # An expert that the other rank holds too must stay, or that rank would hold it twice.
+            same = here[..., None] == there[:, :, None]
+            if same.any():
+                gain[same.any(axis=3)[..., None] | same.any(axis=2)[:, :, None]] = -np.inf
+        gain = gain.reshape(active.size, first.size, -1)
+        best = gain.argmax(axis=2)
+        row, meeting = np.nonzero(np.take_along_axis(gain, best[..., None], axis=2)[..., 0] > least)
+        if row.size == 0:
+            return
+        slot_i, slot_j = np.divmod(best[row, meeting], width)
+        self._exchange(active[row], first[meeting], slot_i, second[meeting], slot_j)
+
+    def _exchange(self, layer: Array, rank_i: Array, slot_i: Array, rank_j: Array, slot_j: Array) -> None:
+        goes, comes = self.slots[layer, rank_i, slot_i], self.slots[layer, rank_j, slot_j]
+        change = self.product[layer, goes] - self.product[layer, comes]
+        self.along[layer, rank_i] -= change
+        self.along[layer, rank_j] += change
+        self.slots[layer, rank_i, slot_i], self.slots[layer, rank_j, slot_j] = comes, goes
+        self.exchanged[layer] = True
