@@ -6,7 +6,8 @@ A graph cannot hold a module, so a layer is named in it and found here by its na
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -41,7 +42,6 @@ def find_layer(name: str) -> FusedMoE:
     return layer
 
 
-@torch.library.custom_op("moe_ep::moe_forward", mutates_args=())
 def moe_forward(hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str) -> torch.Tensor:
     """`FusedMoE.forward_impl` of a layer without shared experts: `[T, K]` from `[T, K]` and `[T, E]`."""
     output = find_layer(layer_name).forward_impl(hidden_states, router_logits)
@@ -50,12 +50,6 @@ def moe_forward(hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_
     return output
 
 
-@moe_forward.register_fake
-def _(hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str) -> torch.Tensor:
-    return torch.empty_like(hidden_states)
-
-
-@torch.library.custom_op("moe_ep::moe_forward_shared", mutates_args=())
 def moe_forward_shared(
     hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,6 +60,32 @@ def moe_forward_shared(
     return output
 
 
-@moe_forward_shared.register_fake
-def _(hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _moe_forward_fake(hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str) -> torch.Tensor:
+    return torch.empty_like(hidden_states)
+
+
+def _moe_forward_shared_fake(
+    hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(hidden_states), torch.empty_like(hidden_states)
+
+
+def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Not with `torch.library.custom_op`: its first call imports torch._dynamo, seconds and 145 MB in every worker."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_ep::{name}", fake, lib=_library)
+
+
+_library = torch.library.Library("moe_ep", "FRAGMENT")
+_define(
+    "moe_forward(Tensor hidden_states, Tensor router_logits, str layer_name) -> Tensor",
+    moe_forward,
+    _moe_forward_fake,
+)
+_define(
+    "moe_forward_shared(Tensor hidden_states, Tensor router_logits, str layer_name) -> (Tensor, Tensor)",
+    moe_forward_shared,
+    _moe_forward_shared_fake,
+)
