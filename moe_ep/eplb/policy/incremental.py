@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_ep.eplb.policy.balance import Placement, separate_copies, swap_heaviest, swap_pairs
 from moe_ep.eplb.policy.hosts import HostRows
-from moe_ep.eplb.policy.maps import keep_slots
+from moe_ep.eplb.policy.maps import experts_moved, keep_slots
 from moe_ep.eplb.policy.packing import greedy_counts, packed_maximum, smallest_companions, sorted_items
 from moe_ep.eplb.policy.problem import Problem
 from moe_ep.eplb.policy.relabel import agree_with
@@ -25,6 +25,8 @@ Array = np.ndarray
 
 # Ranks of so few slots seldom add up to even loads.
 _FEW_SLOTS = 7
+# A layer that ends this far above what is reachable, after moving much, might as well be planned anew.
+_FAR = 0.05
 # Replica counts are searched only up to so many redundant slots: beyond, a search takes longer than it is worth.
 _SEARCHED_REPLICAS = 64
 
@@ -97,7 +99,7 @@ class RowPlanner:
         separate_copies(place)
         self._exchange(place, target)
         result, worst = place.slots, place.by_row.max(axis=1)
-        stuck = np.flatnonzero(worst > target)
+        stuck = np.flatnonzero((worst > target) | self._moves_much(old, result, worst))
         if stuck.size:
             fresh = self.fresh(stuck)
             better = fresh.by_row.max(axis=1) * np.float32(1 + self.effort.replan_gain) < worst[stuck]
@@ -105,6 +107,13 @@ class RowPlanner:
             if rows.size:
                 result[rows] = agree_with(old[rows], fresh.slots[better], self.weight.shape[1], self.num_ranks)
         return keep_slots(old, result, self.num_ranks)
+
+    def _moves_much(self, old: Array, new: Array, worst: Array) -> Array:
+        """Rows that move a third of their experts and still end well above what is reachable, bool `[X]`."""
+        much = worst > self.reachable * np.float32(1 + _FAR)
+        rows = np.flatnonzero(much)
+        much[rows] = experts_moved(old[rows], new[rows], self.num_ranks) * 3 > self.num_slots
+        return much
 
     def _copies_adjoined(self, slots: Array) -> Array:
         """The placement with the slots of each rank that holds an expert twice in rising order."""

@@ -55,8 +55,8 @@ def logical_maps(physical_to_logical: Array, num_experts: int) -> tuple[Array, A
     width = int(counts.max(initial=1))
     bits = max(num_slots - 1, 1).bit_length()
     # One sort of expert and slot packed in a word is several times faster than a stable argsort.
-    dtype = np.int32 if bits + max(num_experts, 2).bit_length() < 31 else np.int64
-    key = (physical_to_logical.astype(dtype) << dtype(bits)) | np.arange(num_slots, dtype=dtype)
+    dtype = np.dtype(np.int32 if bits + max(num_experts, 2).bit_length() < 31 else np.int64)
+    key = physical_to_logical.astype(dtype) * dtype.type(1 << bits) + np.arange(num_slots, dtype=dtype)
     key.sort(axis=1)
     expert, slot = key >> bits, key & ((1 << bits) - 1)
     first = np.cumsum(counts, axis=1) - counts
@@ -93,7 +93,7 @@ def experts_moved(old: Array, new: Array, num_ranks: int) -> Array:
     held = np.zeros((2, num_layers * num_ranks * width), dtype=bool)
     held[0, row * width + old] = True
     held[1, row * width + new] = True
-    return (held[1] & ~held[0]).reshape(num_layers, -1).sum(axis=1)
+    return (held[1] & ~held[0]).reshape(num_layers, num_ranks * width).sum(axis=1)
 
 
 def keep_slots(old: Array, new: Array, num_ranks: int) -> Array:

@@ -27,7 +27,7 @@ def choose_objective(objective: str, window: Array | None) -> str:
         raise ValueError(one_of("objective", objective, OBJECTIVES))
     if window is None:
         if objective == "active_experts":
-            raise ValueError("objective='active_experts' needs window, the counts of each step; a sum does not show them")
+            raise ValueError("objective='active_experts' needs window, the counts of each step")
         return "tokens"
     if objective != "auto":
         return objective

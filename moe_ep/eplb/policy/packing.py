@@ -1,6 +1,6 @@
 """A placement from nothing: how many replicas each expert gets, and which rank each replica goes to.
 
-Rows are independent problems (a layer, or a layer on one host): loads `[X, E]`, P slots on R ranks, S = P / R to a rank.
+Rows are independent problems (a layer, or a layer on one host): loads `[X, E]`, P slots on R ranks, S = P / R to each.
 All rows are solved at once, in few numpy calls: a plan is bound by the number of calls, not by arithmetic.
 """
 

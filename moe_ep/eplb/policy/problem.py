@@ -66,9 +66,8 @@ class Problem:
         if slots < shape[1]:
             raise ValueError(f"num_replicas ({slots}) is less than the {shape[1]} experts of weight; each needs a slot")
         if slots % ranks:
-            raise ValueError(
-                f"num_replicas ({slots}) must be a multiple of num_ranks ({ranks}); pass {slots + ranks - slots % ranks}"
-            )
+            enough = slots + ranks - slots % ranks
+            raise ValueError(f"num_replicas ({slots}) must be a multiple of num_ranks ({ranks}); pass {enough}")
         if ranks % self.num_nodes:
             raise ValueError(f"num_ranks ({ranks}) must be a multiple of num_nodes ({self.num_nodes})")
         if shape[1] % self.num_groups:

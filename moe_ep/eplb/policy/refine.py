@@ -67,7 +67,7 @@ def refine_plan(problem: Problem, slots: Array, window: Array, search: Search | 
 def _refine_layers(problem: Problem, slots: Array, window: Array, search: Search) -> None:
     """Exchanges slots `[L, P]` in place."""
     layers = _Layers(slots, window, problem.num_ranks)
-    least = np.float32(search.least_gain * window.shape[0])
+    least = search.least_gain * window.shape[0]
     for _ in range(search.tournaments):
         active = layers.active
         for first, second in meetings(problem.num_ranks):
@@ -121,7 +121,7 @@ class _Layers:
         self.active = np.arange(num_layers)
         self.exchanged = np.zeros(num_layers, dtype=bool)
 
-    def meet(self, active: Array, first: Array, second: Array, least: Array) -> None:
+    def meet(self, active: Array, first: Array, second: Array, least: float) -> None:
         """Makes the best exchange between the ranks of each pair, in each active layer, where it wins enough."""
         num_ranks, width = self.slots.shape[1:]
         num_experts = self.square.shape[1]

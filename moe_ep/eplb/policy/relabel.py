@@ -55,7 +55,6 @@ def match(row: Array, old: Array, new: Array, num_rows: int, num_ranks: int) -> 
         used[taken[mutual]] = True
         rest = (source[owner] < 0) & ~used[taken]
         owner, taken, score = owner[rest], taken[rest], score[rest]
-    source, used = source.reshape(num_rows, num_ranks), used.reshape(num_rows, num_ranks)
     # As many of each side of a row are left, and boolean indexing walks both row by row.
-    source[source < 0] = np.nonzero(~used)[1]
-    return source
+    source[source < 0] = np.flatnonzero(~used) % num_ranks
+    return source.reshape(num_rows, num_ranks)

@@ -2,8 +2,10 @@
 
 With few slots a rank, splitting the heaviest experts further can be worse than splitting the next ones, because pieces
 must pair up. The first round tries other exponents of the greedy rule, each later one takes a replica from some experts
-and gives it to others; all candidates are packed as rows of one problem, and the best is kept. Example: loads [600, 560, 120, 120, 20, 10, 10, 10] on 8
-ranks of 2 slots: the greedy counts [5, 5, 1, 1, ..] pack to 232, [4, 4, 2, 2, ..] to 200.
+and gives it to others; all candidates are packed as rows of one problem, and the best is kept.
+
+Example: loads [600, 560, 120, 120, 20, 10, 10, 10] on 8 ranks of 2 slots. The greedy counts [5, 5, 1, 1, ..] pack to
+232, [4, 4, 2, 2, ..] to 200.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def improve_counts(weight: Array, counts: Array, worst: Array, num_ranks: int, t
         last = last[reached[last] < worst[rows[row[last]]] * np.float32(1 - 1e-4)]
         better = rows[row[last]]
         counts[better], worst[better], found[better] = candidate[last], reached[last], True
-        rows = (rows if turn == 0 else better)
+        rows = rows if turn == 0 else better
         rows = rows[worst[rows] > target[rows]]
     return counts, found
 
