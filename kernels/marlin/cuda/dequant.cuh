@@ -18,11 +18,9 @@ constexpr int kScaleBytes = (WEIGHT_TYPE == NVFP4 || WEIGHT_TYPE == MXFP4) ? 1 :
 constexpr int kWords = kBits / 4;  // int32 a lane for 16 columns
 
 // Up to how many tokens the codes of integers are multiplied as they are, and what is too much in them then.
-#ifndef RAW_TOKENS
-#define RAW_TOKENS 16
-#endif
-constexpr int kRawTokens = WEIGHT_TYPE <= UINT8B128 ? RAW_TOKENS : 0;
-constexpr float kRawOffset = WEIGHT_TYPE == UINT8B128 ? 0.0f : (ACT_BF16 ? 128.0f : 1024.0f) + (kHasZeros ? 0.0f : 8.0f);
+constexpr int kRawTokens = WEIGHT_TYPE <= UINT8B128 ? 16 : 0;
+constexpr float kRawOffset =
+    WEIGHT_TYPE == UINT8B128 ? 0.0f : (ACT_BF16 ? 128.0f : 1024.0f) + (kHasZeros ? 0.0f : 8.0f);
 
 struct Scales {
   u32 scale[2];

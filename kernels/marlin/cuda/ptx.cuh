@@ -39,13 +39,7 @@ DEVICE bool barrier_try_wait(u64* barrier, u32 parity) {
 }
 
 DEVICE void barrier_wait(u64* barrier, u32 parity) {
-#ifdef SPIN_LIMIT
-  int spins = 0;
-#endif
   while (!barrier_try_wait(barrier, parity)) {
-#ifdef SPIN_LIMIT
-    if (++spins > SPIN_LIMIT) { printf("barrier %x parity %u block %d thread %d\n", shared_address(barrier), parity, blockIdx.x, threadIdx.x); asm volatile("trap;"); }
-#endif
   }
 }
 
@@ -71,8 +65,8 @@ DEVICE u64 policy_evict_normal() {
 
 DEVICE void bulk_copy(u32 to, const void* from, u32 num_bytes, u64* barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          to),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
       "l"(from), "r"(num_bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
@@ -102,13 +96,7 @@ DEVICE void add_release(int* p, int value) {
 }
 
 DEVICE void wait_at_least(const int* p, int value) {
-#ifdef SPIN_LIMIT
-  int spins = 0;
-#endif
   while (load_acquire(p) < value) {
-#ifdef SPIN_LIMIT
-    if (++spins > SPIN_LIMIT) { printf("flag %p is %d below %d block %d thread %d\n", p, load_acquire(p), value, blockIdx.x, threadIdx.x); asm volatile("trap;"); }
-#endif
   }
 }
 
