@@ -39,7 +39,7 @@ class Search:
     """
 
     tournaments: int = 3
-    least_gain: float = 1e-4
+    least_gain: float = 3e-5
 
 
 def refine_plan(problem: Problem, slots: Array, window: Array, search: Search | None = None) -> Array:
