@@ -198,6 +198,15 @@ def test_g_idx_may_be_left_out_where_it_says_nothing() -> None:
     assert relative_error(make_layer(config, checkpoint)(*inputs), run_moe(checkpoint.plain, *inputs, TOP_K)) < F32
 
 
+@pytest.mark.parametrize("config", [*CONFIGS.values(), OnlineIntConfig()], ids=[*CONFIGS, "on load"])
+def test_a_rank_without_experts_has_empty_weights(config: GPTQConfig | OnlineIntConfig) -> None:
+    last_of_five = FusedMoEParallelConfig.make(ep_size=5, rank=4)
+    layer = FusedMoE(E, TOP_K, K, N, params_dtype=torch.float32, quant_config=config, parallel_config=last_of_five)
+    layer.process_weights_after_loading()
+    w1, w2 = layer.quant_method.gemm_weights(layer)
+    assert w1.shape == (0, 2 * N, K) and w2.shape == (0, K, N)
+
+
 @pytest.mark.parametrize("name", ["act-order, zero points", "4 bits"])
 def test_all_of_a_quantized_expert_can_be_moved(name: str) -> None:
     config = CONFIGS[name]

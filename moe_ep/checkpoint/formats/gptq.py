@@ -194,7 +194,7 @@ def pack_gptq(weights: CanonicalWeights, config: GPTQConfig) -> GPTQTensors:
 
 def _unpack_last(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 `[..., R]` -> uint8 `[..., R * 32 / bits]`, low bits first; bytes of an int32 are low first already."""
-    octets = packed.flatten().view(torch.uint8).view(*packed.shape[:-1], -1)
+    octets = packed.flatten().view(torch.uint8).view(*packed.shape[:-1], 4 * packed.shape[-1])
     if bits == 8:
         return octets
     return torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(-2)
@@ -202,7 +202,7 @@ def _unpack_last(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _pack_last(codes: torch.Tensor, bits: int) -> torch.Tensor:
     octets = codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return octets.flatten().view(torch.int32).view(*octets.shape[:-1], -1)
+    return octets.flatten().view(torch.int32).view(*octets.shape[:-1], octets.shape[-1] // 4)
 
 
 def _zero_points(qzeros: torch.Tensor, config: GPTQConfig, num_rows: int) -> torch.Tensor | None:
