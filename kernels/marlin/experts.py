@@ -13,14 +13,14 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.kernels import jit
-from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
-from moe_ep.kernels.marlin.gemm import partials_numel
-from moe_ep.modular_kernel import (
+from moe_ep.contracts import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
     FusedMoEPermuteExpertsUnpermute,
 )
+from moe_ep.kernels import jit
+from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
+from moe_ep.kernels.marlin.gemm import partials_numel
 from moe_ep.topk_weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,

@@ -89,6 +89,13 @@ def batched_fused_marlin_moe(
     output = _output(output, shape, hidden_states, inplace and expert_row_ids is None)
     if max_rows == 0 or num_experts == 0:
         return output
+    if torch.compiler.is_compiling():
+        torch.ops.moe_ep.batched_marlin_experts(
+            output, hidden_states, expert_num_tokens, w1, w2, bias1, bias2, w1_scale, w2_scale, quant_type_id,
+            act.value, global_scale1, global_scale2, g_idx1, g_idx2, sort_indices1, sort_indices2, w1_zeros, w2_zeros,
+            is_k_full, expert_row_ids,
+        )  # fmt: skip
+        return output
     if _kernel_serves(hidden_states, w13_weights, w2_weights):
         run_experts(
             output,
@@ -178,6 +185,13 @@ def fused_marlin_moe(
     num_tokens, topk = topk_ids.shape
     output = _output(output, tuple(hidden_states.shape), hidden_states, inplace)
     if num_tokens == 0:
+        return output
+    if torch.compiler.is_compiling() and activation_func is None and moe_sum is None:
+        torch.ops.moe_ep.marlin_experts(
+            output, hidden_states, w1, w2, bias1, bias2, w1_scale, w2_scale, topk_weights, topk_ids, quant_type_id,
+            apply_router_weight_on_input, act.value, expert_map, global_scale1, global_scale2, g_idx1, g_idx2,
+            sort_indices1, sort_indices2, w1_zeros, w2_zeros, is_k_full,
+        )  # fmt: skip
         return output
     rows = hidden_states
     if apply_router_weight_on_input:

@@ -199,6 +199,28 @@ def test_weights_on_the_input_and_a_sum_of_the_callers() -> None:
         assert torch.allclose(output[token].float(), expected, rtol=0.02, atol=0.02)
 
 
+def test_a_compiled_graph_holds_one_node_for_each_function() -> None:
+    kind, activation = WEIGHT_TYPES[scalar_types.uint4b8.id], MoEActivation.SILU
+    more = arguments(*pair(kind, 32, activation), kind, activation)
+    rows, numbers = torch.randn(E, ROWS, K).bfloat16(), torch.full((E,), ROWS, dtype=torch.int32)
+    ids, weights = torch.randint(-1, E, (ROWS, 2)), torch.rand(ROWS, 2)
+    nodes: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        nodes.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    def both(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            batched_fused_marlin_moe(rows, numbers, **more),
+            fused_marlin_moe(rows[0], topk_weights=weights, topk_ids=ids, **more),
+        )
+
+    compiled = torch.compile(both, backend=keep, fullgraph=True)(rows)
+    assert all(torch.equal(got, expected) for got, expected in zip(compiled, both(rows), strict=True))
+    assert sum("marlin_experts" in node for node in nodes) == 2
+
+
 def test_slots_are_sorted_by_expert_and_then_by_slot() -> None:
     rows = sort_by_expert(torch.tensor([[1, -1], [0, 1]]), 2)
     assert rows.num_tokens.tolist() == [1, 2]
