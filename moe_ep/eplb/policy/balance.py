@@ -112,7 +112,7 @@ def swap_pairs(place: Placement, target: Array, num_rounds: int) -> None:
         order = place.by_row[rows].argsort(axis=1)
         order += rows[:, None] * num_ranks
         heavy = order[:, : -half - 1 : -1]
-        light = order[:, :half] if turn == 0 else np.roll(order[:, :half], turn, axis=1)
+        light = order[:, (np.arange(half) - turn) % half]
         over = place.loads[heavy] > target[rows, None]
         heavy, light = heavy[over], light[over]
         slot_h, slot_l, helps = place.best_exchange(heavy, light)

@@ -46,7 +46,7 @@ class Effort:
     tolerance: float = 0.009
     replan_gain: float = 0.01
     search_above: float = 0.01
-    rounds: int = 12
+    rounds: int = 8
     replica_changes: int = 16
 
 
@@ -70,14 +70,21 @@ class RowPlanner:
         mean = self.items.sum(axis=1) / np.float32(num_ranks)
         self.reachable = np.maximum(mean, self.items[:, 0] + self.companions)
 
+    @property
+    def _searched(self) -> bool:
+        """Whether other replica counts are worth a search."""
+        spare = self.num_slots - self.weight.shape[1]
+        return 0 < spare <= _SEARCHED_REPLICAS and self.num_slots > self.num_ranks
+
     def fresh(self, rows: Array) -> Placement:
         """These rows planned from nothing; moves are free."""
         weight, counts = self.weight[rows], self.counts[rows]
         # The more slots a rank has, the closer to even longest-first comes, and so must exchanges.
         width = self.num_slots // self.num_ranks
         target = self.reachable[rows] * np.float32(1 + min(2.5e-3, 2 * width**-3))
-        place = build(weight, counts, self.num_ranks, target, self.effort.rounds)
-        if width == 1 or not 0 < self.num_slots - weight.shape[1] <= _SEARCHED_REPLICAS:
+        replicas = self.expert[rows], self.items[rows]
+        place = build(weight, counts, self.num_ranks, target, self.effort.rounds, replicas)
+        if not self._searched:
             return place
         worst = place.by_row.max(axis=1)
         wanted = self.reachable[rows] * np.float32(1 + self.effort.search_above)
@@ -111,6 +118,8 @@ class RowPlanner:
     def _moves_much(self, old: Array, new: Array, worst: Array) -> Array:
         """Rows that move a third of their experts and still end well above what is reachable, bool `[X]`."""
         much = worst > self.reachable * np.float32(1 + _FAR)
+        if not self._searched:
+            return np.zeros_like(much)
         rows = np.flatnonzero(much)
         much[rows] = experts_moved(old[rows], new[rows], self.num_ranks) * 3 > self.num_slots
         return much

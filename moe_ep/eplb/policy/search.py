@@ -26,9 +26,19 @@ _MAX_ROUNDS = 8
 _WORK = 1 << 16
 
 
-def build(weight: Array, counts: Array, num_ranks: int, target: Array, rounds: int) -> Placement:
-    """Rows `[X, E]` with these counts packed, copies parted, and improved by exchanges toward target `[X]`."""
-    expert, items = sorted_items(weight, counts)
+def build(
+    weight: Array,
+    counts: Array,
+    num_ranks: int,
+    target: Array,
+    rounds: int,
+    sorted_replicas: tuple[Array, Array] | None = None,
+) -> Placement:
+    """Rows `[X, E]` with these counts packed, copies parted, and improved by exchanges toward target `[X]`.
+
+    sorted_replicas is what `sorted_items` gives for them, where that is known already.
+    """
+    expert, items = sorted_replicas or sorted_items(weight, counts)
     slots = place_fresh(expert, items, weight.shape[1], num_ranks)
     place = Placement(weight, counts, slots, num_ranks)
     # Exchanges must at least win back what chunks and the parting of copies cost.
