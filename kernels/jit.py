@@ -84,6 +84,7 @@ class Kernel:
         self._device = device
         handle = code.get_kernel(source.entry).handle
         self._function = _checked(driver.cuKernelGetFunction(handle))
+        self._context = _checked(driver.cuCtxGetCurrent())
         self._shared_bytes = 0
 
     def allow_shared(self, num_bytes: int) -> None:
@@ -101,13 +102,19 @@ class Kernel:
         shared_bytes: int = 0,
     ) -> None:
         """Launches on the current stream of the device; `params` is copied before this returns."""
+        if torch.cuda.current_device() != self._device.index:
+            with torch.cuda.device(self._device):
+                return self.launch(params, grid, block, shared_bytes)
         pointer = ctypes.c_void_p(ctypes.addressof(params))
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        _checked(
-            self._driver.cuLaunchKernel(
-                self._function, *grid, block, 1, 1, shared_bytes, stream, ctypes.addressof(pointer), 0
-            )
-        )
+        arguments = (self._function, *grid, block, 1, 1, shared_bytes, stream, ctypes.addressof(pointer), 0)
+        result = self._driver.cuLaunchKernel(*arguments)
+        if result[0] == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            # A thread that has not used the GPU yet has no current context.
+            _checked(self._driver.cuCtxSetCurrent(self._context))
+            result = self._driver.cuLaunchKernel(*arguments)
+        _checked(result)
+        return None
 
 
 def load(source: KernelSource, device: torch.device) -> Kernel:

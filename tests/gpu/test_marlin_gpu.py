@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,22 @@ def test_two_streams_at_once_give_what_one_gives() -> None:
     torch.cuda.synchronize()
     for expected, kept in zip(alone, results, strict=True):
         assert all(torch.equal(expected, got) for got in kept)
+
+
+def test_a_thread_that_never_used_the_gpu_may_launch() -> None:
+    K, N = 256, 128
+    first = make(UINT4B8, 128, 2, 2 * N, K, True, torch.bfloat16, False)
+    second = make(UINT4B8, 128, 2, K, N, False, torch.bfloat16, False)
+    more = arguments(first, second, UINT4B8, MoEActivation.SILU)
+    rows = torch.randn(2, 8, K, device="cuda").bfloat16()
+    numbers = torch.full((2,), 8, dtype=torch.int32, device="cuda")
+    outputs = [batched_fused_marlin_moe(rows, numbers, **more), torch.zeros_like(rows)]
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=lambda: batched_fused_marlin_moe(rows, numbers, output=outputs[1], **more))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(*outputs)
 
 
 def test_packing_on_the_gpu_equals_packing_on_the_cpu() -> None:
