@@ -10,12 +10,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
+
+if TYPE_CHECKING:
+    from moe_ep.checkpoint.formats.canonical import CanonicalWeights
 
 
 class FusedMoEActivationFormat(Enum):
@@ -49,6 +53,16 @@ class ExpertTokensMetadata:
         """From counts known on the host."""
         on_host = torch.tensor(counts, dtype=torch.int32)
         return cls(on_host.to(device, non_blocking=True), on_host)
+
+
+class ExpertWeights(NamedTuple):
+    """Quantized weights of one GEMM of all local experts, in the layout of the experts that take them, `[El, ...]`."""
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None = None
+    g_idx: torch.Tensor | None = None
+    g_idx_sort_indices: torch.Tensor | None = None
 
 
 # (rows, their scales, metadata, global physical ids of the rows or None, their weights or None)
@@ -174,6 +188,26 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
     def unusable_reason(cls) -> str | None:
         """Why these experts cannot run on this machine, with the mend, in one line; None where they can."""
         return None
+
+    @classmethod
+    def refuses(
+        cls, moe_config: FusedMoEConfig, weights: tuple[CanonicalWeights, ...], device: torch.device
+    ) -> str | None:
+        """Why these experts cannot compute such a layer on such a device, in one line; None where they can.
+
+        Args:
+            weights: w13 and w2 in the canonical quantized form; empty where they are plain.
+        """
+        return cls.unusable_reason()
+
+    @classmethod
+    def pack_weights(cls, weights: CanonicalWeights, moe_config: FusedMoEConfig, gated: bool) -> ExpertWeights:
+        """Canonical quantized weights `[El, out, in]` in the layout of these experts; as they are by default.
+
+        Args:
+            gated: the rows are gate rows, then up rows.
+        """
+        return ExpertWeights(weights.codes, weights.scales, weights.zero_points, weights.g_idx)
 
     @abstractmethod
     def activation_format(self) -> FusedMoEActivationFormat:

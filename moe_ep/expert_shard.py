@@ -25,6 +25,8 @@ class ExpertShard(nn.Module):
     """
 
     expert_map: torch.Tensor | None
+    # Who computes them: a name of the experts' registry, or "auto".
+    experts: str = "auto"
 
     def __init__(
         self,

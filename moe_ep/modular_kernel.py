@@ -18,6 +18,7 @@ from moe_ep.backend_choice import choose_backend
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import (
     ExpertTokensMetadata,
+    ExpertWeights,
     FusedMoEActivationFormat,
     FusedMoEPermuteExpertsUnpermute,
     FusedMoEPrepareAndFinalize,
@@ -29,6 +30,7 @@ from moe_ep.workspace import workspace_manager
 
 __all__ = [
     "ExpertTokensMetadata",
+    "ExpertWeights",
     "FusedMoEActivationFormat",
     "FusedMoEConfig",
     "FusedMoEModularKernel",

@@ -12,15 +12,21 @@ from typing import Any
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.checkpoint.formats.canonical import CanonicalWeights
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import (
     ExpertTokensMetadata,
+    ExpertWeights,
     FusedMoEActivationFormat,
     FusedMoEPermuteExpertsUnpermute,
 )
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
 from moe_ep.kernels.marlin.gemm import partials_numel
+from moe_ep.kernels.marlin.repack import pack_marlin
+from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, WEIGHT_TYPES
+from moe_ep.kernels.marlin.weights import group_size_of
+from moe_ep.scalar_type import ScalarType
 from moe_ep.topk_weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
@@ -76,6 +82,39 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return "the GPU is not of the Hopper generation (compute capability 9.0)"
         return reason
 
+    @classmethod
+    def refuses(
+        cls, moe_config: FusedMoEConfig, weights: tuple[CanonicalWeights, ...], device: torch.device
+    ) -> str | None:
+        if not weights:
+            return "they take quantized weights and these are plain"
+        if device.type != "cuda":
+            return f"the weights are on {device}, and the packed kernels run on a GPU"
+        if moe_config.in_dtype not in ACTIVATION_DTYPES:
+            return f"the activations are {moe_config.in_dtype}; they take {' or '.join(map(str, ACTIVATION_DTYPES))}"
+        if moe_config.num_local_experts == 0:
+            return "this rank has no experts"
+        if any(part.g_idx is not None for part in weights):
+            return "columns whose groups are out of order (act-order) have no kernel here yet"
+        row_multiples = (64 if MoEActivation.parse(moe_config.activation).is_gated else 32, 32)
+        for part, row_multiple in zip(weights, row_multiples, strict=True):
+            if (reason := _not_packed(part, row_multiple)) is not None:
+                return reason
+        return cls.unusable_reason()
+
+    @classmethod
+    def pack_weights(cls, weights: CanonicalWeights, moe_config: FusedMoEConfig, gated: bool) -> ExpertWeights:
+        packed = pack_marlin(
+            weights.codes,
+            weights.scales.to(moe_config.in_dtype),
+            weights.quant_type_id,
+            weights.group_size,
+            weights.zero_points,
+            gated,
+            weights.g_idx,
+        )
+        return ExpertWeights(*packed)
+
     def supports_expert_map(self) -> bool:
         return True
 
@@ -89,6 +128,19 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
     def _partials(self, max_rows: int) -> int:
         """Numbers of the activations' dtype that shared tiles need."""
         return 2 * partials_numel(max_rows, self._device) if self._device.type == "cuda" else 0
+
+
+def _not_packed(weights: CanonicalWeights, row_multiple: int) -> str | None:
+    """Why these weights have no packed form, or None."""
+    kind = WEIGHT_TYPES.get(weights.quant_type_id)
+    _, num_rows, num_columns = weights.codes.shape
+    if kind is None:
+        return f"there is no packed form of {ScalarType.from_id(weights.quant_type_id)}"
+    if num_rows % row_multiple or num_columns % 32:
+        return f"a matrix is {num_rows} x {num_columns}; they take multiples of {row_multiple} and 32"
+    if group_size_of(kind, num_columns, weights.scales.size(-1)) is None:
+        return f"{weights.scales.size(-1)} groups of {num_columns} columns; {kind.scalar_type} takes {kind.group_sizes}"
+    return None
 
 
 class BatchedMarlinExperts(_MarlinExpertsBase):

@@ -11,6 +11,7 @@ from torch import nn
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.experts_choice import ExpertsNames, choose_experts
 from moe_ep.modular_kernel import (
     FusedMoEActivationFormat,
     FusedMoEPermuteExpertsUnpermute,
@@ -24,12 +25,6 @@ from moe_ep.weight_loading import ParamLayout, bias_layout
 if TYPE_CHECKING:
     from moe_ep.expert_shard import ExpertShard
     from moe_ep.layer import FusedMoE
-
-# experts="auto": the name in the registry for each format.
-DEFAULT_EXPERTS = {
-    FusedMoEActivationFormat.Standard: "reference",
-    FusedMoEActivationFormat.BatchedExperts: "batched_reference",
-}
 
 # mean |difference| / mean |reference| that two right answers may differ by, from rounding and order of sums.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -122,9 +117,13 @@ class FusedMoEMethodBase(ABC):
                 "max_num_tokens": prepare_finalize.max_num_tokens_per_rank(),
                 "num_dispatchers": prepare_finalize.num_dispatchers(),
             }
-        name = DEFAULT_EXPERTS[activation_format] if layer.experts == "auto" else layer.experts
+        name = self.experts_names(layer)[activation_format]
         quant_config = self.get_fused_moe_quant_config(layer).with_dispatch_dtype(layer.dispatch_dtype)
         return make_experts(name, self.moe_config, quant_config, **kwargs)
+
+    def experts_names(self, layer: ExpertShard) -> ExpertsNames:
+        """The experts that compute this layer, by activation format."""
+        return choose_experts(layer.experts, self.moe_config, (), self.gemm_weights(layer)[0].device)
 
     def apply(
         self, layer: FusedMoE, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor

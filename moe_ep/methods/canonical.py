@@ -1,7 +1,8 @@
-"""Integer weights in the canonical form: what GPTQ and weights quantized on load become before experts run them.
+"""Integer weights: what GPTQ and weights quantized on load become before experts run them.
 
-A layer holds the fields of `CanonicalWeights` `[El, ...]` of each GEMM as buffers `w13_canonical_codes`,
-`w13_canonical_scales` and so on; a field that is None has no buffer.
+A subclass unpacks the loaded parameters to `CanonicalWeights`; the experts that will compute the layer put them into
+their own layout. The layer holds that layout's fields `[El, ...]` of each GEMM (`ExpertWeights`) as buffers
+`w13_processed_weight`, `w13_processed_scales` and so on; a field that is None has no buffer.
 """
 
 from __future__ import annotations
@@ -12,48 +13,61 @@ import torch
 
 from moe_ep.checkpoint.formats.canonical import CanonicalWeights
 from moe_ep.config import FusedMoEQuantConfig
+from moe_ep.contracts import ExpertWeights, FusedMoEActivationFormat
+from moe_ep.experts_choice import ExpertsNames, choose_experts
 from moe_ep.methods.base import FusedMoEMethodBase
+from moe_ep.registry import EXPERTS
 from moe_ep.scalar_type import ScalarType, scalar_types
 
 if TYPE_CHECKING:
     from moe_ep.expert_shard import ExpertShard
 
-_TENSORS = ("codes", "scales", "zero_points", "g_idx")
 _WITH_ZERO_POINTS = {scalar_types.uint4b8: scalar_types.uint4, scalar_types.uint8b128: scalar_types.uint8}
 
 
 class CanonicalFusedMoEMethod(FusedMoEMethodBase):
-    """Base of methods whose weights end as `CanonicalWeights`; a subclass creates parameters and unpacks them."""
+    """Base of methods whose weights pass through `CanonicalWeights`; a subclass creates parameters and unpacks them."""
 
     _quant_type_id: int | None = None
     _group_size: int | None = None
+    _experts_names: ExpertsNames | None = None
 
     def unpack(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
         """The loaded parameters of "w13" or "w2", with the leading dimension El."""
         raise NotImplementedError
 
     def process_weights_after_loading(self, layer: ExpertShard) -> None:
-        """Unpacks both GEMMs, agrees on one number type, and frees the loaded parameters."""
-        weights = {gemm: self.unpack(layer, gemm) for gemm in ("w13", "w2")}
-        if any(self._needs_zero_points(layer, weight) for weight in weights.values()):
-            weights = {gemm: with_zero_points(weight) for gemm, weight in weights.items()}
+        """Unpacks both GEMMs, agrees on one number type, packs them for the experts, and frees what was loaded."""
+        w13, w2 = self.unpack(layer, "w13"), self.unpack(layer, "w2")
+        if self._needs_zero_points(layer, w13) or self._needs_zero_points(layer, w2):
+            w13, w2 = with_zero_points(w13), with_zero_points(w2)
         for name in [name for name, _ in layer.named_parameters(recurse=False) if not name.endswith("_bias")]:
             delattr(layer, name)
-        for gemm, weight in weights.items():
-            for field in _TENSORS:
-                tensor = getattr(weight, field)
+        self._experts_names = choose_experts(layer.experts, self.moe_config, (w13, w2), w13.codes.device)
+        experts = EXPERTS.load(self._experts_names[FusedMoEActivationFormat.Standard])
+        for gemm, weights in (("w13", w13), ("w2", w2)):
+            gated = gemm == "w13" and layer.activation.is_gated
+            packed = experts.pack_weights(weights, self.moe_config, gated)
+            for field, tensor in packed._asdict().items():
                 if tensor is not None:
-                    layer.register_buffer(f"{gemm}_canonical_{field}", tensor)
-        self._quant_type_id = weights["w13"].quant_type_id
-        self._group_size = weights["w13"].group_size
+                    layer.register_buffer(f"{gemm}_processed_{field}", tensor)
+        self._quant_type_id, self._group_size = w13.quant_type_id, w13.group_size
         layer.loader.close()
 
     def _needs_zero_points(self, layer: ExpertShard, weights: CanonicalWeights) -> bool:
         """A layer has one number type: zero points in one GEMM mean zero points in both."""
         return weights.zero_points is not None
 
+    def experts_names(self, layer: ExpertShard) -> ExpertsNames:
+        """Those that the weights were packed for."""
+        if self._experts_names is None:
+            raise RuntimeError(
+                f"the weights of {layer.layer_name} are not processed; call process_weights_after_loading"
+            )
+        return self._experts_names
+
     def gemm_weights(self, layer: ExpertShard) -> tuple[torch.Tensor, torch.Tensor]:
-        return layer.get_buffer("w13_canonical_codes"), layer.get_buffer("w2_canonical_codes")
+        return layer.get_buffer("w13_processed_weight"), layer.get_buffer("w2_processed_weight")
 
     def get_fused_moe_quant_config(self, layer: ExpertShard) -> FusedMoEQuantConfig:
         return FusedMoEQuantConfig(
@@ -68,15 +82,21 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         )
 
     def expert_kwargs(self, layer: ExpertShard) -> dict[str, Any]:
-        return {f"{gemm}_g_idx": _held(layer, gemm, "g_idx") for gemm in ("w13", "w2")}
+        kwargs: dict[str, Any] = {}
+        for gemm in ("w13", "w2"):
+            kwargs[f"{gemm}_g_idx"] = _held(layer, gemm, "g_idx")
+            # Only experts that sort columns know this argument.
+            if (order := _held(layer, gemm, "g_idx_sort_indices")) is not None:
+                kwargs[f"{gemm}_g_idx_sort_indices"] = order
+        return kwargs
 
     def weight_tensors(self, layer: ExpertShard) -> list[torch.Tensor]:
-        held = [_held(layer, gemm, field) for gemm in ("w13", "w2") for field in _TENSORS]
+        held = [_held(layer, gemm, field) for gemm in ("w13", "w2") for field in ExpertWeights._fields]
         return [tensor for tensor in held if tensor is not None]
 
 
 def _held(layer: ExpertShard, gemm: str, field: str) -> torch.Tensor | None:
-    return dict(layer.named_buffers(recurse=False)).get(f"{gemm}_canonical_{field}")
+    return dict(layer.named_buffers(recurse=False)).get(f"{gemm}_processed_{field}")
 
 
 def with_zero_points(weights: CanonicalWeights) -> CanonicalWeights:

@@ -58,7 +58,7 @@ def held(layer: FusedMoE, gemm: str, slot: int) -> torch.Tensor:
     if hasattr(layer, f"{gemm}_weight"):
         return getattr(layer, f"{gemm}_weight")[slot].float()
     quant = layer.quant_method.get_fused_moe_quant_config(layer)
-    codes = getattr(layer, f"{gemm}_canonical_codes")[slot].float()
+    codes = getattr(layer, f"{gemm}_processed_weight")[slot].float()
     scales = (quant.w1_scale if gemm == "w13" else quant.w2_scale)[slot].float()
     return (codes - 8) * scales.repeat_interleave(codes.shape[-1] // scales.shape[-1], dim=-1)
 
@@ -188,5 +188,5 @@ def test_trained_checkpoint_on_four_ranks_and_whole() -> None:
             load_moe_layer(reader, spec, index, part)
             assert reader.bytes_read - before == bytes_of_all // 4
             for gemm in ("w13", "w2"):
-                mine = getattr(whole, f"{gemm}_canonical_codes")[16 * rank : 16 * (rank + 1)]
-                assert torch.equal(getattr(part, f"{gemm}_canonical_codes"), mine)
+                mine = getattr(whole, f"{gemm}_processed_weight")[16 * rank : 16 * (rank + 1)]
+                assert torch.equal(getattr(part, f"{gemm}_processed_weight"), mine)

@@ -11,6 +11,7 @@ from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.formats.plain import quantize_int
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.errors import BackendUnavailableError
 from moe_ep.layer import FusedMoE
 from moe_ep.methods import OnlineIntConfig, make_method, relative_error, tolerance
 from moe_ep.scalar_type import scalar_types
@@ -196,6 +197,20 @@ def test_g_idx_may_be_left_out_where_it_says_nothing() -> None:
     checkpoint.tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if "g_idx" not in name}
     inputs = make_inputs(T, K, E)
     assert relative_error(make_layer(config, checkpoint)(*inputs), run_moe(checkpoint.plain, *inputs, TOP_K)) < F32
+
+
+def test_experts_are_chosen_when_the_weights_are_processed() -> None:
+    config = GPTQConfig(bits=4, group_size=32)
+    checkpoint = make_checkpoint(config)
+    layer = make_layer(config, checkpoint)
+    with pytest.raises(RuntimeError, match="not processed"):
+        layer.quant_method.experts_names(layer)
+    layer.process_weights_after_loading()
+    assert set(layer.quant_method.experts_names(layer).values()) == {"reference", "batched_reference"}
+    with pytest.raises(BackendUnavailableError, match=r"experts 'marlin' cannot compute this layer: .*on cpu"):
+        make_layer(config, checkpoint, experts="marlin").process_weights_after_loading()
+    with pytest.raises(BackendUnavailableError, match="these are plain"):
+        make_layer(None, experts="marlin").modular_kernel  # noqa: B018
 
 
 @pytest.mark.parametrize("config", [*CONFIGS.values(), OnlineIntConfig()], ids=[*CONFIGS, "on load"])

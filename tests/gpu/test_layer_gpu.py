@@ -9,7 +9,7 @@ import torch
 
 from moe_ep.layer import FusedMoE
 from moe_ep.methods import OnlineIntConfig, relative_error, tolerance
-from moe_ep.registry import ALL2ALL_BACKENDS
+from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.shared_experts import SharedExperts
 from tests.core.moe_oracle import load, make_inputs, make_weights, run_moe
 from tests.ranks import ranks
@@ -65,6 +65,18 @@ def test_one_gpu_against_plain_loops(dtype: torch.dtype) -> None:
     hidden_states, router_logits = make_inputs(33, K, E)
     expected = run_moe(make_weights(E, K, N), hidden_states, router_logits, TOP_K)
     check(layer(hidden_states.to("cuda", dtype), router_logits.cuda()).cpu(), expected, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_quantized_experts_run_packed(dtype: torch.dtype) -> None:
+    options = {"params_dtype": dtype, "quant_config": OnlineIntConfig()}
+    packed, plain = make_layer(options), make_layer(options | {"experts": "reference"})
+    for T in (1, 7, 130):
+        inputs = inputs_of(packed, T, seed=T)
+        check(packed(*inputs), plain(*inputs), {})
+    usable = EXPERTS.load("marlin").unusable_reason() is None
+    assert type(packed.modular_kernel.fused_experts).__name__ == ("MarlinExperts" if usable else "ReferenceExperts")
 
 
 @pytest.mark.gpu

@@ -1,0 +1,53 @@
+"""The one place that turns experts="auto" into names, and checks a name that was given."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.config import FusedMoEConfig
+from moe_ep.contracts import FusedMoEActivationFormat
+from moe_ep.errors import BackendUnavailableError
+from moe_ep.registry import EXPERTS
+
+logger = logging.getLogger(__name__)
+
+ExpertsNames = dict[FusedMoEActivationFormat, str]
+
+# Best first; the two of a family take weights in one layout. The last computes anything anywhere.
+FAMILIES: tuple[ExpertsNames, ...] = (
+    {FusedMoEActivationFormat.Standard: "marlin", FusedMoEActivationFormat.BatchedExperts: "batched_marlin"},
+    {FusedMoEActivationFormat.Standard: "reference", FusedMoEActivationFormat.BatchedExperts: "batched_reference"},
+)
+
+
+def choose_experts(
+    asked: str, moe_config: FusedMoEConfig, weights: tuple[CanonicalWeights, ...], device: torch.device
+) -> ExpertsNames:
+    """The registry's name for each activation format; what "auto" chose, and why, is logged.
+
+    Args:
+        asked: "auto" or a registry name, which then stands for both formats.
+        weights: w13 and w2 in the canonical quantized form; empty where they are plain.
+        device: where they are.
+
+    Raises:
+        ValueError: an unknown name; the known ones are listed.
+        BackendUnavailableError: the named experts cannot compute such a layer here.
+    """
+    EXPERTS.check(asked, also=("auto",))
+    if asked != "auto":
+        refusal = EXPERTS.load(asked).refuses(moe_config, weights, device)
+        if refusal is not None:
+            raise BackendUnavailableError(f"experts {asked!r} cannot compute this layer: {refusal}")
+        return dict.fromkeys(FusedMoEActivationFormat, asked)
+    for family in FAMILIES:
+        name = family[FusedMoEActivationFormat.Standard]
+        refusal = EXPERTS.load(name).refuses(moe_config, weights, device)
+        if refusal is None:
+            logger.info("experts %s: the best that computes this layer", name)
+            return family
+        logger.info("experts %s are not for this layer: %s", name, refusal)
+    raise BackendUnavailableError("no experts can compute this layer; name some with experts=")
