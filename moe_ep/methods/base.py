@@ -111,13 +111,13 @@ class FusedMoEMethodBase(ABC):
     ) -> FusedMoEPermuteExpertsUnpermute:
         """The experts for the backend's format: those the layer names, or the default ones."""
         activation_format = prepare_finalize.activation_format()
+        name = self.experts_names(layer)[activation_format]
         kwargs = self.expert_kwargs(layer)
         if activation_format is FusedMoEActivationFormat.BatchedExperts:
             kwargs |= {
                 "max_num_tokens": prepare_finalize.max_num_tokens_per_rank(),
                 "num_dispatchers": prepare_finalize.num_dispatchers(),
             }
-        name = self.experts_names(layer)[activation_format]
         quant_config = self.get_fused_moe_quant_config(layer).with_dispatch_dtype(layer.dispatch_dtype)
         return make_experts(name, self.moe_config, quant_config, **kwargs)
 

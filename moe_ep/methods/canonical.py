@@ -28,8 +28,9 @@ _WITH_ZERO_POINTS = {scalar_types.uint4b8: scalar_types.uint4, scalar_types.uint
 class CanonicalFusedMoEMethod(FusedMoEMethodBase):
     """Base of methods whose weights pass through `CanonicalWeights`; a subclass creates parameters and unpacks them."""
 
-    _quant_type_id: int | None = None
-    _group_size: int | None = None
+    _quant_type_id: int = 0
+    _group_size: int = 0
+    _packed_on: torch.device | None = None
     _experts_names: ExpertsNames | None = None
 
     def unpack(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
@@ -43,7 +44,14 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             w13, w2 = with_zero_points(w13), with_zero_points(w2)
         for name in [name for name, _ in layer.named_parameters(recurse=False) if not name.endswith("_bias")]:
             delattr(layer, name)
-        self._experts_names = choose_experts(layer.experts, self.moe_config, (w13, w2), w13.codes.device)
+        self._quant_type_id, self._group_size = w13.quant_type_id, w13.group_size
+        self._pack(layer, w13, w2)
+        layer.loader.close()
+
+    def _pack(self, layer: ExpertShard, w13: CanonicalWeights, w2: CanonicalWeights) -> None:
+        """Chooses the experts for where the weights are, and gives the layer the weights in their layout."""
+        self._packed_on = w13.codes.device
+        self._experts_names = choose_experts(layer.experts, self.moe_config, (w13, w2), self._packed_on)
         experts = EXPERTS.load(self._experts_names[FusedMoEActivationFormat.Standard])
         for gemm, weights in (("w13", w13), ("w2", w2)):
             gated = gemm == "w13" and layer.activation.is_gated
@@ -51,8 +59,6 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             for field, tensor in packed._asdict().items():
                 if tensor is not None:
                     layer.register_buffer(f"{gemm}_processed_{field}", tensor)
-        self._quant_type_id, self._group_size = w13.quant_type_id, w13.group_size
-        layer.loader.close()
 
     def _needs_zero_points(self, layer: ExpertShard, weights: CanonicalWeights) -> bool:
         """A layer has one number type: zero points in one GEMM mean zero points in both."""
