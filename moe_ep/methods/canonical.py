@@ -65,12 +65,26 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         return weights.zero_points is not None
 
     def experts_names(self, layer: ExpertShard) -> ExpertsNames:
-        """Those that the weights were packed for."""
+        """Those that the weights were packed for; weights that moved to another device unpacked are packed there."""
         if self._experts_names is None:
             raise RuntimeError(
                 f"the weights of {layer.layer_name} are not processed; call process_weights_after_loading"
             )
+        w1, _ = self.gemm_weights(layer)
+        if w1.dtype is torch.uint8 and w1.device != self._packed_on:
+            self._pack(layer, self._canonical(layer, "w13"), self._canonical(layer, "w2"))
         return self._experts_names
+
+    def _canonical(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
+        """Weights that are in the canonical form still: one code a byte."""
+        return CanonicalWeights(
+            codes=layer.get_buffer(f"{gemm}_processed_weight"),
+            scales=layer.get_buffer(f"{gemm}_processed_scales"),
+            zero_points=_held(layer, gemm, "zero_points"),
+            g_idx=_held(layer, gemm, "g_idx"),
+            quant_type_id=self._quant_type_id,
+            group_size=self._group_size,
+        )
 
     def gemm_weights(self, layer: ExpertShard) -> tuple[torch.Tensor, torch.Tensor]:
         return layer.get_buffer("w13_processed_weight"), layer.get_buffer("w2_processed_weight")
