@@ -7,6 +7,7 @@ their own layout. The layer holds that layout's fields `[El, ...]` of each GEMM 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,9 +34,9 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
     _packed_on: torch.device | None = None
     _experts_names: ExpertsNames | None = None
 
+    @abstractmethod
     def unpack(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
         """The loaded parameters of "w13" or "w2", with the leading dimension El."""
-        raise NotImplementedError
 
     def process_weights_after_loading(self, layer: ExpertShard) -> None:
         """Unpacks both GEMMs, agrees on one number type, packs them for the experts, and frees what was loaded."""
