@@ -1,7 +1,7 @@
 """Index lists for grouped GEMMs: which rows each block of an expert's rows consists of.
 
-Plain torch on any device, static output sizes, no host synchronisation, and no atomics: the same input gives the same
-lists, an expert's rows in rising order.
+Static output sizes, no host synchronisation, and no atomics: the same input gives the same lists, an expert's rows in
+rising order. Plain torch on any device; on CUDA tensors Triton kernels make the same lists.
 """
 
 from __future__ import annotations
@@ -54,31 +54,30 @@ def moe_align_block_size(
             f"expert_map has shape {tuple(expert_map.shape)}; it must have one entry for each of num_experts "
             f"({num_experts})"
         )
-    flat = topk_ids.reshape(-1).long()
-    numel = flat.numel()
-    keys = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-    if expert_map is not None and ignore_invalid_experts:
-        no_expert = expert_map.new_full((1,), -1)
-        local = torch.cat([expert_map, no_expert]).long()[keys]
-        keys = torch.where(local >= 0, local, num_experts)
-
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, keys, torch.ones_like(keys))
-    counts = counts[:num_experts]
-    slots_by_expert = torch.cat([keys.argsort(stable=True), keys.new_full((1,), numel)])
-
+    numel = topk_ids.numel()
     length = numel + num_experts * (block_size - 1)
     if numel < num_experts:
         length = min(length, numel * block_size)
     if pad_sorted_ids:
         length = _ceil_div(length, block_size) * block_size
-    expert, row, is_row, total = _padded_lists(counts, block_size, length)
-    first = (counts.cumsum(0) - counts)[expert]
-    sorted_token_ids = slots_by_expert[torch.where(is_row, first + row, numel)]
-    expert_ids = _expert_of_blocks(counts, block_size, _ceil_div(length, block_size))
-    if expert_map is not None and not ignore_invalid_experts:
-        expert_ids = torch.where(expert_ids >= 0, expert_map.long()[expert_ids.clamp(min=0)], -1)
-    return sorted_token_ids.to(torch.int32), expert_ids.to(torch.int32), total.to(torch.int32)
+    key_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
+    lists = _align(topk_ids, block_size, num_experts, length, key_map, names)
+    return lists[0], lists[1], lists[3]
+
+
+def sort_slots_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of each expert, one expert after the other and each expert's in rising order, without padding.
+
+    Example: ids [[1, -1], [0, 1]], 2 experts: slots [2, 0, 3, ?], counts [1, 2].
+
+    Args:
+        topk_ids: integer `[T, top_k]`; ids that are no expert (see moe_align_block_size) appear nowhere.
+
+    Returns:
+        (slots int32 `[T * top_k]`, those behind the last expert's meaning nothing; counts int32 `[num_experts]`).
+    """
+    lists = _align(topk_ids, 1, num_experts, topk_ids.numel(), None, None)
+    return lists[0], lists[2]
 
 
 def batched_moe_align_block_size(
@@ -105,6 +104,10 @@ def batched_moe_align_block_size(
     _check_sizes(block_size=block_size, max_tokens_per_batch=max_tokens_per_batch)
     if expert_num_tokens.dim() != 1:
         raise ValueError(f"expert_num_tokens has shape {tuple(expert_num_tokens.shape)}; it must be (El,)")
+    if expert_num_tokens.is_cuda and _triton_serves(expert_num_tokens.numel()):
+        from moe_ep.kernels.triton_align import triton_batched_align
+
+        return triton_batched_align(max_tokens_per_batch, block_size, expert_num_tokens)
     counts = expert_num_tokens.long()
     num_local_experts = counts.numel()
     num_blocks = num_local_experts * _ceil_div(max_tokens_per_batch, block_size)
@@ -113,6 +116,59 @@ def batched_moe_align_block_size(
     sorted_token_ids = torch.where(is_row, expert * max_tokens_per_batch + row, sentinel)
     expert_ids = _expert_of_blocks(counts, block_size, num_blocks)
     return sorted_token_ids.to(torch.int32), expert_ids.to(torch.int32), total.to(torch.int32)
+
+
+def _align(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    length: int,
+    key_map: torch.Tensor | None,
+    names: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(sorted ids, expert ids, tokens of each expert, entries in use), int32; see Lists of triton_align.py."""
+    if topk_ids.is_cuda and _triton_serves(num_experts):
+        from moe_ep.kernels.triton_align import triton_align
+
+        return triton_align(topk_ids.contiguous(), block_size, num_experts, length, key_map, names)
+    return align_reference(topk_ids, block_size, num_experts, length, key_map, names)
+
+
+def _triton_serves(num_experts: int) -> bool:
+    try:
+        from moe_ep.kernels.triton_align import MAX_EXPERTS
+    except ImportError:
+        return False
+    return 0 < num_experts <= MAX_EXPERTS
+
+
+def align_reference(
+    topk_ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    length: int,
+    key_map: torch.Tensor | None,
+    names: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The plain form on any device; arguments and results as in triton_align.py, where unused entries are sentinels."""
+    flat = topk_ids.reshape(-1).long()
+    numel = flat.numel()
+    keys = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    if key_map is not None:
+        lists = torch.cat([key_map, key_map.new_full((1,), -1)]).long()[keys]
+        keys = torch.where(lists >= 0, lists, num_experts)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, keys, torch.ones_like(keys))
+    counts = counts[:num_experts]
+    slots_by_expert = torch.cat([keys.argsort(stable=True), keys.new_full((1,), numel)])
+    expert, row, is_row, total = _padded_lists(counts, block_size, length)
+    first = (counts.cumsum(0) - counts)[expert]
+    sorted_token_ids = slots_by_expert[torch.where(is_row, first + row, numel)]
+    expert_ids = _expert_of_blocks(counts, block_size, _ceil_div(length, block_size))
+    if names is not None:
+        expert_ids = torch.where(expert_ids >= 0, names.long()[expert_ids.clamp(min=0)], -1)
+    int32 = torch.int32
+    return sorted_token_ids.to(int32), expert_ids.to(int32), counts.to(int32), total.to(int32)
 
 
 def _padded_lists(

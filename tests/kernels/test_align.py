@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size
+from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size, sort_slots_by_expert
+from tests.kernels.align_cases import CASES, Case, check_triton
 
 
 def round_up(value: int, unit: int) -> int:
@@ -104,6 +110,37 @@ def test_align_against_a_loop(data: st.DataObject) -> None:
         ignore,
     )
     assert as_lists(result) == align_by_hand(ids, top_k, block_size, num_experts, expert_map, pad, ignore)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+def test_slots_by_expert(num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    ids = torch.randint(-1, 6, (num_tokens, 3), generator=generator)
+    slots, counts = sort_slots_by_expert(ids, 5)
+    flat = ids.flatten().tolist()
+    expected = [slot for expert in range(5) for slot, id in enumerate(flat) if id == expert]
+    assert slots[: len(expected)].tolist() == expected
+    assert counts.tolist() == [flat.count(expert) for expert in range(5)]
+
+
+def test_triton_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    program = "from tests.kernels.align_cases import *; check_triton('cpu', INTERPRETER_CASES)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_triton_on_a_gpu(case: Case) -> None:
+    check_triton("cuda", [case])
 
 
 @given(
