@@ -28,6 +28,9 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize):
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
 
+    def supports_cuda_graph(self) -> bool:
+        return True
+
     def max_num_tokens_per_rank(self) -> int | None:
         return None
 

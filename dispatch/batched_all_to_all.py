@@ -35,6 +35,9 @@ class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.BatchedExperts
 
+    def supports_cuda_graph(self) -> bool:
+        return True
+
     def max_num_tokens_per_rank(self) -> int | None:
         return self.moe_config.max_num_tokens
 

@@ -36,6 +36,9 @@ class NoEPPrepareFinalize(FusedMoEPrepareAndFinalize):
     def topk_indices_dtype(self) -> torch.dtype | None:
         return None
 
+    def supports_cuda_graph(self) -> bool:
+        return True
+
     def max_num_tokens_per_rank(self) -> int | None:
         return None
 

@@ -99,6 +99,10 @@ class FusedMoEPrepareAndFinalize(ABC):
     def output_is_reduced(self) -> bool:
         """Whether finalize leaves complete sums, so that no all-reduce is due after it."""
 
+    def supports_cuda_graph(self) -> bool:
+        """Whether a step can be captured: static shapes, no host synchronisation."""
+        return False
+
     def supports_async(self) -> bool:
         """Whether prepare_async and finalize_async exist."""
         return False
