@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 TESTS  ?= tests
+# Files of tests that run at a time: much of a test's time is waiting for its processes.
+JOBS   ?= 2
 ARGS   ?=
 
 .PHONY: run test lint bench clean
@@ -21,7 +23,7 @@ run: $(VENV)/.installed
 	$(BIN)/moe-ep run $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
