@@ -7,18 +7,12 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_ep.launch.gang_choice import GangConfig
+from moe_ep.launch.option_values import checkpoint_folder, output_file
 from moe_ep.launch.options import at_least, one_of, one_of_these, option
 from moe_ep.registry import ALL2ALL_BACKENDS
 
-LAUNCHERS = ("ray", "torchrun", "local")
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-
-
-def _checkpoint(raw: str) -> Path:
-    path = Path(raw).expanduser()
-    if not (path / "config.json").is_file():
-        raise ValueError("it must be a folder with a Hugging Face checkpoint, and there is no config.json in it")
-    return path.absolute()
 
 
 def _text_file(raw: str) -> Path:
@@ -33,65 +27,21 @@ def _text_file(raw: str) -> Path:
     return path.absolute()
 
 
-def _output_file(raw: str) -> Path:
-    path = Path(raw).expanduser()
-    if not raw or path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError("it must be a file to write, in a folder that exists")
-    return path.absolute()
-
-
 def _token_counts(raw: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+(,\d+)*", raw) or not any(counts := tuple(map(int, raw.split(",")))):
         raise ValueError("it must be a whole number of at least 1, or one number a rank as in 64,0,17,32")
     return counts
 
 
-def _endpoint(raw: str) -> str:
-    host, _, port = raw.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError("it must read HOST:PORT")
-    return raw
-
-
-def _address(raw: str) -> str:
-    return raw if raw == "auto" else _endpoint(raw)
-
-
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(GangConfig):
     """The settings of one run; the flags of `moe-ep run` are these fields."""
 
     model: Path | None = field(
         default=None,
         metadata=option(
-            _checkpoint, "checkpoint folder; without it a small Qwen3-MoE checkpoint is made once and used", "DIR"
+            checkpoint_folder, "checkpoint folder; without it a small Qwen3-MoE checkpoint is made once and used", "DIR"
         ),
-    )
-    launcher: str | None = field(
-        default=None,
-        metadata=option(
-            one_of(*LAUNCHERS),
-            "ray, torchrun or local; ray unless torchrun or srun started this process as one of its ranks",
-        ),
-    )
-    address: str | None = field(
-        default=None,
-        metadata=option(
-            _address, "Ray cluster to run on, HOST:PORT or auto; without it one is started on this machine"
-        ),
-    )
-    nnodes: int = field(
-        default=1, metadata=option(at_least(1), "nodes, for --launcher torchrun; each runs the same command")
-    )
-    rdzv_endpoint: str | None = field(
-        default=None, metadata=option(_endpoint, "where those nodes meet, for --launcher torchrun", "HOST:PORT")
-    )
-    ep_size: int | None = field(
-        default=None, metadata=option(at_least(1), "workers; as many as there are GPUs, or 4 without any")
-    )
-    device: str = field(
-        default="auto",
-        metadata=option(one_of("auto", "cpu", "cuda"), "auto (GPUs where there are any, the default), cpu or cuda"),
     )
     backend: str = field(
         default="auto",
@@ -121,7 +71,7 @@ class RunConfig:
     verify: bool = field(default=True, metadata=option(None, "compare every layer with the plain reference"))
     seed: int = field(default=0, metadata=option(at_least(0), "of the drawn tokens (0)"))
     json: Path | None = field(
-        default=None, metadata=option(_output_file, "write a line for each layer and step, and a summary", "FILE")
+        default=None, metadata=option(output_file, "write a line for each layer and step, and a summary", "FILE")
     )
 
     def num_tokens(self, rank: int) -> int:

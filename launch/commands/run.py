@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 
-from moe_ep.launch.gang import Gang, num_local_gpus, set_up_logging
+from moe_ep.launch.gang import set_up_logging
+from moe_ep.launch.gang_choice import start_gang
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
-from moe_ep.launch.rank_env import RankEnv, resolve_rank_env
+from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.report import RankReport, RunReport
 from moe_ep.launch.run_config import RunConfig
-
-DEFAULT_WORKERS = 4
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -32,8 +30,7 @@ def main(args: argparse.Namespace) -> int:
     config = from_args(RunConfig, args)
     set_up_logging()
     _check_together(config)
-    config = replace(config, launcher=_launcher(config))
-    gang = _make_gang(config)
+    config, gang = start_gang(config)
     try:
         if len(config.tokens_per_rank) not in (1, gang.world_size):
             raise OptionError(
@@ -62,14 +59,6 @@ def _work(rank_env: RankEnv, config: RunConfig) -> RankReport:
 
 def _check_together(config: RunConfig) -> None:
     """Options that contradict each other, found before anything starts."""
-    if config.address and config.launcher not in (None, "ray"):
-        raise OptionError(f"--address is {config.address!r} with --launcher {config.launcher}; only ray takes it")
-    if config.nnodes > 1 and config.launcher != "torchrun":
-        raise OptionError(f"--nnodes is {config.nnodes}; more than one is for --launcher torchrun, Ray finds its nodes")
-    if config.nnodes > 1 and not config.rdzv_endpoint:
-        raise OptionError(f"--nnodes is {config.nnodes} without --rdzv-endpoint; give the HOST:PORT where they meet")
-    if config.ep_size and config.ep_size % config.nnodes:
-        raise OptionError(f"--ep-size is {config.ep_size}; it must be a multiple of --nnodes ({config.nnodes})")
     if config.quantize != "none" and config.model is None:
         raise OptionError(f"--quantize is {config.quantize!r}; the demo checkpoint is quantized already, pass --model")
     if config.quantize != "none":
@@ -80,40 +69,6 @@ def _check_together(config: RunConfig) -> None:
             raise OptionError(
                 f"--quantize is {config.quantize!r} and the experts of --model are quantized already; leave it out"
             )
-
-
-def _launcher(config: RunConfig) -> str:
-    if config.launcher is not None:
-        return config.launcher
-    return "torchrun" if resolve_rank_env().source in ("torchrun", "slurm") else "ray"
-
-
-def _make_gang(config: RunConfig) -> Gang:
-    num_gpus = num_local_gpus()
-    device = config.device if config.device != "auto" else "cuda" if num_gpus else "cpu"
-    local_default = num_gpus if device == "cuda" and num_gpus else DEFAULT_WORKERS
-    if config.launcher == "local":
-        from moe_ep.launch.local_gang import LocalGang
-
-        return LocalGang(config.ep_size or local_default, device)
-    if config.launcher == "torchrun":
-        from moe_ep.launch.torchrun_gang import TorchrunGang
-
-        gang = TorchrunGang(
-            config.ep_size // config.nnodes if config.ep_size else local_default,
-            device,
-            num_nodes=config.nnodes,
-            rdzv_endpoint=config.rdzv_endpoint,
-        )
-        if config.ep_size not in (None, gang.world_size):
-            raise OptionError(
-                f"--ep-size is {config.ep_size} and torchrun started {gang.world_size} ranks; leave it out or start as "
-                f"many"
-            )
-        return gang
-    from moe_ep.launch.ray_gang import RayGang
-
-    return RayGang(config.ep_size, config.device, config.address, default_world_size=DEFAULT_WORKERS)
 
 
 def _tell(config: RunConfig, report: RunReport) -> int:

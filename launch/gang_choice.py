@@ -1,0 +1,107 @@
+"""Which gang a command runs on: its flags, and the one place that turns them into a gang."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from moe_ep.launch.gang import Gang, num_local_gpus
+from moe_ep.launch.option_values import endpoint, ray_address
+from moe_ep.launch.options import OptionError, at_least, one_of, option
+from moe_ep.launch.rank_env import resolve_rank_env
+
+LAUNCHERS = ("ray", "torchrun", "local")
+DEFAULT_WORKERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangConfig:
+    """Which workers a command runs on; the flags that all commands with a gang share."""
+
+    launcher: str | None = field(
+        default=None,
+        metadata=option(
+            one_of(*LAUNCHERS),
+            "ray, torchrun or local; ray unless torchrun or srun started this process as one of its ranks",
+        ),
+    )
+    address: str | None = field(
+        default=None,
+        metadata=option(
+            ray_address, "Ray cluster to run on, HOST:PORT or auto; without it one is started on this machine"
+        ),
+    )
+    nnodes: int = field(
+        default=1, metadata=option(at_least(1), "nodes, for --launcher torchrun; each runs the same command")
+    )
+    rdzv_endpoint: str | None = field(
+        default=None, metadata=option(endpoint, "where those nodes meet, for --launcher torchrun", "HOST:PORT")
+    )
+    ep_size: int | None = field(
+        default=None, metadata=option(at_least(1), "workers; as many as there are GPUs, or 4 without any")
+    )
+    device: str = field(
+        default="auto",
+        metadata=option(one_of("auto", "cpu", "cuda"), "auto (GPUs where there are any, the default), cpu or cuda"),
+    )
+
+
+G = TypeVar("G", bound=GangConfig)
+
+
+def start_gang(config: G) -> tuple[G, Gang]:
+    """The configuration with its launcher named, and the gang it asks for; workers start with the gang's first run.
+
+    Raises:
+        OptionError: flags that contradict each other.
+        GangError: the machines cannot hold the gang.
+    """
+    _check_together(config)
+    config = replace(config, launcher=_launcher(config))
+    return config, _make_gang(config)
+
+
+def _check_together(config: GangConfig) -> None:
+    """Flags that contradict each other, found before anything starts."""
+    if config.address and config.launcher not in (None, "ray"):
+        raise OptionError(f"--address is {config.address!r} with --launcher {config.launcher}; only ray takes it")
+    if config.nnodes > 1 and config.launcher != "torchrun":
+        raise OptionError(f"--nnodes is {config.nnodes}; more than one is for --launcher torchrun, Ray finds its nodes")
+    if config.nnodes > 1 and not config.rdzv_endpoint:
+        raise OptionError(f"--nnodes is {config.nnodes} without --rdzv-endpoint; give the HOST:PORT where they meet")
+    if config.ep_size and config.ep_size % config.nnodes:
+        raise OptionError(f"--ep-size is {config.ep_size}; it must be a multiple of --nnodes ({config.nnodes})")
+
+
+def _launcher(config: GangConfig) -> str:
+    if config.launcher is not None:
+        return config.launcher
+    return "torchrun" if resolve_rank_env().source in ("torchrun", "slurm") else "ray"
+
+
+def _make_gang(config: GangConfig) -> Gang:
+    num_gpus = num_local_gpus()
+    device = config.device if config.device != "auto" else "cuda" if num_gpus else "cpu"
+    local_default = num_gpus if device == "cuda" and num_gpus else DEFAULT_WORKERS
+    if config.launcher == "local":
+        from moe_ep.launch.local_gang import LocalGang
+
+        return LocalGang(config.ep_size or local_default, device)
+    if config.launcher == "torchrun":
+        from moe_ep.launch.torchrun_gang import TorchrunGang
+
+        gang = TorchrunGang(
+            config.ep_size // config.nnodes if config.ep_size else local_default,
+            device,
+            num_nodes=config.nnodes,
+            rdzv_endpoint=config.rdzv_endpoint,
+        )
+        if config.ep_size not in (None, gang.world_size):
+            raise OptionError(
+                f"--ep-size is {config.ep_size} and torchrun started {gang.world_size} ranks; leave it out or start as "
+                f"many"
+            )
+        return gang
+    from moe_ep.launch.ray_gang import RayGang
+
+    return RayGang(config.ep_size, config.device, config.address, default_world_size=DEFAULT_WORKERS)

@@ -1,0 +1,34 @@
+"""Values of options that several commands have; each raises ValueError with the rule, as `option` wants it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def checkpoint_folder(raw: str) -> Path:
+    """A folder with a Hugging Face checkpoint, as an absolute path."""
+    path = Path(raw).expanduser()
+    if not (path / "config.json").is_file():
+        raise ValueError("it must be a folder with a Hugging Face checkpoint, and there is no config.json in it")
+    return path.absolute()
+
+
+def output_file(raw: str) -> Path:
+    """A file to write, as an absolute path."""
+    path = Path(raw).expanduser()
+    if not raw or path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError("it must be a file to write, in a folder that exists")
+    return path.absolute()
+
+
+def endpoint(raw: str) -> str:
+    """HOST:PORT."""
+    host, _, port = raw.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError("it must read HOST:PORT")
+    return raw
+
+
+def ray_address(raw: str) -> str:
+    """HOST:PORT or auto."""
+    return raw if raw == "auto" else endpoint(raw)
