@@ -103,6 +103,7 @@ QUANT_METHODS = Registry(
         "none": Entry("moe_ep.methods.unquantized:UnquantizedFusedMoEMethod", "f32, f16 or bf16 weights"),
         "gptq": Entry("moe_ep.methods.gptq:GPTQFusedMoEMethod", "4- and 8-bit integers with group scales"),
         "online_int": Entry("moe_ep.methods.online:OnlineIntFusedMoEMethod", "plain weights, quantized on load"),
+        "synthetic": Entry("moe_ep.bench.synthetic:SyntheticFusedMoEMethod", "made-up weights, for benchmarks"),
     },
 )
 

@@ -38,10 +38,15 @@ class StageRecorder:
         finally:
             self._spans.append((name, start, self._now()))
 
+    def clear(self) -> None:
+        """Forgets what was recorded."""
+        self._spans.clear()
+
     def _now(self) -> object:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        # In a CUDA graph an external event is recorded anew by every replay; durations_ms() then tells of the last one.
+        event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
         event.record()
         return event
 

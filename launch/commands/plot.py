@@ -1,0 +1,50 @@
+"""moe-ep plot: pictures of a scaling benchmark's results."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_ep.launch.options import OptionError, Parser, add_flags, from_args, option
+
+
+def _folder(raw: str) -> Path:
+    path = Path(raw).expanduser()
+    if not path.is_dir():
+        raise ValueError("it must be a folder that exists")
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotConfig:
+    """The settings of `moe-ep plot`."""
+
+    out: Path = field(default=Path(), metadata=option(_folder, "folder for the PNG files; the current one", "DIR"))
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    parser = subparsers.add_parser(
+        "plot",
+        help="pictures of a scaling benchmark",
+        description="Draws scaling, stages, latency and load from the JSON lines of `moe-ep bench scaling`.",
+    )
+    parser.add_argument("file", metavar="FILE", help="what --json of the benchmark wrote")
+    add_flags(parser, PlotConfig)
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    config = from_args(PlotConfig, args)
+    from moe_ep.bench.plots import plot_scaling
+    from moe_ep.bench.results import read_lines
+
+    path = Path(args.file).expanduser()
+    if not path.is_file():
+        raise OptionError(f"FILE is {args.file!r}; it must be a file that a benchmark wrote, and there is none")
+    try:
+        written = plot_scaling(read_lines(path), config.out)
+    except ValueError as error:
+        raise OptionError(f"FILE is {args.file!r}; {error}") from None
+    print("\n".join(map(str, written)))
+    return 0

@@ -1,0 +1,95 @@
+"""What `moe-ep bench scaling` can be told."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_ep.launch.gang_choice import GangConfig
+from moe_ep.launch.option_values import checkpoint_folder, output_file
+from moe_ep.launch.options import Parse, at_least, one_of, one_of_these, option
+from moe_ep.registry import ALL2ALL_BACKENDS
+
+
+def _numbers(raw: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(,\d+)*", raw) or 0 in (numbers := tuple(map(int, raw.split(",")))):
+        raise ValueError("it must be whole numbers of at least 1, as in 1,2,4,8")
+    return numbers
+
+
+def _numbers_or_none(raw: str) -> tuple[int, ...]:
+    return () if raw == "none" else _numbers(raw)
+
+
+def _geometries(raw: str) -> tuple[str, ...]:
+    from moe_ep.bench.geometries import PRESETS
+
+    names = tuple(raw.split(","))
+    if unknown := [name for name in names if name not in PRESETS]:
+        raise ValueError(f"{unknown[0]!r} is not one of {', '.join(PRESETS)}")
+    return names
+
+
+def _list_of(parse: Parse) -> Parse:
+    return lambda raw: tuple(parse(part) for part in raw.split(","))
+
+
+def _routing(raw: str) -> str:
+    from moe_ep.bench.workload import parse_routing
+
+    parse_routing(raw)
+    return raw
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig(GangConfig):
+    """The settings of one scaling benchmark; the flags of `moe-ep bench scaling` are these fields."""
+
+    geometry: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            _geometries, "presets, such as deepseek-v3,qwen3-30b; small where there is no GPU, deepseek-v3 on GPUs"
+        ),
+    )
+    model: Path | None = field(
+        default=None,
+        metadata=option(checkpoint_folder, "take the geometry from a checkpoint's config.json instead", "DIR"),
+    )
+    ep_sizes: tuple[int, ...] = field(
+        default=(), metadata=option(_numbers, "EP sizes; powers of two up to the number of workers")
+    )
+    scaling: str = field(
+        default="weak",
+        metadata=option(
+            one_of("weak", "strong"), "weak: the tokens below are of each rank (the default); strong: of all together"
+        ),
+    )
+    decode_tokens: tuple[int, ...] = field(
+        default=(1, 8, 32, 64, 128, 256), metadata=option(_numbers_or_none, "tokens of decode steps, or none")
+    )
+    prefill_tokens: tuple[int, ...] = field(
+        default=(1024, 4096, 8192), metadata=option(_numbers_or_none, "tokens of prefill steps, or none")
+    )
+    backend: tuple[str, ...] = field(
+        default=("auto",),
+        metadata=option(
+            _list_of(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS))), "dispatch backends, or auto (the default)"
+        ),
+    )
+    wire: tuple[str, ...] = field(
+        default=("activations",),
+        metadata=option(
+            _list_of(one_of("activations", "fp8")), "dtype of dispatched rows: activations (the default), fp8"
+        ),
+    )
+    routing: tuple[str, ...] = field(
+        default=("uniform",), metadata=option(_list_of(_routing), "uniform, zipf:S or an .npz file of choices")
+    )
+    chain: int = field(default=8, metadata=option(at_least(1), "steps in one repeat, each with other tokens (8)"))
+    repeats: int = field(default=30, metadata=option(at_least(1), "repeats of the chain (30)"))
+    seed: int = field(default=0, metadata=option(at_least(0), "of weights, tokens and choices (0)"))
+    commit: str | None = field(
+        default=None, metadata=option(str, "what to record where this does not run from a git checkout", "HASH")
+    )
+    json: Path | None = field(default=None, metadata=option(output_file, "append one JSON line a row", "FILE"))

@@ -1,0 +1,129 @@
+"""The layers that a benchmark drives: copies enough that weights come from memory, and inputs that change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.bench.geometries import Geometry
+from moe_ep.bench.synthetic import SyntheticConfig, reference_output
+from moe_ep.bench.workload import Routing, draw_logits
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.expert_map import expert_owner_table
+from moe_ep.layer import FusedMoE
+from moe_ep.methods.base import relative_error
+from moe_ep.routing import select_experts
+
+# Weights of all copies together exceed the L2 cache of any GPU there is.
+_COLD_BYTES = 150e6
+_MAX_COPIES = 8
+
+
+class Batch(NamedTuple):
+    """One call's input on this rank: hidden_states `[T, K]`, router_logits f32 `[T, E]`, and the ids they choose."""
+
+    hidden_states: torch.Tensor
+    router_logits: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+
+def make_weights(geometry: Geometry, ep_size: int, device: torch.device, seed: int) -> list[SyntheticConfig]:
+    """One object for each copy of a layer that a rank needs, so that its weights do not stay in the L2 cache."""
+    local_bytes = geometry.bytes_per_expert * geometry.num_experts / ep_size
+    copies = min(_MAX_COPIES, math.ceil(_COLD_BYTES / local_bytes)) if device.type == "cuda" else 1
+    return [SyntheticConfig(weights=geometry.weights, device=device, seed=seed) for _ in range(copies)]
+
+
+class BenchLayers:
+    """Copies of one MoE layer on this rank, called in turn.
+
+    Args:
+        group: the EP ranks; None where there is one.
+        capacity: max_num_tokens of the layers.
+        weights: of each copy; they keep what was packed from one set of layers to the next.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        ep_size: int,
+        ep_rank: int,
+        group: dist.ProcessGroup | None,
+        backend: str,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        dispatch_dtype: torch.dtype | None,
+        weights: Sequence[SyntheticConfig],
+    ) -> None:
+        self.geometry, self.ep_size, self.ep_rank, self.device, self.dtype = geometry, ep_size, ep_rank, device, dtype
+        self.weights = weights[0]
+        routing = geometry.routing
+        bias = torch.zeros(geometry.num_experts, device=device) if routing.has_correction_bias else None
+        self.routing_args: dict[str, Any] = {
+            "top_k": geometry.top_k,
+            "renormalize": routing.renormalize,
+            "use_grouped_topk": routing.use_grouped_topk,
+            "num_expert_group": routing.num_expert_group,
+            "topk_group": routing.topk_group,
+            "scoring_func": routing.scoring_func,
+            "routed_scaling_factor": routing.routed_scaling_factor,
+            "e_score_correction_bias": bias,
+        }
+        with torch.device(device):
+            self.layers = [
+                FusedMoE(
+                    num_experts=geometry.num_experts,
+                    hidden_size=geometry.hidden_size,
+                    intermediate_size=geometry.intermediate_size,
+                    params_dtype=dtype,
+                    quant_config=copy,
+                    activation=geometry.activation,
+                    has_bias=geometry.has_bias,
+                    parallel_config=FusedMoEParallelConfig.make(
+                        ep_size=ep_size, rank=ep_rank, world_size=ep_size, all2all_backend=backend
+                    ),
+                    process_group=group,
+                    max_num_tokens=capacity,
+                    dispatch_dtype=dispatch_dtype,
+                    **self.routing_args,
+                )
+                for copy in weights
+            ]
+        self.owners = expert_owner_table(ep_size, geometry.num_experts)
+
+    def batches(self, routing: Routing, num_tokens: int, count: int, seed: int) -> list[Batch]:
+        """Inputs of `count` calls, other ones for every rank and call."""
+        made = []
+        for call in range(count):
+            number = (seed * 1_000_003 + call) * self.ep_size + self.ep_rank
+            geometry = self.geometry
+            logits = draw_logits(
+                routing, num_tokens, geometry.num_experts, geometry.top_k, seed=number, popularity_seed=seed
+            ).to(self.device)
+            generator = torch.Generator(self.device).manual_seed(number)
+            rows = torch.randn(num_tokens, geometry.hidden_size, device=self.device, generator=generator)
+            rows = rows.to(self.dtype)
+            weights, ids, _ = select_experts(rows, logits, **self.routing_args)
+            made.append(Batch(rows, logits, weights, ids))
+        return made
+
+    def call(self, index: int, batch: Batch) -> torch.Tensor:
+        """The output `[T, K]` of one of the copies."""
+        return self.layers[index % len(self.layers)](batch.hidden_states, batch.router_logits)
+
+    def error(self, batch: Batch, num_rows: int = 4) -> float:
+        """mean |difference| / mean |reference| of the first rows of one call, from dequantized weights; collective."""
+        output = self.call(0, batch)[:num_rows]
+        rows = slice(num_rows)
+        expected = reference_output(
+            batch.hidden_states[rows], batch.topk_weights[rows], batch.topk_ids[rows], self.weights,
+            self.layers[0].moe_config,
+        )  # fmt: skip
+        return relative_error(output, expected)

@@ -1,0 +1,114 @@
+"""How benchmark results are written down: JSON lines that say what was run where, and tables for people."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moe_ep
+
+
+def facts(*, seed: int, commit: str | None = None, command: str | None = None) -> dict[str, Any]:
+    """What a result needs to be compared with another: versions, device, commit, seed and command.
+
+    Args:
+        commit: what to record where the code does not run from a git checkout; None asks git.
+        command: as shown to people; None takes this process's own.
+    """
+    on_gpu = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if on_gpu else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,  # type: ignore[arg-type]
+        "triton": _installed("triton"),
+        "nvshmem4py": _installed("nvshmem4py-cu13"),
+        "ray": _installed("ray"),
+        "moe_ep": moe_ep.__version__,
+        "commit": commit or checkout_commit() or "unknown",
+        "seed": seed,
+        "command": command or shlex.join(["python", *sys.argv]),
+    }
+
+
+def checkout_commit() -> str | None:
+    """The commit of the checkout this code runs from, with "-dirty" where files differ; None outside one."""
+    root = Path(moe_ep.__path__[0]).resolve().parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        asked = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return asked.stdout.strip()
+
+
+def append_line(path: Path, row: dict[str, Any]) -> None:
+    """Adds one JSON line; NaN and infinity become null, as JSON has neither."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(_finite(row)) + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines.
+
+    Raises:
+        ValueError: a line that is no JSON object; names file and line.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}, is not a JSON object; give a file that a benchmark wrote")
+        rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
+    """Rows as text, right-aligned; `columns` gives the heading of each key, "-" stands for what a row lacks."""
+    cells = [list(columns.values()), *[[_cell(row.get(key)) for key in columns] for row in rows]]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 10 else f"{value:,.1f}" if abs(value) < 10_000 else f"{value:,.0f}"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,212 @@
+"""One row of the scaling benchmark: a MoE layer at one EP size, backend and batch, timed and accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from moe_ep import stages
+from moe_ep.bench.ceilings import Ceilings
+from moe_ep.bench.layers import Batch, BenchLayers
+from moe_ep.bench.timing import Timing, capture, slowest_rank, time_calls, timing_of
+from moe_ep.bench.workload import Routing
+from moe_ep.eplb.metrics import balancedness
+from moe_ep.errors import MoeEpError
+from moe_ep.methods.base import tolerance
+
+_STAGE_REPLAYS = 5
+_KIND = ("asked_backend", "wire")
+_ALIKE = ("geometry", "scaling", "phase", "asked_tokens", "routing", "eplb")
+
+
+class Load(NamedTuple):
+    """What one call asks of the ranks, the mean over calls.
+
+    Attributes:
+        rows_per_rank: expert assignments of every rank, f64 `[R]`.
+        active_experts: experts with tokens on the rank that has most.
+        rows_sent: rows that leave a rank for another when a token goes once to each rank; the most of any rank.
+    """
+
+    rows_per_rank: torch.Tensor
+    active_experts: float
+    rows_sent: float
+
+
+class WrongOutputError(MoeEpError, RuntimeError):
+    """A benchmarked layer does not compute what its weights say."""
+
+
+def measure_row(
+    layers: BenchLayers,
+    routing: Routing,
+    num_tokens: int,
+    ceilings: Ceilings,
+    *,
+    chain: int,
+    repeats: int,
+    seed: int,
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
+    """Checks, times and accounts for one layer; a collective step of all ranks of the world.
+
+    Args:
+        num_tokens: T of every rank.
+        chain: calls in one repeat, each with other tokens and choices.
+        group: the EP ranks of these layers; several such groups of the world run side by side.
+
+    Raises:
+        WrongOutputError: the output differs from the reference by more than its dtype allows.
+    """
+    batches = layers.batches(routing, num_tokens, chain, seed)
+    _check(layers, batches[0])
+    if layers.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(layers.device)
+    graph = layers.device.type == "cuda" and layers.layers[0].prepare_finalize.supports_cuda_graph()
+    call: Callable[[int], object] = lambda i: layers.call(i, batches[i])  # noqa: E731
+    times = time_calls(call, device=layers.device, chain=chain, repeats=repeats, graph=graph, together=_barrier)
+    timing = timing_of(slowest_rank(times))
+    stage_us = _stage_times(layers, call, chain, graph)
+    load = _load(layers, batches, group)
+    return {
+        **_rates(layers, timing, num_tokens),
+        "mode": "graph" if graph else "eager",
+        "stages_us": {name: round(us, 2) for name, us in stage_us.items()},
+        **_traffic(layers, stage_us, load, ceilings),
+        **_floors(layers, timing, load, ceilings),
+        "rows_per_rank": [round(rows, 1) for rows in load.rows_per_rank.tolist()],
+        "balancedness": round(balancedness(load.rows_per_rank[None]), 4),
+        "active_experts_max": round(load.active_experts, 1),
+        "memory_gib": round(_memory(layers.device) / 2**30, 3),
+    }
+
+
+def _check(layers: BenchLayers, batch: Batch) -> None:
+    error = slowest_rank([layers.error(batch)])[0]
+    allowed = tolerance(layers.dtype, layers.layers[0].dispatch_dtype)
+    if not error <= allowed:
+        raise WrongOutputError(
+            f"{layers.geometry.name} at EP {layers.ep_size} differs from the reference by {error:.2e} (mean relative "
+            f"error) and {layers.dtype} allows {allowed:.0e}; a benchmark of wrong results says nothing"
+        )
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _stage_times(layers: BenchLayers, call: Callable[[int], object], chain: int, graph: bool) -> dict[str, float]:
+    """Microseconds of each stage of one call: the median over replays, the slowest rank's."""
+    run: Callable[[], object] = lambda: [call(i) for i in range(chain)]  # noqa: E731
+    with stages.record(layers.device) as recorder:
+        replay = capture(call, chain) if graph else run
+        found = []
+        for _ in range(1 + _STAGE_REPLAYS):
+            if not graph:
+                recorder.clear()
+            _barrier()
+            replay()
+            found.append(recorder.durations_ms())
+    names = list(found[0])
+    medians = [timing_of([sum(spans[name]) for spans in found[1:]]).median * 1e3 / chain for name in names]
+    return dict(zip(names, slowest_rank(medians), strict=True))
+
+
+def _load(layers: BenchLayers, batches: list[Batch], group: dist.ProcessGroup | None) -> Load:
+    """From the choices of all ranks of the EP group."""
+    num_ranks, geometry = layers.ep_size, layers.geometry
+    owners = layers.owners.to(layers.device)
+    per_rank, active, sent = torch.zeros(num_ranks, dtype=torch.float64, device=layers.device), 0.0, 0.0
+    for batch in batches:
+        counts = torch.bincount(batch.topk_ids.flatten().long(), minlength=geometry.num_experts)
+        to = torch.zeros(batch.topk_ids.size(0), num_ranks, dtype=torch.bool, device=layers.device)
+        to.scatter_(1, owners[batch.topk_ids.long()].long(), True)
+        sent += float(to.sum() - to[:, layers.ep_rank].sum())
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        per_rank.index_add_(0, owners.long(), counts.double())
+        hit = torch.zeros(num_ranks, device=layers.device).index_add_(0, owners.long(), (counts > 0).float())
+        active += float(hit.max())
+    calls = len(batches)
+    most_sent = slowest_rank([sent / calls])[0]
+    return Load(per_rank.cpu() / calls, active / calls, most_sent)
+
+
+def _rates(layers: BenchLayers, timing: Timing, num_tokens: int) -> dict[str, Any]:
+    total = num_tokens * layers.ep_size
+    return {
+        "tokens_per_rank": num_tokens,
+        "us": round(timing.median, 2),
+        "p99_us": round(timing.p99, 2),
+        "max_us": round(timing.maximum, 2),
+        "tokens_per_s": round(total / timing.median * 1e6, 1),
+        "tokens_per_s_per_gpu": round(num_tokens / timing.median * 1e6, 1),
+    }
+
+
+def _traffic(layers: BenchLayers, stage_us: dict[str, float], load: Load, ceilings: Ceilings) -> dict[str, Any]:
+    """Bytes that must leave the busiest sender, there and back, over the time of dispatch and combine."""
+    wire_us = stage_us.get("dispatch", 0.0) + stage_us.get("combine", 0.0)
+    logical = _bytes_both_ways(layers, load.rows_sent)
+    rate = logical / wire_us * 1e6 if wire_us and logical else 0.0
+    link = ceilings.link_bytes_per_s
+    return {
+        "exposed_communication": round(wire_us / sum(stage_us.values()), 4) if any(stage_us.values()) else 0.0,
+        "bytes_sent": round(logical),
+        "wire_gb_per_s": round(rate / 1e9, 2),
+        "link_share": None if not link else round(rate / link, 4),
+    }
+
+
+def _bytes_both_ways(layers: BenchLayers, rows: float) -> float:
+    K, size = layers.geometry.hidden_size, layers.dtype.itemsize
+    there = K * size
+    if layers.layers[0].dispatch_dtype is not None:
+        there = K + 4 * -(-K // 128)
+    return rows * (there + K * size)
+
+
+def _floors(layers: BenchLayers, timing: Timing, load: Load, ceilings: Ceilings) -> dict[str, Any]:
+    """The least time of experts and of communication by this machine's own ceilings, one after the other."""
+    geometry = layers.geometry
+    experts_us = ceilings.experts_us(
+        load.active_experts * geometry.bytes_per_expert, float(load.rows_per_rank.max()) * geometry.flops_per_row
+    )
+    link_us = ceilings.link_us(_bytes_both_ways(layers, load.rows_sent))
+    return {
+        "experts_floor_us": round(experts_us, 2),
+        "link_floor_us": round(link_us, 2),
+        "floor_over_time": round((experts_us + link_us) / timing.median, 4),
+    }
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes allocated at most on a GPU; what the process holds at most on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with `efficiency`: tokens/s of one GPU over that of the smallest EP size measured alike.
+
+    With weak scaling alike means the same tokens per rank, with strong scaling the same tokens in total. Where the
+    smallest size was measured with several backends or wire dtypes, a row is compared with its own kind.
+    """
+    families: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        families.setdefault(tuple(row[key] for key in _ALIKE), []).append(row)
+    result = []
+    for row in rows:
+        family = families[tuple(row[key] for key in _ALIKE)]
+        smallest = min(other["ep_size"] for other in family)
+        bases = [other for other in family if other["ep_size"] == smallest]
+        base = next((base for base in bases if all(base[key] == row[key] for key in _KIND)), bases[0])
+        result.append(row | {"efficiency": round(row["tokens_per_s_per_gpu"] / base["tokens_per_s_per_gpu"], 4)})
+    return result

@@ -1,0 +1,96 @@
+"""Times of GPU and CPU work: chained calls, captured in a CUDA graph or eager, the slowest rank of each repeat."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_WARM_UP = 3
+
+
+class Timing(NamedTuple):
+    """Microseconds of one call.
+
+    Attributes:
+        median, p99, maximum: over repeats.
+    """
+
+    median: float
+    p99: float
+    maximum: float
+
+
+def timing_of(times_us: Sequence[float]) -> Timing:
+    """Median, 99th percentile (the smallest that 99% do not exceed) and maximum of at least one time."""
+    ordered = sorted(times_us)
+    return Timing(ordered[len(ordered) // 2], ordered[math.ceil(0.99 * len(ordered)) - 1], ordered[-1])
+
+
+def slowest_rank(times_us: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """The maximum over ranks of each entry; the times themselves where there is no process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return list(times_us)
+    device = "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
+    times = torch.tensor(times_us, dtype=torch.float64, device=device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+    return times.tolist()
+
+
+def time_calls(
+    call: Callable[[int], object],
+    *,
+    device: torch.device,
+    chain: int = 10,
+    repeats: int = 20,
+    graph: bool | None = None,
+    together: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """Microseconds of one call in each repeat of `chain` calls, call(0) to call(chain - 1).
+
+    Args:
+        graph: capture the chain in a CUDA graph and time its replays; None does so on GPUs.
+        together: what ranks do to begin together, such as a barrier; once before the repeats on GPUs, whose streams
+            keep ranks in step from then on, and before every repeat on CPUs.
+    """
+    for i in range(_WARM_UP):
+        call(i % chain)
+    if device.type != "cuda":
+        return [_time_on_cpu(call, chain, together) for _ in range(repeats)]
+    torch.cuda.synchronize(device)
+    replay = capture(call, chain) if graph is not False else lambda: [call(i) for i in range(chain)]
+    together()
+    return _time_on_gpu(replay, repeats, chain)
+
+
+def capture(call: Callable[[int], object], chain: int) -> Callable[[], Any]:
+    """Replays of a CUDA graph of call(0) to call(chain - 1), which have run outside a capture before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(chain):
+            call(i)
+    return graph.replay
+
+
+def _time_on_cpu(call: Callable[[int], object], chain: int, together: Callable[[], object]) -> float:
+    together()
+    start = time.perf_counter()
+    for i in range(chain):
+        call(i)
+    return (time.perf_counter() - start) / chain * 1e6
+
+
+def _time_on_gpu(replay: Callable[[], Any], repeats: int, chain: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + _WARM_UP + 1)]
+    for event in events[:-1]:
+        event.record()
+        replay()
+    events[-1].record()
+    torch.cuda.synchronize()
+    spans = [start.elapsed_time(end) * 1e3 / chain for start, end in itertools.pairwise(events)]
+    return spans[_WARM_UP:]
