@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 
@@ -32,3 +33,19 @@ def endpoint(raw: str) -> str:
 def ray_address(raw: str) -> str:
     """HOST:PORT or auto."""
     return raw if raw == "auto" else endpoint(raw)
+
+
+def whole_numbers(raw: str) -> tuple[int, ...]:
+    """Numbers of at least 1, as in 1,2,4,8."""
+    if not re.fullmatch(r"\d+(,\d+)*", raw) or 0 in (numbers := tuple(map(int, raw.split(",")))):
+        raise ValueError("it must be whole numbers of at least 1, as in 1,2,4,8")
+    return numbers
+
+
+def geometry_name(raw: str) -> str:
+    """A preset of `moe_ep.bench.geometries`."""
+    from moe_ep.bench.geometries import PRESETS
+
+    if raw not in PRESETS:
+        raise ValueError(f"{raw!r} is not one of {', '.join(PRESETS)}")
+    return raw

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_ep.launch.gang_choice import GangConfig
-from moe_ep.launch.option_values import checkpoint_folder, output_file
+from moe_ep.launch.option_values import checkpoint_folder, geometry_name, output_file, whole_numbers
 from moe_ep.launch.options import Parse, at_least, one_of, one_of_these, option
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 
-def _numbers(raw: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d+(,\d+)*", raw) or 0 in (numbers := tuple(map(int, raw.split(",")))):
-        raise ValueError("it must be whole numbers of at least 1, as in 1,2,4,8")
-    return numbers
-
-
 def _numbers_or_none(raw: str) -> tuple[int, ...]:
-    return () if raw == "none" else _numbers(raw)
-
-
-def _geometries(raw: str) -> tuple[str, ...]:
-    from moe_ep.bench.geometries import PRESETS
-
-    names = tuple(raw.split(","))
-    if unknown := [name for name in names if name not in PRESETS]:
-        raise ValueError(f"{unknown[0]!r} is not one of {', '.join(PRESETS)}")
-    return names
+    return () if raw == "none" else whole_numbers(raw)
 
 
 def _list_of(parse: Parse) -> Parse:
@@ -49,7 +33,8 @@ class ScalingConfig(GangConfig):
     geometry: tuple[str, ...] = field(
         default=(),
         metadata=option(
-            _geometries, "presets, such as deepseek-v3,qwen3-30b; small where there is no GPU, deepseek-v3 on GPUs"
+            _list_of(geometry_name),
+            "presets such as deepseek-v3,qwen3-30b; small on CPUs, deepseek-v3 on GPUs",
         ),
     )
     model: Path | None = field(
@@ -57,7 +42,7 @@ class ScalingConfig(GangConfig):
         metadata=option(checkpoint_folder, "take the geometry from a checkpoint's config.json instead", "DIR"),
     )
     ep_sizes: tuple[int, ...] = field(
-        default=(), metadata=option(_numbers, "EP sizes; powers of two up to the number of workers")
+        default=(), metadata=option(whole_numbers, "EP sizes; powers of two up to the number of workers")
     )
     scaling: str = field(
         default="weak",

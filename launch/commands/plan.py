@@ -1,0 +1,137 @@
+"""moe-ep plan: what a MoE layer should take on more GPUs than are here, from measured rates."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_ep.launch.option_values import geometry_name, output_file, whole_numbers
+from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
+
+if TYPE_CHECKING:
+    from moe_ep.bench.geometries import Geometry
+    from moe_ep.paper_model import Machine
+
+
+def _rate(raw: str) -> float:
+    try:
+        rate = float(raw)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise ValueError("it must be a number above 0")
+    return rate
+
+
+def _results(raw: str) -> Path:
+    path = Path(raw).expanduser()
+    if not path.is_file():
+        raise ValueError("it must be a file that `moe-ep bench scaling --json` wrote, and there is none")
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """The settings of `moe-ep plan`."""
+
+    geometry: str = field(default="deepseek-v3", metadata=option(geometry_name, "a preset (deepseek-v3)"))
+    gpus: tuple[int, ...] = field(
+        default=(8, 16, 32, 64, 128, 256, 512), metadata=option(whole_numbers, "EP sizes, one rank a GPU", "N,N")
+    )
+    tokens: tuple[int, ...] = field(
+        default=(1, 64, 128, 4096), metadata=option(whole_numbers, "tokens of each rank in a step", "T,T")
+    )
+    gpus_per_host: int = field(default=8, metadata=option(at_least(1), "GPUs that the links of a host join (8)"))
+    network_gb_per_s: float = field(
+        default=50.0, metadata=option(_rate, "GB/s out of one GPU to other hosts (50: a card of 400 Gb/s for each)")
+    )
+    wire: str = field(default="bf16", metadata=option(one_of("bf16", "fp8"), "dtype of dispatched rows"))
+    two_level: bool = field(default=True, metadata=option(None, "send a token once to each host, not to each rank"))
+    measured: Path | None = field(
+        default=None,
+        metadata=option(_results, "take rates from these results, and show them beside the prediction", "FILE"),
+    )
+    json: Path | None = field(default=None, metadata=option(output_file, "write one JSON line a row", "FILE"))
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="predict a layer on more GPUs than are here",
+        description=(
+            "Predicts memory, time by stage, tokens/s and the bottleneck of a model's MoE layers from bytes and "
+            "operations over measured rates; uniform routing, stages one after the other."
+        ),
+    )
+    add_flags(parser, PlanConfig)
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    config = from_args(PlanConfig, args)
+    from moe_ep.bench.geometries import preset
+    from moe_ep.bench.results import append_line, read_lines, table
+    from moe_ep.paper_model import Machine, calibrated
+
+    geometry = preset(config.geometry)
+    machine = Machine(gpus_per_host=config.gpus_per_host, network_bytes_per_s=config.network_gb_per_s * 1e9)
+    try:
+        rows = []
+        if config.measured is not None:
+            found = [row for row in read_lines(config.measured) if row.get("geometry") == geometry.name]
+            machine = calibrated(machine, found)
+            print(_compared(config, geometry, machine, found))
+            print()
+        for tokens in config.tokens:
+            rows += [_row(config, geometry, machine, size, tokens) for size in config.gpus]
+    except (KeyError, ValueError) as error:
+        raise OptionError(f"this cannot be planned: {error}") from None
+    if config.json is not None:
+        config.json.unlink(missing_ok=True)
+        for row in rows:
+            append_line(config.json, row | {"machine": asdict(machine)})
+    rates = ", ".join(f"{name} {value:.4g}" for name, value in asdict(machine).items())
+    print(f"{geometry.name}, {config.wire} rows; {rates}")
+    print(table(rows, {name: name.replace("_", " ") for name in rows[0]}))
+    return 0
+
+
+def _row(config: PlanConfig, geometry: Geometry, machine: Machine, ep_size: int, tokens: int) -> dict[str, Any]:
+    from moe_ep.paper_model import predict
+
+    step = predict(
+        geometry, ep_size, tokens, machine, wire_bytes=1 if config.wire == "fp8" else 2, two_level=config.two_level
+    )
+    return {
+        "GPUs": ep_size,
+        "T": tokens,
+        "us": step.step_us,
+        "dispatch_us": step.dispatch_us,
+        "experts_us": step.experts_us,
+        "combine_us": step.combine_us,
+        "bottleneck": step.bottleneck,
+        "active_experts": step.active_experts,
+        "GiB_of_weights": step.weights_bytes / 2**30,
+        "fits": step.weights_bytes < machine.memory_bytes,
+        "tokens_per_s": step.tokens_per_s,
+        "tokens_per_s_per_GPU": step.tokens_per_s / ep_size,
+    }
+
+
+def _compared(config: PlanConfig, geometry: Geometry, machine: Machine, measured: list[dict[str, Any]]) -> str:
+    """Prediction beside measurement, for every measured row of uniform routing."""
+    from moe_ep.bench.results import table
+    from moe_ep.paper_model import predict
+
+    rows = []
+    for row in measured:
+        if row["routing"] != "uniform":
+            continue
+        wire_bytes = 1 if row["wire"] == "fp8" else 2
+        step = predict(geometry, row["ep_size"], row["tokens_per_rank"], machine, wire_bytes=wire_bytes)
+        about = {"EP": row["ep_size"], "T": row["tokens_per_rank"], "backend": row["backend"], "wire": row["wire"]}
+        times = {"measured_us": row["us"], "predicted_us": step.step_us, "ratio": step.step_us / row["us"]}
+        rows.append(about | times)
+    return table(rows, {name: name.replace("_", " ") for name in rows[0]}) if rows else "no rows of uniform routing"

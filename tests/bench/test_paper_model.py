@@ -1,0 +1,110 @@
+"""The model on paper: expectations against drawn choices, and what must hold of any machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ep.bench.geometries import preset
+from moe_ep.bench.results import append_line, read_lines
+from moe_ep.bench.workload import Routing, draw_logits
+from moe_ep.launch.cli import main
+from moe_ep.paper_model import Machine, calibrated, expected_groups, predict, rows_sent
+
+DEEPSEEK = preset("deepseek-v3")
+
+
+def test_destinations_as_counted_elsewhere() -> None:
+    assert expected_groups(256, 32, 8) == pytest.approx(5.29, abs=0.01)
+    assert expected_groups(256, 256, 8) == 1
+    assert expected_groups(8, 1, 2) == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("ep_size", "per_host", "two_level"), [(8, 8, True), (16, 4, True), (16, 4, False)])
+def test_rows_sent_against_drawn_choices(ep_size: int, per_host: int, two_level: bool) -> None:
+    """Rank 0's tokens: rows over its host's links and over the network, counted token by token."""
+    T = 4000
+    ids = draw_logits(Routing(), T, 256, 8, seed=0).topk(8, dim=1).indices
+    ranks = torch.zeros(T, ep_size, dtype=torch.bool).scatter_(1, ids // (256 // ep_size), True)
+    hosts = ranks.view(T, -1, per_host).any(dim=2)
+    own_host = ranks[:, 1:per_host].sum()
+    abroad = ranks[:, per_host:]
+    if two_level:
+        # By symmetry this GPU passes on as many rows of its peers abroad as they pass on of its own.
+        passed_on = abroad.view(T, -1, per_host)[:, :, 1:].sum() if ep_size > per_host else 0
+        expected = float(own_host + passed_on), float(hosts[:, 1:].sum())
+    else:
+        expected = float(own_host), float(abroad.sum())
+    link, network = rows_sent(DEEPSEEK, ep_size, T, per_host, two_level)
+    assert link == pytest.approx(expected[0], rel=0.02)
+    assert network == pytest.approx(expected[1], rel=0.02)
+
+
+def test_more_ranks_hold_less_and_faster_links_never_hurt() -> None:
+    machine = Machine()
+    steps = [predict(DEEPSEEK, size, 128, machine) for size in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+    held = [step.weights_bytes for step in steps]
+    assert held == sorted(held, reverse=True) and held[0] == 58 * 256 * DEEPSEEK.bytes_per_expert
+    assert steps[0].dispatch_us == 0 and steps[3].network_bytes == 0 < steps[4].network_bytes
+    for size in (8, 64):
+        slow = predict(DEEPSEEK, size, 4096, machine)
+        fast = predict(DEEPSEEK, size, 4096, replace(machine, link_bytes_per_s=1e15, network_bytes_per_s=1e15))
+        assert fast.step_us < slow.step_us
+    assert predict(DEEPSEEK, 64, 4096, machine).bottleneck == "network"
+    assert predict(DEEPSEEK, 8, 1, machine).bottleneck == "memory"
+
+
+def test_two_levels_send_less_over_the_network_and_fp8_fewer_bytes() -> None:
+    machine = Machine()
+    flat, levels = (predict(DEEPSEEK, 32, 128, machine, two_level=two_level) for two_level in (False, True))
+    assert levels.network_bytes < flat.network_bytes
+    fp8 = predict(DEEPSEEK, 32, 128, machine, wire_bytes=1)
+    assert fp8.network_bytes / levels.network_bytes == pytest.approx((7168 + 4 * 56) / (2 * 7168))
+    assert fp8.combine_us == levels.combine_us
+
+
+def test_replicas_fill_ranks_that_do_not_divide_the_experts() -> None:
+    step = predict(DEEPSEEK, 320, 128, Machine())
+    assert step.weights_bytes == 58 * DEEPSEEK.bytes_per_expert
+    with pytest.raises(ValueError, match="ep_size is 12; it must be at least 1, and beyond a host a multiple of its 8"):
+        predict(DEEPSEEK, 12, 128, Machine())
+    with pytest.raises(ValueError, match="link_bytes_per_s is 0; it must be above 0"):
+        Machine(link_bytes_per_s=0)
+
+
+def measured_row(**other) -> dict:
+    return {
+        "geometry": "deepseek-v3", "ep_size": 4, "tokens_per_rank": 128, "routing": "uniform", "wire": "activations",
+        "backend": "x", "us": 500.0, "memory_tb_per_s": 4.0, "tflop_per_s": 800.0, "link_gb_per_s": 300.0,
+        "link_share": 0.5, "experts_floor_us": 300.0,
+        "stages_us": {"route": 5.0, "dispatch": 40.0, "experts": 400.0, "combine": 60.0},
+    } | other  # fmt: skip
+
+
+def test_rates_come_from_measurements() -> None:
+    rows = [measured_row(), measured_row(ep_size=1, link_gb_per_s=None)]
+    machine = calibrated(Machine(), rows)
+    assert (machine.memory_bytes_per_s, machine.flops_per_s, machine.link_bytes_per_s) == (4e12, 8e14, 3e11)
+    assert (machine.link_latency_us, machine.experts_efficiency, machine.wire_efficiency) == (50.0, 0.75, 0.5)
+    with pytest.raises(ValueError, match="no rows of more than one rank"):
+        calibrated(Machine(), rows[1:])
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, planned = tmp_path / "measured.jsonl", tmp_path / "plan.jsonl"
+    append_line(results, measured_row())
+    options = ["--gpus", "8,64", "--tokens", "128", "--measured", str(results), "--json", str(planned)]
+    assert main(["plan", *options]) == 0
+    said = capsys.readouterr().out
+    assert "measured us" in said and "bottleneck" in said
+    rows = read_lines(planned)
+    assert [row["GPUs"] for row in rows] == [8, 64]
+    machine = calibrated(Machine(), read_lines(results))
+    assert rows[0]["us"] == predict(DEEPSEEK, 8, 128, machine).step_us
+    assert main(["plan", "--gpus", "12"]) == 2
+    assert "ep_size is 12" in capsys.readouterr().err
+    assert main(["plan", "--measured", str(tmp_path / "none")]) == 2
+    assert "there is none" in capsys.readouterr().err
