@@ -37,6 +37,13 @@ class DispatchTimeoutError(MoeEpError):
         self.ranks = tuple(ranks)
 
 
+class EplbError(MoeEpError):
+    """A rearrangement of experts cannot go on: the ranks disagree, or one did not take part in time.
+
+    It is raised on every rank, with the same sentence wherever ranks can reach each other.
+    """
+
+
 class GangError(MoeEpError):
     """A worker of a gang failed or died; the message names its rank, its node and the cause."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,6 +165,14 @@ class FusedMoEMethodBase(ABC):
         """Everything `[El, ...]` that must move with an expert; the same list on every rank."""
         biases = [self.bias(layer, "w13"), self.bias(layer, "w2")]
         return [*self.weight_tensors(layer), *(bias for bias in biases if bias is not None)]
+
+    def rebuild_derived_state(self, layer: ExpertShard, slots: Sequence[int]) -> None:
+        """Brings what the method keeps beside `expert_tensors` up to date after other experts came into local slots.
+
+        Called between two steps, in stream order: in place and without waiting for the device. Nothing to do where all
+        that is derived from an expert moves with it.
+        """
+        return
 
 
 def w13_rows(moe_config: FusedMoEConfig) -> int:

@@ -1,0 +1,69 @@
+"""When experts are rearranged, by which planner, and how they move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_ep import env
+from moe_ep.errors import one_of
+from moe_ep.registry import EPLB_POLICIES
+
+OBJECTIVES = ("tokens", "active_experts", "auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EplbConfig:
+    """The settings of one model's balancing; the same on every rank.
+
+    Attributes:
+        window_size: steps whose counts a plan looks at, the latest ones.
+        first_plan: the step after which the first plan is due; early, because the first placement knows no load.
+        interval: steps between plans from then on. A plan that is due while experts still move is left out.
+        rebalance_below: no plan is made while balancedness is at least this, and none for a layer that is.
+        min_gain, move_cost: what a layer's plan must gain (`moe_ep.eplb.rebalance_experts`).
+        policy, objective, refine, num_groups, num_nodes: of the planner; num_nodes are hosts of consecutive ranks.
+        asynchronous: move beside the model; False stops it after the step in which a plan is due.
+        commit_margin: steps between the agreement on a commit and the commit. A rank waits where the agreement takes
+            longer than that.
+        timeout_s: deadline of each exchange between ranks and of moving one layer; None takes
+            MOE_EP_DISPATCH_TIMEOUT_S.
+
+    Raises:
+        ValueError: a number out of its range or an unknown name.
+    """
+
+    window_size: int = 128
+    first_plan: int = 32
+    interval: int = 512
+    rebalance_below: float = 0.97
+    min_gain: float = 0.0
+    move_cost: float = 0.0
+    policy: str = "incremental"
+    objective: str = "tokens"
+    refine: bool = True
+    num_groups: int = 1
+    num_nodes: int = 1
+    asynchronous: bool = True
+    commit_margin: int = 4
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("window_size", "first_plan", "interval", "num_groups", "num_nodes", "commit_margin"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("rebalance_below", "min_gain", "move_cost"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"timeout_s is {self.timeout_s}; it must be a positive number of seconds")
+        EPLB_POLICIES.check(self.policy)
+        if self.objective not in OBJECTIVES:
+            raise ValueError(one_of("objective", self.objective, OBJECTIVES))
+
+    def deadline_s(self) -> float:
+        """Seconds an exchange may take."""
+        return env.DISPATCH_TIMEOUT_S.get() if self.timeout_s is None else self.timeout_s
+
+    def is_due(self, step: int) -> bool:
+        """Whether a plan is due after this many steps."""
+        return step >= self.first_plan and (step - self.first_plan) % self.interval == 0

@@ -1,0 +1,278 @@
+"""Balancing while serving: records the load, plans, moves experts beside the model, and commits between two steps.
+
+    manager = EPLBManager(layers, EplbConfig(interval=512))
+    while serving:
+        ...                             # a step: every layer on all ranks, also on those without tokens
+        manager.step()                  # on all ranks, after every step
+
+A rearrangement that is due is carried out by a thread of the manager's own (`moe_ep.eplb.rearrangement`). Only commits
+run on the serving thread, between two steps, and on a GPU they only queue copies.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.events import EplbTotals, Event, Listener, PlanReport
+from moe_ep.eplb.handshake import SideChannel, new_group
+from moe_ep.eplb.mover import LayerMover
+from moe_ep.eplb.placement_state import PlacementState
+from moe_ep.eplb.policy.maps import Array
+from moe_ep.eplb.rearrangement import POLL_S, Job, Rearrangement
+from moe_ep.eplb.recorder import ExpertLoadRecorder
+from moe_ep.eplb.step_gate import StepGate
+from moe_ep.eplb.transfer import MessageTransport, digest
+from moe_ep.errors import ConfigError, EplbError
+
+if TYPE_CHECKING:
+    from moe_ep.layer import FusedMoE
+
+
+class EPLBManager:
+    """Balances the MoE layers of one model over its EP ranks; making it is a collective step of them.
+
+    It takes one staging buffer, as large as the largest layer's experts on this rank and one expert more, and keeps it:
+    a run that measures memory sees it. Make it when the weights are where they stay.
+
+    Args:
+        layers: the model's MoE layers in order, made with enable_eplb, with equal numbers of experts.
+        config: the same on every rank.
+        placement: int `[L, P]` to begin with; the experts are moved there at once. None leaves them as they are.
+        listener: is told what happens (`moe_ep.eplb.events`).
+
+    Attributes:
+        placement: where the experts are.
+        totals: what was done so far.
+
+    Raises:
+        ConfigError: layers that cannot be balanced together.
+        EplbError: the ranks were given different layers, settings or placements.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[FusedMoE],
+        config: EplbConfig | None = None,
+        *,
+        placement: Array | torch.Tensor | None = None,
+        listener: Listener | None = None,
+    ) -> None:
+        self.config = config or EplbConfig()
+        self.totals = EplbTotals()
+        self._listener = listener
+        first = _check_layers(layers)
+        for layer in layers:
+            # Weights that are packed on a GPU are packed by now, and are not replaced any more.
+            _ = layer.modular_kernel
+        device = first.expert_weights()[0].device
+        num_slots = first.num_experts + first.num_redundant_experts
+        self.placement = PlacementState(
+            num_layers=len(layers), num_experts=first.num_experts, num_slots=num_slots, device=device
+        )
+        self.recorder = ExpertLoadRecorder(
+            num_layers=len(layers),
+            num_physical_experts=num_slots,
+            window_size=self.config.window_size,
+            device=device,
+        )
+        self._channel = SideChannel(first.groups.ep, self.config.deadline_s())
+        self._gate = StepGate()
+        self._mover = self._make_mover(layers, device)
+        self._rearrangement = Rearrangement(
+            self.config, self._channel, self._gate, self._mover, self.placement, self.recorder, self._tell
+        )
+        for index, layer in enumerate(layers):
+            layer.set_eplb_state(
+                index,
+                self.recorder.expert_load_pass,
+                self.placement.logical_to_physical_map,
+                self.placement.logical_replica_count,
+            )
+        self._num_jobs = 0
+        self._busy = False
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        if placement is not None:
+            self._begin(self._job(target=self._checked(placement)), asynchronous=False)
+        self._thread: threading.Thread | None = threading.Thread(target=self._serve, name="moe_ep-eplb", daemon=True)
+        self._thread.start()
+
+    def _make_mover(self, layers: Sequence[FusedMoE], device: torch.device) -> LayerMover:
+        timeout_s, size = self.config.deadline_s(), self._channel.size
+        ep_group = layers[0].groups.ep
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        group = None if ep_group is None else new_group(ep_group, backend, timeout_s)
+        mover = LayerMover(
+            layers,
+            self.placement,
+            MessageTransport(group, timeout_s),
+            rank=self._channel.rank,
+            num_ranks=size,
+            ranks_per_host=max(1, size // self.config.num_nodes),
+            timeout_s=timeout_s,
+        )
+        signatures = [mover.signature(index) for index in range(len(layers))]
+        self._channel.agree(
+            "the model or its EPLB settings",
+            layers=digest(self.placement.num_experts, self.placement.num_slots, *signatures),
+            settings=digest(astuple(self.config)),
+        )
+        mover.connect()
+        return mover
+
+    @property
+    def busy(self) -> bool:
+        """Whether a rearrangement is under way; after the same step the same on every rank."""
+        return self._busy
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have ended."""
+        return self._gate.step
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory kept for moving experts."""
+        return self._mover.staging_bytes
+
+    def step(self) -> None:
+        """Ends a step of the model: closes the load record, commits what is due, starts a plan that is due.
+
+        Every rank calls it after every step. It queues work on the current stream and does not wait for the device.
+
+        Raises:
+            EplbError: a rearrangement failed; from then on always.
+        """
+        self._gate.check()
+        self.recorder.end_step()
+        try:
+            due = self._gate.advance(self._channel.timeout_s)
+        except TimeoutError:
+            error = self._channel.failed(
+                f"the step of a commit was not agreed on within {self._channel.timeout_s:g} s; experts stay"
+            )
+            self._gate.fail(error)
+            raise error from None
+        if due:
+            self._commit()
+        if not self.config.is_due(self._gate.step):
+            return
+        if self._busy:
+            self._tell(PlanReport(step=self._gate.step, made=False, reason="experts are still moving"))
+        else:
+            self._begin(self._job(counts=self.recorder.snapshot()), self.config.asynchronous)
+
+    def profile_step(self) -> None:
+        """Ends a step that only measured memory or time: its tokens are not load, and it is not counted."""
+        self.recorder.discard_pass()
+
+    def rearrange(self, physical_to_logical: Array | torch.Tensor) -> None:
+        """Goes to a placement `[L, P]` that somebody else planned; every rank calls it after the same step.
+
+        Asynchronous or not as the configuration says; `busy` tells when it is done, `finish` waits for that.
+
+        Raises:
+            ValueError: not a placement of these experts.
+            EplbError: experts are still moving, or (there or in a later step) the ranks gave different placements.
+        """
+        self._gate.check()
+        target = self._checked(physical_to_logical)
+        if self._busy:
+            raise EplbError("rearrange was called while experts are still moving; call finish first")
+        self._begin(self._job(target=target), self.config.asynchronous)
+
+    def finish(self) -> None:
+        """Returns when no experts move any more; every rank calls it after the same step.
+
+        To be called before weights are loaded again: what is loaded then goes to the slots where the experts are.
+
+        Raises:
+            EplbError: the rearrangement failed.
+        """
+        self._gate.check()
+        while self._busy:
+            self._gate.wait_decided()
+            self._commit()
+
+    def close(self) -> None:
+        """Ends the manager's thread; a rearrangement under way is given up, and `step` raises from here on."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._gate.fail(EplbError("the EPLB manager was closed"))
+            self._jobs.put(None)
+            thread.join()
+
+    def _checked(self, placement: Array | torch.Tensor) -> Array:
+        target = torch.as_tensor(placement).cpu().numpy().astype(np.int64)
+        self.placement.check(target, "physical_to_logical")
+        return target
+
+    def _job(self, counts: torch.Tensor | None = None, target: Array | None = None) -> Job:
+        self._num_jobs += 1
+        return Job(self._num_jobs, self._gate.step, counts, target)
+
+    def _begin(self, job: Job, asynchronous: bool) -> None:
+        self._mover.serving_is_at()
+        if asynchronous:
+            self._busy = True
+            self._jobs.put(job)
+            return
+        error = self._rearrangement.carry_out(job, asynchronous=False)
+        if error is not None:
+            self._gate.fail(error)
+            raise error
+
+    def _serve(self) -> None:
+        """The moving thread: jobs, and between them what other ranks may have to say."""
+        if self._mover.device.type == "cuda":
+            torch.cuda.set_device(self._mover.device)
+        error: EplbError | None = None
+        while error is None:
+            try:
+                job = self._jobs.get(timeout=POLL_S)
+            except queue.Empty:
+                error = self._channel.heard()
+                continue
+            if job is None:
+                return
+            error = self._rearrangement.carry_out(job, asynchronous=True)
+        self._gate.fail(error)
+
+    def _commit(self) -> None:
+        if self._rearrangement.commit() is None:
+            self._busy = False
+
+    def _tell(self, event: Event) -> None:
+        self.totals.add(event)
+        if self._listener is not None:
+            self._listener(event)
+
+
+def _check_layers(layers: Sequence[FusedMoE]) -> FusedMoE:
+    """The first layer, after all were found to go together."""
+    if not layers:
+        raise ConfigError("layers is empty; EPLB needs the model's MoE layers")
+    first = layers[0]
+    for layer in layers:
+        if not layer.enable_eplb:
+            raise ConfigError(f"the layer {layer.layer_name} was made without EPLB; make it with enable_eplb=True")
+        sizes = [(one.num_experts, one.num_redundant_experts, one.parallel_config.ep_size) for one in (first, layer)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"{first.layer_name} has (experts, redundant, ep_size) {sizes[0]} and {layer.layer_name} {sizes[1]}; "
+                f"layers that are balanced together must be alike"
+            )
+        strategy = layer.parallel_config.expert_placement_strategy
+        if strategy != "linear":
+            raise ConfigError(
+                f"expert_placement_strategy of {layer.layer_name} is {strategy!r}; EPLB needs 'linear', slots in rank "
+                f"order"
+            )
+    return first

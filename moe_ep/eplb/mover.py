@@ -1,0 +1,125 @@
+"""One layer at a time: its new experts into the staging buffer, then weights and maps in force together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_ep.eplb.moves import LayerMoves, plan_moves
+from moe_ep.eplb.packing import ExpertRows
+from moe_ep.eplb.placement_state import PlacementState
+from moe_ep.eplb.policy.maps import Array, experts_moved
+from moe_ep.eplb.transfer import MessageTransport, wait_for_event
+
+if TYPE_CHECKING:
+    from moe_ep.layer import FusedMoE
+
+
+class LayerMover:
+    """Moves layers of a model between the ranks of its EP group.
+
+    `fetch` belongs to the moving thread and `commit` to the serving one; they take turns.
+
+    Args:
+        layers: with their weights in the form, and on the device, that the experts read.
+        ranks_per_host: consecutive ranks that share a host; None where all do.
+        timeout_s: deadline of one layer.
+
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[FusedMoE],
+        placement: PlacementState,
+        transport: MessageTransport,
+        *,
+        rank: int,
+        num_ranks: int,
+        ranks_per_host: int | None,
+        timeout_s: float,
+    ) -> None:
+        self._layers, self._placement, self._transport = list(layers), placement, transport
+        self._rank, self._num_ranks, self._ranks_per_host = rank, num_ranks, ranks_per_host
+        self._timeout_s = timeout_s
+        self._experts = [ExpertRows(layer.expert_weights()) for layer in self._layers]
+        self.device = self._experts[0].device
+        staging_bytes = max(experts.staging_bytes for experts in self._experts)
+        self._staging = torch.zeros(staging_bytes, dtype=torch.uint8, device=self.device)
+        on_gpu = self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if on_gpu else None
+        # What the staging buffer and the weights must wait for: the commit before.
+        self._committed = torch.cuda.Event() if on_gpu else None
+        self._waiting: tuple[int, Array, LayerMoves] | None = None
+
+    @property
+    def staging_bytes(self) -> int:
+        """The memory that moving takes, and has taken since this object was made."""
+        return self._staging.numel()
+
+    def signature(self, layer: int) -> str:
+        """Shapes and dtypes of what moves, the same on every rank."""
+        return self._experts[layer].signature
+
+    def cost(self, layer: int, new: Array) -> tuple[int, int]:
+        """(experts, bytes) that ranks must receive for a layer's new placement `[P]`."""
+        num_experts = int(experts_moved(self._placement.host[layer][None], new[None], self._num_ranks)[0])
+        return num_experts, num_experts * self._experts[layer].expert_bytes
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the CPU of what the serving thread had queued when it called `serving_is_at`."""
+        if self._stream is None or self._committed is None:
+            return tensor.clone()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._committed)
+            return tensor.cpu()
+
+    def fetch(self, layer: int, new: Array, stamp: int) -> bool:
+        """Brings a layer's new experts into the staging buffer; returns when they are there, False where one is broken.
+
+        Raises:
+            TimeoutError: not before the deadline.
+            RuntimeError: the connection to a peer is gone.
+        """
+        experts = self._experts[layer]
+        moves = plan_moves(self._placement.host[layer], new, self._num_ranks, self._rank, self._ranks_per_host)
+        if self._committed is not None:
+            wait_for_event(self._committed, time.monotonic() + self._timeout_s)
+        self._placement.stage(new)
+        with torch.inference_mode(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            intact = self._transport.fetch(experts, moves, experts.rows(self._staging), stamp)
+        self._waiting = (layer, new, moves)
+        return intact
+
+    def commit(self) -> int:
+        """Puts the fetched layer's weights and maps in force, in the order of the current stream; returns which it was.
+
+        On a GPU the host does not wait.
+        """
+        if self._waiting is None:
+            raise RuntimeError("commit was called and no layer was fetched")
+        layer, new, moves = self._waiting
+        experts = self._experts[layer]
+        rows = experts.rows(self._staging)
+        with torch.inference_mode():
+            for row, slot in moves.writes:
+                experts.write(rows[row], slot)
+            self._placement.commit(layer, new)
+            module = self._layers[layer]
+            module.quant_method.rebuild_derived_state(module, [slot for _, slot in moves.writes])
+        if self._committed is not None:
+            self._committed.record()
+        self._waiting = None
+        return layer
+
+    def connect(self) -> None:
+        """Opens the connections between all ranks; a collective step."""
+        self._transport.connect(self.device)
+
+    def serving_is_at(self) -> None:
+        """Has the next transfer wait for what the serving thread has queued so far."""
+        if self._committed is not None:
+            self._committed.record()

@@ -1,0 +1,86 @@
+"""An expert as one row of bytes: all its tensors side by side, so that one message carries it.
+
+A row is the tensors' bytes in the order of the method's list, each from a multiple of 16 on, and 16 bytes at the end
+that the sender writes and the receiver checks: the sum of everything before as int64 words, and a stamp that says which
+expert of which rearrangement this is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+_ALIGNMENT = 16
+
+
+class ExpertRows:
+    """The experts of one layer on this rank, to be packed into rows and written back from rows.
+
+    Args:
+        tensors: everything that moves with an expert, each `[num_slots, ...]` and contiguous.
+
+    Raises:
+        ValueError: no tensors, one that is not contiguous, or different numbers of slots.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        if not tensors or any(tensor.dim() < 1 or tensor.size(0) != tensors[0].size(0) for tensor in tensors):
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            raise ValueError(f"expert_weights of a layer have shapes {shapes}; they must all be (local_slots, ...)")
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"expert_weights hold a tensor {tuple(tensor.shape)} with strides {tensor.stride()}; experts move "
+                    f"as contiguous bytes, keep it contiguous"
+                )
+        self.num_slots = tensors[0].size(0)
+        self.device = tensors[0].device
+        self._parts: list[tuple[torch.Tensor, int]] = []
+        size = 0
+        for tensor in tensors:
+            if tensor.numel():
+                part = tensor.view(self.num_slots, -1).view(torch.uint8)
+                self._parts.append((part, size))
+                size += -(-part.size(1) // _ALIGNMENT) * _ALIGNMENT
+        self._content_bytes = size
+        self.expert_bytes = sum(part.size(1) for part, _ in self._parts)
+        self.signature = hashlib.sha256(
+            repr([(tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in tensors]).encode()
+        ).hexdigest()
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a row."""
+        return self._content_bytes + _ALIGNMENT
+
+    @property
+    def staging_bytes(self) -> int:
+        """What it takes to move any number of these experts: a row for each slot, and one more."""
+        return (self.num_slots + 1) * self.row_bytes
+
+    def rows(self, staging: torch.Tensor) -> torch.Tensor:
+        """A staging buffer, uint8 `[at least staging_bytes]`, as rows `[num_slots + 1, row_bytes]`."""
+        return staging[: self.staging_bytes].view(self.num_slots + 1, self.row_bytes)
+
+    def pack(self, slot: int, row: torch.Tensor) -> None:
+        """Copies the expert in a slot into a row."""
+        for part, start in self._parts:
+            row[start : start + part.size(1)].copy_(part[slot])
+
+    def write(self, row: torch.Tensor, slot: int) -> None:
+        """Copies the expert in a row into a slot, in place."""
+        for part, start in self._parts:
+            part[slot].copy_(row[start : start + part.size(1)])
+
+    def seal(self, row: torch.Tensor, stamp: int) -> None:
+        """Writes the end of a row that is going to be sent."""
+        words = row.view(torch.int64)
+        torch.sum(words[:-2], dim=0, keepdim=True, out=words[-2:-1])
+        words[-1:].fill_(stamp)
+
+    def broken(self, row: torch.Tensor, stamp: int) -> torch.Tensor:
+        """Whether a received row is not what was to be sent, bool `[]` on the device."""
+        words = row.view(torch.int64)
+        return (words[:-2].sum() != words[-2]) | (words[-1] != stamp)

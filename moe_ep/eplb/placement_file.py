@@ -1,0 +1,112 @@
+"""A placement as a JSON file, with checksums, so that a plan made elsewhere or earlier can be used at the start.
+
+{"format": "moe_ep expert placement", "version": 1, "model": "<checksum>", "ep_size": R, "num_experts": E,
+ "physical_to_logical": [[...], ...], "checksum": "<sha256 of all the rest>"}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moe_ep.eplb.policy.maps import Array, check_placement
+from moe_ep.errors import EplbError
+
+if TYPE_CHECKING:
+    from moe_ep.checkpoint.reader import CheckpointReader
+
+_FORMAT = "moe_ep expert placement"
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlacementFile:
+    """What such a file holds.
+
+    Attributes:
+        model: a checksum that says which model the placement is for (`model_checksum`).
+        ep_size: R ranks.
+        num_experts: E.
+        physical_to_logical: int64 `[L, P]`.
+    """
+
+    model: str
+    ep_size: int
+    num_experts: int
+    physical_to_logical: Array
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file; one that is there is replaced whole or not at all."""
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "model": self.model,
+            "ep_size": self.ep_size,
+            "num_experts": self.num_experts,
+            "physical_to_logical": self.physical_to_logical.tolist(),
+        }
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.{os.getpid()}")
+        partial.write_text(json.dumps(content | {"checksum": _checksum(content)}) + "\n", encoding="utf-8")
+        partial.replace(target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PlacementFile:
+        """Reads a file.
+
+        Raises:
+            EplbError: it cannot be read, is no such file, or is not what was written.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise EplbError(f"the placement {path} cannot be read: {error}") from None
+        if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
+            raise EplbError(f"{path} is not a placement of version {_VERSION}; save one with --save-placement")
+        if content.pop("checksum", None) != _checksum(content):
+            raise EplbError(f"the placement {path} was changed or cut off after it was written; save it again")
+        try:
+            slots = np.array(content["physical_to_logical"], dtype=np.int64)
+            check_placement(slots, slots.shape[:2], content["num_experts"], "physical_to_logical")
+            return cls(
+                model=content["model"],
+                ep_size=content["ep_size"],
+                num_experts=content["num_experts"],
+                physical_to_logical=slots,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise EplbError(f"the placement {path} does not hold one: {error}") from None
+
+    def check(self, path: str | os.PathLike[str], *, model: str, ep_size: int, shape: tuple[int, int]) -> None:
+        """Raises EplbError unless it is for this model over so many ranks, with `shape` = (L, P)."""
+        if self.model != model:
+            raise EplbError(
+                f"the placement {path} is of another model (checksum {self.model[:16]}, this one has {model[:16]}); "
+                f"make one for this model"
+            )
+        if (self.ep_size, self.physical_to_logical.shape) != (ep_size, shape):
+            layers, slots = self.physical_to_logical.shape
+            raise EplbError(
+                f"the placement {path} is for {self.ep_size} ranks, {layers} layers and {slots} slots, and there are "
+                f"{ep_size} ranks, {shape[0]} layers and {shape[1]} slots; run with as many, or make another"
+            )
+
+
+def model_checksum(reader: CheckpointReader) -> str:
+    """What tells a checkpoint from others without reading it: sha256 of its config and of the names, shapes, dtypes and
+    places of its tensors."""
+    state = hashlib.sha256(json.dumps(reader.config, sort_keys=True).encode())
+    for name in reader.names():
+        info = reader.info(name)
+        state.update(f"{name} {tuple(info.shape)} {info.dtype} {info.file.name} {info.offset}\n".encode())
+    return state.hexdigest()
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

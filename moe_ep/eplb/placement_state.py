@@ -1,0 +1,61 @@
+"""The placement of all layers as the model reads it: three tensors, changed in place a layer at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from moe_ep.eplb.policy.maps import Array, check_placement, initial_placement, logical_maps
+
+
+class PlacementState:
+    """The three maps on the device, and the same on the host.
+
+    Args:
+        num_slots: P, physical experts of all ranks.
+
+    Attributes:
+        physical_to_logical_map: int32 `[L, P]`.
+        logical_to_physical_map: int32 `[L, E, P - E + 1]`, -1 padded: as wide as an expert can have replicas, so that
+            no placement needs other tensors.
+        logical_replica_count: int32 `[L, E]`.
+        host: physical_to_logical, int64 `[L, P]` in numpy; replaced, never changed in place.
+    """
+
+    def __init__(self, *, num_layers: int, num_experts: int, num_slots: int, device: torch.device) -> None:
+        self.num_layers, self.num_experts, self.num_slots = num_layers, num_experts, num_slots
+        self.host = initial_placement(num_layers, num_experts, num_slots)
+        maps = self._maps(self.host)
+        self.physical_to_logical_map, self.logical_to_physical_map, self.logical_replica_count = (
+            tensor.to(device) for tensor in maps
+        )
+        # Pinned, so that a commit is queued on the stream and the host goes on.
+        self._staged = tuple(tensor[0].pin_memory() if device.type == "cuda" else tensor[0].clone() for tensor in maps)
+
+    def check(self, physical_to_logical: Array, name: str) -> None:
+        """Raises ValueError unless this is a placement `[L, P]` of these experts."""
+        check_placement(physical_to_logical, self.host.shape, self.num_experts, name)
+
+    def stage(self, row: Array) -> None:
+        """Keeps a layer's new placement `[P]` ready for `commit`; the commit before must be done on the device."""
+        for staged, tensor in zip(self._staged, self._maps(row[None]), strict=True):
+            staged.copy_(tensor[0])
+
+    def commit(self, layer: int, row: Array) -> None:
+        """Puts the staged placement in force, in stream order."""
+        maps = (self.physical_to_logical_map, self.logical_to_physical_map, self.logical_replica_count)
+        for tensor, staged in zip(maps, self._staged, strict=True):
+            tensor[layer].copy_(staged, non_blocking=True)
+        host = self.host.copy()
+        host[layer] = row
+        self.host = host
+
+    def _maps(self, physical_to_logical: Array) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        table, counts = logical_maps(physical_to_logical, self.num_experts)
+        width = self.num_slots - self.num_experts + 1
+        padded = np.pad(table, ((0, 0), (0, 0), (0, width - table.shape[2])), constant_values=-1)
+        return (
+            torch.from_numpy(physical_to_logical.astype(np.int32)),
+            torch.from_numpy(padded.astype(np.int32)),
+            torch.from_numpy(counts.astype(np.int32)),
+        )

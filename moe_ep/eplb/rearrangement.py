@@ -1,0 +1,194 @@
+"""One rearrangement from the loads to the last commit: what the ranks do together, in this order.
+
+    agree on what is due -> sum the loads -> plan on rank 0 -> for each layer that changes:
+        fetch -> all ranks say whether their experts arrived -> agree on a step -> commit after that step
+    -> agree on the step after which it is over
+
+The agreement on a step comes only when nothing is under way on any device, so a rank that holds its model back for it
+never waits for another rank's GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.events import CommitReport, Event, PlanReport
+from moe_ep.eplb.handshake import SideChannel
+from moe_ep.eplb.mover import LayerMover
+from moe_ep.eplb.placement_state import PlacementState
+from moe_ep.eplb.planner import make_plan, measure_load
+from moe_ep.eplb.policy.maps import Array
+from moe_ep.eplb.recorder import ExpertLoadRecorder
+from moe_ep.eplb.step_gate import StepGate
+from moe_ep.eplb.transfer import digest, layer_stamp
+from moe_ep.errors import EplbError
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+_ARRIVED, _BROKEN, _LATE = range(3)
+
+
+class Job(NamedTuple):
+    """A rearrangement that is due.
+
+    Attributes:
+        number: which one it is, from 1 on.
+        step: after which it is due.
+        counts: int32 `[S, L, P]` of this rank, to be planned from; None with a target.
+        target: the placement to go to, where somebody gave one.
+    """
+
+    number: int
+    step: int
+    counts: torch.Tensor | None
+    target: Array | None
+
+
+class Rearrangement:
+    """Carries out jobs, on the moving thread or, synchronously, on the serving one.
+
+    `commit` is called by the serving thread alone: between the agreement and it this object waits in the gate.
+    """
+
+    def __init__(
+        self,
+        config: EplbConfig,
+        channel: SideChannel,
+        gate: StepGate,
+        mover: LayerMover,
+        placement: PlacementState,
+        recorder: ExpertLoadRecorder,
+        tell: Callable[[Event], None],
+    ) -> None:
+        self._config, self._channel, self._gate = config, channel, gate
+        self._mover, self._placement, self._recorder, self._tell = mover, placement, recorder, tell
+        # The layer that waits for its commit: (experts, bytes, seconds of transfer); None at the end of a job.
+        self._fetched: tuple[int, int, float] | None = None
+
+    def carry_out(self, job: Job, asynchronous: bool) -> EplbError | None:
+        """All of a job; what goes wrong is returned."""
+        try:
+            target = self._target_of(job)
+            changed = [] if target is None else self._changed_layers(target)
+            for layer in changed:
+                self._move_layer(job, layer, target[layer], asynchronous)  # type: ignore[index]
+            if asynchronous:
+                self._wait_for_commit(f"the end of rearrangement {job.number}")
+        except EplbError as error:
+            return error
+        except Exception as error:
+            logger.exception("EPLB stopped")
+            return self._channel.failed(f"EPLB stopped on EP rank {self._channel.rank}: {error!r}")
+        return None
+
+    def commit(self) -> int | None:
+        """Puts in force what was agreed on, in the order of the current stream: a layer, which is returned, or None for
+        the end of the job."""
+        if self._fetched is None:
+            self._gate.done()
+            return None
+        started = time.perf_counter()
+        experts, size, transfer_s = self._fetched
+        self._fetched = None
+        layer = self._mover.commit()
+        self._recorder.forget(layer)
+        commit_s = time.perf_counter() - started
+        self._tell(
+            CommitReport(
+                step=self._gate.step,
+                layer=layer,
+                experts_moved=experts,
+                bytes_moved=size,
+                transfer_s=transfer_s,
+                commit_s=commit_s,
+            )
+        )
+        self._gate.done()
+        return layer
+
+    def _changed_layers(self, target: Array) -> list[int]:
+        return np.flatnonzero((target != self._placement.host).any(axis=1)).tolist()
+
+    def _target_of(self, job: Job) -> Array | None:
+        """The placement to go to, the same on every rank, or None."""
+        self._channel.agree(
+            f"rearrangement {job.number}",
+            number=job.number,
+            step=job.step,
+            placement=digest(self._placement.host),
+            plan=0 if job.target is None else digest(job.target),
+        )
+        started = time.perf_counter()
+        target, reason = (job.target, "") if job.counts is None else self._plan(job, job.counts)
+        seconds = time.perf_counter() - started
+        if target is None:
+            self._tell(PlanReport(step=job.step, made=False, reason=reason, seconds=seconds))
+            return None
+        changed = self._changed_layers(target)
+        costs = [self._mover.cost(layer, target[layer]) for layer in changed]
+        self._tell(
+            PlanReport(
+                step=job.step,
+                made=True,
+                seconds=seconds,
+                num_layers=len(changed),
+                experts_moved=sum(experts for experts, _ in costs),
+                bytes_moved=sum(size for _, size in costs),
+            )
+        )
+        return target
+
+    def _plan(self, job: Job, counts: torch.Tensor) -> tuple[Array | None, str]:
+        """Rank 0 plans from the sum over ranks; the others learn the result."""
+        total = self._channel.sum("the load", self._mover.to_host(counts)).long()
+        load = measure_load(total, self._channel.size, job.step)
+        self._tell(load)
+        old = self._placement.host
+        message = torch.zeros(1 + old.size, dtype=torch.int64)
+        reason = "EP rank 0 made no plan"
+        if self._channel.rank == 0:
+            plan, reason = make_plan(total, load, old, self._placement.num_experts, self._channel.size, self._config)
+            if plan is not None:
+                message[0] = 1
+                message[1:] = torch.from_numpy(plan).flatten()
+        self._channel.broadcast("the plan", message)
+        return (message[1:].view(old.shape).numpy(), "") if message[0] else (None, reason)
+
+    def _move_layer(self, job: Job, layer: int, new: Array, asynchronous: bool) -> None:
+        started = time.perf_counter()
+        cost = self._mover.cost(layer, new)
+        try:
+            intact = self._mover.fetch(layer, new, layer_stamp(job.number, layer))
+            status = _ARRIVED if intact else _BROKEN
+        except (RuntimeError, TimeoutError) as error:
+            logger.error("EPLB: layer %d did not arrive on EP rank %d: %s", layer, self._channel.rank, error)
+            status = _LATE
+        seconds = time.perf_counter() - started
+        statuses = [row[0] for row in self._channel.gather(f"the arrival of layer {layer}", [status])]
+        if any(statuses):
+            failed = ", ".join(str(rank) for rank, value in enumerate(statuses) if value != _ARRIVED)
+            cause = f"within {self._channel.timeout_s:g} s" if _LATE in statuses else "with the checksum they left with"
+            raise self._channel.failed(f"experts of layer {layer} did not arrive {cause} on EP rank {failed}")
+        self._fetched = (*cost, seconds)
+        if asynchronous:
+            self._wait_for_commit(f"the commit of layer {layer}")
+        else:
+            self.commit()
+
+    def _wait_for_commit(self, what: str) -> None:
+        """Agrees on the step of the next commit, and returns when the serving thread has made it."""
+        present = self._gate.announce(self._config.commit_margin)
+        steps = [row[0] for row in self._channel.gather(what, [present])]
+        self._gate.decide(max(steps) + self._config.commit_margin)
+        while not self._gate.wait_done(POLL_S):
+            error = self._channel.heard()
+            if error is not None:
+                raise error

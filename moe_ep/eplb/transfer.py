@@ -1,0 +1,208 @@
+"""Experts from rank to rank, into the staging buffer and from there into their slots."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_ep import env
+from moe_ep.eplb.moves import LayerMoves, plan_moves
+from moe_ep.eplb.packing import ExpertRows
+from moe_ep.eplb.policy.maps import Array, check_placement
+from moe_ep.errors import EplbError
+from moe_ep.process_groups import is_initialized
+
+_SPIN_S = 2e-3
+_SLEEP_S = 2e-4
+_EXPERT_BITS = 20
+
+
+class MessageTransport:
+    """Moves packed experts as point-to-point messages of torch.distributed: gloo on CPUs, NCCL on GPUs.
+
+    On a GPU everything is queued on the current stream; only `fetch`'s end waits, for the event behind it.
+
+    Args:
+        group: the EP ranks, used by nobody else at the same time; None for one rank.
+        timeout_s: deadline of one layer.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        self._group = group
+        self._timeout_s = timeout_s
+
+    def connect(self, device: torch.device) -> None:
+        """Opens the connections of all pairs, which takes long and must not happen while serving; a collective step."""
+        if self._group is not None and device.type == "cuda":
+            word = torch.zeros(dist.get_world_size(self._group), dtype=torch.int64, device=device)
+            dist.all_to_all_single(torch.empty_like(word), word, group=self._group)
+            torch.cuda.synchronize(device)
+
+    def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
+        """Brings every expert that is new on this rank into its staging row; False where one arrived broken.
+
+        Args:
+            rows: the staging buffer, as `experts.rows` gives it.
+            stamp: names the rearrangement and the layer; the same on every rank.
+
+        Raises:
+            TimeoutError: a message did not come before the deadline.
+            RuntimeError: the connection to a peer is gone.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        for _, slot, row in moves.copies:
+            experts.pack(slot, rows[row])
+        broken = []
+        for part in moves.rounds:
+            operations = []
+            for index, (expert, slot, peers) in enumerate(part.sends):
+                row_out = rows[moves.num_rows + index]
+                experts.pack(slot, row_out)
+                experts.seal(row_out, _stamp(stamp, expert))
+                operations += [self._operation(dist.isend, row_out, peer) for peer in peers]
+            operations += [self._operation(dist.irecv, rows[row], peer) for _, row, peer in part.receives]
+            if operations:
+                self._run(operations, experts.device, deadline)
+            broken += [experts.broken(rows[row], _stamp(stamp, expert)) for expert, row, _ in part.receives]
+        found = torch.stack(broken).any() if broken else None
+        _wait_for_device(experts.device, deadline)
+        return found is None or not bool(found)
+
+    def _operation(self, kind: object, row: torch.Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, row, group=self._group, group_peer=peer)  # type: ignore[arg-type]
+
+    def _run(self, operations: list[dist.P2POp], device: torch.device, deadline: float) -> None:
+        works = dist.batch_isend_irecv(operations)
+        for work in works:
+            if device.type == "cuda":
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+
+
+def rearrange_expert_weights(
+    expert_weights: Sequence[Sequence[torch.Tensor]],
+    old_physical_to_logical: torch.Tensor | Array,
+    new_physical_to_logical: torch.Tensor | Array,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Moves the experts of all layers in place, one layer after the other; a collective step of the ranks.
+
+    Nothing may use the weights meanwhile. On GPUs it runs on the current stream.
+
+    Args:
+        expert_weights: of each layer the tensors `[local_slots, ...]` that move with an expert, contiguous; the same
+            list on every rank, layers may differ.
+        old_physical_to_logical, new_physical_to_logical: `[L, P]`, the logical expert of each slot, P = ranks *
+            local_slots, before and after.
+        process_group: the EP ranks; None for the default group, or one rank without torch.distributed.
+
+    Raises:
+        ValueError: placements or weights that do not fit together.
+        EplbError: the ranks were given different placements, or one did not take part before the deadline
+            (MOE_EP_DISPATCH_TIMEOUT_S).
+    """
+    if process_group is None and is_initialized():
+        process_group = dist.group.WORLD
+    rank, num_ranks = (0, 1) if process_group is None else (dist.get_rank(process_group), process_group.size())
+    layers = [ExpertRows(tensors) for tensors in expert_weights]
+    old, new = (
+        torch.as_tensor(value).cpu().numpy().astype(np.int64)
+        for value in (old_physical_to_logical, new_physical_to_logical)
+    )
+    check_sizes(layers, old, new, num_ranks)
+    if not layers:
+        return
+    timeout_s = env.DISPATCH_TIMEOUT_S.get()
+    transport = MessageTransport(process_group, timeout_s)
+    try:
+        _check_same(digest(old, new), layers[0].device, process_group)
+        staging = torch.zeros(max(r.staging_bytes for r in layers), dtype=torch.uint8, device=layers[0].device)
+        with torch.inference_mode():
+            for index, experts in enumerate(layers):
+                moves = plan_moves(old[index], new[index], num_ranks, rank)
+                rows = experts.rows(staging)
+                if not transport.fetch(experts, moves, rows, layer_stamp(0, index)):
+                    raise EplbError(f"layer {index}: an expert arrived on EP rank {rank} with another checksum")
+                for row, slot in moves.writes:
+                    experts.write(rows[row], slot)
+    except EplbError:
+        raise
+    except (RuntimeError, TimeoutError) as error:
+        raise EplbError(f"moving experts did not finish on EP rank {rank} within {timeout_s:g} s: {error}") from None
+
+
+def check_sizes(layers: Sequence[ExpertRows], old: Array, new: Array, num_ranks: int) -> None:
+    """ValueError unless both placements are of these layers over so many ranks, and hold the same experts."""
+    if old.ndim != 2 or old.shape != new.shape or old.shape[0] != len(layers):
+        raise ValueError(
+            f"old_physical_to_logical is {old.shape} and new_physical_to_logical {new.shape}; both must be (L, P) with "
+            f"L the {len(layers)} layers of expert_weights"
+        )
+    for index, experts in enumerate(layers):
+        if experts.num_slots * num_ranks != old.shape[1]:
+            raise ValueError(
+                f"layer {index} has {experts.num_slots} local slots on each of {num_ranks} ranks; the placements must "
+                f"have {experts.num_slots * num_ranks} slots, not {old.shape[1]}"
+            )
+    num_experts = int(old.max(initial=-1)) + 1
+    check_placement(old, old.shape, num_experts, "old_physical_to_logical")
+    check_placement(new, old.shape, num_experts, "new_physical_to_logical")
+
+
+def digest(*values: object) -> int:
+    """63 bits of a checksum of arrays and texts, the same for the same values on every machine."""
+    state = hashlib.sha256()
+    for value in values:
+        data = np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else str(value).encode()
+        state.update(len(data).to_bytes(8, "little") + data)
+    return int.from_bytes(state.digest()[:8], "little") >> 1
+
+
+def layer_stamp(number: int, layer: int) -> int:
+    """What the messages of one layer in one rearrangement carry; `fetch` adds the expert."""
+    return ((number << _EXPERT_BITS) + layer) & ((1 << 42) - 1)
+
+
+def _stamp(stamp: int, expert: int) -> int:
+    return (stamp << _EXPERT_BITS) + expert
+
+
+def wait_for_event(event: torch.cuda.Event, deadline: float) -> None:
+    """Has the host wait for an event without holding it up; TimeoutError at the deadline (of time.monotonic)."""
+    start = time.monotonic()
+    while not event.query():
+        now = time.monotonic()
+        if now > deadline:
+            raise TimeoutError("the GPU did not get there")
+        if now - start > _SPIN_S:
+            time.sleep(_SLEEP_S)
+
+
+def _wait_for_device(device: torch.device, deadline: float) -> None:
+    """Waits for the current stream, at most until the deadline."""
+    if device.type == "cuda":
+        event = torch.cuda.Event()
+        event.record()
+        wait_for_event(event, deadline)
+
+
+def _check_same(value: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    if group is None:
+        return
+    mine = torch.tensor([value], dtype=torch.int64, device=device)
+    table = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(table, mine, group=group)
+    found = [int(other) for other in table]
+    if len(set(found)) > 1:
+        odd = next(rank for rank, other in enumerate(found) if other != found[0])
+        raise EplbError(
+            f"the ranks disagree about the placements: EP rank 0 has checksum {found[0]:016x} and EP rank {odd} "
+            f"{found[odd]:016x}; give every rank the same"
+        )

@@ -1,0 +1,350 @@
+"""Experts that move while the model serves: outputs, commits at one step, errors on all ranks, the deadline."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.events import CommitReport, LoadReport, PlanReport
+from moe_ep.eplb.manager import EPLBManager
+from moe_ep.eplb.packing import ExpertRows
+from moe_ep.eplb.transfer import MessageTransport
+from moe_ep.errors import ConfigError, EplbError
+from moe_ep.layer import FusedMoE
+from moe_ep.registry import ALL2ALL_BACKENDS
+from tests.eplb.models import (
+    TOP_K,
+    E,
+    fresh_weights,
+    inputs,
+    load_layer,
+    make_layer,
+    random_placement,
+    redundancy,
+)
+from tests.ranks import RankPool, ranks
+
+L = 3
+BACKENDS = [name for name in ALL2ALL_BACKENDS if name != "no_ep"]
+CONFIG = EplbConfig(first_plan=4, interval=20, rebalance_below=1.0, refine=False, commit_margin=1, timeout_s=20)
+
+
+def make_model(world_size: int, spare: int = 2, **options: Any) -> list[FusedMoE]:
+    redundant = redundancy(world_size, spare)
+    return [load_layer(make_layer("plain", redundant, **options), seed) for seed in range(L)]
+
+
+def serve(
+    rank: int, world_size: int, backend: str, asynchronous: bool, interval: int = 20
+) -> tuple[list[list[list[int]]], list[int], dict[str, int]]:
+    """Forty steps; each layer's output is compared bit by bit. Returns placements by step and what was counted."""
+    layers = make_model(world_size, all2all_backend=backend)
+    alone = [load_layer(make_layer(ep_size=1, enable_eplb=False), seed) for seed in range(L)]
+    commits: list[int] = []
+    manager = EPLBManager(
+        layers,
+        EplbConfig(**{**vars(CONFIG), "asynchronous": asynchronous, "interval": interval}),
+        listener=lambda event: commits.append(event.step) if isinstance(event, CommitReport) else None,
+    )
+    placements = []
+    for step in range(40):
+        # The last rank has no tokens in most steps.
+        T = (step % 5) * 4 if rank < world_size - 1 or step % 4 == 0 else 0
+        for index, (layer, reference) in enumerate(zip(layers, alone, strict=True)):
+            x, logits = inputs(T, seed=1000 * step + 10 * index + rank)
+            if step >= 20:
+                logits = logits.flip(1)
+            assert torch.equal(layer(x, logits), reference(x, logits))
+        manager.step()
+        placements.append(manager.placement.host.tolist())
+    manager.finish()
+    for index, layer in enumerate(layers):
+        fresh = fresh_weights("plain", layer.num_redundant_experts, index, manager.placement.host[index])
+        for got, wanted in zip(layer.expert_weights(), fresh, strict=True):
+            assert torch.equal(got, wanted)
+    maps = manager.placement
+    assert maps.physical_to_logical_map.tolist() == maps.host.tolist()
+    assert torch.equal((maps.logical_to_physical_map >= 0).sum(2), maps.logical_replica_count.long())
+    totals = manager.totals
+    manager.close()
+    counted = {"plans": totals.plans_made, "experts": totals.experts_moved, "layers": totals.layers_committed}
+    return placements, commits, counted
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_are_the_same_bits_while_experts_move(backend: str) -> None:
+    results = ranks(3).run(serve, backend, True)
+    placements, commits, counted = results[0]
+    assert all(result == results[0] for result in results)
+    assert counted["plans"] == 2 and counted["layers"] == len(commits) >= L and counted["experts"] > L
+    # One layer at a time, each at a step of its own.
+    assert len(set(commits)) == len(commits)
+    changes = [sum(before != after for before, after in zip(*pair, strict=True)) for pair in pairwise(placements)]
+    assert max(changes) == 1
+
+
+def test_synchronous_equals_asynchronous() -> None:
+    synchronous, asynchronous = (ranks(3).run(serve, BACKENDS[0], mode, 1000)[0] for mode in (False, True))
+    assert synchronous[0][-1] == asynchronous[0][-1]
+    assert synchronous[2] == asynchronous[2]
+    assert set(synchronous[1]) == {4}
+
+
+def without_lockstep(rank: int, world_size: int, seed: int) -> list[list[list[int]]]:
+    """Ranks that step and receive at a pace of their own; the placement after every step."""
+    pace = random.Random(10 * seed + rank)
+    layers = make_model(world_size)
+    manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), "commit_margin": 1 + seed}))
+    fetch = MessageTransport.fetch
+
+    def slow_fetch(*args: Any) -> bool:
+        time.sleep(pace.random() * 0.01)
+        return fetch(*args)
+
+    placements = []
+    MessageTransport.fetch = slow_fetch  # type: ignore[method-assign]
+    try:
+        for step in range(90):
+            if step in (10, 60):
+                manager.finish()
+                manager.rearrange(random_placement(L, E + layers[0].num_redundant_experts, seed=step))
+            time.sleep(pace.random() * (0.01 if rank else 0.005))
+            manager.step()
+            placements.append(manager.placement.host.tolist())
+        manager.finish()
+    finally:
+        MessageTransport.fetch = fetch  # type: ignore[method-assign]
+    assert not manager.busy
+    manager.close()
+    return placements
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_all_ranks_commit_after_the_same_step_whatever_their_pace(seed: int) -> None:
+    results = ranks(4).run(without_lockstep, seed)
+    assert all(result == results[0] for result in results)
+    assert len({str(placement) for placement in results[0]}) > L
+
+
+def step_until_error(manager: EPLBManager, limit_s: float = 20) -> str:
+    """What the manager raises in a step; and again in the next."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        time.sleep(0.002)
+        try:
+            manager.step()
+        except EplbError as error:
+            with pytest.raises(EplbError):
+                manager.step()
+            manager.close()
+            return str(error)
+    raise AssertionError("no error came")
+
+
+def go_wrong(rank: int, world_size: int, how: str) -> str:
+    layers = make_model(world_size)
+    num_slots = E + layers[0].num_redundant_experts
+    settings = {**vars(CONFIG), "first_plan": 10**6, "timeout_s": 1.5 if how == "absent" else 20}
+    if how == "settings":
+        with pytest.raises(EplbError) as error:
+            EPLBManager(layers, EplbConfig(**{**settings, "interval": 20 + rank}))
+        return str(error.value)
+    manager = EPLBManager(layers, EplbConfig(**settings))
+    seal = ExpertRows.seal
+    if how == "step" and rank == 1:
+        manager.step()
+    if how == "checksum" and rank == 1:
+
+        def wrong_seal(self: ExpertRows, row: torch.Tensor, stamp: int) -> None:
+            seal(self, row, stamp)
+            row[5] += 1
+
+        ExpertRows.seal = wrong_seal  # type: ignore[method-assign]
+    if how != "absent" or rank != 1:
+        manager.rearrange(random_placement(L, num_slots, seed=rank if how == "plan" else 5))
+    try:
+        return step_until_error(manager)
+    finally:
+        ExpertRows.seal = seal  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("settings", "the ranks disagree about the model or its EPLB settings: settings is "),
+        ("plan", "the ranks disagree about rearrangement 1: plan is "),
+        ("step", "the ranks disagree about rearrangement 1: step is 0 on EP rank 0 and 1 on EP rank 1; "),
+        ("checksum", "experts of layer 0 did not arrive with the checksum they left with on EP rank "),
+        ("absent", "the ranks could not exchange rearrangement 1 within 1.5 s: EP rank 1 did not take part; experts"),
+    ],
+)
+def test_what_goes_wrong_is_the_same_error_everywhere(how: str, message: str) -> None:
+    pool = RankPool(3, timeout_s=20)
+    try:
+        results = pool.run(go_wrong, how)
+    finally:
+        pool.close()
+    assert results[0].startswith(message)
+    assert results == [results[0]] * 3
+
+
+def die_while_moving(rank: int, world_size: int) -> None:
+    layers = make_model(world_size)
+    manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), "first_plan": 10**6, "timeout_s": 2.0}))
+    fetch = MessageTransport.fetch
+    if rank == 1:
+        MessageTransport.fetch = lambda *args: os._exit(9)  # type: ignore[method-assign]
+    manager.rearrange(random_placement(L, E + layers[0].num_redundant_experts, seed=1))
+    started = time.monotonic()
+    text = step_until_error(manager)
+    MessageTransport.fetch = fetch  # type: ignore[method-assign]
+    raise EplbError(f"after {'less' if time.monotonic() - started < 8 else 'more'} than 8 s: {text}")
+
+
+def test_a_rank_that_dies_while_experts_move_ends_the_others() -> None:
+    pool = RankPool(3, timeout_s=20)
+    with pytest.raises(AssertionError) as failure:
+        pool.run(die_while_moving)
+    text = str(failure.value)
+    assert "rank 1: the process died" in text
+    message = (
+        "EplbError: after less than 8 s: the ranks could not exchange the arrival of layer 0 within 2 s: EP rank 1"
+    )
+    assert text.count(message) == 2
+
+
+def reload(rank: int, world_size: int) -> None:
+    """Other weights are loaded after the experts moved, and go where the experts are now."""
+    layers = make_model(world_size)
+    manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), "asynchronous": False}))
+    manager.rearrange(random_placement(L, E + layers[0].num_redundant_experts, seed=3))
+    for index, layer in enumerate(layers):
+        load_layer(layer, seed=50 + index)
+        fresh = fresh_weights("plain", layer.num_redundant_experts, 50 + index, manager.placement.host[index])
+        for got, wanted in zip(layer.expert_weights(), fresh, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_weights_loaded_after_a_move_go_to_the_present_owners() -> None:
+    ranks(3).run(reload)
+
+
+def derived(rank: int, world_size: int) -> None:
+    """A method that keeps something beside the tensors that move hears which slots changed."""
+    layer = make_model(world_size)[0]
+    method, weight = layer.quant_method, layer.get_parameter("w13_weight")
+    sums = weight.sum(dim=(1, 2))
+
+    def rebuild(changed: FusedMoE, slots: list[int]) -> None:
+        assert changed is layer
+        sums[slots] = weight[slots].sum(dim=(1, 2))
+
+    method.rebuild_derived_state = rebuild  # type: ignore[method-assign]
+    manager = EPLBManager([layer], EplbConfig(**{**vars(CONFIG), "asynchronous": False}))
+    manager.rearrange(random_placement(1, E + layer.num_redundant_experts, seed=4))
+    assert torch.equal(sums, weight.sum(dim=(1, 2)))
+
+
+def test_derived_state_is_rebuilt() -> None:
+    ranks(3).run(derived)
+
+
+def counted(rank: int, world_size: int) -> list[Any]:
+    """What the listener hears of a load that is known."""
+    layers = make_model(world_size, spare=0)
+    events: list[Any] = []
+    manager = EPLBManager(
+        layers, EplbConfig(**{**vars(CONFIG), "first_plan": 2, "asynchronous": False}), listener=events.append
+    )
+    passes = manager.recorder.expert_load_pass
+    passes.fill_(100)
+    manager.profile_step()
+    for _ in range(2):
+        passes[:, 0] += 6
+        passes[1:, 5] += 6
+        passes[0, 1] += 6
+        manager.step()
+    assert manager.totals.load is events[0]
+    assert manager.totals.plans_made == 1
+    assert manager.staging_bytes == (manager._mover._experts[0].num_slots + 1) * manager._mover._experts[0].row_bytes
+    return events
+
+
+def test_events_and_totals() -> None:
+    load, plan, *commits = ranks(2).run(counted)[0]
+    assert isinstance(load, LoadReport) and isinstance(plan, PlanReport)
+    assert (load.step, load.num_steps) == (2, 2)
+    # Two ranks count alike: layer 0 gives 24 to rank 0, layers 1 and 2 give 12 to each rank.
+    assert load.layer_balancedness == (0.5, 1.0, 1.0)
+    assert load.balancedness == 36 / 48
+    assert (load.max_tokens, load.mean_tokens, load.active_experts) == (16.0, 12.0, pytest.approx(4 / 3))
+    assert plan.made and plan.num_layers == len(commits) == 1
+    assert (commits[0].step, commits[0].layer) == (2, 0)
+    assert sum(event.experts_moved for event in commits) == plan.experts_moved
+    assert sum(event.bytes_moved for event in commits) == plan.bytes_moved
+
+
+def on_one_rank() -> EPLBManager:
+    return EPLBManager(make_model(1, ep_size=1), EplbConfig(**{**vars(CONFIG), "asynchronous": False}))
+
+
+def test_one_rank_has_nothing_to_exchange() -> None:
+    manager = on_one_rank()
+    target = random_placement(L, manager.placement.num_slots, seed=1)
+    manager.rearrange(target)
+    assert manager.placement.host.tolist() == target.tolist()
+    assert manager.totals.experts_moved == 0
+    for _ in range(5):
+        manager.step()
+    assert not manager.busy
+
+
+def test_layers_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="layers is empty"):
+        EPLBManager([])
+    plain = load_layer(make_layer(ep_size=1, enable_eplb=False), 0)
+    with pytest.raises(ConfigError, match="was made without EPLB; make it with enable_eplb=True"):
+        EPLBManager([plain])
+    layers = [load_layer(make_layer("plain", redundant, ep_size=1), 0) for redundant in (1, 2)]
+    with pytest.raises(ConfigError, match=r"has \(experts, redundant, ep_size\) \(10, 1, 1\) and .* \(10, 2, 1\)"):
+        EPLBManager(layers)
+    dealt = load_layer(make_layer("plain", ep_size=1, expert_placement_strategy="round_robin"), 0)
+    with pytest.raises(ConfigError, match="is 'round_robin'; EPLB needs 'linear'"):
+        EPLBManager([dealt])
+
+
+def test_placements_that_do_not_fit_are_refused() -> None:
+    manager = on_one_rank()
+    with pytest.raises(ValueError, match=r"physical_to_logical has shape \(3, 3\); it must be \(L, num_replicas\)"):
+        manager.rearrange(np.zeros((3, 3), dtype=np.int64))
+    with pytest.raises(ValueError, match="physical_to_logical has no slot for expert 1 in layer 0"):
+        manager.rearrange(np.zeros((L, manager.placement.num_slots), dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"interval": 0}, "interval is 0; it must be at least 1"),
+        ({"rebalance_below": -0.5}, "rebalance_below is -0.5; it must be at least 0"),
+        ({"timeout_s": 0}, "timeout_s is 0; it must be a positive number of seconds"),
+        ({"policy": "best"}, "policy"),
+        ({"objective": "speed"}, "objective is 'speed'; it must be one of tokens, active_experts, auto"),
+    ],
+)
+def test_settings_out_of_range(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EplbConfig(**changes)
+
+
+def test_when_a_plan_is_due() -> None:
+    config = EplbConfig(first_plan=3, interval=5)
+    assert [step for step in range(20) if config.is_due(step)] == [3, 8, 13, 18]
+    assert TOP_K < E

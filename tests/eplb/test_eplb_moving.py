@@ -1,0 +1,161 @@
+"""Experts that move: whose they are afterwards, bit by bit, whatever they were before and however they are stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from moe_ep.eplb.moves import plan_moves
+from moe_ep.eplb.packing import ExpertRows
+from moe_ep.eplb.transfer import rearrange_expert_weights
+from moe_ep.errors import EplbError
+from tests.eplb.models import SCHEMES, E, fresh_weights, load_layer, make_layer, my_slots, random_placement, redundancy
+from tests.ranks import ranks
+
+
+@pytest.mark.parametrize(("num_ranks", "per_host"), [(1, None), (2, None), (4, 2), (8, 4), (12, 4)])
+@pytest.mark.parametrize("spare", [0, 1, 3])
+def test_everybody_gets_each_expert_once_and_in_order(num_ranks: int, per_host: int | None, spare: int) -> None:
+    for seed in range(5):
+        num_slots = num_ranks * (2 + spare)
+        old, new = random_placement(2, num_slots, seed, num_experts=2 * num_ranks)
+        moves = [plan_moves(old, new, num_ranks, rank, per_host) for rank in range(num_ranks)]
+        before, after = np.split(old, num_ranks), np.split(new, num_ranks)
+        assert len({len(part.rounds) for part in moves}) == 1
+        for index in range(len(moves[0].rounds)):
+            sent = [(e, source, peer) for source in range(num_ranks) for e, _, to in moves[source].rounds[index].sends
+                    for peer in to]  # fmt: skip
+            received = [(e, source, r) for r in range(num_ranks) for e, _, source in moves[r].rounds[index].receives]
+            assert sorted(sent) == sorted(received)
+            for pair in {(source, peer) for _, source, peer in sent}:
+                # Messages between two ranks are told apart by their order alone.
+                assert [e for e, *ends in sent if tuple(ends) == pair] == [
+                    e for e, *ends in received if tuple(ends) == pair
+                ]
+        for rank, part in enumerate(moves):
+            rows = {row: e for e, slot, row in part.copies if before[rank][slot] == e}
+            rows |= {row: e for turn in part.rounds for e, row, source in turn.receives if e in before[source]}
+            assert sorted(rows) == list(range(part.num_rows))
+            assert len(set(rows.values())) == part.num_rows
+            assert part.num_received == len(set(after[rank]) - set(before[rank]))
+            result = before[rank].copy()
+            for row, slot in part.writes:
+                assert result[slot] != rows[row]
+                result[slot] = rows[row]
+            assert result.tolist() == after[rank].tolist()
+            for turn in part.rounds:
+                assert part.num_rows + len(turn.sends) <= len(before[rank]) + 1
+                assert all(before[rank][slot] == e for e, slot, _ in turn.sends)
+            if per_host:
+                for turn in part.rounds:
+                    for e, _, source in turn.receives:
+                        near = [r for r in range(num_ranks) if r // per_host == rank // per_host and e in before[r]]
+                        assert not near or source in near
+
+
+def test_an_expert_wanted_everywhere_is_sent_by_all_that_hold_it() -> None:
+    old = np.array([0, 1, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    new = np.array([0, 1, 0, 2, 0, 4, 0, 6, 0, 8, 0, 10])
+    sources = Counter(
+        source for rank in range(6) for part in plan_moves(old, new, 6, rank).rounds for _, _, source in part.receives
+    )
+    assert sources == {0: 2, 1: 2}
+
+
+def test_a_row_says_when_it_is_not_what_was_sent() -> None:
+    experts = ExpertRows([torch.arange(14, dtype=torch.int16).view(2, 7), torch.rand(2, 3, 5), torch.rand(2)])
+    rows = experts.rows(torch.zeros(experts.staging_bytes, dtype=torch.uint8))
+    experts.pack(1, rows[0])
+    experts.seal(rows[0], 77)
+    assert not experts.broken(rows[0], 77)
+    assert experts.broken(rows[0], 78)
+    rows[0, 40] += 1
+    assert experts.broken(rows[0], 77)
+    assert (experts.expert_bytes, experts.row_bytes) == (14 + 60 + 4, 16 + 64 + 16 + 16)
+
+
+def move_tensors(rank: int, world_size: int, seed: int) -> None:
+    """Layers of different tensors over random placements."""
+    spare = int(np.random.default_rng(seed).integers(0, 2 * world_size))
+    num_slots = E + redundancy(world_size, spare)
+    old, new = random_placement(3, num_slots, seed), random_placement(3, num_slots, seed + 100)
+    generator = torch.Generator().manual_seed(seed)
+    layers = [
+        [torch.rand(E, 5, 7, generator=generator), torch.randint(256, (E, 9), generator=generator).to(torch.uint8)],
+        [torch.rand(E, 6, generator=generator).bfloat16(), torch.rand(E, generator=generator), torch.empty(E, 0)],
+        [torch.rand(E, 4, 4, generator=generator).to(torch.float8_e4m3fn)],
+    ]
+
+    def shard(placement: np.ndarray) -> list[list[torch.Tensor]]:
+        return [[t[my_slots(placement, index)] for t in tensors] for index, tensors in enumerate(layers)]
+
+    moved, expected = shard(old), shard(new)
+    addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in moved]
+    rearrange_expert_weights(moved, torch.from_numpy(old), new)
+    assert [[tensor.data_ptr() for tensor in tensors] for tensors in moved] == addresses
+    for got, wanted in zip(chain(*moved), chain(*expected), strict=True):
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_moved_tensors_are_those_of_the_new_placement(world_size: int) -> None:
+    for seed in range(4):
+        ranks(world_size).run(move_tensors, seed)
+
+
+def move_layers(rank: int, world_size: int) -> None:
+    """Whole layers of every scheme, against a load into the new slots."""
+    redundant = redundancy(world_size, 3)
+    num_slots = E + redundant
+    layers = [load_layer(make_layer(scheme, redundant), seed) for seed, scheme in enumerate(SCHEMES)]
+    old = np.tile(np.arange(num_slots) % E, (len(layers), 1))
+    new = random_placement(len(layers), num_slots, seed=7)
+    rearrange_expert_weights([layer.expert_weights() for layer in layers], old, new)
+    for index, scheme in enumerate(SCHEMES):
+        fresh = fresh_weights(scheme, redundant, index, new[index])
+        for got, wanted in zip(layers[index].expert_weights(), fresh, strict=True):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_layers_of_every_scheme_equal_a_fresh_load(world_size: int) -> None:
+    ranks(world_size).run(move_layers)
+
+
+def disagree(rank: int, world_size: int) -> str:
+    old = random_placement(1, E + redundancy(world_size, 0), 0)
+    new = random_placement(1, old.shape[1], rank)
+    with pytest.raises(EplbError) as error:
+        rearrange_expert_weights([[torch.zeros(old.shape[1] // world_size, 4)]], old, new)
+    return str(error.value)
+
+
+def test_ranks_with_different_placements_all_raise() -> None:
+    first, second = ranks(2).run(disagree)
+    assert first == second
+    assert first.startswith("the ranks disagree about the placements: EP rank 0 has checksum")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "old", "new", "message"),
+    [
+        ([torch.zeros(3, 2)], [[0, 1, 2]], [[0, 1, 3]], "new_physical_to_logical holds expert 3; experts are 0 to 2"),
+        ([torch.zeros(3, 2)], [[0, 1, 2]], [[0, 1, 1]], "new_physical_to_logical has no slot for expert 2 in layer 0"),
+        (
+            [torch.zeros(3, 2)],
+            [[0, 1, 2]],
+            [[0, 1]],
+            r"old_physical_to_logical is \(1, 3\) and new_phys",
+        ),
+        ([torch.zeros(2, 2)], [[0, 1, 2]], [[0, 1, 2]], "layer 0 has 2 local slots on each of 1 ranks; the placements"),
+        ([torch.zeros(3, 2), torch.zeros(2)], [[0, 1, 2]], [[0, 1, 2]], r"have shapes \[\(3, 2\), \(2,\)\]; they must"),
+        ([torch.zeros(2, 3).t()], [[0, 1, 2]], [[0, 1, 2]], "experts move as contiguous bytes, keep it contiguous"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tensors: list, old: list, new: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rearrange_expert_weights([tensors], np.array(old), np.array(new))
