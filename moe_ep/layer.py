@@ -22,7 +22,7 @@ from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinal
 from moe_ep.process_groups import is_initialized, largest_over_ranks, layer_groups
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.routing import check_router_weight_on_input, select_experts
-from moe_ep.stages import stage
+from moe_ep.stages import stage, tell_routing
 from moe_ep.weight_loading import ExpertMapping
 
 
@@ -243,6 +243,7 @@ class FusedMoE(ExpertShard):
                 logical_replica_count=None if eplb is None else eplb.logical_replica_count,
             )
             self._divide_fused_shared_experts(topk_ids)
+        tell_routing(self, topk_ids)
         result = self.quant_method.apply(self, hidden_states, topk_weights, topk_ids)
         shared, routed = result if isinstance(result, tuple) else (None, result)
         if zero_expert_result is not None and self._takes_complete_terms:

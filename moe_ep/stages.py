@@ -1,7 +1,8 @@
-"""Where the time of a pass goes: named stages that can be recorded, and cost nothing when nobody records.
+"""Where the time of a pass goes: named stages that listeners may watch, and that cost nothing when nobody does.
 
-The runtime marks route, dispatch, experts and combine with `with stage("dispatch"):`. `record(device)` collects
-their durations, with CUDA events on a GPU and the host clock elsewhere.
+The runtime marks route, dispatch, experts and combine with `with stage("dispatch"):`, and tells where tokens go with
+`tell_routing`. `record(device)` collects durations, with CUDA events on a GPU and the host clock elsewhere; metrics and
+traces (`moe_ep.observability`) listen too.
 
 Example:
     with stages.record(hidden_states.device) as recorder:
@@ -13,17 +14,67 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from moe_ep.layer import FusedMoE
 
 STAGES = ("route", "dispatch", "experts", "combine")
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_active: StageRecorder | None = None
 
 
-class StageRecorder:
+class Listener:
+    """Watches the stages of every layer of this process."""
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """What is entered around a stage."""
+        return _NOTHING
+
+    def routed(self, layer: FusedMoE, topk_ids: torch.Tensor) -> None:
+        """Called with the physical ids `[T, top_k]` that a layer's tokens chose, -1 for none; between stages."""
+        return
+
+
+_listeners: tuple[Listener, ...] = ()
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tells a listener of everything that happens inside the block; several may listen at once."""
+    global _listeners
+    _listeners = (*_listeners, listener)
+    try:
+        yield
+    finally:
+        _listeners = tuple(other for other in _listeners if other is not listener)
+
+
+def stage(name: str) -> AbstractContextManager[None]:
+    """Marks the block as the stage `name`."""
+    if not _listeners:
+        return _NOTHING
+    return _listeners[0].span(name) if len(_listeners) == 1 else _spans(name)
+
+
+def tell_routing(layer: FusedMoE, topk_ids: torch.Tensor) -> None:
+    """Says where the tokens of a pass go."""
+    for listener in _listeners:
+        listener.routed(layer, topk_ids)
+
+
+@contextmanager
+def _spans(name: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for listener in _listeners:
+            stack.enter_context(listener.span(name))
+        yield
+
+
+class StageRecorder(Listener):
     """Durations of stages in the order in which they ran, in milliseconds."""
 
     def __init__(self, device: torch.device) -> None:
@@ -43,12 +94,7 @@ class StageRecorder:
         self._spans.clear()
 
     def _now(self) -> object:
-        if not self._cuda:
-            return time.perf_counter()
-        # In a CUDA graph an external event is recorded anew by every replay; durations_ms() then tells of the last one.
-        event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
-        event.record()
-        return event
+        return timing_event() if self._cuda else time.perf_counter()
 
     def durations_ms(self) -> dict[str, list[float]]:
         """Durations by stage, oldest first; waits for the GPU when the spans are there."""
@@ -64,19 +110,18 @@ class StageRecorder:
         return result
 
 
-def stage(name: str) -> AbstractContextManager[None]:
-    """Marks the block as the stage `name`; does nothing unless a recorder is active."""
-    return _NOTHING if _active is None else _active.span(name)
+def timing_event() -> torch.cuda.Event:
+    """A CUDA event, recorded. Under capture every replay records it anew, and its times are those of the last one."""
+    event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
+    event.record()
+    return event
 
 
 @contextmanager
 def record(device: torch.device | str = "cpu") -> Iterator[StageRecorder]:
     """Records every stage that runs inside the block; recorders do not nest."""
-    global _active
-    if _active is not None:
+    if any(isinstance(listener, StageRecorder) for listener in _listeners):
         raise RuntimeError("stages are being recorded already; end the outer record() first")
-    _active = StageRecorder(torch.device(device))
-    try:
-        yield _active
-    finally:
-        _active = None
+    recorder = StageRecorder(torch.device(device))
+    with listening(recorder):
+        yield recorder

@@ -1,0 +1,150 @@
+"""The metrics that moe_ep gives, and where they go: a Prometheus endpoint of its own, or Ray's.
+
+Labels are few and bounded: `rank` is the rank that tells, `expert_rank` a rank that holds experts, `direction` sent or
+received.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ep.errors import missing_extra
+
+_SECONDS = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 12.8e-3, 25.6e-3, 0.1, 0.4, 1.6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One metric: its kind is histogram, gauge or counter."""
+
+    name: str
+    kind: str
+    text: str
+    labels: tuple[str, ...] = ("rank",)
+
+
+DISPATCH_SECONDS = Metric(name="moe_ep_dispatch_seconds", kind="histogram", text="dispatch of one layer's pass")
+COMBINE_SECONDS = Metric(name="moe_ep_combine_seconds", kind="histogram", text="combine of one layer's pass")
+EXPERTS_SECONDS = Metric(name="moe_ep_experts_seconds", kind="histogram", text="experts of one layer's pass")
+RANK_TOKENS = Metric(
+    name="moe_ep_rank_tokens",
+    kind="gauge",
+    text="assignments of this rank's tokens to the experts of a rank, mean of a layer's pass",
+    labels=("rank", "expert_rank"),
+)
+BALANCEDNESS = Metric(
+    name="moe_ep_balancedness",
+    kind="gauge",
+    text="mean over maximum of the ranks' loads; of this rank's tokens, and of all ranks' where EPLB sums them",
+)
+A2A_BYTES = Metric(
+    name="moe_ep_a2a_bytes_total",
+    kind="counter",
+    text="bytes of rows that dispatch sends to, and combine receives from, other ranks; estimated from sampled passes",
+    labels=("rank", "direction"),
+)
+EPLB_MOVES = Metric(
+    name="moe_ep_eplb_moves_total", kind="counter", text="experts that a rank had to receive, all ranks"
+)
+EPLB_PLAN_SECONDS = Metric(name="moe_ep_eplb_plan_seconds", kind="histogram", text="planning of a placement")
+
+ALL = (
+    DISPATCH_SECONDS, COMBINE_SECONDS, EXPERTS_SECONDS, RANK_TOKENS, BALANCEDNESS, A2A_BYTES, EPLB_MOVES,
+    EPLB_PLAN_SECONDS,
+)  # fmt: skip
+
+
+class MetricsSink(ABC):
+    """Takes values; a call is cheap and never waits."""
+
+    @abstractmethod
+    def put(self, metric: Metric, value: float, **labels: str) -> None:
+        """Observes a histogram, sets a gauge, or adds to a counter; every label of the metric must be given."""
+
+    def close(self) -> None:
+        """Gives back what the sink holds."""
+        return
+
+
+class PrometheusSink(MetricsSink):
+    """Serves the metrics over HTTP at /metrics, on the loopback interface unless told otherwise.
+
+    Args:
+        port: to listen at; 0 takes a free one, `port` says which.
+
+    Raises:
+        ImportError: prometheus-client is missing.
+        OSError: the port is taken.
+    """
+
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        try:
+            import prometheus_client as prometheus
+        except ImportError:
+            raise missing_extra("prometheus-client", "metrics", "a metrics endpoint") from None
+        # A registry of its own: several runtimes of a process do not share names, and nothing else is served.
+        self._registry = prometheus.CollectorRegistry()
+        self._made: dict[Metric, Any] = {}
+        for metric in ALL:
+            # The client adds _total to a counter's name by itself.
+            name = metric.name.removesuffix("_total")
+            options: dict[str, Any] = {"labelnames": metric.labels, "registry": self._registry}
+            if metric.kind == "histogram":
+                options["buckets"] = _SECONDS
+            self._made[metric] = getattr(prometheus, metric.kind.title())(name, metric.text, **options)
+        self._server, self._thread = prometheus.start_http_server(port, addr=host, registry=self._registry)
+        self.port: int = self._server.server_port
+
+    def put(self, metric: Metric, value: float, **labels: str) -> None:
+        child = self._made[metric].labels(**labels)
+        if metric.kind == "histogram":
+            child.observe(value)
+        elif metric.kind == "gauge":
+            child.set(value)
+        else:
+            child.inc(value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class RaySink(MetricsSink):
+    """Gives the metrics to Ray, whose agents export them with the prefix ray_; for a Ray worker."""
+
+    def __init__(self) -> None:
+        from ray.util import metrics
+
+        self._made: dict[Metric, Any] = {}
+        for metric in ALL:
+            options: dict[str, Any] = {"description": metric.text, "tag_keys": metric.labels}
+            if metric.kind == "histogram":
+                options["boundaries"] = list(_SECONDS)
+            self._made[metric] = getattr(metrics, metric.kind.title())(metric.name, **options)
+
+    def put(self, metric: Metric, value: float, **labels: str) -> None:
+        made = self._made[metric]
+        if metric.kind == "histogram":
+            made.observe(value, tags=labels)
+        elif metric.kind == "gauge":
+            made.set(value, tags=labels)
+        elif value:
+            made.inc(value, tags=labels)
+
+
+class Sinks(MetricsSink):
+    """Several as one."""
+
+    def __init__(self, *sinks: MetricsSink) -> None:
+        self._sinks = sinks
+
+    def put(self, metric: Metric, value: float, **labels: str) -> None:
+        for sink in self._sinks:
+            sink.put(metric, value, **labels)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()

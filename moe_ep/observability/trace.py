@@ -1,0 +1,103 @@
+"""One Perfetto trace a rank: every stage of every layer as a named range, kernels below them, ranks aligned in time.
+
+    with trace_to(folder, rank=rank):
+        serve()
+
+writes folder/rank-003.json, which ui.perfetto.dev opens; several files opened together show the ranks below each other.
+torch.profiler records; stages are NVTX ranges too, for Nsight Systems. Clocks of other hosts are shifted by what they
+differed from rank 0's right after a barrier.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.stages import Listener, listening
+
+PREFIX = "moe_ep."
+_PROCESSES_PER_RANK = 1000
+
+
+class _Ranges(Listener):
+    def __init__(self, nvtx: bool) -> None:
+        self._nvtx = nvtx
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return named_range(name, self._nvtx)
+
+
+@contextmanager
+def named_range(name: str, nvtx: bool = False) -> Iterator[None]:
+    """A range `moe_ep.<name>` in traces being recorded; as an NVTX range too, where asked."""
+    with torch.profiler.record_function(PREFIX + name):
+        if not nvtx:
+            yield
+            return
+        torch.cuda.nvtx.range_push(PREFIX + name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+
+@contextmanager
+def trace_to(folder: Path, *, rank: int, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
+    """Records what happens inside the block; a collective call of the group's ranks where there is one.
+
+    Yields:
+        The file that is written when the block ends, rank-NNN.json in `folder`, which is made where it is missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{rank:03}.json"
+    on_gpu = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    shift_us = _clock_difference_us(group)
+    with torch.profiler.profile(activities=activities) as profile, listening(_Ranges(on_gpu)):
+        yield path
+    profile.export_chrome_trace(str(path))
+    _align(path, rank, shift_us)
+
+
+def _clock_difference_us(group: dist.ProcessGroup | None) -> float:
+    """Microseconds that this host's clock is ahead of rank 0's; 0 on rank 0's host, which has the same clock."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return 0.0
+    dist.barrier(group)
+    mine = (platform.node(), time.time_ns())
+    everybody: list[tuple[str, int]] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, mine, group=group)
+    first = everybody[0]
+    return 0.0 if mine[0] == first[0] else (mine[1] - first[1]) / 1e3
+
+
+def _align(path: Path, rank: int, shift_us: float) -> None:
+    """Puts the times on rank 0's clock, and numbers and names the processes so that those of ranks stay apart."""
+    trace = json.loads(path.read_text())
+    events = trace["traceEvents"]
+    numbers: dict[str, int] = {}
+    named = {}
+    for event in events:
+        if "ts" in event:
+            event["ts"] -= shift_us
+        if "pid" in event:
+            process = str(event["pid"])
+            event["pid"] = numbers.setdefault(process, rank * _PROCESSES_PER_RANK + len(numbers))
+            if event.get("name") == "process_name":
+                named[event["pid"]] = event
+    for process, number in numbers.items():
+        if number in named:
+            named[number]["args"]["name"] = f"rank {rank}: {named[number]['args']['name']}"
+        else:
+            name = {"name": f"rank {rank}: {process}"}
+            events.append({"name": "process_name", "ph": "M", "pid": number, "tid": 0, "args": name})
+    path.write_text(json.dumps(trace))
