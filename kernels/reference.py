@@ -51,24 +51,28 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
         if quant.quant_type_id is None:
             return weights[expert].float()
         scales, zero_points = ((quant.w1_scale, quant.w1_zp), (quant.w2_scale, quant.w2_zp))[which]
+        type_id, group_size = quant.quant_type_id, quant.group_size
+        if which == 1:
+            type_id = type_id if quant.w2_quant_type_id is None else quant.w2_quant_type_id
+            group_size = group_size if quant.w2_group_size is None else quant.w2_group_size
         alphas = (quant.g1_alphas, quant.g2_alphas)[which]
         g_idx = self._g_idx[which]
-        if scales is None or quant.group_size is None:
+        if scales is None or group_size is None:
             raise ValueError(
                 f"quant_config has quant_type_id {quant.quant_type_id} and lacks "
                 f"{'group_size' if scales is not None else f'w{which + 1}_scale'}; quantized experts need both"
             )
-        weight = dequantize(
+        return dequantize(
             CanonicalWeights(
                 codes=weights[expert],
                 scales=scales[expert],
                 zero_points=None if zero_points is None else zero_points[expert],
                 g_idx=None if g_idx is None else g_idx[expert],
-                quant_type_id=quant.quant_type_id,
-                group_size=quant.group_size,
+                quant_type_id=type_id,
+                group_size=group_size,
+                global_scales=None if alphas is None else alphas[expert].float(),
             )
         )
-        return weight if alphas is None else weight * _per_row(alphas[expert], weight.size(0))
 
     def _compute(
         self, rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, expert: int, activation: MoEActivation | str
@@ -78,12 +82,6 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
         hidden = F.linear(rows.float(), self._weight(w1, 0, expert), None if bias1 is None else bias1[expert].float())
         hidden = apply_activation(activation, hidden)
         return F.linear(hidden, self._weight(w2, 1, expert), None if bias2 is None else bias2[expert].float())
-
-
-def _per_row(alphas: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """A global scale for each output row: one for all, or one for the gate half and one for the up half."""
-    flat = alphas.float().reshape(-1)
-    return flat.repeat_interleave(num_rows // flat.numel())[:, None]
 
 
 class ReferenceExperts(_ReferenceExpertsBase):

@@ -66,7 +66,9 @@ class RunConfig(GangConfig):
     )
     quantize: str = field(
         default="none",
-        metadata=option(one_of("none", "int4"), "int4 quantizes plain experts on load; none (the default) does not"),
+        metadata=option(
+            one_of("none", "int4", "int8", "fp8"), "quantize plain experts on load to int4, int8 or fp8 (none)"
+        ),
     )
     verify: bool = field(default=True, metadata=option(None, "compare every layer with the plain reference"))
     seed: int = field(default=0, metadata=option(at_least(0), "of the drawn tokens (0)"))

@@ -144,8 +144,7 @@ def _verify(
     for count, (block, gathered) in enumerate(mine):
         progress.report("verifying layers", count, len(mine))
         layer = block.layer_index
-        group_size = getattr(block.moe.quant_method, "group_size", None) if _is_plain(reader) else None
-        online = None if group_size is None else (x.dtype, group_size)
+        online = getattr(block.moe.quant_method, "as_quantized", None)
         # Each rank's tokens by themselves: router logits then have the very bits they had there.
         outputs = [
             verify.reference_moe(reader, spec, layer, hidden_states.to(x.device), online)
@@ -154,11 +153,6 @@ def _verify(
         computed = torch.cat([output for _, output in gathered])
         report.errors[layer] = verify.max_relative_error(computed, torch.cat(outputs).cpu())
     progress.report("verifying layers", len(mine), len(mine))
-
-
-def _is_plain(reader: CheckpointReader) -> bool:
-    """Whether the checkpoint's experts are plain weights."""
-    return reader.config.get("quantization_config") is None
 
 
 def _new_report(

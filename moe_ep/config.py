@@ -200,6 +200,7 @@ class FusedMoEQuantConfig:
     Attributes:
         quant_type_id: `ScalarType.id` of the weights; None where they are plain.
         group_size: input columns that share a scale; -1 for a whole row.
+        w2_quant_type_id, w2_group_size: of w2 where they differ from w1's.
         w1_scale, w2_scale, w1_zp, w2_zp: scales and zero points in the layout of the chosen experts.
         w1_bias, w2_bias: `[El, 2N]` and `[El, K]`.
         g1_alphas, g2_alphas: global scales per expert, f32 `[El]` (or `[El, 2]` for w13).
@@ -221,6 +222,8 @@ class FusedMoEQuantConfig:
     a1_scale: torch.Tensor | None = None
     a2_scale: torch.Tensor | None = None
     dispatch_dtype: torch.dtype | None = None
+    w2_quant_type_id: int | None = None
+    w2_group_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.dispatch_dtype not in (None, torch.float8_e4m3fn):

@@ -56,13 +56,18 @@ class ExpertTokensMetadata:
 
 
 class ExpertWeights(NamedTuple):
-    """Quantized weights of one GEMM of all local experts, in the layout of the experts that take them, `[El, ...]`."""
+    """Quantized weights of one GEMM of all local experts, in the layout of the experts that take them, `[El, ...]`.
+
+    Attributes:
+        global_scales: f32 `[El]`, or `[El, 2]` where gate and up have factors of their own.
+    """
 
     weight: torch.Tensor
     scales: torch.Tensor
     zero_points: torch.Tensor | None = None
     g_idx: torch.Tensor | None = None
     g_idx_sort_indices: torch.Tensor | None = None
+    global_scales: torch.Tensor | None = None
 
 
 # (rows, their scales, metadata, global physical ids of the rows or None, their weights or None)
@@ -211,7 +216,9 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
         Args:
             gated: the rows are gate rows, then up rows.
         """
-        return ExpertWeights(weights.codes, weights.scales, weights.zero_points, weights.g_idx)
+        return ExpertWeights(
+            weights.codes, weights.scales, weights.zero_points, weights.g_idx, global_scales=weights.global_scales
+        )
 
     @abstractmethod
     def activation_format(self) -> FusedMoEActivationFormat:

@@ -101,9 +101,24 @@ QUANT_METHODS = Registry(
     "quant_method",
     {
         "none": Entry("moe_ep.methods.unquantized:UnquantizedFusedMoEMethod", "f32, f16 or bf16 weights"),
-        "gptq": Entry("moe_ep.methods.gptq:GPTQFusedMoEMethod", "4- and 8-bit integers with group scales"),
-        "online_int": Entry("moe_ep.methods.online:OnlineIntFusedMoEMethod", "plain weights, quantized on load"),
+        **{
+            name: Entry("moe_ep.methods.checkpoint:CheckpointFusedMoEMethod", summary)
+            for name, summary in (
+                ("gptq", "4- and 8-bit integers with group scales"),
+                ("awq", "4-bit integers with zero points"),
+                ("pack-quantized", "4- and 8-bit integers of compressed-tensors"),
+                ("int-quantized", "signed bytes with a scale a row"),
+                ("fp8", "e4m3 with scales of blocks, rows or the whole"),
+                ("mxfp4", "e2m1 in groups of 32"),
+                ("nvfp4", "e2m1 in groups of 16 with a second scale"),
+                ("mixed-precision", "w13 and w2 in different ones of these"),
+            )
+        },
         "synthetic": Entry("moe_ep.bench.synthetic:SyntheticFusedMoEMethod", "made-up weights, for benchmarks"),
+        "online_int": Entry(
+            "moe_ep.methods.online:OnlineFusedMoEMethod", "plain weights, quantized to integers on load"
+        ),
+        "online_fp8": Entry("moe_ep.methods.online:OnlineFusedMoEMethod", "plain weights, quantized to e4m3 on load"),
     },
 )
 

@@ -14,13 +14,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import layer_norm, linear
 
 from moe_ep.checkpoint import (
     CheckpointReader,
     MoEModelSpec,
+    layer_quantization,
     load_moe_layer,
     load_norm,
+    load_norm_bias,
     load_router,
     load_shared_experts,
 )
@@ -28,12 +30,12 @@ from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError, one_of
 from moe_ep.layer import FusedMoE
-from moe_ep.methods import OnlineIntConfig
+from moe_ep.methods.online import ONLINE, OnlineConfig
 from moe_ep.routing import select_experts
 from moe_ep.shared_experts import SharedExperts
 from moe_ep.stages import stage
 
-QUANTIZE = ("none", "int4")
+QUANTIZE = ("none", *ONLINE)
 
 # observer(layer index, MoE input [T, K], its output [T, K])
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -43,6 +45,7 @@ class MoEBlock(nn.Module):
     """One layer: norm, router, experts. The router computes in f32, whatever the activations are."""
 
     norm_weight: torch.Tensor
+    norm_bias: torch.Tensor | None
     router_weight: torch.Tensor
     router_bias: torch.Tensor | None
 
@@ -65,6 +68,9 @@ class MoEBlock(nn.Module):
         router = load_router(reader, spec, layer_index)
         bias = None if router.bias is None else router.bias.float().to(device)
         self.register_buffer("norm_weight", load_norm(reader, spec, layer_index).float().to(device), persistent=False)
+        norm_bias = load_norm_bias(reader, spec, layer_index)
+        norm_bias = None if norm_bias is None else norm_bias.float().to(device)
+        self.register_buffer("norm_bias", norm_bias, persistent=False)
         self.register_buffer("router_weight", router.weight.float().to(device), persistent=False)
         self.register_buffer("router_bias", bias, persistent=False)
         correction = None if router.correction_bias is None else router.correction_bias.float().to(device)
@@ -76,6 +82,7 @@ class MoEBlock(nn.Module):
             "topk_group": spec.routing.topk_group,
             "scoring_func": spec.routing.scoring_func,
             "routed_scaling_factor": spec.routing.routed_scaling_factor,
+            "custom_routing_function": spec.routing.custom_routing_function,
             "e_score_correction_bias": correction,
         }
         shared_experts = _shared_experts(reader, spec, layer_index, dtype)
@@ -86,7 +93,8 @@ class MoEBlock(nn.Module):
                 hidden_size=spec.hidden_size,
                 intermediate_size=spec.moe_intermediate_size,
                 params_dtype=dtype,
-                quant_config=quant_config,
+                quant_config=layer_quant_config(quant_config, spec, layer_index),
+                has_bias=spec.has_bias,
                 prefix=spec.moe_prefix(layer_index),
                 activation=spec.activation,
                 shared_experts=None if shared_experts is None else shared_experts.to(device),
@@ -98,8 +106,11 @@ class MoEBlock(nn.Module):
         load_moe_layer(reader, spec, layer_index, self.moe)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        """RMS norm of `[T, K]`, computed in f32."""
+        """RMS norm of `[T, K]`, computed in f32; a layer norm where the family has those."""
         values = x.float()
+        if self.norm_bias is not None:
+            normalized = layer_norm(values, values.shape[-1:], self.norm_weight, self.norm_bias, self.rms_norm_eps)
+            return normalized.to(x.dtype)
         values = values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + self.rms_norm_eps)
         return (values * self.norm_weight).to(x.dtype)
 
@@ -127,14 +138,14 @@ class MoEStack(nn.Module):
 
     Args:
         dtype: of the activations, and of weights that are not quantized.
-        quantize: "int4" quantizes plain experts while they are loaded; "none" leaves them as the checkpoint has them.
+        quantize: "int4", "int8" or "fp8" quantizes plain experts while they are loaded; "none" leaves them as they are.
         max_num_tokens: capacity of a fixed-capacity backend, tokens per rank of one pass.
         process_group: the EP ranks; None for the default group.
         on_layer: called with (layers loaded, layers) as loading goes on.
 
     Raises:
         CheckpointError: tensors missing or not as the config says.
-        ConfigError: quantize="int4" for experts that are quantized already.
+        ConfigError: quantization on load of experts that are quantized already.
         ValueError: settings that do not fit together.
     """
 
@@ -185,7 +196,7 @@ class MoEStack(nn.Module):
 
 
 def expert_quantization(config: dict[str, Any], quantize: str = "none") -> Any:
-    """The `quant_config` for the experts of a checkpoint: its own, or quantization on load.
+    """How the experts of a checkpoint are quantized: its own way, or on load; `layer_quant_config` is for one layer.
 
     Raises:
         ValueError: `quantize` is not one of `QUANTIZE`.
@@ -202,7 +213,18 @@ def expert_quantization(config: dict[str, Any], quantize: str = "none") -> Any:
             f"quantize is {quantize!r} and the checkpoint's experts are quantized already ({found.quant_method}); "
             f"pass quantize none to run them as they are"
         )
-    return OnlineIntConfig(bits=4)
+    return ONLINE[quantize]
+
+
+def layer_quant_config(quantization: Any, spec: MoEModelSpec, layer_index: int) -> Any:
+    """The `quant_config` of one layer, from what `expert_quantization` says of the model.
+
+    Raises:
+        CheckpointError: experts of the layer that are quantized in ways that cannot be one layer.
+    """
+    if isinstance(quantization, OnlineConfig):
+        return quantization
+    return layer_quantization(quantization, spec, layer_index)
 
 
 def _shared_experts(

@@ -6,12 +6,21 @@ time is read, dequantized to f32 and multiplied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import linear
 
 from moe_ep.activation import apply_activation
-from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, load_router, load_shared_experts
-from moe_ep.checkpoint.formats import dequantize, quantization_config, quantize_int
+from moe_ep.checkpoint import (
+    CheckpointReader,
+    ExpertMatrices,
+    MoEModelSpec,
+    expert_tensors,
+    load_router,
+    load_shared_experts,
+    read_expert,
+)
 
 # max |difference| / max |reference| over a layer that rounding and the order of sums can cause, by the dtype of the
 # activations.
@@ -36,25 +45,28 @@ def reference_moe(
     spec: MoEModelSpec,
     layer_index: int,
     hidden_states: torch.Tensor,
-    online: tuple[torch.dtype, int] | None = None,
+    online: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The output f32 `[T, K]` of one MoE layer, shared experts included, for its inputs `[T, K]`.
 
     Only experts that some token chose are read, one at a time.
 
     Args:
-        online: where plain experts are run quantized to int4 on load, the dtype they were loaded in and the group size.
+        online: where plain experts were quantized on load, what became of a plain matrix, f32.
     """
     x = hidden_states.float()
     weights, ids = _route(reader, spec, layer_index, x)
     output = torch.zeros_like(x)
+    tensors = expert_tensors(reader, spec, layer_index)
     for expert in ids.unique().tolist():
         rows, slots = torch.where(ids == expert)
-        gate, up, down = _expert(reader, spec, layer_index, expert, online)
-        output.index_add_(0, rows, _mlp(spec, x[rows], gate, up, down) * weights[rows, slots, None])
+        matrices = read_expert(reader, tensors, expert)
+        if online is not None:
+            matrices = matrices._replace(gate=online(matrices.gate), up=online(matrices.up), down=online(matrices.down))
+        output.index_add_(0, rows, _mlp(spec, x[rows], matrices) * weights[rows, slots, None])
     shared = load_shared_experts(reader, spec, layer_index)
     if shared is not None:
-        term = _mlp(spec, x, shared.gate.to(x), shared.up.to(x), shared.down.to(x))
+        term = _mlp(spec, x, ExpertMatrices(shared.gate, shared.up, shared.down, None, None, None))
         output += term if shared.expert_gate is None else term * linear(x, shared.expert_gate.to(x)).sigmoid()
     return output
 
@@ -65,6 +77,10 @@ def _route(
     """weights f32 and ids, both `[T, top_k]`."""
     router, routing = load_router(reader, spec, layer_index), spec.routing
     logits = linear(x, router.weight.to(x), None if router.bias is None else router.bias.to(x))
+    if routing.custom_routing_function is not None:
+        return routing.custom_routing_function(
+            hidden_states=x, gating_output=logits, topk=spec.top_k, renormalize=routing.renormalize
+        )
     scores = logits.softmax(-1) if routing.scoring_func == "softmax" else logits.sigmoid()
     choice = logits.clone()
     if router.correction_bias is not None:
@@ -83,29 +99,7 @@ def _route(
     return weights * routing.routed_scaling_factor, ids
 
 
-def _expert(
-    reader: CheckpointReader,
-    spec: MoEModelSpec,
-    layer_index: int,
-    expert: int,
-    online: tuple[torch.dtype, int] | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """gate and up `[N, K]` and down `[K, N]`, f32."""
-    K, N = spec.hidden_size, spec.moe_intermediate_size
-    quantization = quantization_config(reader.config)
-
-    def matrix(name: str, rows: int, columns: int) -> torch.Tensor:
-        stem = f"{spec.expert_prefix(layer_index)}.{expert}.{name}."
-        if quantization is None:
-            weight = reader.read(stem + "weight")
-            return weight.float() if online is None else dequantize(quantize_int(weight.to(online[0]), 4, online[1]))
-        suffixes = [suffix for suffix in quantization.tensors(rows, columns) if stem + suffix in reader]
-        return dequantize(quantization.unpack({suffix: reader.read(stem + suffix) for suffix in suffixes}))
-
-    names = spec.projections
-    return matrix(names.gate, N, K), matrix(names.up, N, K), matrix(names.down, K, N)
-
-
-def _mlp(spec: MoEModelSpec, x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    gate_up = torch.cat([linear(x, gate.to(x)), linear(x, up.to(x))], dim=-1)
-    return linear(apply_activation(spec.activation, gate_up), down.to(x))
+def _mlp(spec: MoEModelSpec, x: torch.Tensor, matrices: ExpertMatrices) -> torch.Tensor:
+    gate, up, down, *biases = (None if tensor is None else tensor.to(x) for tensor in matrices)
+    gate_up = torch.cat([linear(x, gate, biases[0]), linear(x, up, biases[1])], dim=-1)  # type: ignore[arg-type]
+    return linear(apply_activation(spec.activation, gate_up), down, biases[2])  # type: ignore[arg-type]

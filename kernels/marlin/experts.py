@@ -26,7 +26,7 @@ from moe_ep.kernels.marlin.gemm import partials_numel
 from moe_ep.kernels.marlin.repack import pack_marlin
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, WEIGHT_TYPES
 from moe_ep.kernels.marlin.weights import group_size_of
-from moe_ep.scalar_type import ScalarType
+from moe_ep.scalar_type import ScalarType, scalar_types
 from moe_ep.topk_weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
@@ -56,6 +56,11 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             raise ValueError(
                 "quant_config lacks quant_type_id, w1_scale or w2_scale; packed experts need all three, choose "
                 "experts='reference' for plain weights"
+            )
+        if quant.w2_quant_type_id not in (None, quant.quant_type_id):
+            raise ValueError(
+                f"quant_config has quant_type_id {quant.quant_type_id} and w2_quant_type_id {quant.w2_quant_type_id}; "
+                f"packed experts compute both matrices in one type, choose experts='reference'"
             )
         self._companions: dict[str, Any] = {
             "bias1": quant.w1_bias,
@@ -96,6 +101,9 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return "this rank has no experts"
         if any(part.g_idx is not None for part in weights):
             return "columns whose groups are out of order (act-order) have no kernel here yet"
+        types = [str(ScalarType.from_id(part.quant_type_id)) for part in weights]
+        if len(set(types)) > 1:
+            return f"w13 and w2 are of two types ({' and '.join(types)}) and one kernel computes both"
         row_multiples = (64 if MoEActivation.parse(moe_config.activation).is_gated else 32, 32)
         for part, row_multiple in zip(weights, row_multiples, strict=True):
             if (reason := _not_packed(part, row_multiple)) is not None:
@@ -104,16 +112,18 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
 
     @classmethod
     def pack_weights(cls, weights: CanonicalWeights, moe_config: FusedMoEConfig, gated: bool) -> ExpertWeights:
+        # Scales of 4-bit floats have types of their own; all others have the activations'.
+        is_fp4 = weights.quant_type_id == scalar_types.float4_e2m1f.id
         packed = pack_marlin(
             weights.codes,
-            weights.scales.to(moe_config.in_dtype),
+            weights.scales if is_fp4 else weights.scales.to(moe_config.in_dtype),
             weights.quant_type_id,
             weights.group_size,
             weights.zero_points,
             gated,
             weights.g_idx,
         )
-        return ExpertWeights(*packed)
+        return ExpertWeights(*packed, global_scales=weights.global_scales)
 
     def supports_expert_map(self) -> bool:
         return True

@@ -38,8 +38,7 @@ class SyntheticConfig:
 
 
 class _Packed(NamedTuple):
-    group_size: int
-    quant_type_id: int
+    types: dict[str, tuple[int, int]]
     device: torch.device | None
     experts_names: ExpertsNames | None
     buffers: dict[str, torch.Tensor]
@@ -67,9 +66,9 @@ class SyntheticFusedMoEMethod(CanonicalFusedMoEMethod):
         if key not in packed:
             super().process_weights_after_loading(layer)
             buffers = {name: data for name, data in layer.named_buffers(recurse=False) if "_processed_" in name}
-            packed[key] = _Packed(self._group_size, self._quant_type_id, self._packed_on, self._experts_names, buffers)
+            packed[key] = _Packed(self._types, self._packed_on, self._experts_names, buffers)
             return
-        self._group_size, self._quant_type_id, self._packed_on, self._experts_names, buffers = packed[key]
+        self._types, self._packed_on, self._experts_names, buffers = packed[key]
         for name, data in buffers.items():
             layer.register_buffer(name, data)
 

@@ -8,14 +8,18 @@ from moe_ep.checkpoint.loader import (
     embed_rows,
     load_moe_layer,
     load_norm,
+    load_norm_bias,
     load_router,
     load_shared_experts,
 )
+from moe_ep.checkpoint.matrices import ExpertMatrices, expert_tensors, read_expert, read_linear
 from moe_ep.checkpoint.models import MoEModelSpec, RoutingSpec, SharedExpertsSpec, model_spec
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
+from moe_ep.checkpoint.stored import layer_quantization
 
 __all__ = [
     "CheckpointReader",
+    "ExpertMatrices",
     "MoEModelSpec",
     "RouterWeights",
     "RoutingSpec",
@@ -23,9 +27,14 @@ __all__ = [
     "SharedExpertsWeights",
     "TensorInfo",
     "embed_rows",
+    "expert_tensors",
+    "layer_quantization",
     "load_moe_layer",
     "load_norm",
+    "load_norm_bias",
     "load_router",
     "load_shared_experts",
     "model_spec",
+    "read_expert",
+    "read_linear",
 ]

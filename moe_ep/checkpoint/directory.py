@@ -10,6 +10,7 @@ from moe_ep.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+MODELOPT_NAME = "hf_quant_config.json"
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -18,6 +19,21 @@ def read_json(file: Path) -> dict[str, Any]:
         return parse_json_object(file.read_bytes(), str(file))
     except FileNotFoundError:
         raise CheckpointError(f"{file}: expected the checkpoint's {file.name}, found no such file") from None
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json, with the quantization that NVIDIA's tool leaves in a file beside it.
+
+    Raises:
+        CheckpointError: a file that is missing or holds no JSON object.
+    """
+    config, beside = read_json(directory / "config.json"), directory / MODELOPT_NAME
+    if config.get("quantization_config") is None and beside.is_file():
+        found = read_json(beside).get("quantization")
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{beside}: expected an object named quantization, found {found!r}")
+        config["quantization_config"] = {"quant_method": "modelopt", **found}
+    return config
 
 
 def find_tensors(directory: Path) -> dict[str, TensorInfo]:

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_ep.checkpoint.formats import QuantizationConfig, dequantize, quantization_config
-from moe_ep.checkpoint.formats.layout import FLOATS, TensorLayout, plain_tensors
+from moe_ep.checkpoint.formats import quantization_config
+from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
+from moe_ep.checkpoint.matrices import read_linear
 from moe_ep.checkpoint.models import MoEModelSpec
-from moe_ep.checkpoint.plan import Source, check_tensor, plan_layer, projection_size
+from moe_ep.checkpoint.plan import Slot, Source, plan_layer
 from moe_ep.checkpoint.reader import CheckpointReader
+from moe_ep.checkpoint.stored import check_tensor, layer_quantization, projection_size
 from moe_ep.errors import CheckpointError
 
 
@@ -48,22 +50,16 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
             has no parameter for; more or fewer experts on disk than in the config. The layer is not finished then.
         ValueError: a layer without experts, or fused shared experts that cannot be loaded as experts.
     """
-    plan = plan_layer(reader, spec, layer_index, layer, quantization_config(reader.config))
+    quantization = layer_quantization(quantization_config(reader.config), spec, layer_index)
+    plan = plan_layer(reader, spec, layer_index, layer, quantization)
     params = dict(layer.named_parameters(recurse=False))
     with _one_copying_thread():
-        for source, tensor in _read(reader, plan):
-            if not source.slots:
-                _check_says_nothing(reader, source, tensor)
+        for source, raw in _read(reader, plan):
             for slot in source.slots:
-                part = tensor[slot.part] if slot.part else tensor
-                param = params[slot.param_name]
-                if not layer.weight_loader(
-                    param, part, source.name, slot.shard_id, slot.expert_id, return_success=True
-                ):
-                    raise CheckpointError(
-                        f"{reader.index_file}: tensor {source.name}: expected the layer to take it as {slot.shard_id} "
-                        f"of {slot.param_name} for its local expert {slot.expert_id}, found that it did not"
-                    )
+                tensor = slot.tensor(raw)
+                _check_values(reader, source, slot, tensor)
+                if slot.param_name:
+                    _hand_over(reader, source, slot, tensor, layer, params[slot.param_name])
     try:
         layer.process_weights_after_loading()
     except CheckpointError as error:
@@ -77,13 +73,23 @@ def load_router(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) 
     return RouterWeights(
         weight=_read_plain(reader, spec.router_weight(layer_index), (spec.num_experts, spec.hidden_size)),
         bias=None if bias is None else _read_plain(reader, bias, per_expert),
-        correction_bias=None if correction_bias is None else _read_plain(reader, correction_bias, per_expert),
+        correction_bias=None if correction_bias is None else _read_correction_bias(reader, correction_bias, per_expert),
     )
 
 
 def load_norm(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> torch.Tensor:
-    """The weight `[K]` of the RMS norm before the experts; CheckpointError where it is missing or misshapen."""
-    return _read_plain(reader, spec.norm_weight(layer_index), (spec.hidden_size,))
+    """The weight `[K]` of the norm before the experts; CheckpointError where it is missing or misshapen.
+
+    Weights that a family writes less one (`spec.norm_offset`) come whole, in f32.
+    """
+    weight = _read_plain(reader, spec.norm_weight(layer_index), (spec.hidden_size,))
+    return weight.float() + spec.norm_offset if spec.norm_offset else weight
+
+
+def load_norm_bias(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> torch.Tensor | None:
+    """The bias `[K]` of that norm, where the family has layer norms; None for RMS norms."""
+    name = spec.norm_bias(layer_index)
+    return None if name is None else _read_plain(reader, name, (spec.hidden_size,))
 
 
 def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> SharedExpertsWeights | None:
@@ -95,14 +101,9 @@ def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_inde
     prefix, shared = spec.shared_experts_prefix(layer_index), spec.shared_experts
     if prefix is None or shared is None:
         return None
-    quantization = quantization_config(reader.config)
     gate, down, up = (
-        _read_linear(
-            reader,
-            f"{prefix}.{name}.",
-            projection_size(role, spec.hidden_size, shared.intermediate_size),
-            quantization,
-            spec.dtype,
+        read_linear(reader, f"{prefix}.{name}", projection_size(role, spec.hidden_size, shared.intermediate_size)).to(
+            spec.dtype
         )
         for role, name in spec.projections._asdict().items()
     )
@@ -117,19 +118,20 @@ def embed_rows(reader: CheckpointReader, spec: MoEModelSpec, token_ids: torch.Te
         ValueError: an id outside the vocabulary.
         CheckpointError: an embedding table that is missing or has another shape than the config says.
     """
-    check_tensor(reader, spec.embedding, TensorLayout(FLOATS, (spec.vocab_size, spec.hidden_size)))
+    check_tensor(reader.info(spec.embedding), TensorLayout(FLOATS, (spec.vocab_size, spec.hidden_size)))
     rows = reader.read_rows(spec.embedding, token_ids.flatten())
     return rows.view(*token_ids.shape, spec.hidden_size)
 
 
 def _read(reader: CheckpointReader, plan: list[Source]) -> Iterator[tuple[Source, torch.Tensor]]:
     """The tensors of a plan in file order, then the stand-ins for those that were left out."""
-    by_name = {source.name: source for source in plan if source.on_disk}
-    for name, tensor in reader.read_many(by_name, reuse_buffers=True):
+    by_name = {source.name: source for source in plan}
+    infos = [source.info for source in plan if source.info is not None]
+    for name, tensor in reader.read_many(infos, reuse_buffers=True):
         yield by_name[name], tensor
     for source in plan:
-        if not source.on_disk and source.layout.default is not None:
-            yield source, source.layout.default()
+        if source.info is None:
+            yield source, source.default()
 
 
 @contextlib.contextmanager
@@ -143,33 +145,39 @@ def _one_copying_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _check_says_nothing(reader: CheckpointReader, source: Source, tensor: torch.Tensor) -> None:
-    default = source.layout.default
-    if default is None or not torch.equal(tensor, default().to(tensor.dtype)):
+def _check_values(reader: CheckpointReader, source: Source, slot: Slot, tensor: torch.Tensor) -> None:
+    """CheckpointError for scales that are no numbers, and for what the layer cannot hold unless it says nothing."""
+    where = f"{reader.index_file if source.info is None else source.info.file}: tensor {source.name}"
+    default = slot.layout.default
+    if not slot.param_name and (default is None or not torch.equal(tensor, default().to(tensor.dtype))):
+        if slot.layout.role is Role.CHECKED and default is not None:
+            raise CheckpointError(f"{where}: expected {default().tolist()}, found {tensor.flatten()[:4].tolist()}")
         raise CheckpointError(
-            f"{reader.info(source.name).file}: tensor {source.name}: expected a parameter of the layer for it, found "
-            f"none, and it cannot be left out"
+            f"{where}: expected a parameter of the layer for it, found none, and it cannot be left out"
+        )
+    if slot.layout.role is Role.GROUPS and tensor.is_floating_point() and not tensor.float().isfinite().all():
+        raise CheckpointError(f"{where}: expected finite numbers, found NaN or infinity; fetch it again")
+
+
+def _hand_over(
+    reader: CheckpointReader, source: Source, slot: Slot, tensor: torch.Tensor, layer: Any, param: torch.Tensor
+) -> None:
+    if tensor.dtype == torch.float8_e8m0fnu:
+        # A parameter holds the bits of such scales, or the numbers.
+        tensor = tensor.view(torch.uint8) if param.dtype == torch.uint8 else tensor.float()
+    if not layer.weight_loader(param, tensor, source.name, slot.shard_id, slot.expert_id, return_success=True):
+        raise CheckpointError(
+            f"{reader.index_file}: tensor {source.name}: expected the layer to take it as {slot.shard_id} of "
+            f"{slot.param_name} for its local expert {slot.expert_id}, found that it did not"
         )
 
 
 def _read_plain(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    check_tensor(reader, name, TensorLayout(FLOATS, shape))
+    check_tensor(reader.info(name), TensorLayout(FLOATS, shape))
     return reader.read(name)
 
 
-def _read_linear(
-    reader: CheckpointReader,
-    stem: str,
-    size: tuple[int, int],
-    quantization: QuantizationConfig | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """A linear layer as a plain weight, whichever way it is on disk: parts of a quantized model may be plain."""
-    if quantization is None or stem + "weight" in reader:
-        return _read_plain(reader, stem + "weight", plain_tensors(*size)["weight"].shape)
-    tensors = {}
-    for suffix, layout in quantization.tensors(*size).items():
-        if stem + suffix in reader or layout.default is None:
-            check_tensor(reader, stem + suffix, layout)
-            tensors[suffix] = reader.read(stem + suffix)
-    return dequantize(quantization.unpack(tensors)).to(dtype)
+def _read_correction_bias(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """`[E]`; Ernie writes `[1, E]`."""
+    on_disk = reader.info(name).shape
+    return _read_plain(reader, name, (1, *shape) if len(on_disk) == 2 else shape).flatten()

@@ -7,14 +7,15 @@ the families' code in transformers 5 (transformers/models/<model_type>), and the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from moe_ep.activation import MoEActivation
+from moe_ep.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, MoEActivation
 from moe_ep.checkpoint.spec import MoEModelSpec, Projections, RoutingSpec, SharedExpertsSpec
 from moe_ep.errors import CheckpointError, one_of
+from moe_ep.sparse_mixer import SparseMixer
 
 __all__ = ["FAMILIES", "MoEModelSpec", "Projections", "RoutingSpec", "SharedExpertsSpec", "model_spec"]
 
@@ -30,8 +31,9 @@ def model_spec(config: Config) -> MoEModelSpec:
     family = FAMILIES.get(config.get("model_type", ""))
     if family is None:
         raise CheckpointError(f"config.json: {one_of('model_type', config.get('model_type'), sorted(FAMILIES))}")
+    model_type, config = config["model_type"], family.text_config(config)
     spec = MoEModelSpec(
-        family=config["model_type"],
+        family=model_type,
         hidden_size=_positive(config, "hidden_size"),
         num_hidden_layers=_positive(config, "num_hidden_layers"),
         vocab_size=_positive(config, "vocab_size"),
@@ -39,20 +41,21 @@ def model_spec(config: Config) -> MoEModelSpec:
         rms_norm_eps=float(_required(config, "rms_norm_eps")),
         moe_layers=family.moe_layers(config),
         num_experts=_positive(config, *_NUM_EXPERTS),
-        top_k=_positive(config, "num_experts_per_tok"),
+        top_k=_positive(config, "num_experts_per_tok", "moe_k"),
         moe_intermediate_size=_positive(config, family.intermediate_size),
-        activation=_activation(config),
+        activation=family.activation(config),
         routing=family.routing(config),
         shared_experts=family.shared_experts(config),
         moe_module=family.moe_module,
         projections=family.projections,
+        **family.names,
     )
     _check(spec)
     return spec
 
 
 # transformers writes the number of routed experts under any of these, whatever the family.
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 _ACTIVATIONS = {
     "silu": MoEActivation.SILU,
@@ -95,6 +98,15 @@ def _activation(config: Config) -> MoEActivation:
     return _ACTIVATIONS[name]
 
 
+def _swigluoai(config: Config) -> MoEActivation:
+    """GPT-OSS: its hidden_act says silu, and what it computes has two constants more."""
+    constants = {"swiglu_alpha": SWIGLUOAI_ALPHA, "swiglu_limit": SWIGLUOAI_LIMIT}
+    for key, known in constants.items():
+        if config.get(key, known) != known:
+            raise CheckpointError(f"config.json: {key}: expected {known}, found {config[key]!r}")
+    return MoEActivation.SWIGLUOAI
+
+
 def _check(spec: MoEModelSpec) -> None:
     groups, kept = spec.routing.num_expert_group, spec.routing.topk_group
     if not spec.moe_layers:
@@ -127,8 +139,33 @@ def _layers_after_dense(config: Config) -> tuple[int, ...]:
     return tuple(i for i in _all_layers(config) if i >= first and i % step == 0)
 
 
+def _layers_between(config: Config) -> tuple[int, ...]:
+    """Ernie: every `moe_layer_interval`-th layer from a first to a last one."""
+    last, step = config.get("moe_layer_end_index", -1), config.get("moe_layer_interval", 1)
+    layers = _all_layers(config)
+    last = layers[-1] if last in (None, -1) else last
+    return tuple(i for i in layers if config.get("moe_layer_start_index", 1) <= i <= last and (i + 1) % step == 0)
+
+
 def _softmax_routing(config: Config) -> RoutingSpec:
     return RoutingSpec(renormalize=bool(config.get("norm_topk_prob", False)))
+
+
+def _renormalized_unless_told(config: Config) -> RoutingSpec:
+    return RoutingSpec(renormalize=bool(config.get("norm_topk_prob", True)))
+
+
+def _biased_softmax(config: Config) -> RoutingSpec:
+    return RoutingSpec(renormalize=True, has_correction_bias=True)
+
+
+def _biased_sigmoid(config: Config) -> RoutingSpec:
+    return RoutingSpec(renormalize=True, scoring_func="sigmoid", has_correction_bias=True)
+
+
+def _sparse_mixer(config: Config) -> RoutingSpec:
+    mixer = SparseMixer(float(config.get("router_jitter_noise", 0.01)))
+    return RoutingSpec(renormalize=False, custom_routing_function=mixer)
 
 
 def _always_renormalized(config: Config) -> RoutingSpec:
@@ -185,37 +222,118 @@ def _deepseek_shared_experts(config: Config) -> SharedExpertsSpec | None:
     return SharedExpertsSpec(module="shared_experts", num_experts=count, intermediate_size=size)
 
 
+def _ernie_shared_experts(config: Config) -> SharedExpertsSpec | None:
+    if config.get("use_bias"):
+        raise CheckpointError(
+            "config.json: use_bias: expected false, found true; shared experts with biases do not load"
+        )
+    count = config.get("moe_num_shared_experts") or 0
+    if not count:
+        return None
+    size = count * _positive(config, "moe_intermediate_size")
+    return SharedExpertsSpec(module="shared_experts", num_experts=count, intermediate_size=size)
+
+
+def _whole_config(config: Config) -> Config:
+    return config
+
+
+def _text_part(config: Config) -> Config:
+    """The language model's part of a config that has others, under the names of the whole where it is silent."""
+    part = _required(config, "text_config")
+    if not isinstance(part, dict):
+        raise CheckpointError(f"config.json: text_config: expected an object, found {part!r}")
+    return {"dtype": config.get("dtype") or config.get("torch_dtype")} | part
+
+
 _GATE_DOWN_UP = Projections(gate="gate_proj", down="down_proj", up="up_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
+    """What a family does its own way.
+
+    Attributes:
+        intermediate_size: the config's key for N.
+        text_config: the part of the config that is about the language model.
+        names: fields of `MoEModelSpec` that say where tensors are and what they mean.
+    """
+
     moe_module: str = "mlp"
     projections: Projections = _GATE_DOWN_UP
     intermediate_size: str = "moe_intermediate_size"
     moe_layers: Callable[[Config], tuple[int, ...]] = _all_layers
     routing: Callable[[Config], RoutingSpec] = _softmax_routing
     shared_experts: Callable[[Config], SharedExpertsSpec | None] = _no_shared_experts
+    activation: Callable[[Config], MoEActivation] = _activation
+    text_config: Callable[[Config], Config] = _whole_config
+    names: dict[str, Any] = field(default_factory=dict)
 
+
+_GATE_W1 = Projections(gate="w1", down="w2", up="w3")
+_DEEPSEEK_V3 = _Family(
+    moe_layers=_layers_after_dense,
+    routing=_deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
+    shared_experts=_deepseek_shared_experts,
+)
 
 FAMILIES = {
     "mixtral": _Family(
         moe_module="block_sparse_moe",
-        projections=Projections(gate="w1", down="w2", up="w3"),
+        projections=_GATE_W1,
         intermediate_size="intermediate_size",
         routing=_always_renormalized,
     ),
+    "minimax_m2": _Family(
+        moe_module="block_sparse_moe",
+        projections=_GATE_W1,
+        intermediate_size="intermediate_size",
+        routing=_biased_sigmoid,
+        names={"correction_bias_tensor": "e_score_correction_bias"},
+    ),
+    "phimoe": _Family(
+        moe_module="block_sparse_moe",
+        projections=_GATE_W1,
+        intermediate_size="intermediate_size",
+        routing=_sparse_mixer,
+        names={"has_norm_bias": True},
+    ),
     "qwen2_moe": _Family(moe_layers=_sparse_step_layers, shared_experts=_gated_shared_expert),
     "qwen3_moe": _Family(moe_layers=_sparse_step_layers),
+    "qwen3_next": _Family(
+        moe_layers=_sparse_step_layers,
+        routing=_renormalized_unless_told,
+        shared_experts=_gated_shared_expert,
+        names={"norm_offset": 1.0},
+    ),
+    "qwen3_vl_moe": _Family(
+        moe_layers=_sparse_step_layers,
+        routing=_always_renormalized,
+        text_config=_text_part,
+        names={
+            "layers_module": "model.language_model.layers",
+            "embedding": "model.language_model.embed_tokens.weight",
+        },
+    ),
     "olmoe": _Family(intermediate_size="intermediate_size"),
+    "ernie4_5_moe": _Family(
+        moe_layers=_layers_between,
+        routing=_biased_softmax,
+        shared_experts=_ernie_shared_experts,
+        names={"correction_bias_tensor": "moe_statics.e_score_correction_bias"},
+    ),
+    "gpt_oss": _Family(
+        intermediate_size="intermediate_size",
+        routing=_always_renormalized,
+        activation=_swigluoai,
+        names={"router": "router", "has_router_bias": True, "has_bias": True, "interleaved": True},
+    ),
+    "glm4_moe": _DEEPSEEK_V3,
     "deepseek_v2": _Family(
         moe_layers=_layers_after_dense,
         routing=_deepseek_routing("greedy", "softmax", renormalize=False),
         shared_experts=_deepseek_shared_experts,
     ),
-    "deepseek_v3": _Family(
-        moe_layers=_layers_after_dense,
-        routing=_deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
-        shared_experts=_deepseek_shared_experts,
-    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
 }

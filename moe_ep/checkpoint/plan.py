@@ -6,40 +6,61 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_ep.checkpoint.formats.layout import QuantizationConfig, TensorLayout, plain_tensors
+import torch
+
+from moe_ep.checkpoint.formats import QuantizationConfig
+from moe_ep.checkpoint.formats.layout import Role, TensorLayout
 from moe_ep.checkpoint.models import MoEModelSpec
-from moe_ep.checkpoint.reader import CheckpointReader
+from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
+from moe_ep.checkpoint.stored import ExpertTensors, Stored, find_linear, linear_layouts, projection_size
 from moe_ep.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One call of `weight_loader`.
+    """One call of `weight_loader`, or a check that a tensor says nothing, where the layer has no parameter for it.
 
     Attributes:
-        param_name: the layer's parameter.
+        param_name: the layer's parameter; empty for a tensor that must equal its layout's default.
         shard_id: w1, w2 or w3.
         expert_id: physical expert; fused shared ones follow the redundant ones.
-        part: the part of the tensor on disk that this expert is; empty for all of it.
+        layout: of the tensor.
+        stored: how it is taken out of what is read; None for the default.
+        part: the part of the tensor that this expert is; empty for all of it.
     """
 
     param_name: str
     shard_id: str
     expert_id: int
+    layout: TensorLayout
+    stored: Stored | None
     part: tuple[slice, ...] = ()
+
+    def tensor(self, raw: torch.Tensor) -> torch.Tensor:
+        """What the parameter takes."""
+        tensor = raw if self.stored is None else self.stored.tensor(raw)
+        return tensor[self.part] if self.part else tensor
 
 
 @dataclass
 class Source:
-    """A tensor on disk, or what stands for it where it was left out, and the slots that take it.
+    """A range of bytes on disk, or what stands for a tensor that was left out, and the slots that take it.
 
-    Without slots the layer has no parameter for the tensor, which is right only if it equals `layout.default`.
+    Attributes:
+        name: of the tensor; `name[i]` for an index of its leading dimension.
+        info: where it lies; None where it was left out.
     """
 
     name: str
-    layout: TensorLayout
-    on_disk: bool
+    info: TensorInfo | None
     slots: list[Slot] = field(default_factory=list)
+
+    def default(self) -> torch.Tensor:
+        """What stands for a tensor that was left out."""
+        make = self.slots[0].layout.default
+        if make is None:
+            raise CheckpointError(f"expected tensor {self.name}, found none of that name")
+        return make()
 
 
 def plan_layer(
@@ -51,72 +72,65 @@ def plan_layer(
 ) -> list[Source]:
     """The sources of all experts that this rank holds, each once.
 
+    Args:
+        quantization: of this layer's experts, as `layer_quantization` gives it.
+
     Raises:
         CheckpointError: more or fewer experts on disk than in the config, a tensor that is missing, of another shape or
             dtype than the config says, or that the layer has no parameter for.
         ValueError: fused shared experts that cannot be loaded as experts.
     """
-    _check_expert_count(reader, spec, layer_index)
     params = [name for name, _ in layer.named_parameters(recurse=False)]
     sources: dict[str, Source] = {}
-    for linear in _linears(spec, layer_index, layer, quantization):
-        whole, expert = _layouts(quantization, linear.size), _layouts(quantization, linear.expert_size)
+    for linear in _linears(reader, spec, layer_index, layer, quantization):
         wanted = {name.removeprefix(linear.param_prefix) for name in params if name.startswith(linear.param_prefix)}
-        found = {name.removeprefix(linear.stem) for name in reader.names(linear.stem)}
-        for suffix in sorted(wanted | found | whole.keys()):
-            name, layout = linear.stem + suffix, whole.get(suffix)
-            if suffix in found:
-                if layout is None:
-                    raise _unknown_tensor(reader, name, whole)
-                check_tensor(reader, name, layout)
-            elif layout is None or layout.default is None:
-                raise CheckpointError(f"{reader.index_file}: expected tensor {name}, found none of that name")
-            elif suffix not in wanted:
+        for suffix in sorted(wanted | linear.found.keys() | linear.layouts.keys()):
+            stored, layout = linear.found.get(suffix), linear.layouts.get(suffix)
+            if layout is not None and layout.role is Role.UNUSED:
                 continue
-            source = sources.setdefault(name, Source(name, layout, suffix in found))
-            if suffix in wanted:
-                part = _part(whole[suffix].shape, expert[suffix].shape, linear.index)
-                source.slots.append(Slot(linear.param_prefix + suffix, linear.shard_id, linear.expert_id, part))
+            name = linear.names[suffix] if suffix in linear.names else linear.stem + suffix
+            if layout is None or (stored is None and layout.default is None):
+                raise CheckpointError(f"{reader.index_file}: expected tensor {name}, found none of that name")
+            if stored is None and suffix not in wanted:
+                continue
+            key = f"{linear.stem}{suffix}" if stored is None else stored.info.name
+            source = sources.setdefault(key, Source(key, None if stored is None else stored.info))
+            param_name = linear.param_prefix + suffix if suffix in wanted else ""
+            part = _part(layout.shape, linear.expert_layouts[suffix].shape, linear.index)
+            source.slots.append(Slot(param_name, linear.shard_id, linear.expert_id, layout, stored, part))
     return list(sources.values())
-
-
-def check_tensor(reader: CheckpointReader, name: str, layout: TensorLayout) -> None:
-    """CheckpointError unless the tensor is there in the layout's shape and one of its dtypes."""
-    info = reader.info(name)
-    if info.shape != layout.shape:
-        raise CheckpointError(f"{info.file}: tensor {name}: expected shape {layout.shape}, found {info.shape}")
-    if info.dtype not in layout.dtypes:
-        expected = " or ".join(map(str, layout.dtypes))
-        raise CheckpointError(f"{info.file}: tensor {name}: expected {expected}, found {info.dtype}")
-
-
-def projection_size(role: str, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
-    """`(out_features, in_features)` of gate, up or down."""
-    return (hidden_size, intermediate_size) if role == "down" else (intermediate_size, hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Linear:
-    """One linear layer of one physical expert: its tensors on disk are `stem` + suffix.
+    """One linear layer of one physical expert.
 
     Attributes:
-        size: `(out_features, in_features)` on disk.
-        expert_size: the same of the expert, smaller where several experts share the tensors.
-        index: which of them this is.
+        found: its tensors on disk by suffix; stem + suffix is what one would be called, unless names says otherwise.
+        layouts: of all tensors that it may have.
+        expert_layouts: of the expert's part of them, smaller where several experts share the tensors.
+        index: which of these this is.
     """
 
     stem: str
+    names: dict[str, str]
+    found: dict[str, Stored]
     param_prefix: str
     shard_id: str
     expert_id: int
-    size: tuple[int, int]
-    expert_size: tuple[int, int]
+    layouts: dict[str, TensorLayout]
+    expert_layouts: dict[str, TensorLayout]
     index: int = 0
 
 
 def _linears(
-    spec: MoEModelSpec, layer_index: int, layer: Any, quantization: QuantizationConfig | None
+    reader: CheckpointReader,
+    spec: MoEModelSpec,
+    layer_index: int,
+    layer: Any,
+    quantization: QuantizationConfig | None,
 ) -> Iterator[_Linear]:
+    experts = ExpertTensors(reader, spec, layer_index, quantization)
     projections = spec.projections
     roles = {name: role for role, name in projections._asdict().items()}
     shards: dict[str, tuple[str, str]] = {}
@@ -128,20 +142,23 @@ def _linears(
         param_prefix = param_name.removeprefix("experts.")
         shards[role] = (param_prefix, shard_id)
         if layer.is_local_expert(expert_id):
-            size = projection_size(role, spec.hidden_size, spec.moe_intermediate_size)
+            expert, layouts = expert_id % spec.num_experts, experts.layouts(role)
             yield _Linear(
                 stem=f"{spec.moe_prefix(layer_index)}.{weight_name}",
+                names={suffix: experts.name(expert, role, suffix) for suffix in layouts},
+                found=experts.find(expert, role),
                 param_prefix=param_prefix,
                 shard_id=shard_id,
                 expert_id=expert_id,
-                size=size,
-                expert_size=size,
+                layouts=layouts,
+                expert_layouts=layouts,
             )
     if layer.num_fused_shared_experts:
-        yield from _fused_shared_linears(spec, layer_index, layer, quantization, shards)
+        yield from _fused_shared_linears(reader, spec, layer_index, layer, quantization, shards)
 
 
 def _fused_shared_linears(
+    reader: CheckpointReader,
     spec: MoEModelSpec,
     layer_index: int,
     layer: Any,
@@ -159,19 +176,21 @@ def _fused_shared_linears(
     for index in range(count):
         for role, name in spec.projections._asdict().items():
             param_prefix, shard_id = shards[role]
+            stem = f"{spec.shared_experts_prefix(layer_index)}.{name}."
+            size = projection_size(role, spec.hidden_size, shared.intermediate_size)
+            part = projection_size(role, spec.hidden_size, shared.intermediate_size // count)
+            layouts = linear_layouts(quantization, role, size)
             yield _Linear(
-                stem=f"{spec.shared_experts_prefix(layer_index)}.{name}.",
+                stem=stem,
+                names={},
+                found=find_linear(reader, stem, layouts),
                 param_prefix=param_prefix,
                 shard_id=shard_id,
                 expert_id=spec.num_experts + layer.num_redundant_experts + index,
-                size=projection_size(role, spec.hidden_size, shared.intermediate_size),
-                expert_size=projection_size(role, spec.hidden_size, shared.intermediate_size // count),
+                layouts=layouts,
+                expert_layouts=linear_layouts(quantization, role, part),
                 index=index,
             )
-
-
-def _layouts(quantization: QuantizationConfig | None, size: tuple[int, int]) -> dict[str, TensorLayout]:
-    return plain_tensors(*size) if quantization is None else quantization.tensors(*size)
 
 
 def _part(whole: tuple[int, ...], expert: tuple[int, ...], index: int) -> tuple[slice, ...]:
@@ -182,24 +201,3 @@ def _part(whole: tuple[int, ...], expert: tuple[int, ...], index: int) -> tuple[
         slice(None) if total == size else slice(index * size, (index + 1) * size)
         for total, size in zip(whole, expert, strict=True)
     )
-
-
-def _unknown_tensor(reader: CheckpointReader, name: str, layouts: dict[str, TensorLayout]) -> CheckpointError:
-    return CheckpointError(
-        f"{reader.info(name).file}: tensor {name}: expected only {', '.join(layouts)} of an expert's projection, as "
-        f"quantization_config in config.json says"
-    )
-
-
-def _check_expert_count(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> None:
-    prefix = spec.expert_prefix(layer_index) + "."
-    parts = {name[len(prefix) :].split(".", 1)[0] for name in reader.names(prefix)}
-    found = {int(part) for part in parts if part.isdecimal()}
-    expected = set(range(spec.num_experts))
-    if found != expected:
-        first = min(found ^ expected)
-        kind = "not in the config" if first in found else "missing"
-        raise CheckpointError(
-            f"{reader.index_file}: {prefix}*: expected {spec.num_experts} experts as config.json says, "
-            f"found {len(found)}; expert {first} is {kind}"
-        )

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from moe_ep.checkpoint.directory import INDEX_NAME, SINGLE_NAME, find_tensors, read_json
+from moe_ep.checkpoint.directory import INDEX_NAME, SINGLE_NAME, find_tensors, read_config
 from moe_ep.checkpoint.safetensors_header import TensorInfo
 from moe_ep.errors import CheckpointError
 
@@ -51,7 +51,7 @@ class CheckpointReader:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise CheckpointError(f"{self.directory}: expected a checkpoint directory, found none")
-        self.config: dict[str, Any] = read_json(self.directory / "config.json")
+        self.config: dict[str, Any] = read_config(self.directory)
         self._tensors = find_tensors(self.directory)
         self._names = sorted(self._tensors)
         self._files: dict[Path, int] = {}
@@ -146,19 +146,23 @@ class CheckpointReader:
                 self._fill(info.file, offset, buffer[first * info.row_bytes : last * info.row_bytes])
         return tensor[positions]
 
-    def read_many(self, names: Iterable[str], reuse_buffers: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_many(
+        self, names: Iterable[str | TensorInfo], reuse_buffers: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields `(name, tensor)` in file order, read in large pieces by a few threads that run ahead.
 
         Tensors that lie side by side are read at once. The tensors of a piece are views of one buffer of about
         `BATCH_BYTES`, which lives as long as any of them: copy what should stay for long.
 
         Args:
+            names: of whole tensors; or what `info(name).row(i)` gives, for one index of the leading dimension.
             reuse_buffers: a tensor is only valid until the next one is asked for, and no time goes into fresh memory.
 
         Raises:
             CheckpointError: no such tensor, or a file became shorter.
         """
-        batches = _make_batches([self.info(name) for name in dict.fromkeys(names)])
+        infos = [self.info(name) if isinstance(name, str) else name for name in dict.fromkeys(names)]
+        batches = _make_batches(infos)
         if not batches:
             return
         pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="moe_ep-read")

@@ -61,6 +61,11 @@ class TensorInfo:
         """Bytes of one index of the leading dimension."""
         return self.nbytes // self.shape[0] if self.shape and self.shape[0] else 0
 
+    def row(self, index: int) -> TensorInfo:
+        """One index of the leading dimension as a tensor of its own."""
+        name, offset = f"{self.name}[{index}]", self.offset + index * self.row_bytes
+        return TensorInfo(name, self.file, self.dtype, self.shape[1:], offset, self.row_bytes)
+
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file by name.

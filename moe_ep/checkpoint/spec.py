@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ class RoutingSpec:
 
     Attributes:
         has_correction_bias: whether the router has an `e_score_correction_bias`.
+        custom_routing_function: chooses in place of the scores, where the family has a rule of its own.
     """
 
     renormalize: bool
@@ -33,6 +35,7 @@ class RoutingSpec:
     topk_group: int | None = None
     routed_scaling_factor: float = 1.0
     has_correction_bias: bool = False
+    custom_routing_function: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,13 @@ class MoEModelSpec:
         moe_layers: indices of the layers that have experts; the others are dense.
         moe_module: name of the MoE block inside a layer.
         projections: names of gate, down and up on disk.
+        layers_module: what the names of layers start with.
+        router: the router inside the MoE block, and has_router_bias whether its logits have a bias.
+        correction_bias_tensor: the `e_score_correction_bias` inside the MoE block.
+        has_bias: whether experts have biases; missing ones are zeros.
+        interleaved: whether fused experts hold gate and up rows in turns.
+        norm_offset: what is added to the weights of norms.
+        has_norm_bias: whether the norm before the experts is a layer norm with a bias, not an RMS norm.
     """
 
     family: str
@@ -79,12 +89,20 @@ class MoEModelSpec:
     moe_module: str
     projections: Projections
     embedding: str = "model.embed_tokens.weight"
+    layers_module: str = "model.layers"
+    router: str = "gate"
+    has_router_bias: bool = False
+    correction_bias_tensor: str = "gate.e_score_correction_bias"
+    has_bias: bool = False
+    interleaved: bool = False
+    norm_offset: float = 0.0
+    has_norm_bias: bool = False
 
     def moe_prefix(self, layer: int) -> str:
         """The MoE block of a layer, such as `model.layers.3.mlp`; ValueError for a layer without experts."""
         if layer not in self.moe_layers:
             raise ValueError(f"layer is {layer}; it must be one of the layers with experts, {list(self.moe_layers)}")
-        return f"model.layers.{layer}.{self.moe_module}"
+        return f"{self.layers_module}.{layer}.{self.moe_module}"
 
     def expert_prefix(self, layer: int) -> str:
         """What the names of a layer's experts start with, such as `model.layers.3.mlp.experts`."""
@@ -92,20 +110,24 @@ class MoEModelSpec:
 
     def router_weight(self, layer: int) -> str:
         """Name of the router's weight, `[E, K]`."""
-        return f"{self.moe_prefix(layer)}.gate.weight"
+        return f"{self.moe_prefix(layer)}.{self.router}.weight"
 
     def correction_bias(self, layer: int) -> str | None:
         """Name of the router's `e_score_correction_bias`, `[E]`, or None where the family has none."""
-        name = f"{self.moe_prefix(layer)}.gate.e_score_correction_bias"
+        name = f"{self.moe_prefix(layer)}.{self.correction_bias_tensor}"
         return name if self.routing.has_correction_bias else None
 
     def router_bias(self, layer: int) -> str | None:
-        """Name of the bias of the router's logits; None, for no family here has one."""
-        return None
+        """Name of the bias of the router's logits, `[E]`, or None where the family has none."""
+        return f"{self.moe_prefix(layer)}.{self.router}.bias" if self.has_router_bias else None
 
     def norm_weight(self, layer: int) -> str:
-        """Name of the weight of the RMS norm before the MoE block, `[K]`."""
-        return f"model.layers.{layer}.post_attention_layernorm.weight"
+        """Name of the weight of the norm before the MoE block, `[K]`."""
+        return f"{self.layers_module}.{layer}.post_attention_layernorm.weight"
+
+    def norm_bias(self, layer: int) -> str | None:
+        """Name of that norm's bias, `[K]`, or None for an RMS norm."""
+        return f"{self.layers_module}.{layer}.post_attention_layernorm.bias" if self.has_norm_bias else None
 
     def shared_experts_prefix(self, layer: int) -> str | None:
         """The shared experts' MLP, such as `model.layers.3.mlp.shared_experts`, or None."""

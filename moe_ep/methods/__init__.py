@@ -1,6 +1,14 @@
-"""One module a quantization: its parameters, how they are loaded, and which experts run them."""
+"""The parameters of a layer's experts, how they are loaded, and which experts run them."""
 
 from moe_ep.methods.base import FusedMoEMethodBase, make_method, relative_error, tolerance
-from moe_ep.methods.online import OnlineIntConfig
+from moe_ep.methods.online import ONLINE, OnlineFp8Config, OnlineIntConfig
 
-__all__ = ["FusedMoEMethodBase", "OnlineIntConfig", "make_method", "relative_error", "tolerance"]
+__all__ = [
+    "ONLINE",
+    "FusedMoEMethodBase",
+    "OnlineFp8Config",
+    "OnlineIntConfig",
+    "make_method",
+    "relative_error",
+    "tolerance",
+]

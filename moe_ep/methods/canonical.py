@@ -1,4 +1,4 @@
-"""Integer weights: what GPTQ and weights quantized on load become before experts run them.
+"""Quantized weights: what those of a checkpoint, and plain ones quantized on load, become before experts run them.
 
 A subclass unpacks the loaded parameters to `CanonicalWeights`; the experts that will compute the layer put them into
 their own layout. The layer holds that layout's fields `[El, ...]` of each GEMM (`ExpertWeights`) as buffers
@@ -12,27 +12,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights
-from moe_ep.config import FusedMoEQuantConfig
+from moe_ep.checkpoint.formats.canonical import CanonicalWeights, agree_on_type
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertWeights, FusedMoEActivationFormat
 from moe_ep.experts_choice import ExpertsNames, choose_experts
 from moe_ep.methods.base import FusedMoEMethodBase
 from moe_ep.registry import EXPERTS
-from moe_ep.scalar_type import ScalarType, scalar_types
 
 if TYPE_CHECKING:
     from moe_ep.expert_shard import ExpertShard
 
-_WITH_ZERO_POINTS = {scalar_types.uint4b8: scalar_types.uint4, scalar_types.uint8b128: scalar_types.uint8}
+_GEMMS = ("w13", "w2")
 
 
 class CanonicalFusedMoEMethod(FusedMoEMethodBase):
     """Base of methods whose weights pass through `CanonicalWeights`; a subclass creates parameters and unpacks them."""
 
-    _quant_type_id: int = 0
-    _group_size: int = 0
     _packed_on: torch.device | None = None
     _experts_names: ExpertsNames | None = None
+
+    def __init__(self, moe_config: FusedMoEConfig, quant_config: Any = None) -> None:
+        super().__init__(moe_config, quant_config)
+        # (quant_type_id, group_size) of each GEMM.
+        self._types: dict[str, tuple[int, int]] = {}
 
     @abstractmethod
     def unpack(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
@@ -40,12 +42,11 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: ExpertShard) -> None:
         """Unpacks both GEMMs, agrees on one number type, packs them for the experts, and frees what was loaded."""
-        w13, w2 = self.unpack(layer, "w13"), self.unpack(layer, "w2")
-        if self._needs_zero_points(layer, w13) or self._needs_zero_points(layer, w2):
-            w13, w2 = with_zero_points(w13), with_zero_points(w2)
+        w13, w2 = agree_on_type(self.unpack(layer, "w13"), self.unpack(layer, "w2"))
         for name in [name for name, _ in layer.named_parameters(recurse=False) if not name.endswith("_bias")]:
             delattr(layer, name)
-        self._quant_type_id, self._group_size = w13.quant_type_id, w13.group_size
+        for gemm, weights in zip(_GEMMS, (w13, w2), strict=True):
+            self._types[gemm] = (weights.quant_type_id, weights.group_size)
         self._pack(layer, w13, w2)
         layer.loader.close()
 
@@ -54,16 +55,12 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         self._packed_on = w13.codes.device
         self._experts_names = choose_experts(layer.experts, self.moe_config, (w13, w2), self._packed_on)
         experts = EXPERTS.load(self._experts_names[FusedMoEActivationFormat.Standard])
-        for gemm, weights in (("w13", w13), ("w2", w2)):
+        for gemm, weights in zip(_GEMMS, (w13, w2), strict=True):
             gated = gemm == "w13" and layer.activation.is_gated
             packed = experts.pack_weights(weights, self.moe_config, gated)
             for field, tensor in packed._asdict().items():
                 if tensor is not None:
                     layer.register_buffer(f"{gemm}_processed_{field}", tensor)
-
-    def _needs_zero_points(self, layer: ExpertShard, weights: CanonicalWeights) -> bool:
-        """A layer has one number type: zero points in one GEMM mean zero points in both."""
-        return weights.zero_points is not None
 
     def experts_names(self, layer: ExpertShard) -> ExpertsNames:
         """Those that the weights were packed for; weights that moved to another device unpacked are packed there."""
@@ -83,8 +80,9 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             scales=layer.get_buffer(f"{gemm}_processed_scales"),
             zero_points=_held(layer, gemm, "zero_points"),
             g_idx=_held(layer, gemm, "g_idx"),
-            quant_type_id=self._quant_type_id,
-            group_size=self._group_size,
+            quant_type_id=self._types[gemm][0],
+            group_size=self._types[gemm][1],
+            global_scales=_held(layer, gemm, "global_scales"),
         )
 
     def gemm_weights(self, layer: ExpertShard) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,19 +90,23 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
 
     def get_fused_moe_quant_config(self, layer: ExpertShard) -> FusedMoEQuantConfig:
         return FusedMoEQuantConfig(
-            quant_type_id=self._quant_type_id,
-            group_size=self._group_size,
+            quant_type_id=self._types["w13"][0],
+            group_size=self._types["w13"][1],
+            w2_quant_type_id=self._types["w2"][0],
+            w2_group_size=self._types["w2"][1],
             w1_scale=_held(layer, "w13", "scales"),
             w2_scale=_held(layer, "w2", "scales"),
             w1_zp=_held(layer, "w13", "zero_points"),
             w2_zp=_held(layer, "w2", "zero_points"),
             w1_bias=self.bias(layer, "w13"),
             w2_bias=self.bias(layer, "w2"),
+            g1_alphas=_held(layer, "w13", "global_scales"),
+            g2_alphas=_held(layer, "w2", "global_scales"),
         )
 
     def expert_kwargs(self, layer: ExpertShard) -> dict[str, Any]:
         kwargs: dict[str, Any] = {}
-        for gemm in ("w13", "w2"):
+        for gemm in _GEMMS:
             kwargs[f"{gemm}_g_idx"] = _held(layer, gemm, "g_idx")
             # Only experts that sort columns know this argument.
             if (order := _held(layer, gemm, "g_idx_sort_indices")) is not None:
@@ -112,28 +114,9 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         return kwargs
 
     def weight_tensors(self, layer: ExpertShard) -> list[torch.Tensor]:
-        held = [_held(layer, gemm, field) for gemm in ("w13", "w2") for field in ExpertWeights._fields]
+        held = [_held(layer, gemm, field) for gemm in _GEMMS for field in ExpertWeights._fields]
         return [tensor for tensor in held if tensor is not None]
 
 
 def _held(layer: ExpertShard, gemm: str, field: str) -> torch.Tensor | None:
     return dict(layer.named_buffers(recurse=False)).get(f"{gemm}_processed_{field}")
-
-
-def with_zero_points(weights: CanonicalWeights) -> CanonicalWeights:
-    """The same values with the type's bias written out as zero points: uint4b8 becomes uint4, uint8b128 uint8."""
-    if weights.zero_points is not None:
-        return weights
-    biased = ScalarType.from_id(weights.quant_type_id)
-    zero_points = torch.full_like(weights.scales, biased.bias, dtype=torch.uint8)
-    return weights._replace(zero_points=zero_points, quant_type_id=_WITH_ZERO_POINTS[biased].id)
-
-
-def with_g_idx(weights: CanonicalWeights) -> CanonicalWeights:
-    """The same weights with the group of every column written out."""
-    if weights.g_idx is not None:
-        return weights
-    num_columns = weights.codes.shape[-1]
-    group_size = num_columns if weights.group_size == -1 else weights.group_size
-    groups = torch.arange(num_columns, dtype=torch.int32, device=weights.codes.device) // group_size
-    return weights._replace(g_idx=groups.expand(*weights.codes.shape[:-2], -1).contiguous())

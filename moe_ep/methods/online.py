@@ -1,14 +1,15 @@
-"""Plain weights of the checkpoint, quantized to integers of 4 or 8 bits when they are all there."""
+"""Plain weights of the checkpoint, quantized to 4- or 8-bit integers or 8-bit floats when they are all there."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights
-from moe_ep.checkpoint.formats.plain import quantize_int
+from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
+from moe_ep.checkpoint.formats.plain import quantize_fp8, quantize_int
 from moe_ep.config import FusedMoEConfig
 from moe_ep.errors import one_of
 from moe_ep.methods.canonical import CanonicalFusedMoEMethod
@@ -20,9 +21,23 @@ if TYPE_CHECKING:
 GROUP_SIZES = (128, 64, 32)
 
 
+class OnlineConfig(ABC):
+    """How plain weights are quantized on load."""
+
+    quant_method: ClassVar[str]
+
+    @abstractmethod
+    def group_size_for(self, *sizes: int) -> int:
+        """Input columns that share a scale, for matrices with these numbers of columns; ValueError where none fits."""
+
+    @abstractmethod
+    def quantize(self, weight: torch.Tensor, group_size: int) -> CanonicalWeights:
+        """A plain weight `[..., N, K]` in the canonical form."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class OnlineIntConfig:
-    """Quantize on load: round to nearest, symmetric.
+class OnlineIntConfig(OnlineConfig):
+    """Quantize on load to integers: round to nearest, symmetric.
 
     Attributes:
         bits: 4 or 8.
@@ -41,22 +56,48 @@ class OnlineIntConfig:
         if self.bits not in (4, 8):
             raise ValueError(one_of("bits", self.bits, ["4", "8"]))
 
-
-class OnlineIntFusedMoEMethod(CanonicalFusedMoEMethod):
-    """Parameters of plain weights until they are processed, canonical integers from then on."""
-
-    def __init__(self, moe_config: FusedMoEConfig, quant_config: OnlineIntConfig) -> None:
-        super().__init__(moe_config, quant_config)
-        self._plain = UnquantizedFusedMoEMethod(moe_config)
-        K, N = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
-        asked = GROUP_SIZES if quant_config.group_size is None else (quant_config.group_size,)
-        fitting = [size for size in asked if K % size == 0 and N % size == 0]
+    def group_size_for(self, *sizes: int) -> int:
+        asked = GROUP_SIZES if self.group_size is None else (self.group_size,)
+        fitting = [size for size in asked if not any(columns % size for columns in sizes)]
         if not fitting:
             raise ValueError(
-                f"hidden_size is {K} and the intermediate size per rank is {N}; quantizing on load needs both to be "
-                f"multiples of a group size ({', '.join(map(str, asked))}); load these weights unquantized"
+                f"the matrices have {' and '.join(map(str, sizes))} input columns; quantizing to integers needs "
+                f"multiples of a group size ({', '.join(map(str, asked))}); load these weights unquantized or as fp8"
             )
-        self.group_size = fitting[0]
+        return fitting[0]
+
+    def quantize(self, weight: torch.Tensor, group_size: int) -> CanonicalWeights:
+        return quantize_int(weight, self.bits, group_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineFp8Config(OnlineConfig):
+    """Quantize on load to e4m3 with a scale a row."""
+
+    quant_method: ClassVar[str] = "online_fp8"
+
+    def group_size_for(self, *sizes: int) -> int:
+        return -1
+
+    def quantize(self, weight: torch.Tensor, group_size: int) -> CanonicalWeights:
+        return quantize_fp8(weight)
+
+
+# The names that `--quantize` takes.
+ONLINE: dict[str, OnlineConfig] = {
+    "int4": OnlineIntConfig(bits=4),
+    "int8": OnlineIntConfig(bits=8),
+    "fp8": OnlineFp8Config(),
+}
+
+
+class OnlineFusedMoEMethod(CanonicalFusedMoEMethod):
+    """Parameters of plain weights until they are processed, canonical weights from then on."""
+
+    def __init__(self, moe_config: FusedMoEConfig, quant_config: OnlineConfig) -> None:
+        super().__init__(moe_config, quant_config)
+        self._plain = UnquantizedFusedMoEMethod(moe_config)
+        self.group_size = quant_config.group_size_for(moe_config.hidden_dim, moe_config.intermediate_size_per_partition)
 
     def create_weights(
         self,
@@ -70,4 +111,8 @@ class OnlineIntFusedMoEMethod(CanonicalFusedMoEMethod):
         self._plain.create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype)
 
     def unpack(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
-        return quantize_int(layer.get_parameter(f"{gemm}_weight").data, self.quant_config.bits, self.group_size)
+        return self.quant_config.quantize(layer.get_parameter(f"{gemm}_weight").data, self.group_size)
+
+    def as_quantized(self, weight: torch.Tensor) -> torch.Tensor:
+        """The values f32 that the layer has for a plain weight `[N, K]` of the checkpoint."""
+        return dequantize(self.quant_config.quantize(weight.to(self.moe_config.in_dtype), self.group_size))

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 
 from moe_ep.activation import MoEActivation
-from moe_ep.checkpoint import CheckpointReader, load_norm, load_router, load_shared_experts, model_spec
+from moe_ep.checkpoint import CheckpointReader, load_norm, load_norm_bias, load_router, load_shared_experts, model_spec
 from moe_ep.checkpoint.models import FAMILIES, RoutingSpec
 from moe_ep.checkpoint.plan import plan_layer
 from moe_ep.errors import CheckpointError
 from moe_ep.routing import select_experts
+from moe_ep.sparse_mixer import SparseMixer
 from tests.checkpoint.checkpoints import LoadingLayer, plain_shapes
 
 SIZES = {
@@ -75,6 +77,45 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **MLA,
         },
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": EXPERTS,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "head_dim": 32,
+        },
+    ),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": EXPERTS, "head_dim": 32, "rotary_dim": 16}),
+    "phimoe": ("Phimoe", {"num_local_experts": EXPERTS, "router_jitter_noise": 0.2}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "num_experts": EXPERTS,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+            "head_dim": 32,
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": EXPERTS,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "gpt_oss": ("GptOss", {"num_local_experts": EXPERTS, "head_dim": 32}),
 }
 EXPECTED = {
     "mixtral": {"moe_layers": (0, 1, 2), "moe_intermediate_size": 48, "routing": RoutingSpec(renormalize=True)},
@@ -105,6 +146,36 @@ EXPECTED = {
             has_correction_bias=True,
         ),
     },
+    "glm4_moe": {
+        "moe_layers": (1, 2),
+        "moe_intermediate_size": 32,
+        "routing": RoutingSpec(
+            renormalize=True,
+            scoring_func="sigmoid",
+            use_grouped_topk=True,
+            num_expert_group=2,
+            topk_group=1,
+            routed_scaling_factor=1.5,
+            has_correction_bias=True,
+        ),
+    },
+    "minimax_m2": {
+        "moe_intermediate_size": 48,
+        "routing": RoutingSpec(renormalize=True, scoring_func="sigmoid", has_correction_bias=True),
+    },
+    "phimoe": {
+        "moe_intermediate_size": 48,
+        "has_norm_bias": True,
+        "routing": RoutingSpec(renormalize=False, custom_routing_function=SparseMixer(0.2)),
+    },
+    "qwen3_next": {"moe_layers": (0, 1, 2), "norm_offset": 1.0, "routing": RoutingSpec(renormalize=True)},
+    "ernie4_5_moe": {"moe_layers": (1, 2), "routing": RoutingSpec(renormalize=True, has_correction_bias=True)},
+    "gpt_oss": {
+        "activation": MoEActivation.SWIGLUOAI,
+        "has_bias": True,
+        "interleaved": True,
+        "routing": RoutingSpec(renormalize=True),
+    },
 }
 
 
@@ -127,7 +198,7 @@ def save_model(family: str, directory: Path) -> Any:
         if buffer_name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.1)
     model.save_pretrained(directory, max_shard_size="100KB")
-    return model
+    return model.eval()
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -138,7 +209,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_every_family_is_tested() -> None:
-    assert set(MODELS) == set(FAMILIES) == set(EXPECTED)
+    assert set(MODELS) == set(EXPECTED) == set(FAMILIES) - {"kimi_k2", "qwen3_vl_moe"}
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -148,7 +219,16 @@ def test_spec_of_a_config_that_transformers_writes(family: str) -> None:
         assert getattr(spec, field) == value, field
     assert (spec.family, spec.hidden_size, spec.num_hidden_layers, spec.vocab_size) == (family, 64, 3, 128)
     assert (spec.num_experts, spec.top_k, spec.dtype) == (EXPERTS, 2, torch.bfloat16)
-    assert spec.activation is MoEActivation.SILU
+    assert spec.activation is EXPECTED[family].get("activation", MoEActivation.SILU)
+
+
+def test_kimi_is_deepseek_by_another_name() -> None:
+    kimi = model_spec(config_of("deepseek_v3") | {"model_type": "kimi_k2"})
+    assert dataclasses.replace(kimi, family="deepseek_v3") == model_spec(config_of("deepseek_v3"))
+
+
+def router_of(block: Any) -> Any:
+    return block.router if hasattr(block, "router") else block.gate
 
 
 def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> None:
@@ -159,15 +239,24 @@ def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> Non
     for index in spec.moe_layers:
         layer = LoadingLayer(plain_shapes(), list(range(EXPERTS)), num_experts=EXPERTS)
         plan = plan_layer(reader, spec, index, layer, None)
-        assert {source.name for source in plan} == set(reader.names(spec.expert_prefix(index) + "."))
+        # A fused tensor is read by rows, name[0], name[1], ...
+        names = {source.name.split("[")[0] for source in plan}
+        assert names == set(reader.names(spec.expert_prefix(index) + "."))
         block = model.model.layers[index].mlp
         router = load_router(reader, spec, index)
-        assert torch.equal(router.weight, block.gate.weight)
+        assert torch.equal(router.weight, router_of(block).weight)
+        assert (router.bias is not None) == spec.has_router_bias
         assert (router.correction_bias is not None) == spec.routing.has_correction_bias
-        assert torch.equal(load_norm(reader, spec, index), model.model.layers[index].post_attention_layernorm.weight)
+        norm = model.model.layers[index].post_attention_layernorm
+        assert torch.equal(load_norm(reader, spec, index), norm.weight.float() + 1 if spec.norm_offset else norm.weight)
+        assert (load_norm_bias(reader, spec, index) is not None) == spec.has_norm_bias
     dense = set(range(3)) - set(spec.moe_layers)
     assert not any(reader.names(f"model.layers.{index}.{spec.moe_module}.experts.") for index in dense)
     assert reader.info(spec.embedding).shape == (128, 64)
+
+
+# How many experts the shared MLP stands for.
+SHARED = {"qwen2_moe": 1, "qwen3_next": 1, "deepseek_v2": 2, "deepseek_v3": 1, "glm4_moe": 1, "ernie4_5_moe": 2}
 
 
 def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any]) -> None:
@@ -177,16 +266,16 @@ def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any]) -> 
     index = spec.moe_layers[-1]
     block = model.model.layers[index].mlp
     shared = load_shared_experts(reader, spec, index)
-    if family in ("mixtral", "qwen3_moe", "olmoe"):
+    if family not in SHARED:
         assert shared is None and not hasattr(block, "shared_expert") and not hasattr(block, "shared_experts")
         return
-    module = block.shared_expert if family == "qwen2_moe" else block.shared_experts
+    module = block.shared_expert if hasattr(block, "shared_expert") else block.shared_experts
     assert torch.equal(shared.gate, module.gate_proj.weight)
     assert torch.equal(shared.up, module.up_proj.weight)
     assert torch.equal(shared.down, module.down_proj.weight)
     assert spec.shared_experts.intermediate_size == shared.gate.shape[0]
-    assert spec.shared_experts.num_experts == {"qwen2_moe": 1, "deepseek_v2": 2, "deepseek_v3": 1}[family]
-    if family == "qwen2_moe":
+    assert spec.shared_experts.num_experts == SHARED[family]
+    if hasattr(block, "shared_expert_gate"):
         assert torch.equal(shared.expert_gate, block.shared_expert_gate.weight)
     else:
         assert shared.expert_gate is None
@@ -197,15 +286,18 @@ def test_routing_chooses_as_the_model_does(saved: tuple[str, Path, Any]) -> None
     reader = CheckpointReader(directory)
     spec = model_spec(reader.config)
     index = spec.moe_layers[-1]
-    gate = copy.deepcopy(model.model.layers[index].mlp.gate).float()
+    block = model.model.layers[index].mlp
+    gate = copy.deepcopy(router_of(block)).float()
     hidden_states = torch.randn(64, 64)
-    _, weights, ids = gate(hidden_states)
+    # MiniMax hands its router the bias.
+    bias = [block.e_score_correction_bias.float()] if hasattr(block, "e_score_correction_bias") else []
+    _, weights, ids = gate(hidden_states, *bias)
     router = load_router(reader, spec, index)
     arguments = dataclasses.asdict(spec.routing)
     arguments.pop("has_correction_bias")
     our_weights, our_ids, _ = select_experts(
         hidden_states,
-        hidden_states @ router.weight.float().T,
+        F.linear(hidden_states, router.weight.float(), None if router.bias is None else router.bias.float()),
         spec.top_k,
         e_score_correction_bias=None if router.correction_bias is None else router.correction_bias.float(),
         **arguments,
@@ -231,7 +323,10 @@ def test_deepseek_layer_frequency() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'; it must be one of deepseek_v2, deepseek_v3, mixtral, olmoe"),
+        (
+            {"model_type": "llama"},
+            "model_type is 'llama'; it must be one of deepseek_v2, deepseek_v3, .*, mixtral, olmoe",
+        ),
         ({"model_type": None}, "model_type is None; it must be one of"),
         ({"hidden_size": None}, "expected hidden_size, found no such key"),
         ({"hidden_size": "64"}, "hidden_size: expected a whole number of at least 1, found '64'"),

@@ -255,9 +255,9 @@ def test_quantize_on_load(config: OnlineIntConfig, group_size: int) -> None:
 
 
 def test_refuses_sizes_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="hidden_size is 60; GPTQ with 4 bits needs a multiple of 8"):
+    with pytest.raises(ValueError, match="in_features is 60; GPTQ with 4 bits needs a multiple of 8"):
         make_layer(GPTQConfig(bits=4, group_size=-1), hidden_size=60)
-    with pytest.raises(ValueError, match="hidden_size is 48 .* multiples of a group size \\(128, 64, 32\\)"):
+    with pytest.raises(ValueError, match="48 and 128 input columns; .* multiples of a group size \\(128, 64, 32\\)"):
         make_layer(OnlineIntConfig(), hidden_size=48)
     with pytest.raises(ValueError, match="bits is 3; it must be one of 4, 8"):
         OnlineIntConfig(bits=3)

@@ -13,7 +13,6 @@ from moe_ep import verify
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError
-from moe_ep.methods import OnlineIntConfig
 from moe_ep.stack import MoEStack
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 
@@ -51,8 +50,7 @@ def check(
         errors = {}
 
         def observe(layer: int, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
-            group_size = getattr(stack.layers()[layer].moe.quant_method, "group_size", 0)
-            online = (dtype, group_size) if quantize == "int4" else None
+            online = getattr(stack.layers()[layer].moe.quant_method, "as_quantized", None)
             reference = verify.reference_moe(reader, spec, layer, hidden_states, online)
             output = output.clone()
             output[3, 5] += disturb * reference.abs().max()
@@ -72,11 +70,11 @@ def test_every_layer_is_what_the_reference_says(family: str, dtype: torch.dtype,
         assert error <= allowed
 
 
-def test_quantized_on_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", ["int4", "int8", "fp8"])
+def test_quantized_on_load(quantize: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model")
-    for error, allowed in check(tmp_path / "model", torch.float32, "int4").values():
+    for error, allowed in check(tmp_path / "model", torch.float32, quantize).values():
         assert error <= allowed
-    assert OnlineIntConfig().bits == 4
 
 
 def test_quantizing_what_is_quantized_is_refused(tmp_path: Path) -> None:

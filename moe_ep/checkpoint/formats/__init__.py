@@ -5,35 +5,84 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from moe_ep.checkpoint.formats import compressed_tensors, modelopt
+from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
+from moe_ep.checkpoint.formats.fp4 import MXFP4Config
+from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq, unpack_gptq
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
-from moe_ep.checkpoint.formats.plain import quantize_int
+from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, PerGemm
+from moe_ep.checkpoint.formats.plain import quantize_fp8, quantize_int
 from moe_ep.errors import CheckpointError, one_of
 
 __all__ = [
     "CanonicalWeights",
     "GPTQConfig",
+    "ModelQuantization",
+    "ModuleSchemes",
+    "PerGemm",
     "QuantizationConfig",
     "dequantize",
     "pack_gptq",
     "quantization_config",
+    "quantize_fp8",
     "quantize_int",
     "unpack_gptq",
 ]
 
-FORMATS: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
-    GPTQConfig.quant_method: GPTQConfig.from_dict,
+# How a whole model is quantized: `of_module` says how one of its linear layers is.
+ModelQuantization = QuantizationConfig | ModuleSchemes
+
+
+def _gptq(values: Mapping[str, Any]) -> ModelQuantization:
+    config = GPTQConfig.from_dict(values)
+    exceptions = values.get("dynamic") or {}
+    # GPTQModel: "-:" and an expression for modules that are plain, "+:" or nothing for other settings of some.
+    changed = [name for name in exceptions if not name.startswith("-:")]
+    if changed:
+        raise CheckpointError(
+            f"config.json: quantization_config: dynamic: expected only modules to leave out (-:), found {changed[0]!r}"
+        )
+    if not exceptions:
+        return config
+    return ModuleSchemes(
+        config.quant_method, [((EVERY_LINEAR,), config)], [f"re:{name.removeprefix('-:')}" for name in exceptions]
+    )
+
+
+def _awq(values: Mapping[str, Any]) -> ModelQuantization:
+    scheme = AWQConfig.from_dict(values)
+    return ModuleSchemes("awq", [((EVERY_LINEAR,), scheme)], values.get("modules_to_not_convert") or ())
+
+
+def _fp8(values: Mapping[str, Any]) -> ModelQuantization:
+    scheme = Float8Config.from_dict(values)
+    ignored = values.get("modules_to_not_convert") or values.get("ignored_layers") or ()
+    return ModuleSchemes("fp8", [((EVERY_LINEAR,), scheme)], ignored)
+
+
+def _mxfp4(values: Mapping[str, Any]) -> ModelQuantization:
+    return ModuleSchemes("mxfp4", [((EVERY_LINEAR,), MXFP4Config())], values.get("modules_to_not_convert") or ())
+
+
+FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    compressed_tensors.METHOD: compressed_tensors.compressed_tensors_schemes,
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+    modelopt.METHOD: modelopt.modelopt_schemes,
 }
 
 
-def quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | None:
-    """How a checkpoint's experts are quantized, from its config.json; None where they are plain.
+def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
+    """How a checkpoint is quantized, from its config.json; None where it is plain.
 
     Raises:
         CheckpointError: a quant_method that is not known (the known ones are listed), or one with bad settings.
     """
-    values = config.get("quantization_config")
+    values = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if values is None:
         return None
     if not isinstance(values, Mapping):

@@ -6,19 +6,26 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.scalar_type import ScalarType
+from moe_ep.scalar_type import ScalarType, scalar_types
+
+# The magnitudes of e2m1 codes 0 to 7; code 8 + i is the negative of code i (OCP Microscaling Formats, section 5.3.3).
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+_WITH_ZERO_POINTS = {scalar_types.uint4b8: scalar_types.uint4, scalar_types.uint8b128: scalar_types.uint8}
 
 
 class CanonicalWeights(NamedTuple):
     """Weights `[..., N, K]` as one code a byte, in the checkpoint's row and column order.
 
     Attributes:
-        codes: uint8 `[..., N, K]`, the stored codes (for uint4b8 the value is code - 8).
-        scales: float `[..., N, G]`.
+        codes: uint8 `[..., N, K]`, the stored codes (for uint4b8 the value is code - 8, for float types the bits).
+        scales: float `[..., N, G]`; uint8 ones are the bits of e8m0 numbers, powers of two.
         zero_points: uint8 `[..., N, G]`, or None where the type has a fixed bias.
         g_idx: int32 `[..., K]`, the group of every column; None where column k is in group k // group_size.
         quant_type_id: `ScalarType.id` of the codes.
         group_size: columns of a group; -1 for all of them.
+        global_scales: f32 `[...]`, a factor of all rows, or `[..., H]`, one for each of H equal parts of the rows;
+            None where there is none.
     """
 
     codes: torch.Tensor
@@ -27,21 +34,37 @@ class CanonicalWeights(NamedTuple):
     g_idx: torch.Tensor | None
     quant_type_id: int
     group_size: int
+    global_scales: torch.Tensor | None = None
 
 
 def dequantize(weights: CanonicalWeights) -> torch.Tensor:
-    """The values, f32 `[..., N, K]`: `scale * (code - zero point)`, rounded once.
-
-    Raises:
-        ValueError: a quant_type_id that is not an integer type.
-    """
+    """The values, f32 `[..., N, K]`: `scale * (code - zero point)`, rounded once, times the global scale."""
     scalar_type = ScalarType.from_id(weights.quant_type_id)
     if scalar_type.is_float:
-        raise ValueError(f"quant_type_id is {weights.quant_type_id} ({scalar_type}); it must be an integer type")
-    zero_points: torch.Tensor | int = scalar_type.bias
-    if weights.zero_points is not None:
-        zero_points = per_column(weights.zero_points, weights).float()
-    return (weights.codes.float() - zero_points) * per_column(weights.scales, weights).float()
+        values = _float_values(weights.codes, scalar_type)
+    elif weights.zero_points is not None:
+        values = weights.codes.float() - per_column(weights.zero_points, weights).float()
+    else:
+        values = weights.codes.float() - scalar_type.bias
+    values = values * per_column(scale_values(weights.scales), weights)
+    if weights.global_scales is None:
+        return values
+    return values * global_scale_per_row(weights).unsqueeze(-1)
+
+
+def scale_values(scales: torch.Tensor) -> torch.Tensor:
+    """Scales as f32."""
+    return scales.view(torch.float8_e8m0fnu).float() if scales.dtype == torch.uint8 else scales.float()
+
+
+def global_scale_per_row(weights: CanonicalWeights) -> torch.Tensor:
+    """f32 `[..., N]`."""
+    factors, num_rows = weights.global_scales, weights.codes.shape[-2]
+    if factors is None:
+        return torch.ones(weights.codes.shape[:-1], device=weights.codes.device)
+    if factors.dim() < weights.codes.dim() - 1:
+        factors = factors.unsqueeze(-1)
+    return factors.repeat_interleave(num_rows // factors.shape[-1], dim=-1)
 
 
 def per_column(groups: torch.Tensor, weights: CanonicalWeights) -> torch.Tensor:
@@ -52,3 +75,81 @@ def per_column(groups: torch.Tensor, weights: CanonicalWeights) -> torch.Tensor:
         return groups.gather(-1, index)
     group_size = num_columns if weights.group_size == -1 else weights.group_size
     return groups.repeat_interleave(group_size, dim=-1)[..., :num_columns]
+
+
+def concatenate_rows(first: CanonicalWeights, second: CanonicalWeights) -> CanonicalWeights:
+    """Gate rows, then up rows, of weights of one format; their columns have the same groups."""
+    if first.zero_points is not None or second.zero_points is not None:
+        first, second = with_zero_points(first), with_zero_points(second)
+
+    zero_points = None
+    if first.zero_points is not None and second.zero_points is not None:
+        zero_points = torch.cat((first.zero_points, second.zero_points), dim=-2)
+    global_scales = None
+    if first.global_scales is not None and second.global_scales is not None:
+        global_scales = torch.stack((first.global_scales, second.global_scales), dim=-1)
+    return first._replace(
+        codes=torch.cat((first.codes, second.codes), dim=-2),
+        scales=torch.cat((first.scales, second.scales), dim=-2),
+        zero_points=zero_points,
+        global_scales=global_scales,
+    )
+
+
+def agree_on_type(w13: CanonicalWeights, w2: CanonicalWeights) -> tuple[CanonicalWeights, CanonicalWeights]:
+    """The same values in one number type, where integers can have one; floats of two kinds stay as they are.
+
+    Zero points in one mean zero points in both, and codes of 4 bits beside codes of 8 become codes of 8.
+    """
+    types = [ScalarType.from_id(part.quant_type_id) for part in (w13, w2)]
+    if any(scalar_type.is_float for scalar_type in types):
+        return w13, w2
+    if w13.zero_points is not None or w2.zero_points is not None:
+        w13, w2 = with_zero_points(w13), with_zero_points(w2)
+    if types[0].size_bits != types[1].size_bits:
+        w13, w2 = _in_eight_bits(w13), _in_eight_bits(w2)
+    return w13, w2
+
+
+def with_zero_points(weights: CanonicalWeights) -> CanonicalWeights:
+    """The same values with the type's bias written out as zero points: uint4b8 becomes uint4, uint8b128 uint8."""
+    if weights.zero_points is not None:
+        return weights
+    biased = ScalarType.from_id(weights.quant_type_id)
+    zero_points = torch.full_like(weights.scales, biased.bias, dtype=torch.uint8)
+    return weights._replace(zero_points=zero_points, quant_type_id=_WITH_ZERO_POINTS[biased].id)
+
+
+def with_g_idx(weights: CanonicalWeights, first_column: int = 0) -> CanonicalWeights:
+    """The same weights with the group of every column written out.
+
+    Args:
+        first_column: where the weights' columns start in the whole matrix, whose groups the scales are.
+    """
+    if weights.g_idx is not None:
+        return weights
+    num_columns = weights.codes.shape[-1]
+    group_size = first_column + num_columns if weights.group_size == -1 else weights.group_size
+    columns = torch.arange(first_column, first_column + num_columns, dtype=torch.int32, device=weights.codes.device)
+    groups = columns // group_size
+    return weights._replace(g_idx=groups.expand(*weights.codes.shape[:-2], -1).contiguous())
+
+
+def _in_eight_bits(weights: CanonicalWeights) -> CanonicalWeights:
+    """uint4b8 as uint8b128 and uint4 as uint8."""
+    scalar_type = ScalarType.from_id(weights.quant_type_id)
+    if scalar_type.size_bits == 8:
+        return weights
+    if weights.zero_points is not None:
+        return weights._replace(quant_type_id=scalar_types.uint8.id)
+    wide = scalar_types.uint8b128
+    return weights._replace(codes=weights.codes + (wide.bias - scalar_type.bias), quant_type_id=wide.id)
+
+
+def _float_values(codes: torch.Tensor, scalar_type: ScalarType) -> torch.Tensor:
+    if scalar_type == scalar_types.float8_e4m3fn:
+        return codes.view(torch.float8_e4m3fn).float()
+    if scalar_type == scalar_types.float4_e2m1f:
+        table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
+        return table[codes.long()]
+    raise ValueError(f"quant_type_id stands for {scalar_type}; it must be an integer, e4m3 or e2m1 type")

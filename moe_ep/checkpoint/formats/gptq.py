@@ -22,7 +22,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from moe_ep.checkpoint.formats.canonical import CanonicalWeights
-from moe_ep.checkpoint.formats.layout import FLOATS, TensorLayout, bias_layout
+from moe_ep.checkpoint.formats.layout import (
+    FLOATS,
+    QuantizationConfig,
+    Role,
+    TensorLayout,
+    bias_layout,
+    require_multiple,
+)
+from moe_ep.checkpoint.formats.packing import pack_words, unpack_words
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.scalar_type import ScalarType, scalar_types
 
@@ -32,7 +40,7 @@ _STORED_LESS = {"gptq": 1, "gptq_v2": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTQConfig:
+class GPTQConfig(QuantizationConfig):
     """`quantization_config` of a GPTQ checkpoint.
 
     Attributes:
@@ -92,23 +100,38 @@ class GPTQConfig:
         """Groups of a row of `in_features` columns; the last one may be short."""
         return 1 if self.group_size == -1 else -(-in_features // self.group_size)
 
+    @property
+    def column_block(self) -> int:
+        return 1 if self.group_size == -1 else self.group_size
+
+    @property
+    def act_order(self) -> bool:
+        return self.desc_act
+
+    @property
+    def may_have_zero_points(self) -> bool:
+        return not self.sym
+
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
-        """The tensors of one linear layer by the last part of their names."""
+        for name, size in (("out_features", out_features), ("in_features", in_features)):
+            require_multiple(name, size, self.pack_factor, f"GPTQ with {self.bits} bits")
         groups, pack = self.num_groups(in_features), self.pack_factor
         columns = in_features if self.group_size == -1 else self.group_size
         int32 = (torch.int32,)
-        # Some writers leave g_idx out where it says nothing.
-        trivial = None if self.desc_act else lambda: torch.arange(in_features, dtype=torch.int32) // columns
+
+        def in_order() -> torch.Tensor:
+            return torch.arange(in_features, dtype=torch.int32) // columns
+
         return {
-            "qweight": TensorLayout(int32, (in_features // pack, out_features)),
-            "qzeros": TensorLayout(int32, (groups, out_features // pack)),
-            "scales": TensorLayout(FLOATS, (groups, out_features)),
-            "g_idx": TensorLayout(int32, (in_features,), trivial),
+            "qweight": TensorLayout(int32, (in_features // pack, out_features), out_dim=1, in_dim=0),
+            "qzeros": TensorLayout(int32, (groups, out_features // pack), role=Role.GROUPS, out_dim=1, in_dim=0),
+            "scales": TensorLayout(FLOATS, (groups, out_features), role=Role.GROUPS, out_dim=1, in_dim=0),
+            # Some writers leave g_idx out where it says nothing.
+            "g_idx": TensorLayout(int32, (in_features,), None if self.desc_act else in_order, Role.INDEX, in_dim=0),
             "bias": bias_layout(out_features),
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
-        """`unpack_gptq` of tensors by the last part of their names."""
         return unpack_gptq(tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"), self)
 
 
@@ -149,7 +172,7 @@ def unpack_gptq(
     num_columns, num_rows = qweight.shape[-2] * config.pack_factor, qweight.shape[-1]
     groups = scales.shape[-2]
     _check_shapes(qweight, qzeros, scales, g_idx, config, num_columns)
-    codes = _unpack_last(qweight.transpose(-1, -2), config.bits)
+    codes = unpack_words(qweight.transpose(-1, -2), config.bits)
     zero_points = None if qzeros is None else _zero_points(qzeros, config, num_rows)
     g_idx = None if g_idx is None else _needed_g_idx(g_idx, config, groups)
     types = _SYMMETRIC if zero_points is None else _ASYMMETRIC
@@ -185,29 +208,16 @@ def pack_gptq(weights: CanonicalWeights, config: GPTQConfig) -> GPTQTensors:
         g_idx = _trivial_g_idx(num_columns, config.group_size, weights.codes.device)
         g_idx = g_idx.expand(*weights.codes.shape[:-2], num_columns).contiguous()
     return GPTQTensors(
-        qweight=_pack_last(weights.codes, config.bits).transpose(-1, -2).contiguous(),
-        qzeros=_pack_last((zero_points - stored_less).transpose(-1, -2), config.bits),
+        qweight=pack_words(weights.codes, config.bits).transpose(-1, -2).contiguous(),
+        qzeros=pack_words((zero_points - stored_less).transpose(-1, -2), config.bits),
         scales=weights.scales.transpose(-1, -2).contiguous(),
         g_idx=g_idx,
     )
 
 
-def _unpack_last(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 `[..., R]` -> uint8 `[..., R * 32 / bits]`, low bits first; bytes of an int32 are low first already."""
-    octets = packed.flatten().view(torch.uint8).view(*packed.shape[:-1], 4 * packed.shape[-1])
-    if bits == 8:
-        return octets
-    return torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(-2)
-
-
-def _pack_last(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    octets = codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return octets.flatten().view(torch.int32).view(*octets.shape[:-1], octets.shape[-1] // 4)
-
-
 def _zero_points(qzeros: torch.Tensor, config: GPTQConfig, num_rows: int) -> torch.Tensor | None:
     """uint8 `[..., N, G]`, or None where all are in the middle."""
-    stored = _unpack_last(qzeros, config.bits).transpose(-1, -2).contiguous()
+    stored = unpack_words(qzeros, config.bits).transpose(-1, -2).contiguous()
     stored_less = _STORED_LESS[config.checkpoint_format]
     largest = 2**config.bits - 1
     if stored_less and bool((stored == largest).any()):

@@ -1,10 +1,12 @@
-"""What a format says about one tensor of a linear layer on disk."""
+"""What a format says about the tensors of a linear layer on disk, and what it owes the loader."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from enum import Enum
+from typing import ClassVar
 
 import torch
 
@@ -13,38 +15,116 @@ from moe_ep.checkpoint.formats.canonical import CanonicalWeights
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
+class Role(Enum):
+    """What a tensor of a linear layer says.
+
+    CODES: the weights themselves. GROUPS: one number a group, such as scales and zero points. INDEX: the group of every
+    input column. BIAS. CHECKED: nothing new; it must equal the layout's default. UNUSED: it is not read, as it is about
+    activations, and these are not quantized here.
+    """
+
+    CODES = "codes"
+    GROUPS = "groups"
+    INDEX = "index"
+    BIAS = "bias"
+    CHECKED = "checked"
+    UNUSED = "unused"
+
+
 @dataclass(frozen=True)
 class TensorLayout:
     """Expected dtypes and shape of a tensor of a linear layer.
 
     Attributes:
+        shape: on disk; a single number may have shape `[]` or `[1]` there.
         default: makes what stands for the tensor where a checkpoint or a layer leaves it out; None where neither may.
+        out_dim, in_dim: the dimension that runs along the outputs, and along the inputs; None where none does. A
+            single number has out_dim 0: the gate's and the up projection's lie side by side.
+        held: the dtype in which a layer holds it: None for the first of `dtypes`, or for the layer's own dtype where
+            floats of several kinds are taken.
     """
 
     dtypes: tuple[torch.dtype, ...]
     shape: tuple[int, ...]
     default: Callable[[], torch.Tensor] | None = None
+    role: Role = Role.CODES
+    out_dim: int | None = None
+    in_dim: int | None = None
+    held: torch.dtype | None = None
 
 
-class QuantizationConfig(Protocol):
-    """What a format's configuration offers the loader."""
+class QuantizationConfig(ABC):
+    """How linear layers are quantized: the tensors of each, and how they become canonical weights.
+
+    Attributes:
+        quant_method: the name of the layer's method in the registry.
+    """
 
     quant_method: ClassVar[str]
 
-    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
-        """The tensors of a linear layer `[out_features, in_features]` by the last part of their names."""
-        ...
+    @property
+    def column_block(self) -> int:
+        """Input columns that share a scale: a part of a matrix that starts elsewhere needs the scales of all columns.
 
+        1 where the scales do not depend on the column.
+        """
+        return 1
+
+    @property
+    def row_block(self) -> int:
+        """Output rows that share a scale within a group; 1 where rows have their own, or all have the same."""
+        return 1
+
+    @property
+    def act_order(self) -> bool:
+        """Whether the columns of a group may be scattered."""
+        return False
+
+    @property
+    def may_have_zero_points(self) -> bool:
+        """Whether some experts may turn out to have zero points, and others not."""
+        return False
+
+    @abstractmethod
+    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+        """The tensors of a linear layer `[out_features, in_features]` by the last part of their names.
+
+        Raises:
+            ValueError: sizes that the format cannot hold.
+        """
+
+    @abstractmethod
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
-        """The canonical form of one linear layer's tensors."""
-        ...
+        """The canonical form of one linear layer's tensors, with any leading batch dimensions."""
+
+    def of_module(self, name: str) -> QuantizationConfig | None:
+        """How the linear layer of that name is quantized; None where it is plain."""
+        return self
+
+    def of_gemm(self, gemm: str) -> QuantizationConfig:
+        """How the layers of "w13" or "w2" are quantized; ValueError where that depends on the module."""
+        return self
 
 
 def plain_tensors(out_features: int, in_features: int) -> dict[str, TensorLayout]:
     """The tensors of a linear layer that is not quantized."""
-    return {"weight": TensorLayout(FLOATS, (out_features, in_features)), "bias": bias_layout(out_features)}
+    return {
+        "weight": TensorLayout(FLOATS, (out_features, in_features), out_dim=0, in_dim=1),
+        "bias": bias_layout(out_features),
+    }
 
 
 def bias_layout(out_features: int) -> TensorLayout:
     """A bias, which may be left out; AutoGPTQ wrote zeros for every linear layer, whether it has a bias or not."""
-    return TensorLayout(FLOATS, (out_features,), lambda: torch.zeros(out_features))
+    return TensorLayout(FLOATS, (out_features,), lambda: torch.zeros(out_features), Role.BIAS, out_dim=0)
+
+
+def unused_layout() -> TensorLayout:
+    """A number about activations, or anything else that stands beside the weights and says nothing of them."""
+    return TensorLayout(FLOATS, (1,), lambda: torch.zeros(1), Role.UNUSED)
+
+
+def require_multiple(what: str, size: int, multiple: int, format_name: str) -> None:
+    """ValueError unless the size is a multiple of what the format packs together."""
+    if size % multiple:
+        raise ValueError(f"{what} is {size}; {format_name} needs a multiple of {multiple}")

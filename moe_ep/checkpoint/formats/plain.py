@@ -1,4 +1,4 @@
-"""Quantizes plain weights while they are loaded: round to nearest, symmetric, no calibration."""
+"""Quantizes plain weights: round to nearest, symmetric, no calibration."""
 
 from __future__ import annotations
 
@@ -41,3 +41,11 @@ def quantize_int(weight: torch.Tensor, bits: int, group_size: int) -> CanonicalW
     rounded = torch.round(groups / torch.where(steps == 0, torch.inf, steps))
     codes = (rounded + bias).clamp_(0, 2 * bias - 1).to(torch.uint8).flatten(-2)
     return CanonicalWeights(codes, scales, None, None, _TYPES[bits].id, group_size)
+
+
+def quantize_fp8(weight: torch.Tensor) -> CanonicalWeights:
+    """e4m3 codes of a plain weight `[..., N, K]` and a f32 scale a row, its largest magnitude over 448."""
+    largest = weight.abs().amax(dim=-1, keepdim=True).float()
+    scales = largest / torch.finfo(torch.float8_e4m3fn).max
+    codes = (weight.float() / torch.where(scales == 0, torch.inf, scales)).to(torch.float8_e4m3fn)
+    return CanonicalWeights(codes.view(torch.uint8), scales, None, None, scalar_types.float8_e4m3fn.id, -1)

@@ -1,0 +1,107 @@
+"""compressed-tensors (`quant_method: compressed-tensors`): config groups, each a scheme for the modules it names.
+
+A group's own `format` says how its weights lie; where there is none, the model's does. A model of `mixed-precision` has
+groups of several formats. The keys are those of https://github.com/vllm-project/compressed-tensors
+(src/compressed_tensors/quantization/quant_config.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_ep.checkpoint.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP, PACKED_MXFP4, PACKED_NVFP4
+from moe_ep.checkpoint.formats.fp8 import Float8Config
+from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
+from moe_ep.checkpoint.formats.layout import QuantizationConfig
+from moe_ep.checkpoint.formats.modules import ModuleSchemes
+from moe_ep.checkpoint.formats.pack_quantized import PackQuantizedConfig
+from moe_ep.checkpoint.formats.scales import ScaleShape
+from moe_ep.errors import CheckpointError, one_of
+
+METHOD = "compressed-tensors"
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
+)
+STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
+_WHERE = "config.json: quantization_config: "
+
+
+def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
+    """The schemes of a checkpoint.
+
+    Raises:
+        CheckpointError: a format, strategy or number of bits that is not known, sparse weights, or no groups.
+    """
+    sparsity = (values.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise CheckpointError(f"{_WHERE}sparsity_config: {one_of('format', sparsity, ['dense'])}")
+    groups = values.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError(f"{_WHERE}expected config_groups with a scheme in it, found {groups!r}")
+    schemes = []
+    for name, group in groups.items():
+        targets = group.get("targets") if isinstance(group, Mapping) else None
+        if not isinstance(targets, list) or not targets:
+            raise CheckpointError(f"{_WHERE}{name}: expected targets, a list of modules, found {targets!r}")
+        try:
+            schemes.append((targets, _scheme(group, str(group.get("format") or values.get("format") or ""))))
+        except CheckpointError as error:
+            raise CheckpointError(f"{_WHERE}{name}: {error}") from None
+    return ModuleSchemes(METHOD, schemes, values.get("ignore") or ())
+
+
+def _scheme(group: Mapping[str, Any], form: str) -> QuantizationConfig:
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"expected weights, found {weights!r}")
+    bits, kind = weights.get("num_bits"), weights.get("type", "int")
+    if form == "naive-quantized":
+        form = f"{kind}-quantized"
+    if form not in FORMATS:
+        raise CheckpointError(one_of("format", form, FORMATS))
+    if form == "mxfp4-pack-quantized":
+        _require(weights, group_size=MXFP4_GROUP, num_bits=4)
+        return PACKED_MXFP4
+    if form == "nvfp4-pack-quantized":
+        _require(weights, group_size=NVFP4_GROUP, num_bits=4)
+        return PACKED_NVFP4
+    symmetric = bool(weights.get("symmetric", True))
+    scale = _scale_shape(weights)
+    if form == "pack-quantized":
+        if bits not in (4, 8) or kind != "int":
+            raise CheckpointError(f"weights of {bits} bits ({kind}); pack-quantized ones must be int of 4 or 8 bits")
+        return PackQuantizedConfig(
+            bits=bits, scale=scale, symmetric=symmetric, scattered=weights.get("actorder") == "group"
+        )
+    _require(weights, num_bits=8, symmetric=True, type=form.removesuffix("-quantized"))
+    return IntQuantizedConfig(scale=scale) if form == "int-quantized" else Float8Config(scale=scale)
+
+
+def _require(weights: Mapping[str, Any], **expected: Any) -> None:
+    for key, value in expected.items():
+        found = weights.get(key, value)
+        if found != value:
+            raise CheckpointError(f"{key} of the weights is {found!r}; this format is read where it is {value!r}")
+
+
+def _scale_shape(weights: Mapping[str, Any]) -> ScaleShape:
+    group_size, block = weights.get("group_size"), weights.get("block_structure")
+    grouped = isinstance(group_size, int) and group_size > 0
+    strategy = weights.get("strategy") or ("group" if grouped else "channel" if group_size == -1 else "tensor")
+    if strategy not in STRATEGIES:
+        raise CheckpointError(one_of("strategy", strategy, STRATEGIES))
+    if strategy in ("tensor", "channel"):
+        return ScaleShape(strategy)
+    if strategy == "block":
+        if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+            raise CheckpointError(f"block_structure is {block!r}; it must be two positive whole numbers")
+        return ScaleShape("block", rows=block[0], columns=block[1])
+    if not isinstance(group_size, int) or group_size < 1:
+        raise CheckpointError(f"group_size is {group_size!r}; with strategy {strategy} it must be at least 1")
+    return ScaleShape("group", columns=group_size)

@@ -1,0 +1,86 @@
+"""8-bit floats (e4m3) with scales: blocks of DeepSeek, one a tensor or an output row elsewhere.
+
+    weight            e4m3 [N, K]
+    weight_scale_inv  f32 or e8m0 [ceil(N / bn), ceil(K / bk)]   with weight_block_size [bn, bk]; or
+    weight_scale      [1] or [N, 1], f32 or the model's dtype; blocks and groups in compressed-tensors
+
+Both are multipliers, whatever their name says. A block at an edge may be smaller; gate and up have blocks of their own,
+so their rows are joined after the scales have been spread over them. The formats are those of
+https://huggingface.co/deepseek-ai/DeepSeek-V3 (inference/fp8_cast_bf16.py) and compressed-tensors' float-quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.checkpoint.formats.layout import FLOATS, QuantizationConfig, TensorLayout, bias_layout, unused_layout
+from moe_ep.checkpoint.formats.scales import ScaleShape
+from moe_ep.errors import CheckpointError, one_of
+from moe_ep.scalar_type import scalar_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Config(QuantizationConfig):
+    """One scheme of e4m3 weights.
+
+    Attributes:
+        scale: which weights share a scale.
+        scale_name: weight_scale or weight_scale_inv.
+    """
+
+    quant_method: ClassVar[str] = "fp8"
+
+    scale: ScaleShape
+    scale_name: str = "weight_scale"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Float8Config:
+        """`quantization_config` of `quant_method: fp8`.
+
+        Raises:
+            CheckpointError: another 8-bit float, or a weight_block_size that is not two positive numbers.
+        """
+        where = "config.json: quantization_config: "
+        kind = str(values.get("fmt") or "e4m3").lower()
+        if kind not in ("e4m3", "float8_e4m3fn"):
+            raise CheckpointError(where + one_of("fmt", kind, ["e4m3"]))
+        block = values.get("weight_block_size")
+        if block is None:
+            return cls(scale=ScaleShape("tensor"))
+        if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+            raise CheckpointError(f"{where}weight_block_size is {block!r}; it must be two positive whole numbers")
+        return cls(scale=ScaleShape("block", rows=block[0], columns=block[1]), scale_name="weight_scale_inv")
+
+    @property
+    def column_block(self) -> int:
+        return self.scale.columns
+
+    @property
+    def row_block(self) -> int:
+        return self.scale.rows
+
+    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+        dtypes = (*FLOATS, torch.float8_e8m0fnu)
+        return {
+            "weight": TensorLayout((torch.float8_e4m3fn,), (out_features, in_features), out_dim=0, in_dim=1),
+            # Kept in f32 as on disk: they are small numbers of which f16 would lose bits.
+            self.scale_name: self.scale.layout(dtypes, out_features, in_features, held=torch.float32),
+            "input_scale": unused_layout(),
+            "bias": bias_layout(out_features),
+        }
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
+        weight = tensors["weight"]
+        return CanonicalWeights(
+            codes=weight.view(torch.uint8),
+            scales=self.scale.per_row(tensors[self.scale_name], weight.shape[-2]),
+            zero_points=None,
+            g_idx=None,
+            quant_type_id=scalar_types.float8_e4m3fn.id,
+            group_size=self.scale.group_size,
+        )

@@ -1,0 +1,57 @@
+"""compressed-tensors `int-quantized`: signed bytes as they are, with a scale a row.
+
+    weight        int8 [N, K]           the values, not offset
+    weight_scale  f16, bf16 or f32 [N, 1]   or [1], or [N, K / g]
+
+`weight * weight_scale` is what a row stands for (https://github.com/vllm-project/compressed-tensors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.checkpoint.formats.layout import FLOATS, QuantizationConfig, Role, TensorLayout, bias_layout, unused_layout
+from moe_ep.checkpoint.formats.scales import ScaleShape
+from moe_ep.scalar_type import scalar_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntQuantizedConfig(QuantizationConfig):
+    """One scheme of signed bytes; `scale` says which weights share a scale."""
+
+    quant_method: ClassVar[str] = "int-quantized"
+
+    scale: ScaleShape
+
+    @property
+    def column_block(self) -> int:
+        return self.scale.columns
+
+    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+        return {
+            "weight": TensorLayout((torch.int8,), (out_features, in_features), out_dim=0, in_dim=1),
+            "weight_scale": self.scale.layout(FLOATS, out_features, in_features),
+            "weight_zero_point": TensorLayout(
+                (torch.int8,), (out_features, 1), lambda: torch.zeros(out_features, 1, dtype=torch.int8), Role.CHECKED
+            ),
+            "input_scale": unused_layout(),
+            "input_zero_point": unused_layout(),
+            "bias": bias_layout(out_features),
+        }
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
+        weight = tensors["weight"]
+        # A flipped sign bit adds 128 to a two's complement byte.
+        return CanonicalWeights(
+            codes=weight.view(torch.uint8) ^ 0x80,
+            scales=self.scale.per_row(tensors["weight_scale"], weight.shape[-2]),
+            zero_points=None,
+            g_idx=None,
+            quant_type_id=scalar_types.uint8b128.id,
+            group_size=self.scale.group_size,
+        )

@@ -1,0 +1,106 @@
+"""Which linear layers of a model a quantization is about: configurations name modules, and exceptions to them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.checkpoint.formats.layout import QuantizationConfig, TensorLayout
+from moe_ep.errors import CheckpointError
+
+EVERY_LINEAR = "Linear"
+
+
+class ModulePatterns:
+    """Names of modules, as configurations write them.
+
+    A pattern is `re:` and a regular expression from the start of the name (compressed-tensors), a name with `*`
+    (modelopt, mxfp4), or whole parts of a dotted name: `mlp.gate` means the router, and not `mlp.gate_proj`.
+
+    Raises:
+        CheckpointError: a pattern that is no text, or no regular expression.
+    """
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._exact: set[str] = set()
+        self._expressions: list[re.Pattern[str]] = []
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise CheckpointError(f"config.json: quantization_config: expected names of modules, found {pattern!r}")
+            if pattern.startswith("re:"):
+                self._expressions.append(_compiled(pattern.removeprefix("re:")))
+            elif "*" in pattern:
+                anything = ".*".join(re.escape(part) for part in pattern.split("*"))
+                self._expressions.append(re.compile(anything + r"(\..*)?\Z"))
+            elif pattern:
+                self._exact.add(pattern)
+
+    def __contains__(self, name: str) -> bool:
+        parts = name.split(".")
+        if self._exact:
+            spans = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+            if any(span in self._exact for span in spans):
+                return True
+        return any(expression.match(name) for expression in self._expressions)
+
+
+def _compiled(expression: str) -> re.Pattern[str]:
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise CheckpointError(
+            f"config.json: quantization_config: expected a regular expression, found {expression!r}: {error}"
+        ) from None
+
+
+class ModuleSchemes:
+    """A model whose linear layers are quantized in one way or several, or not at all.
+
+    Args:
+        quant_method: what config.json calls it.
+        schemes: (names of modules, their scheme); `Linear` stands for all that no other names.
+        ignored: names of modules that are plain.
+    """
+
+    def __init__(
+        self,
+        quant_method: str,
+        schemes: Sequence[tuple[Sequence[str], QuantizationConfig]],
+        ignored: Iterable[str] = (),
+    ) -> None:
+        self.quant_method = quant_method
+        self._ignored = ModulePatterns(ignored)
+        self._named = [
+            (ModulePatterns(name for name in names if name != EVERY_LINEAR), scheme) for names, scheme in schemes
+        ]
+        self._others = next((scheme for names, scheme in schemes if EVERY_LINEAR in names), None)
+
+    def of_module(self, name: str) -> QuantizationConfig | None:
+        """How the linear layer of that name is quantized; None where it is plain."""
+        if name in self._ignored:
+            return None
+        return next((scheme for names, scheme in self._named if name in names), self._others)
+
+
+@dataclass(frozen=True)
+class PerGemm(QuantizationConfig):
+    """w13 and w2 of a layer, each with a scheme of its own."""
+
+    quant_method: ClassVar[str] = "mixed-precision"
+
+    w13: QuantizationConfig
+    w2: QuantizationConfig
+
+    def of_gemm(self, gemm: str) -> QuantizationConfig:
+        return self.w13 if gemm == "w13" else self.w2
+
+    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+        raise ValueError("the schemes of w13 and w2 differ; ask of_gemm for one of them")
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
+        raise ValueError("the schemes of w13 and w2 differ; ask of_gemm for one of them")

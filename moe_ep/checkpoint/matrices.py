@@ -1,0 +1,95 @@
+"""Single linear layers and experts as plain matrices in f32, whichever way they are on disk."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from moe_ep.checkpoint.formats import QuantizationConfig, dequantize, quantization_config
+from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
+from moe_ep.checkpoint.models import MoEModelSpec
+from moe_ep.checkpoint.reader import CheckpointReader
+from moe_ep.checkpoint.stored import ExpertTensors, Stored, find_linear, layer_quantization, linear_layouts
+from moe_ep.errors import CheckpointError
+
+
+class ExpertMatrices(NamedTuple):
+    """One expert in f32, whatever it is on disk: gate and up `[N, K]`, down `[K, N]`, biases or None."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    gate_bias: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+def read_expert(reader: CheckpointReader, tensors: ExpertTensors, expert: int) -> ExpertMatrices:
+    """One expert of a layer, dequantized: `read_expert(reader, expert_tensors(reader, spec, layer), 3)`.
+
+    Raises:
+        CheckpointError: a tensor that is missing.
+    """
+    matrices: dict[str, torch.Tensor] = {}
+    biases: dict[str, torch.Tensor | None] = {}
+    for role in ("gate", "up", "down"):
+        found = tensors.find(expert, role)
+        for suffix in _missing(tensors.layouts(role), found):
+            raise _none_of_that_name(reader, tensors.name(expert, role, suffix))
+        matrices[role], biases[role] = _read_matrix(reader, tensors.scheme(role), found)
+    return ExpertMatrices(
+        matrices["gate"], matrices["up"], matrices["down"], biases["gate"], biases["up"], biases["down"]
+    )
+
+
+def expert_tensors(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> ExpertTensors:
+    """Where the experts of one layer lie, in the format that config.json says; CheckpointError where they do not."""
+    quantization = layer_quantization(quantization_config(reader.config), spec, layer_index)
+    return ExpertTensors(reader, spec, layer_index, quantization)
+
+
+def _missing(layouts: dict[str, TensorLayout], found: dict[str, Stored]) -> list[str]:
+    return [suffix for suffix, layout in layouts.items() if suffix not in found and layout.default is None]
+
+
+def _none_of_that_name(reader: CheckpointReader, name: str) -> CheckpointError:
+    return CheckpointError(f"{reader.index_file}: expected tensor {name}, found none of that name")
+
+
+def _read_matrix(
+    reader: CheckpointReader, scheme: QuantizationConfig | None, found: dict[str, Stored]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The values in f32 and the bias of a linear layer, from its tensors on disk."""
+    used = {suffix: stored for suffix, stored in found.items() if stored.layout.role not in (Role.CHECKED, Role.UNUSED)}
+    by_info = {stored.info.name: stored.info for stored in used.values()}
+    raw = {name: tensor.clone() for name, tensor in reader.read_many(by_info.values())}
+    tensors = {suffix: stored.tensor(raw[stored.info.name]) for suffix, stored in used.items()}
+    bias = tensors.pop("bias", None)
+    if scheme is None:
+        return tensors["weight"].float(), bias
+    held = {
+        suffix: tensor.float() if used[suffix].layout.held == torch.float32 else tensor
+        for suffix, tensor in tensors.items()
+    }
+    return dequantize(scheme.unpack(held)), bias
+
+
+def read_linear(reader: CheckpointReader, module: str, size: tuple[int, int]) -> torch.Tensor:
+    """The weight of a linear layer in f32, by the module's name; parts of a quantized model may be plain.
+
+    Args:
+        size: (out_features, in_features).
+
+    Raises:
+        CheckpointError: a tensor that is missing, of another shape or dtype than its format says.
+    """
+    stem, quantization = module + ".", quantization_config(reader.config)
+    scheme = None if quantization is None else quantization.of_module(module)
+    if stem + "weight" in reader and reader.info(stem + "weight").dtype in FLOATS:
+        scheme = None
+    layouts = linear_layouts(scheme, "gate", size)
+    found = find_linear(reader, stem, layouts)
+    for suffix in _missing(layouts, found):
+        raise _none_of_that_name(reader, stem + suffix)
+    return _read_matrix(reader, scheme, found)[0]

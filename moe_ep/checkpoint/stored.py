@@ -1,0 +1,258 @@
+"""Where the tensors of one layer's experts lie: a tensor for each linear layer, or rows of tensors of all experts.
+
+    per expert   prefix.3.gate_proj.weight [N, K], ...up_proj..., ...down_proj... [K, N]
+    fused        prefix.gate_up_proj [E, 2N, K], prefix.down_proj [E, K, N]; or both with their last dimensions swapped
+                 prefix.gate_up_proj_blocks u8 [E, 2N, K / 32, 16], ..._scales u8 [E, 2N, K / 32], down_proj_... alike
+                 prefix.gate_up_proj_bias [E, 2N], prefix.down_proj_bias [E, K]
+
+Everything is checked against the files' headers; no data is read here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from moe_ep.checkpoint.formats import ModelQuantization, PerGemm, QuantizationConfig
+from moe_ep.checkpoint.formats.fp4 import MXFP4Config
+from moe_ep.checkpoint.formats.layout import Role, TensorLayout, plain_tensors
+from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
+from moe_ep.checkpoint.spec import MoEModelSpec
+from moe_ep.errors import CheckpointError
+
+ROLES = ("gate", "down", "up")
+GEMM_OF_ROLE = {"gate": "w13", "up": "w13", "down": "w2"}
+# What a linear layer's tensor is called behind the fused name.
+_PLAIN_ENDINGS = {"weight": "", "bias": "_bias"}
+_MXFP4_ENDINGS = {"weight": "_blocks", "weight_scale": "_scales", "bias": "_bias"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of one linear layer on disk.
+
+    Attributes:
+        info: its bytes; of a fused tensor, those of one expert.
+        layout: what it is.
+        part: the part of those bytes, as rows of outputs; empty for all of them.
+        transposed: whether outputs run along the last dimension on disk.
+    """
+
+    info: TensorInfo
+    layout: TensorLayout
+    part: tuple[slice, ...] = ()
+    transposed: bool = False
+
+    def tensor(self, raw: torch.Tensor) -> torch.Tensor:
+        """The linear layer's tensor, from what was read for `info`."""
+        if self.transposed:
+            raw = raw.T
+        elif raw.dim() > len(self.layout.shape):
+            raw = raw.flatten(1)
+        return raw[self.part].reshape(self.layout.shape)
+
+
+def layer_quantization(
+    quantization: ModelQuantization | None, spec: MoEModelSpec, layer_index: int
+) -> QuantizationConfig | None:
+    """How the experts of one layer are quantized; None where they are plain.
+
+    Raises:
+        CheckpointError: experts of one layer, gate and up of one expert, or only some of the matrices quantized alike.
+    """
+    if quantization is None:
+        return None
+    prefix = spec.expert_prefix(layer_index)
+    found: dict[str, QuantizationConfig | None] = {}
+    for role, name in spec.projections._asdict().items():
+        schemes = {expert: quantization.of_module(f"{prefix}.{expert}.{name}") for expert in range(spec.num_experts)}
+        different = next((expert for expert, scheme in schemes.items() if scheme != schemes[0]), None)
+        if different is not None:
+            raise CheckpointError(
+                f"config.json: quantization_config: expected one scheme for all experts of a layer, found another for "
+                f"{prefix}.{different}.{name} than for {prefix}.0.{name}"
+            )
+        found[role] = schemes[0]
+    w13, w2 = found["gate"], found["down"]
+    if found["up"] != w13 or (w13 is None) != (w2 is None):
+        raise CheckpointError(
+            f"config.json: quantization_config: {prefix}: expected gate and up of one scheme, and down quantized where "
+            f"they are; found {', '.join(f'{role} {_name(scheme)}' for role, scheme in found.items())}"
+        )
+    if w13 is None or w2 is None or w13 == w2:
+        return w13
+    return PerGemm(w13, w2)
+
+
+def _name(scheme: QuantizationConfig | None) -> str:
+    return "plain" if scheme is None else scheme.quant_method
+
+
+def projection_size(role: str, hidden_size: int, intermediate_size: int) -> tuple[int, int]:
+    """`(out_features, in_features)` of gate, up or down."""
+    return (hidden_size, intermediate_size) if role == "down" else (intermediate_size, hidden_size)
+
+
+def linear_layouts(
+    quantization: QuantizationConfig | None, role: str, size: tuple[int, int]
+) -> dict[str, TensorLayout]:
+    """The tensors of a linear layer; CheckpointError for a size that the format cannot hold."""
+    if quantization is None:
+        return plain_tensors(*size)
+    try:
+        return quantization.of_gemm(GEMM_OF_ROLE[role]).tensors(*size)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: the {role} projection of an expert: {error}") from None
+
+
+def check_tensor(info: TensorInfo, layout: TensorLayout) -> None:
+    """CheckpointError unless a tensor has the layout's shape and one of its dtypes."""
+    number = layout.shape == (1,) and math.prod(info.shape) == 1
+    if info.shape != layout.shape and not number:
+        raise CheckpointError(f"{info.file}: tensor {info.name}: expected shape {layout.shape}, found {info.shape}")
+    if info.dtype not in layout.dtypes:
+        expected = " or ".join(map(str, layout.dtypes))
+        raise CheckpointError(f"{info.file}: tensor {info.name}: expected {expected}, found {info.dtype}")
+
+
+def find_linear(reader: CheckpointReader, stem: str, layouts: Mapping[str, TensorLayout]) -> dict[str, Stored]:
+    """The tensors of a linear layer whose names are `stem` + suffix, by suffix.
+
+    Raises:
+        CheckpointError: one that the format does not have, or of another shape or dtype.
+    """
+    found = {}
+    for name in reader.names(stem):
+        layout, info = layouts.get(name.removeprefix(stem)), reader.info(name)
+        if layout is None:
+            raise _unknown_tensor(info, layouts)
+        if layout.role is not Role.UNUSED:
+            check_tensor(info, layout)
+        found[name.removeprefix(stem)] = Stored(info, layout)
+    return found
+
+
+class ExpertTensors:
+    """The tensors of all experts of one layer.
+
+    Args:
+        quantization: of the layer's experts.
+
+    Raises:
+        CheckpointError: more or fewer experts on disk than in the config, fused tensors of a format that has none here,
+            or of other shapes than the config says.
+    """
+
+    def __init__(
+        self, reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, quantization: QuantizationConfig | None
+    ) -> None:
+        self._reader, self._spec = reader, spec
+        self._quantization = quantization
+        self._prefix = spec.expert_prefix(layer_index)
+        self._layouts = {
+            role: linear_layouts(
+                quantization, role, projection_size(role, spec.hidden_size, spec.moe_intermediate_size)
+            )
+            for role in ROLES
+        }
+        self.fused = bool(reader.names(f"{self._prefix}.gate_up_proj"))
+        if self.fused:
+            self._endings, self._transposed = self._fused_form()
+        else:
+            self._check_expert_count()
+
+    def layouts(self, role: str) -> dict[str, TensorLayout]:
+        """The tensors of one linear layer of one expert."""
+        return self._layouts[role]
+
+    def scheme(self, role: str) -> QuantizationConfig | None:
+        """How a linear layer is quantized; None where it is plain."""
+        return None if self._quantization is None else self._quantization.of_gemm(GEMM_OF_ROLE[role])
+
+    def name(self, expert: int, role: str, suffix: str) -> str:
+        """What a tensor is or would be called."""
+        if self.fused and suffix in self._endings:
+            return self._fused_name(role, suffix)
+        return f"{self._prefix}.{expert}.{getattr(self._spec.projections, role)}.{suffix}"
+
+    def find(self, expert: int, role: str) -> dict[str, Stored]:
+        """The tensors that are there, by suffix; CheckpointError for one of another shape or dtype."""
+        if self.fused:
+            return {
+                suffix: self._row(expert, role, suffix)
+                for suffix in self._endings
+                if self._fused_name(role, suffix) in self._reader
+            }
+        return find_linear(self._reader, self.name(expert, role, ""), self._layouts[role])
+
+    def _check_expert_count(self) -> None:
+        prefix = self._prefix + "."
+        parts = {name[len(prefix) :].split(".", 1)[0] for name in self._reader.names(prefix)}
+        found = {int(part) for part in parts if part.isdecimal()}
+        expected = set(range(self._spec.num_experts))
+        if found != expected:
+            first = min(found ^ expected)
+            kind = "not in the config" if first in found else "missing"
+            raise CheckpointError(
+                f"{self._reader.index_file}: {prefix}*: expected {self._spec.num_experts} experts as config.json says, "
+                f"found {len(found)}; expert {first} is {kind}"
+            )
+
+    def _fused_name(self, role: str, suffix: str) -> str:
+        return f"{self._prefix}.{'down_proj' if role == 'down' else 'gate_up_proj'}{self._endings[suffix]}"
+
+    def _fused_form(self) -> tuple[dict[str, str], bool]:
+        """The endings of names, and whether plain matrices lie transposed, which both shapes together always tell."""
+        if self._quantization is None:
+            self._endings = _PLAIN_ENDINGS
+        elif self._quantization == MXFP4Config():
+            self._endings = _MXFP4_ENDINGS
+        else:
+            raise CheckpointError(
+                f"{self._reader.index_file}: {self._prefix}.gate_up_proj: expected a tensor for each expert, found all "
+                f"in one, which is read in plain form and as mxfp4, not as {self._quantization.quant_method}"
+            )
+        known = {self._fused_name(role, suffix) for role in ROLES for suffix in self._endings}
+        for name in self._reader.names(self._prefix + "."):
+            if name not in known:
+                raise _unknown_tensor(self._reader.info(name), dict.fromkeys(sorted(known)))
+        if self._quantization is not None:
+            return self._endings, False
+        sizes = {role: self._rows_and_columns(role, "weight") for role in ("gate", "down")}
+        shapes = {role: self._reader.info(self._fused_name(role, "weight")).shape[1:] for role in sizes}
+        return self._endings, shapes != sizes and all(shapes[role] == sizes[role][::-1] for role in sizes)
+
+    def _rows_and_columns(self, role: str, suffix: str) -> tuple[int, ...]:
+        """The shape of one expert's part of a fused tensor."""
+        rows, *columns = self._layouts[role][suffix].shape
+        return (rows if role == "down" else 2 * rows, *columns)
+
+    def _row(self, expert: int, role: str, suffix: str) -> Stored:
+        info, layout = self._reader.info(self._fused_name(role, suffix)), self._layouts[role][suffix]
+        transposed = self._transposed and layout.role is Role.CODES
+        shape = self._rows_and_columns(role, suffix)
+        expected = (self._spec.num_experts, *(shape[::-1] if transposed else shape))
+        # The sixteen bytes of a group of mxfp4 have a dimension of their own.
+        found = info.shape if len(info.shape) <= 3 else (*info.shape[:2], math.prod(info.shape[2:]))
+        if found != expected:
+            raise CheckpointError(f"{info.file}: tensor {info.name}: expected shape {expected}, found {info.shape}")
+        check_tensor(info.row(expert), TensorLayout(layout.dtypes, info.shape[1:]))
+        return Stored(info.row(expert), layout, self._rows_of(role, layout.shape[0]), transposed)
+
+    def _rows_of(self, role: str, num_rows: int) -> tuple[slice, ...]:
+        if role == "down":
+            return ()
+        second = role == "up"
+        return (slice(int(second), None, 2),) if self._spec.interleaved else (
+            slice(second * num_rows, (second + 1) * num_rows),
+        )  # fmt: skip
+
+
+def _unknown_tensor(info: TensorInfo, known: Mapping[str, object]) -> CheckpointError:
+    return CheckpointError(
+        f"{info.file}: tensor {info.name}: expected only {', '.join(known)} of an expert's projection, as "
+        f"quantization_config in config.json says"
+    )
