@@ -9,6 +9,7 @@ from moe_ep.errors import one_of
 from moe_ep.registry import EPLB_POLICIES
 
 OBJECTIVES = ("tokens", "active_experts", "auto")
+TRANSPORTS = ("auto", "peer_copies", "messages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,9 @@ class EplbConfig:
         asynchronous: move beside the model; False stops it after the step in which a plan is due.
         commit_margin: steps between the agreement on a commit and the commit. A rank waits where the agreement takes
             longer than that.
+        transport: "peer_copies" between GPUs of one host, "messages" of torch.distributed, or "auto".
+        max_transfer_gb_s: GB/s that peer copies bring to a rank at most while the model serves; None for no limit. It
+            keeps moving from taking memory bandwidth that decoding needs.
         timeout_s: deadline of each exchange between ranks and of moving one layer; None takes
             MOE_EP_DISPATCH_TIMEOUT_S.
 
@@ -45,6 +49,8 @@ class EplbConfig:
     num_nodes: int = 1
     asynchronous: bool = True
     commit_margin: int = 4
+    transport: str = "auto"
+    max_transfer_gb_s: float | None = 40.0
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -54,11 +60,14 @@ class EplbConfig:
         for name in ("rebalance_below", "min_gain", "move_cost"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"timeout_s is {self.timeout_s}; it must be a positive number of seconds")
+        for name in ("timeout_s", "max_transfer_gb_s"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive number or None")
         EPLB_POLICIES.check(self.policy)
         if self.objective not in OBJECTIVES:
             raise ValueError(one_of("objective", self.objective, OBJECTIVES))
+        if self.transport not in TRANSPORTS:
+            raise ValueError(one_of("transport", self.transport, TRANSPORTS))
 
     def deadline_s(self) -> float:
         """Seconds an exchange may take."""

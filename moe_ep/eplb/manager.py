@@ -14,7 +14,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,14 +21,13 @@ import torch
 
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import EplbTotals, Event, Listener, PlanReport
-from moe_ep.eplb.handshake import SideChannel, new_group
+from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.mover import LayerMover
 from moe_ep.eplb.placement_state import PlacementState
 from moe_ep.eplb.policy.maps import Array
 from moe_ep.eplb.rearrangement import POLL_S, Job, Rearrangement
 from moe_ep.eplb.recorder import ExpertLoadRecorder
 from moe_ep.eplb.step_gate import StepGate
-from moe_ep.eplb.transfer import MessageTransport, digest
 from moe_ep.errors import ConfigError, EplbError
 
 if TYPE_CHECKING:
@@ -85,7 +83,7 @@ class EPLBManager:
         )
         self._channel = SideChannel(first.groups.ep, self.config.deadline_s())
         self._gate = StepGate()
-        self._mover = self._make_mover(layers, device)
+        self._mover = LayerMover(layers, self.placement, self._channel, self.config)
         self._rearrangement = Rearrangement(
             self.config, self._channel, self._gate, self._mover, self.placement, self.recorder, self._tell
         )
@@ -103,29 +101,6 @@ class EPLBManager:
             self._begin(self._job(target=self._checked(placement)), asynchronous=False)
         self._thread: threading.Thread | None = threading.Thread(target=self._serve, name="moe_ep-eplb", daemon=True)
         self._thread.start()
-
-    def _make_mover(self, layers: Sequence[FusedMoE], device: torch.device) -> LayerMover:
-        timeout_s, size = self.config.deadline_s(), self._channel.size
-        ep_group = layers[0].groups.ep
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        group = None if ep_group is None else new_group(ep_group, backend, timeout_s)
-        mover = LayerMover(
-            layers,
-            self.placement,
-            MessageTransport(group, timeout_s),
-            rank=self._channel.rank,
-            num_ranks=size,
-            ranks_per_host=max(1, size // self.config.num_nodes),
-            timeout_s=timeout_s,
-        )
-        signatures = [mover.signature(index) for index in range(len(layers))]
-        self._channel.agree(
-            "the model or its EPLB settings",
-            layers=digest(self.placement.num_experts, self.placement.num_slots, *signatures),
-            settings=digest(astuple(self.config)),
-        )
-        mover.connect()
-        return mover
 
     @property
     def busy(self) -> bool:
@@ -208,6 +183,7 @@ class EPLBManager:
             self._gate.fail(EplbError("the EPLB manager was closed"))
             self._jobs.put(None)
             thread.join()
+            self._mover.close()
 
     def _checked(self, placement: Array | torch.Tensor) -> Array:
         target = torch.as_tensor(placement).cpu().numpy().astype(np.int64)

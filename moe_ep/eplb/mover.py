@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 import torch
 
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.moves import LayerMoves, plan_moves
 from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.placement_state import PlacementState
 from moe_ep.eplb.policy.maps import Array, experts_moved
-from moe_ep.eplb.transfer import MessageTransport, wait_for_event
+from moe_ep.eplb.transfer import digest, wait_for_event
+from moe_ep.eplb.transports import choose_transport
 
 if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE
@@ -26,26 +30,30 @@ class LayerMover:
 
     Args:
         layers: with their weights in the form, and on the device, that the experts read.
-        ranks_per_host: consecutive ranks that share a host; None where all do.
-        timeout_s: deadline of one layer.
+        channel: of the EP ranks, which agree on layers and settings here.
 
+    Raises:
+        EplbError: the ranks have different layers or settings.
     """
 
     def __init__(
         self,
         layers: Sequence[FusedMoE],
         placement: PlacementState,
-        transport: MessageTransport,
-        *,
-        rank: int,
-        num_ranks: int,
-        ranks_per_host: int | None,
-        timeout_s: float,
+        channel: SideChannel,
+        config: EplbConfig,
     ) -> None:
-        self._layers, self._placement, self._transport = list(layers), placement, transport
-        self._rank, self._num_ranks, self._ranks_per_host = rank, num_ranks, ranks_per_host
-        self._timeout_s = timeout_s
+        self._layers, self._placement = list(layers), placement
+        self._rank, self._num_ranks = channel.rank, channel.size
+        self._ranks_per_host = max(1, channel.size // config.num_nodes)
+        self._timeout_s = channel.timeout_s
         self._experts = [ExpertRows(layer.expert_weights()) for layer in self._layers]
+        channel.agree(
+            "the model or its EPLB settings",
+            layers=digest(placement.num_experts, placement.num_slots, *(part.signature for part in self._experts)),
+            settings=digest(astuple(config)),
+        )
+        self._transport = choose_transport(channel, self._layers[0].groups.ep, self._experts, config)
         self.device = self._experts[0].device
         staging_bytes = max(experts.staging_bytes for experts in self._experts)
         self._staging = torch.zeros(staging_bytes, dtype=torch.uint8, device=self.device)
@@ -59,10 +67,6 @@ class LayerMover:
     def staging_bytes(self) -> int:
         """The memory that moving takes, and has taken since this object was made."""
         return self._staging.numel()
-
-    def signature(self, layer: int) -> str:
-        """Shapes and dtypes of what moves, the same on every rank."""
-        return self._experts[layer].signature
 
     def cost(self, layer: int, new: Array) -> tuple[int, int]:
         """(experts, bytes) that ranks must receive for a layer's new placement `[P]`."""
@@ -115,9 +119,9 @@ class LayerMover:
         self._waiting = None
         return layer
 
-    def connect(self) -> None:
-        """Opens the connections between all ranks; a collective step."""
-        self._transport.connect(self.device)
+    def close(self) -> None:
+        """Gives back what the transport holds."""
+        self._transport.close()
 
     def serving_is_at(self) -> None:
         """Has the next transfer wait for what the serving thread has queued so far."""

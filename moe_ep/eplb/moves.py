@@ -18,11 +18,11 @@ class Round(NamedTuple):
 
     Attributes:
         sends: (expert, local slot, the ranks that get it).
-        receives: (expert, staging row, the rank it comes from).
+        receives: (expert, staging row, the rank it comes from, its local slot there).
     """
 
     sends: list[tuple[int, int, list[int]]]
-    receives: list[tuple[int, int, int]]
+    receives: list[tuple[int, int, int, int]]
 
 
 class LayerMoves(NamedTuple):
@@ -73,7 +73,8 @@ def plan_moves(old: Array, new: Array, num_ranks: int, rank: int, ranks_per_host
         if source == rank:
             receivers.setdefault(expert, []).append(receiver)
         if receiver == rank:
-            mine[rounds[source, expert]].receives.append((expert, staged[rank][expert], source))
+            slot = before[source].index(expert)
+            mine[rounds[source, expert]].receives.append((expert, staged[rank][expert], source, slot))
     for expert, peers in receivers.items():
         mine[rounds[rank, expert]].sends.append((expert, before[rank].index(expert), peers))
     return LayerMoves(

@@ -21,6 +21,11 @@ class ExpertRows:
     Args:
         tensors: everything that moves with an expert, each `[num_slots, ...]` and contiguous.
 
+    Attributes:
+        parts: each tensor as bytes uint8 `[num_slots, bytes]`, and where it begins in a row.
+        expert_bytes: of one expert, without what fills a row up.
+        signature: of shapes and dtypes, the same on every rank.
+
     Raises:
         ValueError: no tensors, one that is not contiguous, or different numbers of slots.
     """
@@ -37,15 +42,15 @@ class ExpertRows:
                 )
         self.num_slots = tensors[0].size(0)
         self.device = tensors[0].device
-        self._parts: list[tuple[torch.Tensor, int]] = []
+        self.parts: list[tuple[torch.Tensor, int]] = []
         size = 0
         for tensor in tensors:
             if tensor.numel():
                 part = tensor.view(self.num_slots, -1).view(torch.uint8)
-                self._parts.append((part, size))
+                self.parts.append((part, size))
                 size += -(-part.size(1) // _ALIGNMENT) * _ALIGNMENT
         self._content_bytes = size
-        self.expert_bytes = sum(part.size(1) for part, _ in self._parts)
+        self.expert_bytes = sum(part.size(1) for part, _ in self.parts)
         self.signature = hashlib.sha256(
             repr([(tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in tensors]).encode()
         ).hexdigest()
@@ -66,12 +71,12 @@ class ExpertRows:
 
     def pack(self, slot: int, row: torch.Tensor) -> None:
         """Copies the expert in a slot into a row."""
-        for part, start in self._parts:
+        for part, start in self.parts:
             row[start : start + part.size(1)].copy_(part[slot])
 
     def write(self, row: torch.Tensor, slot: int) -> None:
         """Copies the expert in a row into a slot, in place."""
-        for part, start in self._parts:
+        for part, start in self.parts:
             part[slot].copy_(row[start : start + part.size(1)])
 
     def seal(self, row: torch.Tensor, stamp: int) -> None:

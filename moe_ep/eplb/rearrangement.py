@@ -168,6 +168,8 @@ class Rearrangement:
         try:
             intact = self._mover.fetch(layer, new, layer_stamp(job.number, layer))
             status = _ARRIVED if intact else _BROKEN
+        except EplbError:
+            raise
         except (RuntimeError, TimeoutError) as error:
             logger.error("EPLB: layer %d did not arrive on EP rank %d: %s", layer, self._channel.rank, error)
             status = _LATE

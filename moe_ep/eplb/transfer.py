@@ -44,6 +44,10 @@ class MessageTransport:
             dist.all_to_all_single(torch.empty_like(word), word, group=self._group)
             torch.cuda.synchronize(device)
 
+    def close(self) -> None:
+        """The group is torch.distributed's to destroy."""
+        return
+
     def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
         """Brings every expert that is new on this rank into its staging row; False where one arrived broken.
 
@@ -66,10 +70,10 @@ class MessageTransport:
                 experts.pack(slot, row_out)
                 experts.seal(row_out, _stamp(stamp, expert))
                 operations += [self._operation(dist.isend, row_out, peer) for peer in peers]
-            operations += [self._operation(dist.irecv, rows[row], peer) for _, row, peer in part.receives]
+            operations += [self._operation(dist.irecv, rows[row], peer) for _, row, peer, _ in part.receives]
             if operations:
                 self._run(operations, experts.device, deadline)
-            broken += [experts.broken(rows[row], _stamp(stamp, expert)) for expert, row, _ in part.receives]
+            broken += [experts.broken(rows[row], _stamp(stamp, expert)) for expert, row, *_ in part.receives]
         found = torch.stack(broken).any() if broken else None
         _wait_for_device(experts.device, deadline)
         return found is None or not bool(found)

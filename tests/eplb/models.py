@@ -31,7 +31,8 @@ def exact_routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logits, with weights 4, 2 and 1."""
     ids = gating_output.topk(topk, dim=1).indices.to(torch.int32)
-    return (2.0 ** torch.arange(topk - 1, -1, -1, dtype=torch.float32)).expand(ids.shape).contiguous(), ids
+    weights = 2.0 ** torch.arange(topk - 1, -1, -1, dtype=torch.float32, device=ids.device)
+    return weights.expand(ids.shape).contiguous(), ids
 
 
 def make_layer(scheme: str = "plain", redundant: int = 0, **options: Any) -> FusedMoE:

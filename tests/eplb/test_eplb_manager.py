@@ -334,7 +334,7 @@ def test_placements_that_do_not_fit_are_refused() -> None:
     [
         ({"interval": 0}, "interval is 0; it must be at least 1"),
         ({"rebalance_below": -0.5}, "rebalance_below is -0.5; it must be at least 0"),
-        ({"timeout_s": 0}, "timeout_s is 0; it must be a positive number of seconds"),
+        ({"timeout_s": 0}, "timeout_s is 0; it must be a positive number or None"),
         ({"policy": "best"}, "policy"),
         ({"objective": "speed"}, "objective is 'speed'; it must be one of tokens, active_experts, auto"),
     ],

@@ -29,7 +29,7 @@ def test_everybody_gets_each_expert_once_and_in_order(num_ranks: int, per_host: 
         for index in range(len(moves[0].rounds)):
             sent = [(e, source, peer) for source in range(num_ranks) for e, _, to in moves[source].rounds[index].sends
                     for peer in to]  # fmt: skip
-            received = [(e, source, r) for r in range(num_ranks) for e, _, source in moves[r].rounds[index].receives]
+            received = [(e, source, r) for r in range(num_ranks) for e, _, source, _ in moves[r].rounds[index].receives]
             assert sorted(sent) == sorted(received)
             for pair in {(source, peer) for _, source, peer in sent}:
                 # Messages between two ranks are told apart by their order alone.
@@ -38,7 +38,9 @@ def test_everybody_gets_each_expert_once_and_in_order(num_ranks: int, per_host: 
                 ]
         for rank, part in enumerate(moves):
             rows = {row: e for e, slot, row in part.copies if before[rank][slot] == e}
-            rows |= {row: e for turn in part.rounds for e, row, source in turn.receives if e in before[source]}
+            rows |= {
+                row: e for turn in part.rounds for e, row, source, slot in turn.receives if before[source][slot] == e
+            }
             assert sorted(rows) == list(range(part.num_rows))
             assert len(set(rows.values())) == part.num_rows
             assert part.num_received == len(set(after[rank]) - set(before[rank]))
@@ -52,7 +54,7 @@ def test_everybody_gets_each_expert_once_and_in_order(num_ranks: int, per_host: 
                 assert all(before[rank][slot] == e for e, slot, _ in turn.sends)
             if per_host:
                 for turn in part.rounds:
-                    for e, _, source in turn.receives:
+                    for e, _, source, _ in turn.receives:
                         near = [r for r in range(num_ranks) if r // per_host == rank // per_host and e in before[r]]
                         assert not near or source in near
 
@@ -61,7 +63,10 @@ def test_an_expert_wanted_everywhere_is_sent_by_all_that_hold_it() -> None:
     old = np.array([0, 1, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10])
     new = np.array([0, 1, 0, 2, 0, 4, 0, 6, 0, 8, 0, 10])
     sources = Counter(
-        source for rank in range(6) for part in plan_moves(old, new, 6, rank).rounds for _, _, source in part.receives
+        source
+        for rank in range(6)
+        for part in plan_moves(old, new, 6, rank).rounds
+        for _, _, source, _ in part.receives
     )
     assert sources == {0: 2, 1: 2}
 

@@ -1,0 +1,183 @@
+"""Experts between GPUs of one host by the copy engines: a rank reads its new experts out of its peers' weights.
+
+Each rank opens the others' weights once, through CUDA's inter-process memory handles, and then copies what it needs
+straight into its staging buffer. Nobody packs or sends, no kernel runs, and the multiprocessors stay with the model.
+While the model serves, copies are paced: they take a share of the memory bandwidth that decoding lives on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_ep.eplb.handshake import SideChannel
+from moe_ep.eplb.moves import LayerMoves
+from moe_ep.eplb.packing import ExpertRows
+from moe_ep.eplb.transfer import digest, wait_for_event
+
+_HANDLE_BYTES = 64
+_CHUNK_BYTES = 8 << 20
+# A handle as int64 words, and the offset in its allocation.
+_WORDS = _HANDLE_BYTES // 8 + 1
+
+
+class _Part(NamedTuple):
+    """One tensor of a layer's experts on every rank.
+
+    Attributes:
+        addresses: where slot 0 begins, by rank, as this process sees it.
+        slot_bytes: of one expert.
+        start: where it goes in a row.
+    """
+
+    addresses: list[int]
+    slot_bytes: int
+    start: int
+
+
+class PeerCopyTransport:
+    """Copies over NVLink or PCIe between GPUs of one host; making it is a collective step.
+
+    Args:
+        layers: whose weights the peers may read; they stay where they are until `close`.
+        bytes_per_s: what a rank reads at most; None for as fast as it goes.
+
+    Raises:
+        RuntimeError: on all ranks, where one cannot: other hosts, no peer access, memory that cannot be shared.
+    """
+
+    def __init__(
+        self, channel: SideChannel, layers: Sequence[ExpertRows], timeout_s: float, bytes_per_s: float | None
+    ) -> None:
+        self._channel, self._timeout_s, self._bytes_per_s = channel, timeout_s, bytes_per_s
+        self._opened: dict[tuple[int, bytes], int] = {}
+        self._layers: dict[ExpertRows, list[_Part]] = {}
+        parts = [(part, start) for experts in layers for part, start in experts.parts]
+        hosts = channel.gather("their hosts", [digest(platform.node(), _boot_id())])
+        reason = "the ranks are on several hosts" if len({row[0] for row in hosts}) > 1 else ""
+        words: list[int] = [0] * (_WORDS * len(parts))
+        if not reason:
+            try:
+                words = [word for part, _ in parts for word in _export(part)]
+            except (RuntimeError, ImportError) as error:
+                reason = str(error)
+        reason = self._anybody(reason)
+        table = channel.gather("their weights' addresses", words)
+        if not reason:
+            try:
+                addresses = [self._open(rank, row) for rank, row in enumerate(table)]
+                addresses[channel.rank] = [part.data_ptr() for part, _ in parts]
+            except RuntimeError as error:
+                reason = str(error)
+        reason = self._anybody(reason)
+        if reason:
+            self.close()
+            raise RuntimeError(reason)
+        index = 0
+        for experts in layers:
+            self._layers[experts] = [
+                _Part([row[index + i] for row in addresses], part.size(1), start)
+                for i, (part, start) in enumerate(experts.parts)
+            ]
+            index += len(experts.parts)
+
+    def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
+        """Brings every expert that is new on this rank into its staging row, on the current stream; always True.
+
+        All ranks begin together, because a peer's weights must be those of the placement before.
+
+        Raises:
+            EplbError: a rank did not begin before the deadline.
+            TimeoutError: the copies did not end before the deadline.
+        """
+        self._channel.gather("the begin of a transfer", [stamp])
+        stream = torch.cuda.current_stream(experts.device)
+        deadline = time.monotonic() + self._timeout_s
+        rank, started, copied = self._channel.rank, time.monotonic(), 0
+        wanted = [(slot, row, rank) for _, slot, row in moves.copies]
+        wanted += [(slot, row, source) for part in moves.rounds for _, row, source, slot in part.receives]
+        for slot, row, source in wanted:
+            for part in self._layers[experts]:
+                address, target = part.addresses[source] + slot * part.slot_bytes, rows[row].data_ptr() + part.start
+                for done in range(0, part.slot_bytes, _CHUNK_BYTES):
+                    size = min(_CHUNK_BYTES, part.slot_bytes - done)
+                    _copy(target + done, address + done, size, stream.cuda_stream)
+                    copied += size
+                    self._pace(copied, started)
+        event = torch.cuda.Event()
+        event.record(stream)
+        wait_for_event(event, deadline)
+        return True
+
+    def close(self) -> None:
+        """Lets go of the peers' weights."""
+        for pointer in self._opened.values():
+            _call("cuIpcCloseMemHandle", pointer)
+        self._opened.clear()
+
+    def _pace(self, copied: int, started: float) -> None:
+        if self._bytes_per_s is not None:
+            ahead = copied / self._bytes_per_s - (time.monotonic() - started)
+            if ahead > 0:
+                time.sleep(ahead)
+
+    def _open(self, rank: int, words: list[int]) -> list[int]:
+        """The addresses here of what a rank exported."""
+        addresses = []
+        for first in range(0, len(words), _WORDS):
+            *handle_words, offset = words[first : first + _WORDS]
+            handle = b"".join(word.to_bytes(8, "little", signed=True) for word in handle_words)
+            if rank != self._channel.rank and (rank, handle) not in self._opened:
+                self._opened[rank, handle] = _import(handle)
+            addresses.append(self._opened.get((rank, handle), 0) + offset)
+        return addresses
+
+    def _anybody(self, reason: str) -> str:
+        """This rank's reason, or that another one has one."""
+        failed = [rank for rank, row in enumerate(self._channel.gather("what they can", [bool(reason)])) if row[0]]
+        return reason or (f"EP rank {failed[0]} cannot" if failed else "")
+
+
+def _export(part: torch.Tensor) -> list[int]:
+    base, _ = _call("cuMemGetAddressRange", part.data_ptr())
+    handle = ctypes.string_at(_call("cuIpcGetMemHandle", base).getPtr(), _HANDLE_BYTES)
+    words = [int.from_bytes(handle[i : i + 8], "little", signed=True) for i in range(0, _HANDLE_BYTES, 8)]
+    return [*words, part.data_ptr() - int(base)]
+
+
+def _import(handle: bytes) -> int:
+    from cuda.bindings import driver
+
+    opened = driver.CUipcMemHandle()
+    ctypes.memmove(opened.getPtr(), handle, _HANDLE_BYTES)
+    flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    return int(_call("cuIpcOpenMemHandle", opened, int(flag)))
+
+
+def _copy(target: int, source: int, size: int, stream: int) -> None:
+    _call("cuMemcpyAsync", target, source, size, stream)
+
+
+def _call(name: str, *args: Any) -> Any:
+    """A call of the CUDA driver; RuntimeError with its name and result where it fails."""
+    from cuda.bindings import driver
+
+    result, *values = getattr(driver, name)(*args)
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{name} failed with {result.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _boot_id() -> str:
+    """What tells this host from others that call themselves the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return str(os.getppid())

@@ -1,0 +1,62 @@
+"""The one place that chooses how experts travel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.handshake import SideChannel, new_group
+from moe_ep.eplb.moves import LayerMoves
+from moe_ep.eplb.packing import ExpertRows
+from moe_ep.eplb.transfer import MessageTransport
+from moe_ep.errors import BackendUnavailableError, EplbError
+
+logger = logging.getLogger(__name__)
+
+
+class Transport(Protocol):
+    """A way for experts to come to this rank's staging buffer."""
+
+    def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
+        """Brings a layer's new experts into their rows and waits for them; False where one arrived broken."""
+
+    def close(self) -> None:
+        """Gives back what the transport holds."""
+
+
+def choose_transport(
+    channel: SideChannel, ep_group: dist.ProcessGroup | None, layers: Sequence[ExpertRows], config: EplbConfig
+) -> Transport:
+    """Peer copies where every GPU can read every other's memory, messages elsewhere; a collective step.
+
+    Raises:
+        BackendUnavailableError: config.transport asks for peer copies and they cannot be had.
+        EplbError: a rank did not take part.
+    """
+    device, timeout_s = layers[0].device, config.deadline_s()
+    on_gpus = device.type == "cuda" and channel.size > 1
+    if config.transport == "peer_copies" and not on_gpus:
+        raise BackendUnavailableError("transport 'peer_copies' is for several GPUs of one host; use 'messages' here")
+    if on_gpus and config.transport != "messages":
+        from moe_ep.eplb.peer_copies import PeerCopyTransport
+
+        pace = config.max_transfer_gb_s * 1e9 if config.asynchronous and config.max_transfer_gb_s else None
+        try:
+            transport: Transport = PeerCopyTransport(channel, layers, timeout_s, pace)
+            logger.info("EPLB moves experts by peer copies: all ranks are GPUs of one host")
+            return transport
+        except EplbError:
+            raise
+        except RuntimeError as error:
+            if config.transport == "peer_copies":
+                raise BackendUnavailableError(f"transport 'peer_copies' cannot be had here: {error}") from None
+            logger.info("EPLB moves experts by messages: %s", error)
+    group = None if ep_group is None else new_group(ep_group, "nccl" if device.type == "cuda" else "gloo", timeout_s)
+    messages = MessageTransport(group, timeout_s)
+    messages.connect(device)
+    return messages

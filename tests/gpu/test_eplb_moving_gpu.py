@@ -1,0 +1,159 @@
+"""Experts that move between GPUs: by messages and by peer copies, packed weights too, under a captured graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.manager import EPLBManager
+from moe_ep.eplb.transfer import rearrange_expert_weights
+from moe_ep.layer import FusedMoE
+from moe_ep.registry import EXPERTS
+from tests.eplb.models import E, inputs, load_layer, make_layer, random_placement, redundancy, set_placement
+from tests.ranks import ranks
+
+T = 8
+SCHEMES = ("plain", "quantized on load", "GPTQ")
+WORLD_SIZES = [
+    pytest.param(2, marks=pytest.mark.gpu2),
+    pytest.param(4, marks=[pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")]),
+    pytest.param(8, marks=pytest.mark.gpu8),
+]
+
+
+def on_gpu(layer: FusedMoE, seed: int) -> FusedMoE:
+    layer = load_layer(layer, seed).cuda()
+    _ = layer.modular_kernel
+    return layer
+
+
+def options_of(scheme: str) -> dict[str, Any]:
+    """Packed experts take bf16, whole numbers stay whole in f32."""
+    return {"params_dtype": torch.float32 if scheme == "plain" else torch.bfloat16}
+
+
+def make_model(world_size: int, schemes: tuple[str, ...] = SCHEMES) -> list[FusedMoE]:
+    redundant = redundancy(world_size, 3)
+    return [
+        on_gpu(make_layer(scheme, redundant, all2all_backend="batched_all_to_all", **options_of(scheme)), seed)
+        for seed, scheme in enumerate(schemes)
+    ]
+
+
+def check_weights(layers: list[FusedMoE], placement: np.ndarray, schemes: tuple[str, ...] = SCHEMES) -> None:
+    """Every tensor of every slot, against layers that were loaded into the placement."""
+    for index, (layer, scheme) in enumerate(zip(layers, schemes, strict=True)):
+        fresh = make_layer(scheme, layer.num_redundant_experts, **options_of(scheme))
+        set_placement(fresh, placement[index])
+        for got, wanted in zip(layer.expert_weights(), on_gpu(fresh, index).expert_weights(), strict=True):
+            assert torch.equal(got, wanted)
+
+
+def move(rank: int, world_size: int, transport: str, asynchronous: bool) -> str:
+    layers = make_model(world_size)
+    manager = EPLBManager(
+        layers, EplbConfig(transport=transport, asynchronous=asynchronous, timeout_s=30, first_plan=10**6)
+    )
+    for seed in range(3):
+        manager.rearrange(random_placement(len(layers), E + layers[0].num_redundant_experts, seed))
+        while manager.busy:
+            manager.step()
+            torch.cuda.synchronize()
+        check_weights(layers, manager.placement.host)
+    name = type(manager._mover._transport).__name__
+    manager.close()
+    return name
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("transport", ["messages", "peer_copies"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_moved_weights_equal_a_fresh_load(world_size: int, transport: str, asynchronous: bool) -> None:
+    names = ranks(world_size, "nccl").run(move, transport, asynchronous)
+    assert set(names) == {"MessageTransport" if transport == "messages" else "PeerCopyTransport"}
+
+
+def replay_while_moving(rank: int, world_size: int, transport: str) -> tuple[list[int], int]:
+    """A graph captured before the first move; its output has the same bits in every step."""
+    layer = make_model(world_size, ("plain",))[0]
+    alone = on_gpu(make_layer(ep_size=1, enable_eplb=False), 0)
+    manager = EPLBManager(
+        [layer], EplbConfig(transport=transport, first_plan=5, interval=10, rebalance_below=1.0, timeout_s=30)
+    )
+    static = [tensor.cuda() for tensor in inputs(T, seed=rank)]
+    side = torch.cuda.Stream()
+    versions = []
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            layer(*static)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            output = layer(*static)
+        manager.profile_step()
+        for step in range(60):
+            fresh = [tensor.cuda() for tensor in inputs(T, seed=100 * step + rank)]
+            if step >= 30:
+                fresh[1] = fresh[1].flip(1)
+            for target, source in zip(static, fresh, strict=True):
+                target.copy_(source)
+            graph.replay()
+            assert torch.equal(output, alone(*fresh))
+            manager.step()
+            versions.append(hash(manager.placement.host.tobytes()))
+        manager.finish()
+        check_weights([layer], manager.placement.host, ("plain",))
+    moved = manager.totals.experts_moved
+    manager.close()
+    return [versions.index(version) for version in versions], moved
+
+
+@pytest.mark.parametrize("transport", ["messages", "peer_copies"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_graph_captured_before_stays_right(world_size: int, transport: str) -> None:
+    results = ranks(world_size, "nccl").run(replay_while_moving, transport)
+    assert all(result == results[0] for result in results)
+    changes, moved = results[0]
+    assert len(set(changes)) > 1 and moved > 0
+
+
+def packed_outputs(rank: int, world_size: int) -> None:
+    """Packed experts compute the same before and after, up to their tolerance."""
+    from moe_ep.methods import relative_error, tolerance
+
+    layers = make_model(world_size, ("quantized on load",))
+    usable = EXPERTS.load("batched_marlin").unusable_reason() is None
+    name = type(layers[0].modular_kernel.fused_experts).__name__
+    assert name == ("BatchedMarlinExperts" if usable else "BatchedReferenceExperts")
+    manager = EPLBManager(layers, EplbConfig(asynchronous=False, first_plan=10**6))
+    x, logits = (tensor.cuda() for tensor in inputs(T, seed=rank))
+    before = layers[0](x.bfloat16(), logits)
+    for seed in range(2):
+        manager.rearrange(random_placement(1, E + layers[0].num_redundant_experts, seed))
+        assert relative_error(layers[0](x.bfloat16(), logits), before) < tolerance(torch.bfloat16)
+    manager.close()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_packed_experts_compute_the_same_after_a_move(world_size: int) -> None:
+    ranks(world_size, "nccl").run(packed_outputs)
+
+
+def rearrange(rank: int, world_size: int) -> None:
+    layers = make_model(world_size)
+    num_slots = E + layers[0].num_redundant_experts
+    old = np.tile(np.arange(num_slots) % E, (len(layers), 1))
+    for seed in range(2):
+        new = random_placement(len(layers), num_slots, seed)
+        rearrange_expert_weights([layer.expert_weights() for layer in layers], old, new)
+        check_weights(layers, new)
+        old = new
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_plain_function_over_nccl(world_size: int) -> None:
+    ranks(world_size, "nccl").run(rearrange)
