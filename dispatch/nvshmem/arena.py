@@ -1,0 +1,237 @@
+"""Memory that every rank of a host can write: symmetric blocks from NVSHMEM, and the address of each peer's copy.
+
+NVSHMEM is initialised once per process, over all ranks of the default group; its unique id travels through the group's
+store. An arena is one process group's view of it, shared by everything in the process that moves rows in that group.
+Allocation is collective over the default group: sub-groups work where they divide it and all allocate alike, and
+anything else ends with an error that names who was missing (`moe_ep.dispatch.nvshmem.meeting`).
+
+A block is free once nothing refers to its tensor any more. It is given back at the next collective step in which all
+ranks say so, in one order, after their GPUs have finished; `SymmetricArena.close` gives everything back. A process that
+just ends leaves its memory to the driver and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.dispatch.nvshmem.meeting import meet
+from moe_ep.errors import BackendUnavailableError, missing_extra
+
+logger = logging.getLogger(__name__)
+
+# Physical memory is taken from the driver in pieces of this size; NVSHMEM's own default of 512 MB would be most of it.
+_GRANULARITY = 16 << 20
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class Region:
+    """A symmetric block as one rank of an arena's group sees it.
+
+    Attributes:
+        local: uint8 `[nbytes]`, this rank's copy; zero when it is handed out, on every rank.
+        peer_pointers: int64 `[R]` on the device: where each rank's copy is mapped here, 0 where it cannot be.
+    """
+
+    name: str
+    local: torch.Tensor
+    peer_pointers: torch.Tensor
+
+
+class _Memory:
+    """Raw device memory as something that torch makes a tensor of; alive as long as that tensor is."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Block:
+    pointer: int
+    nbytes: int
+    memory: weakref.ref[_Memory]
+
+
+class SymmetricArena:
+    """The symmetric memory of one process group on this process's current device; `of` gives the one there is.
+
+    Attributes:
+        rank, world_size: of this process in the group.
+        device: the CUDA device.
+    """
+
+    def __init__(self, library: _Library, process_group: dist.ProcessGroup) -> None:
+        self._library = library
+        self._pes = dist.get_process_group_ranks(process_group)
+        self.rank, self.world_size = dist.get_rank(process_group), len(self._pes)
+        self.device = library.device
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None = None) -> SymmetricArena:
+        """The arena of a group (None for the default one); its first call in a process is collective.
+
+        Raises:
+            ImportError: nvshmem4py is missing.
+            BackendUnavailableError: no GPU.
+            DispatchTimeoutError: the other ranks did not come.
+        """
+        group = process_group or dist.distributed_c10d._get_default_group()
+        library = _library()
+        members = tuple(dist.get_process_group_ranks(group))
+        if members not in library.arenas:
+            library.arenas[members] = cls(library, group)
+        return library.arenas[members]
+
+    def reserve(self, nbytes: int, name: str) -> Region:
+        """A new block, zeroed on every rank; collective over the default group, same size and order everywhere.
+
+        Raises:
+            ValueError: the ranks ask for different blocks.
+            DispatchTimeoutError: some rank did not come.
+            torch.OutOfMemoryError: there is not that much left.
+        """
+        local = self._library.allocate(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, name)
+        pointers = [self._library.peer_pointer(local.data_ptr(), pe) for pe in self._pes]
+        return Region(name, local, torch.tensor(pointers, dtype=torch.int64, device=self.device))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all blocks of this process, free ones that were not given back yet included."""
+        return sum(block.nbytes for block in self._library.blocks)
+
+    @staticmethod
+    def close() -> None:
+        """Gives back every block and ends NVSHMEM; collective over the default group, before it is destroyed.
+
+        Tensors of the arena must not be used any more. Where a rank does not come, nothing is given back: the memory
+        goes with the process. Does nothing where there is no arena.
+        """
+        global _the_library
+        library, _the_library = _the_library, None
+        if library is not None:
+            library.close()
+
+
+class _Library:
+    """NVSHMEM in this process."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise BackendUnavailableError("NVSHMEM needs a CUDA GPU and torch sees none")
+        core, self._bindings = _nvshmem()
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.world = list(range(dist.get_world_size()))
+        self.blocks: list[_Block] = []
+        self.arenas: dict[tuple[int, ...], SymmetricArena] = {}
+        self._start(core)
+
+    def _start(self, core: Any) -> None:
+        import numpy as np
+        from cuda.core import Device
+
+        hosts = meet("start of NVSHMEM", self.world, socket.gethostname())
+        os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+        os.environ.setdefault("NVSHMEM_CUMEM_GRANULARITY", str(_GRANULARITY))
+        if len(set(hosts)) == 1:
+            os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+        rank = dist.get_rank()
+        uid = core.get_unique_id(empty=rank != 0)
+        bits = uid._data.view(np.uint8).reshape(-1)
+        bits[:] = np.frombuffer(bytes.fromhex(meet("NVSHMEM id", self.world, bits.tobytes().hex())[0]), dtype=np.uint8)
+        torch.cuda.current_stream(self.device).synchronize()  # Makes the primary context current.
+        device = Device(self.device.index)
+        device.set_current()
+        core.init(device=device, uid=uid, rank=rank, nranks=len(self.world), initializer_method="uid")
+        self._core = core
+
+    def allocate(self, nbytes: int, name: str) -> torch.Tensor:
+        """uint8 `[nbytes]` of zeros, the same on every rank of the default group."""
+        idle = [str(index) for index, block in enumerate(self.blocks) if block.memory() is None]
+        texts = meet("symmetric memory", self.world, f"{nbytes} {name}\n{' '.join(idle)}")
+        asked = [text.split("\n")[0] for text in texts]
+        if len(set(asked)) > 1:
+            who = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(asked))
+            raise ValueError(
+                f"the ranks of the default group ask for different symmetric blocks ({who}); its groups must "
+                f"make the same backends in the same order, or use all2all_backend='all_to_all'"
+            )
+        everywhere = set.intersection(*({int(index) for index in text.split("\n")[1].split()} for text in texts))
+        self._give_back([self.blocks[index] for index in sorted(everywhere)])
+        pointer = self._bindings.malloc(nbytes)
+        if not pointer:
+            raise torch.OutOfMemoryError(f"NVSHMEM has no {nbytes} bytes left for {name}; lower max_num_tokens")
+        memory = _Memory(pointer, nbytes)
+        self.blocks.append(_Block(pointer, nbytes, weakref.ref(memory)))
+        local = torch.as_tensor(memory, device=self.device).zero_()
+        torch.cuda.synchronize(self.device)
+        meet("symmetric memory is zero", self.world)
+        return local
+
+    def peer_pointer(self, pointer: int, pe: int) -> int:
+        """Where the copy of another rank is mapped, 0 where it cannot be."""
+        return pointer if pe == dist.get_rank() else int(self._bindings.ptr(pointer, pe))
+
+    def close(self) -> None:
+        try:
+            torch.cuda.synchronize(self.device)
+            meet("end of NVSHMEM", self.world)
+        except RuntimeError as error:
+            logger.warning("symmetric memory stays until the process ends: %s", error)
+            return
+        self._give_back(list(self.blocks))
+        self._core.finalize()
+
+    def _give_back(self, blocks: list[_Block]) -> None:
+        if blocks:
+            torch.cuda.synchronize(self.device)
+        for block in blocks:
+            self.blocks.remove(block)
+            self._bindings.free(block.pointer)
+
+
+_the_library: _Library | None = None
+
+
+def _library() -> _Library:
+    global _the_library
+    if _the_library is None:
+        _the_library = _Library()
+    elif _the_library.device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"the current CUDA device is {torch.cuda.current_device()} and NVSHMEM runs on {_the_library.device.index} "
+            f"in this process; use one device per process, set with torch.cuda.set_device"
+        )
+    return _the_library
+
+
+def _nvshmem() -> tuple[Any, Any]:
+    """(nvshmem.core, nvshmem.bindings); ImportError with the pip line where they are missing."""
+    try:
+        import nvshmem.core
+        from nvshmem import bindings
+    except (ImportError, RuntimeError) as error:
+        raise missing_extra("nvshmem4py-cu13", "cuda", "the NVSHMEM dispatch") from error
+    return nvshmem.core, bindings
+
+
+def unusable_reason() -> str | None:
+    """Why symmetric memory cannot be had on this machine, with the mend, in one line; None where it can."""
+    if not dist.is_available():
+        return "this torch was built without torch.distributed; install a build that has it"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA GPU"
+    try:
+        _nvshmem()
+    except ImportError as error:
+        return str(error)
+    return None
