@@ -144,5 +144,13 @@ class ExpertSlots:
             return [self.num_local_routed + expert - self.num_experts]
         return self._slots(self._replicas(expert))
 
+    def logical_of_physical(self) -> list[int]:
+        """The logical expert in each physical one, of all ranks, now."""
+        logical = [-1] * self.num_physical_experts
+        for expert in range(self.num_experts):
+            for physical in self._replicas(expert):
+                logical[physical] = expert
+        return logical
+
     def _slots(self, physical_experts: list[int]) -> list[int]:
         return [self._local[physical] for physical in physical_experts if self._local[physical] >= 0]

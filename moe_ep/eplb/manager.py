@@ -71,16 +71,16 @@ class EPLBManager:
             # Weights that are packed on a GPU are packed by now, and are not replaced any more.
             _ = layer.modular_kernel
         device = first.expert_weights()[0].device
-        num_slots = first.num_experts + first.num_redundant_experts
-        self.placement = PlacementState(
-            num_layers=len(layers), num_experts=first.num_experts, num_slots=num_slots, device=device
-        )
-        self.recorder = ExpertLoadRecorder(
-            num_layers=len(layers),
-            num_physical_experts=num_slots,
-            window_size=self.config.window_size,
-            device=device,
-        )
+        present = np.array([layer.slots.logical_of_physical() for layer in layers], dtype=np.int64)
+        # Of the ordinary kind, whatever the mode here is: layers and commits write to them in any mode.
+        with torch.inference_mode(False):
+            self.placement = PlacementState(present, first.num_experts, device)
+            self.recorder = ExpertLoadRecorder(
+                num_layers=len(layers),
+                num_physical_experts=self.placement.num_slots,
+                window_size=self.config.window_size,
+                device=device,
+            )
         self._channel = SideChannel(first.groups.ep, self.config.deadline_s())
         self._gate = StepGate()
         self._mover = LayerMover(layers, self.placement, self._channel, self.config)
@@ -148,6 +148,15 @@ class EPLBManager:
         """Ends a step that only measured memory or time: its tokens are not load, and it is not counted."""
         self.recorder.discard_pass()
 
+    def plan_now(self) -> None:
+        """Plans from the steps recorded so far, whether one is due or not; every rank calls it after the same step.
+
+        Raises:
+            EplbError: experts are still moving.
+        """
+        self._check_at_rest("plan_now")
+        self._begin(self._job(counts=self.recorder.snapshot()), self.config.asynchronous)
+
     def rearrange(self, physical_to_logical: Array | torch.Tensor) -> None:
         """Goes to a placement `[L, P]` that somebody else planned; every rank calls it after the same step.
 
@@ -157,10 +166,8 @@ class EPLBManager:
             ValueError: not a placement of these experts.
             EplbError: experts are still moving, or (there or in a later step) the ranks gave different placements.
         """
-        self._gate.check()
+        self._check_at_rest("rearrange")
         target = self._checked(physical_to_logical)
-        if self._busy:
-            raise EplbError("rearrange was called while experts are still moving; call finish first")
         self._begin(self._job(target=target), self.config.asynchronous)
 
     def finish(self) -> None:
@@ -184,6 +191,11 @@ class EPLBManager:
             self._jobs.put(None)
             thread.join()
             self._mover.close()
+
+    def _check_at_rest(self, called: str) -> None:
+        self._gate.check()
+        if self._busy:
+            raise EplbError(f"{called} was called while experts are still moving; call finish first")
 
     def _checked(self, placement: Array | torch.Tensor) -> Array:
         target = torch.as_tensor(placement).cpu().numpy().astype(np.int64)

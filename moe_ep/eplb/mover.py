@@ -92,8 +92,8 @@ class LayerMover:
         moves = plan_moves(self._placement.host[layer], new, self._num_ranks, self._rank, self._ranks_per_host)
         if self._committed is not None:
             wait_for_event(self._committed, time.monotonic() + self._timeout_s)
-        self._placement.stage(new)
         with torch.inference_mode(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self._placement.stage(new)
             intact = self._transport.fetch(experts, moves, experts.rows(self._staging), stamp)
         self._waiting = (layer, new, moves)
         return intact

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from moe_ep.eplb.policy.maps import Array, check_placement, initial_placement, logical_maps
+from moe_ep.eplb.policy.maps import Array, check_placement, logical_maps
 
 
 class PlacementState:
     """The three maps on the device, and the same on the host.
 
     Args:
-        num_slots: P, physical experts of all ranks.
+        physical_to_logical: integer `[L, P]`, where the experts are.
+        num_experts: E.
 
     Attributes:
         physical_to_logical_map: int32 `[L, P]`.
@@ -22,9 +23,10 @@ class PlacementState:
         host: physical_to_logical, int64 `[L, P]` in numpy; replaced, never changed in place.
     """
 
-    def __init__(self, *, num_layers: int, num_experts: int, num_slots: int, device: torch.device) -> None:
-        self.num_layers, self.num_experts, self.num_slots = num_layers, num_experts, num_slots
-        self.host = initial_placement(num_layers, num_experts, num_slots)
+    def __init__(self, physical_to_logical: Array, num_experts: int, device: torch.device) -> None:
+        self.host, self.num_experts = physical_to_logical.astype(np.int64), num_experts
+        self.num_layers, self.num_slots = physical_to_logical.shape
+        self.check(self.host, "physical_to_logical")
         maps = self._maps(self.host)
         self.physical_to_logical_map, self.logical_to_physical_map, self.logical_replica_count = (
             tensor.to(device) for tensor in maps

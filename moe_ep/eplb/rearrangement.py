@@ -33,7 +33,7 @@ from moe_ep.errors import EplbError
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-_ARRIVED, _BROKEN, _LATE = range(3)
+_ARRIVED, _BROKEN, _FAILED = range(3)
 
 
 class Job(NamedTuple):
@@ -171,14 +171,16 @@ class Rearrangement:
         except EplbError:
             raise
         except (RuntimeError, TimeoutError) as error:
-            logger.error("EPLB: layer %d did not arrive on EP rank %d: %s", layer, self._channel.rank, error)
-            status = _LATE
+            # Left for the others before they learn of it, so that all raise the cause.
+            self._channel.failed(f"experts of layer {layer} did not arrive on EP rank {self._channel.rank}: {error}")
+            status = _FAILED
         seconds = time.perf_counter() - started
         statuses = [row[0] for row in self._channel.gather(f"the arrival of layer {layer}", [status])]
         if any(statuses):
             failed = ", ".join(str(rank) for rank, value in enumerate(statuses) if value != _ARRIVED)
-            cause = f"within {self._channel.timeout_s:g} s" if _LATE in statuses else "with the checksum they left with"
-            raise self._channel.failed(f"experts of layer {layer} did not arrive {cause} on EP rank {failed}")
+            raise self._channel.failed(
+                f"experts of layer {layer} did not arrive on EP rank {failed} with the checksum they left with"
+            )
         self._fetched = (*cost, seconds)
         if asynchronous:
             self._wait_for_commit(f"the commit of layer {layer}")

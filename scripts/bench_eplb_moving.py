@@ -1,0 +1,480 @@
+"""Decode steps while experts move, the stall of the synchronous form, the bandwidth of a transfer, and what it brings.
+
+    python scripts/bench_eplb_moving.py                           # one process a GPU of this machine
+    python scripts/bench_eplb_moving.py --device cpu --ranks 2 --geometry small --tokens 4 --steps 20
+
+A step is one replay of a CUDA graph with all layers, then `EPLBManager.step`; the host runs at most two steps ahead.
+The same steps are timed with nothing moving and while a rearrangement is under way: then every rank gets --moves new
+experts a layer from its neighbour, again and again. Each setting first checks that every slot holds its expert, byte
+by byte, before and after. A time is the maximum over ranks; median, p99 and maximum over steps. The transfer alone
+moves every expert of a layer to the next rank with nothing else running, beside plain copies and messages of the same
+size. One JSON line a row, then tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# NVLink multicast stays off, whatever the machine's default is.
+os.environ["NCCL_NVLS_ENABLE"] = "0"
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from moe_ep.bench.geometries import preset
+from moe_ep.bench.results import append_line, facts, table
+from moe_ep.bench.synthetic import SyntheticConfig, local_logical_experts
+from moe_ep.bench.timing import slowest_rank, timing_of
+from moe_ep.bench.workload import draw_logits, parse_routing
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.handshake import SideChannel
+from moe_ep.eplb.manager import EPLBManager
+from moe_ep.eplb.metrics import balancedness
+from moe_ep.eplb.moves import plan_moves
+from moe_ep.eplb.packing import ExpertRows
+from moe_ep.eplb.transports import choose_transport
+from moe_ep.layer import FusedMoE
+
+RUN_AHEAD = 2
+NUM_DRAWS = 16
+NEVER = 10**9
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",") if part]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ranks", type=int, help="processes to start; every GPU of the machine, 2 on the CPU")
+    parser.add_argument("--geometry", default="deepseek-v3", help="a preset of moe_ep.bench.geometries")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=numbers, default=[64, 128])
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--transports", type=lambda text: text.split(","), default=["peer_copies", "messages"])
+    parser.add_argument("--gb-s", type=float, default=40.0, help="pace of peer copies beside the model")
+    parser.add_argument("--moves", type=int, default=2, help="experts that a rank gets a layer")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--zipf", type=float, default=0.8, help="for the tokens/s before and after; 0 leaves it out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="what to record where the script is not run from a git checkout")
+    parser.add_argument("--json", type=Path, help="file to append the JSON lines to")
+    return parser.parse_args(argv)
+
+
+class Model:
+    """The layers of one rank, and inputs that change from step to step."""
+
+    def __init__(self, args: argparse.Namespace, rank: int, size: int, device: torch.device) -> None:
+        self.args, self.rank, self.size, self.device = args, rank, size, device
+        self.geometry = geometry = preset(args.geometry)
+        self.redundant = size + -(geometry.num_experts + size) % size
+        self.num_slots = geometry.num_experts + self.redundant
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        # Plain top-k of the logits, so that a draw is what the tokens choose.
+        with torch.device(device):
+            self.layers = [
+                FusedMoE(
+                    num_experts=geometry.num_experts,
+                    top_k=geometry.top_k,
+                    hidden_size=geometry.hidden_size,
+                    intermediate_size=geometry.intermediate_size,
+                    params_dtype=self.dtype,
+                    quant_config=SyntheticConfig(weights=geometry.weights, device=device, seed=index),
+                    parallel_config=FusedMoEParallelConfig.make(
+                        ep_size=size, rank=rank, world_size=size, all2all_backend=args.backend
+                    ),
+                    max_num_tokens=max(args.tokens),
+                    enable_eplb=True,
+                    num_redundant_experts=self.redundant,
+                )
+                for index in range(args.layers)
+            ]
+        self.sums = self._sums_by_expert()
+
+    def draw(self, T: int, zipf: float) -> list[list[torch.Tensor]]:
+        """Logits `[T, E]` of every layer, NUM_DRAWS times."""
+        routing = parse_routing(f"zipf:{zipf:g}")
+        geometry = self.geometry
+        return [
+            [
+                draw_logits(
+                    routing, T, geometry.num_experts, geometry.top_k,
+                    seed=(draw * 1009 + layer) * self.size + self.rank, popularity_seed=self.args.seed + layer,
+                ).to(self.device)
+                for layer in range(len(self.layers))
+            ]
+            for draw in range(NUM_DRAWS)
+        ]  # fmt: skip
+
+    def capture(self, T: int) -> tuple[list[torch.Tensor], Callable[[], Any]]:
+        """(static logits of the layers, one step)."""
+        generator = torch.Generator(self.device).manual_seed(self.rank)
+        x = torch.randn(T, self.geometry.hidden_size, device=self.device, generator=generator).to(self.dtype)
+        logits = [part.clone() for part in self.draw(T, 0.0)[0]]
+
+        def step() -> None:
+            y = x
+            for layer, scores in zip(self.layers, logits, strict=True):
+                y = layer(y, scores)
+
+        for _ in range(3):
+            step()
+        if self.device.type != "cuda":
+            return logits, step
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step()
+        return logits, graph.replay
+
+    def check(self, placement: np.ndarray) -> None:
+        """Every slot holds its expert, by the sum of its bytes.
+
+        Raises:
+            RuntimeError: one does not.
+        """
+        for index, found in enumerate(self._sums_by_slot()):
+            mine = np.split(placement[index], self.size)[self.rank]
+            wrong = [slot for slot, expert in enumerate(mine) if found[slot] != self.sums[index][int(expert)]]
+            if wrong:
+                raise RuntimeError(f"rank {self.rank}, layer {index}: slots {wrong} hold the wrong experts")
+
+    def _sums_by_slot(self) -> list[list[int]]:
+        sums = []
+        for layer in self.layers:
+            words = [t.view(t.size(0), -1).view(torch.uint8).view(torch.int32) for t in layer.expert_weights()]
+            sums.append(sum(part.sum(dim=1) * (i + 1) for i, part in enumerate(words)).tolist())
+        return sums
+
+    def _sums_by_expert(self) -> list[dict[int, int]]:
+        for layer in self.layers:
+            _ = layer.modular_kernel
+        mine = (self._sums_by_slot(), [local_logical_experts(layer) for layer in self.layers])
+        everybody: list[Any] = [None] * self.size
+        dist.all_gather_object(everybody, mine)
+        sums: list[dict[int, int]] = [{} for _ in self.layers]
+        for found, experts in everybody:
+            for index in range(len(self.layers)):
+                for expert, value in zip(experts[index], found[index], strict=True):
+                    if sums[index].setdefault(expert, value) != value:
+                        raise RuntimeError(f"layer {index}: copies of expert {expert} differ")
+        return sums
+
+
+def swapped(placement: np.ndarray, size: int, moves: int, number: int) -> np.ndarray:
+    """The placement with `moves` experts of every rank given to the next one."""
+    result = placement.copy()
+    num_slots = placement.shape[1] // size
+    slots = (np.arange(moves) * 7 + number * moves) % num_slots
+    for row in result:
+        ranks = row.reshape(size, num_slots)
+        ranks[:, slots] = np.roll(ranks[:, slots], 1, axis=0)
+    return result
+
+
+class Timer:
+    """Times of steps in microseconds, the host at most RUN_AHEAD steps ahead of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        if not self._on_gpu:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+        if len(self._marks) > RUN_AHEAD:
+            self._marks[-1 - RUN_AHEAD].synchronize()
+
+    def times_us(self) -> list[float]:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            return [start.elapsed_time(end) * 1e3 for start, end in itertools.pairwise(self._marks)]
+        return [(end - start) * 1e6 for start, end in itertools.pairwise(self._marks)]
+
+
+def run_steps(
+    model: Model,
+    static: list[torch.Tensor],
+    replay: Callable[[], Any],
+    draws: list[list[torch.Tensor]],
+    count: int,
+    manager: EPLBManager | None,
+    keep_moving: Callable[[], None] | None = None,
+) -> list[float]:
+    """Step times, the slowest rank's; without the first few, and of steps with a move under way where that is asked."""
+    dist.barrier()
+    timer, counted = Timer(model.device), []
+    timer.mark()
+    warm_up = 5
+    while sum(counted) < count + warm_up:
+        for target, source in zip(static, draws[len(counted) % NUM_DRAWS], strict=True):
+            target.copy_(source)
+        replay()
+        if manager is not None:
+            if keep_moving is not None and not manager.busy:
+                keep_moving()
+            manager.step()
+        timer.mark()
+        counted.append(keep_moving is None or (manager is not None and manager.busy))
+    times = [time_us for time_us, counts in zip(timer.times_us(), counted, strict=True) if counts]
+    return slowest_rank(times[warm_up:])
+
+
+def moving_rows(model: Model, T: int, transport: str) -> list[dict[str, Any]]:
+    """Steps without a manager, with one that rests, and while experts move."""
+    args = model.args
+    static, replay = model.capture(T)
+    draws = model.draw(T, 0.0)
+    bare = run_steps(model, static, replay, draws, args.steps, None)
+    manager = EPLBManager(
+        model.layers,
+        EplbConfig(first_plan=NEVER, transport=transport, max_transfer_gb_s=args.gb_s, timeout_s=60),
+    )
+    static, replay = model.capture(T)
+    resting = run_steps(model, static, replay, draws, args.steps, manager)
+    number = itertools.count()
+
+    def keep_moving() -> None:
+        manager.rearrange(swapped(manager.placement.host, model.size, args.moves, next(number)))
+
+    moving = run_steps(model, static, replay, draws, args.steps, manager, keep_moving)
+    manager.finish()
+    model.check(manager.placement.host)
+    totals = manager.totals
+    manager.close()
+    rows = []
+    for name, times in (("no manager", bare), ("nothing moves", resting), ("experts move", moving)):
+        timing, base = timing_of(times), timing_of(resting)
+        rows.append(
+            {
+                "kind": "steps", "what": name, "transport": transport, "tokens_per_rank": T,
+                "median_us": timing.median, "p99_us": timing.p99, "max_us": timing.maximum,
+                "median_ratio": timing.median / base.median, "p99_ratio": timing.p99 / base.p99,
+                "max_over_median": timing.maximum / timing.median,
+            }
+        )  # fmt: skip
+    rows[-1] |= {
+        "experts_moved": totals.experts_moved, "gb_moved": totals.bytes_moved / 1e9,
+        "layers_committed": totals.layers_committed,
+        "transfer_ms": totals.transfer_s / max(totals.layers_committed, 1) * 1e3,
+        "commit_host_us": totals.commit_s / max(totals.layers_committed, 1) * 1e6,
+    }  # fmt: skip
+    return rows
+
+
+def stall_row(model: Model, transport: str) -> dict[str, Any]:
+    """How long the synchronous form holds a step up: the same moves of all layers, and every expert of all layers."""
+    manager = EPLBManager(
+        model.layers,
+        EplbConfig(first_plan=NEVER, transport=transport, asynchronous=False, timeout_s=60),
+    )
+    stalls = {}
+    for name, moves in (("few", model.args.moves), ("all", model.num_slots // model.size)):
+        times = []
+        for number in range(3):
+            target = swapped(manager.placement.host, model.size, moves, number)
+            _wait(model.device)
+            start = time.perf_counter()
+            manager.rearrange(target)
+            _wait(model.device)
+            times.append((time.perf_counter() - start) * 1e3)
+        stalls[f"{name}_ms"] = sorted(slowest_rank(times))[1]
+    model.check(manager.placement.host)
+    manager.close()
+    return {"kind": "stall", "transport": transport, "moves": model.args.moves, **stalls}
+
+
+def transfer_row(model: Model, transport: str) -> dict[str, Any]:
+    """GB/s that arrive at a rank when every expert of a layer goes to the next one and nothing else runs."""
+    device = model.device
+    rows = ExpertRows(model.layers[0].expert_weights())
+    config = EplbConfig(transport=transport, asynchronous=False, timeout_s=60)
+    channel = SideChannel(model.layers[0].groups.ep, 60)
+    carrier = choose_transport(channel, model.layers[0].groups.ep, [rows], config)
+    staging = torch.zeros(rows.staging_bytes, dtype=torch.uint8, device=device)
+    per_rank = model.num_slots // model.size
+    found = {}
+    for name, moves in (("all", per_rank), ("half", per_rank // 2)):
+        old = np.arange(model.num_slots)
+        new = swapped(old[None], model.size, moves, 0)[0]
+        plan = plan_moves(old, new, model.size, model.rank)
+        times = []
+        for number in range(4):
+            _wait(device)
+            start = time.perf_counter()
+            intact = carrier.fetch(rows, plan, rows.rows(staging), number)
+            times.append(time.perf_counter() - start)
+            if not intact:
+                raise RuntimeError("an expert arrived broken")
+        seconds = sorted(slowest_rank(times[1:]))[1]
+        found[f"{name}_gb_s"] = plan.num_received * rows.expert_bytes / seconds / 1e9
+    carrier.close()
+    return {"kind": "transfer", "transport": transport, **found}
+
+
+def peer_bandwidth(model: Model) -> dict[str, Any]:
+    """GB/s that leave a GPU: a copy into a neighbour's memory, and large messages round a ring."""
+    size = (1 << 30) if model.device.type == "cuda" else 1 << 22
+    out = torch.zeros(size, dtype=torch.uint8, device=model.device)
+    into = torch.empty_like(out)
+    after, before = (model.rank + 1) % model.size, (model.rank - 1) % model.size
+    times = []
+    for _ in range(5):
+        _wait(model.device)
+        start = time.perf_counter()
+        operations = [dist.P2POp(dist.isend, out, after), dist.P2POp(dist.irecv, into, before)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    ring = size / sorted(slowest_rank(times[1:]))[2] / 1e9
+    copy = 0.0
+    if model.device.type == "cuda" and model.rank == 0:
+        there = torch.empty_like(out, device="cuda:1")
+        there.copy_(out)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(5):
+            there.copy_(out)
+        torch.cuda.synchronize()
+        copy = 5 * size / (time.perf_counter() - start) / 1e9
+    dist.barrier()
+    return {"kind": "peer", "ring_gb_s": ring, "copy_gb_s": slowest_rank([copy])[0]}
+
+
+def skew_rows(model: Model, T: int) -> list[dict[str, Any]]:
+    """Tokens/s with uniform routing, with Zipf routing, and with Zipf routing after a plan from it."""
+    args = model.args
+    # A plan window of its own draws: the steps that are timed choose from the same popularity, not the same choices.
+    config = EplbConfig(first_plan=NEVER, window_size=NUM_DRAWS, timeout_s=60)
+    start = np.tile(np.arange(model.num_slots) % model.geometry.num_experts, (args.layers, 1))
+    manager = EPLBManager(model.layers, config, placement=start)
+    static, replay = model.capture(T)
+    uniform, skewed = model.draw(T, 0.0), model.draw(T, args.zipf)
+    rows = []
+
+    def measure(what: str, draws: list[list[torch.Tensor]]) -> None:
+        times = run_steps(model, static, replay, draws, args.steps // 2, manager)
+        counts = manager.recorder.snapshot().sum(dim=0).double()
+        dist.all_reduce(counts)
+        rows.append(
+            {
+                "kind": "skew", "what": what, "tokens_per_rank": T, "median_us": timing_of(times).median,
+                "tokens_per_s": T * model.size * len(times) / sum(times) * 1e6,
+                "balancedness": balancedness(counts.unflatten(1, (model.size, -1)).sum(2).cpu()),
+            }
+        )  # fmt: skip
+
+    measure("uniform", uniform)
+    measure(f"zipf({args.zipf:g}), as placed", skewed)
+    manager.plan_now()
+    manager.finish()
+    measure(f"zipf({args.zipf:g}), balanced", skewed)
+    for row in rows:
+        row["of_uniform"] = row["tokens_per_s"] / rows[0]["tokens_per_s"]
+    rows[-1]["experts_moved"] = manager.totals.experts_moved
+    model.check(manager.placement.host)
+    manager.close()
+    return rows
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def run_rank(rank: int, size: int, args: argparse.Namespace, init_method: str) -> None:
+    device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
+    options = {"device_id": device} if args.device == "cuda" else {}
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, **options)
+    rows: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        model = Model(args, rank, size, device)
+
+        def keep(*found: dict[str, Any]) -> None:
+            about = facts(seed=args.seed, commit=args.commit)
+            for row in found:
+                rows.append(row)
+                if rank == 0 and args.json is not None:
+                    setting = {"geometry": args.geometry, "layers": args.layers, "ep_size": size, "moves": args.moves}
+                    append_line(args.json, row | setting | about)
+
+        keep(peer_bandwidth(model))
+        for transport in args.transports:
+            keep(transfer_row(model, transport))
+            keep(stall_row(model, transport))
+            for T in args.tokens:
+                keep(*moving_rows(model, T, transport))
+        if args.zipf:
+            keep(*skew_rows(model, max(args.tokens)))
+    if rank == 0:
+        tell(rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def tell(rows: list[dict[str, Any]]) -> None:
+    """The rows as tables."""
+    columns = {
+        "steps": {
+            "transport": "transport", "tokens_per_rank": "T", "what": "", "median_us": "median us", "p99_us": "p99 us",
+            "max_us": "max us", "median_ratio": "median ratio", "p99_ratio": "p99 ratio",
+            "max_over_median": "max/median",
+            "experts_moved": "experts", "gb_moved": "GB", "transfer_ms": "transfer ms", "commit_host_us": "commit us",
+        },
+        "transfer": {"transport": "transport", "half_gb_s": "half a layer GB/s", "all_gb_s": "a whole layer GB/s"},
+        "peer": {"ring_gb_s": "ring of messages GB/s", "copy_gb_s": "one copy GB/s"},
+        "stall": {"transport": "transport", "moves": "moves", "few_ms": "stall ms", "all_ms": "all experts ms"},
+        "skew": {
+            "what": "routing", "tokens_per_rank": "T", "tokens_per_s": "tokens/s", "of_uniform": "of uniform",
+            "balancedness": "balancedness", "median_us": "median us", "experts_moved": "experts moved",
+        },
+    }  # fmt: skip
+    for kind, names in columns.items():
+        found = [row for row in rows if row["kind"] == kind]
+        if found:
+            print(table(found, names), end="\n\n", flush=True)
+
+
+def main() -> None:
+    args = parse()
+    size = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
+    if args.device == "cpu":
+        args.transports = ["messages"]
+    with tempfile.TemporaryDirectory(prefix="moe_ep_bench_") as folder:
+        mp.spawn(_spawned, (size, args, f"file://{folder}/meet"), nprocs=size)
+
+
+def _spawned(rank: int, size: int, args: argparse.Namespace, init_method: str) -> None:
+    run_rank(rank, size, args, init_method)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
