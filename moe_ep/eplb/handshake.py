@@ -98,6 +98,13 @@ class SideChannel:
             self._error = EplbError(text)
         return self._error
 
+    def failed_elsewhere(self, text: str) -> EplbError:
+        """The error to raise where other ranks know more: theirs, or this text if they leave none soon."""
+        deadline = time.monotonic() + _ROLL_CALL_S
+        while self.heard() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.failed(text)
+
     def heard(self) -> EplbError | None:
         """The error that a rank of the group left, if any did."""
         if self._error is None and self._group is not None and dist.is_initialized():
@@ -142,7 +149,7 @@ class SideChannel:
 
 
 def new_group(process_group: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """Another group of the same ranks; a collective step of them."""
+    """Another group of the same ranks, in rising order of their global ranks; a collective step of them."""
     members = dist.get_process_group_ranks(process_group)
     return dist.new_group(
         members,
@@ -150,7 +157,6 @@ def new_group(process_group: dist.ProcessGroup, backend: str, timeout_s: float) 
         backend=backend,
         use_local_synchronization=len(members) < dist.get_world_size(),
         group_desc="moe_ep_eplb",
-        sort_ranks=False,
     )
 
 

@@ -33,7 +33,6 @@ from moe_ep.errors import EplbError
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-_ARRIVED, _BROKEN, _FAILED = range(3)
 
 
 class Job(NamedTuple):
@@ -164,23 +163,20 @@ class Rearrangement:
 
     def _move_layer(self, job: Job, layer: int, new: Array, asynchronous: bool) -> None:
         started = time.perf_counter()
-        cost = self._mover.cost(layer, new)
+        cost, cause = self._mover.cost(layer, new), ""
         try:
-            intact = self._mover.fetch(layer, new, layer_stamp(job.number, layer))
-            status = _ARRIVED if intact else _BROKEN
+            if not self._mover.fetch(layer, new, layer_stamp(job.number, layer)):
+                cause = "with another checksum than they left with"
         except EplbError:
             raise
         except (RuntimeError, TimeoutError) as error:
-            # Left for the others before they learn of it, so that all raise the cause.
-            self._channel.failed(f"experts of layer {layer} did not arrive on EP rank {self._channel.rank}: {error}")
-            status = _FAILED
+            cause = f"({error})"
         seconds = time.perf_counter() - started
-        statuses = [row[0] for row in self._channel.gather(f"the arrival of layer {layer}", [status])]
+        statuses = [row[0] for row in self._channel.gather(f"the arrival of layer {layer}", [bool(cause)])]
         if any(statuses):
-            failed = ", ".join(str(rank) for rank, value in enumerate(statuses) if value != _ARRIVED)
-            raise self._channel.failed(
-                f"experts of layer {layer} did not arrive on EP rank {failed} with the checksum they left with"
-            )
+            text = f"experts of layer {layer} did not arrive on EP rank {statuses.index(1)}"
+            # Only that rank knows why.
+            raise self._channel.failed(f"{text} {cause}") if cause else self._channel.failed_elsewhere(text)
         self._fetched = (*cost, seconds)
         if asynchronous:
             self._wait_for_commit(f"the commit of layer {layer}")
