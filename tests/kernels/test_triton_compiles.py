@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_ep.kernels.routing import _topk_kernel
-from moe_ep.kernels.triton_align import _batched_kernel, _place_kernel
+from moe_ep.kernels.triton_align import _batched_kernel, _count_kernel, _place_kernel, _scan_kernel, _small_kernel
 from moe_ep.kernels.triton_mul_sum import _mul_sum_kernel
 
 ARCHITECTURES = (80, 90)
@@ -68,14 +68,14 @@ def test_mul_sum_reads_16_bytes_at_a_time_and_does_not_fuse(arch: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("one_piece", [True, False])
-def test_align(arch: int, one_piece: bool) -> None:
-    types = {name: "*i32" for name in _place_kernel.arg_names if name.endswith("_ptr")}
-    constants = {
-        "HAS_MAP": True, "HAS_NAMES": True, "ONE_PIECE": one_piece, "BLOCK_SIZE": 64, "BINS": 512, "PIECE": 1024,
-        "BLOCK": 128, "PIECES_AT_ONCE": 8,
-    }  # fmt: skip
-    ptx = compiled_ptx(_place_kernel, types, constants, (), arch)
-    assert ".local" not in ptx
-    types = {name: "*i32" for name in _batched_kernel.arg_names if name.endswith("_ptr")}
-    assert ".local" not in compiled_ptx(_batched_kernel, types, {"BLOCK_SIZE": 64, "BINS": 64, "BLOCK": 128}, (), arch)
+def test_align(arch: int) -> None:
+    listed = {"HAS_MAP": True, "HAS_NAMES": True, "BLOCK_SIZE": 64, "BINS": 512, "BLOCK": 128}
+    for kernel, constants in (
+        (_small_kernel, {"PIECE": 1024, **listed}),
+        (_count_kernel, {"PIECE": 1024, "HAS_MAP": True, "BINS": 512}),
+        (_scan_kernel, {"BLOCK_SIZE": 64, "BINS": 512, "PIECES_AT_ONCE": 16}),
+        (_place_kernel, {"PIECE": 1024, "STEPS": 9, **listed}),
+        (_batched_kernel, {"BLOCK_SIZE": 64, "BINS": 64, "BLOCK": 128}),
+    ):
+        types = {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr")}
+        assert ".local" not in compiled_ptx(kernel, types, constants, (), arch)
