@@ -1,0 +1,430 @@
+"""Every format as a checkpoint of two small layers in the real on-disk layout, with the values that it stands for.
+
+The values come from plain loops over Python numbers, one weight at a time, written from the formats' definitions and
+from nothing in the package.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from moe_ep.checkpoint.writer import write_checkpoint
+from tests.checkpoint.checkpoints import qwen3_config
+
+E, TOP_K, LAYERS = 4, 2, 2
+Tensors = dict[str, torch.Tensor]
+# What row and column of a linear layer stand for.
+Value = Callable[[int, int], float]
+# The tensors of a linear layer [n, k] by suffix, and its values.
+Encode = Callable[[int, int], tuple[Tensors, Value]]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def f32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def bits_of(word: int, index: int, bits: int) -> int:
+    return ((word & 0xFFFFFFFF) >> (bits * index)) & (2**bits - 1)
+
+
+def e4m3(code: int) -> float:
+    exponent, mantissa = code >> 3 & 15, code & 7
+    value = mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -value if code & 128 else value
+
+
+def e2m1(code: int) -> float:
+    value = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)[code & 7]
+    return -value if code & 8 else value
+
+
+def values(n: int, k: int, value: Value) -> torch.Tensor:
+    return torch.tensor([[value(row, column) for column in range(k)] for row in range(n)], dtype=torch.float32)
+
+
+def words(*shape: int) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, shape).to(torch.int32)
+
+
+def scales(*shape: int, size: float = 0.01) -> torch.Tensor:
+    return (torch.rand(shape) + 0.5) * size
+
+
+def e4m3_codes(*shape: int) -> torch.Tensor:
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8)
+    return torch.where(codes & 127 == 127, 0, codes).to(torch.uint8)
+
+
+def gptq(bits: int, group: int, act_order: bool) -> Encode:
+    """checkpoint_format gptq_v2, asymmetric."""
+
+    def encode(n: int, k: int) -> tuple[Tensors, Value]:
+        pack, groups = 32 // bits, k // group
+        g_idx = torch.arange(k) // group
+        if act_order:
+            g_idx = g_idx[torch.randperm(k, generator=torch.Generator().manual_seed(k))]
+        tensors = {
+            "qweight": words(k // pack, n),
+            "qzeros": words(groups, n // pack),
+            "scales": scales(groups, n, size=0.16 / 2**bits).half(),
+            "g_idx": g_idx.to(torch.int32),
+        }
+        q, z, s, g = (tensor.tolist() for tensor in tensors.values())
+
+        def value(row: int, col: int) -> float:
+            zero = bits_of(z[g[col]][row // pack], row % pack, bits)
+            return (bits_of(q[col // pack][row], col % pack, bits) - zero) * s[g[col]][row]
+
+        return tensors, value
+
+    return encode
+
+
+def awq(group: int) -> Encode:
+    def encode(n: int, k: int) -> tuple[Tensors, Value]:
+        tensors = {
+            "qweight": words(k, n // 8),
+            "qzeros": words(k // group, n // 8),
+            "scales": scales(k // group, n).half(),
+        }
+        q, z, s = (tensor.tolist() for tensor in tensors.values())
+
+        def value(row: int, col: int) -> float:
+            nibble, at = AWQ_ORDER.index(row % 8), col // group
+            return (bits_of(q[col][row // 8], nibble, 4) - bits_of(z[at][row // 8], nibble, 4)) * s[at][row]
+
+        return tensors, value
+
+    return encode
+
+
+def packed(bits: int, group: int | None, symmetric: bool = True, scattered: bool = False) -> Encode:
+    """compressed-tensors pack-quantized; group None means a scale a row."""
+
+    def encode(n: int, k: int) -> tuple[Tensors, Value]:
+        pack, columns = 32 // bits, group or k
+        g = (torch.arange(k) // columns).to(torch.int32)
+        tensors = {
+            "weight_packed": words(n, k // pack),
+            "weight_scale": scales(n, k // columns, size=0.16 / 2**bits).bfloat16(),
+            "weight_shape": torch.tensor([n, k]),
+        }
+        if scattered:
+            # Gate and up of an expert share it.
+            g = g[torch.randperm(k, generator=torch.Generator().manual_seed(k))]
+            tensors["weight_g_idx"] = g
+        if not symmetric:
+            tensors["weight_zero_point"] = words(n // pack, k // columns)
+        q, s, index, middle = (
+            tensors["weight_packed"].tolist(),
+            tensors["weight_scale"].tolist(),
+            g.tolist(),
+            2 ** (bits - 1),
+        )
+        z = None if symmetric else tensors["weight_zero_point"].tolist()
+
+        def value(row: int, col: int) -> float:
+            at = index[col]
+            zero = 0 if z is None else bits_of(z[row // pack][at], row % pack, bits) - middle
+            return (bits_of(q[row][col // pack], col % pack, bits) - middle - zero) * s[row][at]
+
+        return tensors, value
+
+    return encode
+
+
+def int_quantized(n: int, k: int) -> tuple[Tensors, Value]:
+    tensors = {
+        "weight": torch.randint(-128, 128, (n, k)).to(torch.int8),
+        "weight_scale": scales(n, 1, size=1e-3),
+    }
+    q, s = (tensor.tolist() for tensor in tensors.values())
+    return tensors, lambda row, col: q[row][col] * s[row][0]
+
+
+def fp8(name: str, block: tuple[int, int] | None, dtype: torch.dtype, per_row: bool = False) -> Encode:
+    """e4m3 with a scale a block, a row, or (neither) one with an input_scale beside it."""
+
+    def encode(n: int, k: int) -> tuple[Tensors, Value]:
+        rows, columns = block or ((1, k) if per_row else (n, k))
+        shape = (-(-n // rows), -(-k // columns)) if block or per_row else (1,)
+        scale = scales(*shape, size=1e-3)
+        if dtype == torch.float8_e8m0fnu:
+            scale = torch.randint(115, 120, shape, dtype=torch.uint8).view(dtype)
+        codes = e4m3_codes(n, k)
+        tensors = {"weight": codes.view(torch.float8_e4m3fn), name: scale.to(dtype)}
+        if len(shape) == 1:
+            tensors["input_scale"] = torch.ones(1)
+        q, s = codes.tolist(), tensors[name].float().reshape(-(-n // rows), -1).tolist()
+        return tensors, lambda row, col: e4m3(q[row][col]) * s[row // rows][col // columns]
+
+    return encode
+
+
+def mxfp4(n: int, k: int) -> tuple[Tensors, Value]:
+    tensors = {
+        "weight_packed": torch.randint(0, 256, (n, k // 2), dtype=torch.uint8),
+        "weight_scale": torch.randint(118, 124, (n, k // 32), dtype=torch.uint8),
+    }
+    q, s = (tensor.tolist() for tensor in tensors.values())
+
+    def value(row: int, col: int) -> float:
+        return e2m1(q[row][col // 2] >> 4 * (col % 2) & 15) * 2.0 ** (s[row][col // 32] - 127)
+
+    return tensors, value
+
+
+def nvfp4(weight: str, number: str, divides: bool) -> Encode:
+    def encode(n: int, k: int) -> tuple[Tensors, Value]:
+        # A few numbers are enough for gate and up to differ.
+        factor = torch.tensor(float(torch.randint(1, 9, ())) * (1000.0 if divides else 1.1e-3))
+        codes, scale = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), e4m3_codes(n, k // 16) & 63
+        tensors = {
+            weight: codes,
+            "weight_scale": scale.view(torch.float8_e4m3fn),
+            number: factor.reshape(1) if divides else factor,
+            "input_global_scale" if divides else "input_scale": torch.ones(1),
+        }
+        q, s, f = codes.tolist(), scale.tolist(), f32(1 / float(factor)) if divides else float(factor)
+        return tensors, lambda row, col: e2m1(q[row][col // 2] >> 4 * (col % 2) & 15) * e4m3(s[row][col // 16]) * f
+
+    return encode
+
+
+def plain(n: int, k: int) -> tuple[Tensors, Value]:
+    weight = (torch.randn(n, k) * k**-0.5).bfloat16()
+    as_list = weight.tolist()
+    return {"weight": weight}, lambda row, col: as_list[row][col]
+
+
+@dataclass
+class Case:
+    """One checkpoint.
+
+    Attributes:
+        encode: of gate and up; `down` of down, the same where it is None.
+        fused: how all experts lie in one tensor: None, "blocks" (gpt-oss mxfp4), "rows" or "columns".
+        plain_layers: layers whose experts are not quantized.
+        files: more JSON files, by name.
+    """
+
+    quantization: dict[str, Any] | None
+    encode: Encode
+    down: Encode | None = None
+    fused: str | None = None
+    interleaved: bool = False
+    has_bias: bool = False
+    sizes: tuple[int, int] = (64, 32)
+    plain_layers: tuple[int, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, Any] = field(default_factory=dict)
+
+
+def ct(form: str, bits: int = 4, kind: str = "int", **weights: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": ct_weights(bits, kind, **weights)}},
+    }
+
+
+def ct_weights(bits: int, kind: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "symmetric": True, "strategy": "group", "group_size": 32, **more}
+
+
+def mixed(first: tuple[str, dict[str, Any]], second: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    groups = {
+        "group_0": {"targets": ["re:.*(gate|up)_proj$"], "format": first[0], "weights": first[1]},
+        "group_1": {"targets": [r"re:.*experts\.\d+\.down_proj"], "format": second[0], "weights": second[1]},
+    }
+    ignored = ["lm_head", "re:model.layers.0.mlp.*"]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": groups,
+        "ignore": ignored,
+    }
+
+
+INT4_GROUPS = ("pack-quantized", ct_weights(4, "int"))
+INT8_ROWS = ("pack-quantized", ct_weights(8, "int", strategy="channel", group_size=None))
+FP8_ROWS = ("float-quantized", ct_weights(8, "float", strategy="channel", group_size=None))
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_local_experts": E,
+    "num_experts": None,
+    "moe_intermediate_size": None,
+}
+QWEN3_VL = {"model_type": "qwen3_vl_moe"}
+BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": ["mlp.gate"]}
+MODELOPT = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*.mlp.gate"]}}
+
+CASES: dict[str, Case] = {
+    "gptq 4 bits": Case(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
+        gptq(4, 32, False),
+    ),
+    "gptq 8 bits act-order": Case(
+        {"quant_method": "gptq", "bits": 8, "group_size": 16, "sym": False, "desc_act": True, "format": "gptq_v2"},
+        gptq(8, 16, True),
+    ),
+    "awq": Case({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq(32)),
+    "packed int4": Case(ct("pack-quantized"), packed(4, 32)),
+    "packed int4 zero points": Case(ct("pack-quantized", symmetric=False), packed(4, 32, symmetric=False)),
+    "packed int4 act-order": Case(ct("pack-quantized", actorder="group"), packed(4, 32, scattered=True)),
+    "packed int8 rows": Case(ct("pack-quantized", 8, strategy="channel", group_size=None), packed(8, None)),
+    "packed int8 zero points": Case(ct("pack-quantized", 8, symmetric=False), packed(8, 32, symmetric=False)),
+    "int8": Case(ct("int-quantized", 8, strategy="channel", group_size=None), int_quantized),
+    "fp8 tensor": Case(
+        ct("float-quantized", 8, "float", strategy="tensor", group_size=None),
+        fp8("weight_scale", None, torch.float32),
+    ),
+    "fp8 rows": Case(
+        ct("float-quantized", 8, "float", strategy="channel", group_size=None),
+        fp8("weight_scale", None, torch.bfloat16, per_row=True),
+    ),
+    "fp8 blocks": Case(BLOCK, fp8("weight_scale_inv", (128, 128), torch.float32), sizes=(160, 96)),
+    "fp8 blocks e8m0": Case(BLOCK, fp8("weight_scale_inv", (128, 128), torch.float8_e8m0fnu), sizes=(128, 160)),
+    "fp8 of one number": Case(
+        {"quant_method": "fp8", "activation_scheme": "static"}, fp8("weight_scale", None, torch.float32)
+    ),
+    "mxfp4 gpt-oss": Case(
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
+        mxfp4,
+        fused="blocks",
+        interleaved=True,
+        has_bias=True,
+        config=GPT_OSS,
+    ),
+    "mxfp4 per expert": Case(ct("mxfp4-pack-quantized", 4, "float"), mxfp4),
+    "nvfp4 modelopt": Case(None, nvfp4("weight", "weight_scale_2", False), files={"hf_quant_config.json": MODELOPT}),
+    "nvfp4 packed": Case(
+        ct("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group_size=16),
+        nvfp4("weight_packed", "weight_global_scale", True),
+    ),
+    "mixed int4 and fp8": Case(
+        mixed(INT4_GROUPS, FP8_ROWS),
+        packed(4, 32),
+        fp8("weight_scale", None, torch.bfloat16, per_row=True),
+        plain_layers=(0,),
+    ),
+    "mixed int4 and int8": Case(mixed(INT4_GROUPS, INT8_ROWS), packed(4, 32), packed(8, None), plain_layers=(0,)),
+    "bf16": Case(None, plain),
+    "bf16 fused rows": Case(None, plain, fused="rows", config=QWEN3_VL),
+    "bf16 fused columns": Case(None, plain, fused="columns", config=QWEN3_VL),
+    "bf16 gpt-oss": Case(None, plain, fused="columns", interleaved=True, has_bias=True, config=GPT_OSS),
+}
+
+
+@dataclass
+class Expert:
+    """The values of one expert, f32, and its biases."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    biases: dict[str, torch.Tensor]
+
+
+def write_case(
+    name: str, directory: Path, sizes: tuple[int, int] | None = None, with_values: bool = True
+) -> list[list[Expert]]:
+    """Writes the checkpoint; the values of its experts by layer, empty where nobody wants to wait for the loops."""
+    case = CASES[name] if sizes is None else replace(CASES[name], sizes=sizes)
+    torch.manual_seed(sum(name.encode()))
+    K, N = case.sizes
+    tensors: Tensors = {}
+    layers = "model.language_model.layers" if case.config is QWEN3_VL else "model.layers"
+    router = "router" if case.has_bias else "gate"
+    experts = []
+    for layer in range(LAYERS):
+        prefix = f"{layers}.{layer}.mlp"
+        tensors[f"{layers}.{layer}.post_attention_layernorm.weight"] = torch.ones(K).bfloat16()
+        tensors[f"{prefix}.{router}.weight"] = torch.randn(E, K).bfloat16()
+        if case.has_bias:
+            tensors[f"{prefix}.router.bias"] = torch.randn(E).bfloat16()
+        found, made = make_experts(case, f"{prefix}.experts", layer in case.plain_layers, with_values)
+        tensors |= found
+        experts.append(made)
+    config = qwen3_config(hidden_size=K, moe_intermediate_size=N, quantization_config=case.quantization) | case.config
+    if case.config is GPT_OSS:
+        config["intermediate_size"] = N
+    if case.config is QWEN3_VL:
+        config = {"model_type": "qwen3_vl_moe", "text_config": config | {"model_type": "qwen3_vl_moe_text"}}
+    write_checkpoint(
+        directory, {k: v for k, v in config.items() if v is not None}, tensors.items(), max_shard_bytes=30_000
+    )
+    for file, content in case.files.items():
+        (directory / file).write_text(json.dumps(content))
+    return experts
+
+
+def make_experts(case: Case, prefix: str, is_plain: bool, with_values: bool) -> tuple[Tensors, list[Expert]]:
+    K, N = case.sizes
+    tensors, experts, fused = {}, [], []
+    for expert in range(E):
+        matrices, biases, raw = {}, {}, {}
+        for role, (n, k) in (("gate", (N, K)), ("up", (N, K)), ("down", (K, N))):
+            encode = plain if is_plain else case.down if role == "down" and case.down else case.encode
+            raw[role], value = encode(n, k)
+            matrices[role] = values(n, k, value) if with_values else torch.empty(0)
+            if case.has_bias:
+                biases[role] = torch.randn(n).bfloat16()
+            if not case.fused:
+                tensors |= {f"{prefix}.{expert}.{role}_proj.{suffix}": tensor for suffix, tensor in raw[role].items()}
+        experts.append(Expert(**matrices, biases=biases))
+        fused.append((raw, biases))
+    if case.fused:
+        tensors = dict(fused_tensors(case, prefix, fused))
+    return tensors, experts
+
+
+def fused_tensors(case: Case, prefix: str, experts: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All experts of one layer in one tensor a role."""
+
+    def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+        if len(parts) == 1 or not case.interleaved:
+            return torch.cat(parts)
+        return torch.stack(parts, dim=1).flatten(0, 1)
+
+    for role, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+        for suffix in experts[0][0]["gate"]:
+            whole = torch.stack([joined([raw[part][suffix] for part in parts]) for raw, _ in experts])
+            if case.fused == "blocks":
+                whole = whole.unflatten(-1, (-1, 16)) if suffix == "weight_packed" else whole
+                yield f"{prefix}.{role}_{'blocks' if suffix == 'weight_packed' else 'scales'}", whole
+            else:
+                yield f"{prefix}.{role}", (whole if case.fused == "rows" else whole.transpose(1, 2)).contiguous()
+        if case.has_bias:
+            yield (
+                f"{prefix}.{role}_bias",
+                torch.stack([joined([biases[part] for part in parts]) for _, biases in experts]),
+            )
+
+
+def moe(experts: list[Expert], x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The layer's output f32 `[T, K]`: top 2 of the experts, renormalized."""
+    output = torch.zeros_like(x)
+    for t, row in enumerate(x):
+        weights = torch.softmax(logits[t], 0)
+        chosen = weights.argsort(descending=True)[:TOP_K]
+        for expert in chosen.tolist():
+            e, bias = experts[expert], {k: v.float() for k, v in experts[expert].biases.items()}
+            gate, up = e.gate @ row + bias.get("gate", 0), e.up @ row + bias.get("up", 0)
+            if bias:
+                gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+                hidden = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            else:
+                hidden = F.silu(gate) * up
+            output[t] += weights[expert] / weights[chosen].sum() * (e.down @ hidden + bias.get("down", 0))
+    return output
