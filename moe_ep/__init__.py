@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moe_ep.activation import MoEActivation
     from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
     from moe_ep.expert_map import determine_expert_map, get_compressed_expert_map
+    from moe_ep.integrations.transformers import parallelize, serve, serving
     from moe_ep.layer import FusedMoE
     from moe_ep.modular_kernel import (
         ExpertTokensMetadata,
@@ -49,6 +50,9 @@ _HOME = {
     "FusedMoEPrepareAndFinalize": "modular_kernel",
     "make_experts": "modular_kernel",
     "make_prepare_finalize": "modular_kernel",
+    "parallelize": "integrations.transformers",
+    "serve": "integrations.transformers",
+    "serving": "integrations.transformers",
     "select_experts": "routing",
     "TopKWeightAndReduce": "topk_weight_and_reduce",
     "TopKWeightAndReduceContiguous": "topk_weight_and_reduce",
@@ -78,7 +82,10 @@ __all__ = [
     "get_compressed_expert_map",
     "make_experts",
     "make_prepare_finalize",
+    "parallelize",
     "select_experts",
+    "serve",
+    "serving",
 ]
 
 

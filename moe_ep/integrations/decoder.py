@@ -1,0 +1,161 @@
+"""One rank's passes of a parallelized model: prompts into slots, and all slots one token on, in a CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from moe_ep.integrations.slot_cache import SlotCache
+from moe_ep.integrations.transformers import steps_of
+
+logger = logging.getLogger(__name__)
+
+# Passes that run eagerly before they are captured: what is compiled, connected or allocated once is so by then.
+WARM_UP_PASSES = 2
+
+
+class SlotDecoder:
+    """Sequences in slots of a fixed-size batch.
+
+    Every method that runs the model is this rank's part of a step that the caller has agreed on with
+    `StepCoordinator.step`.
+
+    Args:
+        model: as `parallelize` returns it.
+        num_slots: sequences that decode together.
+        max_length: of a sequence, prompt and continuation.
+        graphs: whether decoding may be captured in CUDA graphs.
+    """
+
+    def __init__(self, model: Any, num_slots: int, max_length: int, *, graphs: bool) -> None:
+        self.model = model
+        self.steps = steps_of(model)
+        self.num_slots = num_slots
+        device = model.device
+        self._max_length = max_length
+        self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._active = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self._cache: SlotCache | None = None
+        graphs = graphs and self._can_capture()
+        self._decode = _Captured(self._decode_pass, self.steps, num_slots, graphs)
+        self._serve = _Captured(self.steps.pass_without_tokens, self.steps, num_slots, graphs)
+
+    @property
+    def can_replay_decode(self) -> bool:
+        return self._decode.is_captured
+
+    @property
+    def can_replay_serve(self) -> bool:
+        return self._serve.is_captured
+
+    def prefill(self, slot: int, token_ids: torch.Tensor) -> torch.Tensor:
+        """Runs a prompt `[length]` and gives it the slot; returns the logits `[vocabulary]` of what follows."""
+        prefilled = DynamicCache(config=self.model.config)
+        output = self.model(
+            input_ids=token_ids[None].to(self._tokens.device),
+            past_key_values=prefilled,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        if self._cache is None:
+            self._cache = SlotCache(prefilled, self.num_slots, self._max_length, self._positions)
+        length = token_ids.numel()
+        self._cache.put(slot, prefilled, length)
+        self._positions[slot] = length
+        self._active[slot] = True
+        return output.logits[0, -1]
+
+    def decode(self) -> torch.Tensor:
+        """Runs every slot's last token; returns logits `[num_slots, vocabulary]`, of no meaning for free slots."""
+        logits = self._decode.run()
+        self._positions += self._active
+        return logits
+
+    def serve(self) -> None:
+        """This rank's part of a step in which it has no tokens."""
+        self._serve.run()
+
+    def append(self, slots: slice | int, tokens: torch.Tensor) -> None:
+        """Says which tokens come next."""
+        self._tokens[slots] = tokens
+
+    def free(self, slot: int) -> None:
+        """Gives the slot up; its rows go to no expert from here on."""
+        self._active[slot] = False
+        self._positions[slot] = 0
+
+    def _decode_pass(self) -> torch.Tensor:
+        cache = self._cache
+        if cache is None:
+            raise RuntimeError("decode was called before any prefill; prefill a slot first")
+        for layer in self.steps.layers:
+            layer.row_mask = self._active
+        try:
+            output = self.model(
+                input_ids=self._tokens[:, None],
+                position_ids=self._positions[:, None],
+                attention_mask=cache.attention_mask(self.model.dtype),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        finally:
+            for layer in self.steps.layers:
+                layer.row_mask = None
+        return output.logits[:, -1]
+
+    def _can_capture(self) -> bool:
+        if self._tokens.device.type != "cuda":
+            return False
+        with self.steps.pretending(self.num_slots):
+            backends = {type(layer.prepare_finalize): layer.prepare_finalize for layer in self.steps.layers}
+        missing = [kind.__name__ for kind, backend in backends.items() if not backend.supports_cuda_graph()]
+        if missing:
+            logger.info("decoding runs eagerly: %s cannot be captured in a CUDA graph", ", ".join(missing))
+        return not missing
+
+
+class _Captured:
+    """A pass that runs eagerly at first, and then as a CUDA graph where that is possible and every rank has its own."""
+
+    def __init__(self, run: Callable[[], Any], steps: Any, num_tokens: int, enabled: bool) -> None:
+        self._run = run
+        self._steps = steps
+        self._num_tokens = num_tokens
+        self._enabled = enabled
+        self._num_eager = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._output: Any = None
+
+    @property
+    def is_captured(self) -> bool:
+        return self._graph is not None
+
+    def run(self) -> Any:
+        step = self._steps.current
+        if self._graph is not None and step.can_replay:
+            self._graph.replay()
+            return self._output
+        output = self._run()
+        if self._enabled and self._graph is None and step.most_tokens <= self._num_tokens:
+            self._num_eager += 1
+            if self._num_eager == WARM_UP_PASSES:
+                self._capture()
+        return output
+
+    def _capture(self) -> None:
+        """Nothing runs while a graph is captured, so ranks need not do it at the same time."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._output = self._run()
+        except RuntimeError as error:
+            self._enabled = False
+            logger.warning("decoding runs eagerly: the pass cannot be captured in a CUDA graph: %s", error)
+        else:
+            self._graph = graph

@@ -1,0 +1,126 @@
+"""What transformers' fused experts modules hold, told without importing transformers.
+
+A model of transformers 5 keeps the experts of a layer in one module with parameters of all experts, `[E, ...]`, made by
+its decorator `use_experts_implementation` (transformers/integrations/moe.py), whose flags say how they lie.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_ep.activation import MoEActivation
+from moe_ep.errors import ConfigError
+
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+# Names of the activation modules of torch and transformers.
+_ACTIVATIONS = {
+    "SiLU": MoEActivation.SILU,
+    "SiLUActivation": MoEActivation.SILU,
+    "GELU": MoEActivation.GELU,
+    "GELUActivation": MoEActivation.GELU,
+    "NewGELUActivation": MoEActivation.GELU_TANH,
+    "GELUTanh": MoEActivation.GELU_TANH,
+    "PytorchGELUTanh": MoEActivation.GELU_TANH,
+}
+# alpha and limit of MoEActivation.SWIGLUOAI.
+_SWIGLUOAI = (1.702, 7.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsShape:
+    """The shape of one experts module.
+
+    Attributes:
+        name: its path in the model.
+    """
+
+    name: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation: MoEActivation
+    has_bias: bool
+    dtype: torch.dtype
+
+    @property
+    def layer_index(self) -> int:
+        """The decoder layer it is in; ConfigError where the path does not tell."""
+        found = re.search(r"layers\.(\d+)\.", self.name)
+        if found is None:
+            raise ConfigError(f"the experts {self.name} are in no layers.<number>; their layer in the files is unknown")
+        return int(found.group(1))
+
+
+def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every experts module of a model with its path, in the order of the layers."""
+    for name, module in model.named_modules():
+        if all(hasattr(module, flag) for flag in _FLAGS) and isinstance(
+            getattr(module, "down_proj", None), nn.Parameter
+        ):
+            yield name, module
+
+
+def experts_shape(name: str, module: Any) -> ExpertsShape:
+    """Reads an experts module, which may be on the meta device.
+
+    Raises:
+        ConfigError: an activation that moe_ep does not have, ungated experts, or a norm behind them.
+    """
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):
+        kind = "are ungated" if not module.has_gate else "are followed by a norm of their own"
+        raise ConfigError(f"the experts {name} of {type(module).__name__} {kind}; moe_ep does not take such experts")
+    E, first, second = module.down_proj.shape
+    K, N = (second, first) if module.is_transposed else (first, second)
+    return ExpertsShape(
+        name=name,
+        num_experts=E,
+        hidden_size=K,
+        intermediate_size=N,
+        activation=_activation(name, module),
+        has_bias=module.has_bias,
+        dtype=module.down_proj.dtype,
+    )
+
+
+def expert_tensors(module: Any) -> dict[tuple[str, str], torch.Tensor]:
+    """All experts' tensors by (parameter's suffix, shard), as views: weights `[E, out, in]` and biases `[E, out]`.
+
+    Example: `("weight", "w1")` is the gate projections `[E, N, K]`, ("bias", "w2") the biases of down `[E, K]`.
+    """
+    parts = {"weight": (module.gate_up_proj, module.down_proj)}
+    if module.is_transposed:
+        parts["weight"] = (module.gate_up_proj.transpose(1, 2), module.down_proj.transpose(1, 2))
+    if module.has_bias:
+        parts["bias"] = (module.gate_up_proj_bias, module.down_proj_bias)
+    tensors: dict[tuple[str, str], torch.Tensor] = {}
+    for suffix, (gate_up, down) in parts.items():
+        if module.is_concatenated:
+            gate, up = gate_up.detach().chunk(2, dim=1)
+        else:
+            gate, up = gate_up.detach()[:, 0::2], gate_up.detach()[:, 1::2]
+        tensors |= {(suffix, "w1"): gate, (suffix, "w3"): up, (suffix, "w2"): down.detach()}
+    return tensors
+
+
+def _activation(name: str, module: Any) -> MoEActivation:
+    kind = type(module)
+    own_gate = vars(kind).get("_apply_gate")
+    if own_gate is not None and own_gate.__module__ == kind.__module__:
+        if kind.__name__ == "GptOssExperts" and (module.alpha, module.limit) == _SWIGLUOAI:
+            return MoEActivation.SWIGLUOAI
+        raise ConfigError(
+            f"the experts {name} of {kind.__name__} have a gate of their own; of such gates moe_ep has only that of "
+            f"GptOssExperts with alpha {_SWIGLUOAI[0]} and limit {_SWIGLUOAI[1]:g}"
+        )
+    found = type(module.act_fn).__name__
+    if found not in _ACTIVATIONS:
+        raise ConfigError(
+            f"the experts {name} of {kind.__name__} have the activation {found}; moe_ep has {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[found]

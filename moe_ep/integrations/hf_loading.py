@@ -1,0 +1,111 @@
+"""A transformers model without its experts, from a checkpoint: everything that every rank holds whole.
+
+The experts are taken out before transformers allocates anything, so that no rank ever holds those of the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from moe_ep.checkpoint import CheckpointReader
+from moe_ep.checkpoint.formats.layout import FLOATS
+from moe_ep.checkpoint.matrices import read_linear
+from moe_ep.errors import CheckpointError, ConfigError
+from moe_ep.integrations.hf_experts import ExpertsShape, experts_shape, find_experts
+
+
+class ExpertsPlace(nn.Module):
+    """Stands where the experts of a layer will be."""
+
+
+def load_without_experts(
+    path: Path, dtype: torch.dtype | None, attn_implementation: str | None
+) -> tuple[Any, list[ExpertsShape]]:
+    """The causal language model of a checkpoint on the CPU, and the shapes of the experts that it lacks.
+
+    Linear layers that are quantized on disk are dequantized.
+
+    Args:
+        path: a checkpoint folder. Nothing is fetched, and no code of the checkpoint is run.
+        dtype: of weights and activations; None for the config's.
+        attn_implementation: of transformers; None for its choice.
+
+    Raises:
+        CheckpointError: tensors that are missing.
+        ConfigError: a model without experts that moe_ep can take.
+    """
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise ConfigError(
+            f"{path}: transformers {transformers.__version__} has no causal language model for {type(config).__name__}"
+        )
+    # The experts read their own quantization; transformers would want a quantizer for it.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    shapes: list[ExpertsShape] = []
+    options: dict[str, Any] = {"dtype": dtype or config.dtype or torch.float32}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    with _quiet():
+        model, info = _without_experts(kind, shapes).from_pretrained(
+            path,
+            config=config,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    model.__class__ = kind
+    if not shapes:
+        raise ConfigError(f"{path}: {kind.__name__} has no layer with experts; parallelize takes models of experts")
+    unread = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
+    with CheckpointReader(path) as reader:
+        _fill_dequantized(model, reader, unread)
+    return model, shapes
+
+
+def _without_experts(kind: Any, shapes: list[ExpertsShape]) -> Any:
+    """The model class `kind`, made without its experts, whose shapes are put into `shapes`."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        for name, module in list(find_experts(self)):
+            shapes.append(experts_shape(name, module))
+            self.set_submodule(name, ExpertsPlace())
+
+    return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
+
+
+@contextmanager
+def _quiet() -> Any:
+    """transformers warns of every expert that it finds in the files and not in the model."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) -> None:
+    """Reads the weights that transformers did not find, or took for what they are not: those quantized on disk."""
+    for name, param in model.named_parameters():
+        quantized = name in reader and reader.info(name).dtype not in FLOATS
+        if name not in unread and not quantized:
+            continue
+        module = name.removesuffix(".weight")
+        if param.dim() != 2 or not reader.names(module + "."):
+            raise CheckpointError(f"{reader.index_file}: expected tensor {name}, found none of that name")
+        with torch.no_grad():
+            param.copy_(read_linear(reader, module, (param.size(0), param.size(1))))

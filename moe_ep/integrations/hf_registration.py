@@ -1,0 +1,88 @@
+"""moe_ep by name in transformers: as an experts implementation, and as an EP implementation where it has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.integrations.moe import ExpertsInterface
+
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.errors import ConfigError
+from moe_ep.integrations.hf_experts import expert_tensors, experts_shape
+from moe_ep.integrations.sharding import load_shard, make_routed_experts
+from moe_ep.process_groups import is_initialized
+
+NAME = "moe_ep"
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """`experts_implementation="moe_ep"`: the first pass divides the module's experts over all ranks of the default
+    group, and gives back the memory of those that are elsewhere. The ranks make their passes in lockstep."""
+    layer = self._modules.get(NAME)
+    if layer is None:
+        layer = _divide(self, top_k_index.size(-1))
+        self.add_module(NAME, layer)
+    return layer(hidden_states, top_k_index, top_k_weights)
+
+
+def _divide(module: Any, top_k: int) -> nn.Module:
+    ranks = dist.get_world_size() if is_initialized() else 1
+    parallel = FusedMoEParallelConfig.make(ep_size=ranks, rank=dist.get_rank() if ranks > 1 else 0, world_size=ranks)
+    shape = experts_shape(type(module).__name__, module)
+    layer = make_routed_experts(shape, top_k, parallel, device=module.down_proj.device)
+    load_shard(layer, module)
+    for name, param in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(param.new_empty(0), requires_grad=False))
+    return layer
+
+
+def register() -> None:
+    """Makes the name known to the installed transformers; a second time does no harm."""
+    ExpertsInterface.register(NAME, experts_forward)
+    try:
+        from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+    except ImportError:  # before 5.21
+        return
+
+    class MoeEpImplementation(EPImplementation):
+        """`ep_implementation="moe_ep"`: transformers divides the experts, moe_ep moves the tokens and computes them."""
+
+        def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+            super().__init__(experts, ep_mesh, tp_mesh)
+            if tp_mesh.size() > 1:
+                raise ConfigError(
+                    f"tp_size is {tp_mesh.size()} and ep_implementation {NAME!r} is for ranks with their own batches; "
+                    f"use tp_size=1 and fsdp_size=ep_size"
+                )
+            self._experts = experts
+            self._layer: nn.Module | None = None
+
+        def __call__(
+            self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
+            if self._layer is None:
+                self._layer = self._make_layer(top_k_index.size(-1))
+            return self._layer(hidden_states, top_k_index, top_k_weights)
+
+        def _make_layer(self, top_k: int) -> nn.Module:
+            shape = experts_shape(type(self._experts).__name__, self._experts)
+            shape = replace(shape, num_experts=shape.num_experts * self.ep_mesh.size())
+            group = self.ep_mesh.get_group()
+            parallel = FusedMoEParallelConfig.make(
+                ep_size=self.ep_mesh.size(), rank=dist.get_rank(group), world_size=self.ep_mesh.size()
+            )
+            layer = make_routed_experts(shape, top_k, parallel, device=torch.device("meta"), process_group=group)
+            tensors = expert_tensors(self._experts)
+            for suffix in {suffix for suffix, _ in tensors}:
+                w13 = torch.cat([tensors[suffix, "w1"], tensors[suffix, "w3"]], dim=1)
+                for gemm, tensor in (("w13", w13), ("w2", tensors[suffix, "w2"])):
+                    layer.register_parameter(f"{gemm}_{suffix}", nn.Parameter(tensor, requires_grad=False))
+            return layer
+
+    EPImplementationInterface.register(NAME, MoeEpImplementation)

@@ -1,0 +1,159 @@
+"""The MoE layer for models that route by themselves: it takes weights and ids in place of router logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
+from moe_ep.layer import FusedMoE
+from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize, make_prepare_finalize
+
+if TYPE_CHECKING:
+    from moe_ep.integrations.steps import Step, StepCoordinator
+
+
+class RoutedExperts(FusedMoE):
+    """The routed experts of one layer, divided over ranks, for choices that somebody else made.
+
+    Takes the arguments of `FusedMoE` that do not concern routing, and:
+
+    Args:
+        coordinator: knows the step that all ranks are making, which spares each layer the question how many tokens
+            the others have. None where the ranks call their layers in lockstep by themselves.
+        decode_max_num_tokens: with it, steps in which no rank has more tokens than this travel by a second backend of
+            that capacity, which a CUDA graph can hold; all others by the layer's own.
+        decode_backend: its name.
+
+    Attributes:
+        load: int64 `[num_physical]`, rows that this rank sent to each physical expert since `counts_load` was set.
+        row_mask: bool `[T]`, rows that count; the others go to no expert. None where all do.
+    """
+
+    load: torch.Tensor
+    # The base class asks for its backend while it is made, before these are known.
+    _coordinator: StepCoordinator | None = None
+    _decode_max_num_tokens: int | None = None
+
+    def __init__(
+        self,
+        *,
+        coordinator: StepCoordinator | None = None,
+        decode_max_num_tokens: int | None = None,
+        decode_backend: str = "auto",
+        **layer: Any,
+    ) -> None:
+        super().__init__(**layer)
+        # What travels in the place of router logits: the weights' bits, then the ids.
+        self.num_router_columns = 2 * self.moe_config.experts_per_token
+        self._select_experts = self._take_choices  # type: ignore[assignment]
+        self._coordinator = coordinator
+        self._decode_max_num_tokens = decode_max_num_tokens
+        self._decode_backend = decode_backend
+        self._decode_prepare_finalize: FusedMoEPrepareAndFinalize | None = None
+        self._decode_kernel: FusedMoEModularKernel | None = None
+        self.counts_load = False
+        self.row_mask: torch.Tensor | None = None
+        self.register_buffer("load", torch.zeros(self.moe_config.num_experts, dtype=torch.int64), persistent=False)
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum `[T, K]` of each token's experts; a collective step of the layer's ranks.
+
+        Args:
+            hidden_states: `[T, K]` of the layer's dtype; T may differ from rank to rank and be 0.
+            topk_ids: integer `[T, top_k]`, logical; outside of [0, E) for no expert.
+            topk_weights: `[T, top_k]`, any float dtype.
+
+        Raises:
+            RuntimeError: gradients are asked for.
+        """
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad):
+            raise RuntimeError(
+                f"the experts of {self.layer_name} are for inference and have no backward; call the model under "
+                f"torch.inference_mode() or torch.no_grad()"
+            )
+        known = (topk_ids >= 0) & (topk_ids < self.num_experts)
+        if self.row_mask is not None:
+            known &= self.row_mask[:, None]
+        ids = torch.where(known, topk_ids, -1).to(torch.int32)
+        weights = torch.where(known, topk_weights.float(), 0.0)
+        return super().forward(hidden_states, torch.cat([weights.view(torch.int32), ids], dim=1))
+
+    def serve(self) -> None:
+        """This layer's part of a step in which this rank has no tokens."""
+        device, top_k = self.load.device, self.moe_config.experts_per_token
+        nothing = torch.empty(0, self.moe_config.hidden_dim, dtype=self.moe_config.in_dtype, device=device)
+        self(nothing, torch.empty(0, top_k, dtype=torch.int32, device=device), torch.empty(0, top_k, device=device))
+
+    def _take_choices(
+        self,
+        hidden_states: torch.Tensor,
+        choices: torch.Tensor,
+        *,
+        indices_type: torch.dtype | None,
+        enable_eplb: bool,
+        e_score_correction_bias: None,
+        **eplb: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Stands in for `select_experts`: the choices are made, physical ids are what is left to find."""
+        bits, ids = choices.chunk(2, dim=1)
+        weights, ids = bits.contiguous().view(torch.float32), ids.contiguous()
+        if enable_eplb:
+            ids = eplb_map_to_physical_and_record(
+                ids, eplb["expert_load_view"], eplb["logical_to_physical_map"], eplb["logical_replica_count"]
+            )
+        if self.counts_load:
+            flat = ids.flatten().long()
+            self.load.scatter_add_(0, flat.clamp(min=0), (flat >= 0).long())
+        return weights, ids.to(indices_type or torch.int32), None
+
+    @property
+    def _step(self) -> Step | None:
+        return None if self._coordinator is None else self._coordinator.current
+
+    @property
+    def is_decode_step(self) -> bool:
+        """Whether the step under way travels by the second backend; the same on every rank."""
+        step = self._step
+        return (
+            self._decode_max_num_tokens is not None
+            and step is not None
+            and step.most_tokens <= self._decode_max_num_tokens
+        )
+
+    @property
+    def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
+        """The backend that moves the rows of the step under way."""
+        if not self.is_decode_step:
+            return super().prepare_finalize
+        if self._decode_prepare_finalize is None:
+            moe_config = replace(self.moe_config, max_num_tokens=self._decode_max_num_tokens)  # type: ignore[arg-type]
+            backend = self._decode_backend if moe_config.moe_parallel_config.use_all2all else "no_ep"
+            self._decode_prepare_finalize = make_prepare_finalize(backend, moe_config, None, self.groups.ep)
+        return self._decode_prepare_finalize
+
+    @property
+    def modular_kernel(self) -> FusedMoEModularKernel:
+        """The backend of the step under way and the experts, joined when the weights are ready."""
+        if not self.is_decode_step:
+            return super().modular_kernel
+        if self._decode_kernel is None:
+            self.process_weights_after_loading()
+            experts = self.quant_method.select_gemm_impl(self.prepare_finalize, self)
+            self.__dict__["_decode_kernel"] = FusedMoEModularKernel(self.prepare_finalize, experts)
+        return self._decode_kernel  # type: ignore[return-value]
+
+    def _num_chunks(self, num_tokens: int, capacity: int, device: torch.device) -> int:
+        step = self._step
+        if step is None:
+            return super()._num_chunks(num_tokens, capacity, device)
+        return max(1, -(-step.most_tokens // capacity))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RoutedExperts:
+        self.__dict__["_decode_kernel"] = None
+        super()._apply(fn, recurse)
+        return self

@@ -1,0 +1,127 @@
+"""A key-value cache of fixed size for sequences that come and go: each slot holds one, at a position of its own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+from moe_ep.errors import ConfigError
+
+
+class SlotCache(Cache):
+    """The caches of `num_slots` sequences of one model, which decode together, one token each in a step.
+
+    Keys and values `[num_slots, heads, max_length, head_dim]` stay where they are, so a CUDA graph can hold a step. A
+    slot's token is written at `positions[slot]`; `attention_mask` hides what is behind it, and what was left there by
+    sequences before. States of linear attention are `[num_slots, ...]`.
+
+    Args:
+        prefilled: the cache of any sequence, for shapes and dtypes.
+        positions: int64 `[num_slots]`, where each slot's next token goes; the caller advances it.
+
+    Raises:
+        ConfigError: layers that keep something else than keys and values, or states of linear attention.
+    """
+
+    def __init__(self, prefilled: Cache, num_slots: int, max_length: int, positions: torch.Tensor) -> None:
+        self.positions = positions
+        super().__init__(layers=[_slots_like(layer, num_slots, max_length, positions) for layer in prefilled.layers])
+        self._columns = torch.arange(max_length, device=positions.device)
+        self._windows = {_kind(layer): getattr(layer, "sliding_window", None) for layer in prefilled.layers}
+
+    def put(self, slot: int, prefilled: Cache, length: int) -> None:
+        """Gives the slot to the sequence of `prefilled`, which has `length` tokens."""
+        layers: list[Any] = self.layers
+        for ours, theirs in zip(layers, prefilled.layers, strict=True):
+            ours.put(slot, theirs, length)
+
+    def attention_mask(self, dtype: torch.dtype) -> Any:
+        """What each slot's next token sees, added to scores: `[num_slots, 1, 1, max_length]`, by kind of layer where
+        there are several kinds."""
+        masks = {kind: self._mask(kind, window, dtype) for kind, window in self._windows.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _mask(self, kind: str, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        if kind == "linear_attention":
+            return None
+        last = self.positions[:, None]
+        seen = self._columns <= last
+        if window is not None:
+            seen &= self._columns > last - window
+        hidden = torch.finfo(dtype).min
+        return torch.where(seen, 0.0, hidden).to(dtype)[:, None, None, :]
+
+
+class _AttentionSlots(DynamicLayer):
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, prefilled: Any, num_slots: int, max_length: int, positions: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = (
+            tensor.new_zeros(num_slots, tensor.size(1), max_length, tensor.size(3))
+            for tensor in (prefilled.keys, prefilled.values)
+        )
+        self.is_initialized = True
+        self._positions = positions
+        self._rows = torch.arange(num_slots, device=positions.device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes one token of each slot, `[num_slots, heads, 1, head_dim]`; returns all that is held."""
+        self.keys[self._rows, :, self._positions] = key_states.squeeze(2)
+        self.values[self._rows, :, self._positions] = value_states.squeeze(2)
+        return self.keys, self.values
+
+    def put(self, slot: int, prefilled: Any, length: int) -> None:
+        kept = prefilled.keys.size(2)
+        self.keys[slot, :, length - kept : length] = prefilled.keys[0]
+        self.values[slot, :, length - kept : length] = prefilled.values[0]
+
+
+class _LinearAttentionSlots(LinearAttentionLayer):
+    _STATES = ("conv_states", "recurrent_states")
+
+    @classmethod
+    def like(cls, prefilled: LinearAttentionLayer, num_slots: int) -> _LinearAttentionSlots:
+        """The same settings and flags, with states for every slot."""
+        layer = copy.copy(prefilled)
+        layer.__class__ = cls
+        for name in cls._STATES:
+            states = {
+                index: None if state is None else state.new_zeros(num_slots, *state.shape[1:])
+                for index, state in getattr(prefilled, name).items()
+            }
+            setattr(layer, name, states)
+        return layer  # type: ignore[return-value]
+
+    def put(self, slot: int, prefilled: LinearAttentionLayer, length: int) -> None:
+        for name in self._STATES:
+            for index, state in getattr(prefilled, name).items():
+                if state is not None:
+                    getattr(self, name)[index][slot] = state[0]
+
+
+def _kind(layer: Any) -> str:
+    """What transformers calls such layers in `config.layer_types`."""
+    kinds: dict[type, str] = {
+        DynamicLayer: "full_attention",
+        DynamicSlidingWindowLayer: "sliding_attention",
+        LinearAttentionLayer: "linear_attention",
+    }
+    if type(layer) not in kinds:
+        raise ConfigError(
+            f"the model keeps its past in a {type(layer).__name__}; sequences can share a batch only where layers keep "
+            f"{', '.join(kind.__name__ for kind in kinds)}; run it with transformers' generate"
+        )
+    return kinds[type(layer)]
+
+
+def _slots_like(layer: Any, num_slots: int, max_length: int, positions: torch.Tensor) -> Any:
+    if _kind(layer) == "linear_attention":
+        return _LinearAttentionSlots.like(layer, num_slots)
+    return _AttentionSlots(layer, num_slots, max_length, positions)

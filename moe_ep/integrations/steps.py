@@ -1,0 +1,133 @@
+"""How ranks with requests of their own make their steps together.
+
+Every pass of the model through its layers is one step of all ranks. Before it they tell each other, on the CPU, what
+they bring: tokens, or nothing. A rank that has no more requests calls `serve`: it computes its experts for the others'
+tokens until nobody has any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from moe_ep import env
+from moe_ep.eplb.handshake import SideChannel
+
+if TYPE_CHECKING:
+    from moe_ep.eplb.manager import EPLBManager
+    from moe_ep.integrations.routed_experts import RoutedExperts
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the ranks agreed on for one pass.
+
+    Attributes:
+        num_tokens: of each rank, by rank.
+        can_replay: whether every rank has a CUDA graph of this pass.
+        done: the progress that each rank reported, by rank.
+    """
+
+    num_tokens: tuple[int, ...]
+    can_replay: bool
+    done: tuple[int, ...]
+
+    @property
+    def most_tokens(self) -> int:
+        return max(self.num_tokens)
+
+
+class StepCoordinator:
+    """One model's steps over its EP ranks; making it is a collective step of them.
+
+    Args:
+        process_group: the EP ranks; None for this process alone.
+
+    Attributes:
+        layers: the model's MoE layers in the order in which a pass reaches them.
+        current: the step under way, None between steps.
+        eplb: balances the experts between steps, or None.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self._channel = SideChannel(process_group, env.DISPATCH_TIMEOUT_S.get())
+        self.layers: list[RoutedExperts] = []
+        self.current: Step | None = None
+        self.eplb: EPLBManager | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._channel.rank
+
+    @property
+    def size(self) -> int:
+        return self._channel.size
+
+    def begin(self, num_tokens: int | None, *, can_replay: bool = False, done: int = 0) -> Step | None:
+        """Agrees on the next step; None, and no step, where no rank has tokens. `end` ends it.
+
+        Args:
+            num_tokens: that this rank brings; None where it only serves.
+            can_replay: whether this rank has a CUDA graph of its pass.
+            done: progress, for the others to know.
+
+        Raises:
+            EplbError: a rank did not come to the step before the deadline.
+        """
+        mine = [num_tokens is not None, num_tokens or 0, can_replay, done]
+        table = self._channel.gather("what they bring to the next step", mine)
+        if not any(row[0] for row in table):
+            return None
+        self.current = Step(
+            num_tokens=tuple(row[1] for row in table),
+            can_replay=all(row[2] for row in table),
+            done=tuple(row[3] for row in table),
+        )
+        return self.current
+
+    def end(self) -> None:
+        """Ends the step under way; experts that have arrived are taken over here."""
+        self.current = None
+        if self.eplb is not None:
+            self.eplb.step()
+
+    @contextlib.contextmanager
+    def step(self, num_tokens: int | None, *, can_replay: bool = False, done: int = 0) -> Iterator[Step | None]:
+        """`begin` and `end` around a block that is this rank's pass."""
+        step = self.begin(num_tokens, can_replay=can_replay, done=done)
+        try:
+            yield step
+        except BaseException:
+            self.current = None
+            raise
+        if step is not None:
+            self.end()
+
+    @contextlib.contextmanager
+    def pretending(self, num_tokens: int) -> Iterator[None]:
+        """A block in which layers take it that a step of `num_tokens` on every rank is under way."""
+        before = self.current
+        self.current = Step(num_tokens=(num_tokens,) * self.size, can_replay=False, done=(0,) * self.size)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def pass_without_tokens(self) -> None:
+        """This rank's part of a step in which it has no tokens."""
+        for layer in self.layers:
+            layer.serve()
+
+    def serve(self) -> int:
+        """Serves the other ranks until every rank serves; returns the steps it took part in."""
+        num_steps = 0
+        while True:
+            with self.step(None) as step:
+                if step is None:
+                    return num_steps
+                self.pass_without_tokens()
+            num_steps += 1

@@ -1,0 +1,262 @@
+"""Expert parallelism for models of transformers 5: experts divided over the ranks, everything else data-parallel.
+
+    model = moe_ep.parallelize("Qwen3-30B-A3B", device="cuda:0")    # on every rank
+    with moe_ep.serving(model):
+        model.generate(**requests_of_this_rank)
+
+Each rank holds its share of the experts and all of the rest, and has requests of its own. Every pass of the model is a
+step that all ranks make together; `serving` says what a rank does that has nothing to compute.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ep import env
+from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.errors import ConfigError, missing_extra
+from moe_ep.integrations.hf_experts import ExpertsShape, experts_shape, find_experts
+from moe_ep.integrations.routed_experts import RoutedExperts
+from moe_ep.integrations.sharding import PREFILL_MAX_NUM_TOKENS, load_shard, make_routed_experts
+from moe_ep.integrations.steps import StepCoordinator
+from moe_ep.process_groups import is_initialized
+from moe_ep.stack import expert_quantization, layer_quant_config
+
+try:
+    from moe_ep.integrations import hf_loading, hf_registration
+except ModuleNotFoundError as error:
+    if error.name and error.name.partition(".")[0] == "transformers":
+        raise missing_extra("transformers", "hf", "moe_ep.parallelize") from None
+    raise
+
+hf_registration.register()
+
+# (layers loaded, layers)
+OnLayer = Callable[[int, int], None]
+
+
+def parallelize(
+    model_or_path: Any,
+    ep_size: int | None = None,
+    backend: str = "auto",
+    quantize: str = "none",
+    eplb: EplbConfig | bool | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    attn_implementation: str | None = None,
+    num_redundant_experts: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    max_num_tokens: int | None = None,
+    decode_max_num_tokens: int | None = None,
+    on_layer: OnLayer | None = None,
+) -> Any:
+    """A transformers model whose experts are divided over the ranks; a collective step of them.
+
+    From a path no rank ever holds experts of others: the model is built without them, and each rank reads the bytes of
+    its own, in whatever format they are. A model that is there already is changed in place, and the memory of experts
+    that are elsewhere is given back. The model is for inference.
+
+    Args:
+        model_or_path: a causal language model of transformers, or the folder of its checkpoint.
+        ep_size: ranks to divide over; None for all of the process group.
+        backend: a name of the dispatch registry, or "auto".
+        quantize: "int4", "int8" or "fp8" quantizes plain experts on load; "none" leaves them as they are.
+        eplb: balances the experts while the model runs, as `EplbConfig` says; True for its defaults.
+        dtype: from a path: of activations and weights that are not quantized; None for the config's.
+        device: where the model goes; None leaves it where it is, on the CPU from a path.
+        attn_implementation: from a path, of transformers; None for its choice.
+        num_redundant_experts: physical experts beyond the model's, replicas for `eplb`.
+        process_group: the EP ranks; None for the default group, or this process alone.
+        max_num_tokens: capacity of a fixed-capacity backend, tokens per rank of one pass; larger batches take several.
+            None lets "auto" choose one without, and is 256 for one that is named.
+        decode_max_num_tokens: with it, steps of at most as many tokens on every rank travel by a backend of that
+            capacity (`RoutedExperts`).
+        on_layer: called with (layers loaded, layers) as loading goes on.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ConfigError: a model without experts that moe_ep can take, or settings that do not fit together.
+        CheckpointError: a checkpoint that does not hold what it says.
+        ValueError: sizes that cannot be divided, unknown names.
+    """
+    if max_num_tokens is None:
+        named = backend != "auto" or env.ALL2ALL_BACKEND.get() != "auto"
+        max_num_tokens = DECODE_MAX_NUM_TOKENS if named else PREFILL_MAX_NUM_TOKENS
+    parallel, group = _ranks(ep_size, backend, process_group)
+    steps = StepCoordinator(group)
+    options: dict[str, Any] = {
+        "parallel_config": parallel,
+        "process_group": group,
+        "max_num_tokens": max_num_tokens,
+        "coordinator": steps,
+        "decode_max_num_tokens": decode_max_num_tokens,
+        "decode_backend": backend,
+        "enable_eplb": bool(eplb),
+        "num_redundant_experts": num_redundant_experts,
+    }
+    with torch.no_grad():
+        if isinstance(model_or_path, (str, os.PathLike)):
+            model = _from_path(
+                Path(model_or_path), dtype, device, attn_implementation, quantize, options, on_layer or _nobody
+            )
+        else:
+            model = _from_model(model_or_path, device, quantize, options, on_layer or _nobody)
+    model.requires_grad_(False).eval()
+    _make_steps_together(model, steps)
+    if eplb:
+        from moe_ep.eplb.manager import EPLBManager
+
+        steps.eplb = EPLBManager(steps.layers, eplb if isinstance(eplb, EplbConfig) else None)
+    return model
+
+
+def serve(model: Any) -> int:
+    """Computes this rank's experts for the other ranks' tokens until every rank has called it; a meeting point.
+
+    Returns:
+        The steps that were served.
+
+    Raises:
+        ValueError: a model that `parallelize` did not make.
+    """
+    return steps_of(model).serve()
+
+
+@contextmanager
+def serving(model: Any) -> Iterator[None]:
+    """Runs this rank's requests in the block, and serves the others' from its end until they are through too.
+
+    In the block a rank calls the model as often as it likes, or never. Each call is a step in which every rank takes
+    part: with a pass of its own, in its own block, or without tokens, behind it. A rank that does neither for longer
+    than MOE_EP_DISPATCH_TIMEOUT_S holds up the others until they fail. An error in the block is raised at once.
+    """
+    steps = steps_of(model)
+    yield
+    steps.serve()
+
+
+def steps_of(model: Any) -> StepCoordinator:
+    """The model's steps; ValueError for a model that `parallelize` did not make."""
+    steps = getattr(model, "_moe_ep_steps", None)
+    if steps is None:
+        raise ValueError(f"model is a {type(model).__name__} whose experts are not divided; pass moe_ep.parallelize's")
+    return steps
+
+
+def _ranks(
+    ep_size: int | None, backend: str, process_group: dist.ProcessGroup | None
+) -> tuple[FusedMoEParallelConfig, dist.ProcessGroup | None]:
+    group = process_group or (dist.group.WORLD if is_initialized() else None)
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    ep_size = num_ranks if ep_size is None else ep_size
+    if ep_size not in (1, num_ranks):
+        raise ValueError(
+            f"ep_size is {ep_size} and the process group has {num_ranks} ranks; leave it out, or pass the group of "
+            f"exactly those ranks as process_group"
+        )
+    group = group if ep_size > 1 else None
+    rank = 0 if group is None else dist.get_rank(group)
+    return FusedMoEParallelConfig.make(ep_size=ep_size, rank=rank, world_size=ep_size, all2all_backend=backend), group
+
+
+def _from_path(
+    path: Path,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    attn_implementation: str | None,
+    quantize: str,
+    options: dict[str, Any],
+    on_layer: OnLayer,
+) -> Any:
+    with CheckpointReader(path) as reader:
+        spec = model_spec(reader.config)
+        quantization = expert_quantization(reader.config, quantize)
+        model, shapes = hf_loading.load_without_experts(path, dtype, attn_implementation)
+        device = torch.device(device or "cpu")
+        model.to(device)
+        for count, shape in enumerate(shapes):
+            on_layer(count, len(shapes))
+            quant_config = layer_quant_config(quantization, spec, shape.layer_index)
+            layer = make_routed_experts(shape, _top_k(model), device=device, quant_config=quant_config, **options)
+            load_moe_layer(reader, spec, shape.layer_index, layer)
+            _put(model, shape, layer, options["coordinator"])
+        on_layer(len(shapes), len(shapes))
+    return model
+
+
+def _from_model(
+    model: Any, device: torch.device | str | None, quantize: str, options: dict[str, Any], on_layer: OnLayer
+) -> Any:
+    found = list(find_experts(model))
+    if not found:
+        raise ConfigError(f"model is a {type(model).__name__} and has no experts module of transformers 5; pass one")
+    quant_config = expert_quantization({}, quantize)
+    for count, (name, module) in enumerate(found):
+        on_layer(count, len(found))
+        shape = experts_shape(name, module)
+        weight: torch.Tensor = module.down_proj  # type: ignore[assignment]
+        if weight.is_meta:
+            raise ConfigError("model is on the meta device; pass the folder of its checkpoint in its place")
+        layer = make_routed_experts(
+            shape, _top_k(model), device=device or weight.device, quant_config=quant_config, **options
+        )
+        load_shard(layer, module)
+        _put(model, shape, layer, options["coordinator"])
+    on_layer(len(found), len(found))
+    return model if device is None else model.to(device)
+
+
+def _put(model: Any, shape: ExpertsShape, layer: RoutedExperts, steps: StepCoordinator) -> None:
+    model.set_submodule(shape.name, layer)
+    steps.layers.append(layer)
+
+
+def _top_k(model: Any) -> int:
+    return model.config.get_text_config().num_experts_per_tok
+
+
+def _make_steps_together(model: Any, steps: StepCoordinator) -> None:
+    """Every pass of the model from here on is a step of all ranks."""
+    begun = False
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal begun
+        if steps.current is None:
+            steps.begin(_num_tokens(args, kwargs))
+            begun = True
+
+    def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
+        nonlocal begun
+        if begun:
+            begun = False
+            steps.end()
+
+    model._moe_ep_steps = steps
+    model.base_model.register_forward_pre_hook(before, with_kwargs=True)
+    model.base_model.register_forward_hook(after)
+
+
+def _num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Rows of the pass, padding included."""
+    for tokens in (*args[:1], kwargs.get("input_ids")):
+        if tokens is not None:
+            return tokens.numel()
+    return kwargs["inputs_embeds"].shape[:2].numel()
+
+
+def _nobody(done: int, total: int) -> None:
+    return

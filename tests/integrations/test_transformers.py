@@ -1,0 +1,160 @@
+"""transformers models with divided experts against the same models whole, on real ranks with requests of their own."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import moe_ep
+from moe_ep.checkpoint.formats import dequantize, quantize_int
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.errors import ConfigError
+from moe_ep.integrations.hf_experts import find_experts
+from moe_ep.integrations.transformers import steps_of
+from moe_ep.methods import relative_error, tolerance
+from tests.integrations.hf_models import FAMILIES, SIZES, make_model
+from tests.ranks import ranks
+
+# (prompts, prompt length, steps of decoding) of each request, by rank: the last rank has none.
+REQUESTS: tuple[tuple[tuple[int, int, int], ...], ...] = (((2, 11, 3), (1, 3, 0)), ((1, 5, 7), (3, 9, 2)), ())
+
+
+def check_requests(rank: int, parallel: Any, alone: Any) -> None:
+    """Prefill and cached decoding of this rank's requests, step by step, against the whole model."""
+    # Each layer may add what one layer may be off by.
+    allowed = len(steps_of(parallel).layers) * tolerance(next(alone.parameters()).dtype)
+    with torch.inference_mode(), moe_ep.serving(parallel):
+        for number, (batch, length, num_steps) in enumerate(REQUESTS[rank]):
+            torch.manual_seed(100 * rank + number)
+            tokens = torch.randint(1, SIZES["vocab_size"], (batch, length))
+            caches: list[Any] = [None, None]
+            for _ in range(num_steps + 1):
+                outputs = [
+                    model(tokens, past_key_values=cache, use_cache=True)
+                    for model, cache in zip((parallel, alone), caches, strict=True)
+                ]
+                caches = [output.past_key_values for output in outputs]
+                got, expected = (output.logits for output in outputs)
+                assert relative_error(got, expected) < allowed
+                tokens = expected[:, -1:].argmax(-1)
+
+
+def from_model(
+    rank: int, world_size: int, family: str, dtype: torch.dtype, changes: dict[str, Any], options: dict[str, Any]
+) -> list[int]:
+    alone = make_model(family, dtype, **changes)
+    parallel = moe_ep.parallelize(copy.deepcopy(alone), **options)
+    check_requests(rank, parallel, alone)
+    return [layer.moe_config.num_local_experts for layer in steps_of(parallel).layers]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_with_requests_of_their_own(family: str) -> None:
+    held = ranks(3).run(from_model, family, torch.float32, {}, {})
+    num_experts = [module.num_experts for _, module in find_experts(make_model(family))]
+    assert [sum(layer) for layer in zip(*held, strict=True)] == num_experts
+    assert max(map(max, held)) < min(num_experts)
+
+
+@pytest.mark.parametrize(("family", "num_experts"), [("Qwen3Moe", 7), ("GptOss", 6)])
+def test_bf16(family: str, num_experts: int) -> None:
+    # Tokens take every expert: where they take some, rounding may turn a choice, and the outputs have little in common.
+    ranks(3).run(from_model, family, torch.bfloat16, {"num_experts_per_tok": num_experts}, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "batched_all_to_all", "max_num_tokens": 4},
+        {"backend": "allgather_reducescatter"},
+        {"backend": "all_to_all", "decode_max_num_tokens": 3},
+        {"num_redundant_experts": 5, "eplb": EplbConfig(window_size=4, first_plan=2, interval=4, asynchronous=False)},
+    ],
+    ids=lambda options: "-".join(map(str, options)),
+)
+def test_backends_and_balancing(options: dict[str, Any]) -> None:
+    ranks(3).run(from_model, "Qwen3Moe", torch.float32, {}, options)
+
+
+def from_path(rank: int, world_size: int, folder: str, family: str, quantize: str) -> int:
+    alone = make_model(family, hidden_size=64)
+    parallel = moe_ep.parallelize(folder, dtype=torch.float32, quantize=quantize)
+    if quantize == "int4":
+        for _, experts in find_experts(alone):
+            for param in (experts.gate_up_proj, experts.down_proj):
+                param.data = dequantize(quantize_int(param.data, 4, 32))
+    check_requests(rank, parallel, alone)
+    return steps_of(parallel).layers[0].moe_config.num_local_experts
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe", "Qwen3Next", "DeepseekV3", "GptOss"])
+def test_from_a_checkpoint(family: str, tmp_path: Path) -> None:
+    make_model(family).save_pretrained(tmp_path, max_shard_size="100KB")
+    held = ranks(3).run(from_path, str(tmp_path), family, "none")
+    assert sum(held) == next(module for _, module in find_experts(make_model(family))).num_experts
+
+
+def test_quantized_on_load(tmp_path: Path) -> None:
+    make_model("Qwen3Moe").save_pretrained(tmp_path)
+    ranks(3).run(from_path, str(tmp_path), "Qwen3Moe", "int4")
+
+
+def lockstep(rank: int, world_size: int) -> list[int]:
+    alone = make_model("Qwen3Moe")
+    model = copy.deepcopy(alone)
+    model.set_experts_implementation("moe_ep")
+    torch.manual_seed(rank)
+    for length in (4, 9 - rank):
+        tokens = torch.randint(1, SIZES["vocab_size"], (rank + 1, length))
+        with torch.inference_mode():
+            assert relative_error(model(tokens).logits, alone(tokens).logits) < tolerance(torch.float32)
+    return [sum(param.numel() for param in module.parameters()) for _, module in find_experts(model)]
+
+
+def test_as_an_experts_implementation() -> None:
+    held = ranks(3).run(lockstep)
+    whole = [sum(param.numel() for param in module.parameters()) for _, module in find_experts(make_model("Qwen3Moe"))]
+    assert [sum(layer) for layer in zip(*held, strict=True)] == whole
+
+
+def generates(rank: int, world_size: int) -> None:
+    alone = make_model("Mixtral")
+    parallel = moe_ep.parallelize(copy.deepcopy(alone))
+    torch.manual_seed(rank)
+    tokens = torch.randint(1, SIZES["vocab_size"], (2, 6))
+    settings = {"max_new_tokens": 3 + 5 * rank, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    with moe_ep.serving(parallel):
+        continued = parallel.generate(tokens, **settings)
+    assert torch.equal(continued, alone.generate(tokens, **settings))
+    # All ranks have come to the end of the block: whoever is early in the next one waits for no one behind it.
+    assert steps_of(parallel).serve() == 0
+
+
+def test_generate_of_transformers() -> None:
+    ranks(3).run(generates)
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
+    with pytest.raises(ConfigError, match="LlamaForCausalLM and has no experts module"):
+        moe_ep.parallelize(transformers.LlamaForCausalLM(config))
+
+
+def test_gradients_are_refused() -> None:
+    parallel = moe_ep.parallelize(make_model("Qwen3Moe"))
+    embedded = torch.zeros(1, 3, SIZES["hidden_size"], requires_grad=True)
+    with pytest.raises(RuntimeError, match="no backward"):
+        parallel(inputs_embeds=embedded)
+
+
+def test_a_model_that_was_not_divided_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass moe_ep.parallelize's"):
+        steps_of(make_model("Qwen3Moe"))
