@@ -186,8 +186,11 @@ def mxfp4(n: int, k: int) -> tuple[Tensors, Value]:
 def nvfp4(weight: str, number: str, divides: bool) -> Encode:
     def encode(n: int, k: int) -> tuple[Tensors, Value]:
         # A few numbers are enough for gate and up to differ.
-        factor = torch.tensor(float(torch.randint(1, 9, ())) * (1000.0 if divides else 1.1e-3))
-        codes, scale = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), e4m3_codes(n, k // 16) & 63
+        factor = torch.tensor(float(torch.randint(1, 9, ())) * (10.0 if divides else 0.011))
+        codes, scale = (
+            torch.randint(0, 256, (n, k // 2), dtype=torch.uint8),
+            torch.randint(24, 56, (n, k // 16), dtype=torch.uint8),
+        )
         tensors = {
             weight: codes,
             "weight_scale": scale.view(torch.float8_e4m3fn),
