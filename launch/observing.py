@@ -16,17 +16,17 @@ from moe_ep.observability.trace import trace_to
 @contextmanager
 def observing(
     rank_env: RankEnv, *, metrics_port: int | None, metrics_host: str, trace: Path | None
-) -> Iterator[LayerMonitor | None]:
+) -> Iterator[LayerMonitor]:
     """Serves metrics at metrics_port + local rank, and writes a trace of what happens inside the block.
 
     Yields:
-        The monitor to tell of every step; None where no metrics were asked for.
+        The monitor to tell of every step; it does nothing where no metrics were asked for.
 
     Raises:
         ConfigError: the port is taken.
     """
     with ExitStack() as stack:
-        monitor = None
+        monitor = LayerMonitor(Sinks(), rank=rank_env.rank, device=rank_env.device)
         if metrics_port is not None:
             sink = _sink(rank_env, metrics_port + rank_env.local_rank, metrics_host)
             monitor = stack.enter_context(LayerMonitor(sink, rank=rank_env.rank, device=rank_env.device))

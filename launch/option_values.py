@@ -22,6 +22,21 @@ def output_file(raw: str) -> Path:
     return path.absolute()
 
 
+def new_folder(raw: str) -> Path:
+    """A folder to write into, made where it is missing, as an absolute path."""
+    path = Path(raw).expanduser()
+    if not raw or path.is_file() or not path.absolute().parent.is_dir():
+        raise ValueError("it must be a folder to write into, or a new one in a folder that exists")
+    return path.absolute()
+
+
+def port(raw: str) -> int:
+    """A TCP port."""
+    if not raw.isdecimal() or not 0 < int(raw) < 65536:
+        raise ValueError("it must be a port, a whole number from 1 to 65535")
+    return int(raw)
+
+
 def endpoint(raw: str) -> str:
     """HOST:PORT."""
     host, _, port = raw.rpartition(":")

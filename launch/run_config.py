@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_ep.launch.gang_choice import GangConfig
-from moe_ep.launch.option_values import checkpoint_folder, output_file
+from moe_ep.launch.option_values import checkpoint_folder, new_folder, output_file, port
 from moe_ep.launch.options import at_least, one_of, one_of_these, option
 from moe_ep.registry import ALL2ALL_BACKENDS
 
@@ -72,6 +72,16 @@ class RunConfig(GangConfig):
     )
     verify: bool = field(default=True, metadata=option(None, "compare every layer with the plain reference"))
     seed: int = field(default=0, metadata=option(at_least(0), "of the drawn tokens (0)"))
+    metrics_port: int | None = field(
+        default=None,
+        metadata=option(port, "serve Prometheus metrics during the steps, at this + local rank", "PORT"),
+    )
+    metrics_host: str = field(
+        default="127.0.0.1", metadata=option(str, "address that metrics are served at (127.0.0.1)", "HOST")
+    )
+    trace: Path | None = field(
+        default=None, metadata=option(new_folder, "write a Perfetto trace of each rank's steps into this folder", "DIR")
+    )
     json: Path | None = field(
         default=None, metadata=option(output_file, "write a line for each layer and step, and a summary", "FILE")
     )

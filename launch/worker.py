@@ -20,6 +20,7 @@ from moe_ep.eplb.metrics import balancedness
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.launch import progress
 from moe_ep.launch.inputs import TokenSource
+from moe_ep.launch.observing import observing
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.report import RankReport
 from moe_ep.launch.run_config import DTYPES, RunConfig
@@ -47,9 +48,13 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
             stack(source.hidden_states(max(step + config.steps, 0), dtype, device))
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        for step in range(config.steps):
-            progress.report("steps", step, config.steps)
-            _run_step(stack, source.hidden_states(step, dtype, device), report, rank_env)
+        with observing(
+            rank_env, metrics_port=config.metrics_port, metrics_host=config.metrics_host, trace=config.trace
+        ) as monitor:
+            for step in range(config.steps):
+                progress.report("steps", step, config.steps)
+                _run_step(stack, source.hidden_states(step, dtype, device), report, rank_env)
+                monitor.end_step()
         report.memory_bytes = _peak_memory(device)
         loads = torch.tensor(report.loads, dtype=torch.float64)
         report.overall_balancedness = balancedness(loads.flatten(0, 1))

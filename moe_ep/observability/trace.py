@@ -3,13 +3,14 @@
     with trace_to(folder, rank=rank):
         serve()
 
-writes folder/rank-003.json, which ui.perfetto.dev opens; several files opened together show the ranks below each other.
+writes folder/rank-003.json.gz, which ui.perfetto.dev opens; files opened together show the ranks together.
 torch.profiler records; stages are NVTX ranges too, for Nsight Systems. Clocks of other hosts are shifted by what they
 differed from rank 0's right after a barrier.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import platform
 import time
@@ -53,10 +54,10 @@ def trace_to(folder: Path, *, rank: int, group: dist.ProcessGroup | None = None)
     """Records what happens inside the block; a collective call of the group's ranks where there is one.
 
     Yields:
-        The file that is written when the block ends, rank-NNN.json in `folder`, which is made where it is missing.
+        The file that is written when the block ends, rank-NNN.json.gz in `folder`, which is made where it is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank-{rank:03}.json"
+    path = folder / f"rank-{rank:03}.json.gz"
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
@@ -82,7 +83,8 @@ def _clock_difference_us(group: dist.ProcessGroup | None) -> float:
 
 def _align(path: Path, rank: int, shift_us: float) -> None:
     """Puts the times on rank 0's clock, and numbers and names the processes so that those of ranks stay apart."""
-    trace = json.loads(path.read_text())
+    with gzip.open(path, "rt") as file:
+        trace = json.load(file)
     events = trace["traceEvents"]
     numbers: dict[str, int] = {}
     named = {}
@@ -100,4 +102,5 @@ def _align(path: Path, rank: int, shift_us: float) -> None:
         else:
             name = {"name": f"rank {rank}: {process}"}
             events.append({"name": "process_name", "ph": "M", "pid": number, "tid": 0, "args": name})
-    path.write_text(json.dumps(trace))
+    with gzip.open(path, "wt", compresslevel=3) as file:
+        json.dump(trace, file)

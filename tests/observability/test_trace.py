@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
+import socket
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ep.launch.cli import main
 from moe_ep.observability.trace import PREFIX, trace_to
 from moe_ep.stages import STAGES
+from tests.checkpoint.checkpoints import make_checkpoint
 from tests.observability.test_metrics import K, T, make_layer
 from tests.ranks import ranks
 
@@ -24,12 +30,17 @@ def record_on_a_rank(rank: int, world_size: int, folder: Path) -> None:
             layer(torch.randn(T, K), torch.randn(T, 8))
 
 
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt") as file:
+        return json.load(file)["traceEvents"]
+
+
 def test_ranges_of_all_ranks_are_there_in_order_and_on_one_clock(tmp_path: Path) -> None:
     ranks(2).run(record_on_a_rank, tmp_path / "trace")
     spans: list[list[dict[str, Any]]] = []
     processes: list[set[int]] = []
     for rank in range(2):
-        events = json.loads((tmp_path / "trace" / f"rank-{rank:03}.json").read_text())["traceEvents"]
+        events = read_trace(tmp_path / "trace" / f"rank-{rank:03}.json.gz")
         processes.append({event["pid"] for event in events if "pid" in event})
         names = [event["args"]["name"] for event in events if event.get("name") == "process_name"]
         assert names and all(name.startswith(f"rank {rank}: ") for name in names)
@@ -43,3 +54,23 @@ def test_ranges_of_all_ranks_are_there_in_order_and_on_one_clock(tmp_path: Path)
     # A pass ends in an exchange: the second begins nowhere before the first began everywhere.
     firsts, seconds = ([found[index]["ts"] for found in spans] for index in (0, len(STAGES)))
     assert max(firsts) < min(seconds)
+
+
+def test_a_run_writes_a_trace_of_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "model")
+    options = ["--model", str(tmp_path / "model"), "--launcher", "local", "--device", "cpu", "--no-verify"]
+    options += ["--ep-size", "2", "--tokens-per-rank", "3", "--steps", "2"]
+    assert main(["run", *options, "--trace", str(tmp_path / "trace")]) == 0, capsys.readouterr().err
+    for rank in range(2):
+        events = read_trace(tmp_path / "trace" / f"rank-{rank:03}.json.gz")
+        seen = Counter(event["name"] for event in events if event["name"].startswith(PREFIX) and event["ph"] == "X")
+        # The router's logits and its choice are two ranges of one stage.
+        assert seen[PREFIX + "route"] == 2 * seen[PREFIX + "experts"]
+        assert seen[PREFIX + "dispatch"] == seen[PREFIX + "experts"] == seen[PREFIX + "combine"] > 0
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["run", *options, "--metrics-port", str(port)]) == 1
+    assert f"127.0.0.1:{port}, which it cannot listen at" in capsys.readouterr().err
