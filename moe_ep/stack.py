@@ -8,7 +8,7 @@ Layer l computes x <- x + moe(rmsnorm(x)), with the checkpoint's norm, router, e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -61,6 +61,7 @@ class MoEBlock(nn.Module):
         quant_config: Any,
         max_num_tokens: int,
         process_group: dist.ProcessGroup | None,
+        num_redundant_experts: int | None = None,
     ) -> None:
         super().__init__()
         self.layer_index = layer_index
@@ -101,6 +102,8 @@ class MoEBlock(nn.Module):
                 process_group=process_group,
                 parallel_config=parallel_config,
                 max_num_tokens=max_num_tokens,
+                enable_eplb=num_redundant_experts is not None,
+                num_redundant_experts=num_redundant_experts or 0,
                 **self._routing,
             )
         load_moe_layer(reader, spec, layer_index, self.moe)
@@ -118,15 +121,22 @@ class MoEBlock(nn.Module):
         """f32 `[T, E]`."""
         return linear(hidden_states.float(), self.router_weight, self.router_bias)
 
-    def choices(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The experts `[T, top_k]` that the layer chooses for MoE inputs `[T, K]`."""
-        return select_experts(hidden_states, self.router_logits(hidden_states), **self._routing)[1]
+    def choices(self, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None) -> torch.Tensor:
+        """The logical experts `[T, top_k]` that the layer chooses for MoE inputs `[T, K]`, or for these logits."""
+        logits = self.router_logits(hidden_states) if router_logits is None else router_logits
+        return select_experts(hidden_states, logits, **self._routing)[1]
 
-    def forward(self, x: torch.Tensor, observer: Observer | None = None) -> torch.Tensor:
-        """`[T, K]` to `[T, K]`; a collective step of the EP ranks, T may differ and be 0 on any of them."""
+    def forward(
+        self, x: torch.Tensor, observer: Observer | None = None, router_logits: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`[T, K]` to `[T, K]`; a collective step of the EP ranks, T may differ and be 0 on any of them.
+
+        Args:
+            router_logits: f32 `[T, E]` in place of the router's.
+        """
         hidden_states = self.normalize(x)
         with stage("route"):
-            logits = self.router_logits(hidden_states)
+            logits = self.router_logits(hidden_states) if router_logits is None else router_logits
         output = self.moe(hidden_states, logits)
         if observer is not None:
             observer(self.layer_index, hidden_states, output)
@@ -141,6 +151,7 @@ class MoEStack(nn.Module):
         quantize: "int4", "int8" or "fp8" quantizes plain experts while they are loaded; "none" leaves them as they are.
         max_num_tokens: capacity of a fixed-capacity backend, tokens per rank of one pass.
         process_group: the EP ranks; None for the default group.
+        num_redundant_experts: with it the layers are made for EPLB, with so many physical experts beyond E.
         on_layer: called with (layers loaded, layers) as loading goes on.
 
     Raises:
@@ -160,6 +171,7 @@ class MoEStack(nn.Module):
         quantize: str = "none",
         max_num_tokens: int = 256,
         process_group: dist.ProcessGroup | None = None,
+        num_redundant_experts: int | None = None,
         on_layer: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__()
@@ -179,6 +191,7 @@ class MoEStack(nn.Module):
                     quant_config=quant_config,
                     max_num_tokens=max_num_tokens,
                     process_group=process_group,
+                    num_redundant_experts=num_redundant_experts,
                 )
             )
         if on_layer is not None:
@@ -188,10 +201,19 @@ class MoEStack(nn.Module):
         """The layers, first to last."""
         return [cast(MoEBlock, block) for block in self.blocks]
 
-    def forward(self, x: torch.Tensor, observer: Observer | None = None) -> torch.Tensor:
-        """`[T, K]` to `[T, K]`; `observer` sees every layer's MoE input and output."""
-        for block in self.layers():
-            x = block(x, observer)
+    def forward(
+        self,
+        x: torch.Tensor,
+        observer: Observer | None = None,
+        router_logits: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """`[T, K]` to `[T, K]`; `observer` sees every layer's MoE input and output.
+
+        Args:
+            router_logits: of each layer f32 `[T, E]`, in place of its router's.
+        """
+        for position, block in enumerate(self.layers()):
+            x = block(x, observer, None if router_logits is None else router_logits[position])
         return x
 
 

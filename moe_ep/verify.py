@@ -46,6 +46,7 @@ def reference_moe(
     layer_index: int,
     hidden_states: torch.Tensor,
     online: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    router_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The output f32 `[T, K]` of one MoE layer, shared experts included, for its inputs `[T, K]`.
 
@@ -53,9 +54,10 @@ def reference_moe(
 
     Args:
         online: where plain experts were quantized on load, what became of a plain matrix, f32.
+        router_logits: f32 `[T, E]` in place of the router's.
     """
     x = hidden_states.float()
-    weights, ids = _route(reader, spec, layer_index, x)
+    weights, ids = _route(reader, spec, layer_index, x, router_logits)
     output = torch.zeros_like(x)
     tensors = expert_tensors(reader, spec, layer_index)
     for expert in ids.unique().tolist():
@@ -72,11 +74,12 @@ def reference_moe(
 
 
 def _route(
-    reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, x: torch.Tensor
+    reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, x: torch.Tensor, logits: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """weights f32 and ids, both `[T, top_k]`."""
     router, routing = load_router(reader, spec, layer_index), spec.routing
-    logits = linear(x, router.weight.to(x), None if router.bias is None else router.bias.to(x))
+    if logits is None:
+        logits = linear(x, router.weight.to(x), None if router.bias is None else router.bias.to(x))
     if routing.custom_routing_function is not None:
         return routing.custom_routing_function(
             hidden_states=x, gating_output=logits, topk=spec.top_k, renormalize=routing.renormalize
