@@ -1,0 +1,52 @@
+"""moe-ep convert: a checkpoint again, with its experts quantized."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from moe_ep.launch.option_values import checkpoint_folder, new_folder
+from moe_ep.launch.options import OptionError, Parser
+
+KINDS = ("int4", "int8", "fp8")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    parser = subparsers.add_parser(
+        "convert",
+        help="write a checkpoint with its experts quantized",
+        description=(
+            "Quantizes the experts of a plain checkpoint, round to nearest, and writes them in the form of "
+            "compressed-tensors, which transformers and vLLM read; everything else is copied."
+        ),
+    )
+    parser.add_argument("input", metavar="IN", help="checkpoint folder with plain experts")
+    parser.add_argument("output", metavar="OUT", help="folder to make; it must not hold anything")
+    parser.add_argument("--quantize", metavar="KIND", required=True, help=f"{', '.join(KINDS)}")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.quantize not in KINDS:
+        raise OptionError(f"--quantize is {args.quantize!r}; it must be one of {', '.join(KINDS)}")
+    paths = []
+    for name, raw, parse in (("IN", args.input, checkpoint_folder), ("OUT", args.output, new_folder)):
+        try:
+            paths.append(parse(raw))
+        except ValueError as error:
+            raise OptionError(f"{name} is {raw!r}; {error}") from None
+    source, target = paths
+    from tqdm import tqdm
+
+    from moe_ep.checkpoint.convert import convert_checkpoint
+
+    with tqdm(desc="convert", unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total, bar.n = total, done
+            bar.update(0)
+
+        convert_checkpoint(source, target, args.quantize, show)
+    before, after = (sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (source, target))
+    print(f"{target}: experts in {args.quantize}, {after / 1e9:.2f} GB of weights in place of {before / 1e9:.2f}")
+    return 0

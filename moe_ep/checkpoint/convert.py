@@ -1,0 +1,174 @@
+"""Writes a checkpoint again with its experts quantized, in the form of compressed-tensors.
+
+Integers are written pack-quantized with a scale a group of columns, 8-bit floats float-quantized with a scale a row:
+the forms that transformers, vLLM and compressed-tensors read. Everything else is copied as it is. The new checkpoint is
+built beside its place and renamed, so it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_ep.checkpoint.directory import INDEX_NAME
+from moe_ep.checkpoint.formats import quantization_config
+from moe_ep.checkpoint.formats.pack_quantized import pack_quantized
+from moe_ep.checkpoint.models import MoEModelSpec, model_spec
+from moe_ep.checkpoint.reader import CheckpointReader
+from moe_ep.checkpoint.stored import ROLES, ExpertTensors
+from moe_ep.checkpoint.writer import write_checkpoint
+from moe_ep.errors import CheckpointError, ConfigError, one_of
+from moe_ep.methods.online import ONLINE
+
+_BITS = {"int4": 4, "int8": 8, "fp8": 8}
+# No more than a shard is held in memory.
+SHARD_BYTES = 2 << 30
+# Beside the weights: tokenizers, templates, texts. Code and pickles stay behind.
+_COPIED = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".md")
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    quantize: str,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes `source` to `target` with its experts quantized to int4, int8 or fp8: round to nearest, symmetric.
+
+    Args:
+        on_bytes: called with (bytes read, bytes to read) as it goes on.
+        shard_bytes: size of the files written, and about the memory that this takes.
+
+    Raises:
+        ValueError: another kind of quantization.
+        ConfigError: a target that is there already, or experts that are quantized already.
+        CheckpointError: a source that does not hold what it says, or whose experts do not fit.
+    """
+    if quantize not in ONLINE:
+        raise ValueError(one_of("quantize", quantize, list(ONLINE)))
+    target = Path(target).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: it exists already and is not written over; name a new folder, or remove it")
+    with CheckpointReader(source) as reader:
+        spec = model_spec(reader.config)
+        if (found := quantization_config(reader.config)) is not None:
+            raise ConfigError(f"{source}: expected plain experts, found them quantized already ({found.quant_method})")
+        experts = _expert_matrices(reader, spec)
+        group_size = _group_size(spec, quantize)
+        config = reader.config | {"quantization_config": _settings(reader, experts, quantize, group_size)}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        building = target.parent / f".{target.name}-{uuid.uuid4().hex}"
+        try:
+            tensors = _tensors(reader, experts, quantize, group_size, on_bytes)
+            write_checkpoint(building, config, tensors, max_shard_bytes=shard_bytes)
+            _copy_the_rest(reader.directory, building)
+            building.rename(target)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+
+def _expert_matrices(reader: CheckpointReader, spec: MoEModelSpec) -> set[str]:
+    """The names of all matrices of routed experts, each found where it should be."""
+    names: set[str] = set()
+    for layer in spec.moe_layers:
+        tensors = ExpertTensors(reader, spec, layer, None)
+        if tensors.fused:
+            raise CheckpointError(
+                f"{reader.index_file}: {spec.expert_prefix(layer)}: expected a tensor for each expert, found all in "
+                f"one, for which compressed-tensors has no form; quantize such experts on load instead"
+            )
+        for expert in range(spec.num_experts):
+            for role in ROLES:
+                name = tensors.name(expert, role, "weight")
+                if "weight" not in tensors.find(expert, role):
+                    raise CheckpointError(f"{reader.index_file}: expected tensor {name}, found none of that name")
+                names.add(name)
+    return names
+
+
+def _group_size(spec: MoEModelSpec, quantize: str) -> int:
+    """Input columns that share a scale; -1 for a whole row."""
+    try:
+        return ONLINE[quantize].group_size_for(spec.hidden_size, spec.moe_intermediate_size)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}") from None
+
+
+def _tensors(
+    reader: CheckpointReader,
+    experts: set[str],
+    quantize: str,
+    group_size: int,
+    on_bytes: Callable[[int, int], None],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors in file order, each matrix of an expert as those that it becomes."""
+    names = reader.names()
+    total = sum(reader.info(name).nbytes for name in names)
+    for name, tensor in reader.read_many(names):
+        if name in experts:
+            if not tensor.isfinite().all():
+                file = reader.info(name).file
+                raise CheckpointError(f"{file}: tensor {name}: expected finite weights, found NaN or infinity")
+            stem = name.removesuffix("weight")
+            yield from ((stem + suffix, made) for suffix, made in _quantized(tensor, quantize, group_size).items())
+        else:
+            yield name, tensor
+        on_bytes(reader.bytes_read, total)
+
+
+def _quantized(weight: torch.Tensor, quantize: str, group_size: int) -> dict[str, torch.Tensor]:
+    made = ONLINE[quantize].quantize(weight, group_size)
+    if quantize == "fp8":
+        return {"weight": made.codes.view(torch.float8_e4m3fn), "weight_scale": made.scales}
+    return pack_quantized(made, _BITS[quantize])
+
+
+def _settings(reader: CheckpointReader, experts: set[str], quantize: str, group_size: int) -> dict[str, Any]:
+    """`quantization_config` of the new checkpoint; every linear layer that stays plain is named."""
+    modules = {name.removesuffix(".weight") for name in experts}
+    plain = {
+        name.removesuffix(".weight")
+        for name in reader.names()
+        if name.endswith(".weight") and len(reader.info(name).shape) == 2 and "embed" not in name
+    }
+    is_float = quantize == "fp8"
+    form = "float-quantized" if is_float else "pack-quantized"
+    weights = {
+        "num_bits": _BITS[quantize],
+        "type": "float" if is_float else "int",
+        "symmetric": True,
+        "strategy": "channel" if is_float else "group",
+        "group_size": None if is_float else group_size,
+        "dynamic": False,
+        "actorder": None,
+    }
+    # Readers that multiply 8-bit floats quantize the activations as they come.
+    dynamic = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": dynamic if is_float else None,
+        "output_activations": None,
+        "format": form,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": sorted((plain - modules) | {"lm_head"}),
+        "kv_cache_scheme": None,
+    }
+
+
+def _copy_the_rest(source: Path, target: Path) -> None:
+    for file in source.iterdir():
+        is_text = file.suffix in _COPIED or file.name.startswith("LICENSE")
+        if file.is_file() and is_text and file.name not in ("config.json", INDEX_NAME):
+            shutil.copyfile(file, target / file.name)

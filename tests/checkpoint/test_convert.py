@@ -1,0 +1,124 @@
+"""moe-ep convert: what it writes is read by compressed-tensors and by us alike, and nothing is written over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+
+from moe_ep.checkpoint import CheckpointReader, expert_tensors, model_spec, read_expert
+from moe_ep.checkpoint.convert import convert_checkpoint
+from moe_ep.checkpoint.formats import dequantize, quantize_fp8, quantize_int
+from moe_ep.errors import CheckpointError, ConfigError
+from moe_ep.launch.cli import main
+from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
+from tests.checkpoint.format_cases import write_case
+
+KINDS = ("int4", "int8", "fp8")
+# Half a step of the largest weight of a group, over the mean of a normal distribution's magnitudes.
+LARGEST_ERROR = {"int4": 0.15, "int8": 0.01, "fp8": 0.03}
+
+
+def as_quantized(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    return dequantize(quantize_fp8(weight) if kind == "fp8" else quantize_int(weight, int(kind[-1]), 32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compressed_tensors_reads_what_was_written(tmp_path: Path, kind: str) -> None:
+    tensors = make_checkpoint(tmp_path / "in")
+    (tmp_path / "in/tokenizer.json").write_text("{}")
+    (tmp_path / "in/modeling_evil.py").write_text("raise SystemExit")
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", kind, shard_bytes=20_000)
+    reader = CheckpointReader(tmp_path / "out")
+    settings = QuantizationConfig.model_validate(reader.config["quantization_config"])
+    scheme = settings.config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    spec = model_spec(reader.config)
+    for layer in spec.moe_layers:
+        ours = expert_tensors(reader, spec, layer)
+        for expert in range(spec.num_experts):
+            matrices = read_expert(reader, ours, expert)
+            for role in ("gate", "up", "down"):
+                stem = f"{spec.expert_prefix(layer)}.{expert}.{role}_proj."
+                stored = {name.removeprefix(stem): reader.read(name) for name in reader.names(stem)}
+                theirs = compressor.decompress(stored, scheme)["weight"].float()
+                weight = tensors[stem + "weight"]
+                mine = getattr(matrices, role)
+                assert torch.equal(mine, as_quantized(weight, kind))
+                # They round to the dtype of the scales.
+                torch.testing.assert_close(theirs, mine, rtol=2**-8, atol=0)
+                assert (mine - weight.float()).abs().mean() / weight.float().abs().mean() < LARGEST_ERROR[kind]
+
+
+def test_all_else_is_copied(tmp_path: Path) -> None:
+    tensors = make_checkpoint(tmp_path / "in")
+    (tmp_path / "in/tokenizer.json").write_text("{}")
+    (tmp_path / "in/modeling_evil.py").write_text("raise SystemExit")
+    (tmp_path / "in/old.bin").write_bytes(b"pickle")
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", "int4", shard_bytes=20_000)
+    reader = CheckpointReader(tmp_path / "out")
+    rest = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    assert rest.keys() == {name for name in reader.names() if ".experts." not in name}
+    for name, tensor in rest.items():
+        assert torch.equal(reader.read(name), tensor)
+    files = {file.name for file in (tmp_path / "out").iterdir()}
+    shards = {name for name in files if name.endswith(".safetensors")}
+    assert files - shards == {"config.json", "model.safetensors.index.json", "tokenizer.json"}
+    assert len(shards) > 1
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    settings = config.pop("quantization_config")
+    assert config == qwen3_config()
+    assert settings["ignore"] == ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    assert not any(path.name.startswith(".out") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_accepts_the_config(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoConfig
+    from transformers.quantizers import AutoQuantizationConfig
+
+    make_checkpoint(tmp_path / "in")
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", kind)
+    found = AutoConfig.from_pretrained(tmp_path / "out")
+    assert AutoQuantizationConfig.from_dict(found.quantization_config).quant_method == "compressed-tensors"
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "in")
+    arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--quantize", "int4"]
+    assert main(arguments) == 0
+    assert "experts in int4" in capsys.readouterr().out
+    before = {file: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    assert main(arguments) == 1
+    assert "out: it exists already and is not written over" in capsys.readouterr().err
+    assert before == {file: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    for wrong, sentence in (
+        (["convert", "nowhere", "out", "--quantize", "int4"], "IN is 'nowhere'; it must be a folder with a Hugging"),
+        ([*arguments[:2], str(tmp_path / "no/out"), "--quantize", "int4"], "OUT is "),
+        ([*arguments[:3], "--quantize", "int3"], "--quantize is 'int3'; it must be one of int4, int8, fp8"),
+    ):
+        assert main(wrong) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_what_cannot_be_converted_is_refused_and_nothing_left(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "quantized", qwen3_config(quantization_config=GPTQ))
+    write_case("bf16 fused rows", tmp_path / "fused", with_values=False)
+    make_checkpoint(tmp_path / "odd", qwen3_config(moe_intermediate_size=40))
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    make_checkpoint(tmp_path / "nan", tensors={name: torch.full((32, 64), torch.nan).bfloat16()})
+    for source, error, sentence in (
+        ("quantized", ConfigError, r"found them quantized already \(gptq\)"),
+        ("fused", CheckpointError, "expected a tensor for each expert, found all in one"),
+        ("odd", CheckpointError, "64 and 40 input columns; quantizing to integers needs multiples of a group size"),
+        ("nan", CheckpointError, f"{name}: expected finite weights"),
+    ):
+        with pytest.raises(error, match=sentence):
+            convert_checkpoint(tmp_path / source, tmp_path / "out", "int4")
+    assert {path.name for path in tmp_path.iterdir()} == {"quantized", "fused", "odd", "nan"}
+    with pytest.raises(ValueError, match="quantize is 'int2'; it must be one of int4, int8, fp8"):
+        convert_checkpoint(tmp_path / "odd", tmp_path / "out", "int2")
