@@ -153,6 +153,8 @@ class FusedMoE(ExpertShard):
             zero_expert_type=zero_expert_type,
             num_fused_shared_experts=self.num_fused_shared_experts,
             global_num_experts=self.moe_config.num_experts,
+            ep_rank=self.parallel_config.ep_rank,
+            ep_size=self.parallel_config.ep_size,
         )
         self.groups = layer_groups(self.parallel_config, process_group)
         self._modular_kernel: FusedMoEModularKernel | None = None

@@ -45,6 +45,9 @@ def select_experts(
     zero_expert_num: int = 0,
     zero_expert_type: str | None = None,
     num_fused_shared_experts: int = 0,
+    *,
+    ep_rank: int = 0,
+    ep_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Chooses the experts of every token.
 
@@ -66,6 +69,8 @@ def select_experts(
         zero_expert_num: identity experts, the last columns of the logits.
         zero_expert_type: "identity" where there are any.
         num_fused_shared_experts: slots to append, ids global_num_experts + 0..n-1, weight 1.
+        ep_rank, ep_size: whose tokens these are, and how many ranks hold the physical experts; with EPLB replicas are
+            chosen to level the ranks' loads. None levels those of the physical experts.
 
     Returns:
         (topk_weights, topk_ids, zero_expert_result): f32 and integer `[T, top_k + num_fused_shared_experts]`, a token's
@@ -117,7 +122,12 @@ def select_experts(
                 "them is None; pass the layer's rows of the EPLB state"
             )
         topk_ids = eplb_map_to_physical_and_record(
-            topk_ids, expert_load_view, logical_to_physical_map, logical_replica_count
+            topk_ids,
+            expert_load_view,
+            logical_to_physical_map,
+            logical_replica_count,
+            ep_rank=ep_rank,
+            ep_size=ep_size,
         )
     if num_fused_shared_experts:
         topk_weights, topk_ids = _append_shared_experts(topk_weights, topk_ids, num_physical, num_fused_shared_experts)

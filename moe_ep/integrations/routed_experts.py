@@ -104,7 +104,12 @@ class RoutedExperts(FusedMoE):
         weights, ids = bits.contiguous().view(torch.float32), ids.contiguous()
         if enable_eplb:
             ids = eplb_map_to_physical_and_record(
-                ids, eplb["expert_load_view"], eplb["logical_to_physical_map"], eplb["logical_replica_count"]
+                ids,
+                eplb["expert_load_view"],
+                eplb["logical_to_physical_map"],
+                eplb["logical_replica_count"],
+                ep_rank=self.parallel_config.ep_rank,
+                ep_size=self.parallel_config.ep_size,
             )
         if self.counts_load:
             flat = ids.flatten().long()

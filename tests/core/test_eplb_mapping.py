@@ -4,37 +4,63 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_ep.eplb import balancedness, eplb_map_to_physical_and_record
+from moe_ep.eplb.filling import rows_per_tile
+from moe_ep.eplb.recorder import ExpertLoadRecorder
+from tests.kernels.eplb_cases import make_maps
 
 
-def make_maps(replica_counts: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(logical_to_physical_map, logical_replica_count, num_physical) with physical ids in shuffled order."""
-    num_physical = sum(replica_counts)
-    order = torch.randperm(num_physical, generator=torch.Generator().manual_seed(seed)).tolist()
-    mapping = torch.full((len(replica_counts), max(replica_counts) + 1), -1)
-    for expert, count in enumerate(replica_counts):
-        mapping[expert, :count] = torch.tensor([order.pop() for _ in range(count)])
-    return mapping, torch.tensor(replica_counts), num_physical
+def fill_by_hand(levels: list[int], amount: int) -> list[int]:
+    """Puts one token after the other onto the lowest level, the first of equals."""
+    levels, shares = list(levels), [0] * len(levels)
+    for _ in range(amount):
+        lowest = levels.index(min(levels))
+        levels[lowest] += 1
+        shares[lowest] += 1
+    return shares
 
 
-def map_by_hand(
-    ids: torch.Tensor, mapping: torch.Tensor, counts: torch.Tensor, num_physical: int, num_unpadded: int
+def map_tile_by_hand(
+    rows: list[list[int]],
+    mapping: torch.Tensor,
+    counts: torch.Tensor,
+    num_physical: int,
+    num_counted: int,
+    tile: int,
+    ep_rank: int,
+    slots_per_rank: int,
 ) -> tuple[list[list[int]], list[int]]:
+    """The rule, expert by expert and token by token."""
+    slots: dict[int, list[int]] = {}
+    tokens = {e: sum(row.count(e) for row in rows[:num_counted]) for e in range(len(mapping))}
+    for e in tokens:
+        count = int(counts[e])
+        start = ((ep_rank * 0xC2B2AE35 + tile * 0x9E3779B1 + e * 0x85EBCA6B) % 2**32) * count >> 32
+        slots[e] = [int(mapping[e, (start + i) % count]) for i in range(min(count, 8))]
+        own = [i for i, slot in enumerate(slots[e]) if slot // slots_per_rank == ep_rank]
+        if own:
+            slots[e][0], slots[e][own[0]] = slots[e][own[0]], slots[e][0]
+    shares = {e: fill_by_hand([0] * len(slots[e]), tokens[e]) for e in tokens}
+    for turn in range(6):
+        levels = [0] * num_physical
+        for e in tokens:
+            for slot, share in zip(slots[e], shares[e], strict=True):
+                levels[slot // slots_per_rank] += share
+        for e in tokens:
+            if (e + turn) % 3 == 0:
+                beneath = [levels[s // slots_per_rank] - share for s, share in zip(slots[e], shares[e], strict=True)]
+                shares[e] = fill_by_hand(beneath, tokens[e])
     load = [0] * num_physical
+    left = {e: [s for s, share in zip(slots[e], shares[e], strict=True) for _ in range(share)] for e in tokens}
     result = []
-    for row, experts in enumerate(ids.tolist()):
-        mapped = []
-        for expert in experts:
-            if expert < 0:
-                mapped.append(-1)
-                continue
-            fraction = (row * 0x9E3779B1 + expert * 0x85EBCA6B) % 2**32
-            physical = int(mapping[expert, fraction * int(counts[expert]) // 2**32])
-            mapped.append(physical)
-            if row < num_unpadded:
-                load[physical] += 1
-        result.append(mapped)
+    for index, row in enumerate(rows):
+        result.append([-1 if e < 0 else left[e].pop(0) if index < num_counted else slots[e][0] for e in row])
+        for slot in result[-1] if index < num_counted else []:
+            if slot >= 0:
+                load[slot] += 1
     return result, load
 
 
@@ -50,38 +76,94 @@ def test_worked_example() -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 200])
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("unpadded", ["none", "int", "tensor"])
-@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-def test_against_a_loop(num_tokens: int, top_k: int, unpadded: str, ids_dtype: torch.dtype) -> None:
-    mapping, counts, num_physical = make_maps([1, 3, 2, 5, 1, 2])
+@pytest.mark.parametrize("ep_size", [None, 1, 5])
+def test_against_a_loop(num_tokens: int, top_k: int, unpadded: str, ep_size: int | None) -> None:
+    mapping, counts, num_physical = make_maps([1, 3, 2, 10, 1, 2, 1])
     generator = torch.Generator().manual_seed(num_tokens)
-    ids = torch.randint(-1, 6, (num_tokens, top_k), generator=generator).to(ids_dtype)
+    ids = torch.randint(-1, 7, (num_tokens, top_k), generator=generator)
     real = num_tokens if unpadded == "none" else num_tokens * 2 // 3
     argument = {"none": None, "int": real, "tensor": torch.tensor(real)}[unpadded]
     load = torch.zeros(num_physical, dtype=torch.int32)
-    physical = eplb_map_to_physical_and_record(ids, load, mapping, counts, torch.int64, argument)
-    expected, expected_load = map_by_hand(ids, mapping, counts, num_physical, real)
-    assert physical.dtype == torch.int64
+    rank = 0 if ep_size is None else ep_size - 1
+    physical = eplb_map_to_physical_and_record(
+        ids, load, mapping, counts, torch.int32, argument, ep_rank=rank, ep_size=ep_size
+    )
+    width = 1 if ep_size is None else num_physical // ep_size
+    expected, expected_load = map_tile_by_hand(ids.tolist(), mapping, counts, num_physical, real, 0, rank, width)
+    assert physical.dtype == torch.int32
     assert physical.tolist() == expected
     assert load.tolist() == expected_load
 
 
+def test_tiles_are_independent() -> None:
+    mapping, counts, num_physical = make_maps([1, 3, 2, 6])
+    rows = rows_per_tile(3)
+    ids = torch.randint(-1, 4, (2 * rows + 5, 3), generator=torch.Generator().manual_seed(0))
+    load = torch.zeros(num_physical, dtype=torch.int32)
+    physical = eplb_map_to_physical_and_record(ids, load, mapping, counts, ep_rank=1, ep_size=3)
+    total = torch.zeros(num_physical, dtype=torch.int64)
+    for tile in range(3):
+        part = ids[tile * rows : (tile + 1) * rows].tolist()
+        expected, expected_load = map_tile_by_hand(part, mapping, counts, num_physical, len(part), tile, 1, 4)
+        assert physical[tile * rows : (tile + 1) * rows].tolist() == expected
+        total += torch.tensor(expected_load)
+    assert torch.equal(load.long(), total)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_every_token_is_counted_once_at_a_replica_of_its_expert(data: st.DataObject) -> None:
+    ep_size = data.draw(st.sampled_from([1, 2, 4]))
+    replicas = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+    replicas[-1] += -sum(replicas) % ep_size
+    mapping, counts, num_physical = make_maps(replicas, data.draw(st.integers(0, 99)))
+    seed, shape = data.draw(st.integers(0, 99)), (data.draw(st.integers(0, 40)), data.draw(st.integers(1, 4)))
+    ids = torch.randint(-1, len(replicas), shape, generator=torch.Generator().manual_seed(seed))
+    load = torch.zeros(num_physical, dtype=torch.int32)
+    rank = data.draw(st.integers(0, ep_size - 1))
+    physical = eplb_map_to_physical_and_record(ids, load, mapping, counts, ep_rank=rank, ep_size=ep_size)
+    owner = torch.full((num_physical,), -1)
+    for expert, count in enumerate(replicas):
+        owner[mapping[expert, :count]] = expert
+    assert torch.equal(torch.where(ids >= 0, owner[physical.clamp(min=0)], -1), ids)
+    assert torch.equal(torch.bincount(physical[physical >= 0], minlength=num_physical), load.long())
+
+
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
-def test_any_run_of_rows_is_spread_evenly(count: int) -> None:
+def test_a_batch_is_spread_evenly_over_replicas(count: int) -> None:
     mapping, counts, num_physical = make_maps([count] * 3)
-    ids = torch.tensor([[0, 1, 2]]).expand(1000, 3)
-    physical = eplb_map_to_physical_and_record(ids, torch.zeros(num_physical, dtype=torch.int32), mapping, counts)
-    for start, stop in ((0, 64), (17, 81), (0, 1000), (300, 999)):
-        load = torch.bincount(physical[start:stop].flatten(), minlength=num_physical)
-        assert int(load.max() - load.min()) <= 4
-        assert load.sum() == 3 * (stop - start)
+    ids = torch.tensor([[0, 1, 2]]).expand(300, 3)
+    load = torch.zeros(num_physical, dtype=torch.int32)
+    eplb_map_to_physical_and_record(ids, load, mapping, counts)
+    assert int(load.max() - load.min()) <= 1
+    assert load.sum() == 900
 
 
-def test_one_row_does_not_send_every_expert_to_the_same_replica() -> None:
-    mapping, counts, num_physical = make_maps([2] * 64)
-    first = set(mapping[:, 0].tolist())
-    ids = torch.arange(64)[None]
-    physical = eplb_map_to_physical_and_record(ids, torch.zeros(num_physical, dtype=torch.int32), mapping, counts)
-    assert 28 <= sum(p in first for p in physical.flatten().tolist()) <= 36
+def test_ranks_with_one_token_use_all_replicas() -> None:
+    mapping, counts, num_physical = make_maps([4] + [1] * 28)
+    used = torch.zeros(num_physical, dtype=torch.int32)
+    for rank in range(32):
+        eplb_map_to_physical_and_record(torch.tensor([[0]]), used, mapping, counts, ep_rank=rank, ep_size=32)
+    assert used[mapping[0, :4]].min() >= 7 and used[mapping[0, :4]].max() <= 9
+
+
+def test_tokens_stay_where_nothing_is_lost_by_it() -> None:
+    mapping = torch.tensor([[0, 3], [1, -1], [2, -1]])
+    for rank in (0, 1):
+        load = torch.zeros(4, dtype=torch.int32)
+        physical = eplb_map_to_physical_and_record(
+            torch.tensor([[0]]), load, mapping, torch.tensor([2, 1, 1]), ep_rank=rank, ep_size=2
+        )
+        assert physical.tolist() == [[3 * rank]]
+
+
+def test_replicas_make_up_for_experts_without() -> None:
+    # Rank 0 holds expert 1, which has ten tokens; expert 0 is on both ranks and has eight.
+    ids = torch.tensor([[1]] * 10 + [[0]] * 8)
+    load = torch.zeros(4, dtype=torch.int32)
+    mapping = torch.tensor([[0, 2], [1, -1], [3, -1]])
+    eplb_map_to_physical_and_record(ids, load, mapping, torch.tensor([2, 1, 1]), ep_rank=0, ep_size=2)
+    assert load.tolist() == [0, 10, 8, 0]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +173,7 @@ def test_one_row_does_not_send_every_expert_to_the_same_replica() -> None:
         ((4, 1), (2, 3, 2), (2, 3), (4,), "one layer's rows"),
         ((4, 1), (3, 2), (4,), (4,), r"logical_replica_count \(4,\)"),
         ((4, 1), (3, 2), (3,), (2, 4), r"expert_load_view has shape \(2, 4\)"),
+        ((4, 1), (3, 2), (3,), (5,), r"ep_rank is 0 and ep_size 2 with 5 physical experts"),
     ],
 )
 def test_bad_shapes(ids_shape: tuple, map_shape: tuple, count_shape: tuple, load_shape: tuple, message: str) -> None:
@@ -98,7 +181,23 @@ def test_bad_shapes(ids_shape: tuple, map_shape: tuple, count_shape: tuple, load
         torch.zeros(shape, dtype=torch.int32) for shape in (ids_shape, map_shape, count_shape, load_shape)
     )
     with pytest.raises(ValueError, match=message):
-        eplb_map_to_physical_and_record(ids, load, mapping, counts)
+        eplb_map_to_physical_and_record(ids, load, mapping, counts, ep_size=2)
+
+
+def test_recorder_keeps_the_latest_steps() -> None:
+    recorder = ExpertLoadRecorder(num_layers=2, num_physical_experts=3, window_size=2, device="cpu")
+    assert recorder.snapshot().shape == (0, 2, 3)
+    for step in range(1, 4):
+        recorder.expert_load_pass += step
+        recorder.end_step()
+        assert recorder.expert_load_pass.sum() == 0
+        assert recorder.snapshot()[:, 0, 0].tolist() == list(range(max(1, step - 1), step + 1))
+    recorder.expert_load_pass += 9
+    recorder.discard_pass()
+    recorder.forget(1)
+    assert recorder.snapshot().tolist() == [[[2] * 3, [0] * 3], [[3] * 3, [0] * 3]]
+    recorder.end_step()
+    assert recorder.snapshot()[:, 0, 0].tolist() == [3, 0]
 
 
 @pytest.mark.parametrize(

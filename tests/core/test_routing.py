@@ -265,9 +265,9 @@ def test_eplb_gives_physical_ids_and_counts_routed_slots_only() -> None:
         logical_to_physical_map=torch.tensor([[2, -1], [0, 3], [1, -1]]),
         logical_replica_count=torch.tensor([1, 2, 1]),
     )  # fmt: skip
-    # frac(t * 0.6180 + 0.5216) is 0.52, 0.14, 0.76 for expert 1 at rows 0, 1, 2.
-    assert ids.tolist() == [[2, 3, 4], [0, -1, 4], [-1, 3, 4]]
-    assert load.tolist() == [1, 0, 1, 2]
+    # Expert 1 has three tokens: two for its first candidate, one for the other.
+    assert ids.tolist() == [[2, 0, 4], [0, -1, 4], [-1, 3, 4]]
+    assert load.tolist() == [2, 0, 1, 1]
     assert (weights[:, 2] == 1).all() and weights[1, 1] == weights[2, 0] == 0
 
 

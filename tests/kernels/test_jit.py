@@ -10,7 +10,7 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.errors import BackendUnavailableError
-from moe_ep.kernels import jit
+from moe_ep.kernels import eplb_map, jit
 from moe_ep.kernels.marlin import gemm, weighted_sum
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.scalar_type import scalar_types
@@ -58,6 +58,13 @@ def test_experts_kernel_compiles_for_hopper_without_spills(case: tuple) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_weighted_sum_compiles_without_spills(arch: str, dtype: torch.dtype) -> None:
     resources = jit.compile_only(weighted_sum.kernel_source(dtype), arch)
+    assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_eplb_map_compiles_without_spills(arch: str, dtype: torch.dtype) -> None:
+    resources = jit.compile_only(eplb_map.kernel_source(dtype, dtype, dtype), arch)
     assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
 
 

@@ -1,0 +1,105 @@
+"""The EPLB mapping as one CUDA kernel, equal to `moe_ep.eplb.filling` bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from moe_ep.eplb.filling import MAX_CANDIDATES, TILE_SLOTS, map_reference, rows_per_tile
+from moe_ep.kernels import jit
+
+_SOURCE = Path(__file__).parent / "cuda" / "eplb_map.cu"
+_WARP = 32
+_MIN_THREADS = 256
+# A block that serves smaller GPUs too.
+_MAX_SHARED = 96 * 1024
+
+
+class _MapParams(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("ids", "num_counted_on_device", "load", "table", "counts", "out")),
+        *((name, ctypes.c_int) for name in ("num_counted", "tokens", "slots", "rows_per_tile", "experts", "width")),
+        *((name, ctypes.c_int) for name in ("max_replicated", "ranks", "slots_per_rank", "ep_rank")),
+    )
+
+
+def kernel_source(ids: torch.dtype, maps: torch.dtype, out: torch.dtype) -> jit.KernelSource:
+    """The kernel for these integers, int32 or int64 each."""
+    kinds = {"IDS_64": ids, "MAP_64": maps, "OUT_64": out}
+    defines = tuple((name, str(int(dtype == torch.int64))) for name, dtype in kinds.items())
+    return jit.KernelSource(_SOURCE, "eplb_map", defines)
+
+
+def map_and_record(
+    topk_ids: torch.Tensor,
+    expert_load_view: torch.Tensor,
+    logical_to_physical_map: torch.Tensor,
+    logical_replica_count: torch.Tensor,
+    num_counted: int | torch.Tensor,
+    ep_rank: int,
+    slots_per_rank: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Physical ids `[T, top_k]` of CUDA tensors; arguments as in `map_reference`, which takes what the kernel cannot:
+    more than 1024 redundant experts or slots a row, or more experts than fit in shared memory."""
+    num_tokens, top_k = topk_ids.shape
+    if topk_ids.numel() == 0:
+        return torch.empty(num_tokens, top_k, dtype=dtype, device=topk_ids.device)
+    num_experts, width = logical_to_physical_map.shape
+    num_physical = expert_load_view.numel()
+    max_replicated = max(num_physical - num_experts, 0)
+    max_replicated += max_replicated % 2
+    threads = max(min(num_tokens, rows_per_tile(top_k)) * top_k, max_replicated, _MIN_THREADS)
+    threads = -(-threads // _WARP) * _WARP
+    num_levels = -(-num_physical // slots_per_rank)
+    words = num_levels + 2 * num_experts + max_replicated * MAX_CANDIDATES
+    halves = max_replicated * (MAX_CANDIDATES + threads // _WARP + 1) + num_experts
+    shared_bytes = 4 * words + 2 * halves
+    if threads > TILE_SLOTS or shared_bytes > _MAX_SHARED:
+        return map_reference(
+            topk_ids,
+            expert_load_view,
+            logical_to_physical_map,
+            logical_replica_count,
+            num_counted,
+            ep_rank,
+            slots_per_rank,
+        ).to(dtype)
+
+    ids, table = _integers(topk_ids), _integers(logical_to_physical_map)
+    counts = logical_replica_count.to(table.dtype).contiguous()
+    load = expert_load_view if expert_load_view.is_contiguous() else expert_load_view.contiguous()
+    on_device = num_counted.to(torch.int32) if isinstance(num_counted, torch.Tensor) else None
+    out = torch.empty(num_tokens, top_k, dtype=dtype if dtype == torch.int64 else torch.int32, device=ids.device)
+    params = _MapParams(
+        ids=ids.data_ptr(),
+        num_counted_on_device=None if on_device is None else on_device.data_ptr(),
+        load=load.data_ptr(),
+        table=table.data_ptr(),
+        counts=counts.data_ptr(),
+        out=out.data_ptr(),
+        num_counted=num_counted if isinstance(num_counted, int) else 0,
+        tokens=num_tokens,
+        slots=top_k,
+        rows_per_tile=rows_per_tile(top_k),
+        experts=num_experts,
+        width=width,
+        max_replicated=max_replicated,
+        ranks=num_levels,
+        slots_per_rank=slots_per_rank,
+        ep_rank=ep_rank,
+    )
+    kernel = jit.load(kernel_source(ids.dtype, table.dtype, out.dtype), ids.device)
+    kernel.allow_shared(shared_bytes)
+    blocks = -(-num_tokens // rows_per_tile(top_k))
+    kernel.launch(params, (blocks, 1, 1), threads, shared_bytes)
+    if load is not expert_load_view:
+        expert_load_view.copy_(load)
+    return out.to(dtype)
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, int32 unless it is int64."""
+    return tensor.to(tensor.dtype if tensor.dtype == torch.int64 else torch.int32).contiguous()

@@ -1,0 +1,122 @@
+"""How a rank divides its tokens over the replicas of their experts: the rule, in plain torch.
+
+Each rank levels what it sends. It knows its own choices, and with them how many of its tokens go to each rank; the
+replicas of an expert are places where it may choose, so it fills the lowest ranks first, as water would. Nobody is
+asked: the total load is the sum of what the ranks send, and level parts make a level sum. Against a split by a hash
+this halves the unevenness that chance leaves in a batch, and it follows experts that peak together in a batch.
+
+The rule, for a tile of at most 1024 slots (rows of top_k), all in integers:
+
+1. Candidates of an expert are up to 8 of its replicas in table order, from a start that depends on rank, tile and
+   expert; a replica on this rank changes places with the first.
+2. An expert's tokens are divided evenly, the first candidates getting the remainder.
+3. In six turns, every third expert each time: take an expert's tokens off its ranks and fill them in again, so that the
+   fullest of these ranks is as low as can be; a remainder goes to the first candidates. All experts of a turn look at
+   the same levels; that they take turns keeps two experts on the same ranks from answering each other forever.
+4. The o-th token of an expert in the tile goes to the candidate into whose share o falls.
+
+Tiles are independent, so a batch of any size takes as long as one tile on a GPU that holds them all. The kernel is
+`moe_ep.kernels.eplb_map`, equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+TILE_SLOTS = 1024
+MAX_CANDIDATES = 8
+NUM_TURNS, NUM_GROUPS = 6, 3
+RANK_STEP, TILE_STEP, EXPERT_STEP = 0xC2B2AE35, 0x9E3779B1, 0x85EBCA6B
+_WORD = (1 << 32) - 1
+
+
+def rows_per_tile(top_k: int) -> int:
+    """Rows of a tile."""
+    return max(TILE_SLOTS // max(top_k, 1), 1)
+
+
+def map_reference(
+    topk_ids: torch.Tensor,
+    expert_load_view: torch.Tensor,
+    logical_to_physical_map: torch.Tensor,
+    logical_replica_count: torch.Tensor,
+    num_counted: int | torch.Tensor,
+    ep_rank: int,
+    slots_per_rank: int,
+) -> torch.Tensor:
+    """Physical ids int64 `[T, top_k]`; arguments as in `eplb_map_to_physical_and_record`, rows from num_counted on are
+    padding, slots_per_rank physical experts are on each rank."""
+    num_tokens, top_k = topk_ids.shape
+    ids = topk_ids.long()
+    num_rows = rows_per_tile(top_k)
+    missing = -num_tokens % num_rows
+    tiles = torch.nn.functional.pad(ids, (0, 0, 0, missing), value=-1).view(-1, num_rows * top_k)
+    row = torch.arange(num_tokens + missing, device=ids.device).repeat_interleave(top_k).view_as(tiles)
+    counted = (tiles >= 0) & (row < num_counted)
+    experts = tiles.clamp(min=0)
+
+    replicas = logical_replica_count.long()
+    tokens = torch.zeros(tiles.size(0), replicas.numel(), dtype=torch.int64, device=ids.device)
+    tokens.scatter_add_(1, experts, counted.long())
+    candidates, valid = _candidates(tiles.size(0), logical_to_physical_map.long(), replicas, ep_rank, slots_per_rank)
+    num_levels = -(-expert_load_view.numel() // slots_per_rank)
+    shares = _fill_by_turns(tokens, torch.where(valid, candidates // slots_per_rank, 0), valid, num_levels)
+
+    place = _place_in_expert(torch.where(counted, experts, replicas.numel()), tokens)
+    ends = torch.take_along_dim(shares.cumsum(dim=2), experts[..., None], dim=1)
+    chosen = torch.where(counted, (place[..., None] >= ends).sum(dim=2), 0)
+    physical = torch.take_along_dim(candidates.flatten(1), experts * candidates.size(2) + chosen, dim=1)
+    expert_load_view.scatter_add_(0, candidates.clamp(min=0).flatten(), shares.flatten().to(expert_load_view.dtype))
+    return torch.where(tiles >= 0, physical, -1).view(-1, top_k)[:num_tokens]
+
+
+def _candidates(
+    num_tiles: int, table: torch.Tensor, replicas: torch.Tensor, ep_rank: int, slots_per_rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Physical experts `[tiles, E, C]` to choose from, in order, and which of them exist."""
+    expert = torch.arange(replicas.numel(), device=table.device)
+    tile = torch.arange(num_tiles, device=table.device)[:, None]
+    start = (((ep_rank * RANK_STEP + tile * TILE_STEP + expert * EXPERT_STEP) & _WORD) * replicas) >> 32
+    place = torch.arange(min(table.size(1), MAX_CANDIDATES), device=table.device)
+    column = (start[..., None] + place) % replicas[:, None]
+    candidates = torch.take_along_dim(table[None], column, dim=2)
+    valid = (place < replicas[:, None]).expand_as(candidates)
+    own = valid & (candidates // slots_per_rank == ep_rank)
+    # Where none is here, the first changes places with itself.
+    source = own.int().argmax(dim=2, keepdim=True)
+    order = torch.where(place == 0, source, torch.where(place == source, 0, place))
+    return torch.take_along_dim(candidates, order, dim=2), valid
+
+
+def _fill_by_turns(tokens: torch.Tensor, ranks: torch.Tensor, valid: torch.Tensor, num_levels: int) -> torch.Tensor:
+    """Tokens `[tiles, E]` divided over their candidates on these ranks, `[tiles, E, C]`."""
+    place = torch.arange(valid.size(2), device=tokens.device)
+    width = valid.sum(dim=2, keepdim=True)
+    shares = torch.where(valid, tokens[..., None] // width + (place < tokens[..., None] % width), 0)
+    expert = torch.arange(tokens.size(1), device=tokens.device)[:, None]
+    for turn in range(NUM_TURNS):
+        levels = tokens.new_zeros(tokens.size(0), num_levels)
+        levels.scatter_add_(1, ranks.flatten(1), shares.flatten(1))
+        beneath = torch.take_along_dim(levels, ranks.flatten(1), dim=1).view_as(shares) - shares
+        shares = torch.where((expert + turn) % NUM_GROUPS == 0, _fill(beneath, valid, tokens[..., None]), shares)
+    return shares
+
+
+def _fill(levels: torch.Tensor, active: torch.Tensor, amount: torch.Tensor) -> torch.Tensor:
+    """How much of amount goes onto each active level so that the highest stays lowest, in the last dimension."""
+    for _ in range(levels.size(-1)):
+        width = active.sum(dim=-1, keepdim=True)
+        total = torch.where(active, levels, 0).sum(dim=-1, keepdim=True) + amount
+        surface = total // width
+        active = active & (levels <= surface)
+    rest = total - surface * width
+    return torch.where(active, surface - levels + (active.cumsum(dim=-1) <= rest), 0)
+
+
+def _place_in_expert(experts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """How many slots of the same expert come before each slot of a tile; slots of expert E come last."""
+    order = experts.argsort(dim=1, stable=True)
+    first = torch.nn.functional.pad(tokens.cumsum(dim=1), (1, 0))
+    position = torch.arange(experts.size(1), device=experts.device).expand_as(order)
+    place = torch.empty_like(order).scatter_(1, order, position)
+    return place - torch.take_along_dim(first, experts, dim=1)

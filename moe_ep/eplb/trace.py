@@ -1,0 +1,153 @@
+"""Routing traces: which experts the tokens of a run chose, in one .npz file.
+
+The file holds the arrays ids `[N, top_k]`, layer, step and rank `[N]`, and the scalars num_experts and model; a row is
+one token in one layer. Ids are logical, so a trace says nothing about placement and serves to try any.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moe_ep.eplb.policy.maps import Array
+
+_ROWS = ("layer", "step", "rank")
+_NAMES = ("ids", *_ROWS, "num_experts", "model")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutingTrace:
+    """Choices of experts, a row for each token and layer, in any order.
+
+    Attributes:
+        ids: integer `[N, top_k]`, logical experts, -1 for none.
+        layer: integer `[N]`, the position among the MoE layers, from 0.
+        step: integer `[N]`, from 0.
+        rank: integer `[N]`, the EP rank that had the token.
+        num_experts: logical experts of a layer.
+        model: what the model calls itself; a trace is of use for that model only.
+
+    Raises:
+        ValueError: arrays that do not fit together.
+    """
+
+    ids: Array
+    layer: Array
+    step: Array
+    rank: Array
+    num_experts: int
+    model: str
+
+    def __post_init__(self) -> None:
+        for name in ("ids", *_ROWS):
+            found = getattr(self, name)
+            shape = self.ids.shape if name == "ids" else self.ids.shape[:1]
+            if found.ndim != (2 if name == "ids" else 1) or found.shape != shape:
+                raise ValueError(f"{name} has shape {found.shape}; ids must be (N, top_k) and the others (N,)")
+            if not np.issubdtype(found.dtype, np.integer):
+                raise ValueError(f"{name} has dtype {found.dtype}; it must hold integers")
+        for name, low, high in (("ids", -1, self.num_experts), *((name, 0, None) for name in _ROWS)):
+            found = getattr(self, name)
+            if found.size and (found.min() < low or (high is not None and found.max() >= high)):
+                limit = "" if high is None else f" and below num_experts ({high})"
+                raise ValueError(
+                    f"{name} holds {found.min()} to {found.max()}; its numbers must be at least {low}{limit}"
+                )
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.layer.max(initial=-1)) + 1
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.step.max(initial=-1)) + 1
+
+    def check_model(self, model: str, num_experts: int) -> None:
+        """Raises ValueError unless this trace is of that model."""
+        if (self.model, self.num_experts) != (model, num_experts):
+            raise ValueError(
+                f"the routing trace is of {self.model!r} with {self.num_experts} experts and the model is {model!r} "
+                f"with {num_experts}; record a trace of this model"
+            )
+
+    def counts(self) -> Array:
+        """Tokens of each logical expert, over all ranks, int64 `[S, L, E]`."""
+        shape = (self.num_steps, self.num_layers, self.num_experts)
+        row = self.step.astype(np.int64) * shape[1] + self.layer
+        chosen = self.ids >= 0
+        flat = (row[:, None] * self.num_experts + self.ids)[chosen]
+        return np.bincount(flat, minlength=shape[0] * shape[1] * shape[2]).reshape(shape)
+
+    def save(self, path: Path | str) -> None:
+        """Writes the .npz file."""
+        kind = np.int16 if self.num_experts <= np.iinfo(np.int16).max else np.int32
+        with open(path, "wb") as file:
+            np.savez_compressed(
+                file,
+                ids=self.ids.astype(kind),
+                num_experts=np.int64(self.num_experts),
+                model=np.str_(self.model),
+                **{name: getattr(self, name).astype(np.int32) for name in _ROWS},
+            )
+
+    @classmethod
+    def load(cls, path: Path | str) -> RoutingTrace:
+        """Reads a file of `save`.
+
+        Raises:
+            ValueError: it is not one, or its arrays do not fit together.
+            FileNotFoundError: there is none.
+        """
+        arrays = read_arrays(path)
+        missing = [name for name in _NAMES if name not in arrays]
+        if missing:
+            raise ValueError(
+                f"{path} is not a routing trace: it lacks {', '.join(missing)}; record one with moe-ep run"
+            )
+        try:
+            return cls(
+                **{name: arrays[name] for name in ("ids", *_ROWS)},
+                num_experts=int(arrays["num_experts"]),
+                model=str(arrays["model"]),
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a routing trace: {error}") from None
+
+
+def from_choices(choices: Array, tokens_per_step: int, num_ranks: int, *, num_experts: int, model: str) -> RoutingTrace:
+    """A trace of recorded choices `[L, T, top_k]`, cut into steps, each step's tokens dealt to the ranks in order.
+
+    Tokens behind the last whole step are left out.
+
+    Raises:
+        ValueError: fewer tokens than one step has, or a step that does not divide over the ranks.
+    """
+    num_layers, num_tokens, top_k = choices.shape
+    num_steps = num_tokens // tokens_per_step
+    if num_steps == 0 or tokens_per_step % num_ranks:
+        raise ValueError(
+            f"tokens_per_step is {tokens_per_step}; it must be a multiple of the {num_ranks} ranks and at most the "
+            f"{num_tokens} recorded tokens"
+        )
+    used = num_steps * tokens_per_step
+    token = np.arange(used)
+    return RoutingTrace(
+        ids=choices[:, :used].reshape(-1, top_k).astype(np.int32),
+        layer=np.repeat(np.arange(num_layers, dtype=np.int32), used),
+        step=np.tile(token // tokens_per_step, num_layers),
+        rank=np.tile(token % tokens_per_step // (tokens_per_step // num_ranks), num_layers),
+        num_experts=num_experts,
+        model=model,
+    )
+
+
+def read_arrays(path: Path | str) -> dict[str, Array]:
+    """All arrays of an .npz file, nothing unpickled; ValueError where it is none."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (ValueError, AttributeError, zipfile.BadZipFile, EOFError) as error:
+        raise ValueError(f"{path} cannot be read as an .npz file: {error}") from None

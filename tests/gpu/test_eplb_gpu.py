@@ -1,0 +1,46 @@
+"""The EPLB mapping on a GPU: bit for bit the reference's, and in a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_ep.eplb import eplb_map_to_physical_and_record
+from moe_ep.eplb.recorder import ExpertLoadRecorder
+from tests.kernels.eplb_cases import CASES, Case, check_mapping
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_reference(case: Case) -> None:
+    check_mapping(case, "cuda")
+
+
+def test_in_a_cuda_graph_with_a_changing_number_of_tokens() -> None:
+    case = Case(num_experts=256, redundant=32, ep_size=32, num_tokens=64)
+    ids, mapping, counts, num_physical, _ = case.make("cuda")
+    recorder = ExpertLoadRecorder(num_layers=2, num_physical_experts=num_physical, window_size=3, device="cuda")
+    num_real = torch.tensor(64, dtype=torch.int32, device="cuda")
+
+    def step() -> torch.Tensor:
+        return eplb_map_to_physical_and_record(
+            ids, recorder.expert_load_pass[1], mapping, counts, None, num_real, ep_rank=3, ep_size=32
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        physical = step()
+    recorder.discard_pass()
+    for real in (64, 5, 0):
+        num_real.fill_(real)
+        graph.replay()
+        recorder.end_step()
+        expected_load = torch.zeros(num_physical, dtype=torch.int32)
+        expected = eplb_map_to_physical_and_record(
+            ids.cpu(), expected_load, mapping.cpu(), counts.cpu(), None, real, ep_rank=3, ep_size=32
+        )
+        assert torch.equal(physical.cpu(), expected)
+        assert torch.equal(recorder.snapshot()[-1, 1].cpu(), expected_load)
+    assert recorder.snapshot()[:, 0].sum() == 0
