@@ -71,6 +71,12 @@ class ScalingConfig(GangConfig):
     routing: tuple[str, ...] = field(
         default=("uniform",), metadata=option(_list_of(_routing), "uniform, zipf:S or an .npz file of choices")
     )
+    eplb: tuple[str, ...] = field(
+        default=("off",),
+        metadata=option(
+            _list_of(one_of("off", "on")), "off (the default), on: one spare slot a rank, experts placed by their load"
+        ),
+    )
     chain: int = field(default=8, metadata=option(at_least(1), "steps in one repeat, each with other tokens (8)"))
     repeats: int = field(default=30, metadata=option(at_least(1), "repeats of the chain (30)"))
     seed: int = field(default=0, metadata=option(at_least(0), "of weights, tokens and choices (0)"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ class Setting(NamedTuple):
     backend: str
     wire: str
     routing: str
+    eplb: str
 
 
 def run_scaling(rank_env: RankEnv, config: ScalingConfig, command: str) -> list[dict[str, Any]] | None:
@@ -54,8 +56,10 @@ def run_scaling(rank_env: RankEnv, config: ScalingConfig, command: str) -> list[
                 weights = make_weights(geometry, size, device, config.seed)
                 for setting in _settings(config, size):
                     progress.report("measuring", len(rows), total)
+                    # Balancing moves experts: weights of its own then.
+                    held = make_weights(geometry, size, device, config.seed) if setting.eplb == "on" else weights
                     rows.append(
-                        _row(config, geometry, setting, size, rank_env.rank % size, groups[size], weights, ceilings)
+                        _row(config, geometry, setting, size, rank_env.rank % size, groups[size], held, ceilings)
                     )
                     if device.type == "cuda":
                         torch.cuda.empty_cache()
@@ -83,6 +87,7 @@ def _row(
         dtype=torch.bfloat16 if weights[0].device.type == "cuda" else torch.float32,
         device=weights[0].device,
         dispatch_dtype=torch.float8_e4m3fn if setting.wire == "fp8" else None,
+        eplb=setting.eplb == "on",
         weights=weights,
     )
     prefill = setting.phase == "prefill"
@@ -97,7 +102,7 @@ def _row(
         group=group,
     )
     asked = setting._asdict() | {"asked_backend": setting.backend, "backend": _backend_of(layers)}
-    about = {"geometry": geometry.name, "ep_size": ep_size, "scaling": config.scaling, "eplb": False}
+    about = {"geometry": geometry.name, "ep_size": ep_size, "scaling": config.scaling}
     return about | {key: value for key, value in asked.items() if key != "num_tokens"} | row
 
 
@@ -105,12 +110,12 @@ def _settings(config: ScalingConfig, ep_size: int) -> Iterator[Setting]:
     phases = (("decode", config.decode_tokens), ("prefill", config.prefill_tokens))
     for backend in config.backend if ep_size > 1 else ("auto",):
         for wire in config.wire if ep_size > 1 else ("activations",):
-            for routing in config.routing:
+            for routing, eplb in itertools.product(config.routing, config.eplb if ep_size > 1 else ("off",)):
                 for phase, counts in phases:
                     for tokens in counts:
                         each = tokens if config.scaling == "weak" else tokens // ep_size
                         if each:
-                            yield Setting(phase, tokens, each, backend, wire, routing)
+                            yield Setting(phase, tokens, each, backend, wire, routing, eplb)
 
 
 def _geometries(config: ScalingConfig, device: torch.device) -> list[Geometry]:

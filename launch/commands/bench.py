@@ -79,7 +79,7 @@ def _tell(config: ScalingConfig, rows: list[dict[str, Any]]) -> None:
     shown = [row | {f"{name}_us": us for name, us in row["stages_us"].items()} for row in rows]
     columns = {
         "geometry": "geometry", "ep_size": "EP", "phase": "phase", "tokens_per_rank": "T", "backend": "backend",
-        "wire": "wire", "routing": "routing", "us": "us", "p99_us": "p99", "route_us": "route",
+        "wire": "wire", "routing": "routing", "eplb": "eplb", "us": "us", "p99_us": "p99", "route_us": "route",
         "dispatch_us": "dispatch", "experts_us": "experts", "combine_us": "combine", "floor_over_time": "floor/time",
         "tokens_per_s_per_gpu": "tok/s/rank", "efficiency": "efficiency", "balancedness": "balance",
     }  # fmt: skip

@@ -13,6 +13,8 @@ from moe_ep.bench.geometries import Geometry
 from moe_ep.bench.synthetic import SyntheticConfig, reference_output
 from moe_ep.bench.workload import Routing, draw_logits
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.manager import EPLBManager
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.layer import FusedMoE
 from moe_ep.methods.base import relative_error
@@ -21,6 +23,7 @@ from moe_ep.routing import select_experts
 # Weights of all copies together exceed the L2 cache of any GPU there is.
 _COLD_BYTES = 150e6
 _MAX_COPIES = 8
+_NEVER = 1 << 30
 
 
 class Batch(NamedTuple):
@@ -45,6 +48,8 @@ class BenchLayers:
     Args:
         group: the EP ranks; None where there is one.
         capacity: max_num_tokens of the layers.
+        eplb: with one redundant slot a rank, and experts placed by `balance`, which moves them: take weights that no
+            other layers share.
         weights: of each copy; they keep what was packed from one set of layers to the next.
     """
 
@@ -60,10 +65,11 @@ class BenchLayers:
         dtype: torch.dtype,
         device: torch.device,
         dispatch_dtype: torch.dtype | None,
+        eplb: bool,
         weights: Sequence[SyntheticConfig],
     ) -> None:
         self.geometry, self.ep_size, self.ep_rank, self.device, self.dtype = geometry, ep_size, ep_rank, device, dtype
-        self.weights = weights[0]
+        self.weights, self.eplb = weights[0], eplb
         routing = geometry.routing
         bias = torch.zeros(geometry.num_experts, device=device) if routing.has_correction_bias else None
         self.routing_args: dict[str, Any] = {
@@ -76,6 +82,7 @@ class BenchLayers:
             "routed_scaling_factor": routing.routed_scaling_factor,
             "e_score_correction_bias": bias,
         }
+        redundant = ep_size + -geometry.num_experts % ep_size if eplb else 0
         with torch.device(device):
             self.layers = [
                 FusedMoE(
@@ -92,20 +99,36 @@ class BenchLayers:
                     process_group=group,
                     max_num_tokens=capacity,
                     dispatch_dtype=dispatch_dtype,
+                    enable_eplb=eplb,
+                    num_redundant_experts=redundant,
                     **self.routing_args,
                 )
                 for copy in weights
             ]
-        self.owners = expert_owner_table(ep_size, geometry.num_experts)
+        self.owners = expert_owner_table(ep_size, geometry.num_experts + redundant)
 
-    def batches(self, routing: Routing, num_tokens: int, count: int, seed: int) -> list[Batch]:
+    def balance(self, batches: list[Batch]) -> None:
+        """Records the load of these batches, plans, and moves the experts of every copy; a collective step."""
+        config = EplbConfig(window_size=len(batches), first_plan=_NEVER, asynchronous=False, rebalance_below=1.0)
+        manager = EPLBManager(self.layers, config)
+        for batch in batches:
+            for index in range(len(self.layers)):
+                self.call(index, batch)
+            manager.step()
+        manager.plan_now()
+        manager.close()
+
+    def batches(
+        self, routing: Routing, num_tokens: int, count: int, seed: int, popularity_seed: int | None = None
+    ) -> list[Batch]:
         """Inputs of `count` calls, other ones for every rank and call."""
+        popularity_seed = seed if popularity_seed is None else popularity_seed
         made = []
         for call in range(count):
             number = (seed * 1_000_003 + call) * self.ep_size + self.ep_rank
             geometry = self.geometry
             logits = draw_logits(
-                routing, num_tokens, geometry.num_experts, geometry.top_k, seed=number, popularity_seed=seed
+                routing, num_tokens, geometry.num_experts, geometry.top_k, seed=number, popularity_seed=popularity_seed
             ).to(self.device)
             generator = torch.Generator(self.device).manual_seed(number)
             rows = torch.randn(num_tokens, geometry.hidden_size, device=self.device, generator=generator)

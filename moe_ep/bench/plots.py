@@ -60,7 +60,7 @@ def _save(path: Path, title: str, draw: Callable[[Axes, list[Row]], None], rows:
 
 
 def _scaling(axes: Axes, rows: list[Row]) -> None:
-    keys = ("phase", "asked_tokens", "asked_backend", "wire", "routing")
+    keys = ("phase", "asked_tokens", "asked_backend", "wire", "routing", "eplb")
     for index, (name, series) in enumerate(_series(_with_one_rank(rows), "ep_size", keys)):
         sizes, rates = zip(*((row["ep_size"], row["tokens_per_s"]) for row in series), strict=True)
         axes.plot(sizes, rates, label=name, **_style(index))
@@ -72,7 +72,9 @@ def _scaling(axes: Axes, rows: list[Row]) -> None:
 
 
 def _latency(axes: Axes, rows: list[Row]) -> None:
-    for index, (name, series) in enumerate(_series(rows, "tokens_per_rank", ("ep_size", "backend", "wire", "routing"))):
+    for index, (name, series) in enumerate(
+        _series(rows, "tokens_per_rank", ("ep_size", "backend", "wire", "routing", "eplb"))
+    ):
         tokens, times = zip(*((row["tokens_per_rank"], row["us"]) for row in series), strict=True)
         axes.plot(tokens, times, label=name, **_style(index))
     _logarithmic(axes, "tokens per rank", "microseconds, slowest rank")
@@ -88,7 +90,9 @@ def _stages(axes: Axes, rows: list[Row]) -> None:
         widths = [row["stages_us"].get(stage, 0.0) for row in shown]
         axes.barh(range(len(shown)), widths, left=start, label=stage, color=grey, hatch=hatch, edgecolor="white")
         start = [left + width for left, width in zip(start, widths, strict=True)]
-    labels = [f"EP {row['ep_size']} {row['backend']} {row['wire']} {row['routing']}" for row in shown]
+    labels = [
+        f"EP {row['ep_size']} {row['backend']} {row['wire']} {row['routing']}, EPLB {row['eplb']}" for row in shown
+    ]
     axes.set_yticks(range(len(shown)), labels=labels, fontsize=6)
     axes.invert_yaxis()
     axes.set_xlabel(f"microseconds of each stage, {tokens} tokens")
@@ -102,7 +106,8 @@ def _load(axes: Axes, rows: list[Row]) -> None:
     for row in rows:
         if row["ep_size"] == largest and sum(row["rows_per_rank"]):
             mean = sum(row["rows_per_rank"]) / largest
-            shown[f"{row['routing']}, {row['asked_tokens']} tokens"] = [load / mean for load in row["rows_per_rank"]]
+            name = f"{row['routing']}, {row['asked_tokens']} tokens, EPLB {row['eplb']}"
+            shown[name] = [load / mean for load in row["rows_per_rank"]]
     image = axes.imshow(list(shown.values()), cmap="Greys", vmin=0.0, aspect="auto")
     axes.set_yticks(range(len(shown)), labels=list(shown), fontsize=6)
     axes.set_xticks(range(largest), labels=[f"r{rank}" for rank in range(largest)])
@@ -111,9 +116,10 @@ def _load(axes: Axes, rows: list[Row]) -> None:
 
 def _with_one_rank(rows: list[Row]) -> list[Row]:
     """The rows, those of one rank once for every backend and wire dtype: nothing travels there."""
-    kinds = {(row["asked_backend"], row["wire"]) for row in rows if row["ep_size"] > 1}
+    keys = ("asked_backend", "wire", "eplb")
+    kinds = {tuple(row[key] for key in keys) for row in rows if row["ep_size"] > 1}
     alone = [row for row in rows if row["ep_size"] == 1]
-    repeated = [row | {"asked_backend": backend, "wire": wire} for row in alone for backend, wire in sorted(kinds)]
+    repeated = [row | dict(zip(keys, kind, strict=True)) for row in alone for kind in sorted(kinds)]
     return [*(repeated or alone), *(row for row in rows if row["ep_size"] > 1)]
 
 
@@ -129,7 +135,7 @@ def _series(rows: list[Row], x: str, keys: tuple[str, ...]) -> Iterator[tuple[st
         yield name, sorted(members, key=lambda row: row[x])
 
 
-_WORDS = {"asked_tokens": "T ", "ep_size": "EP "}
+_WORDS = {"asked_tokens": "T ", "ep_size": "EP ", "eplb": "EPLB "}
 
 
 def _style(index: int) -> dict[str, Any]:

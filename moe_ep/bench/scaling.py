@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,14 @@ from moe_ep.bench.workload import Routing
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.errors import MoeEpError
 from moe_ep.methods.base import tolerance
+from moe_ep.stages import Listener, listening
+
+if TYPE_CHECKING:
+    from moe_ep.layer import FusedMoE
 
 _STAGE_REPLAYS = 5
-_KIND = ("asked_backend", "wire")
-_ALIKE = ("geometry", "scaling", "phase", "asked_tokens", "routing", "eplb")
+_KIND = ("asked_backend", "wire", "eplb")
+_ALIKE = ("geometry", "scaling", "phase", "asked_tokens", "routing")
 
 
 class Load(NamedTuple):
@@ -62,6 +66,8 @@ def measure_row(
         WrongOutputError: the output differs from the reference by more than its dtype allows.
     """
     batches = layers.batches(routing, num_tokens, chain, seed)
+    if layers.eplb:
+        layers.balance(layers.batches(routing, num_tokens, chain, seed + 1, popularity_seed=seed))
     _check(layers, batches[0])
     if layers.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(layers.device)
@@ -116,20 +122,33 @@ def _stage_times(layers: BenchLayers, call: Callable[[int], object], chain: int,
     return dict(zip(names, slowest_rank(medians), strict=True))
 
 
+class _Choices(Listener):
+    """Keeps the physical ids of every pass."""
+
+    def __init__(self) -> None:
+        self.ids: list[torch.Tensor] = []
+
+    def routed(self, layer: FusedMoE, topk_ids: torch.Tensor) -> None:
+        self.ids.append(topk_ids)
+
+
 def _load(layers: BenchLayers, batches: list[Batch], group: dist.ProcessGroup | None) -> Load:
-    """From the choices of all ranks of the EP group."""
-    num_ranks, geometry = layers.ep_size, layers.geometry
-    owners = layers.owners.to(layers.device)
-    per_rank, active, sent = torch.zeros(num_ranks, dtype=torch.float64, device=layers.device), 0.0, 0.0
-    for batch in batches:
-        counts = torch.bincount(batch.topk_ids.flatten().long(), minlength=geometry.num_experts)
-        to = torch.zeros(batch.topk_ids.size(0), num_ranks, dtype=torch.bool, device=layers.device)
-        to.scatter_(1, owners[batch.topk_ids.long()].long(), True)
+    """From the choices of all ranks of the EP group, one more call of every batch."""
+    num_ranks, device = layers.ep_size, layers.device
+    owners = layers.owners.long().to(device)
+    per_rank, active, sent = torch.zeros(num_ranks, dtype=torch.float64, device=device), 0.0, 0.0
+    for index, batch in enumerate(batches):
+        choices = _Choices()
+        with listening(choices):
+            layers.call(index, batch)
+        ids = torch.cat(choices.ids).long()
+        counts = torch.bincount(ids.flatten(), minlength=owners.numel())
+        to = torch.zeros(ids.size(0), num_ranks, dtype=torch.bool, device=device).scatter_(1, owners[ids], True)
         sent += float(to.sum() - to[:, layers.ep_rank].sum())
         if group is not None:
             dist.all_reduce(counts, group=group)
-        per_rank.index_add_(0, owners.long(), counts.double())
-        hit = torch.zeros(num_ranks, device=layers.device).index_add_(0, owners.long(), (counts > 0).float())
+        per_rank.index_add_(0, owners, counts.double())
+        hit = torch.zeros(num_ranks, device=device).index_add_(0, owners, (counts > 0).float())
         active += float(hit.max())
     calls = len(batches)
     most_sent = slowest_rank([sent / calls])[0]

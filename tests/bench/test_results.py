@@ -53,7 +53,7 @@ def test_facts_name_what_is_needed_to_compare() -> None:
 
 
 def test_efficiency_is_against_the_smallest_size_of_its_kind() -> None:
-    common = {"geometry": "g", "scaling": "weak", "phase": "decode", "asked_tokens": 8, "routing": "u", "eplb": False}
+    common = {"geometry": "g", "scaling": "weak", "phase": "decode", "asked_tokens": 8, "routing": "u", "eplb": "off"}
 
     def row(ep_size: int, backend: str, rate: float, **other) -> dict:
         kind = {"ep_size": ep_size, "asked_backend": backend, "wire": "activations", "tokens_per_s_per_gpu": rate}

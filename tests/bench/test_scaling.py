@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from moe_ep.bench.results import read_lines
 from moe_ep.launch.cli import main
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--decode-tokens", "2", "--prefill-tokens", "none", "--chain", "2", "--repeats", "3", "--device", "cpu"]
+SMALL = ["--decode-tokens", "16", "--prefill-tokens", "none", "--chain", "2", "--repeats", "3", "--device", "cpu"]
 COMMAND = [sys.executable, "-m", "moe_ep.launch", "bench", "scaling"]
 
 
@@ -24,19 +25,21 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 def test_the_same_rows_from_every_launcher_and_their_pictures(tmp_path: Path) -> None:
     path = tmp_path / "local.jsonl"
     done = run(
-        *COMMAND, "--launcher", "local", "--ep-size", "2", "--routing", "uniform,zipf:0.8",
+        *COMMAND, "--launcher", "local", "--ep-size", "2", "--routing", "uniform,zipf:2", "--eplb", "off,on",
         "--backend", "all_to_all,batched_all_to_all", *SMALL, "--json", str(path),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = read_lines(path)
-    assert [(row["ep_size"], row["backend"], row["routing"]) for row in rows] == [
-        (1, "no_ep", "uniform"), (1, "no_ep", "zipf:0.8"),
-        (2, "all_to_all", "uniform"), (2, "all_to_all", "zipf:0.8"),
-        (2, "batched_all_to_all", "uniform"), (2, "batched_all_to_all", "zipf:0.8"),
-    ]  # fmt: skip
+    routings = ("uniform", "zipf:2")
+    assert [(row["ep_size"], row["backend"], row["routing"], row["eplb"]) for row in rows] == [
+        *((1, "no_ep", routing, "off") for routing in routings),
+        *itertools.product([2], ["all_to_all", "batched_all_to_all"], routings, ["off", "on"]),
+    ]
+    for off, on in zip(rows[2::2], rows[3::2], strict=True):
+        assert off["routing"] == "uniform" or on["balancedness"] > off["balancedness"]
     for row in rows:
-        assert row["tokens_per_s"] == pytest.approx(2 * row["ep_size"] / row["us"] * 1e6, rel=1e-2)
-        assert sum(row["rows_per_rank"]) == pytest.approx(2 * row["ep_size"] * 4)
+        assert row["tokens_per_s"] == pytest.approx(16 * row["ep_size"] / row["us"] * 1e6, rel=1e-2)
+        assert sum(row["rows_per_rank"]) == pytest.approx(16 * row["ep_size"] * 4)
         assert (row["bytes_sent"] > 0) == (row["ep_size"] > 1)
         assert (row["workers"], row["launcher"]) == (2, "local")
     assert len(done.stdout.splitlines()) == 1 + len(rows)

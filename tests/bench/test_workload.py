@@ -65,7 +65,7 @@ def layers_of_small() -> BenchLayers:
     geometry = preset("small")
     return BenchLayers(
         geometry, ep_size=1, ep_rank=0, group=None, backend="auto", capacity=8, dtype=torch.float32, device=CPU,
-        dispatch_dtype=None, weights=make_weights(geometry, 1, CPU, seed=0),
+        dispatch_dtype=None, eplb=False, weights=make_weights(geometry, 1, CPU, seed=0),
     )  # fmt: skip
 
 
