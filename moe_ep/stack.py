@@ -19,6 +19,7 @@ from torch.nn.functional import layer_norm, linear
 from moe_ep.checkpoint import (
     CheckpointReader,
     MoEModelSpec,
+    check_experts,
     layer_quantization,
     load_moe_layer,
     load_norm,
@@ -176,6 +177,7 @@ class MoEStack(nn.Module):
     ) -> None:
         super().__init__()
         quant_config = expert_quantization(reader.config, quantize)
+        check_experts(reader, spec)
         self.blocks = nn.ModuleList()
         for count, layer_index in enumerate(spec.moe_layers):
             if on_layer is not None:

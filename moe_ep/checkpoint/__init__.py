@@ -12,7 +12,7 @@ from moe_ep.checkpoint.loader import (
     load_router,
     load_shared_experts,
 )
-from moe_ep.checkpoint.matrices import ExpertMatrices, expert_tensors, read_expert, read_linear
+from moe_ep.checkpoint.matrices import ExpertMatrices, check_experts, expert_tensors, read_expert, read_linear
 from moe_ep.checkpoint.models import MoEModelSpec, RoutingSpec, SharedExpertsSpec, model_spec
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
 from moe_ep.checkpoint.stored import layer_quantization
@@ -26,6 +26,7 @@ __all__ = [
     "SharedExpertsSpec",
     "SharedExpertsWeights",
     "TensorInfo",
+    "check_experts",
     "embed_rows",
     "expert_tensors",
     "layer_quantization",

@@ -165,7 +165,14 @@ def _hand_over(
     if tensor.dtype == torch.float8_e8m0fnu:
         # A parameter holds the bits of such scales, or the numbers.
         tensor = tensor.view(torch.uint8) if param.dtype == torch.uint8 else tensor.float()
-    if not layer.weight_loader(param, tensor, source.name, slot.shard_id, slot.expert_id, return_success=True):
+    try:
+        taken = layer.weight_loader(param, tensor, source.name, slot.shard_id, slot.expert_id, return_success=True)
+    except ValueError as error:
+        if slot.layout.role is not Role.INDEX:
+            raise
+        # Gate and up have one index, and a file may hold two that differ.
+        raise CheckpointError(f"{reader.index_file}: {error}") from None
+    if not taken:
         raise CheckpointError(
             f"{reader.index_file}: tensor {source.name}: expected the layer to take it as {slot.shard_id} of "
             f"{slot.param_name} for its local expert {slot.expert_id}, found that it did not"

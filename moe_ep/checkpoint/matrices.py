@@ -10,7 +10,7 @@ from moe_ep.checkpoint.formats import QuantizationConfig, dequantize, quantizati
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
 from moe_ep.checkpoint.models import MoEModelSpec
 from moe_ep.checkpoint.reader import CheckpointReader
-from moe_ep.checkpoint.stored import ExpertTensors, Stored, find_linear, layer_quantization, linear_layouts
+from moe_ep.checkpoint.stored import ROLES, ExpertTensors, Stored, find_linear, layer_quantization, linear_layouts
 from moe_ep.errors import CheckpointError
 
 
@@ -73,6 +73,21 @@ def _read_matrix(
         for suffix, tensor in tensors.items()
     }
     return dequantize(scheme.unpack(held)), bias
+
+
+def check_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
+    """Finds every tensor of every expert of a checkpoint in the files' headers; no data is read.
+
+    Raises:
+        CheckpointError: a tensor that is missing, or of another shape or dtype than the config says; a quantization or
+            a form of experts that is not read.
+    """
+    for layer in spec.moe_layers:
+        tensors = expert_tensors(reader, spec, layer)
+        for expert in range(spec.num_experts):
+            for role in ROLES:
+                for suffix in _missing(tensors.layouts(role), tensors.find(expert, role)):
+                    raise _none_of_that_name(reader, tensors.name(expert, role, suffix))
 
 
 def read_linear(reader: CheckpointReader, module: str, size: tuple[int, int]) -> torch.Tensor:

@@ -365,7 +365,7 @@ def write_case(
     if case.config is QWEN3_VL:
         config = {"model_type": "qwen3_vl_moe", "text_config": config | {"model_type": "qwen3_vl_moe_text"}}
     write_checkpoint(
-        directory, {k: v for k, v in config.items() if v is not None}, tensors.items(), max_shard_bytes=30_000
+        directory, {k: v for k, v in config.items() if v is not None}, tensors.items(), max_shard_bytes=8_000
     )
     for file, content in case.files.items():
         (directory / file).write_text(json.dumps(content))
