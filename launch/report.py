@@ -27,6 +27,9 @@ class RankReport:
         loads: for each step and layer, the expert assignments that landed on each rank.
         balancedness: for each step and layer.
         overall_balancedness: of all steps and layers together.
+        phases: of each step: "" without EPLB, else whether it came before, while or after experts moved.
+        eplb: what balancing did, None without it.
+        choices: (step, layer position, ids int32 `[T, top_k]`) of this rank's tokens, where they are recorded.
         errors: layer -> largest relative error over all ranks' tokens, for the layers this rank verified.
     """
 
@@ -50,6 +53,9 @@ class RankReport:
     loads: list[list[list[int]]] = field(default_factory=list)
     balancedness: list[list[float]] = field(default_factory=list)
     overall_balancedness: float = 1.0
+    phases: list[str] = field(default_factory=list)
+    eplb: dict[str, Any] | None = None
+    choices: list[tuple[int, int, Any]] = field(default_factory=list)
     errors: dict[int, float] = field(default_factory=dict)
 
 
@@ -128,6 +134,7 @@ class RunReport:
             },
             "tokens_per_s": num_tokens * len(steps) / total_s,
             "balancedness": first.overall_balancedness,
+            "eplb": None if first.eplb is None else first.eplb | {"phases": self._phases()},
             "memory_bytes_per_rank": [rank.memory_bytes for rank in self.ranks],
             "load_s": max(rank.load_s for rank in self.ranks),
             "bytes_read_per_rank": [rank.bytes_read for rank in self.ranks],
@@ -140,11 +147,27 @@ class RunReport:
             },
             "seed": self.config.seed,
             "text": None if self.config.text is None else str(self.config.text),
+            "routing": self.config.routing,
             "devices": sorted({rank.device_name for rank in self.ranks}),
             "versions": first.versions,
             "commit": commit(),
             "command": self.command,
         }
+
+    def _phases(self) -> dict[str, dict[str, float]]:
+        """Steps, tokens/s and balancedness before, while and after experts moved."""
+        num_tokens, found = sum(rank.num_tokens for rank in self.ranks), {}
+        phases = self.ranks[0].phases
+        for phase in dict.fromkeys(phases):
+            steps = [step for step, its in enumerate(phases) if its == phase]
+            loads = [layer for step in steps for layer in self.loads[step]]
+            busiest = sum(max(layer) for layer in loads)
+            found[phase] = {
+                "steps": len(steps),
+                "tokens_per_s": num_tokens * len(steps) / sum(self.step_ms(step) for step in steps) * 1e3,
+                "balancedness": sum(map(sum, loads)) / len(self.ranks) / busiest if busiest else 1.0,
+            }
+        return found
 
     def json_lines(self) -> Iterator[str]:
         """One line for each step and layer, then the summary."""
@@ -154,6 +177,7 @@ class RunReport:
                     "kind": "layer",
                     "step": step,
                     "layer": layer,
+                    "phase": self.ranks[0].phases[step],
                     "tokens_per_rank": layers[i],
                     "balancedness": self.ranks[0].balancedness[step][i],
                     "ms": {stage: self.stage_ms(stage, step, i) for stage in STAGES},
@@ -194,6 +218,8 @@ class RunReport:
         yield f"  whole step: median {summary['step_ms']['median']:.3f}, p99 {summary['step_ms']['p99']:.3f}"
         yield f"tokens/s: {summary['tokens_per_s']:,.0f}"
         yield f"balancedness: {summary['balancedness']:.3f}"
+        if summary["eplb"] is not None:
+            yield from eplb_lines(summary["eplb"])
         held = ", ".join(f"{size / 2**20:,.0f}" for size in summary["memory_bytes_per_rank"])
         yield f"memory per rank (MiB): {held}; loaded in {summary['load_s']:.2f} s"
         yield self.verification_line()
@@ -216,6 +242,25 @@ class RunReport:
             f"{verdict}: maximum relative error {worst:.2e} (layer {layer}) against the plain reference without expert "
             f"parallelism, {self.ranks[0].dtype} allows {self.tolerance:.0e}"
         )
+
+
+def eplb_lines(eplb: dict[str, Any]) -> Iterator[str]:
+    """What balancing did, for the terminal."""
+    how = "beside the steps" if eplb["asynchronous"] else "between two steps"
+    yield (
+        f"EPLB: policy {eplb['policy']}, {eplb['num_redundant_experts']} redundant experts, plans made "
+        f"{eplb['plans_made']}, skipped {eplb['plans_skipped']}"
+    )
+    for phase, found in eplb["phases"].items():
+        yield (
+            f"  {phase:<7} balancedness {found['balancedness']:.3f}, {found['tokens_per_s']:,.0f} tokens/s, "
+            f"{found['steps']} steps"
+        )
+    yield (
+        f"  moved {eplb['experts_moved']} experts ({eplb['bytes_moved'] / 2**20:,.1f} MiB) to other ranks {how}, "
+        f"{eplb['layers_changed']} layers changed; plan {eplb['plan_s']:.3f} s, transfer {eplb['transfer_s']:.3f} s, "
+        f"commit {eplb['commit_s']:.3f} s"
+    )
 
 
 def commit() -> str | None:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_ep.launch.eplb_options import EplbOptions
 from moe_ep.launch.gang_choice import GangConfig
 from moe_ep.launch.option_values import checkpoint_folder, new_folder, output_file, port
 from moe_ep.launch.options import at_least, one_of, one_of_these, option
@@ -34,7 +35,7 @@ def _token_counts(raw: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(GangConfig):
+class RunConfig(EplbOptions, GangConfig):
     """The settings of one run; the flags of `moe-ep run` are these fields."""
 
     model: Path | None = field(

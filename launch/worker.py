@@ -5,25 +5,30 @@ from __future__ import annotations
 import platform
 import resource
 import time
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moe_ep import stages, verify
+from moe_ep import verify
 from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS
 from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.eplb.metrics import balancedness
+from moe_ep.eplb.placement_file import model_checksum
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.launch import progress
+from moe_ep.launch.balancing import Balancing
 from moe_ep.launch.inputs import TokenSource
 from moe_ep.launch.observing import observing
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.report import RankReport
+from moe_ep.launch.routing_source import RoutingSource
 from moe_ep.launch.run_config import DTYPES, RunConfig
+from moe_ep.launch.steps import MeasuredSteps
 from moe_ep.stack import MoEBlock, MoEStack
 
 _WARM_UP_STEPS = {"cpu": 1, "cuda": 3}
@@ -44,23 +49,38 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
         stack = _load(config, rank_env, reader, spec, dtype, device)
         report = _new_report(config, rank_env, reader, spec, stack, dtype, time.perf_counter() - started)
         source = TokenSource(config, reader, spec, rank_env.rank, rank_env.world_size)
-        for step in range(-_WARM_UP_STEPS[device.type], 0):
-            stack(source.hidden_states(max(step + config.steps, 0), dtype, device))
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        routing = RoutingSource(config, spec, report.model["name"], rank_env.world_size)
         with observing(
             rank_env, metrics_port=config.metrics_port, metrics_host=config.metrics_host, trace=config.trace
         ) as monitor:
-            for step in range(config.steps):
-                progress.report("steps", step, config.steps)
-                _run_step(stack, source.hidden_states(step, dtype, device), report, rank_env)
+            balancing = Balancing(config, rank_env, stack, reader, monitor.on_eplb_event) if config.eplb else None
+            steps = MeasuredSteps(
+                stack,
+                source,
+                routing,
+                balancing,
+                report,
+                rank_env,
+                dtype=dtype,
+                keep_choices=config.record_routing is not None,
+            )
+            for step in range(-_WARM_UP_STEPS[device.type], 0):
+                steps.warm_up(max(step + config.steps, 0))
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            phases = repeat("", config.steps) if balancing is None else balancing.phases()
+            for step, phase in enumerate(phases):
+                progress.report("steps", min(step, config.steps), config.steps)
+                steps.run(step, phase)
                 monitor.end_step()
+            if balancing is not None:
+                report.eplb = balancing.close()
         report.memory_bytes = _peak_memory(device)
         loads = torch.tensor(report.loads, dtype=torch.float64)
         report.overall_balancedness = balancedness(loads.flatten(0, 1))
         progress.report("steps", config.steps, config.steps)
         if config.verify:
-            _verify(stack, source.hidden_states(0, dtype, device), report, reader, spec, rank_env)
+            _verify(stack, *steps.inputs(0), routing, report, reader, spec, rank_env)
     return report
 
 
@@ -91,43 +111,17 @@ def _load(
         device=device,
         quantize=config.quantize,
         # "auto" chooses by the capacity; a backend with a fixed one takes larger batches in several passes.
+        num_redundant_experts=config.redundant_experts(spec.num_experts, rank_env.world_size),
         max_num_tokens=most_tokens if config.backend == "auto" else min(most_tokens, DECODE_MAX_NUM_TOKENS),
         on_layer=lambda done, total: progress.report("loading layers", done, total),
     )
 
 
-def _run_step(stack: MoEStack, x: torch.Tensor, report: RankReport, rank_env: RankEnv) -> None:
-    """One measured pass through all layers; what each expert got is counted after the clock has stopped."""
-    inputs: list[torch.Tensor] = []
-    recorders = []
-    _wait_for_all(x.device)
-    started = time.perf_counter()
-    for block in stack.layers():
-        with stages.record(x.device) as recorder:
-            x = block(x, lambda layer, hidden_states, output: inputs.append(hidden_states))
-        recorders.append(recorder)
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-    report.step_ms.append((time.perf_counter() - started) * 1e3)
-    report.stage_ms.append(
-        [{name: sum(spans) for name, spans in recorder.durations_ms().items()} for recorder in recorders]
-    )
-    loads = torch.stack([_load_per_rank(block, h, rank_env) for block, h in zip(stack.layers(), inputs, strict=True)])
-    dist.all_reduce(loads)
-    report.loads.append(loads.tolist())
-    report.balancedness.append([balancedness(layer[None]) for layer in loads])
-
-
-def _load_per_rank(block: MoEBlock, hidden_states: torch.Tensor, rank_env: RankEnv) -> torch.Tensor:
-    """Assignments of this rank's tokens to the experts of each rank, int64 `[R]` on the host."""
-    ids = block.choices(hidden_states).flatten().cpu().long()
-    owners = expert_owner_table(rank_env.world_size, block.moe.num_experts)
-    return torch.bincount(owners[ids[ids >= 0]].long(), minlength=rank_env.world_size)
-
-
 def _verify(
     stack: MoEStack,
     x: torch.Tensor,
+    logits: list[torch.Tensor] | None,
+    routing: RoutingSource,
     report: RankReport,
     reader: CheckpointReader,
     spec: MoEModelSpec,
@@ -138,22 +132,29 @@ def _verify(
     Layers are dealt out to the ranks, so that each expert is read once; the rank of a layer checks everybody's tokens.
     """
     passes: list[tuple[torch.Tensor, torch.Tensor]] = []
-    stack(x, lambda layer, hidden_states, output: passes.append((hidden_states, output.clone())))
-    mine: list[tuple[MoEBlock, list[Any]]] = []
+    stack(x, lambda layer, hidden_states, output: passes.append((hidden_states, output.clone())), logits)
+    mine: list[tuple[int, MoEBlock, list[Any]]] = []
     for position, (block, observed) in enumerate(zip(stack.layers(), passes, strict=True)):
         owner = position % rank_env.world_size
         gathered: list[Any] | None = [None] * rank_env.world_size if rank_env.rank == owner else None
         dist.gather_object(tuple(tensor.cpu() for tensor in observed), gathered, dst=owner)
         if gathered is not None:
-            mine.append((block, gathered))  # type: ignore[arg-type]
-    for count, (block, gathered) in enumerate(mine):
+            mine.append((position, block, gathered))  # type: ignore[arg-type]
+    for count, (position, block, gathered) in enumerate(mine):
         progress.report("verifying layers", count, len(mine))
         layer = block.layer_index
         online = getattr(block.moe.quant_method, "as_quantized", None)
         # Each rank's tokens by themselves: router logits then have the very bits they had there.
         outputs = [
-            verify.reference_moe(reader, spec, layer, hidden_states.to(x.device), online)
-            for hidden_states, _ in gathered
+            verify.reference_moe(
+                reader,
+                spec,
+                layer,
+                hidden_states.to(x.device),
+                online,
+                None if logits is None else routing.layer_logits(position, 0, rank).to(x.device),
+            )
+            for rank, (hidden_states, _) in enumerate(gathered)
         ]
         computed = torch.cat([output for _, output in gathered])
         report.errors[layer] = verify.max_relative_error(computed, torch.cat(outputs).cpu())
@@ -171,14 +172,15 @@ def _new_report(
 ) -> RankReport:
     layer = stack.layers()[0].moe
     device = torch.device(rank_env.device)
-    owners = expert_owner_table(rank_env.world_size, spec.num_experts)
+    owners = expert_owner_table(rank_env.world_size, layer.slots.num_physical_experts)
+    mine = torch.nonzero(owners == rank_env.rank).flatten() % spec.num_experts
     quantization = reader.config.get("quantization_config") or {}
     return RankReport(
         rank=rank_env.rank,
         node=platform.node(),
         device=rank_env.device,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        experts=torch.nonzero(owners == rank_env.rank).flatten().tolist(),
+        experts=sorted(set(mine.tolist())),
         num_tokens=config.num_tokens(rank_env.rank),
         backend=_backend_name(layer.prepare_finalize),
         experts_name=type(layer.modular_kernel.fused_experts).__name__,
@@ -187,6 +189,7 @@ def _new_report(
         versions=_versions(),
         model={
             "path": str(reader.directory),
+            "name": f"{spec.family} {model_checksum(reader)[:12]}",
             "family": spec.family,
             "moe_layers": list(spec.moe_layers),
             "num_experts": spec.num_experts,
@@ -215,12 +218,6 @@ def _versions() -> dict[str, str]:
         versions["cuda"] = torch.version.cuda or ""
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return versions
-
-
-def _wait_for_all(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    dist.barrier()
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -30,6 +30,7 @@ def main(args: argparse.Namespace) -> int:
     config = from_args(RunConfig, args)
     set_up_logging()
     _check_together(config)
+    config.check_eplb()
     config, gang = start_gang(config)
     try:
         if len(config.tokens_per_rank) not in (1, gang.world_size):
@@ -47,6 +48,10 @@ def main(args: argparse.Namespace) -> int:
         gang.close()
     if not gang.is_driver:
         return 0
+    if config.record_routing is not None:
+        from moe_ep.launch.routing_source import save_routing
+
+        save_routing(config.record_routing, results)
     return _tell(config, RunReport(config, args.shown, results))
 
 

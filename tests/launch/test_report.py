@@ -44,6 +44,7 @@ def account(rank: int, errors: dict[int, float], **changes: Any) -> RankReport:
         "loads": [[[30, 30], [60, 0]]] * 2,
         "balancedness": [[1.0, 0.5]] * 2,
         "overall_balancedness": 0.667,
+        "phases": ["", ""],
         "errors": errors,
     }
     return RankReport(**(values | changes))

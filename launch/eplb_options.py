@@ -1,0 +1,100 @@
+"""The options of a run that balance experts, choose its routing, and record it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_ep.launch.option_values import output_file
+from moe_ep.launch.options import OptionError, at_least, flag, one_of, one_of_these, option
+from moe_ep.registry import EPLB_POLICIES
+
+
+def _routing(raw: str) -> str:
+    """As it was given; the file of a recorded one as an absolute path."""
+    if raw == "uniform" or re.fullmatch(r"zipf:\d+(\.\d+)?", raw):
+        return raw
+    if raw.startswith("recorded:"):
+        return f"recorded:{_file(raw.removeprefix('recorded:'))}"
+    raise ValueError("it must be uniform, zipf:S with a number such as zipf:0.8, or recorded:FILE")
+
+
+def _file(raw: str) -> Path:
+    path = Path(raw).expanduser()
+    if not path.is_file():
+        raise ValueError("it must name a file, and there is none")
+    return path.absolute()
+
+
+def _share(raw: str) -> float:
+    try:
+        value = float(raw)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ValueError("it must be a number from 0 to 1")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class EplbOptions:
+    """Load balancing of `moe-ep run`, and the routing that it is shown with."""
+
+    eplb: bool = field(
+        default=False,
+        metadata=option(None, "after --steps steps move experts to where the load is, and run as many steps again"),
+    )
+    num_redundant_experts: int | None = field(
+        default=None,
+        metadata=option(at_least(0), "slots for replicas over all workers; one a worker and what makes them even", "N"),
+    )
+    eplb_interval: int | None = field(
+        default=None, metadata=option(at_least(1), "steps between later plans; without it there is one plan", "N")
+    )
+    eplb_policy: str = field(
+        default="incremental",
+        metadata=option(one_of_these(lambda: tuple(EPLB_POLICIES)), "incremental (the default) or deepseek"),
+    )
+    eplb_objective: str = field(
+        default="tokens",
+        metadata=option(one_of("tokens", "active_experts", "auto"), "what a plan evens out: tokens (the default)"),
+    )
+    eplb_threshold: float = field(
+        default=0.97, metadata=option(_share, "no plan is made at this balancedness and above (0.97)", "SHARE")
+    )
+    eplb_synchronous: bool = field(
+        default=False, metadata=option(None, "move experts between two steps and not beside them")
+    )
+    load_placement: Path | None = field(
+        default=None, metadata=option(_file, "placement to begin with, as --save-placement writes it", "FILE")
+    )
+    save_placement: Path | None = field(
+        default=None, metadata=option(output_file, "write where the experts are at the end", "FILE")
+    )
+    routing: str | None = field(
+        default=None,
+        metadata=option(
+            _routing, "in place of the routers: uniform, zipf:S or recorded:FILE, as --record-routing writes it", "HOW"
+        ),
+    )
+    record_routing: Path | None = field(
+        default=None, metadata=option(output_file, "write what the tokens of every step chose (.npz)", "FILE")
+    )
+
+    def check_eplb(self) -> None:
+        """Raises OptionError for an option that means nothing without --eplb."""
+        if self.eplb:
+            return
+        for name in ("num_redundant_experts", "eplb_interval", "load_placement", "save_placement"):
+            value = getattr(self, name)
+            if value is not None:
+                raise OptionError(f"{flag(name)} is {str(value)!r} without --eplb; add --eplb or leave it out")
+
+    def redundant_experts(self, num_experts: int, ep_size: int) -> int | None:
+        """Physical experts beyond `num_experts`; None without --eplb."""
+        if not self.eplb:
+            return None
+        if self.num_redundant_experts is not None:
+            return self.num_redundant_experts
+        return ep_size + -num_experts % ep_size

@@ -1,0 +1,111 @@
+"""The measured passes of a run on one rank: through every layer, timed by stage, with the load they made."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_ep import stages
+from moe_ep.eplb.metrics import balancedness
+from moe_ep.expert_map import expert_owner_table
+from moe_ep.launch.balancing import Balancing
+from moe_ep.launch.inputs import TokenSource
+from moe_ep.launch.rank_env import RankEnv
+from moe_ep.launch.report import RankReport
+from moe_ep.launch.routing_source import RoutingSource
+from moe_ep.stack import MoEStack
+
+
+class MeasuredSteps:
+    """Runs steps and accounts for them in a report.
+
+    Args:
+        balancing: is told of every step's end; None without EPLB.
+        keep_choices: keep in the report what the tokens chose.
+    """
+
+    def __init__(
+        self,
+        stack: MoEStack,
+        source: TokenSource,
+        routing: RoutingSource,
+        balancing: Balancing | None,
+        report: RankReport,
+        rank_env: RankEnv,
+        *,
+        dtype: torch.dtype,
+        keep_choices: bool,
+    ) -> None:
+        self._stack, self._source, self._routing, self._balancing = stack, source, routing, balancing
+        self._report, self._rank_env, self._dtype, self._keep_choices = report, rank_env, dtype, keep_choices
+        self._device = torch.device(rank_env.device)
+
+    def inputs(self, step: int) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """(activations `[T, K]`, router logits of the layers or None)."""
+        return (
+            self._source.hidden_states(step, self._dtype, self._device),
+            self._routing.logits(step, self._rank_env.rank, self._device),
+        )
+
+    def warm_up(self, step: int) -> None:
+        """A pass that is not measured; its load is forgotten."""
+        x, logits = self.inputs(step)
+        self._stack(x, None, logits)
+        if self._balancing is not None:
+            self._balancing.manager.profile_step()
+
+    def run(self, step: int, phase: str) -> None:
+        """A measured pass; what its tokens chose is looked at after the clock has stopped."""
+        x, logits = self.inputs(step)
+        inputs: list[torch.Tensor] = []
+        recorders = []
+        self._wait_for_all()
+        started = time.perf_counter()
+        for position, block in enumerate(self._stack.layers()):
+            with stages.record(self._device) as recorder:
+                x = block(
+                    x,
+                    lambda layer, hidden_states, output: inputs.append(hidden_states),
+                    None if logits is None else logits[position],
+                )
+            recorders.append(recorder)
+        counts = None if self._balancing is None else self._balancing.end_step()
+        if x.is_cuda:
+            torch.cuda.synchronize(self._device)
+        report = self._report
+        report.step_ms.append((time.perf_counter() - started) * 1e3)
+        report.phases.append(phase)
+        report.stage_ms.append(
+            [{name: sum(spans) for name, spans in recorder.durations_ms().items()} for recorder in recorders]
+        )
+        if counts is None or self._keep_choices:
+            choices = self._choices(inputs, logits)
+            if self._keep_choices:
+                report.choices += [(step, layer, ids.numpy().astype(np.int32)) for layer, ids in enumerate(choices)]
+            if counts is None:
+                counts = torch.stack([self._load_per_rank(ids) for ids in choices])
+        loads = counts.cpu()
+        dist.all_reduce(loads)
+        report.loads.append(loads.tolist())
+        report.balancedness.append([balancedness(layer[None]) for layer in loads])
+
+    def _choices(self, inputs: list[torch.Tensor], logits: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        """What this rank's tokens chose in each layer, `[T, top_k]` on the host."""
+        return [
+            block.choices(hidden_states, None if logits is None else logits[position]).cpu()
+            for position, (block, hidden_states) in enumerate(zip(self._stack.layers(), inputs, strict=True))
+        ]
+
+    def _load_per_rank(self, ids: torch.Tensor) -> torch.Tensor:
+        """Assignments to the experts of each rank where those lie in order, int64 `[R]`."""
+        chosen = ids.flatten().long()
+        owners = expert_owner_table(self._rank_env.world_size, self._stack.layers()[0].moe.num_experts)
+        return torch.bincount(owners[chosen[chosen >= 0]].long(), minlength=self._rank_env.world_size)
+
+    def _wait_for_all(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        dist.barrier()

@@ -1,0 +1,140 @@
+"""moe-ep run --eplb for real: experts move, the load evens out, and every layer is verified afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_ep.eplb.placement_file import PlacementFile
+from moe_ep.eplb.trace import RoutingTrace
+from moe_ep.errors import EplbError
+from moe_ep.launch.cli import main
+from tests.checkpoint.checkpoints import make_checkpoint, qwen3_config
+
+E, L, STEPS, T = 8, 2, 6, 48
+LOCAL = f"--device cpu --launcher local --ep-size 2 --steps {STEPS} --tokens-per-rank {T}".split()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, qwen3_config(num_experts=E, num_hidden_layers=L))
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], model: Path, file: Path, *more: str) -> tuple[str, list[dict[str, Any]]]:
+    code = main(["run", "--model", str(model), "--json", str(file), *LOCAL, *more])
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    return output.out, [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_experts_move_and_everything_is_verified(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace_file, placement_file = tmp_path / "trace.npz", tmp_path / "placement.json"
+    outputs = ["--record-routing", str(trace_file), "--save-placement", str(placement_file)]
+    text, lines = run(capsys, model, tmp_path / "a.jsonl", "--eplb", "--routing", "zipf:1.5", *outputs)
+    *steps, summary = lines
+    assert summary["verify"]["passed"] is True
+    eplb, phases = summary["eplb"], summary["eplb"]["phases"]
+    assert eplb["num_redundant_experts"] == 2 and eplb["plans_made"] == 1
+    assert eplb["experts_moved"] > 0 and eplb["bytes_moved"] > 0 and eplb["layers_committed"] == L
+    assert phases["before"]["steps"] == phases["after"]["steps"] == STEPS
+    assert phases["after"]["balancedness"] > phases["before"]["balancedness"] + 0.05
+    assert [line["phase"] for line in steps[:: len({line["layer"] for line in steps})]] == [
+        phase for phase, found in phases.items() for _ in range(found["steps"])
+    ]
+    for word in ("EPLB: policy incremental, 2 redundant experts", "before  balancedness", "after   balancedness"):
+        assert word in text
+
+    trace = RoutingTrace.load(trace_file)
+    num_steps = sum(found["steps"] for found in phases.values())
+    assert trace.ids.shape == (num_steps * L * 2 * T, 2) and trace.num_experts == E
+    counts = trace.counts()
+    assert counts.shape == (num_steps, L, E)
+    tokens_per_rank = np.array([line["tokens_per_rank"] for line in steps]).reshape(num_steps, L, 2)
+    assert (counts.sum(axis=2) == tokens_per_rank.sum(axis=2)).all()
+
+    # The same choices again, from the placement that came out.
+    _, lines = run(
+        capsys, model, tmp_path / "b.jsonl",
+        *["--eplb", "--routing", f"recorded:{trace_file}", "--load-placement", str(placement_file)],
+        "--eplb-synchronous",
+    )  # fmt: skip
+    again = lines[-1]
+    assert again["verify"]["passed"] is True
+    assert again["eplb"]["phases"]["before"]["balancedness"] > phases["before"]["balancedness"] + 0.05
+    recorded = [line["tokens_per_rank"] for line in lines[:-1] if line["step"] == 0]
+    assert [sum(loads) for loads in recorded] == [2 * T * 2] * L
+
+    saved = PlacementFile.load(placement_file)
+    with pytest.raises(EplbError, match=r"is for 2 ranks, 2 layers and 10 slots, and there are 4 ranks"):
+        saved.check(placement_file, model=saved.model, ep_size=4, shape=(L, 12))
+    with pytest.raises(EplbError, match="is of another model"):
+        saved.check(placement_file, model="0" * 64, ep_size=2, shape=(L, 10))
+
+
+def test_a_trace_of_another_model_ends_in_one_message(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = np.zeros((4, 2), dtype=np.int32)
+    zeros = np.zeros(4, dtype=np.int32)
+    trace = RoutingTrace(ids=ids, layer=zeros, step=zeros, rank=zeros, num_experts=E, model="another")
+    trace.save(tmp_path / "trace.npz")
+    assert main(["run", "--model", str(model), *LOCAL, "--routing", f"recorded:{tmp_path / 'trace.npz'}"]) == 1
+    error = capsys.readouterr().err
+    assert "the routing trace is of 'another' with 8 experts and the model is 'qwen3_moe " in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "--routing zipf",
+            "--routing is 'zipf'; it must be uniform, zipf:S with a number such as zipf:0.8, or rec",
+        ),
+        ("--routing recorded:/none", "--routing is 'recorded:/none'; it must name a file, and there is none"),
+        ("--num-redundant-experts 4", "--num-redundant-experts is '4' without --eplb; add --eplb or leave it out"),
+        (
+            "--eplb --num-redundant-experts -1",
+            "--num-redundant-experts is '-1'; it must be a whole number of at least",
+        ),
+        ("--eplb --eplb-threshold 2", "--eplb-threshold is '2'; it must be a number from 0 to 1"),
+        ("--eplb --eplb-policy best", "--eplb-policy is 'best'; it must be one of incremental, deepseek"),
+        ("--eplb --load-placement /none", "--load-placement is '/none'; it must name a file, and there is none"),
+    ],
+)
+def test_options_that_cannot_be(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *arguments.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"moe-ep run: {message}")
+
+
+def test_redundancy_that_does_not_divide(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--model", str(model), *LOCAL, "--eplb", "--num-redundant-experts", "3"]) == 1
+    error = capsys.readouterr().err
+    assert "num_experts (8) + redundant (3) must be a multiple of ep_size (2); pass num_redundant_experts=4" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:-30], "cannot be read"),
+        (lambda text: text.replace('"ep_size": 2', '"ep_size": 4'), "was changed or cut off after it was written"),
+        (lambda text: "[]", "is not a placement of version 1"),
+    ],
+)
+def test_placement_files_that_are_not_what_was_written(tmp_path: Path, change: Any, message: str) -> None:
+    placement = PlacementFile(model="m", ep_size=2, num_experts=3, physical_to_logical=np.array([[0, 1, 2, 0]]))
+    placement.save(tmp_path / "a.json")
+    loaded = PlacementFile.load(tmp_path / "a.json")
+    assert loaded.physical_to_logical.tolist() == [[0, 1, 2, 0]]
+    (tmp_path / "a.json").write_text(change((tmp_path / "a.json").read_text()))
+    with pytest.raises(EplbError, match=message):
+        PlacementFile.load(tmp_path / "a.json")
