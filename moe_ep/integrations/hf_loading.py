@@ -5,7 +5,7 @@ The experts are taken out before transformers allocates anything, so that no ran
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,15 +87,18 @@ def _without_experts(kind: Any, shapes: list[ExpertsShape]) -> Any:
 
 
 @contextmanager
-def _quiet() -> Any:
-    """transformers warns of every expert that it finds in the files and not in the model."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+def _quiet() -> Iterator[None]:
+    """transformers warns of every expert that it finds in the files and not in the model, and draws a bar a rank."""
+    logging = transformers.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) -> None:

@@ -1,0 +1,77 @@
+"""moe-ep generate: text in, text out, over a gang of workers that share a model's experts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from typing import Any
+
+from moe_ep.errors import missing_extra
+from moe_ep.launch.gang import set_up_logging
+from moe_ep.launch.gang_choice import start_gang
+from moe_ep.launch.generate_config import GenerateConfig, read_prompts
+from moe_ep.launch.generate_report import GenerationReport, RankGeneration
+from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
+from moe_ep.launch.rank_env import RankEnv
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    parser = subparsers.add_parser(
+        "generate",
+        help="continue prompts with a transformers model whose experts are divided over workers",
+        description=(
+            "Divides the experts of a checkpoint over a gang of workers, spreads the prompts over them, and continues "
+            "each greedily. Prints a JSON line for each prompt and one summary; the account goes to stderr."
+        ),
+    )
+    add_flags(parser, GenerateConfig)
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    config = from_args(GenerateConfig, args)
+    set_up_logging()
+    if importlib.util.find_spec("transformers") is None:
+        raise missing_extra("transformers", "hf", "moe-ep generate")
+    prompts = _prompts(config)
+    config, gang = start_gang(config)
+    try:
+        results = gang.run(_work, config, [prompt["prompt"] for prompt in prompts])
+    finally:
+        gang.close()
+    if gang.is_driver:
+        _tell(config, GenerationReport(config, args.shown, prompts, results))
+    return 0
+
+
+def _work(rank_env: RankEnv, config: GenerateConfig, prompts: list[str]) -> RankGeneration:
+    """The worker's part; what it needs is imported there, so that the driver starts without torch."""
+    from moe_ep.launch.generate_worker import run_generate
+
+    return run_generate(rank_env, config, prompts)
+
+
+def _prompts(config: GenerateConfig) -> list[dict[str, Any]]:
+    if config.model is None:
+        raise OptionError("--model is missing; give the folder of a checkpoint")
+    if config.prompts is None:
+        raise OptionError("--prompts is missing; give a file with a prompt a line")
+    if config.redundant_experts and not config.eplb:
+        raise OptionError(f"--redundant-experts is {config.redundant_experts} without --eplb; add it")
+    try:
+        return read_prompts(config.prompts)
+    except UnicodeDecodeError:
+        raise OptionError(f"--prompts is {str(config.prompts)!r}; it must be text in UTF-8") from None
+    except ValueError as error:
+        raise OptionError(f"--prompts: {error}") from None
+
+
+def _tell(config: GenerateConfig, report: GenerationReport) -> None:
+    lines = "".join(f"{line}\n" for line in report.json_lines())
+    if config.output is not None:
+        config.output.write_text(lines, encoding="utf-8")
+    else:
+        sys.stdout.write(lines)
+        sys.stdout.flush()
+    print("\n".join(report.lines()), file=sys.stderr, flush=True)

@@ -1,0 +1,92 @@
+"""What `moe-ep generate` can be told, and the prompts it reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_ep.launch.gang_choice import GangConfig
+from moe_ep.launch.option_values import checkpoint_folder, output_file
+from moe_ep.launch.options import at_least, one_of, one_of_these, option
+from moe_ep.launch.run_config import DTYPES
+from moe_ep.registry import ALL2ALL_BACKENDS
+
+
+def _prompts_file(raw: str) -> Path:
+    path = Path(raw).expanduser()
+    if not path.is_file():
+        raise ValueError("it must be a file with a prompt a line, and there is no such file")
+    return path.absolute()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(GangConfig):
+    """The settings of one generation; the flags of `moe-ep generate` are these fields."""
+
+    model: Path | None = field(default=None, metadata=option(checkpoint_folder, "checkpoint folder, needed", "DIR"))
+    prompts: Path | None = field(
+        default=None,
+        metadata=option(
+            _prompts_file,
+            'the prompts, needed: a line of text each, or in a .jsonl file a string or an object with "prompt"',
+            "FILE",
+        ),
+    )
+    output: Path | None = field(
+        default=None,
+        metadata=option(output_file, "write the JSON lines here; otherwise they are printed", "FILE"),
+    )
+    max_new_tokens: int = field(
+        default=64, metadata=option(at_least(1), "most tokens that a prompt is continued by (64)")
+    )
+    batch_size: int = field(default=8, metadata=option(at_least(1), "sequences that a worker decodes together (8)"))
+    backend: str = field(
+        default="auto",
+        metadata=option(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS)), "dispatch backend, or auto (the default)"),
+    )
+    dtype: str | None = field(
+        default=None,
+        metadata=option(
+            one_of(*DTYPES), "of activations and plain weights: f32, f16 or bf16; bf16 on GPUs, f32 on CPUs"
+        ),
+    )
+    quantize: str = field(
+        default="none",
+        metadata=option(
+            one_of("none", "int4", "int8", "fp8"), "quantize plain experts on load to int4, int8 or fp8 (none)"
+        ),
+    )
+    eplb: bool = field(default=False, metadata=option(None, "balance the experts over workers while they decode"))
+    redundant_experts: int = field(
+        default=0, metadata=option(at_least(0), "replicas of experts in every layer, for --eplb (0)")
+    )
+    graphs: bool = field(default=True, metadata=option(None, "decode in CUDA graphs where the backend allows it"))
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """The prompts of a file, each an object with "prompt"; blank lines are none.
+
+    Raises:
+        ValueError: a line of a .jsonl file that holds no prompt, or a file without any; the message names it.
+    """
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{path}: expected a prompt a line, found none")
+    if path.suffix != ".jsonl":
+        return [{"prompt": line} for line in lines]
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, str):
+            value = {"prompt": value}
+        if not isinstance(value, dict) or not isinstance(value.get("prompt"), str) or not value["prompt"]:
+            raise ValueError(
+                f'{path}: line {number}: expected a string or an object with "prompt", found {line[:80]!r}'
+            )
+        prompts.append(value)
+    return prompts

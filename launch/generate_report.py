@@ -1,0 +1,138 @@
+"""What a generation says: a JSON line for each prompt, a summary as the last one, and a table for the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ep.launch.generate_config import GenerateConfig
+from moe_ep.launch.report import commit, percentile
+
+
+@dataclass
+class RankGeneration:
+    """One rank's account, of plain values.
+
+    Attributes:
+        completions: index, text, num_prompt_tokens, num_tokens and finish of each of its prompts.
+        step_s: seconds of its steps by kind: prefill, decode (eager), replayed (decode in a CUDA graph), serve.
+        elapsed_s: from the first step to the last, the same steps on every rank.
+        balancedness: of all steps, layers and ranks together.
+        memory_bytes: on a GPU the most that was allocated, else the most the process ever held.
+    """
+
+    rank: int
+    node: str
+    device: str
+    device_name: str
+    backends: tuple[str, str]
+    experts_name: str
+    dtype: str
+    num_layers: int
+    num_experts: int
+    load_s: float
+    versions: dict[str, str]
+    completions: list[dict[str, Any]]
+    step_s: dict[str, list[float]]
+    elapsed_s: float
+    balancedness: float
+    memory_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it continued its prompts by."""
+        return sum(completion["num_tokens"] for completion in self.completions)
+
+
+class GenerationReport:
+    """The accounts of all ranks as one."""
+
+    def __init__(
+        self, config: GenerateConfig, command: str, prompts: Sequence[dict[str, Any]], ranks: Sequence[RankGeneration]
+    ) -> None:
+        self.config, self.command = config, command
+        self.prompts, self.ranks = list(prompts), list(ranks)
+        self.elapsed_s = max(rank.elapsed_s for rank in ranks)
+
+    def step_ms(self, kind: str) -> dict[str, float] | None:
+        """Median and p99 over ranks and steps; None where there were none."""
+        times = [1e3 * seconds for rank in self.ranks for seconds in rank.step_s[kind]]
+        if not times:
+            return None
+        return {"median": percentile(times, 0.5), "p99": percentile(times, 0.99), "steps": len(times)}
+
+    def summary(self) -> dict[str, Any]:
+        """The last JSON line."""
+        first = self.ranks[0]
+        num_tokens = [rank.num_tokens for rank in self.ranks]
+        return {
+            "kind": "summary",
+            "model": str(self.config.model),
+            "num_layers": first.num_layers,
+            "num_experts": first.num_experts,
+            "launcher": self.config.launcher,
+            "ep_size": len(self.ranks),
+            "backend": {"prefill": first.backends[0], "decode": first.backends[1]},
+            "experts": first.experts_name,
+            "dtype": first.dtype,
+            "devices": sorted({rank.device_name for rank in self.ranks}),
+            "batch_size": self.config.batch_size,
+            "prompts_per_rank": [len(rank.completions) for rank in self.ranks],
+            "tokens_per_rank": num_tokens,
+            "elapsed_s": self.elapsed_s,
+            "tokens_per_s_per_rank": [count / self.elapsed_s for count in num_tokens],
+            "tokens_per_s": sum(num_tokens) / self.elapsed_s,
+            "step_ms": {kind: self.step_ms(kind) for kind in ("prefill", "decode", "replayed", "serve")},
+            "balancedness": first.balancedness,
+            "load_s": max(rank.load_s for rank in self.ranks),
+            "memory_bytes_per_rank": [rank.memory_bytes for rank in self.ranks],
+            "versions": first.versions,
+            "commit": commit(),
+            "command": self.command,
+        }
+
+    def json_lines(self) -> Iterator[str]:
+        """One line for each prompt, in their order, with what its line of the file said; then the summary."""
+        done = {
+            completion["index"]: completion | {"rank": rank.rank}
+            for rank in self.ranks
+            for completion in rank.completions
+        }
+        for index, prompt in enumerate(self.prompts):
+            yield json.dumps({"kind": "completion"} | prompt | done[index], ensure_ascii=False)
+        yield json.dumps(self.summary(), allow_nan=False)
+
+    def lines(self) -> Iterator[str]:
+        """What goes to the terminal."""
+        summary = self.summary()
+        backend = summary["backend"]
+        yield (
+            f"model: {summary['model']}, {summary['num_layers']} MoE layers of {summary['num_experts']} experts, "
+            f"{summary['dtype']}, experts {summary['experts']}, loaded in {summary['load_s']:.2f} s"
+        )
+        yield (
+            f"gang: {len(self.ranks)} worker(s), launcher {self.config.launcher}, backend {backend['prefill']} for "
+            f"prompts and {backend['decode']} for decoding, on {', '.join(summary['devices'])}"
+        )
+        for rank, speed in zip(self.ranks, summary["tokens_per_s_per_rank"], strict=True):
+            yield (
+                f"  rank {rank.rank}: {len(rank.completions)} prompts, {rank.num_tokens} tokens, {speed:,.1f} tokens/s,"
+                f" {rank.memory_bytes / 2**20:,.0f} MiB, node {rank.node}, {rank.device}"
+            )
+        for kind, label in (
+            ("prefill", "reading a prompt"),
+            ("decode", "decoding, eager"),
+            ("replayed", "decoding, CUDA graph"),
+            ("serve", "serving only"),
+        ):
+            if times := summary["step_ms"][kind]:
+                yield (
+                    f"  {label}: {times['steps']} steps of a rank, median {times['median']:.2f} ms, "
+                    f"p99 {times['p99']:.2f} ms"
+                )
+        yield (
+            f"tokens/s: {summary['tokens_per_s']:,.1f} ({sum(summary['tokens_per_rank'])} in {self.elapsed_s:.2f} s)"
+        )
+        yield f"balancedness: {summary['balancedness']:.3f}"

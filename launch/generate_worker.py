@@ -1,0 +1,140 @@
+"""What every worker of `moe-ep generate` does: loads its share of the model, and continues its prompts."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import moe_ep
+from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.eplb.metrics import balancedness
+from moe_ep.errors import ConfigError
+from moe_ep.expert_map import expert_owner_table
+from moe_ep.integrations.generation import Completion, Generation, Request
+from moe_ep.integrations.steps import StepCoordinator
+from moe_ep.integrations.transformers import steps_of
+from moe_ep.launch import progress
+from moe_ep.launch.generate_config import GenerateConfig
+from moe_ep.launch.generate_report import RankGeneration
+from moe_ep.launch.rank_env import RankEnv
+from moe_ep.launch.run_config import DTYPES
+from moe_ep.launch.worker import _backend_name as backend_name
+from moe_ep.launch.worker import _peak_memory as peak_memory
+from moe_ep.launch.worker import _versions as versions
+
+
+def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[str]) -> RankGeneration:
+    """One rank's part of the generation, in its process group; prompt i is that of rank i mod R.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold what it says.
+        ConfigError: a model that cannot be divided or decoded in slots, a prompt without tokens.
+    """
+    device = torch.device(rank_env.device)
+    dtype = getattr(torch, DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "f32")])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, local_files_only=True)
+    started = time.perf_counter()
+    model = _load(config, device, dtype)
+    load_s = time.perf_counter() - started
+    steps = steps_of(model)
+    for layer in steps.layers:
+        layer.counts_load = True
+    requests = [
+        Request(index, _token_ids(tokenizer, index, prompts[index]))
+        for index in range(rank_env.rank, len(prompts), rank_env.world_size)
+    ]
+    generation = Generation(
+        model,
+        requests,
+        max_new_tokens=config.max_new_tokens,
+        num_slots=config.batch_size,
+        stop_ids=_stop_ids(model),
+        graphs=config.graphs,
+        on_progress=lambda finished: progress.report("sequences", finished, len(prompts)),
+    )
+    dist.barrier()
+    started = time.perf_counter()
+    completions = generation.run()
+    elapsed_s = time.perf_counter() - started
+    progress.report("sequences", len(prompts), len(prompts))
+    return RankGeneration(
+        rank=rank_env.rank,
+        node=platform.node(),
+        device=rank_env.device,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        backends=_backends(steps, config.batch_size),
+        experts_name=type(steps.layers[0].modular_kernel.fused_experts).__name__,
+        dtype=str(dtype).removeprefix("torch."),
+        num_layers=len(steps.layers),
+        num_experts=steps.layers[0].num_experts,
+        load_s=load_s,
+        versions=versions() | {"transformers": transformers.__version__},
+        completions=[_told(tokenizer, completion) for completion in completions],
+        step_s=asdict(generation.times),
+        elapsed_s=elapsed_s,
+        balancedness=_balancedness(steps),
+        memory_bytes=peak_memory(device),
+    )
+
+
+def _load(config: GenerateConfig, device: torch.device, dtype: torch.dtype) -> Any:
+    return moe_ep.parallelize(
+        config.model,
+        backend=config.backend,
+        quantize=config.quantize,
+        eplb=config.eplb,
+        num_redundant_experts=config.redundant_experts,
+        dtype=dtype,
+        device=device,
+        # Decoding sends few rows, and on GPUs a backend of fixed capacity needs no host for that.
+        decode_max_num_tokens=min(config.batch_size, DECODE_MAX_NUM_TOKENS) if device.type == "cuda" else None,
+        on_layer=lambda done, total: progress.report("loading layers", done, total),
+    )
+
+
+def _token_ids(tokenizer: Any, index: int, prompt: str) -> torch.Tensor:
+    ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise ConfigError(f"prompt {index} is {prompt!r} and has no tokens; give it some text")
+    return torch.tensor(ids)
+
+
+def _stop_ids(model: Any) -> list[int]:
+    """The tokens that end a text, as transformers' generate knows them."""
+    ids = model.generation_config.eos_token_id
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
+
+
+def _told(tokenizer: Any, completion: Completion) -> dict[str, Any]:
+    return {
+        "index": completion.index,
+        "text": tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+        "num_prompt_tokens": completion.num_prompt_tokens,
+        "num_tokens": len(completion.token_ids),
+        "finish": completion.finish,
+    }
+
+
+def _backends(steps: StepCoordinator, batch_size: int) -> tuple[str, str]:
+    """Names of the backends of prompts and of decoding."""
+    layer = steps.layers[0]
+    prefill = backend_name(layer.prepare_finalize)
+    with steps.pretending(batch_size):
+        return prefill, backend_name(layer.prepare_finalize)
+
+
+def _balancedness(steps: StepCoordinator) -> float:
+    """Of the rows that all ranks sent to each rank, over all layers and steps."""
+    parallel = steps.layers[0].parallel_config
+    owners = expert_owner_table(parallel.ep_size, steps.layers[0].load.numel(), parallel.expert_placement_strategy)
+    loads = torch.stack([layer.load.cpu() for layer in steps.layers])
+    per_rank = loads.new_zeros(len(loads), parallel.ep_size).index_add_(1, owners.long(), loads)
+    dist.all_reduce(per_rank)
+    return balancedness(per_rank)

@@ -1,0 +1,38 @@
+"""The perplexity of texts, measured over ranks: each reads texts of its own, and helps with the others' experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from moe_ep.integrations.transformers import serving
+from moe_ep.process_groups import is_initialized
+
+
+@torch.inference_mode()
+def perplexity(model: Any, texts: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, float]:
+    """exp of the mean negative log-likelihood of each token but a text's first, by kind of text.
+
+    A collective step of all ranks, which are given the same texts and return the same.
+
+    Args:
+        model: as `parallelize` returns it.
+        texts: token ids `[length]` of each text, by kind.
+    """
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_initialized() else (0, 1)
+    sums = torch.zeros(len(texts), 2, dtype=torch.float64)
+    tasks = [(kind, ids) for kind, several in enumerate(texts.values()) for ids in several]
+    with serving(model):
+        for kind, ids in tasks[rank::num_ranks]:
+            tokens = ids.to(model.device)
+            logits = model(input_ids=tokens[None]).logits[0, :-1].float()
+            sums[kind, 0] += float(cross_entropy(logits, tokens[1:], reduction="sum"))
+            sums[kind, 1] += tokens.numel() - 1
+    if num_ranks > 1:
+        dist.all_reduce(sums)
+    return {name: math.exp(total / count) for name, (total, count) in zip(texts, sums.tolist(), strict=True)}

@@ -1,0 +1,124 @@
+"""transformers models with divided experts on GPUs: packed 4-bit experts, NCCL ranks, decoding in CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import moe_ep
+from moe_ep.checkpoint.formats import dequantize, quantize_int
+from moe_ep.integrations.decoder import SlotDecoder
+from moe_ep.integrations.generation import Completion, Generation, Request
+from moe_ep.integrations.hf_experts import find_experts
+from moe_ep.integrations.transformers import steps_of
+from moe_ep.methods import relative_error, tolerance
+from moe_ep.registry import EXPERTS
+from tests.integrations.hf_models import SIZES, make_model
+from tests.ranks import ranks
+
+WORLD_SIZES = [
+    pytest.param(1, marks=pytest.mark.gpu),
+    pytest.param(max(2, min(4, torch.cuda.device_count())), marks=pytest.mark.gpu2),
+]
+# What packed experts take: widths of whole tiles.
+PACKED = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64, "num_attention_heads": 4}
+SLOTS = 4
+
+
+def make(family: str, dtype: torch.dtype, **changes: Any) -> Any:
+    return make_model(family, dtype, **changes).cuda()
+
+
+def dequantized(model: Any) -> Any:
+    """The model with experts that were quantized to int4 and back."""
+    for _, experts in find_experts(model):
+        for param in (experts.gate_up_proj, experts.down_proj):
+            param.data = dequantize(quantize_int(param.data, 4, 128)).to(param.dtype)
+    return model
+
+
+def logits_as_alone(rank: int, world_size: int, quantize: str, options: dict[str, Any]) -> str:
+    # Every token takes every expert: rounding cannot turn a choice.
+    alone = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8, num_experts_per_tok=8)
+    parallel = moe_ep.parallelize(copy.deepcopy(alone), quantize=quantize, **options)
+    if quantize == "int4":
+        dequantized(alone)
+    layers = steps_of(parallel).layers
+    allowed = len(layers) * tolerance(torch.bfloat16)
+    torch.manual_seed(rank)
+    with torch.inference_mode(), moe_ep.serving(parallel):
+        for length in range(3, 3 + 5 * rank + 1, 5):
+            tokens = torch.randint(1, SIZES["vocab_size"], (2, length), device="cuda")
+            caches: list[Any] = [None, None]
+            for _ in range(3):
+                outputs = [
+                    model(tokens, past_key_values=cache, use_cache=True)
+                    for model, cache in zip((parallel, alone), caches, strict=True)
+                ]
+                caches = [output.past_key_values for output in outputs]
+                assert relative_error(outputs[0].logits, outputs[1].logits) < allowed
+                tokens = outputs[1].logits[:, -1:].argmax(-1)
+    return type(layers[0].modular_kernel.fused_experts).__name__
+
+
+@pytest.mark.parametrize("options", [{}, {"decode_max_num_tokens": 4}], ids=["one backend", "two backends"])
+@pytest.mark.parametrize("quantize", ["none", "int4"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_logits(world_size: int, quantize: str, options: dict[str, Any]) -> None:
+    for experts in ranks(world_size, "nccl").run(logits_as_alone, quantize, options):
+        usable = EXPERTS.load("marlin").unusable_reason() is None
+        assert ("Marlin" in experts) == (quantize == "int4" and usable)
+
+
+def generated(rank: int, world_size: int, family: str, graphs: bool) -> tuple[list[Completion], int]:
+    model = moe_ep.parallelize(make(family, torch.float32), decode_max_num_tokens=SLOTS)
+    generator = torch.Generator().manual_seed(rank)
+    requests = [
+        Request(index, torch.randint(1, SIZES["vocab_size"], (3 + 4 * index,), generator=generator))
+        for index in range(3 * (world_size - rank))
+    ]
+    generation = Generation(model, requests, max_new_tokens=16, num_slots=SLOTS, stop_ids=[5], graphs=graphs)
+    completions = generation.run()
+    return completions, len(generation.times.replayed)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "DeepseekV3", "GptOss"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_generation_in_graphs_is_that_of_eager_passes(world_size: int, family: str) -> None:
+    pool = ranks(world_size, "nccl")
+    eager, captured = (pool.run(generated, family, graphs) for graphs in (False, True))
+    assert [completions for completions, _ in captured] == [completions for completions, _ in eager]
+    assert all(replayed == 0 for _, replayed in eager)
+    # One rank has plain experts in the Standard format, whose loops no graph can hold: it goes on eagerly.
+    assert (captured[0][1] > 0) == (world_size > 1)
+
+
+def replayed_and_eager(rank: int, world_size: int) -> None:
+    """Steps of packed 4-bit experts in a graph have the bits of eager ones, on every rank and with a slot free."""
+    model = moe_ep.parallelize(
+        make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8), quantize="int4", decode_max_num_tokens=SLOTS
+    )
+    decoder = SlotDecoder(model, SLOTS, 32, graphs=True)
+    steps = decoder.steps
+    with torch.inference_mode():
+        for slot in range(SLOTS - 1):
+            with steps.step(3 + rank):
+                first = decoder.prefill(slot, torch.arange(1, 4 + rank)).argmax()
+                decoder.append(slot, first)
+        for number in range(8):
+            with steps.step(SLOTS, can_replay=decoder.can_replay_decode) as step:
+                assert step is not None and step.can_replay == (number >= 2)
+                expected = decoder._decode_pass().clone()
+                logits = decoder.decode()
+                assert torch.equal(logits[: SLOTS - 1], expected[: SLOTS - 1])
+                decoder.append(slice(None), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_replayed_step_has_the_bits_of_an_eager_one(world_size: int) -> None:
+    ranks(world_size, "nccl").run(replayed_and_eager)
