@@ -1,9 +1,10 @@
-"""EPLB planning on one CPU core: plan time, quality and moves against DeepSeek's balancer, and replica rules.
+"""EPLB on one CPU core: plan time, quality and moves against DeepSeek's balancer, replica rules; and the mapping kernel.
 
     python scripts/bench_eplb.py time                     # 61 layers x 256 experts at EP32 and EP320
     python scripts/bench_eplb.py quality                  # the grid: balancedness, moves after two kinds of drift
     python scripts/bench_eplb.py rules                    # replica rules on Zipf routing, perfect forecast
     python scripts/bench_eplb.py routing --routing FILE   # a recorded trace: npz, one uint8 [layer, token, k] a domain
+    python scripts/bench_eplb.py map                      # the mapping kernel; needs a GPU
 
 Prints markdown tables, then one JSON line for each row with versions, commit, seed and command. Times are medians over
 repeats, wall clock and the process's own CPU time: on a shared machine the second says what one free core would take.
@@ -15,7 +16,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import threading
 import time
@@ -27,10 +27,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from eplb_rules import RULES, Layout
+from eplb_mapping_bench import bench_map
 
+from moe_ep.bench.results import checkout_commit
 from moe_ep.eplb import rebalance_experts
 from moe_ep.eplb.policy.maps import experts_moved, initial_placement, rank_loads
+from moe_ep.eplb.rules import RULES, Layout
 
 Array = np.ndarray
 Row = dict[str, Any]
@@ -233,12 +235,15 @@ def trace_plans(seen: Array, num_experts: int, num_ranks: int, redundant: int, o
 
 
 def trace_balance(ids: Array, slots: Array, num_experts: int, num_ranks: int) -> dict[str, float]:
-    """Balancedness over steps of 1024 tokens and all layers: even split, the hash rule, water-filling."""
-    tokens, total = 1024, {"even split": np.zeros(2), "hash": np.zeros(2), "by counts": np.zeros(2)}
+    """Balancedness over steps of 1024 tokens and all layers: even split, and three replica rules."""
+    tokens, total = (
+        1024,
+        {"even split": np.zeros(2), "hash": np.zeros(2)} | {name: np.zeros(2) for name in ("levelled", "known counts")},
+    )
     ranks = np.repeat(np.arange(num_ranks), tokens // num_ranks)
     even = [rank_loads(step, slots, num_ranks) for step in count_steps(ids, num_experts, tokens)]
     loads = {"even split": np.concatenate(even)}
-    for name, rule in (("hash", "hash with rank offset"), ("by counts", "water-filling by batch counts")):
+    for name, rule in (("hash", "hash-rank"), ("levelled", "levelled"), ("known counts", "known-counts")):
         per_layer = []
         for layer, row in zip(ids, slots, strict=True):
             layout, apply = Layout.of(row, num_experts, num_ranks), RULES[rule]()
@@ -298,6 +303,7 @@ BENCHES = {
     "quality": (bench_quality,),
     "rules": (bench_rules,),
     "routing": (bench_routing,),
+    "map": (bench_map,),
 }
 
 
@@ -308,13 +314,14 @@ def main() -> None:
     parser.add_argument("--expert-bytes", type=int, default=9_437_184, help="bytes of one expert (bf16, 2048 x 768)")
     parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="what to record where this does not run from a git checkout")
     arguments = parser.parse_args()
     if arguments.bench == "routing" and not arguments.routing:
         parser.error("the routing bench needs --routing FILE")
     torch.set_num_threads(1)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     about = {
-        "bench": arguments.bench, "commit": commit.stdout.strip(), "seed": arguments.seed,
+        "bench": arguments.bench, "commit": arguments.commit or checkout_commit(), "seed": arguments.seed,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__,
         "command": f"python scripts/bench_eplb.py {arguments.bench}",
     }  # fmt: skip

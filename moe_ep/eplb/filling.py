@@ -53,35 +53,67 @@ def map_reference(
     tiles = torch.nn.functional.pad(ids, (0, 0, 0, missing), value=-1).view(-1, num_rows * top_k)
     row = torch.arange(num_tokens + missing, device=ids.device).repeat_interleave(top_k).view_as(tiles)
     counted = (tiles >= 0) & (row < num_counted)
-    experts = tiles.clamp(min=0)
 
-    replicas = logical_replica_count.long()
-    tokens = torch.zeros(tiles.size(0), replicas.numel(), dtype=torch.int64, device=ids.device)
+    tile = torch.arange(tiles.size(0), device=ids.device)
+    physical, load = map_tiles(
+        tiles,
+        counted,
+        logical_to_physical_map.long(),
+        logical_replica_count.long(),
+        torch.full_like(tile, ep_rank),
+        tile,
+        slots_per_rank,
+        expert_load_view.numel(),
+    )
+    expert_load_view += load.to(expert_load_view.dtype)
+    return physical.view(-1, top_k)[:num_tokens]
+
+
+def map_tiles(
+    tiles: torch.Tensor,
+    counted: torch.Tensor,
+    table: torch.Tensor,
+    replicas: torch.Tensor,
+    ranks: torch.Tensor,
+    numbers: torch.Tensor,
+    slots_per_rank: int,
+    num_physical: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Physical ids `[tiles, slots]` and how often each physical expert is counted `[num_physical]`; all int64.
+
+    Args:
+        tiles: logical ids `[tiles, slots]`, -1 for none; tiles may be those of several ranks.
+        counted: bool `[tiles, slots]`, False where the id is -1 or padding.
+        table, replicas: `[E, max_replicas]` and `[E]`.
+        ranks, numbers: `[tiles]`, the EP rank of each tile and its place among the tiles of its rank.
+    """
+    experts = tiles.clamp(min=0)
+    tokens = torch.zeros(tiles.size(0), replicas.numel(), dtype=torch.int64, device=tiles.device)
     tokens.scatter_add_(1, experts, counted.long())
-    candidates, valid = _candidates(tiles.size(0), logical_to_physical_map.long(), replicas, ep_rank, slots_per_rank)
-    num_levels = -(-expert_load_view.numel() // slots_per_rank)
-    shares = _fill_by_turns(tokens, torch.where(valid, candidates // slots_per_rank, 0), valid, num_levels)
+    candidates, valid = _candidates(table, replicas, ranks[:, None], numbers[:, None], slots_per_rank)
+    at = torch.where(valid, candidates // slots_per_rank, 0)
+    shares = _fill_by_turns(tokens, at, valid, -(-num_physical // slots_per_rank))
 
     place = _place_in_expert(torch.where(counted, experts, replicas.numel()), tokens)
     ends = torch.take_along_dim(shares.cumsum(dim=2), experts[..., None], dim=1)
     chosen = torch.where(counted, (place[..., None] >= ends).sum(dim=2), 0)
     physical = torch.take_along_dim(candidates.flatten(1), experts * candidates.size(2) + chosen, dim=1)
-    expert_load_view.scatter_add_(0, candidates.clamp(min=0).flatten(), shares.flatten().to(expert_load_view.dtype))
-    return torch.where(tiles >= 0, physical, -1).view(-1, top_k)[:num_tokens]
+    load = torch.zeros(num_physical, dtype=torch.int64, device=tiles.device)
+    load.scatter_add_(0, candidates.clamp(min=0).flatten(), shares.flatten())
+    return torch.where(tiles >= 0, physical, -1), load
 
 
 def _candidates(
-    num_tiles: int, table: torch.Tensor, replicas: torch.Tensor, ep_rank: int, slots_per_rank: int
+    table: torch.Tensor, replicas: torch.Tensor, rank: torch.Tensor, tile: torch.Tensor, slots_per_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Physical experts `[tiles, E, C]` to choose from, in order, and which of them exist."""
     expert = torch.arange(replicas.numel(), device=table.device)
-    tile = torch.arange(num_tiles, device=table.device)[:, None]
-    start = (((ep_rank * RANK_STEP + tile * TILE_STEP + expert * EXPERT_STEP) & _WORD) * replicas) >> 32
+    start = (((rank * RANK_STEP + tile * TILE_STEP + expert * EXPERT_STEP) & _WORD) * replicas) >> 32
     place = torch.arange(min(table.size(1), MAX_CANDIDATES), device=table.device)
     column = (start[..., None] + place) % replicas[:, None]
     candidates = torch.take_along_dim(table[None], column, dim=2)
     valid = (place < replicas[:, None]).expand_as(candidates)
-    own = valid & (candidates // slots_per_rank == ep_rank)
+    own = valid & (candidates // slots_per_rank == rank[..., None])
     # Where none is here, the first changes places with itself.
     source = own.int().argmax(dim=2, keepdim=True)
     order = torch.where(place == 0, source, torch.where(place == source, 0, place))

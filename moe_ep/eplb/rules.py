@@ -1,6 +1,7 @@
-"""Rules that choose a replica for each token of an expert, simulated on the CPU for `bench_eplb.py`.
+"""Rules that choose a replica for each token of an expert, for simulations on the CPU.
 
-A rule gets a step's ids `[T, top_k]` of all ranks, the rank of each token `[T]`, and a layer's `Layout`; it returns the
+"levelled" is the one that serves (`moe_ep.eplb.filling`); the others are what it was chosen over. A rule gets a step's
+ids `[T, top_k]` of all ranks, -1 for none, the rank of each token `[T]`, rising, and a layer's `Layout`; it returns the
 slot of each choice, `[T, top_k]`. Rules that remember something between steps are objects made anew for each layer.
 """
 
@@ -10,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from moe_ep.eplb.policy.maps import logical_maps
+from moe_ep.eplb.filling import map_tiles, rows_per_tile
+from moe_ep.eplb.policy.maps import Array, logical_maps
 
-Array = np.ndarray
 _ROW_STEP, _EXPERT_STEP, _RANK_STEP, _MASK = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, (1 << 32) - 1
 
 
@@ -28,6 +30,7 @@ class Layout:
 
     @classmethod
     def of(cls, slots: Array, num_experts: int, num_ranks: int) -> Layout:
+        """The layout of a layer's placement `[P]`."""
         table, counts = logical_maps(slots[None], num_experts)
         return cls(table[0], counts[0], slots.size // num_ranks, num_ranks)
 
@@ -51,7 +54,7 @@ def occurrence(ids: Array, rank: Array, num_experts: int) -> Array:
 
 
 def hashed(ids: Array, rank: Array, layout: Layout, offset: bool) -> Array:
-    """The hash of row and expert that `eplb_map_to_physical_and_record` computes, with or without the rank in it."""
+    """A hash of row and expert, with or without the rank in it: of any run of rows each replica gets its share."""
     seed = first_row(rank)[:, None] * _ROW_STEP + ids * _EXPERT_STEP + (rank[:, None] * _RANK_STEP if offset else 0)
     replica = ((seed & _MASK) * layout.counts[ids]) >> 32
     return layout.table[ids, replica]
@@ -76,15 +79,13 @@ def nearest(ids: Array, rank: Array, layout: Layout) -> Array:
 class RoundRobin:
     """Replicas in turn, counted by each rank for each expert over all steps, each rank starting at another replica."""
 
-    def __init__(self, persistent: bool = True) -> None:
-        self.persistent = persistent
+    def __init__(self) -> None:
         self.counter: Array | None = None
 
     def __call__(self, ids: Array, rank: Array, layout: Layout) -> Array:
         num_experts = layout.counts.size
-        if self.counter is None or not self.persistent:
-            start = np.arange(layout.num_ranks)[:, None] + np.arange(num_experts)
-            self.counter = start
+        if self.counter is None:
+            self.counter = np.arange(layout.num_ranks)[:, None] + np.arange(num_experts)
         turn = self.counter[rank[:, None], ids] + occurrence(ids, rank, num_experts)
         seen = np.bincount((rank[:, None] * num_experts + ids).ravel(), minlength=self.counter.size)
         self.counter = self.counter + seen.reshape(self.counter.shape)
@@ -119,6 +120,30 @@ def water_filling(ids: Array, rank: Array, layout: Layout) -> Array:
     return result
 
 
+def levelled(ids: Array, rank: Array, layout: Layout) -> Array:
+    """Each rank levels what it sends, as `eplb_map_to_physical_and_record` does."""
+    num_rows, top_k = rows_per_tile(ids.shape[1]), ids.shape[1]
+    row = first_row(rank)
+    # Tiles in order of rank: a rank's rows begin a tile of their own.
+    key = rank * (len(rank) // num_rows + 1) + row // num_rows
+    number, tile = np.unique(key, return_inverse=True)
+    tiles = np.full((number.size, num_rows, top_k), -1, dtype=np.int64)
+    tiles[tile, row % num_rows] = ids
+    first = np.searchsorted(tile, np.arange(number.size))
+    batch = torch.from_numpy(tiles).flatten(1)
+    physical, _ = map_tiles(
+        batch,
+        batch >= 0,
+        torch.from_numpy(layout.table),
+        torch.from_numpy(layout.counts),
+        torch.from_numpy(rank[first].astype(np.int64)),
+        torch.from_numpy((row // num_rows)[first]),
+        layout.width,
+        layout.width * layout.num_ranks,
+    )
+    return physical.view(tiles.shape).numpy()[tile, row % num_rows]
+
+
 def fill(level: Array, amount: int) -> Array:
     """How much of `amount` goes onto each of these levels so that the highest stays lowest; whole numbers."""
     order = np.argsort(level, kind="stable")
@@ -144,10 +169,18 @@ def deal(rank: Array, slots: Array, share: Array, layout: Layout) -> Array:
 
 
 RULES: dict[str, Callable[[], Rule]] = {
+    "levelled": lambda: levelled,
     "hash": lambda: hash_rule,
-    "hash with rank offset": lambda: hash_with_rank,
-    "nearest, else hash": lambda: nearest,
-    "round robin, kept": lambda: RoundRobin(persistent=True),
-    "round robin, each batch": lambda: RoundRobin(persistent=False),
-    "water-filling by batch counts": lambda: water_filling,
+    "hash-rank": lambda: hash_with_rank,
+    "nearest": lambda: nearest,
+    "round-robin": RoundRobin,
+    "known-counts": lambda: water_filling,
 }
+
+
+def choose(rule: Rule, ids: Array, rank: Array, layout: Layout) -> Array:
+    """What a rule chooses for ids that may hold -1, which stays -1."""
+    if (ids >= 0).all():
+        return rule(ids, rank, layout)
+    # Rules other than the one that serves know experts only: a missing one is taken for expert 0 and dropped.
+    return np.where(ids >= 0, rule(ids if rule is levelled else np.maximum(ids, 0), rank, layout), -1)
