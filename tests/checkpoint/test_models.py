@@ -19,7 +19,7 @@ from moe_ep.checkpoint.models import FAMILIES, RoutingSpec
 from moe_ep.checkpoint.plan import plan_layer
 from moe_ep.errors import CheckpointError
 from moe_ep.routing import select_experts
-from moe_ep.sparse_mixer import SparseMixer
+from moe_ep.sparse_mixer import sparse_mixer
 from tests.checkpoint.checkpoints import LoadingLayer, plain_shapes
 
 SIZES = {
@@ -166,7 +166,6 @@ EXPECTED = {
     "phimoe": {
         "moe_intermediate_size": 48,
         "has_norm_bias": True,
-        "routing": RoutingSpec(renormalize=False, custom_routing_function=SparseMixer(0.2)),
     },
     "qwen3_next": {"moe_layers": (0, 1, 2), "norm_offset": 1.0, "routing": RoutingSpec(renormalize=True)},
     "ernie4_5_moe": {"moe_layers": (1, 2), "routing": RoutingSpec(renormalize=True, has_correction_bias=True)},
@@ -225,6 +224,15 @@ def test_spec_of_a_config_that_transformers_writes(family: str) -> None:
 def test_kimi_is_deepseek_by_another_name() -> None:
     kimi = model_spec(config_of("deepseek_v3") | {"model_type": "kimi_k2"})
     assert dataclasses.replace(kimi, family="deepseek_v3") == model_spec(config_of("deepseek_v3"))
+
+
+def test_phi_mixes_with_the_jitter_of_its_config() -> None:
+    routing = model_spec(config_of("phimoe")).routing
+    assert routing.custom_routing_function.keywords == {"jitter_eps": 0.2}
+    logits = torch.tensor([[2.0, 1.99, 0.0]])
+    weights, ids = sparse_mixer(torch.zeros(1, 4), logits, 2, False, jitter_eps=0.01)
+    assert ids.tolist() == [[0, 1]]
+    torch.testing.assert_close(weights, torch.tensor([[torch.sigmoid(torch.tensor(0.01)), 1.0]]))
 
 
 def router_of(block: Any) -> Any:

@@ -1,0 +1,162 @@
+"""What model families do in their own ways: layers with experts, routing, shared experts, activations.
+
+Each function reads it from a config.json; which family has which is said in models.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from moe_ep.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, MoEActivation
+from moe_ep.checkpoint.config_values import Config, positive, required
+from moe_ep.checkpoint.spec import RoutingSpec, SharedExpertsSpec
+from moe_ep.errors import CheckpointError, one_of
+from moe_ep.sparse_mixer import sparse_mixer
+
+_ACTIVATIONS = {
+    "silu": MoEActivation.SILU,
+    "swish": MoEActivation.SILU,
+    "gelu": MoEActivation.GELU,
+    "gelu_new": MoEActivation.GELU_TANH,
+    "gelu_pytorch_tanh": MoEActivation.GELU_TANH,
+}
+
+
+def named_activation(config: Config) -> MoEActivation:
+    name = required(config, "hidden_act")
+    if name not in _ACTIVATIONS:
+        raise CheckpointError(f"config.json: {one_of('hidden_act', name, list(_ACTIVATIONS))}")
+    return _ACTIVATIONS[name]
+
+
+def swigluoai(config: Config) -> MoEActivation:
+    """GPT-OSS: its hidden_act says silu, and what it computes has two constants more."""
+    constants = {"swiglu_alpha": SWIGLUOAI_ALPHA, "swiglu_limit": SWIGLUOAI_LIMIT}
+    for key, known in constants.items():
+        if config.get(key, known) != known:
+            raise CheckpointError(f"config.json: {key}: expected {known}, found {config[key]!r}")
+    return MoEActivation.SWIGLUOAI
+
+
+def all_layers(config: Config) -> tuple[int, ...]:
+    return tuple(range(positive(config, "num_hidden_layers")))
+
+
+def sparse_step_layers(config: Config) -> tuple[int, ...]:
+    """Qwen: every `decoder_sparse_step`-th layer, less those listed as dense."""
+    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    return tuple(i for i in all_layers(config) if i not in dense and (i + 1) % step == 0)
+
+
+def layers_after_dense(config: Config) -> tuple[int, ...]:
+    """DeepSeek: the first layers are dense, and of the rest every `moe_layer_freq`-th has experts."""
+    first, step = config.get("first_k_dense_replace") or 0, config.get("moe_layer_freq", 1)
+    return tuple(i for i in all_layers(config) if i >= first and i % step == 0)
+
+
+def layers_between(config: Config) -> tuple[int, ...]:
+    """Ernie: every `moe_layer_interval`-th layer from a first to a last one."""
+    last, step = config.get("moe_layer_end_index", -1), config.get("moe_layer_interval", 1)
+    layers = all_layers(config)
+    last = layers[-1] if last in (None, -1) else last
+    return tuple(i for i in layers if config.get("moe_layer_start_index", 1) <= i <= last and (i + 1) % step == 0)
+
+
+def softmax_routing(config: Config) -> RoutingSpec:
+    return RoutingSpec(renormalize=bool(config.get("norm_topk_prob", False)))
+
+
+def renormalized_unless_told(config: Config) -> RoutingSpec:
+    return RoutingSpec(renormalize=bool(config.get("norm_topk_prob", True)))
+
+
+def biased_softmax(config: Config) -> RoutingSpec:
+    return RoutingSpec(renormalize=True, has_correction_bias=True)
+
+
+def biased_sigmoid(config: Config) -> RoutingSpec:
+    return RoutingSpec(renormalize=True, scoring_func="sigmoid", has_correction_bias=True)
+
+
+def phi_routing(config: Config) -> RoutingSpec:
+    mixer = partial(sparse_mixer, jitter_eps=float(config.get("router_jitter_noise", 0.01)))
+    return RoutingSpec(renormalize=False, custom_routing_function=mixer)
+
+
+def always_renormalized(config: Config) -> RoutingSpec:
+    return RoutingSpec(renormalize=True)
+
+
+def deepseek_routing(topk_method: str, scoring_func: str, renormalize: bool) -> Callable[[Config], RoutingSpec]:
+    """The routing of a DeepSeek generation, given what its configs mean where they are silent.
+
+    `greedy` ignores groups; `group_limited_greedy` ranks groups by their best score; `noaux_tc` by their two best
+    scores plus correction bias. All of them multiply the weights by `routed_scaling_factor`, renormalized or not.
+    The 1e-20 that V3 adds to the sum it divides by is below the last bit of any sum of sigmoids that f32 can hold.
+    """
+
+    def routing(config: Config) -> RoutingSpec:
+        method = config.get("topk_method") or topk_method
+        methods = ("greedy", "group_limited_greedy", "noaux_tc")
+        if method not in methods:
+            raise CheckpointError(f"config.json: {one_of('topk_method', method, methods)}")
+        scoring = config.get("scoring_func") or scoring_func
+        if scoring not in ("softmax", "sigmoid"):
+            raise CheckpointError(f"config.json: {one_of('scoring_func', scoring, ('softmax', 'sigmoid'))}")
+        grouped = method != "greedy" and config.get("n_group") is not None
+        norm_topk_prob = config.get("norm_topk_prob")
+        return RoutingSpec(
+            renormalize=renormalize if norm_topk_prob is None else bool(norm_topk_prob),
+            scoring_func=scoring,
+            use_grouped_topk=grouped,
+            num_expert_group=positive(config, "n_group") if grouped else None,
+            topk_group=positive(config, "topk_group") if grouped else None,
+            routed_scaling_factor=float(required(config, "routed_scaling_factor")),
+            has_correction_bias=method == "noaux_tc",
+        )
+
+    return routing
+
+
+def no_shared_experts(config: Config) -> None:
+    return None
+
+
+def gated_shared_expert(config: Config) -> SharedExpertsSpec | None:
+    size = config.get("shared_expert_intermediate_size") or 0
+    if not size:
+        return None
+    return SharedExpertsSpec(module="shared_expert", num_experts=1, intermediate_size=size, has_gate=True)
+
+
+def deepseek_shared_experts(config: Config) -> SharedExpertsSpec | None:
+    count = config.get("n_shared_experts") or 0
+    if not count:
+        return None
+    size = count * positive(config, "moe_intermediate_size")
+    return SharedExpertsSpec(module="shared_experts", num_experts=count, intermediate_size=size)
+
+
+def ernie_shared_experts(config: Config) -> SharedExpertsSpec | None:
+    if config.get("use_bias"):
+        raise CheckpointError(
+            "config.json: use_bias: expected false, found true; shared experts with biases do not load"
+        )
+    count = config.get("moe_num_shared_experts") or 0
+    if not count:
+        return None
+    size = count * positive(config, "moe_intermediate_size")
+    return SharedExpertsSpec(module="shared_experts", num_experts=count, intermediate_size=size)
+
+
+def whole_config(config: Config) -> Config:
+    return config
+
+
+def text_part(config: Config) -> Config:
+    """The language model's part of a config that has others, under the names of the whole where it is silent."""
+    part = required(config, "text_config")
+    if not isinstance(part, dict):
+        raise CheckpointError(f"config.json: text_config: expected an object, found {part!r}")
+    return {"dtype": config.get("dtype") or config.get("torch_dtype")} | part
