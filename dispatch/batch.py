@@ -21,10 +21,14 @@ MAX_OPEN_BATCHES = 8
 
 @dataclass(frozen=True)
 class Pending(Generic[Result]):
-    """Something under way: `wait()` until the data is there, `receive()` to have it (which waits too)."""
+    """Something under way: `wait()` until the data is there, `receive()` to have it (which waits too).
+
+    What is not under way yet is started by `start()`, or by whichever of the two comes first.
+    """
 
     wait: Callable[[], None]
     receive: Callable[[], Result]
+    start: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,9 @@ class OpenBatches(Generic[Handle]):
 
     def put(self, topk_ids: torch.Tensor, handle: Handle) -> None:
         self._open = [*self._open[-MAX_OPEN_BATCHES + 1 :], (topk_ids, handle)]
+
+    def clear(self) -> None:
+        self._open = []
 
     def take(self, topk_ids: torch.Tensor) -> Handle:
         """RuntimeError where it cannot be told which batch is meant."""

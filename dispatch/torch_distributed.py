@@ -206,7 +206,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             self._open.put(topk_ids if result[3] is None else result[3], handle)
             return result
 
-        return Pending(pending.wait, receive)
+        return Pending(pending.wait, receive, pending.start)
 
     def _owners_of(self, device: torch.device) -> torch.Tensor:
         owners = self._owners_on.get(device)

@@ -108,6 +108,10 @@ class FusedMoEPrepareAndFinalize(ABC):
         """Whether a step can be captured: static shapes, no host synchronisation."""
         return False
 
+    def hand_over_row_ids(self) -> None:
+        """The experts take rows by reference (expert_row_ids): hand them over so where that saves a copy."""
+        return
+
     def supports_async(self) -> bool:
         """Whether prepare_async and finalize_async exist."""
         return False

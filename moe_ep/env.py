@@ -87,5 +87,13 @@ LOG_LEVEL = EnvVar(
     default="WARNING",
     meaning="DEBUG, INFO, WARNING or ERROR, for the moe_ep loggers",
 )
+NVSHMEM_TIMEOUT_S = EnvVar(
+    name="MOE_EP_NVSHMEM_TIMEOUT_S",
+    parse=_positive_float,
+    default=10.0,
+    meaning="seconds that a kernel of the NVSHMEM backends waits for another rank before it ends with an error",
+)
 
-ALL: tuple[EnvVar, ...] = (ALL2ALL_BACKEND, CACHE_DIR, CHUNK_SIZE, DISPATCH_TIMEOUT_S, LOG_LEVEL)
+ALL: tuple[EnvVar, ...] = (
+    ALL2ALL_BACKEND, CACHE_DIR, CHUNK_SIZE, DISPATCH_TIMEOUT_S, LOG_LEVEL, NVSHMEM_TIMEOUT_S
+)  # fmt: skip

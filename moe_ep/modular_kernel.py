@@ -63,6 +63,8 @@ class FusedMoEModularKernel(nn.Module):
                 f"prepare_finalize {type(prepare_finalize).__name__} speaks {ours.name} and fused_experts "
                 f"{type(fused_experts).__name__} speaks {theirs.name}; choose two of the same activation format"
             )
+        if fused_experts.supports_row_ids():
+            prepare_finalize.hand_over_row_ids()
         self.prepare_finalize = prepare_finalize
         self.fused_experts = fused_experts
         self.shared_experts = shared_experts

@@ -77,6 +77,10 @@ ALL2ALL_BACKENDS = Registry(
             "moe_ep.dispatch.batched_all_to_all:BatchedAllToAllPrepareFinalize",
             "fixed capacity, no host synchronisation, CUDA-graph capturable; decode",
         ),
+        "nvshmem_low_latency": Entry(
+            "moe_ep.dispatch.nvshmem.low_latency:LowLatencyPrepareFinalize",
+            "GPUs of one host write into each other's memory, one kernel each way, CUDA-graph capturable; decode",
+        ),
     },
 )
 

@@ -1,0 +1,109 @@
+// Eight columns of a row at a time: 16 bytes of bf16 or f16 (ACT_BF16 says which), f32, or eight e4m3 codes.
+#pragma once
+
+#include "protocol.cuh"
+
+constexpr int kColumns = 8;       // of a vector
+constexpr int kScaleVectors = 16;  // vectors that share a scale: 128 columns
+constexpr float kLargestCode = 448.0f;
+constexpr float kTinyScale = 1.17549435e-38f;
+
+struct Floats {
+    float v[kColumns];
+};
+
+__device__ __forceinline__ float low_half(u32 pair) {
+#if ACT_BF16
+    return __uint_as_float(pair << 16);
+#else
+    float f;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(pair));
+    return f;
+#endif
+}
+
+__device__ __forceinline__ float high_half(u32 pair) {
+#if ACT_BF16
+    return __uint_as_float(pair & 0xffff0000u);
+#else
+    float f;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(pair));
+    return f;
+#endif
+}
+
+__device__ __forceinline__ u32 pack_halves(float low, float high) {
+    u32 pair;
+#if ACT_BF16
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+    return pair;
+}
+
+__device__ __forceinline__ Floats unpack(Vec v) {
+    return Floats{{low_half(v.x), high_half(v.x), low_half(v.y), high_half(v.y), low_half(v.z), high_half(v.z),
+                   low_half(v.w), high_half(v.w)}};
+}
+
+__device__ __forceinline__ Vec pack(const Floats& f) {
+    return Vec{pack_halves(f.v[0], f.v[1]), pack_halves(f.v[2], f.v[3]), pack_halves(f.v[4], f.v[5]),
+               pack_halves(f.v[6], f.v[7])};
+}
+
+// To nearest, ties to even; |x| is at most 448 or x is NaN.
+__device__ __forceinline__ u32 to_e4m3(float x) {
+    const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80;
+    const float magnitude = fabsf(x);
+    if (x != x) {
+        return sign | 0x7f;
+    }
+    if (magnitude < 0.015625f) {  // below 2^-6 codes are multiples of 2^-9
+        return sign | static_cast<u32>(__float2int_rn(magnitude * 512.0f));
+    }
+    u32 m = __float_as_uint(magnitude);
+    m += 0x7ffff + (m >> 20 & 1);
+    return sign | ((m >> 20) - (120 << 3));
+}
+
+__device__ __forceinline__ float from_e4m3(u32 code) {
+    const u32 magnitude = code & 0x7f;
+    const float value = __uint_as_float(magnitude << 20) * 1.329227995784916e36f;  // 2^120 mends the exponent's bias
+    return __uint_as_float((code & 0x80) << 24 | __float_as_uint(magnitude == 0x7f ? __uint_as_float(0x7fc00000) : value));
+}
+
+struct Codes {
+    u32 low, high;  // columns 0 to 3 and 4 to 7, the first in the lowest byte
+};
+
+// Codes of one vector and the scale of its group; all 16 threads of a group call it together, with zeros behind K.
+__device__ __forceinline__ Codes quantize(const Floats& f, float& scale) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+        largest = fmaxf(largest, fabsf(f.v[i]));  // fmaxf passes over NaN
+    }
+#pragma unroll
+    for (int step = kScaleVectors / 2; step > 0; step /= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    }
+    scale = fmaxf(__fdiv_rn(largest, kLargestCode), kTinyScale);
+    Codes codes{0, 0};
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+        float q = __fdiv_rn(f.v[i], scale);
+        q = q > kLargestCode ? kLargestCode : q < -kLargestCode ? -kLargestCode : q;
+        (i < 4 ? codes.low : codes.high) |= to_e4m3(q) << (i % 4 * 8);
+    }
+    return codes;
+}
+
+__device__ __forceinline__ Vec dequantize(Codes codes, float scale) {
+    Floats f;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+        f.v[i] = __fmul_rn(from_e4m3((i < 4 ? codes.low : codes.high) >> (i % 4 * 8) & 0xff), scale);
+    }
+    return pack(f);
+}

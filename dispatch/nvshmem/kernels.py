@@ -1,0 +1,130 @@
+"""The two low-latency kernels as the host sees them: sources, parameters, and launches in one or two halves."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_ep.dispatch.nvshmem.layout import BatchLayout
+from moe_ep.kernels import jit
+
+SEND, RECEIVE = 1, 2
+KERNELS = ("low_latency_dispatch", "low_latency_combine")
+_THREADS = 256
+
+
+def kernel_source(name: str, layout: BatchLayout, dtype: torch.dtype) -> jit.KernelSource:
+    """One of KERNELS for batches of that layout and dtype."""
+    defines = {
+        "HIDDEN": layout.hidden_size,
+        "TOPK": layout.topk,
+        "RANKS": layout.num_ranks,
+        "FP8": int(layout.fp8),
+        "ACT_BF16": int(dtype == torch.bfloat16),
+    }
+    path = Path(__file__).parent / "cuda" / f"{name}.cu"
+    return jit.KernelSource(path, name, tuple((key, str(value)) for key, value in defines.items()))
+
+
+class Halves:
+    """A kernel launched as one, or first what sends and later what receives."""
+
+    def __init__(
+        self,
+        kernel: jit.Kernel,
+        params: Any,
+        to_send: int,
+        to_receive: int,
+        blocks: int,
+        held: object,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self._kernel, self._params = kernel, params
+        self._tasks = {SEND: to_send, RECEIVE: to_receive}
+        self._blocks, self._then = blocks, then
+        # What is read by the kernels lives until they are launched.
+        self._held: object | None = held
+        self._left = SEND | RECEIVE
+
+    def send(self) -> None:
+        self._launch(SEND & self._left)
+
+    def receive(self) -> None:
+        """Everything that was not launched yet; may be called again."""
+        if self._left:
+            self._launch(self._left)
+            self._held = None
+            if self._then is not None:
+                self._then()
+
+    def _launch(self, phases: int) -> None:
+        self._params.common.phases = phases
+        tasks = sum(count for phase, count in self._tasks.items() if phase & phases)
+        self._kernel.launch(self._params, (min(max(tasks, 1), self._blocks), 1, 1), _THREADS)
+        self._left &= ~phases
+
+
+@functools.cache
+def buffers_type(num_ranks: int) -> Any:
+    """`Buffers` of cuda/low_latency.cuh."""
+    offsets = ("header", "meta", "row_flags", "result_flags", "rows", "results", "row_lines", "result_lines")
+
+    class Buffers(ctypes.Structure):
+        _fields_ = (
+            ("peers", ctypes.c_uint64 * num_ranks),
+            *((name, ctypes.c_uint64) for name in offsets),
+            *((name, ctypes.c_int) for name in ("rank", "capacity", "line_tokens")),
+        )
+
+    return Buffers
+
+
+@functools.cache
+def common_type(num_ranks: int) -> Any:
+    """`Common` of cuda/low_latency.cuh."""
+
+    class Common(ctypes.Structure):
+        _fields_ = (
+            ("buffers", buffers_type(num_ranks)),
+            *((name, ctypes.c_void_p) for name in ("counters", "status", "record", "topk_ids", "owners")),
+            ("timeout_ns", ctypes.c_uint64),
+            *((name, ctypes.c_int) for name in ("num_ids", "num_tokens", "phases", "parts")),
+        )
+
+    return Common
+
+
+@functools.cache
+def dispatch_type(num_ranks: int) -> Any:
+    """`Params` of cuda/low_latency_dispatch.cu."""
+    pointers = ("rows", "weights", "locals", "out", "expert_num_tokens", "expert_row_ids", "positions")
+
+    class Params(ctypes.Structure):
+        _fields_ = (
+            ("common", common_type(num_ranks)),
+            *((name, ctypes.c_void_p) for name in pointers),
+            ("num_local_experts", ctypes.c_int),
+            ("split", ctypes.c_int),
+        )
+
+    return Params
+
+
+@functools.cache
+def combine_type(num_ranks: int) -> Any:
+    """`Params` of cuda/low_latency_combine.cu."""
+
+    class Params(ctypes.Structure):
+        _fields_ = (
+            ("common", common_type(num_ranks)),
+            *((name, ctypes.c_void_p) for name in ("results", "positions", "output")),
+            ("weighted", ctypes.c_int),
+            ("output_parts", ctypes.c_int),
+        )
+
+    return Params

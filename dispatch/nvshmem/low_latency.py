@@ -1,0 +1,337 @@
+"""Decode over NVLink: a dispatch is one kernel, a combine is one, and no rank waits for more than its own rows.
+
+Kernels write rows straight into the other ranks' memory. cuda/low_latency_dispatch.cu and low_latency_combine.cu say
+what they do; `channel` has the protocol.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
+from moe_ep.dispatch.batch import Batch, Pending
+from moe_ep.dispatch.nvshmem import arena
+from moe_ep.dispatch.nvshmem.channel import Channel
+from moe_ep.dispatch.nvshmem.kernels import KERNELS, Halves, combine_type, dispatch_type, kernel_source
+from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
+from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
+from moe_ep.kernels import jit
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
+
+MAX_RANKS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How work is divided; any values give the same bits.
+
+    Attributes:
+        line_parts: blocks that share sending a row in lines.
+        output_parts: blocks that share adding up one token, at most.
+        list_blocks: blocks that list experts where received rows are copied, about.
+        blocks: of a kernel, at most.
+    """
+
+    line_parts: int = 4
+    output_parts: int = 4
+    list_blocks: int = 128
+    blocks: int = 264
+
+
+@dataclass(frozen=True)
+class _Handle:
+    batch: int
+    topk_ids: torch.Tensor
+    positions: torch.Tensor
+    expert_rows: tuple[int, int]
+
+
+class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
+    """BatchedExperts format over NVLink with room for max_num_tokens of every rank; captured in CUDA graphs.
+
+    Experts that say supports_row_ids() get their rows by reference: `[R * C, K]`, where the senders put them, with the
+    numbers of each expert's rows in `expert_row_ids`. Others get a copy for each expert, `[El, R * C, K]`. Either way
+    an expert's rows are ordered by (source rank, token). The combine has the bits of `batched_all_to_all`.
+
+    Every wait ends after MOE_EP_NVSHMEM_TIMEOUT_S, and the next call (or `check`) raises DispatchTimeoutError.
+
+    Args:
+        moe_config: in_dtype f16 or bf16, K a multiple of 16; capacity is its max_num_tokens.
+        quant_config: its dispatch_dtype is that of rows on the wire.
+        process_group: the EP ranks, at most 8 that reach each other's memory.
+
+    Raises:
+        ValueError: what the kernels cannot do, or ranks that are configured differently.
+    """
+
+    def __init__(
+        self,
+        *,
+        moe_config: FusedMoEConfig,
+        quant_config: FusedMoEQuantConfig | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group)
+        _check_supported(moe_config)
+        self.tuning = tuning or Tuning()
+        self.by_reference = False
+        self._layout = _layout(moe_config, quant_config)
+        self._channel = Channel.of(
+            arena.SymmetricArena.of(self.ranks.group), self._layout, self.ranks, _facts(moe_config, self._layout)
+        )
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._kernels = {
+            name: jit.load(kernel_source(name, self._layout, moe_config.in_dtype), device) for name in KERNELS
+        }
+        self._owner_table = self._owners_of(device)
+        self._local_table = local_indices(self._owners).to(device)
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        return arena.unusable_reason() or jit.unusable_reason()
+
+    @staticmethod
+    def size_hint(moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None = None) -> dict[str, int]:
+        """Bytes that one backend of this shape takes on each rank.
+
+        Returns:
+            "symmetric": of the arena, shared by all backends of this shape; "expanded" and "by_reference": the plain
+            device memory of one batch beside it, for the one face or the other.
+        """
+        layout = _layout(moe_config, quant_config)
+        El, rows = moe_config.num_local_experts, layout.num_ranks * layout.capacity
+        numbers = 4 * El + 4 * rows * layout.topk
+        return {
+            "symmetric": layout.symmetric_bytes,
+            "expanded": 2 * El * rows * layout.hidden_size + numbers,
+            "by_reference": 4 * El * rows + numbers + (2 * rows * layout.hidden_size if layout.fp8 else 0),
+        }
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.BatchedExperts
+
+    def supports_cuda_graph(self) -> bool:
+        return True
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return self.moe_config.max_num_tokens
+
+    def hand_over_row_ids(self) -> None:
+        self.by_reference = True
+
+    def check(self) -> None:
+        """DispatchTimeoutError where a wait of a kernel that has ended was in vain; waits for nothing."""
+        self._channel.record.check()
+
+    def recover(self, dead: Sequence[int]) -> None:
+        """Goes on without the EP ranks `dead`, whose slots add nothing from now on; all other ranks call it together.
+
+        Batches between prepare and finalize are given up. Layers of one shape share what this mends.
+        """
+        self._open.clear()
+        self._channel.recover(dead)
+
+    def tokens_hit(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """bool `[T]`: tokens of which some slot is lost, because its expert's rank was declared dead."""
+        lost = torch.tensor(
+            [rank not in self._channel.alive for rank in range(self.ranks.size)], device=topk_ids.device
+        )
+        owners = self._owners_of(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
+        return (lost[owners] & (topk_ids >= 0)).any(dim=1)
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+    ) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
+        """As the contract says; the hook launches the receiving half on the stream that is current then."""
+        pending = self._begin(
+            a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config
+        )
+        pending.start()
+        return pending.wait, pending.receive
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        handle = self._open.take(topk_ids)
+        args = (output, fused_expert_output, topk_weights, topk_ids)
+        pending = self._combine(handle, *args, apply_router_weight_on_input, weight_and_reduce_impl)
+        pending.start()
+        return pending.wait, pending.receive
+
+    def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, _Handle]]:
+        self.check()
+        self._check_batch(batch)
+        layout, config, device = self._layout, self.moe_config, batch.rows.device
+        El, max_rows = config.num_local_experts, layout.num_ranks * layout.capacity
+        index = self._channel.take()
+        new = functools.partial(torch.empty, device=device)
+        counts, positions = new(El, dtype=torch.int32), new(max_rows * layout.topk, dtype=torch.int32)
+        row_ids = new((El, max_rows), dtype=torch.int32) if self.by_reference else None
+        out = None
+        if not self.by_reference:
+            out = new((El, max_rows, layout.hidden_size), dtype=config.in_dtype)
+        elif layout.fp8:
+            out = new((max_rows, layout.hidden_size), dtype=config.in_dtype)
+        rows = self._channel.rows(index, config.in_dtype) if out is None else out
+        split = 1 if out is None else max(1, self.tuning.list_blocks // max(El, 1))
+        params = dispatch_type(layout.num_ranks)(
+            common=self._common(index, batch.topk_ids),
+            rows=batch.rows.data_ptr(),
+            weights=batch.topk_weights.data_ptr(),
+            locals=self._local_table.data_ptr(),
+            out=None if out is None else out.data_ptr(),
+            expert_num_tokens=counts.data_ptr(),
+            expert_row_ids=None if row_ids is None else row_ids.data_ptr(),
+            positions=positions.data_ptr(),
+            num_local_experts=El,
+            split=split,
+        )
+        to_send = batch.topk_ids.size(0) * layout.num_ranks * self.tuning.line_parts
+        launch = Halves(self._kernels["low_latency_dispatch"], params, to_send, El * split, self.tuning.blocks, batch)
+        meta = ExpertTokensMetadata(counts, None, row_ids)
+        handle = _Handle(index, batch.topk_ids, positions, (El, max_rows))
+
+        def receive() -> tuple[PrepareResult, _Handle]:
+            launch.receive()
+            return (rows, None, meta, None, None), handle
+
+        return Pending(launch.receive, receive, launch.send)
+
+    def _combine(
+        self,
+        handle: _Handle,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> Pending[None]:
+        self.check()
+        self._check_results(handle, output, fused_expert_output, weight_and_reduce_impl)
+        layout, num_tokens = self._layout, handle.topk_ids.size(0)
+        output_parts = min(self.tuning.output_parts, -(-self.tuning.blocks // max(num_tokens, 1)))
+        params = combine_type(layout.num_ranks)(
+            common=self._common(handle.batch, handle.topk_ids),
+            results=fused_expert_output.data_ptr(),
+            positions=handle.positions.data_ptr(),
+            output=output.data_ptr(),
+            weighted=int(not apply_router_weight_on_input),
+            output_parts=output_parts,
+        )
+        # How many tokens the others have is known on the device alone.
+        to_send = max(num_tokens, layout.line_tokens) * layout.num_ranks * self.tuning.line_parts
+        to_receive = num_tokens * output_parts
+        held = (handle, output, fused_expert_output)
+        launch = Halves(
+            self._kernels["low_latency_combine"], params, to_send, to_receive, self.tuning.blocks, held,
+            lambda: self._channel.give_back(handle.batch),
+        )  # fmt: skip
+        return Pending(launch.receive, launch.receive, launch.send)
+
+    def _common(self, index: int, topk_ids: torch.Tensor) -> Any:
+        common = self._channel.common(index)
+        common.topk_ids = topk_ids.data_ptr()
+        common.owners = self._owner_table.data_ptr()
+        common.num_ids = self._owner_table.numel()
+        common.num_tokens = topk_ids.size(0)
+        common.parts = self.tuning.line_parts
+        return common
+
+    def _check_batch(self, batch: Batch) -> None:
+        layout, config = self._layout, self.moe_config
+        shape = (batch.rows.size(1), batch.topk_ids.size(1), batch.rows.dtype, batch.quantized)
+        made_for = (layout.hidden_size, layout.topk, config.in_dtype, layout.fp8)
+        if shape != made_for:
+            raise ValueError(
+                f"the batch has (K, topk, dtype, fp8 on the wire) {shape} and nvshmem_low_latency was made for "
+                f"{made_for}; give the backend the configuration of the batches"
+            )
+
+    def _check_results(
+        self, handle: _Handle, output: torch.Tensor, results: torch.Tensor, reduce_impl: TopKWeightAndReduce
+    ) -> None:
+        if not isinstance(reduce_impl, TopKWeightAndReduceDelegate):
+            raise ValueError(
+                f"weight_and_reduce_impl is {reduce_impl!r}; nvshmem_low_latency weights and reduces itself, so "
+                f"batched experts must leave it to it (TopKWeightAndReduceDelegate)"
+            )
+        expected = (*handle.expert_rows, self._layout.hidden_size)
+        for name, tensor, shape in (
+            ("fused_expert_output", results, expected),
+            ("output", output, (handle.topk_ids.size(0), self._layout.hidden_size)),
+        ):
+            if tensor.shape != shape or tensor.dtype != self.moe_config.in_dtype or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be contiguous {shape} of "
+                    f"{self.moe_config.in_dtype}"
+                )
+
+
+def local_indices(owners: torch.Tensor) -> torch.Tensor:
+    """int32 `[num_ids]`: where each id is on its rank, whose experts are in the order of their ids.
+
+    Example: owners [0, 1, 0, 1] give [0, 0, 1, 1].
+    """
+    same = owners[:, None] == owners[None, :]
+    return same.tril(-1).sum(dim=1, dtype=torch.int32)
+
+
+def _layout(moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None) -> BatchLayout:
+    return BatchLayout(
+        num_ranks=moe_config.ep_size,
+        capacity=moe_config.max_num_tokens,
+        hidden_size=moe_config.hidden_dim,
+        topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
+        fp8=quant_config is not None and quant_config.dispatch_dtype is not None,
+    )
+
+
+def _facts(moe_config: FusedMoEConfig, layout: BatchLayout) -> dict[str, object]:
+    """What must be the same on every rank."""
+    return {
+        "hidden_dim": moe_config.hidden_dim,
+        "num_experts": moe_config.num_experts,
+        "num_fused_shared_experts": moe_config.num_fused_shared_experts,
+        "experts_per_token": moe_config.experts_per_token,
+        "max_num_tokens": moe_config.max_num_tokens,
+        "in_dtype": moe_config.in_dtype,
+        "expert_placement_strategy": moe_config.moe_parallel_config.expert_placement_strategy,
+        "rows on the wire": "e4m3" if layout.fp8 else moe_config.in_dtype,
+        "batches in flight": BATCHES_IN_FLIGHT,
+    }
+
+
+def _check_supported(moe_config: FusedMoEConfig) -> None:
+    rules = (
+        (moe_config.ep_size <= MAX_RANKS, "ep_size", moe_config.ep_size, f"be at most {MAX_RANKS}"),
+        (moe_config.hidden_dim % 16 == 0, "hidden_dim", moe_config.hidden_dim, "be a multiple of 16"),
+        (moe_config.in_dtype is not torch.float32, "in_dtype", moe_config.in_dtype, "be torch.float16 or bfloat16"),
+    )
+    for holds, name, value, rule in rules:
+        if not holds:
+            raise ValueError(
+                f"{name} is {value}; for nvshmem_low_latency it must {rule}; all2all_backend='batched_all_to_all' "
+                f"has no such rule"
+            )
