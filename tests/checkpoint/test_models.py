@@ -14,7 +14,16 @@ import torch.nn.functional as F
 import transformers
 
 from moe_ep.activation import MoEActivation
-from moe_ep.checkpoint import CheckpointReader, load_norm, load_norm_bias, load_router, load_shared_experts, model_spec
+from moe_ep.checkpoint import (
+    CheckpointReader,
+    expert_tensors,
+    load_norm,
+    load_norm_bias,
+    load_router,
+    load_shared_experts,
+    model_spec,
+    read_expert,
+)
 from moe_ep.checkpoint.models import FAMILIES, RoutingSpec
 from moe_ep.checkpoint.plan import plan_layer
 from moe_ep.errors import CheckpointError
@@ -312,6 +321,29 @@ def test_routing_chooses_as_the_model_does(saved: tuple[str, Path, Any]) -> None
     )
     assert torch.equal(our_ids.long().sort(dim=-1).values, ids.sort(dim=-1).values)
     torch.testing.assert_close(our_weights.gather(1, our_ids.long().argsort()), weights.gather(1, ids.argsort()))
+
+
+def test_fused_experts_of_a_model_that_sees(tmp_path: Path) -> None:
+    """Qwen3-VL writes its experts fused and transposed; 2 N = K here, so one shape alone would not tell."""
+    text = {"num_experts": EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, **SIZES}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config=text, vision_config=vision | {"deepstack_visual_indexes": [0]}, dtype="bfloat16"
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config).bfloat16()
+    model.save_pretrained(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    spec = model_spec(reader.config)
+    assert (spec.moe_layers, spec.moe_intermediate_size, spec.dtype) == ((0, 1, 2), 32, torch.bfloat16)
+    assert reader.info(spec.embedding).shape == (128, 64)
+    block = model.model.language_model.layers[1].mlp
+    assert torch.equal(load_router(reader, spec, 1).weight, block.gate.weight)
+    for expert in range(EXPERTS):
+        found = read_expert(reader, expert_tensors(reader, spec, 1), expert)
+        assert torch.equal(torch.cat([found.gate, found.up]), block.experts.gate_up_proj[expert].float())
+        assert torch.equal(found.down, block.experts.down_proj[expert].float())
 
 
 def test_deepseek_greedy_ignores_groups_and_keeps_its_factor() -> None:

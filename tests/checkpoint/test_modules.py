@@ -1,0 +1,168 @@
+"""Which modules a configuration is about, and what becomes of a layer whose matrices differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec, read_linear
+from moe_ep.checkpoint.formats import ModuleSchemes, PerGemm, dequantize, quantization_config
+from moe_ep.checkpoint.formats.awq import AWQConfig
+from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.checkpoint.formats.gptq import GPTQConfig
+from moe_ep.checkpoint.formats.modules import ModulePatterns
+from moe_ep.checkpoint.stored import layer_quantization
+from moe_ep.config import FusedMoEParallelConfig
+from tests.checkpoint.format_cases import Expert, mxfp4, write_case
+from tests.checkpoint.test_format_cases import make_layer
+
+GATE, GATE_PROJ = "model.layers.3.mlp.gate", "model.layers.3.mlp.experts.7.gate_proj"
+
+
+@pytest.mark.parametrize(
+    ("patterns", "name", "found"),
+    [
+        (["mlp.gate"], GATE, True),
+        (["gate"], GATE, True),
+        (["gate", "mlp.gate", "experts.7.gate", "model.layers"], "model.layer.3.mlp.gate_proj", False),
+        (["model.layers.3"], GATE_PROJ, True),
+        (["model.layers.3"], GATE_PROJ.replace(".3.", ".31."), False),
+        (["re:.*gate$"], GATE, True),
+        (["re:.*gate$"], GATE_PROJ, False),
+        (["re:gate"], GATE, False),
+        (["*.gate"], GATE, True),
+        (["*.gate"], GATE_PROJ, False),
+        (["model.layers.*.mlp"], GATE_PROJ, True),
+        (["*mlp.gate*"], GATE, True),
+        ([], GATE, False),
+    ],
+)
+def test_patterns(patterns: list[str], name: str, found: bool) -> None:
+    assert (name in ModulePatterns(patterns)) == found
+
+
+def test_named_modules_come_before_all_linear_ones() -> None:
+    coarse, fine = AWQConfig(group_size=128), AWQConfig(group_size=32)
+    schemes = ModuleSchemes("awq", [(["Linear"], coarse), ([r"re:.*down_proj"], fine)], ["lm_head"])
+    assert schemes.of_module("a.experts.0.up_proj") is coarse
+    assert schemes.of_module("a.experts.0.down_proj") is fine
+    assert schemes.of_module("lm_head") is None
+    assert ModuleSchemes("awq", [(["re:.*down_proj"], fine)]).of_module("a.up_proj") is None
+
+
+def test_modules_that_gptqmodel_leaves_out() -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {r"-:.*shared_expert.*": {}}}
+    found = quantization_config({"quantization_config": settings})
+    assert found.of_module("model.layers.0.mlp.shared_expert.up_proj") is None
+    assert found.of_module("model.layers.0.mlp.experts.0.up_proj") == GPTQConfig(bits=4, group_size=32)
+
+
+def test_a_layer_has_a_scheme_for_each_gemm_and_an_ignored_one_none(tmp_path: Path) -> None:
+    write_case("mixed int4 and fp8", tmp_path, with_values=False)
+    reader = CheckpointReader(tmp_path)
+    spec, quantization = model_spec(reader.config), quantization_config(reader.config)
+    assert layer_quantization(quantization, spec, 0) is None
+    found = layer_quantization(quantization, spec, 1)
+    assert isinstance(found, PerGemm)
+    assert (found.w13.quant_method, found.w2.quant_method) == ("pack-quantized", "fp8")
+
+
+def test_a_linear_layer_beside_the_experts(tmp_path: Path) -> None:
+    experts = write_case("mixed int4 and fp8", tmp_path)
+    reader = CheckpointReader(tmp_path)
+    stem = "model.layers.{}.mlp.experts.2.{}_proj"
+    assert torch.equal(read_linear(reader, stem.format(1, "down"), (64, 32)), experts[1][2].down)
+    assert torch.equal(read_linear(reader, stem.format(1, "up"), (32, 64)), experts[1][2].up)
+    assert torch.equal(read_linear(reader, stem.format(0, "up"), (32, 64)), experts[0][2].up)
+    router = reader.read("model.layers.0.mlp.gate.weight").float()
+    assert torch.equal(read_linear(reader, "model.layers.0.mlp.gate", (4, 64)), router)
+
+
+def held(layer: object, gemm: str, slot: int) -> torch.Tensor:
+    """One slot's values, in the form of the reference experts."""
+    method = layer.quant_method
+    quant, kwargs = method.get_fused_moe_quant_config(layer), method.expert_kwargs(layer)
+    first = gemm == "w13"
+    tensors = {
+        "codes": method.gemm_weights(layer)[0 if first else 1],
+        "scales": quant.w1_scale if first else quant.w2_scale,
+        "zero_points": quant.w1_zp if first else quant.w2_zp,
+        "g_idx": kwargs[f"{gemm}_g_idx"],
+        "global_scales": quant.g1_alphas if first else quant.g2_alphas,
+    }
+    one = {name: None if tensor is None else tensor[slot] for name, tensor in tensors.items()}
+    type_id = quant.quant_type_id if first else quant.w2_quant_type_id
+    group_size = quant.group_size if first else quant.w2_group_size
+    return dequantize(CanonicalWeights(**one, quant_type_id=type_id, group_size=group_size))
+
+
+def check_shards(directory: Path, experts: list[Expert], num_ranks: int) -> None:
+    """Every rank of tensor parallelism holds its rows of gate and up, and its columns of down."""
+    reader = CheckpointReader(directory)
+    spec = model_spec(reader.config)
+    size = spec.moe_intermediate_size // num_ranks
+    for rank in range(num_ranks):
+        parallel = FusedMoEParallelConfig.make(tp_size=num_ranks, ep_size=1, rank=rank)
+        layer = make_layer(reader, 1, parallel_config=parallel)
+        load_moe_layer(reader, spec, 1, layer)
+        mine = slice(rank * size, (rank + 1) * size)
+        for slot, expert in enumerate(experts):
+            assert torch.equal(held(layer, "w13", slot), torch.cat([expert.gate[mine], expert.up[mine]]))
+            assert torch.equal(held(layer, "w2", slot), expert.down[:, mine])
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "num_ranks"),
+    [
+        ("awq", (64, 64), 2),
+        ("packed int4 zero points", (64, 64), 2),
+        ("packed int4 zero points", (64, 96), 4),  # groups of 32 columns straddle ranks of 24
+        ("packed int4 act-order", (64, 64), 2),
+        ("int8", (64, 32), 2),
+        ("fp8 tensor", (64, 32), 2),
+        ("fp8 blocks", (64, 256), 2),
+        ("mxfp4 per expert", (64, 64), 2),
+        ("mxfp4 gpt-oss", (64, 64), 2),
+        ("nvfp4 packed", (64, 32), 2),
+        ("mixed int4 and fp8", (64, 64), 2),
+    ],
+)
+def test_shards_of_tensor_parallelism(tmp_path: Path, name: str, sizes: tuple[int, int], num_ranks: int) -> None:
+    check_shards(tmp_path, write_case(name, tmp_path, sizes)[1], num_ranks)
+
+
+def test_a_block_of_rows_on_two_ranks_is_refused(tmp_path: Path) -> None:
+    write_case("fp8 blocks", tmp_path, with_values=False)
+    parallel = FusedMoEParallelConfig.make(tp_size=2, ep_size=1, rank=0)
+    with pytest.raises(ValueError, match="intermediate size per rank is 48; .* a multiple of 128, the rows of a block"):
+        make_layer(CheckpointReader(tmp_path), 1, parallel_config=parallel)
+
+
+def test_experts_of_one_number_type_move_whole(tmp_path: Path) -> None:
+    """All that belongs to an expert is in the list that moves, global scales included."""
+    write_case("nvfp4 packed", tmp_path, with_values=False)
+    reader = CheckpointReader(tmp_path)
+    layer = make_layer(reader, 1, enable_eplb=True)
+    load_moe_layer(reader, model_spec(reader.config), 1, layer)
+    tensors = layer.expert_weights()
+    assert [tuple(tensor.shape[1:]) for tensor in tensors] == [(64, 64), (64, 4), (2,), (64, 32), (64, 2), ()]
+    before = [held(layer, gemm, 3) for gemm in ("w13", "w2")]
+    for tensor in tensors:
+        tensor[0].copy_(tensor[3])
+    assert all(torch.equal(held(layer, gemm, 0), values) for gemm, values in zip(("w13", "w2"), before, strict=True))
+
+
+def test_worked_examples() -> None:
+    """The examples of the formats' own texts."""
+    from moe_ep.checkpoint.formats.fp4 import PACKED_MXFP4
+
+    awq = AWQConfig(group_size=-1)
+    words = {"qweight": 0x86427531 - 2**32, "qzeros": 0}
+    tensors = {name: torch.tensor([[word]], dtype=torch.int32) for name, word in words.items()}
+    assert awq.unpack(tensors | {"scales": torch.ones(1, 8)}).codes.flatten().tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    found, _ = mxfp4(1, 32)
+    found["weight_packed"].fill_(0x2A)
+    found["weight_scale"].fill_(127)
+    assert dequantize(PACKED_MXFP4.unpack(found)).tolist() == [[-1.0, 1.0] * 16]
