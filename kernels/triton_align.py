@@ -1,7 +1,8 @@
 """The index lists of grouped GEMMs as Triton kernels; `moe_ep.kernels.align` is how they are called.
 
-A stable counting sort without atomics: pieces of the slots are counted, the counts of all pieces become places, and a
-slot finds its own by its rank among the slots of its piece. Up to 1024 slots one launch does all of it.
+A stable counting sort: pieces of the slots are counted, the counts of all pieces become places, and a slot finds its
+own by its rank among the slots of its piece. Up to 128 slots one launch does all of it by comparing every slot with
+every other. Counts are sums of integers, so their atomics leave nothing to chance.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import triton.language as tl
 
 MAX_EXPERTS = 2048
 _BLOCK = 128
-_PIECE = 1024
-# One launch serves few slots of not too many experts: every program then makes all counts for itself.
-_MAX_BINS_IN_ONE_LAUNCH = 512
+_PIECE = 512
+_EXPERTS_AT_ONCE = 64
+_PIECES_AT_ONCE = 64
 _NUM_WARPS = 8
 
 
@@ -33,17 +34,27 @@ def _keys(ids_ptr, map_ptr, slot, end, num_experts, HAS_MAP: tl.constexpr):
 
 @triton.jit
 def _count_kernel(
-    ids_ptr, map_ptr, counts_ptr, numel, num_experts, HAS_MAP: tl.constexpr, BINS: tl.constexpr, PIECE: tl.constexpr
+    ids_ptr,
+    map_ptr,
+    counts_ptr,
+    num_tokens_ptr,
+    numel,
+    num_experts,
+    HAS_MAP: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Counts the slots of each expert in each piece.
+    """Counts BLOCK slots into their piece's counts and into all of them.
 
-    Before: ids `[numel]`, map `[E]`. After: counts int32 `[pieces, BINS]`, entry E for slots of no expert.
+    Before: ids `[numel]`, map `[E]`, zeros. After: counts int32 `[pieces, E]`, num_tokens int32 `[E]`.
 
-    Example: ids [1, 0, 1, -1], E 3, PIECE 2, BINS 4: [[1, 1, 0, 0], [0, 1, 0, 1]].
+    Example: ids [1, 0, 1, -1], E 3, PIECE 2: counts [[1, 1, 0], [0, 1, 0]], num_tokens [1, 2, 0].
     """
-    piece = tl.program_id(0)
-    keys = _keys(ids_ptr, map_ptr, piece * PIECE + tl.arange(0, PIECE), numel, num_experts, HAS_MAP)
-    tl.store(counts_ptr + piece * BINS + tl.arange(0, BINS), tl.histogram(keys, BINS))
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = _keys(ids_ptr, map_ptr, slot, numel, num_experts, HAS_MAP)
+    one = tl.full([BLOCK], 1, tl.int32)
+    tl.atomic_add(counts_ptr + slot // PIECE * num_experts + key, one, mask=key < num_experts, sem="relaxed")
+    tl.atomic_add(num_tokens_ptr + key, one, mask=key < num_experts, sem="relaxed")
 
 
 @triton.jit
@@ -55,31 +66,32 @@ def _scan_kernel(
     num_pieces,
     BLOCK_SIZE: tl.constexpr,
     BINS: tl.constexpr,
-    PIECES_AT_ONCE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
-    """Turns the counts of pieces into places, in one program.
+    """Turns the counts of EXPERTS experts into places.
 
-    Before: counts int32 `[pieces, BINS]`. After: counts[p, e] is the place of piece p's first slot of expert e,
-    num_tokens int32 `[E]`, ends int32 `[BINS]` where the padded list of each expert ends.
+    Before: counts int32 `[pieces, E]`, num_tokens int32 `[E]`. After: counts[p, e] is the place of piece p's first slot
+    of expert e, ends int32 `[E]` where the padded list of each expert ends.
 
     Example: counts [[1, 1, 0], [0, 1, 0]], BLOCK_SIZE 2: places [[0, 2, 4], [1, 3, 4]], ends [2, 4, 4].
     """
-    expert = tl.arange(0, BINS)
-    total = tl.zeros([BINS], dtype=tl.int32)
-    for start in range(0, num_pieces, PIECES_AT_ONCE):
-        piece = start + tl.arange(0, PIECES_AT_ONCE)[:, None]
-        total += tl.sum(tl.load(counts_ptr + piece * BINS + expert[None, :], mask=piece < num_pieces, other=0), axis=0)
-    total = tl.where(expert < num_experts, total, 0)
+    first = tl.program_id(0) * EXPERTS
+    every = tl.arange(0, BINS)
+    total = tl.load(num_tokens_ptr + every, mask=every < first, other=0)
+    before = tl.sum((total + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE)
+    expert = first + tl.arange(0, EXPERTS)
+    total = tl.load(num_tokens_ptr + expert, mask=expert < num_experts, other=0)
     padded = (total + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
-    ends = tl.cumsum(padded, axis=0)
-    tl.store(num_tokens_ptr + expert, total, mask=expert < num_experts)
-    tl.store(ends_ptr + expert, ends)
+    ends = before + tl.cumsum(padded, axis=0)
+    tl.store(ends_ptr + expert, ends, mask=expert < num_experts)
     place = ends - padded
-    for start in range(0, num_pieces, PIECES_AT_ONCE):
-        piece = start + tl.arange(0, PIECES_AT_ONCE)[:, None]
-        pointer = counts_ptr + piece * BINS + expert[None, :]
-        part = tl.load(pointer, mask=piece < num_pieces, other=0)
-        tl.store(pointer, place[None, :] + tl.cumsum(part, axis=0) - part, mask=piece < num_pieces)
+    for start in range(0, num_pieces, PIECES):
+        piece = start + tl.arange(0, PIECES)[:, None]
+        pointer = counts_ptr + piece * num_experts + expert[None, :]
+        exists = (piece < num_pieces) & (expert < num_experts)[None, :]
+        part = tl.load(pointer, mask=exists, other=0)
+        tl.store(pointer, place[None, :] + tl.cumsum(part, axis=0) - part, mask=exists)
         place += tl.sum(part, axis=0)
 
 
@@ -112,7 +124,6 @@ def _place_kernel(
     HAS_MAP: tl.constexpr,
     HAS_NAMES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BINS: tl.constexpr,
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
@@ -134,7 +145,7 @@ def _place_kernel(
         piece = program * BLOCK // PIECE
         key = _keys(ids_ptr, map_ptr, slot, numel, num_experts, HAS_MAP)
         rank = _rank(ids_ptr, map_ptr, slot, key, piece * PIECE, numel, num_experts, HAS_MAP, BLOCK)
-        place = tl.load(places_ptr + piece * BINS + key, mask=key < num_experts, other=0)
+        place = tl.load(places_ptr + piece * num_experts + key, mask=key < num_experts, other=0)
         tl.store(sorted_ptr + place + rank, slot, mask=key < num_experts)
 
     owner = _list_at(ends_ptr, slot, num_experts, STEPS)
@@ -177,40 +188,49 @@ def _small_kernel(
     HAS_MAP: tl.constexpr,
     HAS_NAMES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BINS: tl.constexpr,
-    PIECE: tl.constexpr,
+    SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All of it for one piece: what `_place_kernel` writes, and num_tokens int32 `[E]`; every program counts alone."""
-    program = tl.program_id(0)
-    expert = tl.arange(0, BINS)
-    if PIECE == BLOCK:
-        keys = _keys(ids_ptr, map_ptr, tl.arange(0, PIECE), numel, num_experts, HAS_MAP)
-        total = tl.sum((keys[:, None] == expert[None, :]).to(tl.int32), axis=0)
-    else:
-        total = tl.histogram(_keys(ids_ptr, map_ptr, tl.arange(0, PIECE), numel, num_experts, HAS_MAP), BINS)
-    total = tl.where(expert < num_experts, total, 0)
-    padded = (total + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
-    ends = tl.cumsum(padded, axis=0)
-    if program == 0:
-        tl.store(num_tokens_ptr + expert, total, mask=expert < num_experts)
-        tl.store(used_ptr, tl.sum(padded))
-    slot = program * BLOCK + tl.arange(0, BLOCK)
-    if program * BLOCK < numel:
-        key = _keys(ids_ptr, map_ptr, slot, numel, num_experts, HAS_MAP)
-        rank = _rank(ids_ptr, map_ptr, slot, key, 0, numel, num_experts, HAS_MAP, BLOCK)
-        place = tl.sum(tl.where(key[:, None] == expert[None, :], (ends - padded)[None, :], 0), axis=1)
-        tl.store(sorted_ptr + place + rank, slot, mask=key < num_experts)
+    """All of it for at most SLOTS slots; every program compares all slots for itself and writes BLOCK of each list.
 
-    # Where the slots of the list that holds each position end; 0 for positions behind all lists.
-    holds = (ends[None, :] > slot[:, None]) & ((ends - padded)[None, :] <= slot[:, None])
-    slots_end = tl.sum(tl.where(holds, (ends - padded + total)[None, :], 0), axis=1)
-    tl.store(sorted_ptr + slot, numel, mask=(slot < length) & (slot >= slots_end))
-    owner = tl.sum((ends[None, :] <= slot[:, None] * BLOCK_SIZE).to(tl.int32), axis=1)
+    Before and after: as `_count_kernel`, `_scan_kernel` and `_place_kernel` together.
+    The first slot of an expert stands for its list: lists begin behind those of all smaller keys.
+
+    Example: ids [1, 0, 1, -1], E 3, BLOCK_SIZE 2: slots 1 and 0 are first, with lists of 1 and 2 from 0 and 2 on.
+    """
+    program = tl.program_id(0)
+    slot = tl.arange(0, SLOTS)
+    key = _keys(ids_ptr, map_ptr, slot, numel, num_experts, HAS_MAP)
+    # The same slots along the other axis.
+    other = tl.arange(0, SLOTS)[None, :]
+    other_key = _keys(ids_ptr, map_ptr, other, numel, num_experts, HAS_MAP)
+    same = other_key == key[:, None]
+    rank = tl.sum((same & (other < slot[:, None])).to(tl.int32), axis=1)
+    count = tl.sum(same.to(tl.int32), axis=1)
+    is_list = (rank == 0) & (key < num_experts)
+    padded = tl.where(is_list, (count + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE, 0)
+    # Sums over the first axis come out along the other one.
+    starts_across = tl.sum(tl.where(key[:, None] < other_key, padded[:, None], 0), axis=0)
+    start = tl.sum(tl.where(other == slot[:, None], starts_across[None, :], 0), axis=1)
+    used = tl.sum(padded)
+    if program == 0:
+        tl.store(used_ptr, used)
+        tl.store(sorted_ptr + start + rank, slot, mask=key < num_experts)
+
+    mine = program * BLOCK + tl.arange(0, BLOCK)
+    across = mine[None, :]
+    in_list = is_list[:, None] & (start[:, None] <= across) & (across < (start + padded)[:, None])
+    slots_end = tl.sum(tl.where(in_list, (start + count)[:, None], 0), axis=0)
+    tl.store(sorted_ptr + mine, numel, mask=(mine < length) & (mine >= slots_end))
+    in_list = is_list[:, None] & (start[:, None] <= across * BLOCK_SIZE)
+    in_list &= across * BLOCK_SIZE < (start + padded)[:, None]
+    owner = tl.sum(tl.where(in_list, key[:, None] + 1, 0), axis=0) - 1
     name = owner
     if HAS_NAMES:
-        name = tl.load(names_ptr + owner, mask=owner < num_experts, other=-1).to(tl.int32)
-    tl.store(experts_ptr + slot, tl.where(owner < num_experts, name, -1), mask=slot < num_blocks)
+        name = tl.load(names_ptr + owner, mask=owner >= 0, other=-1).to(tl.int32)
+    tl.store(experts_ptr + mine, name, mask=mine < num_blocks)
+    tokens = tl.sum(tl.where(is_list[:, None] & (key[:, None] == across), count[:, None], 0), axis=0)
+    tl.store(num_tokens_ptr + mine, tokens, mask=mine < num_experts)
 
 
 @triton.jit
@@ -287,7 +307,7 @@ def triton_align(
     key_map: torch.Tensor | None,
     names: torch.Tensor | None,
 ) -> Lists:
-    """The lists of `moe_align_block_size`, one launch for up to 1024 slots and three above; arguments not checked.
+    """The lists of `moe_align_block_size`, one launch for up to 128 slots and four above; arguments not checked.
 
     Args:
         topk_ids: integer ids of any shape, contiguous.
@@ -306,28 +326,28 @@ def triton_align(
         lists.expert_num_tokens, lists.sorted_token_ids, lists.expert_ids, lists.num_used,
         numel, num_experts, length, lists.expert_ids.numel(),
     )  # fmt: skip
-    # A bin of its own for slots of no expert.
-    bins = triton.next_power_of_2(num_experts + 1)
-    common = {"HAS_MAP": key_map is not None, "BINS": bins, "num_warps": _NUM_WARPS}
+    common = {"HAS_MAP": key_map is not None, "num_warps": _NUM_WARPS}
     listed = {"HAS_NAMES": names is not None, "BLOCK_SIZE": block_size, "BLOCK": _BLOCK, **common}
-    blocks = triton.cdiv(max(numel, length, 1), _BLOCK)
+    blocks = triton.cdiv(max(numel, length, num_experts), _BLOCK)
     with torch.cuda.device_of(topk_ids):
-        if numel <= _PIECE and bins <= _MAX_BINS_IN_ONE_LAUNCH:
-            piece = _BLOCK if numel <= _BLOCK else _PIECE
-            _small_kernel[(blocks,)](topk_ids, key_map, names, *outputs, PIECE=piece, **listed)
+        if numel <= _BLOCK:
+            _small_kernel[(blocks,)](topk_ids, key_map, names, *outputs, SLOTS=_BLOCK, **listed)
             return lists
         num_pieces = triton.cdiv(numel, _PIECE)
-        places = topk_ids.new_empty((max(num_pieces, 1), bins), dtype=torch.int32)
-        ends = topk_ids.new_empty(bins, dtype=torch.int32)
-        if num_pieces:
-            _count_kernel[(num_pieces,)](topk_ids, key_map, places, numel, num_experts, PIECE=_PIECE, **common)
-        at_once = max(1, min(triton.next_power_of_2(max(num_pieces, 1)), 8192 // bins))
-        _scan_kernel[(1,)](
-            places, lists.expert_num_tokens, ends, num_experts, num_pieces,
-            BLOCK_SIZE=block_size, BINS=bins, PIECES_AT_ONCE=at_once, num_warps=_NUM_WARPS,
+        tables = topk_ids.new_zeros((num_pieces + 1, num_experts), dtype=torch.int32)
+        lists = lists._replace(expert_num_tokens=tables[num_pieces])
+        ends = topk_ids.new_empty(num_experts, dtype=torch.int32)
+        _count_kernel[(triton.cdiv(numel, _BLOCK),)](
+            topk_ids, key_map, tables, lists.expert_num_tokens, numel, num_experts,
+            PIECE=_PIECE, BLOCK=_BLOCK, **common,
+        )  # fmt: skip
+        _scan_kernel[(triton.cdiv(num_experts, _EXPERTS_AT_ONCE),)](
+            tables, lists.expert_num_tokens, ends, num_experts, num_pieces,
+            BLOCK_SIZE=block_size, BINS=triton.next_power_of_2(num_experts), EXPERTS=_EXPERTS_AT_ONCE,
+            PIECES=min(_PIECES_AT_ONCE, triton.next_power_of_2(num_pieces)), num_warps=_NUM_WARPS,
         )  # fmt: skip
         _place_kernel[(blocks,)](
-            topk_ids, key_map, names, places, ends, *outputs,
+            topk_ids, key_map, names, tables, ends, lists.expert_num_tokens, *outputs[1:],
             PIECE=_PIECE, STEPS=num_experts.bit_length(), **listed,
         )  # fmt: skip
     return lists

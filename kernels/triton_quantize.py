@@ -1,6 +1,7 @@
 """e4m3 rows as Triton kernels; `moe_ep.kernels.quantize` is how they are called.
 
-Codes are made and read by integer arithmetic, so the kernels run on GPUs without an e4m3 type too (sm_80).
+Codes are made and read by integer arithmetic where the GPU has no e4m3 type (sm_80), and to send they are made by its
+conversion where it has one; the bits are the same.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def _quantize_kernel(
     TINY: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
 ):
     """Quantizes BLOCK_GROUPS groups of one row.
 
@@ -79,7 +81,14 @@ def _quantize_kernel(
     scale = tl.maximum(tl.div_rn(largest, 448.0), TINY)
     scaled = tl.div_rn(values, tl.broadcast_to(scale[:, None], (BLOCK_GROUPS, GROUP)))
     clamped = tl.where(scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled))
-    tl.store(codes_ptr + row * code_stride + column, encode_e4m3(clamped).to(tl.uint8), mask=in_row)
+    if HAS_E4M3:
+        codes = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        # The conversion drops the sign of NaN.
+        sign = ((clamped.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
+        codes = tl.where(clamped != clamped, sign | 0x7F, codes)
+    else:
+        codes = encode_e4m3(clamped).to(tl.uint8)
+    tl.store(codes_ptr + row * code_stride + column, codes, mask=in_row)
     tl.store(scales_ptr + row * scale_stride + group, scale, mask=group < num_groups)
 
 
@@ -133,6 +142,7 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
             TINY=TINY_SCALE,
             GROUP=GROUP_SIZE,
             BLOCK_GROUPS=block_groups,
+            HAS_E4M3=rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= (8, 9),
             num_warps=num_warps,
         )
     return quantized

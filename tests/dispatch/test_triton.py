@@ -87,7 +87,11 @@ def test_plan_and_quantize_compile(arch: int) -> None:
         compiled_ptx(_send_plan_kernel, types, {"NUM_RANKS": 8, "TOPK": 8, "EXACT": exact, "BLOCK": 1024}, (), arch)
     types = {"rows_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
     ptx = compiled_ptx(
-        _quantize_kernel, types, {"TINY": 2.0**-126, "GROUP": 128, "BLOCK_GROUPS": 8}, ("rows_ptr", "codes_ptr"), arch
+        _quantize_kernel,
+        types,
+        {"TINY": 2.0**-126, "GROUP": 128, "BLOCK_GROUPS": 8, "HAS_E4M3": arch >= 90},
+        ("rows_ptr", "codes_ptr"),
+        arch,
     )
     assert "div.rn.f32" in ptx and "div.full.f32" not in ptx
     compiled_ptx(_dequantize_kernel, types, {"GROUP": 128, "BLOCK": 1024}, ("rows_ptr", "codes_ptr"), arch)

@@ -69,12 +69,12 @@ def test_mul_sum_reads_16_bytes_at_a_time_and_does_not_fuse(arch: int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_align(arch: int) -> None:
-    listed = {"HAS_MAP": True, "HAS_NAMES": True, "BLOCK_SIZE": 64, "BINS": 512, "BLOCK": 128}
+    listed = {"HAS_MAP": True, "HAS_NAMES": True, "BLOCK_SIZE": 64, "BLOCK": 128}
     for kernel, constants in (
-        (_small_kernel, {"PIECE": 1024, **listed}),
-        (_count_kernel, {"PIECE": 1024, "HAS_MAP": True, "BINS": 512}),
-        (_scan_kernel, {"BLOCK_SIZE": 64, "BINS": 512, "PIECES_AT_ONCE": 16}),
-        (_place_kernel, {"PIECE": 1024, "STEPS": 9, **listed}),
+        (_small_kernel, {"SLOTS": 128, **listed}),
+        (_count_kernel, {"PIECE": 512, "HAS_MAP": True, "BLOCK": 128}),
+        (_scan_kernel, {"BLOCK_SIZE": 64, "BINS": 256, "EXPERTS": 64, "PIECES": 64}),
+        (_place_kernel, {"PIECE": 512, "STEPS": 9, **listed}),
         (_batched_kernel, {"BLOCK_SIZE": 64, "BINS": 64, "BLOCK": 128}),
     ):
         types = {name: "*i32" for name in kernel.arg_names if name.endswith("_ptr")}
