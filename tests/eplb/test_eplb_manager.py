@@ -33,7 +33,7 @@ from tests.eplb.models import (
 from tests.ranks import RankPool, ranks
 
 L = 3
-BACKENDS = [name for name in ALL2ALL_BACKENDS if name != "no_ep"]
+BACKENDS = [name for name in ALL2ALL_BACKENDS if name != "no_ep" and not name.startswith("nvshmem")]
 CONFIG = EplbConfig(first_plan=4, interval=20, rebalance_below=1.0, refine=False, commit_margin=1, timeout_s=20)
 
 
