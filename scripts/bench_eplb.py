@@ -1,4 +1,4 @@
-"""EPLB on one CPU core: plan time, quality and moves against DeepSeek's balancer, replica rules; and the mapping kernel.
+"""EPLB on one CPU core: plan time, quality and moves against DeepSeek, replica rules; and the mapping kernel on a GPU.
 
     python scripts/bench_eplb.py time                     # 61 layers x 256 experts at EP32 and EP320
     python scripts/bench_eplb.py quality                  # the grid: balancedness, moves after two kinds of drift

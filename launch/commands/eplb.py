@@ -1,0 +1,236 @@
+"""moe-ep eplb: what balancing would do, tried on routing traces without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_ep.launch.option_values import output_file
+from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
+
+if TYPE_CHECKING:
+    from moe_ep.eplb.trace import RoutingTrace
+
+
+def _names(raw: str) -> tuple[str, ...]:
+    if not raw or not all(raw.split(",")):
+        raise ValueError("it must be names with commas between them")
+    return tuple(raw.split(","))
+
+
+def _share(raw: str) -> float:
+    if not re.fullmatch(r"0?\.\d+", raw) or not float(raw):
+        raise ValueError("it must be a number above 0 and below 1, such as 0.5")
+    return float(raw)
+
+
+def _routing(raw: str) -> str:
+    if not re.fullmatch(r"zipf:\d+(\.\d+)?", raw) and not Path(raw).expanduser().is_file():
+        raise ValueError("it must be zipf:S with a number such as zipf:0.5, or an .npz file of recorded choices")
+    return raw
+
+
+@dataclass(frozen=True, kw_only=True)
+class SceneConfig:
+    """What both commands need: the machine that a trace is tried on, and how files of plain choices are read."""
+
+    ep_size: int = field(default=8, metadata=option(at_least(1), "ranks; 8"))
+    redundant: int = field(default=0, metadata=option(at_least(0), "redundant experts, of all ranks together; 0"))
+    groups: int = field(default=1, metadata=option(at_least(1), "groups that the experts divide into; 1"))
+    nodes: int = field(default=1, metadata=option(at_least(1), "hosts; 1"))
+    objective: str = field(
+        default="tokens",
+        metadata=option(one_of("tokens", "active_experts", "auto"), "what a plan levels; tokens"),
+    )
+    planned_on: float = field(
+        default=0.5, metadata=option(_share, "share of the steps that plans are made from; the rest is measured; 0.5")
+    )
+    step_tokens: int = field(
+        default=1024,
+        metadata=option(at_least(1), "tokens of all ranks in a step, for choices drawn or without steps; 1024"),
+    )
+    array: str = field(default="", metadata=option(str, "array of a file of plain choices; all, one after the other"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig(SceneConfig):
+    """The settings of `moe-ep eplb simulate`."""
+
+    routing: str = field(
+        default="zipf:0.5",
+        metadata=option(
+            _routing, "zipf:S, a trace of moe-ep run --record-routing, or .npz choices [layer, token, top_k]; zipf:0.5"
+        ),
+    )
+    policies: tuple[str, ...] = field(
+        default=("linear", "deepseek", "incremental"),
+        metadata=option(_names, "policies to compare; linear,deepseek,incremental"),
+    )
+    rules: tuple[str, ...] = field(
+        default=("levelled", "hash-rank", "known-counts"),
+        metadata=option(_names, "replica rules to compare; levelled,hash-rank,known-counts"),
+    )
+    layers: int = field(default=4, metadata=option(at_least(1), "layers, where choices are drawn; 4"))
+    experts: int = field(default=256, metadata=option(at_least(1), "experts, where choices are drawn; 256"))
+    top_k: int = field(default=8, metadata=option(at_least(1), "choices of a token, where they are drawn; 8"))
+    steps: int = field(default=32, metadata=option(at_least(2), "steps, where choices are drawn; 32"))
+    expert_bytes: int = field(
+        default=44_040_192, metadata=option(at_least(1), "bytes of an expert; 44040192, DeepSeek-V3's in 8 bits")
+    )
+    seed: int = field(default=0, metadata=option(at_least(0), "of choices that are drawn; 0"))
+    json: Path | None = field(default=None, metadata=option(output_file, "write a JSON line for each row", "FILE"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig(SceneConfig):
+    """The settings of `moe-ep eplb report`."""
+
+    policy: str = field(default="incremental", metadata=option(str, "the policy to plan with; incremental"))
+    rule: str = field(default="levelled", metadata=option(str, "the replica rule; levelled"))
+    out: Path = field(
+        default=Path("eplb-load.png"), metadata=option(output_file, "the PNG file; eplb-load.png", "FILE")
+    )
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    parser = subparsers.add_parser("eplb", help="what balancing would do with a routing trace")
+    commands = parser.add_subparsers(dest="eplb", required=True, metavar="WHAT", parser_class=Parser)
+    simulate = commands.add_parser(
+        "simulate",
+        help="compare policies and replica rules",
+        description="Plans on the first steps of a trace and measures on the rest, for each policy and replica rule.",
+    )
+    add_flags(simulate, SimulateConfig)
+    simulate.set_defaults(main=main_simulate)
+    report = commands.add_parser(
+        "report",
+        help="heat maps of expert load before and after a plan",
+        description="Plans on the first steps of a trace, draws the load of the rest before and after, prints a table.",
+    )
+    report.add_argument("trace", metavar="TRACE", help="a trace of moe-ep run --record-routing, or .npz choices")
+    add_flags(report, ReportConfig)
+    report.set_defaults(main=main_report)
+
+
+def main_simulate(args: argparse.Namespace) -> int:
+    config = from_args(SimulateConfig, args)
+    from moe_ep.bench.results import append_line, facts, table
+    from moe_ep.eplb.rules import RULES
+    from moe_ep.eplb.simulate import LINEAR, compare, zipf_trace
+    from moe_ep.registry import EPLB_POLICIES
+
+    _check_names("--policies", config.policies, (LINEAR, *EPLB_POLICIES))
+    _check_names("--rules", config.rules, tuple(RULES))
+    try:
+        if config.routing.startswith("zipf:"):
+            if config.top_k > config.experts:
+                raise OptionError(f"--top-k is {config.top_k}; it must be at most the {config.experts} of --experts")
+            trace = zipf_trace(
+                num_layers=config.layers,
+                num_experts=config.experts,
+                top_k=config.top_k,
+                exponent=float(config.routing.removeprefix("zipf:")),
+                num_steps=config.steps,
+                num_tokens=config.step_tokens,
+                seed=config.seed,
+            )
+        else:
+            trace = _read(config.routing, config)
+        rows = list(compare(trace, _scene(config), list(config.policies), list(config.rules), config.expert_bytes))
+    except ValueError as error:
+        raise _shown(error) from None
+    print(_describe(trace, config))
+    print(table(rows, {name: name for name in rows[0]}))
+    if config.json is not None:
+        about = facts(seed=config.seed, command=args.shown)
+        for row in rows:
+            append_line(config.json, about | {"trace": trace.model, "ep_size": config.ep_size, **row})
+    return 0
+
+
+def main_report(args: argparse.Namespace) -> int:
+    config = from_args(ReportConfig, args)
+    from moe_ep.bench.results import table
+    from moe_ep.eplb.pictures import draw_load
+    from moe_ep.eplb.rules import RULES
+    from moe_ep.eplb.simulate import LINEAR, measure, place
+    from moe_ep.registry import EPLB_POLICIES
+
+    _check_names("--policy", (config.policy,), tuple(EPLB_POLICIES))
+    _check_names("--rule", (config.rule,), tuple(RULES))
+    try:
+        trace, scene = _read(args.trace, config), _scene(config)
+        before = measure(trace, scene, place(trace, scene, LINEAR), config.rule)
+        after = measure(trace, scene, place(trace, scene, config.policy), config.rule)
+    except ValueError as error:
+        raise _shown(error) from None
+    title = _describe(trace, config)
+    draw_load(
+        {"before": before.slot_loads, f"after ({config.policy})": after.slot_loads}, config.ep_size, title, config.out
+    )
+    layers = zip(before.layer_balancedness, after.layer_balancedness, strict=True)
+    rows: list[dict[str, Any]] = [
+        {"layer": layer, "before": round(old, 4), "after": round(new, 4)} for layer, (old, new) in enumerate(layers)
+    ]
+    rows.append({"layer": "all", "before": round(before.balancedness, 4), "after": round(after.balancedness, 4)})
+    print(f"{title}; balancedness by layer")
+    print(table(rows, {name: name for name in rows[0]}))
+    print(config.out)
+    return 0
+
+
+def _scene(config: SceneConfig) -> Any:
+    from moe_ep.eplb.simulate import Scene
+
+    return Scene(
+        ep_size=config.ep_size,
+        num_redundant=config.redundant,
+        num_groups=config.groups,
+        num_nodes=config.nodes,
+        objective=config.objective,
+        planned_on=config.planned_on,
+    )
+
+
+def _read(raw: str, config: SceneConfig) -> RoutingTrace:
+    """A recorded trace, or a file of plain choices cut into steps."""
+    from moe_ep.eplb.trace import RoutingTrace, from_choices, read_arrays
+
+    path = Path(raw).expanduser()
+    if not path.is_file():
+        raise OptionError(f"TRACE is {raw!r}; it must be an .npz file of recorded choices, and there is none")
+    arrays = read_arrays(path)
+    if "ids" in arrays:
+        return RoutingTrace.load(path)
+    found = {name: array for name, array in arrays.items() if array.ndim == 3}
+    if config.array:
+        if config.array not in found:
+            raise OptionError(f"--array is {config.array!r}; {path.name} has {', '.join(found) or 'no such array'}")
+        found = {config.array: found[config.array]}
+    if not found:
+        raise ValueError(f"{path} is neither a routing trace nor arrays of choices [layer, token, top_k]")
+    import numpy as np
+
+    choices = np.concatenate(list(found.values()), axis=1)
+    name = path.stem + (f"/{config.array}" if config.array else "")
+    return from_choices(choices, config.step_tokens, 1, num_experts=int(choices.max()) + 1, model=name)
+
+
+def _describe(trace: RoutingTrace, config: SceneConfig) -> str:
+    return (
+        f"{trace.model}: {trace.num_layers} layers, {trace.num_experts} experts, {trace.num_steps} steps; "
+        f"EP{config.ep_size}, {config.redundant} redundant"
+    )
+
+
+def _check_names(flag: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in known:
+            raise OptionError(f"{flag} has {name!r}; it must be one of {', '.join(known)}")
+
+
+def _shown(error: ValueError) -> OptionError:
+    return error if isinstance(error, OptionError) else OptionError(str(error))

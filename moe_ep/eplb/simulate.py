@@ -1,0 +1,215 @@
+"""What policies and replica rules would make of a routing trace, at any EP size, without a GPU.
+
+A plan is made on the first steps of a trace and used on the rest, as it happens while serving: a plan that only fits
+what it has seen shows it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_ep.eplb.policy.maps import Array, experts_moved, initial_placement
+from moe_ep.eplb.rebalance import rebalance_experts
+from moe_ep.eplb.rules import RULES, Layout, choose
+from moe_ep.eplb.trace import RoutingTrace
+
+LINEAR = "linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What a trace is tried on.
+
+    Attributes:
+        ep_size: ranks; the tokens of a step are dealt to them anew, in order, as many each.
+        num_redundant: redundant slots of all ranks together.
+        num_groups, num_nodes, objective: of `rebalance_experts`.
+        planned_on: share of the steps that a plan is made from; the rest is measured.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    ep_size: int
+    num_redundant: int = 0
+    num_groups: int = 1
+    num_nodes: int = 1
+    objective: str = "tokens"
+    planned_on: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.ep_size < 1 or self.num_redundant < 0:
+            raise ValueError(
+                f"ep_size is {self.ep_size} and num_redundant {self.num_redundant}; they must be at least 1 and 0"
+            )
+        if not 0 < self.planned_on < 1:
+            raise ValueError(f"planned_on is {self.planned_on:g}; it must be above 0 and below 1")
+
+    def num_slots(self, num_experts: int) -> int:
+        """P; ValueError where the slots do not divide over the ranks."""
+        num_slots = num_experts + self.num_redundant
+        if num_slots % self.ep_size:
+            enough = self.num_redundant + -num_slots % self.ep_size
+            raise ValueError(
+                f"num_experts ({num_experts}) + redundant ({self.num_redundant}) must be a multiple of ep_size "
+                f"({self.ep_size}); pass {enough} redundant experts"
+            )
+        return num_slots
+
+    def split(self, trace: RoutingTrace) -> int:
+        """Steps that plans are made from; ValueError where a part is empty."""
+        seen = int(trace.num_steps * self.planned_on)
+        if not 0 < seen < trace.num_steps:
+            raise ValueError(
+                f"the trace has {trace.num_steps} steps; planning on {self.planned_on:g} of them leaves nothing to plan "
+                f"on, or nothing to measure; give more steps"
+            )
+        return seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a placement with a replica rule did on the steps that were not planned on.
+
+    Attributes:
+        loads: tokens of each rank, int64 `[S, L, R]`.
+        slot_loads: tokens of each slot, `[L, P]`.
+        active: slots of a rank that got any token, `[S, L, R]`.
+        stays: share of choices that stay on the rank of their token.
+    """
+
+    loads: Array
+    slot_loads: Array
+    active: Array
+    stays: float
+
+    @property
+    def balancedness(self) -> float:
+        """Sum of mean rank loads over sum of maximum ones, over steps and layers."""
+        return _evenness(self.loads)
+
+    @property
+    def layer_balancedness(self) -> list[float]:
+        return [_evenness(self.loads[:, layer]) for layer in range(self.loads.shape[1])]
+
+    @property
+    def peak(self) -> float:
+        """Mean over steps and layers of the maximum over the mean tokens of a rank."""
+        mean = self.loads.mean(axis=2)
+        busy = mean > 0
+        return float((self.loads.max(axis=2)[busy] / mean[busy]).mean()) if busy.any() else 1.0
+
+    @property
+    def active_experts(self) -> float:
+        """Of the rank with most, on average over steps and layers."""
+        return float(self.active.max(axis=2).mean())
+
+
+def _evenness(loads: Array) -> float:
+    busiest = loads.max(axis=-1).sum()
+    return float(loads.mean(axis=-1).sum() / busiest) if busiest else 1.0
+
+
+def place(trace: RoutingTrace, scene: Scene, policy: str, refine: bool = True) -> Array:
+    """The placement `[L, P]` of a policy, or "linear", planned on the first steps of the trace."""
+    num_slots = scene.num_slots(trace.num_experts)
+    start = initial_placement(trace.num_layers, trace.num_experts, num_slots)
+    if policy == LINEAR:
+        return start
+    window = trace.counts()[: scene.split(trace)]
+    return rebalance_experts(
+        window.sum(axis=0),
+        num_slots,
+        scene.num_groups,
+        scene.num_nodes,
+        scene.ep_size,
+        policy,
+        old_physical_to_logical=start,
+        window=window,
+        objective=scene.objective,
+        refine=refine,
+    ).physical_to_logical.numpy()
+
+
+def measure(trace: RoutingTrace, scene: Scene, slots: Array, rule: str) -> Outcome:
+    """Serves the other steps with a placement `[L, P]` and a rule of `moe_ep.eplb.rules`."""
+    seen, num_ranks, num_slots = scene.split(trace), scene.ep_size, slots.shape[1]
+    width = num_slots // num_ranks
+    counts = np.zeros((trace.num_steps - seen, trace.num_layers, num_slots), dtype=np.int64)
+    stays = chosen_slots = 0
+    order = np.lexsort((trace.rank, trace.step, trace.layer))
+    key = trace.layer[order].astype(np.int64) * trace.num_steps + trace.step[order]
+    starts = np.flatnonzero(np.diff(key, prepend=-1))
+    rules = {layer: RULES[rule]() for layer in range(trace.num_layers)}
+    layouts = [Layout.of(row, trace.num_experts, num_ranks) for row in slots]
+    for part in np.split(order, starts[1:]):
+        layer, step = int(trace.layer[part[0]]), int(trace.step[part[0]])
+        if step < seen:
+            continue
+        rank = np.arange(part.size) * num_ranks // part.size
+        chosen = choose(rules[layer], trace.ids[part].astype(np.int64), rank, layouts[layer])
+        valid = chosen >= 0
+        counts[step - seen, layer] = np.bincount(chosen[valid], minlength=num_slots)
+        stays += int((valid & (chosen // width == rank[:, None])).sum())
+        chosen_slots += int(valid.sum())
+    by_rank = counts.reshape(*counts.shape[:2], num_ranks, width)
+    return Outcome(
+        loads=by_rank.sum(axis=3),
+        slot_loads=counts.sum(axis=0),
+        active=(by_rank > 0).sum(axis=3),
+        stays=stays / max(chosen_slots, 1),
+    )
+
+
+def compare(
+    trace: RoutingTrace, scene: Scene, policies: list[str], rules: list[str], expert_bytes: int
+) -> Iterator[dict[str, object]]:
+    """A row for each policy and rule; "linear" is the placement before any plan.
+
+    Raises:
+        ValueError: unknown names, or a scene that does not fit the trace.
+    """
+    start = place(trace, scene, LINEAR)
+    for policy in policies:
+        slots = place(trace, scene, policy)
+        moved = int(experts_moved(start, slots, scene.ep_size).sum())
+        for rule in rules:
+            outcome = measure(trace, scene, slots, rule)
+            yield {
+                "policy": policy,
+                "rule": rule,
+                "balancedness": round(outcome.balancedness, 4),
+                "max / mean tokens": round(outcome.peak, 3),
+                "active experts": round(outcome.active_experts, 1),
+                "stays on its rank %": round(100 * outcome.stays, 1),
+                "experts moved": moved,
+                "GB moved": round(moved * expert_bytes / 1e9, 2),
+            }
+
+
+def zipf_trace(
+    *, num_layers: int, num_experts: int, top_k: int, exponent: float, num_steps: int, num_tokens: int, seed: int
+) -> RoutingTrace:
+    """Choices without replacement by Zipf's law, each layer's experts in an order of their own; steps are alike.
+
+    Args:
+        num_tokens: of all ranks together in a step.
+    """
+    rng = np.random.default_rng(seed)
+    ids = []
+    for _ in range(num_layers):
+        logits = -exponent * np.log(rng.permutation(num_experts) + 1.0)
+        noisy = logits + rng.gumbel(size=(num_steps * num_tokens, num_experts))
+        ids.append(np.argpartition(-noisy, top_k - 1, axis=1)[:, :top_k] if top_k < num_experts else noisy.argsort())
+    token = np.arange(num_steps * num_tokens)
+    return RoutingTrace(
+        ids=np.concatenate(ids).astype(np.int32),
+        layer=np.repeat(np.arange(num_layers, dtype=np.int32), token.size),
+        step=np.tile(token // num_tokens, num_layers).astype(np.int32),
+        rank=np.zeros(num_layers * token.size, dtype=np.int32),
+        num_experts=num_experts,
+        model=f"zipf:{exponent:g}",
+    )

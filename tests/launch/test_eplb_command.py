@@ -1,0 +1,78 @@
+"""moe-ep eplb: its tables, pictures, and what it says of wrong options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_ep.eplb.simulate import zipf_trace
+from moe_ep.launch.cli import main
+
+DRAWN = ["--layers", "1", "--experts", "16", "--top-k", "2", "--steps", "4", "--step-tokens", "64", "--ep-size", "4"]
+
+
+def test_simulate_prints_a_row_for_each_policy_and_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_path = tmp_path / "rows.jsonl"
+    options = [
+        *DRAWN,
+        "--redundant",
+        "4",
+        "--routing",
+        "zipf:0.8",
+        "--rules",
+        "levelled,hash",
+        "--json",
+        str(json_path),
+    ]
+    assert main(["eplb", "simulate", *options]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "zipf:0.8: 1 layers, 16 experts, 4 steps; EP4, 4 redundant"
+    assert len(shown) == 2 + 3 * 2
+    rows = [json.loads(line) for line in json_path.read_text().splitlines()]
+    assert [(row["policy"], row["rule"]) for row in rows[:2]] == [("linear", "levelled"), ("linear", "hash")]
+    assert all(0 < row["balancedness"] <= 1 and row["seed"] == 0 for row in rows)
+
+
+def test_report_draws_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    trace = zipf_trace(num_layers=3, num_experts=16, top_k=2, exponent=0.8, num_steps=4, num_tokens=64, seed=0)
+    trace.save(tmp_path / "trace.npz")
+    picture = tmp_path / "load.png"
+    assert main(["eplb", "report", str(tmp_path / "trace.npz"), "--ep-size", "4", "--out", str(picture)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:6]] == ["0", "1", "2", "all"]
+    before, after = map(float, lines[5].split()[1:])
+    assert before < after <= 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plain_choices_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.integers(0, 16, (2, 200, 2)).astype(np.uint8) for name in ("english", "python")}
+    np.savez(tmp_path / "plain.npz", **arrays)
+    options = [*DRAWN, "--routing", str(tmp_path / "plain.npz"), "--policies", "linear", "--rules", "hash"]
+    assert main(["eplb", "simulate", *options]) == 0
+    assert capsys.readouterr().out.startswith("plain: 2 layers, 16 experts, 6 steps")
+    assert main(["eplb", "simulate", *options, "--array", "python"]) == 0
+    assert capsys.readouterr().out.startswith("plain/python: 2 layers, 16 experts, 3 steps")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["simulate", "--routing", "zipf"], "--routing is 'zipf'; it must be zipf:S"),
+        (["simulate", "--rules", "nearby"], "--rules has 'nearby'; it must be one of levelled"),
+        (["simulate", "--policies", "linear,best"], "--policies has 'best'; it must be one of linear"),
+        (["simulate", *DRAWN, "--top-k", "17"], "--top-k is 17; it must be at most the 16"),
+        (["simulate", *DRAWN, "--redundant", "3"], r"must be a multiple of ep_size (4); pass 4 redundant experts"),
+        (["simulate", "--planned-on", "1"], "--planned-on is '1'; it must be a number above 0 and below 1"),
+        (["report", "none.npz"], "TRACE is 'none.npz'; it must be an .npz file"),
+        (["report", "none.npz", "--policy", "best"], "--policy has 'best'"),
+    ],
+)
+def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eplb", *options]) == 2
+    assert message in capsys.readouterr().err
