@@ -25,7 +25,12 @@ def _prompts_file(raw: str) -> Path:
 class GenerateConfig(GangConfig):
     """The settings of one generation; the flags of `moe-ep generate` are these fields."""
 
-    model: Path | None = field(default=None, metadata=option(checkpoint_folder, "checkpoint folder, needed", "DIR"))
+    model: Path | None = field(
+        default=None,
+        metadata=option(
+            checkpoint_folder, "checkpoint folder; without it a small Qwen3-MoE checkpoint is made once and used", "DIR"
+        ),
+    )
     prompts: Path | None = field(
         default=None,
         metadata=option(

@@ -30,6 +30,7 @@ class RankGeneration:
     backends: tuple[str, str]
     experts_name: str
     dtype: str
+    model: str
     num_layers: int
     num_experts: int
     load_s: float
@@ -69,7 +70,7 @@ class GenerationReport:
         num_tokens = [rank.num_tokens for rank in self.ranks]
         return {
             "kind": "summary",
-            "model": str(self.config.model),
+            "model": first.model,
             "num_layers": first.num_layers,
             "num_experts": first.num_experts,
             "launcher": self.config.launcher,

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import transformers
 
 import moe_ep
 from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
@@ -39,9 +41,10 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[st
     """
     device = torch.device(rank_env.device)
     dtype = getattr(torch, DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "f32")])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, local_files_only=True)
+    folder = config.model if config.model is not None else demo_checkpoint()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     started = time.perf_counter()
-    model = _load(config, device, dtype)
+    model = _load(config, folder, device, dtype)
     load_s = time.perf_counter() - started
     steps = steps_of(model)
     for layer in steps.layers:
@@ -74,6 +77,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[st
         dtype=str(dtype).removeprefix("torch."),
         num_layers=len(steps.layers),
         num_experts=steps.layers[0].num_experts,
+        model=str(folder),
         load_s=load_s,
         versions=versions() | {"transformers": transformers.__version__},
         completions=[_told(tokenizer, completion) for completion in completions],
@@ -84,9 +88,9 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[st
     )
 
 
-def _load(config: GenerateConfig, device: torch.device, dtype: torch.dtype) -> Any:
+def _load(config: GenerateConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
     return moe_ep.parallelize(
-        config.model,
+        folder,
         backend=config.backend,
         quantize=config.quantize,
         eplb=config.eplb,

@@ -37,6 +37,11 @@ def main(args: argparse.Namespace) -> int:
     prompts = _prompts(config)
     config, gang = start_gang(config)
     try:
+        if config.model is None:
+            from moe_ep.checkpoint.demo import demo_checkpoint
+
+            # Here for its progress bar; workers of other nodes make their own.
+            demo_checkpoint()
         results = gang.run(_work, config, [prompt["prompt"] for prompt in prompts])
     finally:
         gang.close()
@@ -53,8 +58,6 @@ def _work(rank_env: RankEnv, config: GenerateConfig, prompts: list[str]) -> Rank
 
 
 def _prompts(config: GenerateConfig) -> list[dict[str, Any]]:
-    if config.model is None:
-        raise OptionError("--model is missing; give the folder of a checkpoint")
     if config.prompts is None:
         raise OptionError("--prompts is missing; give a file with a prompt a line")
     if config.redundant_experts and not config.eplb:

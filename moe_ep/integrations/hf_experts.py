@@ -93,19 +93,33 @@ def expert_tensors(module: Any) -> dict[tuple[str, str], torch.Tensor]:
 
     Example: `("weight", "w1")` is the gate projections `[E, N, K]`, ("bias", "w2") the biases of down `[E, K]`.
     """
-    parts = {"weight": (module.gate_up_proj, module.down_proj)}
-    if module.is_transposed:
-        parts["weight"] = (module.gate_up_proj.transpose(1, 2), module.down_proj.transpose(1, 2))
-    if module.has_bias:
-        parts["bias"] = (module.gate_up_proj_bias, module.down_proj_bias)
     tensors: dict[tuple[str, str], torch.Tensor] = {}
-    for suffix, (gate_up, down) in parts.items():
-        if module.is_concatenated:
-            gate, up = gate_up.detach().chunk(2, dim=1)
-        else:
-            gate, up = gate_up.detach()[:, 0::2], gate_up.detach()[:, 1::2]
-        tensors |= {(suffix, "w1"): gate, (suffix, "w3"): up, (suffix, "w2"): down.detach()}
+    for suffix, (gate_up, down) in _oriented(module).items():
+        gate, up = gate_up.chunk(2, dim=1) if module.is_concatenated else (gate_up[:, 0::2], gate_up[:, 1::2])
+        tensors |= {(suffix, "w1"): gate, (suffix, "w3"): up, (suffix, "w2"): down}
     return tensors
+
+
+def gemm_tensors(module: Any) -> dict[str, torch.Tensor]:
+    """The module's tensors under the names and in the order of the layer's parameters; copied only where they differ.
+
+    Example: `"w13_weight"` is `[E, 2N, K]`, gate rows, then up rows.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for suffix, (gate_up, down) in _oriented(module).items():
+        if not module.is_concatenated:
+            gate_up = torch.cat([gate_up[:, 0::2], gate_up[:, 1::2]], dim=1)
+        tensors |= {f"w13_{suffix}": gate_up.contiguous(), f"w2_{suffix}": down.contiguous()}
+    return tensors
+
+
+def _oriented(module: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """gate_up and down by suffix: weights `[E, out, in]`, biases `[E, out]`."""
+    gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
+    parts = {"weight": (gate_up.mT, down.mT) if module.is_transposed else (gate_up, down)}
+    if module.has_bias:
+        parts["bias"] = (module.gate_up_proj_bias.detach(), module.down_proj_bias.detach())
+    return parts
 
 
 def _activation(name: str, module: Any) -> MoEActivation:

@@ -12,7 +12,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError
-from moe_ep.integrations.hf_experts import expert_tensors, experts_shape
+from moe_ep.integrations.hf_experts import experts_shape, gemm_tensors
 from moe_ep.integrations.sharding import load_shard, make_routed_experts
 from moe_ep.process_groups import is_initialized
 
@@ -77,12 +77,10 @@ def register() -> None:
             parallel = FusedMoEParallelConfig.make(
                 ep_size=self.ep_mesh.size(), rank=dist.get_rank(group), world_size=self.ep_mesh.size()
             )
-            layer = make_routed_experts(shape, top_k, parallel, device=torch.device("meta"), process_group=group)
-            tensors = expert_tensors(self._experts)
-            for suffix in {suffix for suffix, _ in tensors}:
-                w13 = torch.cat([tensors[suffix, "w1"], tensors[suffix, "w3"]], dim=1)
-                for gemm, tensor in (("w13", w13), ("w2", tensors[suffix, "w2"])):
-                    layer.register_parameter(f"{gemm}_{suffix}", nn.Parameter(tensor, requires_grad=False))
+            tensors = gemm_tensors(self._experts)
+            layer = make_routed_experts(shape, top_k, parallel, device=tensors["w2_weight"].device, process_group=group)
+            for name, tensor in tensors.items():
+                layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
             return layer
 
     EPImplementationInterface.register(NAME, MoeEpImplementation)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS
-from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec
+from moe_ep.checkpoint import CheckpointReader, check_experts, load_moe_layer, model_spec
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import ConfigError, missing_extra
@@ -184,6 +184,7 @@ def _from_path(
 ) -> Any:
     with CheckpointReader(path) as reader:
         spec = model_spec(reader.config)
+        check_experts(reader, spec)
         quantization = expert_quantization(reader.config, quantize)
         model, shapes = hf_loading.load_without_experts(path, dtype, attn_implementation)
         device = torch.device(device or "cpu")

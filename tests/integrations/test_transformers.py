@@ -158,3 +158,26 @@ def test_gradients_are_refused() -> None:
 def test_a_model_that_was_not_divided_is_refused() -> None:
     with pytest.raises(ValueError, match="pass moe_ep.parallelize's"):
         steps_of(make_model("Qwen3Moe"))
+
+
+def as_ep_implementation(rank: int, world_size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    alone = make_model("Qwen3Moe", num_experts=6)
+    plan = {}
+    for name, _ in find_experts(alone):
+        plan |= {f"{name}.gate_up_proj": "grouped_gemm", f"{name}.down_proj": "grouped_gemm"}
+        plan[name] = "ep_dispatch_experts"
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("ep", "tp"))
+    model = apply_expert_parallelism(copy.deepcopy(alone), mesh["ep"], mesh["tp"], plan, ep_implementation="moe_ep")
+    torch.manual_seed(rank)
+    for length in (4, 9 - rank):
+        tokens = torch.randint(1, SIZES["vocab_size"], (rank + 1, length))
+        with torch.no_grad():
+            assert relative_error(model(tokens).logits, alone(tokens).logits) < tolerance(torch.float32)
+
+
+def test_as_an_ep_implementation() -> None:
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 and later have them")
+    ranks(3).run(as_ep_implementation)
