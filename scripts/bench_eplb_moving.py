@@ -245,7 +245,7 @@ def moving_rows(model: Model, T: int, transport: str) -> list[dict[str, Any]]:
     bare = run_steps(model, static, replay, draws, args.steps, None)
     manager = EPLBManager(
         model.layers,
-        EplbConfig(first_plan=NEVER, transport=transport, max_transfer_gb_s=args.gb_s, timeout_s=60),
+        EplbConfig(first_plan=NEVER, planner="thread", transport=transport, max_transfer_gb_s=args.gb_s, timeout_s=60),
     )
     static, replay = model.capture(T)
     resting = run_steps(model, static, replay, draws, args.steps, manager)
@@ -283,7 +283,7 @@ def stall_row(model: Model, transport: str) -> dict[str, Any]:
     """How long the synchronous form holds a step up: the same moves of all layers, and every expert of all layers."""
     manager = EPLBManager(
         model.layers,
-        EplbConfig(first_plan=NEVER, transport=transport, asynchronous=False, timeout_s=60),
+        EplbConfig(first_plan=NEVER, planner="thread", transport=transport, asynchronous=False, timeout_s=60),
     )
     stalls = {}
     for name, moves in (("few", model.args.moves), ("all", model.num_slots // model.size)):

@@ -9,6 +9,7 @@ from moe_ep.errors import one_of
 from moe_ep.registry import EPLB_POLICIES
 
 OBJECTIVES = ("tokens", "active_experts", "auto")
+PLANNERS = ("process", "thread")
 TRANSPORTS = ("auto", "peer_copies", "messages")
 
 
@@ -23,6 +24,8 @@ class EplbConfig:
         rebalance_below: no plan is made while balancedness is at least this, and none for a layer that is.
         min_gain, move_cost: what a layer's plan must gain (`moe_ep.eplb.rebalance_experts`).
         policy, objective, refine, num_groups, num_nodes: of the planner; num_nodes are hosts of consecutive ranks.
+        planner: where EP rank 0 plans: in a "process" of its own, which does not hold up the serving thread, or in a
+            "thread" of this one, which needs no time to start.
         asynchronous: move beside the model; False stops it after the step in which a plan is due.
         commit_margin: steps between the agreement on a commit and the commit. A rank waits where the agreement takes
             longer than that.
@@ -47,6 +50,7 @@ class EplbConfig:
     refine: bool = True
     num_groups: int = 1
     num_nodes: int = 1
+    planner: str = "process"
     asynchronous: bool = True
     commit_margin: int = 4
     transport: str = "auto"
@@ -64,10 +68,9 @@ class EplbConfig:
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive number or None")
         EPLB_POLICIES.check(self.policy)
-        if self.objective not in OBJECTIVES:
-            raise ValueError(one_of("objective", self.objective, OBJECTIVES))
-        if self.transport not in TRANSPORTS:
-            raise ValueError(one_of("transport", self.transport, TRANSPORTS))
+        for name, allowed in (("objective", OBJECTIVES), ("planner", PLANNERS), ("transport", TRANSPORTS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(one_of(name, getattr(self, name), allowed))
 
     def deadline_s(self) -> float:
         """Seconds an exchange may take."""

@@ -190,6 +190,7 @@ class EPLBManager:
             self._gate.fail(EplbError("the EPLB manager was closed"))
             self._jobs.put(None)
             thread.join()
+            self._rearrangement.close()
             self._mover.close()
 
     def _check_at_rest(self, called: str) -> None:

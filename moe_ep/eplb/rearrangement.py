@@ -24,6 +24,7 @@ from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.mover import LayerMover
 from moe_ep.eplb.placement_state import PlacementState
 from moe_ep.eplb.planner import make_plan, measure_load
+from moe_ep.eplb.planner_process import PlannerProcess
 from moe_ep.eplb.policy.maps import Array
 from moe_ep.eplb.recorder import ExpertLoadRecorder
 from moe_ep.eplb.step_gate import StepGate
@@ -71,6 +72,14 @@ class Rearrangement:
         self._mover, self._placement, self._recorder, self._tell = mover, placement, recorder, tell
         # The layer that waits for its commit: (experts, bytes, seconds of transfer); None at the end of a job.
         self._fetched: tuple[int, int, float] | None = None
+        # Started early: it takes seconds to be there.
+        in_process = config.planner == "process" and config.asynchronous and channel.rank == 0
+        self._planner = PlannerProcess() if in_process else None
+
+    def close(self) -> None:
+        """Ends the planning process."""
+        if self._planner is not None:
+            self._planner.close()
 
     def carry_out(self, job: Job, asynchronous: bool) -> EplbError | None:
         """All of a job; what goes wrong is returned."""
@@ -154,7 +163,11 @@ class Rearrangement:
         message = torch.zeros(1 + old.size, dtype=torch.int64)
         reason = "EP rank 0 made no plan"
         if self._channel.rank == 0:
-            plan, reason = make_plan(total, load, old, self._placement.num_experts, self._channel.size, self._config)
+            sizes = (self._placement.num_experts, self._channel.size)
+            if self._planner is None:
+                plan, reason = make_plan(total, load, old, *sizes, self._config)
+            else:
+                plan, reason = self._planner.make_plan(total, old, *sizes, self._config, self._channel.timeout_s)
             if plan is not None:
                 message[0] = 1
                 message[1:] = torch.from_numpy(plan).flatten()

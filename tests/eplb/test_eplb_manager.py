@@ -16,6 +16,7 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import CommitReport, LoadReport, PlanReport
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.packing import ExpertRows
+from moe_ep.eplb.planner_process import PlannerProcess
 from moe_ep.eplb.transfer import MessageTransport
 from moe_ep.errors import ConfigError, EplbError
 from moe_ep.layer import FusedMoE
@@ -34,7 +35,9 @@ from tests.ranks import RankPool, ranks
 
 L = 3
 BACKENDS = [name for name in ALL2ALL_BACKENDS if name != "no_ep" and not name.startswith("nvshmem")]
-CONFIG = EplbConfig(first_plan=4, interval=20, rebalance_below=1.0, refine=False, commit_margin=1, timeout_s=20)
+CONFIG = EplbConfig(
+    first_plan=4, interval=20, rebalance_below=1.0, refine=False, commit_margin=1, timeout_s=20, planner="thread"
+)
 
 
 def make_model(world_size: int, spare: int = 2, **options: Any) -> list[FusedMoE]:
@@ -348,3 +351,37 @@ def test_when_a_plan_is_due() -> None:
     config = EplbConfig(first_plan=3, interval=5)
     assert [step for step in range(20) if config.is_due(step)] == [3, 8, 13, 18]
     assert TOP_K < E
+
+
+def planned_elsewhere(rank: int, world_size: int) -> tuple[list[list[int]], int]:
+    """Steps until the planning process has answered; the same plan as without it."""
+    counts = torch.randint(50, (E + redundancy(world_size, 2),), generator=torch.Generator().manual_seed(1)).int()
+    found = []
+    for planner in ("process", "thread"):
+        layers = make_model(world_size)
+        config = EplbConfig(**{**vars(CONFIG), "first_plan": 2, "interval": 10**6, "planner": planner, "refine": True})
+        manager = EPLBManager(layers, config)
+        for _ in range(2):
+            manager.recorder.expert_load_pass += counts
+            manager.step()
+        manager.finish()
+        found.append(manager.placement.host.tolist())
+        plans = manager.totals.plans_made
+        manager.close()
+    assert found[0] == found[1]
+    return found[0], plans
+
+
+def test_plans_of_the_planning_process() -> None:
+    results = ranks(2).run(planned_elsewhere)
+    assert results[0] == results[1]
+    assert results[0][1] == 1
+
+
+def test_a_planning_process_that_ends_is_an_error() -> None:
+    planner = PlannerProcess()
+    planner._process.kill()
+    placement = np.arange(4)[None]
+    with pytest.raises(RuntimeError, match="the planning process ended with exit code -9"):
+        planner.make_plan(torch.ones(1, 1, 4, dtype=torch.int64), placement, 4, 2, CONFIG, 20)
+    planner.close()

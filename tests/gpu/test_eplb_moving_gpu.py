@@ -56,7 +56,8 @@ def check_weights(layers: list[FusedMoE], placement: np.ndarray, schemes: tuple[
 def move(rank: int, world_size: int, transport: str, asynchronous: bool) -> str:
     layers = make_model(world_size)
     manager = EPLBManager(
-        layers, EplbConfig(transport=transport, asynchronous=asynchronous, timeout_s=30, first_plan=10**6)
+        layers,
+        EplbConfig(transport=transport, asynchronous=asynchronous, timeout_s=30, first_plan=10**6, planner="thread"),
     )
     for seed in range(3):
         manager.rearrange(random_placement(len(layers), E + layers[0].num_redundant_experts, seed))
@@ -82,7 +83,8 @@ def replay_while_moving(rank: int, world_size: int, transport: str) -> tuple[lis
     layer = make_model(world_size, ("plain",))[0]
     alone = on_gpu(make_layer(ep_size=1, enable_eplb=False), 0)
     manager = EPLBManager(
-        [layer], EplbConfig(transport=transport, first_plan=5, interval=10, rebalance_below=1.0, timeout_s=30)
+        [layer],
+        EplbConfig(transport=transport, first_plan=5, interval=10, rebalance_below=1.0, timeout_s=30, planner="thread"),
     )
     static = [tensor.cuda() for tensor in inputs(T, seed=rank)]
     side = torch.cuda.Stream()

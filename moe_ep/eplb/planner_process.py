@@ -1,0 +1,141 @@
+"""Plans in a process of their own, so that a second of planning does not hold up the interpreter that serves.
+
+The two talk over pipes: a line of JSON, then the arrays' bytes. Requests carry a window of counts and the placement,
+answers the plan, or why there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.planner import make_plan, measure_load
+from moe_ep.eplb.policy.maps import Array
+
+
+class PlannerProcess:
+    """A child that plans; it ends with this process, or with `close`."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {
+            # As found here, also from a bare checkout; no GPU, and one core.
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "moe_ep.eplb.planner_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            bufsize=0,
+        )
+
+    def make_plan(
+        self,
+        counts: torch.Tensor,
+        placement: Array,
+        num_experts: int,
+        num_ranks: int,
+        config: EplbConfig,
+        limit_s: float,
+    ) -> tuple[Array | None, str]:
+        """What `moe_ep.eplb.planner.make_plan` returns for a window int `[S, L, P]`.
+
+        Raises:
+            TimeoutError: it takes longer than limit_s.
+            RuntimeError: the process has ended.
+        """
+        about = {"num_experts": num_experts, "num_ranks": num_ranks, "config": asdict(config)}
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise RuntimeError("the planning process was started without pipes")
+        deadline = time.monotonic() + limit_s
+        try:
+            _write(stdin, about, counts.to(torch.int32).numpy(), placement)
+            if not select.select([stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
+                raise TimeoutError(f"the planning process did not answer within {limit_s:g} s")
+            answer, arrays = _read(stdout)
+        except (OSError, EOFError):
+            code = self._process.wait()
+            raise RuntimeError(f"the planning process ended with exit code {code}") from None
+        return (arrays[0] if arrays else None), answer["reason"]
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _write(pipe: IO[bytes], about: dict[str, Any], *arrays: Array) -> None:
+    arrays = tuple(np.ascontiguousarray(array) for array in arrays)
+    header = about | {"arrays": [[array.dtype.str, list(array.shape)] for array in arrays]}
+    for data in (json.dumps(header).encode() + b"\n", *(array.data for array in arrays)):
+        left = memoryview(data).cast("B")
+        while len(left):
+            left = left[pipe.write(left) :]
+
+
+def _read(pipe: IO[bytes]) -> tuple[dict[str, Any], list[Array]]:
+    header = json.loads(_read_line(pipe))
+    arrays = []
+    for dtype, shape in header.pop("arrays"):
+        data = bytearray(np.dtype(dtype).itemsize * math.prod(shape))
+        view = memoryview(data)
+        while len(view):
+            size = pipe.readinto(view)  # type: ignore[attr-defined]
+            if not size:
+                raise EOFError
+            view = view[size:]
+        arrays.append(np.frombuffer(data, dtype=dtype).reshape(shape))
+    return header, arrays
+
+
+def _read_line(pipe: IO[bytes]) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = pipe.read(1)
+        if not byte:
+            raise EOFError
+        line += byte
+    return line
+
+
+def main() -> None:
+    """Answers requests until the pipe is closed."""
+    os.nice(5)
+    torch.set_num_threads(1)
+    requests, answers = os.fdopen(0, "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
+    # What a library prints must not get between answers.
+    os.dup2(2, 1)
+    while True:
+        try:
+            about, (counts, placement) = _read(requests)
+        except EOFError:
+            return
+        window = torch.from_numpy(counts.astype(np.int64))
+        load = measure_load(window, about["num_ranks"], 0)
+        config = EplbConfig(**about["config"])
+        plan, reason = make_plan(window, load, placement, about["num_experts"], about["num_ranks"], config)
+        try:
+            _write(answers, {"reason": reason}, *([] if plan is None else [plan]))
+        except BrokenPipeError:
+            return
+
+
+if __name__ == "__main__":
+    main()
