@@ -27,6 +27,8 @@ Array = np.ndarray
 _FEW_SLOTS = 7
 # A layer that ends this far above what is reachable, after moving much, might as well be planned anew.
 _FAR = 0.05
+# A replica is wasted where the heaviest one elsewhere is this many times as heavy as its expert would be without it.
+_WASTED = 2.0
 # Replica counts are searched only up to so many redundant slots: beyond, a search takes longer than it is worth.
 _SEARCHED_REPLICAS = 64
 
@@ -146,6 +148,9 @@ class RowPlanner:
     def _change_replicas(self, old: Array, target: Array) -> tuple[Array, Array]:
         """Gives replicas to experts that are too heavy for any rank, from those that lose least; at most a few a row.
 
+        Wasted replicas go too, however light the ranks are: where a batch differs from the mean, tokens can be steered
+        only between replicas that have any.
+
         Returns:
             The placement, int64 `[X, P]`, and the counts, int64 `[X, E]`, that follow.
         """
@@ -156,18 +161,19 @@ class RowPlanner:
             return old, counts
         slots, rows = old.copy(), np.arange(num_rows)
         limit = target - self.companions
-        for _ in range(self.effort.replica_changes):
+        for _ in range(max(self.effort.replica_changes, self.num_slots - num_experts)):
+            each = np.arange(rows.size)
             unit = self.weight[rows] / counts[rows]
             heaviest = unit.argmax(axis=1)
-            load = unit[np.arange(rows.size), heaviest]
-            over = (load > limit[rows]) & (counts[rows, heaviest] < self.num_ranks)
-            rows, heaviest, load = rows[over], heaviest[over], load[over]
-            if rows.size == 0:
-                break
+            load = unit[each, heaviest]
             after = np.where(counts[rows] > 1, self.weight[rows] / np.maximum(counts[rows] - 1, 1), np.inf)
             donor = after.argmin(axis=1)
-            gives = after[np.arange(rows.size), donor] < load
+            without = after[each, donor]
+            gives = (load > _WASTED * without) | ((load > limit[rows]) & (load > without))
+            gives &= counts[rows, heaviest] < self.num_ranks
             rows, heaviest, donor = rows[gives], heaviest[gives], donor[gives]
+            if rows.size == 0:
+                break
             done = self._hand_over(slots, counts, rows, heaviest, donor)
             rows = rows[done]
         return slots, counts
