@@ -64,8 +64,8 @@ class Scene:
         seen = int(trace.num_steps * self.planned_on)
         if not 0 < seen < trace.num_steps:
             raise ValueError(
-                f"the trace has {trace.num_steps} steps; planning on {self.planned_on:g} of them leaves nothing to plan "
-                f"on, or nothing to measure; give more steps"
+                f"the trace has {trace.num_steps} steps; planning on {self.planned_on:g} leaves nothing to plan on "
+                f"or nothing to measure; give more steps"
             )
         return seen
 
