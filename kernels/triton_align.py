@@ -331,7 +331,10 @@ def triton_align(
     blocks = triton.cdiv(max(numel, length, num_experts), _BLOCK)
     with torch.cuda.device_of(topk_ids):
         if numel <= _BLOCK:
-            _small_kernel[(blocks,)](topk_ids, key_map, names, *outputs, SLOTS=_BLOCK, **listed)
+            # A tile of slots by slots; one warp has no need to meet others for its sums.
+            slots = max(16, triton.next_power_of_2(numel))
+            listed["num_warps"] = 1 if slots <= 32 else 4
+            _small_kernel[(blocks,)](topk_ids, key_map, names, *outputs, SLOTS=slots, **listed)
             return lists
         num_pieces = triton.cdiv(numel, _PIECE)
         tables = topk_ids.new_zeros((num_pieces + 1, num_experts), dtype=torch.int32)

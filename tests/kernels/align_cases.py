@@ -28,6 +28,7 @@ class Case:
 INTERPRETER_CASES = [
     Case(num_slots=0),
     Case(num_slots=1, num_experts=1, block_size=1),
+    Case(num_slots=20, num_experts=300, block_size=8, map="names"),
     Case(num_slots=300, map="names", dtype=torch.int64),
     Case(num_slots=300, num_experts=40, block_size=5, map="keys"),
     Case(num_slots=1030, num_experts=7, block_size=64, skew=True),
