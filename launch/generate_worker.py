@@ -23,13 +23,11 @@ from moe_ep.integrations.generation import Completion, Generation, Request
 from moe_ep.integrations.steps import StepCoordinator
 from moe_ep.integrations.transformers import steps_of
 from moe_ep.launch import progress
+from moe_ep.launch.facts import backend_name, device_name, peak_memory, versions
 from moe_ep.launch.generate_config import GenerateConfig
 from moe_ep.launch.generate_report import RankGeneration
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.run_config import DTYPES
-from moe_ep.launch.worker import _backend_name as backend_name
-from moe_ep.launch.worker import _peak_memory as peak_memory
-from moe_ep.launch.worker import _versions as versions
 
 
 def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[str]) -> RankGeneration:
@@ -66,12 +64,15 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[st
     started = time.perf_counter()
     completions = generation.run()
     elapsed_s = time.perf_counter() - started
+    if steps.eplb is not None:
+        steps.eplb.finish()
+        steps.eplb.close()
     progress.report("sequences", len(prompts), len(prompts))
     return RankGeneration(
         rank=rank_env.rank,
         node=platform.node(),
         device=rank_env.device,
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        device_name=device_name(device),
         backends=_backends(steps, config.batch_size),
         experts_name=type(steps.layers[0].modular_kernel.fused_experts).__name__,
         dtype=str(dtype).removeprefix("torch."),

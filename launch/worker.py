@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
 import time
 from itertools import repeat
 from pathlib import Path
@@ -22,6 +21,7 @@ from moe_ep.eplb.placement_file import model_checksum
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.launch import progress
 from moe_ep.launch.balancing import Balancing
+from moe_ep.launch.facts import backend_name, device_name, peak_memory, versions
 from moe_ep.launch.inputs import TokenSource
 from moe_ep.launch.observing import observing
 from moe_ep.launch.rank_env import RankEnv
@@ -75,7 +75,7 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
                 monitor.end_step()
             if balancing is not None:
                 report.eplb = balancing.close()
-        report.memory_bytes = _peak_memory(device)
+        report.memory_bytes = peak_memory(device)
         loads = torch.tensor(report.loads, dtype=torch.float64)
         report.overall_balancedness = balancedness(loads.flatten(0, 1))
         progress.report("steps", config.steps, config.steps)
@@ -179,14 +179,14 @@ def _new_report(
         rank=rank_env.rank,
         node=platform.node(),
         device=rank_env.device,
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        device_name=device_name(device),
         experts=sorted(set(mine.tolist())),
         num_tokens=config.num_tokens(rank_env.rank),
-        backend=_backend_name(layer.prepare_finalize),
+        backend=backend_name(layer.prepare_finalize),
         experts_name=type(layer.modular_kernel.fused_experts).__name__,
         load_s=load_s,
         bytes_read=reader.bytes_read,
-        versions=_versions(),
+        versions=versions(),
         model={
             "path": str(reader.directory),
             "name": f"{spec.family} {model_checksum(reader)[:12]}",
@@ -201,27 +201,3 @@ def _new_report(
         dtype=str(dtype).removeprefix("torch."),
         tolerance=verify.tolerance(dtype),
     )
-
-
-def _backend_name(prepare_finalize: Any) -> str:
-    from moe_ep.registry import ALL2ALL_BACKENDS
-
-    target = f"{type(prepare_finalize).__module__}:{type(prepare_finalize).__name__}"
-    return next((name for name in ALL2ALL_BACKENDS if ALL2ALL_BACKENDS[name].target == target), target)
-
-
-def _versions() -> dict[str, str]:
-    import moe_ep
-
-    versions = {"moe_ep": moe_ep.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    if torch.cuda.is_available():
-        versions["cuda"] = torch.version.cuda or ""
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return versions
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: on a GPU the most that was allocated during the steps, else the most the process ever held."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

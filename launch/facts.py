@@ -1,0 +1,39 @@
+"""Facts of a worker's process that reports tell: which backend ran, on which versions, in how much memory."""
+
+from __future__ import annotations
+
+import platform
+import resource
+from typing import Any
+
+import torch
+
+import moe_ep
+from moe_ep.registry import ALL2ALL_BACKENDS
+
+
+def backend_name(prepare_finalize: Any) -> str:
+    """The registry's name of a dispatch backend, or its class where it has none."""
+    target = f"{type(prepare_finalize).__module__}:{type(prepare_finalize).__name__}"
+    return next((name for name in ALL2ALL_BACKENDS if ALL2ALL_BACKENDS[name].target == target), target)
+
+
+def versions() -> dict[str, str]:
+    """Of what decides how fast it runs and what comes out."""
+    found = {"moe_ep": moe_ep.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        found["cuda"] = torch.version.cuda or ""
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: on a GPU the most that was allocated since its count was reset, else the most the process ever held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
