@@ -1,17 +1,21 @@
-"""Loading one rank's experts against plainly reading the same bytes: the ratio of the two speeds.
+"""Loading one rank's experts against plainly reading the same bytes: the ratio of the two speeds, and the memory.
 
-    python scripts/bench_loading.py                          # a made checkpoint of about 1 GB, rank 0 of 8
+    python scripts/bench_loading.py                                    # a made bf16 checkpoint of 1.2 GB, rank 0 of 8
+    python scripts/bench_loading.py --format int4 --geometry deepseek-v3 --made-experts 64 --made-layers 1
     python scripts/bench_loading.py --model DIR --ep-size 8 --rank 3 --device cuda
 
 Both read the same byte ranges of the same files in file order. `--cache cold` drops the files from the page cache
 before every repeat, `--cache warm` reads them once before. Plain is preadv of whole runs into one buffer that is
-reused; loading ends with the bytes in the layers' parameters, before any repacking. A table, then one JSON line.
+reused; loading ends with the bytes in the layers' parameters, before any repacking. The memory is what the process
+holds at most while it loads into fresh layers, over what it held before, as a multiple of the bytes loaded. A table,
+then one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -19,18 +23,20 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 
-from moe_ep.checkpoint.formats import quantization_config
+from moe_ep.checkpoint.formats import QuantizationConfig, quantization_config
 from moe_ep.checkpoint.loader import load_moe_layer
 from moe_ep.checkpoint.models import MoEModelSpec, model_spec
 from moe_ep.checkpoint.plan import plan_layer
 from moe_ep.checkpoint.reader import CheckpointReader
-from moe_ep.checkpoint.writer import write_checkpoint
+from moe_ep.checkpoint.stored import layer_quantization
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.layer import FusedMoE
 
@@ -39,34 +45,13 @@ PLAIN_READ_BYTES = 32 << 20
 TARGET_RATIO = 0.80
 
 
-def make_checkpoint(directory: Path, num_layers: int) -> None:
-    """Qwen3-MoE shapes, bf16: every layer has 64 experts of 3 x 768 x 2048, 604 MB."""
-    config = {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": num_layers,
-        "vocab_size": 16,
-        "dtype": "bfloat16",
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    }
-    block = torch.randn(768, 2048).bfloat16()
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for layer in range(num_layers):
-            for expert in range(64):
-                for name in ("gate_proj", "up_proj", "down_proj"):
-                    weight = block.T.contiguous() if name == "down_proj" else block.clone()
-                    yield f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", weight
-
-    write_checkpoint(directory, config, tensors(), max_shard_bytes=1 << 30)
+def quantization_of(spec: MoEModelSpec, reader: CheckpointReader, index: int) -> QuantizationConfig | None:
+    return layer_quantization(quantization_config(reader.config), spec, index)
 
 
-def make_layer(spec: MoEModelSpec, reader: CheckpointReader, args: argparse.Namespace) -> FusedMoE:
+def make_layer(
+    spec: MoEModelSpec, reader: CheckpointReader, index: int, args: argparse.Namespace, touch: bool = True
+) -> FusedMoE:
     """The parameters of one rank, without a process group and with their memory touched."""
     parallel = FusedMoEParallelConfig(dp_size=args.ep_size, dp_rank=args.rank, ep_size=args.ep_size, ep_rank=args.rank)
     with torch.device(args.device):
@@ -76,10 +61,10 @@ def make_layer(spec: MoEModelSpec, reader: CheckpointReader, args: argparse.Name
             spec.hidden_size,
             spec.moe_intermediate_size,
             params_dtype=spec.dtype,
-            quant_config=quantization_config(reader.config),
+            quant_config=quantization_of(spec, reader, index),
             parallel_config=parallel,
         )
-    for param in layer.parameters():
+    for param in layer.parameters() if touch else ():
         param.data.zero_()
     layer.process_weights_after_loading = lambda: None  # type: ignore[method-assign]
     return layer
@@ -87,11 +72,13 @@ def make_layer(spec: MoEModelSpec, reader: CheckpointReader, args: argparse.Name
 
 def runs_of(spec: MoEModelSpec, reader: CheckpointReader, layers: dict[int, FusedMoE]) -> list[Run]:
     """(file, offset, bytes) of what the rank loads, neighbours joined."""
-    quantization = quantization_config(reader.config)
-    sources = [
-        source for index, layer in layers.items() for source in plan_layer(reader, spec, index, layer, quantization)
+    infos = [
+        source.info
+        for index, layer in layers.items()
+        for source in plan_layer(reader, spec, index, layer, quantization_of(spec, reader, index))
+        if source.info is not None
     ]
-    infos = sorted((reader.info(source.name) for source in sources), key=lambda info: (info.file, info.offset))
+    infos.sort(key=lambda info: (info.file, info.offset))
     runs: list[Run] = []
     for info in infos:
         if runs and runs[-1][0] == info.file and runs[-1][1] + runs[-1][2] == info.offset:
@@ -147,23 +134,57 @@ def check_loaded(spec: MoEModelSpec, reader: CheckpointReader, layers: dict[int,
     """Every loaded tensor equals a plain read of it: a benchmark of something wrong is none."""
     for index, layer in layers.items():
         params = dict(layer.named_parameters())
-        for source in plan_layer(reader, spec, index, layer, quantization_config(reader.config)):
-            expected = reader.read(source.name)
+        for source in plan_layer(reader, spec, index, layer, quantization_of(spec, reader, index)):
+            if source.info is None:
+                continue
+            ((_, raw),) = reader.read_many([source.info])
             for slot in source.slots:
+                if not slot.param_name:
+                    continue
+                expected = slot.tensor(raw)
                 local = slot.expert_id if layer.expert_map is None else int(layer.expert_map[slot.expert_id])
                 found = params[slot.param_name][local].cpu()
                 if found.shape != expected.shape:
-                    found = found.chunk(2, dim=0 if slot.param_name == "w13_weight" else 1)[slot.shard_id == "w3"]
-                if not torch.equal(found, expected.to(found.dtype)):
+                    found = found.chunk(2, dim=slot.layout.out_dim)[slot.shard_id == "w3"]
+                if not torch.equal(found.float(), expected.float()):
                     raise RuntimeError(f"{source.name} was loaded wrongly into {slot}")
+
+
+def held_bytes() -> int:
+    """Memory that the process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_over_share(spec: MoEModelSpec, reader: CheckpointReader, args: argparse.Namespace, expected: int) -> float:
+    """The most that the process holds while it loads fresh layers, over what it held before, by the bytes loaded."""
+    before, most, done = held_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.005):
+            most = max(most, held_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        layers = {index: make_layer(spec, reader, index, args) for index in spec.moe_layers}
+        load(spec, reader, layers, args.device)
+    finally:
+        done.set()
+        watcher.join()
+    return (max(most, held_bytes()) - before) / expected
 
 
 def measure(directory: Path, args: argparse.Namespace) -> dict[str, object]:
     reader = CheckpointReader(directory)
     spec = model_spec(reader.config)
-    layers = {index: make_layer(spec, reader, args) for index in spec.moe_layers}
-    runs = runs_of(spec, reader, layers)
+    # Memory that nobody has touched is none; it is looked at before anything else has used some.
+    untouched = {index: make_layer(spec, reader, index, args, touch=False) for index in spec.moe_layers}
+    runs = runs_of(spec, reader, untouched)
+    untouched.clear()
     expected = sum(nbytes for _, _, nbytes in runs)
+    peak = peak_over_share(spec, reader, args, expected)
+    layers = {index: make_layer(spec, reader, index, args) for index in spec.moe_layers}
     times: dict[str, list[float]] = {"plain": [], "load": []}
     load(spec, reader, layers, args.device)
     check_loaded(spec, reader, layers)
@@ -190,6 +211,9 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, object]:
         "load_gb_s": round(rates["load"], 3),
         "ratio": round(rates["load"] / rates["plain"], 3),
         "target_ratio": TARGET_RATIO,
+        "peak_over_share": round(peak, 3),
+        "format": args.format if args.model is None else "as on disk",
+        "geometry": args.geometry if args.model is None else "as on disk",
     }
 
 
@@ -203,7 +227,10 @@ def commit() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="checkpoint directory; without it one is made and removed")
-    parser.add_argument("--made-layers", type=int, default=2, help="layers of the made checkpoint, 604 MB each")
+    parser.add_argument("--format", choices=FORMATS, default="bf16", help="of the made checkpoint")
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-30b", help="of the made checkpoint")
+    parser.add_argument("--made-layers", type=int, default=2, help="layers of the made checkpoint")
+    parser.add_argument("--made-experts", type=int, default=64, help="experts of a layer of the made checkpoint")
     parser.add_argument("--made-in", type=Path, help="folder for the made checkpoint; the system's temporary one")
     parser.add_argument("--ep-size", type=int, default=8)
     parser.add_argument("--rank", type=int, default=0)
@@ -214,7 +241,11 @@ def main() -> None:
     made = None
     if args.model is None:
         made = Path(tempfile.mkdtemp(prefix="moe-ep-bench-loading-", dir=args.made_in))
-        make_checkpoint(made, args.made_layers)
+        # In a process of its own, whose memory is gone when this one's is looked at.
+        sizes = (args.format, args.geometry, args.made_layers, args.made_experts)
+        maker = multiprocessing.get_context("spawn").Process(target=make_checkpoint, args=(made, *sizes))
+        maker.start()
+        maker.join()
     try:
         row = measure(args.model or made, args)
     finally:
@@ -222,6 +253,7 @@ def main() -> None:
             shutil.rmtree(made)
     print(f"{row['bytes'] / 1e6:.0f} MB in {row['runs']} runs, {args.cache} cache, {args.device}")
     print(f"plain read {row['plain_gb_s']:.2f} GB/s, load {row['load_gb_s']:.2f} GB/s, ratio {row['ratio']:.2f}")
+    print(f"most host memory while loading: {row['peak_over_share']:.2f} x the bytes loaded")
     versions = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit()}
     print(json.dumps({"benchmark": "loading", **row, **versions, "command": " ".join(sys.argv)}))
 

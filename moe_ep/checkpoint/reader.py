@@ -6,7 +6,6 @@ into large buffers by a few threads that run ahead of the consumer.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
@@ -151,8 +150,8 @@ class CheckpointReader:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields `(name, tensor)` in file order, read in large pieces by a few threads that run ahead.
 
-        Tensors that lie side by side are read at once. The tensors of a piece are views of one buffer of about
-        `BATCH_BYTES`, which lives as long as any of them: copy what should stay for long.
+        Tensors that lie side by side are read at once. The tensors of a batch are views of one buffer of about
+        `BATCH_BYTES`, larger for a larger tensor, which lives as long as any of them: copy what should stay for long.
 
         Args:
             names: of whole tensors; or what `info(name).row(i)` gives, for one index of the leading dimension.
@@ -166,37 +165,49 @@ class CheckpointReader:
         if not batches:
             return
         pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="moe_ep-read")
-        pending: deque[tuple[_Batch, Future[torch.Tensor]]] = deque()
+        pending: deque[tuple[_Batch, torch.Tensor, list[Future[None]]]] = deque()
         rest = iter(batches)
+        bytes_ahead = 0
         try:
             while True:
-                while len(pending) <= READ_THREADS and (batch := next(rest, None)) is not None:
-                    pending.append((batch, pool.submit(self._read_batch, batch, reuse_buffers)))
+                while bytes_ahead < READ_THREADS * BATCH_BYTES and (batch := next(rest, None)) is not None:
+                    buffer = self._buffer(batch.nbytes, reuse_buffers)
+                    pending.append((batch, buffer, self._submit(pool, batch, buffer)))
+                    bytes_ahead += batch.nbytes
                 if not pending:
                     return
-                batch, future = pending.popleft()
-                buffer = future.result()
+                batch, buffer, pieces = pending.popleft()
+                for piece in pieces:
+                    piece.result()
+                bytes_ahead -= batch.nbytes
                 for info, position in batch.tensors:
                     yield info.name, _view(buffer, position, info)
-                if reuse_buffers and buffer.numel() <= BATCH_BYTES:
+                if reuse_buffers:
                     self._spare_buffers.append(buffer)
                 # Otherwise the buffer would stay alive during the next wait.
-                del buffer, future
+                del buffer, pieces
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read_batch(self, batch: _Batch, reuse_buffers: bool) -> torch.Tensor:
-        buffer = self._spare_buffer(batch.nbytes) if reuse_buffers else torch.empty(batch.nbytes, dtype=torch.uint8)
+    def _submit(self, pool: ThreadPoolExecutor, batch: _Batch, buffer: torch.Tensor) -> list[Future[None]]:
+        """Fills the buffer in pieces, so that several threads read one large tensor."""
         view = _as_bytes(buffer)
-        for offset, position, nbytes in batch.runs:
-            self._fill(batch.file, offset, view[position : position + nbytes])
-        return buffer
+        return [
+            pool.submit(self._fill, batch.file, offset + start, view[position + start : position + min(end, nbytes)])
+            for offset, position, nbytes in batch.runs
+            for start, end in ((start, start + BATCH_BYTES) for start in range(0, nbytes, BATCH_BYTES))
+        ]
 
-    def _spare_buffer(self, nbytes: int) -> torch.Tensor:
-        with contextlib.suppress(IndexError):
-            buffer = self._spare_buffers.pop()
-            if buffer.numel() >= nbytes:
-                return buffer
+    def _buffer(self, nbytes: int, reuse: bool) -> torch.Tensor:
+        """Room for a batch: a spare buffer, or a new one in the place of a spare one that is too small."""
+        if not reuse:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        self._spare_buffers.sort(key=torch.Tensor.numel)
+        for index, spare in enumerate(self._spare_buffers):
+            if spare.numel() >= nbytes:
+                return self._spare_buffers.pop(index)
+        if self._spare_buffers:
+            self._spare_buffers.pop()
         return torch.empty(max(nbytes, BATCH_BYTES), dtype=torch.uint8)
 
     def _fill(self, file: Path, offset: int, buffer: memoryview) -> None:
