@@ -4,9 +4,9 @@
     python scripts/bench_eplb_moving.py --device cpu --ranks 2 --geometry small --tokens 4 --steps 20
 
 A step is one replay of a CUDA graph with all layers, then `EPLBManager.step`; the host runs at most two steps ahead.
-The same steps are timed with nothing moving and while a rearrangement is under way: then every rank gets --moves new
-experts a layer from its neighbour, again and again. Each setting first checks that every slot holds its expert, byte
-by byte, before and after. A time is the maximum over ranks; median, p99 and maximum over steps. The transfer alone
+The same steps are timed with nothing moving (before and after) and while a rearrangement is under way: then every rank
+gets --moves new experts a layer from its neighbour and gives them back, again and again. After each setting every slot
+is checked to hold its expert. A time is the maximum over ranks; median, p99 and maximum over steps. The transfer alone
 moves every expert of a layer to the next rank with nothing else running, beside plain copies and messages of the same
 size. One JSON line a row, then tables.
 """
@@ -64,7 +64,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=numbers, default=[64, 128])
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--transports", type=lambda text: text.split(","), default=["peer_copies", "messages"])
-    parser.add_argument("--gb-s", type=float, default=40.0, help="pace of peer copies beside the model")
+    parser.add_argument("--gb-s", type=numbers, default=[40, 10], help="paces of peer copies beside the model")
     parser.add_argument("--moves", type=int, default=2, help="experts that a rank gets a layer")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--zipf", type=float, default=0.8, help="for the tokens/s before and after; 0 leaves it out")
@@ -175,13 +175,13 @@ class Model:
 
 
 def swapped(placement: np.ndarray, size: int, moves: int, number: int) -> np.ndarray:
-    """The placement with `moves` experts of every rank given to the next one."""
+    """The placement with `moves` experts of every rank given to the next one; every second time they go back."""
     result = placement.copy()
     num_slots = placement.shape[1] // size
-    slots = (np.arange(moves) * 7 + number * moves) % num_slots
+    slots = (np.arange(moves) * 7 + number // 2 * moves) % num_slots
     for row in result:
         ranks = row.reshape(size, num_slots)
-        ranks[:, slots] = np.roll(ranks[:, slots], 1, axis=0)
+        ranks[:, slots] = np.roll(ranks[:, slots], -1 if number % 2 else 1, axis=0)
     return result
 
 
@@ -217,45 +217,50 @@ def run_steps(
     count: int,
     manager: EPLBManager | None,
     keep_moving: Callable[[], None] | None = None,
-) -> list[float]:
-    """Step times, the slowest rank's; without the first few, and of steps with a move under way where that is asked."""
+) -> tuple[list[float], list[bool]]:
+    """Step times, the slowest rank's, and which steps made a commit; without the first few, and only steps with a
+    move under way where that is asked."""
     dist.barrier()
-    timer, counted = Timer(model.device), []
+    timer, counted, commits = Timer(model.device), [], []
     timer.mark()
     warm_up = 5
     while sum(counted) < count + warm_up:
         for target, source in zip(static, draws[len(counted) % NUM_DRAWS], strict=True):
             target.copy_(source)
         replay()
+        before = 0 if manager is None else manager.totals.layers_committed
         if manager is not None:
             if keep_moving is not None and not manager.busy:
                 keep_moving()
             manager.step()
         timer.mark()
         counted.append(keep_moving is None or (manager is not None and manager.busy))
-    times = [time_us for time_us, counts in zip(timer.times_us(), counted, strict=True) if counts]
-    return slowest_rank(times[warm_up:])
+        commits.append(manager is not None and manager.totals.layers_committed > before)
+    chosen = [index for index, counts in enumerate(counted) if counts][warm_up:]
+    times = timer.times_us()
+    return slowest_rank([times[index] for index in chosen]), [commits[index] for index in chosen]
 
 
-def moving_rows(model: Model, T: int, transport: str) -> list[dict[str, Any]]:
+def moving_rows(model: Model, T: int, transport: str, gb_s: int | None) -> list[dict[str, Any]]:
     """Steps without a manager, with one that rests, and while experts move."""
     args = model.args
     static, replay = model.capture(T)
     draws = model.draw(T, 0.0)
-    bare = run_steps(model, static, replay, draws, args.steps, None)
+    bare, _ = run_steps(model, static, replay, draws, args.steps // 2, None)
     manager = EPLBManager(
         model.layers,
-        EplbConfig(first_plan=NEVER, planner="thread", transport=transport, max_transfer_gb_s=args.gb_s, timeout_s=60),
+        EplbConfig(first_plan=NEVER, planner="thread", transport=transport, max_transfer_gb_s=gb_s, timeout_s=60),
     )
     static, replay = model.capture(T)
-    resting = run_steps(model, static, replay, draws, args.steps, manager)
+    resting, _ = run_steps(model, static, replay, draws, args.steps // 2, manager)
     number = itertools.count()
 
     def keep_moving() -> None:
         manager.rearrange(swapped(manager.placement.host, model.size, args.moves, next(number)))
 
-    moving = run_steps(model, static, replay, draws, args.steps, manager, keep_moving)
+    moving, commits = run_steps(model, static, replay, draws, args.steps, manager, keep_moving)
     manager.finish()
+    resting += run_steps(model, static, replay, draws, args.steps // 2, manager)[0]
     model.check(manager.placement.host)
     totals = manager.totals
     manager.close()
@@ -264,13 +269,17 @@ def moving_rows(model: Model, T: int, transport: str) -> list[dict[str, Any]]:
         timing, base = timing_of(times), timing_of(resting)
         rows.append(
             {
-                "kind": "steps", "what": name, "transport": transport, "tokens_per_rank": T,
+                "kind": "steps", "what": name, "gb_s": gb_s, "transport": transport, "tokens_per_rank": T,
                 "median_us": timing.median, "p99_us": timing.p99, "max_us": timing.maximum,
                 "median_ratio": timing.median / base.median, "p99_ratio": timing.p99 / base.p99,
                 "max_over_median": timing.maximum / timing.median,
             }
         )  # fmt: skip
+    with_commit = [us for us, commit in zip(moving, commits, strict=True) if commit]
+    without = [us for us, commit in zip(moving, commits, strict=True) if not commit]
     rows[-1] |= {
+        "commit_step_us": timing_of(with_commit).median if with_commit else None,
+        "other_step_us": timing_of(without).median if without else None,
         "experts_moved": totals.experts_moved, "gb_moved": totals.bytes_moved / 1e9,
         "layers_committed": totals.layers_committed,
         "transfer_ms": totals.transfer_s / max(totals.layers_committed, 1) * 1e3,
@@ -372,7 +381,7 @@ def skew_rows(model: Model, T: int) -> list[dict[str, Any]]:
     rows = []
 
     def measure(what: str, draws: list[list[torch.Tensor]]) -> None:
-        times = run_steps(model, static, replay, draws, args.steps // 2, manager)
+        times, _ = run_steps(model, static, replay, draws, args.steps // 2, manager)
         counts = manager.recorder.snapshot().sum(dim=0).double()
         dist.all_reduce(counts)
         rows.append(
@@ -415,13 +424,19 @@ def run_rank(rank: int, size: int, args: argparse.Namespace, init_method: str) -
     options = {"device_id": device} if args.device == "cuda" else {}
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, **options)
     rows: list[dict[str, Any]] = []
+    started = time.perf_counter()
+    about = facts(seed=args.seed, commit=args.commit)
     with torch.inference_mode():
         model = Model(args, rank, size, device)
+        about |= {"backend": type(model.layers[0].prepare_finalize).__name__}
+        about |= {"experts": type(model.layers[0].modular_kernel.fused_experts).__name__}
 
         def keep(*found: dict[str, Any]) -> None:
-            about = facts(seed=args.seed, commit=args.commit)
             for row in found:
                 rows.append(row)
+                if rank == 0:
+                    shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+                    print(f"{time.perf_counter() - started:.1f} s", shown, file=sys.stderr, flush=True)
                 if rank == 0 and args.json is not None:
                     setting = {"geometry": args.geometry, "layers": args.layers, "ep_size": size, "moves": args.moves}
                     append_line(args.json, row | setting | about)
@@ -431,7 +446,8 @@ def run_rank(rank: int, size: int, args: argparse.Namespace, init_method: str) -
             keep(transfer_row(model, transport))
             keep(stall_row(model, transport))
             for T in args.tokens:
-                keep(*moving_rows(model, T, transport))
+                for gb_s in args.gb_s if transport == "peer_copies" else [None]:
+                    keep(*moving_rows(model, T, transport, gb_s))
         if args.zipf:
             keep(*skew_rows(model, max(args.tokens)))
     if rank == 0:
@@ -444,9 +460,9 @@ def tell(rows: list[dict[str, Any]]) -> None:
     """The rows as tables."""
     columns = {
         "steps": {
-            "transport": "transport", "tokens_per_rank": "T", "what": "", "median_us": "median us", "p99_us": "p99 us",
+            "transport": "transport", "gb_s": "GB/s", "tokens_per_rank": "T", "what": "", "median_us": "median us", "p99_us": "p99 us",
             "max_us": "max us", "median_ratio": "median ratio", "p99_ratio": "p99 ratio",
-            "max_over_median": "max/median",
+            "max_over_median": "max/median", "commit_step_us": "commit step", "other_step_us": "other steps",
             "experts_moved": "experts", "gb_moved": "GB", "transfer_ms": "transfer ms", "commit_host_us": "commit us",
         },
         "transfer": {"transport": "transport", "half_gb_s": "half a layer GB/s", "all_gb_s": "a whole layer GB/s"},

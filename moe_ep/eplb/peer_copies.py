@@ -11,7 +11,7 @@ import ctypes
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.transfer import digest, wait_for_event
 
 _HANDLE_BYTES = 64
-_CHUNK_BYTES = 8 << 20
+# A paced copy is cut into parts that are this far apart, so that none holds up the model's own messages for long.
+_BEAT_S = 1e-4
 # A handle as int64 words, and the offset in its allocation.
 _WORDS = _HANDLE_BYTES // 8 + 1
 
@@ -101,14 +102,17 @@ class PeerCopyTransport:
         stream = torch.cuda.current_stream(experts.device)
         deadline = time.monotonic() + self._timeout_s
         rank, started, copied = self._channel.rank, time.monotonic(), 0
+        copy = _copier(stream.cuda_stream)
+        whole = max(part.slot_bytes for part in self._layers[experts])
+        chunk = whole if self._bytes_per_s is None else max(1 << 16, int(self._bytes_per_s * _BEAT_S))
         wanted = [(slot, row, rank) for _, slot, row in moves.copies]
         wanted += [(slot, row, source) for part in moves.rounds for _, row, source, slot in part.receives]
         for slot, row, source in wanted:
             for part in self._layers[experts]:
                 address, target = part.addresses[source] + slot * part.slot_bytes, rows[row].data_ptr() + part.start
-                for done in range(0, part.slot_bytes, _CHUNK_BYTES):
-                    size = min(_CHUNK_BYTES, part.slot_bytes - done)
-                    _copy(target + done, address + done, size, stream.cuda_stream)
+                for done in range(0, part.slot_bytes, chunk):
+                    size = min(chunk, part.slot_bytes - done)
+                    copy(target + done, address + done, size)
                     copied += size
                     self._pace(copied, started)
         event = torch.cuda.Event()
@@ -161,8 +165,18 @@ def _import(handle: bytes) -> int:
     return int(_call("cuIpcOpenMemHandle", opened, int(flag)))
 
 
-def _copy(target: int, source: int, size: int, stream: int) -> None:
-    _call("cuMemcpyAsync", target, source, size, stream)
+def _copier(stream: int) -> Callable[[int, int, int], None]:
+    """copy(target, source, size) on a stream."""
+    from cuda.bindings import driver
+
+    queue, call, done = driver.CUstream(stream), driver.cuMemcpyAsync, driver.CUresult.CUDA_SUCCESS
+
+    def copy(target: int, source: int, size: int) -> None:
+        (result,) = call(target, source, size, queue)
+        if result != done:
+            raise RuntimeError(f"cuMemcpyAsync failed with {result.name}")
+
+    return copy
 
 
 def _call(name: str, *args: Any) -> Any:

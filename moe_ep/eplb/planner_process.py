@@ -84,8 +84,8 @@ class PlannerProcess:
 def _write(pipe: IO[bytes], about: dict[str, Any], *arrays: Array) -> None:
     arrays = tuple(np.ascontiguousarray(array) for array in arrays)
     header = about | {"arrays": [[array.dtype.str, list(array.shape)] for array in arrays]}
-    for data in (json.dumps(header).encode() + b"\n", *(array.data for array in arrays)):
-        left = memoryview(data).cast("B")
+    for data in (json.dumps(header).encode() + b"\n", *(array.tobytes() for array in arrays)):
+        left = memoryview(data)
         while len(left):
             left = left[pipe.write(left) :]
 

@@ -13,13 +13,12 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.eplb.moves import LayerMoves, plan_moves
-from moe_ep.eplb.packing import ExpertRows
+from moe_ep.eplb.packing import ExpertRows, intact, seal
 from moe_ep.eplb.policy.maps import Array, check_placement
 from moe_ep.errors import EplbError
 from moe_ep.process_groups import is_initialized
 
-_SPIN_S = 2e-3
-_SLEEP_S = 2e-4
+_SLEEP_S = 5e-5
 _EXPERT_BITS = 20
 
 
@@ -62,21 +61,24 @@ class MessageTransport:
         deadline = time.monotonic() + self._timeout_s
         for _, slot, row in moves.copies:
             experts.pack(slot, rows[row])
-        broken = []
+        stamps: dict[int, int] = {}
         for part in moves.rounds:
-            operations = []
-            for index, (expert, slot, peers) in enumerate(part.sends):
-                row_out = rows[moves.num_rows + index]
-                experts.pack(slot, row_out)
-                experts.seal(row_out, _stamp(stamp, expert))
-                operations += [self._operation(dist.isend, row_out, peer) for peer in peers]
+            packed = rows[moves.num_rows : moves.num_rows + len(part.sends)]
+            for row, (_, slot, _) in zip(packed, part.sends, strict=True):
+                experts.pack(slot, row)
+            if part.sends:
+                seal(packed, [_stamp(stamp, expert) for expert, *_ in part.sends])
+            operations = [
+                self._operation(dist.isend, row, peer)
+                for row, (_, _, peers) in zip(packed, part.sends, strict=True)
+                for peer in peers
+            ]
             operations += [self._operation(dist.irecv, rows[row], peer) for _, row, peer, _ in part.receives]
             if operations:
                 self._run(operations, experts.device, deadline)
-            broken += [experts.broken(rows[row], _stamp(stamp, expert)) for expert, row, *_ in part.receives]
-        found = torch.stack(broken).any() if broken else None
+            stamps |= {row: _stamp(stamp, expert) for expert, row, *_ in part.receives}
         _wait_for_device(experts.device, deadline)
-        return found is None or not bool(found)
+        return not stamps or intact(rows[: moves.num_rows], stamps)
 
     def _operation(self, kind: object, row: torch.Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, row, group=self._group, group_peer=peer)  # type: ignore[arg-type]
@@ -179,14 +181,11 @@ def _stamp(stamp: int, expert: int) -> int:
 
 
 def wait_for_event(event: torch.cuda.Event, deadline: float) -> None:
-    """Has the host wait for an event without holding it up; TimeoutError at the deadline (of time.monotonic)."""
-    start = time.monotonic()
+    """Waits for an event and leaves the interpreter to other threads; TimeoutError at the deadline (time.monotonic)."""
     while not event.query():
-        now = time.monotonic()
-        if now > deadline:
+        if time.monotonic() > deadline:
             raise TimeoutError("the GPU did not get there")
-        if now - start > _SPIN_S:
-            time.sleep(_SLEEP_S)
+        time.sleep(_SLEEP_S)
 
 
 def _wait_for_device(device: torch.device, deadline: float) -> None:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from moe_ep.eplb import transfer
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import CommitReport, LoadReport, PlanReport
 from moe_ep.eplb.manager import EPLBManager
-from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.planner_process import PlannerProcess
 from moe_ep.eplb.transfer import MessageTransport
 from moe_ep.errors import ConfigError, EplbError
@@ -161,22 +161,22 @@ def go_wrong(rank: int, world_size: int, how: str) -> str:
             EPLBManager(layers, EplbConfig(**{**settings, "interval": 20 + rank}))
         return str(error.value)
     manager = EPLBManager(layers, EplbConfig(**settings))
-    seal = ExpertRows.seal
+    seal = transfer.seal
     if how == "step" and rank == 1:
         manager.step()
     if how == "checksum" and rank == 1:
 
-        def wrong_seal(self: ExpertRows, row: torch.Tensor, stamp: int) -> None:
-            seal(self, row, stamp)
-            row[5] += 1
+        def wrong_seal(rows: torch.Tensor, stamps: list[int]) -> None:
+            seal(rows, stamps)
+            rows[:, 5] += 1
 
-        ExpertRows.seal = wrong_seal  # type: ignore[method-assign]
+        transfer.seal = wrong_seal
     if how != "absent" or rank != 1:
         manager.rearrange(random_placement(L, num_slots, seed=rank if how == "plan" else 5))
     try:
         return step_until_error(manager)
     finally:
-        ExpertRows.seal = seal  # type: ignore[method-assign]
+        transfer.seal = seal
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_ep.eplb.moves import plan_moves
-from moe_ep.eplb.packing import ExpertRows
+from moe_ep.eplb.packing import ExpertRows, intact, seal
 from moe_ep.eplb.transfer import rearrange_expert_weights
 from moe_ep.errors import EplbError
 from tests.eplb.models import SCHEMES, E, fresh_weights, load_layer, make_layer, my_slots, random_placement, redundancy
@@ -74,12 +74,14 @@ def test_an_expert_wanted_everywhere_is_sent_by_all_that_hold_it() -> None:
 def test_a_row_says_when_it_is_not_what_was_sent() -> None:
     experts = ExpertRows([torch.arange(14, dtype=torch.int16).view(2, 7), torch.rand(2, 3, 5), torch.rand(2)])
     rows = experts.rows(torch.zeros(experts.staging_bytes, dtype=torch.uint8))
-    experts.pack(1, rows[0])
-    experts.seal(rows[0], 77)
-    assert not experts.broken(rows[0], 77)
-    assert experts.broken(rows[0], 78)
-    rows[0, 40] += 1
-    assert experts.broken(rows[0], 77)
+    for slot in (0, 1):
+        experts.pack(slot, rows[slot])
+    seal(rows[:2], [76, 77])
+    assert intact(rows[:2], {0: 76, 1: 77})
+    assert not intact(rows[:2], {0: 76, 1: 78})
+    rows[1, 40] += 1
+    assert intact(rows[:2], {0: 76})
+    assert not intact(rows[:2], {0: 76, 1: 77})
     assert (experts.expert_bytes, experts.row_bytes) == (14 + 60 + 4, 16 + 64 + 16 + 16)
 
 
