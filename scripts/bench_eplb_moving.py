@@ -460,7 +460,8 @@ def tell(rows: list[dict[str, Any]]) -> None:
     """The rows as tables."""
     columns = {
         "steps": {
-            "transport": "transport", "gb_s": "GB/s", "tokens_per_rank": "T", "what": "", "median_us": "median us", "p99_us": "p99 us",
+            "transport": "transport", "gb_s": "GB/s", "tokens_per_rank": "T", "what": "",
+            "median_us": "median us", "p99_us": "p99 us",
             "max_us": "max us", "median_ratio": "median ratio", "p99_ratio": "p99 ratio",
             "max_over_median": "max/median", "commit_step_us": "commit step", "other_step_us": "other steps",
             "experts_moved": "experts", "gb_moved": "GB", "transfer_ms": "transfer ms", "commit_host_us": "commit us",
