@@ -11,8 +11,9 @@ from moe_ep.eplb.filling import MAX_CANDIDATES, TILE_SLOTS, map_reference, rows_
 from moe_ep.kernels import jit
 
 _SOURCE = Path(__file__).parent / "cuda" / "eplb_map.cu"
+# Warps come in eights.
+_THREADS_STEP = 256
 _WARP = 32
-_MIN_THREADS = 256
 # A block that serves smaller GPUs too.
 _MAX_SHARED = 96 * 1024
 
@@ -51,10 +52,10 @@ def map_and_record(
     num_physical = expert_load_view.numel()
     max_replicated = max(num_physical - num_experts, 0)
     max_replicated += max_replicated % 2
-    threads = max(min(num_tokens, rows_per_tile(top_k)) * top_k, max_replicated, _MIN_THREADS)
-    threads = -(-threads // _WARP) * _WARP
+    threads = max(min(num_tokens, rows_per_tile(top_k)) * top_k, max_replicated)
+    threads = -(-threads // _THREADS_STEP) * _THREADS_STEP
     num_levels = -(-num_physical // slots_per_rank)
-    words = num_levels + 2 * num_experts + max_replicated * MAX_CANDIDATES
+    words = 1 + num_levels + 2 * num_experts + max_replicated * MAX_CANDIDATES
     halves = max_replicated * (MAX_CANDIDATES + threads // _WARP + 1) + num_experts
     shared_bytes = 4 * words + 2 * halves
     if threads > TILE_SLOTS or shared_bytes > _MAX_SHARED:

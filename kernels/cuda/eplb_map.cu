@@ -48,17 +48,19 @@ struct Params {
 
 // Where things lie in shared memory. X is max_replicated, W the warps of a block.
 struct Shared {
-    int* level;              // [ranks] tokens that this tile sends to each rank
-    int* num_tokens;         // [experts] counted tokens of experts with one replica
-    int* first;              // [experts] their only replica
+    int* level;              // [1 + ranks] how many experts have several replicas; tokens that this tile sends to each rank
+    int* num_tokens;         // [experts] counted tokens of experts with one replica; replicas of the others
+    int* first;              // [experts] the first replica
     int* candidates;         // [X, kCandidates] physical experts
     unsigned short* share;   // [X, kCandidates] tokens that go there
     unsigned short* before;  // [W, X] tokens of an expert in a warp, then in the warps before it
     unsigned short* expert;  // [X]
     unsigned short* label;   // [experts] place in the lists of X, kSingle for experts with one replica
 
+    __device__ int& num_replicated() const { return level[-1]; }
+
     __device__ Shared(unsigned char* memory, const Params& p) {
-        level = reinterpret_cast<int*>(memory);
+        level = reinterpret_cast<int*>(memory) + 1;
         num_tokens = level + p.ranks;
         first = num_tokens + p.experts;
         candidates = first + p.experts;
@@ -69,63 +71,110 @@ struct Shared {
     }
 };
 
-// Chooses the candidates of an expert and divides its tokens evenly over them; returns how many candidates there are.
-__device__ int divide_evenly(const Params& p, const Shared& s, int x, int total) {
-    const int expert = s.expert[x];
-    const unsigned count = static_cast<unsigned>(p.counts[expert]);
+// Lists the candidates of an expert that has place x in the lists, one on this rank first.
+__device__ void list_candidates(const Params& p, const Shared& s, int x, int expert, unsigned count) {
     const unsigned seed = p.ep_rank * kRankStep + blockIdx.x * kTileStep + expert * kExpertStep;
-    const int width = min(static_cast<int>(count), kCandidates);
-    int* candidates = s.candidates + x * kCandidates;
     unsigned column = __umulhi(seed, count);
+    int candidate[kCandidates];
+#pragma unroll
+    for (int i = 0; i < kCandidates; ++i) {  // all loads under way at once
+        candidate[i] = i < count ? static_cast<int>(p.table[expert * p.width + column]) : -1;
+        column = column + 1 < count ? column + 1 : 0;
+    }
+    const int first_here = p.ep_rank * p.slots_per_rank;
     int own = 0;
-    for (int i = width - 1; i >= 0; --i) {
-        const int physical = static_cast<int>(p.table[expert * p.width + (column + i) % count]);
-        candidates[i] = physical;
-        if (physical / p.slots_per_rank == p.ep_rank) own = i;
+#pragma unroll
+    for (int i = kCandidates - 1; i >= 0; --i) {
+        const int behind = candidate[i] - first_here;
+        if (i < count && behind >= 0 && behind < p.slots_per_rank) own = i;
     }
-    const int here = candidates[own];
-    candidates[own] = candidates[0];
-    candidates[0] = here;
-    for (int i = 0; i < width; ++i) {
-        const int amount = total / width + (i < total % width);
-        s.share[x * kCandidates + i] = static_cast<unsigned short>(amount);
-        if (amount > 0) atomicAdd(s.level + candidates[i] / p.slots_per_rank, amount);
-    }
-    return width;
+    int* list = s.candidates + x * kCandidates;
+#pragma unroll
+    for (int i = 0; i < kCandidates; ++i) list[i] = candidate[i];
+    const int here = list[own];
+    list[own] = list[0];
+    list[0] = here;
 }
 
-// The shares that leave the fullest of the candidates' ranks as low as can be, into next.
-__device__ void fill(const Params& p, const Shared& s, int x, int width, int total, int (&next)[kCandidates]) {
+// sum / parts for sums that are small enough to be exact in a float, parts from 1 to 8.
+__device__ __forceinline__ int divide(int sum, int parts) {
+    return __float2int_rz(__fdividef(sum + 0.5f, static_cast<float>(parts)));
+}
+
+// Turns levels[i] into the shares that leave the fullest level as low as can be.
+__device__ __forceinline__ void fill(int width, int total, int (&levels)[kCandidates]) {
     unsigned active = (1u << width) - 1;
     int surface, rest;
     for (;;) {
         int sum = total;
 #pragma unroll
-        for (int i = 0; i < kCandidates; ++i)
-            if (active >> i & 1) sum += next[i];
+        for (int i = 0; i < kCandidates; ++i) sum += (active >> i & 1) ? levels[i] : 0;
         const int filled = __popc(active);
-        surface = sum / filled;
+        surface = divide(sum, filled);
         rest = sum - surface * filled;
-        unsigned above = 0;
+        unsigned below = 0;
 #pragma unroll
-        for (int i = 0; i < kCandidates; ++i)
-            if ((active >> i & 1) && next[i] > surface) above |= 1u << i;
-        if (above == 0) break;
-        active &= ~above;
+        for (int i = 0; i < kCandidates; ++i) below |= (levels[i] <= surface ? 1u : 0u) << i;
+        if ((active & ~below) == 0) break;
+        active &= below;
     }
 #pragma unroll
     for (int i = 0; i < kCandidates; ++i) {
-        const bool is_active = active >> i & 1;
         const int more = __popc(active & ((1u << i) - 1)) < rest;
-        next[i] = is_active ? surface - next[i] + more : 0;
+        levels[i] = (active >> i & 1) ? surface - levels[i] + more : 0;
+    }
+}
+
+// A barrier of the first `threads` threads, whole warps.
+__device__ __forceinline__ void sync_first(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+
+// Divides the tokens of the expert with place x over its candidates; `working` threads, one an expert, do so together.
+__device__ void divide_tokens(const Params& p, const Shared& s, int x, int total, int working) {
+    const bool exists = x < s.num_replicated();
+    const int expert = exists ? s.expert[x] : 0;
+    const int width = exists ? min(static_cast<int>(s.num_tokens[expert]), kCandidates) : 0;
+    int rank[kCandidates], share[kCandidates];
+#pragma unroll
+    for (int i = 0; i < kCandidates; ++i) {
+        if (i >= width) continue;
+        const int even = divide(total, width);
+        rank[i] = s.candidates[x * kCandidates + i] / p.slots_per_rank;
+        share[i] = even + (i < total - even * width);
+        if (share[i] > 0) atomicAdd(s.level + rank[i], share[i]);
+    }
+    sync_first(working);
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const bool on = total > 0 && (expert + turn) % kGroups == 0;
+        int next[kCandidates];
+        if (on) {
+#pragma unroll
+            for (int i = 0; i < kCandidates; ++i) next[i] = i < width ? s.level[rank[i]] - share[i] : 0;
+            fill(width, total, next);
+        }
+        sync_first(working);
+        if (on) {
+#pragma unroll
+            for (int i = 0; i < kCandidates; ++i) {
+                if (i >= width || next[i] == share[i]) continue;
+                atomicAdd(s.level + rank[i], next[i] - share[i]);
+                share[i] = next[i];
+            }
+        }
+        sync_first(working);
+    }
+#pragma unroll
+    for (int i = 0; i < kCandidates; ++i) {
+        if (i >= width) continue;
+        s.share[x * kCandidates + i] = static_cast<unsigned short>(share[i]);
+        if (share[i] > 0) atomicAdd(p.load + s.candidates[x * kCandidates + i], share[i]);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1) eplb_map(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char memory[];
-    __shared__ int num_replicated;
     const Shared s(memory, p);
-    const int thread = threadIdx.x, threads = blockDim.x, warp = thread / 32, lane = thread % 32;
+    const int thread = threadIdx.x, threads = blockDim.x, warps = threads / 32;
+    const int warp = thread / 32, lane = thread % 32;
 
     const int row = blockIdx.x * p.rows_per_tile + thread / p.slots;
     const bool exists = thread < p.rows_per_tile * p.slots && row < p.tokens;
@@ -134,19 +183,21 @@ extern "C" __global__ void __launch_bounds__(1024, 1) eplb_map(const __grid_cons
     const int num_counted = p.num_counted_on_device ? *p.num_counted_on_device : p.num_counted;
     const bool counted = id >= 0 && row < num_counted;
 
-    if (thread == 0) num_replicated = 0;
+    if (thread == 0) s.num_replicated() = 0;
     for (int rank = thread; rank < p.ranks; rank += threads) s.level[rank] = 0;
-    for (int i = thread; i < p.max_replicated * (threads / 32); i += threads) s.before[i] = 0;
+    for (int i = thread; i < p.max_replicated * warps; i += threads) s.before[i] = 0;
     __syncthreads();
     for (int expert = thread; expert < p.experts; expert += threads) {
-        const bool single = p.counts[expert] == 1;
-        s.num_tokens[expert] = 0;
+        const unsigned count = static_cast<unsigned>(p.counts[expert]);
         s.first[expert] = static_cast<int>(p.table[expert * p.width]);
+        // The number of replicas stands in for the tokens of an expert that has several.
+        s.num_tokens[expert] = count == 1 ? 0 : count;
         s.label[expert] = kSingle;
-        if (!single) {
-            const int x = atomicAdd(&num_replicated, 1);
+        if (count > 1) {
+            const int x = atomicAdd(&s.num_replicated(), 1);
             s.label[expert] = static_cast<unsigned short>(x);
             s.expert[x] = static_cast<unsigned short>(expert);
+            list_candidates(p, s, x, expert, count);
         }
     }
     __syncthreads();
@@ -160,48 +211,30 @@ extern "C" __global__ void __launch_bounds__(1024, 1) eplb_map(const __grid_cons
     __syncthreads();
 
     for (int expert = thread; expert < p.experts; expert += threads) {
-        const int amount = s.num_tokens[expert];
+        const int amount = s.label[expert] == kSingle ? s.num_tokens[expert] : 0;
         if (amount > 0) {
             atomicAdd(s.level + s.first[expert] / p.slots_per_rank, amount);
             atomicAdd(p.load + s.first[expert], amount);
         }
     }
-    // From here on the thread with an expert's place in the lists works for it.
-    int total = 0, width = 0;
-    if (thread < num_replicated) {
-        for (int w = 0; w < threads / 32; ++w) {
-            unsigned short& entry = s.before[w * p.max_replicated + thread];
-            const int amount = entry;
-            entry = static_cast<unsigned short>(total);
-            total += amount;
+    int total = 0;
+    if (thread < s.num_replicated()) {
+        for (int w = 0; w < warps; w += 8) {  // warps is a multiple of 8
+            int amount[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) amount[i] = s.before[(w + i) * p.max_replicated + thread];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                s.before[(w + i) * p.max_replicated + thread] = static_cast<unsigned short>(total);
+                total += amount[i];
+            }
         }
-        width = divide_evenly(p, s, thread, total);
     }
     __syncthreads();
-
-    for (int turn = 0; turn < kTurns; ++turn) {
-        const bool on = total > 0 && (s.expert[thread] + turn) % kGroups == 0;
-        int next[kCandidates] = {};
-        if (on) {
-#pragma unroll
-            for (int i = 0; i < kCandidates; ++i) {
-                const int at = thread * kCandidates + i;
-                if (i < width) next[i] = s.level[s.candidates[at] / p.slots_per_rank] - s.share[at];
-            }
-            fill(p, s, thread, width, total, next);
-        }
-        __syncthreads();
-        if (on) {
-#pragma unroll
-            for (int i = 0; i < kCandidates; ++i) {
-                const int at = thread * kCandidates + i;
-                if (i >= width || next[i] == s.share[at]) continue;
-                atomicAdd(s.level + s.candidates[at] / p.slots_per_rank, next[i] - s.share[at]);
-                s.share[at] = static_cast<unsigned short>(next[i]);
-            }
-        }
-        __syncthreads();
-    }
+    // From here on the thread with an expert's place in the lists works for it.
+    const int working = (s.num_replicated() + 31) / 32 * 32;
+    if (thread < working) divide_tokens(p, s, thread, total, working);
+    __syncthreads();
 
     if (exists) {
         int physical = id;
@@ -216,9 +249,5 @@ extern "C" __global__ void __launch_bounds__(1024, 1) eplb_map(const __grid_cons
             physical = s.candidates[at];
         }
         p.out[slot] = physical;
-    }
-    for (int i = 0; i < (total > 0 ? width : 0); ++i) {
-        const int at = thread * kCandidates + i;
-        if (s.share[at] > 0) atomicAdd(p.load + s.candidates[at], static_cast<int>(s.share[at]));
     }
 }

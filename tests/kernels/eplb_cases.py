@@ -38,8 +38,10 @@ class Case:
         """(ids, map, count, num_physical, num_counted) on the device."""
         generator = torch.Generator().manual_seed(self.num_tokens)
         popularity = torch.rand(self.num_experts, generator=generator) ** 4 + 1e-2
-        extra = torch.multinomial(popularity, self.redundant, replacement=True, generator=generator)
-        counts = 1 + torch.bincount(extra, minlength=self.num_experts)
+        counts = torch.ones(self.num_experts, dtype=torch.int64)
+        if self.redundant:
+            extra = torch.multinomial(popularity, self.redundant, replacement=True, generator=generator)
+            counts += torch.bincount(extra, minlength=self.num_experts)
         mapping, counts, num_physical = make_maps(counts.tolist())
         noise = -torch.rand(self.num_tokens, self.num_experts, generator=generator).log()
         ids = (noise / popularity).topk(self.top_k, largest=False).indices

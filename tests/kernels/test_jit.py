@@ -46,10 +46,11 @@ def _entries() -> set[Path]:
     return {path for path in Path(os.environ["MOE_EP_CACHE_DIR"]).rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize("few_rows", [True, False], ids=["few", "many"])
 @pytest.mark.parametrize("case", EXPERTS, ids=lambda case: f"{case[0]}-{case[1]}".replace("torch.", ""))
-def test_experts_kernel_compiles_for_hopper_without_spills(case: tuple) -> None:
+def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, few_rows: bool) -> None:
     kind = WEIGHT_TYPES[case[0].id]
-    resources = jit.compile_only(gemm.kernel_source(kind, *case[1:]), "sm_90a")
+    resources = jit.compile_only(gemm.kernel_source(kind, *case[1:], few_rows=few_rows), "sm_90a")
     assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
     assert "serialized" not in resources.log  # products must run while the next weights are dequantized
 
