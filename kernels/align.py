@@ -1,7 +1,7 @@
 """Index lists for grouped GEMMs: which rows each block of an expert's rows consists of.
 
 Static output sizes, no host synchronisation, and no atomics: the same input gives the same lists, an expert's rows in
-rising order. Plain torch on any device; on CUDA tensors Triton kernels make the same lists.
+rising order. Plain torch on any device; on CUDA tensors one kernel each makes the same lists.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
+
+from moe_ep.kernels import jit
 
 IntOrTensor = TypeVar("IntOrTensor", int, torch.Tensor)
 
@@ -61,8 +63,8 @@ def moe_align_block_size(
     if pad_sorted_ids:
         length = _ceil_div(length, block_size) * block_size
     key_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
-    lists = _align(topk_ids, block_size, num_experts, length, key_map, names)
-    return lists[0], lists[1], lists[3]
+    sorted_ids, expert_ids, _, used = _align(topk_ids, block_size, num_experts, length, key_map, names)
+    return sorted_ids, expert_ids, used
 
 
 def sort_slots_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,8 +78,8 @@ def sort_slots_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torc
     Returns:
         (slots int32 `[T * top_k]`, those behind the last expert's meaning nothing; counts int32 `[num_experts]`).
     """
-    lists = _align(topk_ids, 1, num_experts, topk_ids.numel(), None, None)
-    return lists[0], lists[2]
+    slots, _, counts, _ = _align(topk_ids, 1, num_experts, topk_ids.numel(), None, None, wants_blocks=False)
+    return slots, counts
 
 
 def batched_moe_align_block_size(
@@ -104,10 +106,13 @@ def batched_moe_align_block_size(
     _check_sizes(block_size=block_size, max_tokens_per_batch=max_tokens_per_batch)
     if expert_num_tokens.dim() != 1:
         raise ValueError(f"expert_num_tokens has shape {tuple(expert_num_tokens.shape)}; it must be (El,)")
-    if expert_num_tokens.is_cuda and _triton_serves(expert_num_tokens.numel()):
-        from moe_ep.kernels.triton_align import triton_batched_align
-
-        return triton_batched_align(max_tokens_per_batch, block_size, expert_num_tokens)
+    if expert_num_tokens.is_cuda and expert_num_tokens.numel():
+        try:
+            from moe_ep.kernels.triton_align import triton_batched_align
+        except ImportError:
+            pass
+        else:
+            return triton_batched_align(max_tokens_per_batch, block_size, expert_num_tokens)
     counts = expert_num_tokens.long()
     num_local_experts = counts.numel()
     num_blocks = num_local_experts * _ceil_div(max_tokens_per_batch, block_size)
@@ -125,21 +130,16 @@ def _align(
     length: int,
     key_map: torch.Tensor | None,
     names: torch.Tensor | None,
+    *,
+    wants_blocks: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(sorted ids, expert ids, tokens of each expert, entries in use), int32; see Lists of triton_align.py."""
-    if topk_ids.is_cuda and _triton_serves(num_experts):
-        from moe_ep.kernels.triton_align import triton_align
+    """As cuda_align, where it runs; the plain form makes the expert ids wanted or not."""
+    if topk_ids.is_cuda and jit.unusable_reason() is None:
+        from moe_ep.kernels.cuda_align import MAX_EXPERTS, cuda_align
 
-        return triton_align(topk_ids.contiguous(), block_size, num_experts, length, key_map, names)
+        if num_experts <= MAX_EXPERTS:
+            return cuda_align(topk_ids, block_size, num_experts, length, key_map, names, wants_blocks=wants_blocks)
     return align_reference(topk_ids, block_size, num_experts, length, key_map, names)
-
-
-def _triton_serves(num_experts: int) -> bool:
-    try:
-        from moe_ep.kernels.triton_align import MAX_EXPERTS
-    except ImportError:
-        return False
-    return 0 < num_experts <= MAX_EXPERTS
 
 
 def align_reference(
@@ -150,7 +150,7 @@ def align_reference(
     key_map: torch.Tensor | None,
     names: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The plain form on any device; arguments and results as in triton_align.py, where unused entries are sentinels."""
+    """The plain form on any device; arguments and results as in cuda_align."""
     flat = topk_ids.reshape(-1).long()
     numel = flat.numel()
     keys = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)

@@ -20,10 +20,10 @@ from moe_ep.bench.ceilings import measure_ceilings
 from moe_ep.bench.results import append_line, facts, table
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.kernels.align import align_reference, batched_moe_align_block_size, sort_slots_by_expert
+from moe_ep.kernels.cuda_align import cuda_align
 from moe_ep.kernels.mul_sum import moe_fused_mul_sum, mul_sum_reference
 from moe_ep.kernels.quantize import quantize_rows
 from moe_ep.kernels.routing import fused_topk
-from moe_ep.kernels.triton_align import triton_align
 from moe_ep.topk import topk_reference
 
 BLOCK_SIZE = 64
@@ -56,8 +56,8 @@ def cases(T: int, E: int, top_k: int, K: int) -> Iterator[Case]:
     shape = (BLOCK_SIZE, E, length, None, None)
     yield Case(
         "align",
-        lambda: triton_align(ids, *shape),
-        lambda: all(map(torch.equal, triton_align(ids, *shape), align_reference(ids, *shape))),
+        lambda: cuda_align(ids, *shape),
+        lambda: all(map(torch.equal, cuda_align(ids, *shape), align_reference(ids, *shape))),
         ids.nbytes + 4 * length + 4 * length // BLOCK_SIZE,
     )
     expected = torch.sort(ids.flatten(), stable=True).indices.int()

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size, sort_slots_by_expert
-from tests.kernels.align_cases import CASES, Case, check_triton
+from moe_ep.kernels.jit import compile_only
+from tests.kernels.align_cases import CASES, Case, check_batched, check_lists
 
 
 def round_up(value: int, unit: int) -> int:
@@ -125,7 +126,7 @@ def test_slots_by_expert(num_tokens: int) -> None:
 
 def test_triton_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    program = "from tests.kernels.align_cases import *; check_triton('cpu', INTERPRETER_CASES)"
+    program = "from tests.kernels.align_cases import check_batched; check_batched('cpu')"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).parents[2],
@@ -137,10 +138,26 @@ def test_triton_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_the_kernel_compiles_without_spills(arch: str, ids: torch.dtype) -> None:
+    pytest.importorskip("cuda.core")
+    from moe_ep.kernels.cuda_align import kernel_source
+
+    resources = compile_only(kernel_source(ids), arch)
+    assert resources.spill_store_bytes == resources.spill_load_bytes == 0
+    assert resources.registers <= 64
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_triton_on_a_gpu(case: Case) -> None:
-    check_triton("cuda", [case])
+def test_lists_on_a_gpu(case: Case) -> None:
+    check_lists(case)
+
+
+@pytest.mark.gpu
+def test_triton_on_a_gpu() -> None:
+    check_batched("cuda")
 
 
 @given(
