@@ -1,7 +1,18 @@
 """Expert-parallel load balancing: where the load falls, which replica takes it, and where the experts should be."""
 
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.eplb.rebalance import Placement, rebalance_experts
+from moe_ep.eplb.transfer import rearrange_expert_weights
 
-__all__ = ["Placement", "balancedness", "eplb_map_to_physical_and_record", "rebalance_experts"]
+__all__ = [
+    "EPLBManager",
+    "EplbConfig",
+    "Placement",
+    "balancedness",
+    "eplb_map_to_physical_and_record",
+    "rearrange_expert_weights",
+    "rebalance_experts",
+]
