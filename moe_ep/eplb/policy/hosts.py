@@ -57,18 +57,22 @@ def group_hosts(problem: Problem) -> Array:
         return packed
     slot_host = np.arange(problem.num_replicas) // (problem.num_replicas // num_nodes)
     group = problem.old // (problem.weight.shape[1] // num_groups)
-    present = np.zeros((num_layers, num_groups, num_nodes), dtype=np.float32)
-    np.add.at(present, (np.arange(num_layers)[:, None], group, slot_host), 1.0)
+    flat = (np.arange(num_layers)[:, None] * num_groups + group) * num_nodes + slot_host
+    present = np.bincount(flat.ravel(), minlength=num_layers * num_groups * num_nodes)
+    present = present.reshape(num_layers, num_groups, num_nodes)
     current = present.argmax(axis=2)
     apart = np.count_nonzero(present, axis=2).max(axis=1) > 1
     uneven = (_per_host(np.ones_like(load), current, num_nodes) != num_groups // num_nodes).any(axis=1)
     limit = _per_host(load, packed, num_nodes).max(axis=1) * (1 + problem.tolerance)
     keep = ~apart & ~uneven & (_per_host(load, current, num_nodes).max(axis=1) <= limit)
-    layer = np.repeat(np.arange(num_layers), num_groups)
-    source = match(layer, current.ravel(), packed.ravel(), num_layers, num_nodes)
+    anew = np.flatnonzero(~keep)
+    layer = np.repeat(np.arange(anew.size), num_groups)
+    source = match(layer, current[anew].ravel(), packed[anew].ravel(), anew.size, num_nodes)
     becomes = np.empty_like(source)
     np.put_along_axis(becomes, source, np.arange(num_nodes)[None], axis=1)
-    return np.where(keep[:, None], current, np.take_along_axis(becomes, packed, axis=1))
+    result = current.copy()
+    result[anew] = np.take_along_axis(becomes, packed[anew], axis=1)
+    return result
 
 
 def _per_host(load: Array, host: Array, num_nodes: int) -> Array:

@@ -9,6 +9,7 @@ balanced, and each host is a problem of its own.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from moe_ep.eplb.policy.hosts import HostRows
 from moe_ep.eplb.policy.maps import experts_moved, keep_slots
 from moe_ep.eplb.policy.packing import greedy_counts, packed_maximum, smallest_companions, sorted_items
 from moe_ep.eplb.policy.problem import Problem
-from moe_ep.eplb.policy.relabel import agree_with
+from moe_ep.eplb.policy.relabel import renumber
 from moe_ep.eplb.policy.search import build, improve_counts
 
 Array = np.ndarray
@@ -100,22 +101,27 @@ class RowPlanner:
         swap_pairs(place, target, self.effort.rounds)
         swap_heaviest(place, target, self.effort.rounds)
 
-    def improve(self, old: Array) -> Array:
-        """The plan for all rows from the present placement `[X, P]`, which has a slot for every expert."""
+    def only(self, rows: Array) -> RowPlanner:
+        """The planner of these rows alone."""
+        part = copy.copy(self)
+        for name in ("weight", "counts", "expert", "items", "companions", "reachable"):
+            setattr(part, name, getattr(self, name)[rows])
+        return part
+
+    def improve(self, old: Array) -> tuple[Array, Array, Array]:
+        """A plan for all rows from the present placement `[X, P]`, which has a slot for every expert.
+
+        Returns:
+            The plan, int64 `[X, P]`, slots of a rank in any order; its maximum rank loads `[X]`; and bool `[X]`, where
+            planning anew might do better.
+        """
         target = self._good_enough()
         slots, counts = self._change_replicas(old, target)
         place = Placement(self.weight, counts, self._copies_adjoined(slots), self.num_ranks)
         separate_copies(place)
         self._exchange(place, target)
         result, worst = place.slots, place.by_row.max(axis=1)
-        stuck = np.flatnonzero((worst > target) | self._moves_much(old, result, worst))
-        if stuck.size:
-            fresh = self.fresh(stuck)
-            better = fresh.by_row.max(axis=1) * np.float32(1 + self.effort.replan_gain) < worst[stuck]
-            rows = stuck[better]
-            if rows.size:
-                result[rows] = agree_with(old[rows], fresh.slots[better], self.weight.shape[1], self.num_ranks)
-        return keep_slots(old, result, self.num_ranks)
+        return result, worst, (worst > target) | self._moves_much(old, result, worst)
 
     def _moves_much(self, old: Array, new: Array, worst: Array) -> Array:
         """Rows that move a third of their experts and still end well above what is reachable, bool `[X]`."""
@@ -216,12 +222,17 @@ def _plan_rows(weight: Array, old: Array | None, num_slots: int, num_ranks: int,
     row = np.arange(num_rows)[:, None]
     held = np.zeros((num_rows, num_experts + 1), dtype=bool)
     held[row, old] = True
-    broken = held[:, -1] | ~held[:, :-1].all(axis=1)
-    if not broken.any():
-        return RowPlanner(weight, num_slots, num_ranks, effort).improve(old)
-    result = np.empty_like(old)
-    if not broken.all():
-        result[~broken] = RowPlanner(weight[~broken], num_slots, num_ranks, effort).improve(old[~broken])
-    fresh = RowPlanner(weight[broken], num_slots, num_ranks, effort).fresh(np.arange(broken.sum()))
-    result[broken] = agree_with(old[broken], fresh.slots, num_experts, num_ranks)
-    return result
+    whole = ~held[:, -1] & held[:, :-1].all(axis=1)
+    planner = RowPlanner(weight, num_slots, num_ranks, effort)
+    result, worst, anew = old.copy(), np.full(num_rows, np.inf, dtype=np.float32), ~whole
+    if whole.any():
+        part = planner if whole.all() else planner.only(whole)
+        result[whole], worst[whole], anew[whole] = part.improve(old[whole])
+    rows = np.flatnonzero(anew)
+    if rows.size:
+        fresh = planner.fresh(rows)
+        better = fresh.by_row.max(axis=1) * np.float32(1 + effort.replan_gain) < worst[rows]
+        rows = rows[better]
+    if rows.size:
+        result[rows] = renumber(old[rows], fresh.slots[better], num_experts, num_ranks)
+    return keep_slots(old, result, num_ranks)

@@ -12,8 +12,15 @@ Array = np.ndarray
 def agree_with(old: Array, new: Array, num_experts: int, num_ranks: int) -> Array:
     """The placement `new` `[X, P]` with its ranks renumbered, and slots reordered, to agree with `old` `[X, P]`.
 
-    Ranks are interchangeable, so this changes nothing about balance. An old slot of -1 holds nothing. Example with one
-    slot on each of three ranks: old [2, 0, 1], new [0, 1, 3] gives [3, 0, 1].
+    Example with one slot on each of three ranks: old [2, 0, 1], new [0, 1, 3] gives [3, 0, 1].
+    """
+    return keep_slots(old, renumber(old, new, num_experts, num_ranks), num_ranks)
+
+
+def renumber(old: Array, new: Array, num_experts: int, num_ranks: int) -> Array:
+    """The same with the slots of a rank as they come.
+
+    Ranks are interchangeable, so this changes nothing about balance. An old slot of -1 holds nothing.
     """
     num_rows, num_slots = new.shape
     width = num_slots // num_ranks
@@ -24,8 +31,7 @@ def agree_with(old: Array, new: Array, num_experts: int, num_ranks: int) -> Arra
     edge, replica = np.nonzero(partner >= 0)
     source = match(row[edge], slot[edge] // width, partner[edge, replica] // width, num_rows, num_ranks)
     ranks = new.reshape(num_rows, num_ranks, width)
-    renumbered = np.take_along_axis(ranks, source[:, :, None], axis=1).reshape(num_rows, num_slots)
-    return keep_slots(old, renumbered, num_ranks)
+    return np.take_along_axis(ranks, source[:, :, None], axis=1).reshape(num_rows, num_slots)
 
 
 def match(row: Array, old: Array, new: Array, num_rows: int, num_ranks: int) -> Array:

@@ -73,6 +73,8 @@ def improve_counts(weight: Array, counts: Array, worst: Array, num_ranks: int, t
             row = np.tile(np.arange(rows.size), len(_POWERS))
         else:
             row, candidate = _neighbours(weight[rows], counts[rows], num_ranks)
+            if row.size == 0:
+                break
         work -= row.size * num_slots
         place = build(weight[rows[row]], candidate, num_ranks, target[rows[row]], 4)
         reached = place.by_row.max(axis=1)
