@@ -18,6 +18,7 @@ import hashlib
 import io
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,6 +86,7 @@ class Kernel:
         handle = code.get_kernel(source.entry).handle
         self._function = _checked(driver.cuKernelGetFunction(handle))
         self._context = _checked(driver.cuCtxGetCurrent())
+        self._capability = torch.cuda.get_device_capability(device)
         self._shared_bytes = 0
 
     def allow_shared(self, num_bytes: int) -> None:
@@ -100,21 +102,45 @@ class Kernel:
         grid: tuple[int, int, int],
         block: int,
         shared_bytes: int = 0,
+        early: bool = False,
     ) -> None:
-        """Launches on the current stream of the device; `params` is copied before this returns."""
+        """Launches on the current stream of the device; `params` is copied before this returns.
+
+        Args:
+            early: let it come up before the kernel before it has ended (programmatic dependent launch, from Hopper on);
+                the kernel must wait for that one itself, with griddepcontrol.wait.
+        """
         if torch.cuda.current_device() != self._device.index:
             with torch.cuda.device(self._device):
-                return self.launch(params, grid, block, shared_bytes)
+                return self.launch(params, grid, block, shared_bytes, early)
         pointer = ctypes.c_void_p(ctypes.addressof(params))
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        arguments = (self._function, *grid, block, 1, 1, shared_bytes, stream, ctypes.addressof(pointer), 0)
-        result = self._driver.cuLaunchKernel(*arguments)
+        parameters = ctypes.addressof(pointer)
+        call: Callable[..., Any]
+        if early and self._capability >= (9, 0):
+            config = self._early_config(grid, block, shared_bytes, stream)
+            call = functools.partial(self._driver.cuLaunchKernelEx, config, self._function, parameters, 0)
+        else:
+            arguments = (self._function, *grid, block, 1, 1, shared_bytes, stream, parameters, 0)
+            call = functools.partial(self._driver.cuLaunchKernel, *arguments)
+        result = call()
         if result[0] == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             # A thread that has not used the GPU yet has no current context.
             _checked(self._driver.cuCtxSetCurrent(self._context))
-            result = self._driver.cuLaunchKernel(*arguments)
+            result = call()
         _checked(result)
         return None
+
+    def _early_config(self, grid: tuple[int, int, int], block: int, shared_bytes: int, stream: int) -> Any:
+        attribute = self._driver.CUlaunchAttribute()
+        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes, config.hStream = shared_bytes, stream
+        config.attrs, config.numAttrs = [attribute], 1
+        return config
 
 
 def load(source: KernelSource, device: torch.device) -> Kernel:

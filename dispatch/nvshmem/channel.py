@@ -61,7 +61,7 @@ class Channel:
             )
         self.record = FailureRecord(ranks, env.NVSHMEM_TIMEOUT_S.get())
         self.alive = list(range(ranks.size))
-        self._counters = torch.empty((BATCHES_IN_FLIGHT, 4), dtype=torch.int64, device=arena.device)
+        self._counters = torch.empty((BATCHES_IN_FLIGHT, 2), dtype=torch.int64, device=arena.device)
         self._status = torch.zeros(2, dtype=torch.int32, device=arena.device)
         self._free = [True] * BATCHES_IN_FLIGHT
         self._start(1)

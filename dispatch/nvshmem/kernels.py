@@ -15,7 +15,7 @@ from moe_ep.kernels import jit
 
 SEND, RECEIVE = 1, 2
 KERNELS = ("low_latency_dispatch", "low_latency_combine")
-_THREADS = 256
+_THREADS = 512
 
 
 def kernel_source(name: str, layout: BatchLayout, dtype: torch.dtype) -> jit.KernelSource:
@@ -64,8 +64,8 @@ class Halves:
 
     def _launch(self, phases: int) -> None:
         self._params.common.phases = phases
-        tasks = sum(count for phase, count in self._tasks.items() if phase & phases)
-        self._kernel.launch(self._params, (min(max(tasks, 1), self._blocks), 1, 1), _THREADS)
+        tasks = max(count for phase, count in self._tasks.items() if phase & phases)
+        self._kernel.launch(self._params, (min(max(tasks, 1), self._blocks), 1, 1), _THREADS, early=True)
         self._left &= ~phases
 
 
@@ -91,9 +91,10 @@ def common_type(num_ranks: int) -> Any:
     class Common(ctypes.Structure):
         _fields_ = (
             ("buffers", buffers_type(num_ranks)),
-            *((name, ctypes.c_void_p) for name in ("counters", "status", "record", "topk_ids", "owners")),
+            *((name, ctypes.c_void_p) for name in ("status", "record")),
             ("timeout_ns", ctypes.c_uint64),
-            *((name, ctypes.c_int) for name in ("num_ids", "num_tokens", "phases", "parts")),
+            *((name, ctypes.c_void_p) for name in ("counters", "topk_ids", "owners")),
+            *((name, ctypes.c_int) for name in ("num_ids", "num_tokens", "phases", "line_parts")),
         )
 
     return Common

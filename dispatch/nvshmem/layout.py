@@ -61,8 +61,8 @@ class BatchLayout:
         return {
             "header": 2 * _LINE_BYTES * self.num_ranks,
             "meta": 2 * _LINE_BYTES * self.topk * rows,
-            "row_flags": 4 * rows,
-            "result_flags": 4 * rows,
+            "row_flags": 8 * rows,
+            "result_flags": 8 * rows,
             "rows": self.row_bytes * rows,
             "results": 2 * self.hidden_size * rows,
             "row_lines": _LINE_BYTES * self.lines_of_row * line_rows,

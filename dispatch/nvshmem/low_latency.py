@@ -34,14 +34,14 @@ class Tuning:
 
     Attributes:
         line_parts: blocks that share sending a row in lines.
-        output_parts: blocks that share adding up one token, at most.
+        output_parts: blocks that share adding up one token.
         list_blocks: blocks that list experts where received rows are copied, about.
         blocks: of a kernel, at most.
     """
 
-    line_parts: int = 4
+    line_parts: int = 8
     output_parts: int = 4
-    list_blocks: int = 128
+    list_blocks: int = 264
     blocks: int = 264
 
 
@@ -207,7 +207,7 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
             num_local_experts=El,
             split=split,
         )
-        to_send = batch.topk_ids.size(0) * layout.num_ranks * self.tuning.line_parts
+        to_send = batch.topk_ids.size(0) * self.tuning.line_parts
         launch = Halves(self._kernels["low_latency_dispatch"], params, to_send, El * split, self.tuning.blocks, batch)
         meta = ExpertTokensMetadata(counts, None, row_ids)
         handle = _Handle(index, batch.topk_ids, positions, (El, max_rows))
@@ -231,7 +231,7 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
         self.check()
         self._check_results(handle, output, fused_expert_output, weight_and_reduce_impl)
         layout, num_tokens = self._layout, handle.topk_ids.size(0)
-        output_parts = min(self.tuning.output_parts, -(-self.tuning.blocks // max(num_tokens, 1)))
+        output_parts = self.tuning.output_parts
         params = combine_type(layout.num_ranks)(
             common=self._common(handle.batch, handle.topk_ids),
             results=fused_expert_output.data_ptr(),
@@ -256,7 +256,7 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
         common.owners = self._owner_table.data_ptr()
         common.num_ids = self._owner_table.numel()
         common.num_tokens = topk_ids.size(0)
-        common.parts = self.tuning.line_parts
+        common.line_parts = self.tuning.line_parts
         return common
 
     def _check_batch(self, batch: Batch) -> None:

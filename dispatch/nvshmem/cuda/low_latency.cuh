@@ -6,8 +6,8 @@
 //
 //   header         [2, R]           line {tokens of s, 0}; even and odd epochs take turns
 //   meta           [2, R, C, TOPK]  line {weight, local expert or -1}, likewise
-//   row_flags      [R, C]         u32, the epoch when the row is there
-//   result_flags   [R, C]         the same for results on their way home
+//   row_flags      [R, C, 2]      u32, the epoch when that half of the row is there
+//   result_flags   [R, C, 2]      u32, the same for results on their way home
 //   rows           [R, C]         row_bytes each, codes with scales behind them in fp8
 //   results        [R, C]         2 K bytes each
 //   row_lines      [R, L, ...]    rows as lines: vector i is lines i and K/8 + i in bf16; in fp8 line i, and line
@@ -17,8 +17,9 @@
 
 #include "numbers.cuh"
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256;  // of a group; blocks have two
 constexpr int kWarps = kThreads / 32;
+constexpr int kRowParts = 2;  // of a row with flags
 constexpr int kVectors = HIDDEN / kColumns;
 constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;
 constexpr int kRowBytes = FP8 ? (HIDDEN + 4 * kGroups + 15) / 16 * 16 : 2 * HIDDEN;
@@ -26,9 +27,12 @@ constexpr int kRowLines = FP8 ? kVectors + kGroups : 2 * kVectors;
 constexpr u32 kAllLanes = 0xffffffffu;
 enum { SEND = 1, RECEIVE = 2 };
 
+using Senders = Group<1, kThreads>;
+using Receivers = Group<2, kThreads>;
+
 // Tickets of one batch's kernels; the kernel of the other direction sets them for the next round.
 struct Counters {
-    u64 dispatch_send, dispatch_receive, combine_send, combine_receive;
+    u64 dispatch, combine;
 };
 
 struct Buffers {
@@ -45,11 +49,11 @@ struct Buffers {
     __device__ __forceinline__ u8* meta_of(int peer, int source, int token, u32 epoch) const {
         return at(peer, meta + 16ull * TOPK * (static_cast<u64>(epoch % 2 * RANKS + source) * capacity + token));
     }
-    __device__ __forceinline__ u32* row_flag(int peer, int source, int token) const {
-        return reinterpret_cast<u32*>(at(peer, row_flags + 4ull * (static_cast<u64>(source) * capacity + token)));
+    __device__ __forceinline__ u64* row_flags_of(int peer, int source, int token) const {
+        return reinterpret_cast<u64*>(at(peer, row_flags + 8ull * (static_cast<u64>(source) * capacity + token)));
     }
-    __device__ __forceinline__ u32* result_flag(int peer, int source, int token) const {
-        return reinterpret_cast<u32*>(at(peer, result_flags + 4ull * (static_cast<u64>(source) * capacity + token)));
+    __device__ __forceinline__ u64* result_flags_of(int peer, int source, int token) const {
+        return reinterpret_cast<u64*>(at(peer, result_flags + 8ull * (static_cast<u64>(source) * capacity + token)));
     }
     __device__ __forceinline__ u8* row(int peer, int source, int token) const {
         return at(peer, rows + static_cast<u64>(kRowBytes) * (static_cast<u64>(source) * capacity + token));
@@ -67,21 +71,16 @@ struct Buffers {
 
 struct Common {
     Buffers buffers;
+    Limits limits;
     Counters* counters;
-    Status* status;
-    u32* record;
     const int* topk_ids;  // [T, TOPK], global
     const int* owners;    // [num_ids]: the rank of each id
-    u64 timeout_ns;       // 0 for none
     int num_ids;
     int num_tokens;
     int phases;
-    int parts;  // of a row that travels as lines, each sent by a block of its own
+    int line_parts;  // of a row that travels as lines
 
-    __device__ __forceinline__ Wait wait(u32 phase, u32 epoch) const {
-        const u32 failed = *reinterpret_cast<volatile u32*>(&status->failed);
-        return Wait{status, record, timeout_ns ? now_ns() + timeout_ns : 0, phase, epoch, failed != 0};
-    }
+    __device__ __forceinline__ u32 alive() const { return limits.status->alive; }
 
     // The ranks of a token's experts as bits; lane k of each warp has slot k's rank in `owner`, -1 for none.
     __device__ __forceinline__ u32 destinations(int token, u32 alive, int& owner) const {

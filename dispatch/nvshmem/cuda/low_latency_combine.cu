@@ -6,6 +6,8 @@
 // Example: a token with slots of ranks 1, 0, 1 and weights a, b, c: out = r(b y0) + r(a y1 + c y1').
 #include "low_latency.cuh"
 
+using Waits = Wait<PHASE_COMBINE>;
+
 struct Params {
     Common common;
     const u8* results;
@@ -17,7 +19,7 @@ struct Params {
 
 struct Shared {
     u64 ticket;
-    int tokens[RANKS];
+    int tokens[RANKS];  // of each rank, where its header is of this epoch
 };
 
 __device__ __forceinline__ void accumulate(Floats& sum, Vec v, float weight) {
@@ -52,17 +54,12 @@ __device__ __forceinline__ Slots slots_of(const Params& p, int source, int token
     return slots;
 }
 
-// The weighted sums of kWide vectors, kThreads apart, from `first` on; kDeep results are on their way at a time.
-template <int kWide, int kDeep>
-__device__ __forceinline__ void weighted_sums(const Params& p, const Slots& slots, int first, int end,
-                                              Floats (&sums)[kWide]) {
-#pragma unroll
-    for (int j = 0; j < kWide; ++j) {
-        sums[j] = Floats{};
-    }
-    u32 left = slots.present;
-    while (left) {
-        Vec v[kDeep][kWide];
+// The weighted sum of vector i; kDeep results are on their way at a time. To be called by whole warps.
+__device__ __forceinline__ Vec weighted_sum(const Params& p, const Slots& slots, int i, bool is_inside) {
+    constexpr int kDeep = 4;
+    Floats sum{};
+    for (u32 left = slots.present; left;) {
+        Vec v[kDeep];
         float weight[kDeep];
         bool is_there[kDeep];
 #pragma unroll
@@ -72,23 +69,16 @@ __device__ __forceinline__ void weighted_sums(const Params& p, const Slots& slot
             left &= left - 1;
             const u64 offset = __shfl_sync(kAllLanes, slots.offset, slot);
             weight[d] = __shfl_sync(kAllLanes, slots.weight, slot);
-            const Vec* row = reinterpret_cast<const Vec*>(p.results + offset);
-#pragma unroll
-            for (int j = 0; j < kWide; ++j) {
-                const int i = first + j * kThreads;
-                v[d][j] = is_there[d] && i < end ? row[i] : Vec{0, 0, 0, 0};
-            }
+            v[d] = is_there[d] && is_inside ? reinterpret_cast<const Vec*>(p.results + offset)[i] : Vec{0, 0, 0, 0};
         }
 #pragma unroll
         for (int d = 0; d < kDeep; ++d) {
             if (is_there[d]) {
-#pragma unroll
-                for (int j = 0; j < kWide; ++j) {
-                    accumulate(sums[j], v[d][j], weight[d]);
-                }
+                accumulate(sum, v[d], weight[d]);
             }
         }
     }
+    return pack(sum);
 }
 
 __device__ __forceinline__ void send(const Params& p, const Shared& shared, int task, int parts, u32 epoch, u32 alive) {
@@ -103,142 +93,165 @@ __device__ __forceinline__ void send(const Params& p, const Shared& shared, int 
         return;
     }
     const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
-    const int lane = threadIdx.x;
-    if (shared.tokens[source] <= b.line_tokens) {
-        for (int base = begin; base < end; base += kThreads) {
-            Floats sums[1];
-            weighted_sums<1, 4>(p, slots, base + lane, end, sums);
-            const Vec v = pack(sums[0]);
-            const int i = base + lane;
-            if (i < end) {
-                store_line(b.result_line(source, b.rank, token, i), v.x, v.y, epoch);
-                store_line(b.result_line(source, b.rank, token, kVectors + i), v.z, v.w, epoch);
-            }
-        }
-        return;
-    }
-    constexpr int kWide = 2;
+    const bool as_lines = shared.tokens[source] <= b.line_tokens;
     Vec* there = reinterpret_cast<Vec*>(b.result(source, b.rank, token));
-    for (int base = begin; base < end; base += kWide * kThreads) {
-        Floats sums[kWide];
-        weighted_sums<kWide, 2>(p, slots, base + lane, end, sums);
-#pragma unroll
-        for (int j = 0; j < kWide; ++j) {
-            const int i = base + lane + j * kThreads;
-            if (i < end) {
-                there[i] = pack(sums[j]);
-            }
+    for (int base = begin; base < end; base += kThreads) {
+        const int i = base + threadIdx.x;
+        const Vec v = weighted_sum(p, slots, i, i < end);
+        if (i < end && as_lines) {
+            store_line(b.result_line(source, b.rank, token, i), v.x, v.y, epoch);
+            store_line(b.result_line(source, b.rank, token, kVectors + i), v.z, v.w, epoch);
+        } else if (i < end) {
+            there[i] = v;
         }
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        store_release(b.result_flag(source, b.rank, token), epoch);
+    if (!as_lines) {
+        Senders::sync();
+        if (threadIdx.x == 0) {
+            u64* flags = b.result_flags_of(source, b.rank, token);
+            store_release(reinterpret_cast<u32*>(flags) + part, epoch);
+        }
     }
 }
+
+constexpr int kAtOnce = RANKS < 4 ? RANKS : 4;  // ranks whose results are on their way together
 
 // One half of a vector of each rank's result that travelled as lines, added in rank order.
-__device__ __forceinline__ void add_lines(const Params& p, const Wait& wait, int token, u32 ranks, int i, int half, float (&sum)[4]) {
+__device__ __forceinline__ void add_lines(const Params& p, Waits& wait, int token, u32 ranks, int line_number,
+                                          float (&sum)[4]) {
     const Buffers& b = p.common.buffers;
-    Vec line[RANKS];
+#pragma unroll 1
+    for (int from = 0; from < RANKS; from += kAtOnce) {
+        Vec line[kAtOnce];
 #pragma unroll
-    for (int rank = 0; rank < RANKS; ++rank) {
-        if (ranks >> rank & 1) {
-            line[rank] = load_shared_vec(b.result_line(b.rank, rank, token, half * kVectors + i));
+        for (int j = 0; j < kAtOnce; ++j) {
+            if (from + j < RANKS && ranks >> (from + j) & 1) {
+                line[j] = load_shared_vec(b.result_line(b.rank, from + j, token, line_number));
+            }
         }
-    }
 #pragma unroll
-    for (int rank = 0; rank < RANKS; ++rank) {
-        if (ranks >> rank & 1 &&
-            (is_of(line[rank], wait.epoch) ||
-             wait.for_line(b.result_line(b.rank, rank, token, half * kVectors + i), rank, line[rank]))) {
-            sum[0] = __fadd_rn(sum[0], low_half(line[rank].x));
-            sum[1] = __fadd_rn(sum[1], high_half(line[rank].x));
-            sum[2] = __fadd_rn(sum[2], low_half(line[rank].z));
-            sum[3] = __fadd_rn(sum[3], high_half(line[rank].z));
+        for (int j = 0; j < kAtOnce; ++j) {
+            const int rank = from + j;
+            if (rank < RANKS && ranks >> rank & 1 &&
+                (is_of(line[j], wait.epoch) ||
+                 wait.for_line(b.result_line(b.rank, rank, token, line_number), rank, line[j]))) {
+                sum[0] = __fadd_rn(sum[0], low_half(line[j].x));
+                sum[1] = __fadd_rn(sum[1], high_half(line[j].x));
+                sum[2] = __fadd_rn(sum[2], low_half(line[j].z));
+                sum[3] = __fadd_rn(sum[3], high_half(line[j].z));
+            }
         }
     }
 }
 
-__device__ __forceinline__ void receive(const Params& p, const Wait& wait, int task, u32 alive) {
+// One vector of each rank's result that is there, added in rank order.
+__device__ __forceinline__ Vec sum_of_rows(const Params& p, int token, u32 ranks, int i) {
     const Buffers& b = p.common.buffers;
-    const int part = task % p.output_parts, token = task / p.output_parts, lane = threadIdx.x % 32;
+    Floats sum{};
+#pragma unroll 1
+    for (int from = 0; from < RANKS; from += kAtOnce) {
+        Vec v[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+            if (from + j < RANKS && ranks >> (from + j) & 1) {
+                v[j] = load_shared_vec(b.result(b.rank, from + j, token) + 16ull * i);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+            if (from + j < RANKS && ranks >> (from + j) & 1) {
+                accumulate(sum, v[j], 1.0f);
+            }
+        }
+    }
+    return pack(sum);
+}
+
+__device__ __forceinline__ void receive(const Params& p, Waits& wait, int task, u32 alive) {
+    const Buffers& b = p.common.buffers;
+    const int part = task % p.output_parts, token = task / p.output_parts;
+    const int thread = threadIdx.x % kThreads, lane = thread % 32;
     int owner;
     u32 ranks = p.common.destinations(token, alive, owner);
     const int begin = part_begin(part, p.output_parts), end = part_begin(part + 1, p.output_parts);
     Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
     if (p.common.num_tokens <= b.line_tokens) {
-        for (int i = begin + threadIdx.x; i < end; i += kThreads) {
+        for (int i = begin + thread; i < end; i += kThreads) {
             float low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
-            add_lines(p, wait, token, ranks, i, 0, low);
-            add_lines(p, wait, token, ranks, i, 1, high);
+            add_lines(p, wait, token, ranks, i, low);
+            add_lines(p, wait, token, ranks, kVectors + i, high);
             output[i] = Vec{pack_halves(low[0], low[1]), pack_halves(low[2], low[3]), pack_halves(high[0], high[1]),
                             pack_halves(high[2], high[3])};
         }
+        __syncwarp();
         return;
     }
     bool in_time = true;
     if (lane < RANKS && ranks >> lane & 1) {
-        in_time = wait.for_flag(b.result_flag(b.rank, lane, token), lane);
+        in_time = wait.for_flags(b.result_flags_of(b.rank, lane, token), lane);
     }
-    ranks &= __ballot_sync(kAllLanes, in_time) | ~((1u << RANKS) - 1);
-    for (int i = begin + threadIdx.x; i < end; i += kThreads) {
-        Vec v[RANKS];
-#pragma unroll
-        for (int rank = 0; rank < RANKS; ++rank) {
-            if (ranks >> rank & 1) {
-                v[rank] = load_shared_vec(b.result(b.rank, rank, token) + 16ull * i);
-            }
-        }
-        Floats sum{};
-#pragma unroll
-        for (int rank = 0; rank < RANKS; ++rank) {
-            if (ranks >> rank & 1) {
-                accumulate(sum, v[rank], 1.0f);
-            }
-        }
-        output[i] = pack(sum);
+    __syncwarp();
+    ranks &= __ballot_sync(kAllLanes, in_time);
+    for (int i = begin + thread; i < end; i += kThreads) {
+        output[i] = sum_of_rows(p, token, ranks, i);
     }
+    __syncwarp();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2) low_latency_combine(const __grid_constant__ Params p) {
-    __shared__ Shared shared;
+__device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     const Common& c = p.common;
     const Buffers& b = c.buffers;
-    const bool sends = c.phases & SEND;
-    Tickets tickets(sends ? &c.counters->combine_send : &c.counters->combine_receive, &shared.ticket);
-    const u32 alive = c.status->alive;
-    // Headers of even and odd epochs, before it is known which it is.
+    Tickets<Senders> tickets(&c.counters->combine, &shared.ticket);
+    const u32 alive = c.alive();
+    // Headers of even and odd epochs, before it is known which it is. The dispatch has waited for them.
     Vec headers[2] = {};
     if (threadIdx.x < RANKS) {
         headers[0] = load_shared_vec(b.header_of(b.rank, threadIdx.x, 0));
         headers[1] = load_shared_vec(b.header_of(b.rank, threadIdx.x, 1));
     }
-    __syncthreads();
-    u64 ticket = tickets.first();
+    u64 ticket = tickets.next();
     const u32 epoch = static_cast<u32>(ticket >> 32);
-    const Wait wait = c.wait(PHASE_COMBINE, epoch);
-    // The dispatch has waited for every header; one of another epoch never came.
     if (threadIdx.x < RANKS) {
         const Vec header = epoch % 2 ? headers[1] : headers[0];
         shared.tokens[threadIdx.x] = is_of(header, epoch) ? static_cast<int>(header.x) : 0;
     }
-    if (sends && static_cast<u32>(ticket) == 0 && threadIdx.x == 0) {
-        c.counters->dispatch_send = c.counters->dispatch_receive = static_cast<u64>(epoch + 1) << 32;
+    if (static_cast<u32>(ticket) == 0 && threadIdx.x == 0) {
+        c.counters->dispatch = static_cast<u64>(epoch + 1) << 32;
     }
-    __syncthreads();
+    Senders::sync();
     int most = 0;
+#pragma unroll
     for (int rank = 0; rank < RANKS; ++rank) {
         most = max(most, shared.tokens[rank]);
     }
-    const int parts = most <= b.line_tokens ? c.parts : 1;
-    const int to_send = sends ? most * RANKS * parts : 0;
-    const int total = to_send + (c.phases & RECEIVE ? c.num_tokens * p.output_parts : 0);
-    for (int task = static_cast<int>(static_cast<u32>(ticket)); task < total;) {
-        if (task < to_send) {
-            send(p, shared, task, parts, epoch, alive);
-        } else {
-            receive(p, wait, task - to_send, alive);
+    const int parts = most <= b.line_tokens ? c.line_parts : kRowParts;
+    const u32 total = most * RANKS * parts;
+    while (static_cast<u32>(ticket) < total) {
+        send(p, shared, static_cast<int>(static_cast<u32>(ticket)), parts, epoch, alive);
+        ticket = tickets.next();
+    }
+}
+
+__device__ __forceinline__ void receive_all(const Params& p) {
+    const Common& c = p.common;
+    const int total = c.num_tokens * p.output_parts;
+    const u32 epoch = static_cast<u32>(*reinterpret_cast<volatile u64*>(&c.counters->combine) >> 32);
+    Waits wait(c.limits, epoch);
+    const u32 alive = c.alive();
+    for (int task = blockIdx.x; task < total; task += gridDim.x) {
+        receive(p, wait, task, alive);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(2 * kThreads, 2) low_latency_combine(const __grid_constant__ Params p) {
+    __shared__ Shared shared;
+    wait_for_kernels_before();
+    let_next_kernel_come_up();
+    if (threadIdx.x < kThreads) {
+        if (p.common.phases & SEND) {
+            send_all(p, shared);
         }
-        task = static_cast<int>(static_cast<u32>(tickets.next()));
+    } else if (p.common.phases & RECEIVE) {
+        receive_all(p);
     }
 }

@@ -8,6 +8,8 @@
 // rank 0 has expert_row_ids [[0, 4]], rank 1 [[0]].
 #include "low_latency.cuh"
 
+using Waits = Wait<PHASE_DISPATCH>;
+
 struct Params {
     Common common;
     const u8* rows;
@@ -21,114 +23,8 @@ struct Params {
     int split;  // blocks that list the same expert and share the copying of its rows
 };
 
-// A row from a block's registers and memory to one peer.
-class RowSender {
-public:
-    __device__ __forceinline__ RowSender(const u8* row, int begin, int end) : row_(row), begin_(begin), end_(end) { load(begin); }
-
-    template <typename Put>
-    __device__ __forceinline__ void send(const Put& put) {
-        for (int base = begin_;;) {
-#pragma unroll
-            for (int j = 0; j < kAhead; ++j) {
-                put(base + j * kThreads + static_cast<int>(threadIdx.x), vectors_[j], end_);
-            }
-            base += kAhead * kThreads;
-            if (base >= end_) {
-                return;
-            }
-            load(base);
-        }
-    }
-
-private:
-    static constexpr int kAhead = 4;
-
-    __device__ __forceinline__ void load(int base) {
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-            const int i = base + j * kThreads + threadIdx.x;
-            vectors_[j] = i < end_ ? reinterpret_cast<const Vec*>(row_)[i] : Vec{0, 0, 0, 0};
-        }
-    }
-
-    const u8* row_;
-    int begin_, end_;
-    Vec vectors_[kAhead];
-};
-
-__device__ __forceinline__ void send_as_lines(const Buffers& b, RowSender& row, int peer, int token, u32 epoch) {
-    row.send([&](int i, Vec v, int end) {
-#if FP8
-        float scale;
-        const Codes codes = quantize(unpack(v), scale);
-        if (i < end) {
-            store_line(b.row_line(peer, b.rank, token, i), codes.low, codes.high, epoch);
-            if (i % kScaleVectors == 0) {
-                const int line = kVectors + i / kScaleVectors;
-                store_line(b.row_line(peer, b.rank, token, line), __float_as_uint(scale), 0, epoch);
-            }
-        }
-#else
-        if (i < end) {
-            store_line(b.row_line(peer, b.rank, token, i), v.x, v.y, epoch);
-            store_line(b.row_line(peer, b.rank, token, kVectors + i), v.z, v.w, epoch);
-        }
-#endif
-    });
-}
-
-__device__ __forceinline__ void send_as_row(const Buffers& b, RowSender& row, int peer, int token, u32 epoch) {
-    u8* there = b.row(peer, b.rank, token);
-    row.send([&](int i, Vec v, int end) {
-#if FP8
-        float scale;
-        const Codes codes = quantize(unpack(v), scale);
-        if (i < end) {
-            reinterpret_cast<uint2*>(there)[i] = make_uint2(codes.low, codes.high);
-            if (i % kScaleVectors == 0) {
-                reinterpret_cast<float*>(there + HIDDEN)[i / kScaleVectors] = scale;
-            }
-        }
-#else
-        if (i < end) {
-            reinterpret_cast<Vec*>(there)[i] = v;
-        }
-#endif
-    });
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        store_release(b.row_flag(peer, b.rank, token), epoch);
-    }
-}
-
-__device__ __forceinline__ void send(const Params& p, int task, int parts, u32 epoch, u32 alive) {
-    const Buffers& b = p.common.buffers;
-    const int part = task % parts, peer_step = task / parts % RANKS, token = task / parts / RANKS;
-    const int peer = (b.rank + peer_step) % RANKS;
-    const bool as_lines = p.common.num_tokens <= b.line_tokens;
-    RowSender row(p.rows + 2ull * HIDDEN * token, part_begin(part, parts), part_begin(part + 1, parts));
-    int owner;
-    const u32 ranks = p.common.destinations(token, alive, owner);
-    if (!(alive >> peer & 1)) {
-        return;
-    }
-    if (part == 0 && threadIdx.x < TOPK) {
-        const int slot = token * TOPK + threadIdx.x;
-        const int local = owner == peer ? p.locals[p.common.topk_ids[slot]] : -1;
-        store_line(b.meta_of(peer, b.rank, token, epoch) + 16 * threadIdx.x, __float_as_uint(p.weights[slot]), local, epoch);
-    }
-    if (ranks >> peer & 1) {
-        if (as_lines) {
-            send_as_lines(b, row, peer, token, epoch);
-        } else {
-            send_as_row(b, row, peer, token, epoch);
-        }
-    }
-}
-
 struct Arrival {
-    int source, token, position;  // its row of the expert, -1 where it is another expert's to take
+    int source, token, position;  // its row of the expert, -1 where it is another block's to take
 };
 
 struct Shared {
@@ -138,18 +34,107 @@ struct Shared {
     Arrival arrivals[kThreads];
 };
 
+// One vector of a row, in registers, to every rank that is to have it.
+__device__ __forceinline__ void put(const Buffers& b, Vec v, int i, bool is_inside, bool as_lines, int token, u32 ranks,
+                                    u32 epoch) {
+#if FP8
+    float scale;
+    const Codes codes = quantize(unpack(v), scale);
+    const bool has_scale = i % kScaleVectors == 0;
+#endif
+#pragma unroll
+    for (int step = 1; step <= RANKS; ++step) {
+        const int peer = (b.rank + step) % RANKS;
+        if (!is_inside || !(ranks >> peer & 1)) {
+            continue;
+        }
+        if (as_lines) {
+#if FP8
+            store_line(b.row_line(peer, b.rank, token, i), codes.low, codes.high, epoch);
+            if (has_scale) {
+                const int line = kVectors + i / kScaleVectors;
+                store_line(b.row_line(peer, b.rank, token, line), __float_as_uint(scale), 0, epoch);
+            }
+#else
+            store_line(b.row_line(peer, b.rank, token, i), v.x, v.y, epoch);
+            store_line(b.row_line(peer, b.rank, token, kVectors + i), v.z, v.w, epoch);
+#endif
+        } else {
+            u8* row = b.row(peer, b.rank, token);
+#if FP8
+            reinterpret_cast<uint2*>(row)[i] = make_uint2(codes.low, codes.high);
+            if (has_scale) {
+                reinterpret_cast<float*>(row + HIDDEN)[i / kScaleVectors] = scale;
+            }
+#else
+            reinterpret_cast<Vec*>(row)[i] = v;
+#endif
+        }
+    }
+}
+
+// A part of a token to every rank that has one of its experts; what it needs is read before it is known who that is.
+__device__ __forceinline__ void send(const Params& p, int task, int parts, u32 epoch, u32 alive) {
+    constexpr int kAhead = 2;
+    const Buffers& b = p.common.buffers;
+    const int part = task % parts, token = task / parts;
+    const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
+    const Vec* row = reinterpret_cast<const Vec*>(p.rows + 2ull * HIDDEN * token);
+    const bool as_lines = p.common.num_tokens <= b.line_tokens;
+    Vec v[kAhead];
+    auto load = [&](int base) {
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            const int i = base + j * kThreads + threadIdx.x;
+            v[j] = i < end ? row[i] : Vec{0, 0, 0, 0};
+        }
+    };
+    load(begin);
+    int owner;
+    const u32 ranks = p.common.destinations(token, alive, owner);
+    if (part == 0) {
+        for (int i = threadIdx.x; i < RANKS * TOPK; i += kThreads) {
+            const int peer = i / TOPK, slot = i % TOPK, id = p.common.topk_ids[token * TOPK + slot];
+            const bool is_here = id >= 0 && id < p.common.num_ids && p.common.owners[id] == peer;
+            const u32 weight = __float_as_uint(p.weights[token * TOPK + slot]);
+            if (alive >> peer & 1) {
+                store_line(b.meta_of(peer, b.rank, token, epoch) + 16 * slot, weight, is_here ? p.locals[id] : -1, epoch);
+            }
+        }
+    }
+    for (int base = begin; base < end; base += kAhead * kThreads) {
+        if (base > begin) {
+            load(base);
+        }
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            const int i = base + j * kThreads + threadIdx.x;
+            put(b, v[j], i, i < end, as_lines, token, ranks, epoch);
+        }
+    }
+    if (!as_lines) {
+        Senders::sync();
+        if (threadIdx.x < RANKS && ranks >> threadIdx.x & 1) {
+            u64* flags = b.row_flags_of(threadIdx.x, b.rank, token);
+            store_release(reinterpret_cast<u32*>(flags) + part, epoch);
+        }
+    }
+}
+
 // Which of the token's slots are for `expert`, as bits; `first` is set where it is the first expert here at all.
-__device__ __forceinline__ u32 slots_of(const Params& p, const Wait& wait, int source, int token, int expert, bool& first) {
-    const u8* lines = p.common.buffers.meta_of(p.common.buffers.rank, source, token, wait.epoch);
-    constexpr int kBatch = TOPK < 8 ? TOPK : 8;
+__device__ __forceinline__ u32 slots_of(const Params& p, Waits& wait, int source, int token, int expert, bool& first) {
+    const Buffers& b = p.common.buffers;
+    const u8* lines = b.meta_of(b.rank, source, token, wait.epoch);
+    constexpr int kBatch = TOPK < 4 ? TOPK : 4;
     u32 slots = 0;
     bool any = false;
     first = false;
+#pragma unroll 1
     for (int start = 0; start < TOPK; start += kBatch) {
         Vec line[kBatch];
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
-            line[k] = start + k < TOPK ? load_shared_vec(lines + 16 * (start + k)) : Vec{0, wait.epoch, 0, wait.epoch};
+            line[k] = load_shared_vec(lines + 16 * min(start + k, TOPK - 1));
         }
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
@@ -166,18 +151,12 @@ __device__ __forceinline__ u32 slots_of(const Params& p, const Wait& wait, int s
 }
 
 // One vector of a received row as the experts take it; false where it did not come in time.
-__device__ __forceinline__ bool received(const Buffers& b, const Wait& wait, bool as_lines, const Arrival& a, int i, Vec& v) {
+__device__ __forceinline__ bool received(const Buffers& b, Waits& wait, bool as_lines, const Arrival& a, int i, Vec& v) {
     if (as_lines) {
-        Vec first, second;
-#if FP8
-        const int other = kVectors + i / kScaleVectors;
-#else
-        const int other = kVectors + i;
-#endif
+        const int other = FP8 ? kVectors + i / kScaleVectors : kVectors + i;
         const u8* at_first = b.row_line(b.rank, a.source, a.token, i);
         const u8* at_second = b.row_line(b.rank, a.source, a.token, other);
-        first = load_shared_vec(at_first);
-        second = load_shared_vec(at_second);
+        Vec first = load_shared_vec(at_first), second = load_shared_vec(at_second);
         if ((!is_of(first, wait.epoch) && !wait.for_line(at_first, a.source, first)) ||
             (!is_of(second, wait.epoch) && !wait.for_line(at_second, a.source, second))) {
             return false;
@@ -200,143 +179,173 @@ __device__ __forceinline__ bool received(const Buffers& b, const Wait& wait, boo
 }
 
 // Brings the rows on the list to where the experts read them; nothing but waiting where they are there already.
-__device__ __forceinline__ void take(const Params& p, const Wait& wait, const Shared& shared, int count, int expert, int part) {
+__device__ __forceinline__ void take(const Params& p, Waits& wait, const Shared& shared, int count, int expert) {
     const Buffers& b = p.common.buffers;
-    const int max_rows = RANKS * b.capacity;
-    const int width = count < kWarps ? kThreads : 32;
-    const int lane = threadIdx.x % width;
-    for (int n = threadIdx.x / width; n < count; n += kThreads / width) {
+    const int thread = threadIdx.x % kThreads;
+    const auto as_lines = [&](const Arrival& a) {
+        return shared.before[a.source + 1] - shared.before[a.source] <= b.line_tokens;
+    };
+    if (p.out == nullptr) {
+        for (int n = thread; n < count; n += kThreads) {
+            const Arrival a = shared.arrivals[n];
+            if (a.position >= 0 && !as_lines(a)) {
+                wait.for_flags(b.row_flags_of(b.rank, a.source, a.token), a.source);
+            }
+        }
+    }
+    for (int n = 0; n < count; ++n) {
         const Arrival a = shared.arrivals[n];
-        const int tokens = shared.before[a.source + 1] - shared.before[a.source];
-        const bool as_lines = tokens <= b.line_tokens;
-        if (a.position < 0 || a.position % p.split != part ||
-            (!as_lines && !wait.for_flag(b.row_flag(b.rank, a.source, a.token), a.source))) {
+        const bool lines = as_lines(a);
+        if (a.position < 0 || (p.out == nullptr && !lines) ||
+            (!lines && !wait.for_flags(b.row_flags_of(b.rank, a.source, a.token), a.source))) {
             continue;
         }
-        u8* there = p.out == nullptr ? b.row(b.rank, a.source, a.token)
-                    : p.expert_row_ids
-                        ? p.out + 2ull * HIDDEN * (static_cast<u64>(a.source) * b.capacity + a.token)
-                        : p.out + 2ull * HIDDEN * (static_cast<u64>(expert) * max_rows + a.position);
-        if (p.out == nullptr && !as_lines) {
-            continue;
-        }
-        constexpr int kAhead = 4;
-        for (int base = lane; base < kVectors; base += kAhead * width) {
+        const u64 row = p.expert_row_ids ? static_cast<u64>(a.source) * b.capacity + a.token
+                                         : static_cast<u64>(expert) * RANKS * b.capacity + a.position;
+        Vec* there = reinterpret_cast<Vec*>(p.out ? p.out + 2 * HIDDEN * row : b.row(b.rank, a.source, a.token));
+        constexpr int kAhead = 2;
+        for (int base = thread; base < kVectors; base += kAhead * kThreads) {
             Vec v[kAhead];
-            bool there_in_time[kAhead];
+            bool is_there[kAhead];
 #pragma unroll
             for (int j = 0; j < kAhead; ++j) {
-                const int i = base + j * width;
-                there_in_time[j] = i < kVectors && received(b, wait, as_lines, a, i, v[j]);
+                const int i = base + j * kThreads;
+                is_there[j] = i < kVectors && received(b, wait, lines, a, i, v[j]);
             }
 #pragma unroll
             for (int j = 0; j < kAhead; ++j) {
-                if (there_in_time[j]) {
-                    reinterpret_cast<Vec*>(there)[base + j * width] = v[j];
+                if (is_there[j]) {
+                    there[base + j * kThreads] = v[j];
                 }
             }
         }
     }
 }
 
-// Reads every source's slots, and lists and takes the rows of one expert.
-__device__ __forceinline__ void list_expert(const Params& p, const Wait& wait, Shared& shared, int expert, int part, u32 alive) {
+// Learns from every source how many tokens it has.
+__device__ __forceinline__ void read_headers(const Params& p, Waits& wait, Shared& shared, u32 alive) {
     const Buffers& b = p.common.buffers;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp == 0) {
+    const int thread = threadIdx.x % kThreads;
+    if (thread < 32) {
         int tokens = 0;
         Vec line;
-        if (lane < RANKS && alive >> lane & 1 && wait.for_line(b.header_of(b.rank, lane, wait.epoch), lane, line)) {
+        if (thread < RANKS && alive >> thread & 1 && wait.for_line(b.header_of(b.rank, thread, wait.epoch), thread, line)) {
             tokens = static_cast<int>(line.x);
         }
+        __syncwarp();
         int before = 0;
+#pragma unroll
         for (int rank = 0; rank < RANKS; ++rank) {
             const int of_rank = __shfl_sync(kAllLanes, tokens, rank);
-            before += rank < lane ? of_rank : 0;
+            before += rank < thread ? of_rank : 0;
         }
-        if (lane <= RANKS) {
-            shared.before[lane] = before;
+        if (thread <= RANKS) {
+            shared.before[thread] = before;
         }
     }
-    __syncthreads();
+    Receivers::sync();
+}
+
+// Reads every source's slots, and lists and takes the rows of one expert.
+__device__ __forceinline__ void list_expert(const Params& p, Waits& wait, Shared& shared, int expert, int part) {
+    const Buffers& b = p.common.buffers;
+    const int thread = threadIdx.x % kThreads, warp = thread / 32, lane = thread % 32;
     const int total = shared.before[RANKS], max_rows = RANKS * b.capacity;
     int base = 0;
     for (int start = 0; start < total; start += kThreads) {
-        const int i = start + threadIdx.x;
+        const int i = start + thread;
         int source = 0;
+#pragma unroll
         for (int rank = 1; rank < RANKS; ++rank) {
             source = i >= shared.before[rank] ? rank : source;
         }
-        const int token = i - shared.before[source];
+        const int token = i - shared.before[source], row = source * b.capacity + token;
         bool first = false;
-        u32 slots = i < total ? slots_of(p, wait, source, token, expert, first) : 0;
+        const u32 slots = i < total ? slots_of(p, wait, source, token, expert, first) : 0;
+        __syncwarp();
         const u32 have = __ballot_sync(kAllLanes, slots != 0);
         if (lane == 0) {
             shared.warp_counts[warp] = __popc(have);
         }
-        // A row that is read by reference is taken by its first expert alone.
-        const bool mine = slots != 0 && (first || p.expert_row_ids == nullptr);
-        const int to_take = __syncthreads_count(mine);
-        int position = base + __popc(have & ((1u << lane) - 1));
-        for (int w = 0; w < warp; ++w) {
-            position += shared.warp_counts[w];
-        }
-        const int row = source * b.capacity + token;
-        if (slots && part == 0) {
-            if (p.expert_row_ids) {
-                p.expert_row_ids[static_cast<u64>(expert) * max_rows + position] = row;
-            }
-            for (u32 left = slots; left; left &= left - 1) {
-                p.positions[row * TOPK + __ffs(left) - 1] = position;
-            }
-        }
-        int listed = 0;
+        Receivers::sync();
+        int listed = 0, in_chunk = __popc(have & ((1u << lane) - 1));
+#pragma unroll
         for (int w = 0; w < kWarps; ++w) {
+            in_chunk += w < warp ? shared.warp_counts[w] : 0;
             listed += shared.warp_counts[w];
         }
         if (slots) {
-            shared.arrivals[position - base] = Arrival{source, token, mine ? position : -1};
+            const int position = base + in_chunk;
+            if (part == 0) {
+                if (p.expert_row_ids) {
+                    p.expert_row_ids[static_cast<u64>(expert) * max_rows + position] = row;
+                }
+                for (u32 left = slots; left; left &= left - 1) {
+                    p.positions[row * TOPK + __ffs(left) - 1] = position;
+                }
+            }
+            // A row that is read by reference is taken by its first expert alone.
+            const bool mine = (first || p.expert_row_ids == nullptr) && position % p.split == part;
+            shared.arrivals[in_chunk] = Arrival{source, token, mine ? position : -1};
         }
-        __syncthreads();
-        if (to_take) {
-            take(p, wait, shared, listed, expert, part);
-        }
+        Receivers::sync();
+        take(p, wait, shared, listed, expert);
         base += listed;
-        __syncthreads();
+        Receivers::sync();
     }
-    if (threadIdx.x == 0 && part == 0) {
+    if (thread == 0 && part == 0) {
         p.expert_num_tokens[expert] = base;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2) low_latency_dispatch(const __grid_constant__ Params p) {
-    __shared__ Shared shared;
+__device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     const Common& c = p.common;
     const Buffers& b = c.buffers;
-    const bool sends = c.phases & SEND;
-    Tickets tickets(sends ? &c.counters->dispatch_send : &c.counters->dispatch_receive, &shared.ticket);
-    const u32 alive = c.status->alive;
-    __syncthreads();
-    u64 ticket = tickets.first();
-    const u32 epoch = static_cast<u32>(ticket >> 32);
-    const Wait wait = c.wait(PHASE_DISPATCH, epoch);
-    if (sends && static_cast<u32>(ticket) == 0) {
-        if (threadIdx.x < RANKS && alive >> threadIdx.x & 1) {
-            store_line(b.header_of(threadIdx.x, b.rank, epoch), c.num_tokens, 0, epoch);
+    Tickets<Senders> tickets(&c.counters->dispatch, &shared.ticket);
+    const u32 alive = c.alive();
+    const int parts = c.num_tokens <= b.line_tokens ? c.line_parts : kRowParts;
+    const int total = c.num_tokens * parts;
+    for (;;) {
+        const u64 ticket = tickets.next();
+        const u32 epoch = static_cast<u32>(ticket >> 32), task = static_cast<u32>(ticket);
+        if (task == 0) {
+            if (threadIdx.x < RANKS && alive >> threadIdx.x & 1) {
+                store_line(b.header_of(threadIdx.x, b.rank, epoch), c.num_tokens, 0, epoch);
+            }
+            if (threadIdx.x == 0) {
+                c.counters->combine = static_cast<u64>(epoch) << 32;
+            }
         }
-        if (threadIdx.x == 0) {
-            c.counters->combine_send = c.counters->combine_receive = static_cast<u64>(epoch) << 32;
+        if (task >= static_cast<u32>(total)) {
+            return;
         }
+        send(p, static_cast<int>(task), parts, epoch, alive);
     }
-    const int parts = c.num_tokens <= b.line_tokens ? c.parts : 1;
-    const int to_send = sends ? c.num_tokens * RANKS * parts : 0;
-    const int total = to_send + (c.phases & RECEIVE ? p.num_local_experts * p.split : 0);
-    for (int task = static_cast<int>(static_cast<u32>(ticket)); task < total;) {
-        if (task < to_send) {
-            send(p, task, parts, epoch, alive);
-        } else {
-            list_expert(p, wait, shared, (task - to_send) / p.split, (task - to_send) % p.split, alive);
+}
+
+__device__ __forceinline__ void receive_all(const Params& p, Shared& shared) {
+    const Common& c = p.common;
+    const int total = p.num_local_experts * p.split;
+    if (static_cast<int>(blockIdx.x) >= total) {
+        return;
+    }
+    const u32 epoch = static_cast<u32>(*reinterpret_cast<volatile u64*>(&c.counters->dispatch) >> 32);
+    Waits wait(c.limits, epoch);
+    read_headers(p, wait, shared, c.alive());
+    for (int task = blockIdx.x; task < total; task += gridDim.x) {
+        list_expert(p, wait, shared, task / p.split, task % p.split);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(2 * kThreads, 2) low_latency_dispatch(const __grid_constant__ Params p) {
+    __shared__ Shared shared;
+    wait_for_kernels_before();
+    let_next_kernel_come_up();
+    if (threadIdx.x < kThreads) {
+        if (p.common.phases & SEND) {
+            send_all(p, shared);
         }
-        task = static_cast<int>(static_cast<u32>(tickets.next()));
+    } else if (p.common.phases & RECEIVE) {
+        receive_all(p, shared);
     }
 }

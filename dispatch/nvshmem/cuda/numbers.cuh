@@ -52,7 +52,14 @@ __device__ __forceinline__ Vec pack(const Floats& f) {
                pack_halves(f.v[6], f.v[7])};
 }
 
-// To nearest, ties to even; |x| is at most 448 or x is NaN.
+// Two codes, x in the lower byte; to nearest, ties to even; magnitudes are at most 448, or NaN.
+#if __CUDA_ARCH__ >= 890
+__device__ __forceinline__ u32 to_e4m3(float x, float y) {
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
+    return pair;
+}
+#else
 __device__ __forceinline__ u32 to_e4m3(float x) {
     const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80;
     const float magnitude = fabsf(x);
@@ -66,6 +73,9 @@ __device__ __forceinline__ u32 to_e4m3(float x) {
     m += 0x7ffff + (m >> 20 & 1);
     return sign | ((m >> 20) - (120 << 3));
 }
+
+__device__ __forceinline__ u32 to_e4m3(float x, float y) { return to_e4m3(x) | to_e4m3(y) << 8; }
+#endif
 
 __device__ __forceinline__ float from_e4m3(u32 code) {
     const u32 magnitude = code & 0x7f;
@@ -89,14 +99,13 @@ __device__ __forceinline__ Codes quantize(const Floats& f, float& scale) {
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
     }
     scale = fmaxf(__fdiv_rn(largest, kLargestCode), kTinyScale);
-    Codes codes{0, 0};
+    float q[kColumns];
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-        float q = __fdiv_rn(f.v[i], scale);
-        q = q > kLargestCode ? kLargestCode : q < -kLargestCode ? -kLargestCode : q;
-        (i < 4 ? codes.low : codes.high) |= to_e4m3(q) << (i % 4 * 8);
+        q[i] = __fdiv_rn(f.v[i], scale);
+        q[i] = q[i] > kLargestCode ? kLargestCode : q[i] < -kLargestCode ? -kLargestCode : q[i];
     }
-    return codes;
+    return Codes{to_e4m3(q[0], q[1]) | to_e4m3(q[2], q[3]) << 16, to_e4m3(q[4], q[5]) | to_e4m3(q[6], q[7]) << 16};
 }
 
 __device__ __forceinline__ Vec dequantize(Codes codes, float scale) {

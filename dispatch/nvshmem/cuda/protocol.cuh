@@ -1,4 +1,4 @@
-// How ranks talk through each other's memory: loads and stores that peers see, waits with a deadline, and tickets.
+// How ranks talk through each other's memory: loads and stores that peers see, waits with a deadline, and who does what in a kernel.
 #pragma once
 
 typedef unsigned char u8;
@@ -14,9 +14,9 @@ __device__ __forceinline__ void store_release(u32* at, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ u32 load_acquire(const u32* at) {
-    u32 value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+__device__ __forceinline__ u64 load_acquire(const u64* at) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
     return value;
 }
 
@@ -59,94 +59,118 @@ struct Status {
 enum { RECORD_FAILED, RECORD_PHASE, RECORD_EPOCH, RECORD_RANKS };
 enum { PHASE_DISPATCH = 1, PHASE_COMBINE = 2 };
 
-struct Wait {
+struct Limits {
     Status* status;
     u32* record;
-    u64 deadline;  // of globaltimer; 0 for none
-    u32 phase;
-    u32 epoch;
-    bool hopeless;  // a kernel before this one has failed: nothing is waited for any more
+    u64 timeout_ns;  // 0 for none
+};
 
-    // True when the time is over, which is then on record with the rank that did not come.
-    __device__ __forceinline__ bool is_over(int peer) const {
-        if (hopeless) {
-            return true;
+// A thread's waits for other ranks; all of a kernel end at one time, counted from the first that takes long.
+template <u32 kPhase>
+class Wait {
+public:
+    __device__ __forceinline__ Wait(const Limits& limits, u32 epoch) : epoch(epoch), limits_(limits) {}
+
+    // Two flags side by side.
+    __device__ __forceinline__ bool for_flags(const u64* flags, int peer) {
+        const u64 both = static_cast<u64>(epoch) << 32 | epoch;
+        return until(peer, [&] { return load_acquire(flags) == both; });
+    }
+
+    __device__ __forceinline__ bool for_line(const void* at, int peer, Vec& line) {
+        return until(peer, [&] {
+            line = load_shared_vec(at);
+            return is_of(line, epoch);
+        });
+    }
+
+    const u32 epoch;
+
+private:
+    static constexpr u32 kSpins = 64;  // between two looks at the clock
+    static constexpr u64 kNever = ~0ull;
+
+    template <typename Ready>
+    __device__ __forceinline__ bool until(int peer, const Ready& ready) {
+        for (u32 spin = 1; !ready(); ++spin) {
+            if (spin % kSpins == 0 && is_over(peer)) {
+                return false;
+            }
         }
-        if (deadline == 0 || now_ns() < deadline) {
-            return false;
-        }
-        volatile u32* words = record;
-        words[RECORD_PHASE] = phase;
-        words[RECORD_EPOCH] = epoch;
-        words[RECORD_RANKS + peer] = 1;
-        __threadfence_system();
-        words[RECORD_FAILED] = 1;
-        *reinterpret_cast<volatile u32*>(&status->failed) = 1;
         return true;
     }
 
-    __device__ __forceinline__ bool for_flag(const u32* flag, int peer) const {
-        for (u32 spin = 1;; ++spin) {
-            if (load_acquire(flag) == epoch) {
-                return true;
-            }
-            if (spin % 64 == 0 && is_over(peer)) {
-                return false;
-            }
+    // True when the time is over, which is then on record with the rank that did not come, or when a kernel before this
+    // one has failed: nothing is waited for any more then.
+    __device__ __forceinline__ bool is_over(int peer) {
+        const u64 now = now_ns();
+        if (deadline_ == 0) {
+            const bool hopeless = *reinterpret_cast<volatile u32*>(&limits_.status->failed);
+            deadline_ = hopeless ? 1 : limits_.timeout_ns ? now + limits_.timeout_ns : kNever;
         }
+        if (now < deadline_) {
+            return false;
+        }
+        if (deadline_ > 1) {
+            volatile u32* words = limits_.record;
+            words[RECORD_PHASE] = kPhase;
+            words[RECORD_EPOCH] = epoch;
+            words[RECORD_RANKS + peer] = 1;
+            __threadfence_system();
+            words[RECORD_FAILED] = 1;
+            *reinterpret_cast<volatile u32*>(&limits_.status->failed) = 1;
+        }
+        return true;
     }
 
-    __device__ __forceinline__ bool for_line(const void* at, int peer, Vec& line) const {
-        for (u32 spin = 1;; ++spin) {
-            line = load_shared_vec(at);
-            if (is_of(line, epoch)) {
-                return true;
-            }
-            if (spin % 64 == 0 && is_over(peer)) {
-                return false;
-            }
-        }
-    }
+    const Limits& limits_;
+    u64 deadline_ = 0;  // of globaltimer; 0 before the first look, 1 where there is no hope
 };
 
-// Work is handed out in order: tickets of one counter, whose upper half is the batch's epoch. Everything that sends has
-// a lower ticket than anything that waits, so whoever waits knows that all sending of this rank is in running hands:
-// no block waits for one that cannot start, whatever else occupies the GPU.
+// One half of a block: the one sends and the other receives, so that waiting never keeps anything from being sent.
+template <int kBarrier, int kSize>
+struct Group {
+    __device__ __forceinline__ static void sync() { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kSize) : "memory"); }
+};
+
+// Sending is handed out in order: tickets of one counter, whose upper half is the batch's epoch. Any block that runs can
+// send everything, so no block waits for one that cannot start, whatever else occupies the GPU. Receiving is divided
+// beforehand: what does not run yet only waits for what some rank's running blocks send.
+template <typename Sync>
 class Tickets {
 public:
     __device__ __forceinline__ Tickets(u64* counter, u64* shared) : counter_(counter), shared_(shared) {
-        if (threadIdx.x == 0) {
-            *shared_ = atomicAdd(counter_, 1ull);
-        }
-    }
-
-    // To be called by all threads, with a barrier between the constructor and the first call.
-    __device__ __forceinline__ u64 first() {
-        const u64 ticket = *shared_;
-        draw_ahead();
-        return ticket;
-    }
-
-    __device__ __forceinline__ u64 next() {
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            *shared_ = ahead_;
-        }
-        __syncthreads();
-        const u64 ticket = *shared_;
-        draw_ahead();
-        return ticket;
-    }
-
-private:
-    // The next ticket is on its way while this one is worked on.
-    __device__ __forceinline__ void draw_ahead() {
         if (threadIdx.x == 0) {
             ahead_ = atomicAdd(counter_, 1ull);
         }
     }
 
+    // The next ticket, the same for all threads of the group; the one after it is on its way already.
+    __device__ __forceinline__ u64 next() {
+        Sync::sync();
+        if (threadIdx.x == 0) {
+            *shared_ = ahead_;
+            ahead_ = atomicAdd(counter_, 1ull);
+        }
+        Sync::sync();
+        return *shared_;
+    }
+
+private:
     u64* counter_;
     u64* shared_;
     u64 ahead_ = 0;
 };
+
+// Programmatic launch: the next kernel of the stream may come up while this one runs, and waits for its end here.
+__device__ __forceinline__ void wait_for_kernels_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_come_up() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
