@@ -28,9 +28,10 @@ def _share(raw: str) -> float:
 
 
 def _routing(raw: str) -> str:
-    if not re.fullmatch(r"zipf:\d+(\.\d+)?", raw) and not Path(raw).expanduser().is_file():
-        raise ValueError("it must be zipf:S with a number such as zipf:0.5, or an .npz file of recorded choices")
-    return raw
+    path = raw.removeprefix("recorded:")
+    if re.fullmatch(r"zipf:\d+(\.\d+)?", raw) or Path(path).expanduser().is_file():
+        return path
+    raise ValueError("it must be zipf:S with a number such as zipf:0.5, or an .npz file of recorded choices")
 
 
 @dataclass(frozen=True, kw_only=True)
