@@ -147,7 +147,8 @@ def test_a_checkpoint_that_lacks_a_tensor_ends_in_one_message(
     arguments = f"run --model {tmp_path / 'model'} --device cpu --launcher local --ep-size 2".split()
     assert main(arguments) == 1
     error = capsys.readouterr().err
-    assert error.startswith("moe-ep run: rank 1 on node ")
+    # Every rank looks at all experts before it loads its own; the first to speak is heard.
+    assert error.startswith(("moe-ep run: rank 0 on node ", "moe-ep run: rank 1 on node "))
     assert name in error
     assert error.count("\n") == 1
 
