@@ -93,6 +93,9 @@ class ReferenceExperts(_ReferenceExpertsBase):
     def supports_chunking(self) -> bool:
         return True
 
+    def supports_cuda_graph(self) -> bool:
+        return False
+
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return TopKWeightAndReduceNoOP()
 

@@ -240,6 +240,10 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
         """Whether input batched by reference (expert_row_ids) is understood."""
         return False
 
+    def supports_cuda_graph(self) -> bool:
+        """Whether a pass can be captured: static shapes, no host synchronisation."""
+        return True
+
     @abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         """What is left to do with the output: nothing, or one of the strategies."""

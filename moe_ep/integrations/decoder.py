@@ -28,7 +28,7 @@ class SlotDecoder:
         model: as `parallelize` returns it.
         num_slots: sequences that decode together.
         max_length: of a sequence, prompt and continuation.
-        graphs: whether decoding may be captured in CUDA graphs.
+        graphs: whether decoding may be captured in CUDA graphs; it is where backend and experts allow it.
     """
 
     def __init__(self, model: Any, num_slots: int, max_length: int, *, graphs: bool) -> None:
@@ -89,6 +89,11 @@ class SlotDecoder:
         self._active[slot] = False
         self._positions[slot] = 0
 
+    def close(self) -> None:
+        """Gives up the graphs. NCCL does not leave a process group while graphs with its collectives exist."""
+        self._decode.close()
+        self._serve.close()
+
     def _decode_pass(self) -> torch.Tensor:
         cache = self._cache
         if cache is None:
@@ -111,9 +116,12 @@ class SlotDecoder:
     def _can_capture(self) -> bool:
         if self._tokens.device.type != "cuda":
             return False
+        parts: dict[str, bool] = {}
         with self.steps.pretending(self.num_slots):
-            backends = {type(layer.prepare_finalize): layer.prepare_finalize for layer in self.steps.layers}
-        missing = [kind.__name__ for kind, backend in backends.items() if not backend.supports_cuda_graph()]
+            for layer in self.steps.layers:
+                for part in (layer.prepare_finalize, layer.modular_kernel.fused_experts):
+                    parts[type(part).__name__] = part.supports_cuda_graph()
+        missing = [name for name, supported in parts.items() if not supported]
         if missing:
             logger.info("decoding runs eagerly: %s cannot be captured in a CUDA graph", ", ".join(missing))
         return not missing
@@ -147,6 +155,13 @@ class _Captured:
                 self._capture()
         return output
 
+    def close(self) -> None:
+        """Runs eagerly from here on."""
+        self._enabled = False
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = self._output = None
+
     def _capture(self) -> None:
         """Nothing runs while a graph is captured, so ranks need not do it at the same time."""
         torch.cuda.synchronize()
@@ -155,7 +170,7 @@ class _Captured:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._output = self._run()
         except RuntimeError as error:
-            self._enabled = False
-            logger.warning("decoding runs eagerly: the pass cannot be captured in a CUDA graph: %s", error)
-        else:
-            self._graph = graph
+            raise RuntimeError(
+                "a decoding pass of this model cannot be captured in a CUDA graph; pass graphs=False (--no-graphs)"
+            ) from error
+        self._graph = graph

@@ -91,6 +91,13 @@ class Generation:
     @torch.inference_mode()
     def run(self) -> list[Completion]:
         """The completions of this rank's requests, in the order of their numbers."""
+        try:
+            self._run_steps()
+        finally:
+            self._decoder.close()
+        return sorted(self.completions, key=lambda completion: completion.index)
+
+    def _run_steps(self) -> None:
         decoder = self._decoder
         while True:
             slot = self._running.index(None) if None in self._running else None
@@ -100,7 +107,7 @@ class Generation:
             ready = decoder.can_replay_decode if decodes else prompt is None and decoder.can_replay_serve
             with decoder.steps.step(num_tokens, can_replay=ready, done=len(self.completions)) as step:
                 if step is None:
-                    break
+                    return
                 started = time.perf_counter()
                 self._on_progress(sum(step.done))
                 if prompt is not None and slot is not None:
@@ -114,7 +121,6 @@ class Generation:
                     decoder.serve()
                     spent = self.times.serve
                 spent.append(time.perf_counter() - started)
-        return sorted(self.completions, key=lambda completion: completion.index)
 
     def _read(self, prompt: Request, slot: int) -> None:
         token = self._decoder.prefill(slot, prompt.token_ids).argmax()

@@ -34,35 +34,43 @@ def make(family: str, dtype: torch.dtype, **changes: Any) -> Any:
     return make_model(family, dtype, **changes).cuda()
 
 
-def dequantized(model: Any) -> Any:
-    """The model with experts that were quantized to int4 and back."""
-    for _, experts in find_experts(model):
+def in_f32(model: Any, quantize: str) -> Any:
+    """The model in f32, its experts quantized to int4 and back where asked."""
+    model = copy.deepcopy(model).float()
+    for _, experts in find_experts(model) if quantize == "int4" else ():
         for param in (experts.gate_up_proj, experts.down_proj):
-            param.data = dequantize(quantize_int(param.data, 4, 128)).to(param.dtype)
+            param.data = dequantize(quantize_int(param.data.bfloat16(), 4, 128))
     return model
 
 
+def in_bf16(model: Any) -> Any:
+    return copy.deepcopy(model).bfloat16()
+
+
 def logits_as_alone(rank: int, world_size: int, quantize: str, options: dict[str, Any]) -> str:
+    """The divided bf16 model is no further from the whole one in f32 than the whole one in bf16, but for its layers."""
     # Every token takes every expert: rounding cannot turn a choice.
-    alone = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8, num_experts_per_tok=8)
-    parallel = moe_ep.parallelize(copy.deepcopy(alone), quantize=quantize, **options)
-    if quantize == "int4":
-        dequantized(alone)
+    made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8, num_experts_per_tok=8)
+    exact = in_f32(made, quantize)
+    alone = in_bf16(exact)
+    parallel = moe_ep.parallelize(made, quantize=quantize, **options)
     layers = steps_of(parallel).layers
     allowed = len(layers) * tolerance(torch.bfloat16)
     torch.manual_seed(rank)
     with torch.inference_mode(), moe_ep.serving(parallel):
         for length in range(3, 3 + 5 * rank + 1, 5):
             tokens = torch.randint(1, SIZES["vocab_size"], (2, length), device="cuda")
-            caches: list[Any] = [None, None]
+            caches: list[Any] = [None, None, None]
             for _ in range(3):
                 outputs = [
                     model(tokens, past_key_values=cache, use_cache=True)
-                    for model, cache in zip((parallel, alone), caches, strict=True)
+                    for model, cache in zip((parallel, alone, exact), caches, strict=True)
                 ]
                 caches = [output.past_key_values for output in outputs]
-                assert relative_error(outputs[0].logits, outputs[1].logits) < allowed
-                tokens = outputs[1].logits[:, -1:].argmax(-1)
+                got, rounded, expected = (output.logits for output in outputs)
+                error, unavoidable = relative_error(got, expected), relative_error(rounded, expected)
+                assert error < unavoidable + allowed, f"{error:.4f} and alone {unavoidable:.4f}, length {length}"
+                tokens = expected[:, -1:].argmax(-1)
     return type(layers[0].modular_kernel.fused_experts).__name__
 
 
@@ -87,14 +95,14 @@ def generated(rank: int, world_size: int, family: str, graphs: bool) -> tuple[li
     return completions, len(generation.times.replayed)
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "DeepseekV3", "GptOss"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_generation_in_graphs_is_that_of_eager_passes(world_size: int, family: str) -> None:
     pool = ranks(world_size, "nccl")
     eager, captured = (pool.run(generated, family, graphs) for graphs in (False, True))
     assert [completions for completions, _ in captured] == [completions for completions, _ in eager]
     assert all(replayed == 0 for _, replayed in eager)
-    # One rank has plain experts in the Standard format, whose loops no graph can hold: it goes on eagerly.
+    # One rank has plain experts in the Standard format, whose loops no graph can hold: it decodes eagerly.
     assert (captured[0][1] > 0) == (world_size > 1)
 
 
@@ -117,6 +125,7 @@ def replayed_and_eager(rank: int, world_size: int) -> None:
                 logits = decoder.decode()
                 assert torch.equal(logits[: SLOTS - 1], expected[: SLOTS - 1])
                 decoder.append(slice(None), logits.argmax(-1))
+    decoder.close()
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
