@@ -102,7 +102,7 @@ class GenerationReport:
             for completion in rank.completions
         }
         for index, prompt in enumerate(self.prompts):
-            yield json.dumps({"kind": "completion"} | prompt | done[index], ensure_ascii=False)
+            yield json.dumps(prompt | {"kind": "completion"} | done[index], ensure_ascii=False)
         yield json.dumps(self.summary(), allow_nan=False)
 
     def lines(self) -> Iterator[str]:

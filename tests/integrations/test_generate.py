@@ -95,7 +95,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["def read(self, size):", "The list of", "import", "# A line", "return None"]
     file, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    file.write_text("".join(json.dumps({"prompt": prompt, "id": f"p{i}"}) + "\n" for i, prompt in enumerate(prompts)))
+    file.write_text(
+        "".join(
+            json.dumps({"prompt": prompt, "id": f"p{i}", "kind": "mine"}) + "\n" for i, prompt in enumerate(prompts)
+        )
+    )
     flags = ["--launcher", "local", "--ep-size", "2", "--device", "cpu", "--batch-size", "2", "--max-new-tokens", "10"]
     assert main(["generate", "--model", str(demo), "--prompts", str(file), "--output", str(output), *flags]) == 0
     captured = capsys.readouterr()
