@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ep.checkpoint.formats import ModelQuantization, PerGemm, QuantizationConfig
+from moe_ep.checkpoint.formats import LayerQuantization, ModelQuantization, PerGemm, QuantizationConfig
 from moe_ep.checkpoint.formats.fp4 import MXFP4Config
 from moe_ep.checkpoint.formats.layout import Role, TensorLayout, plain_tensors
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
@@ -57,7 +57,7 @@ class Stored:
 
 def layer_quantization(
     quantization: ModelQuantization | None, spec: MoEModelSpec, layer_index: int
-) -> QuantizationConfig | None:
+) -> LayerQuantization | None:
     """How the experts of one layer are quantized; None where they are plain.
 
     Raises:
@@ -96,9 +96,7 @@ def projection_size(role: str, hidden_size: int, intermediate_size: int) -> tupl
     return (hidden_size, intermediate_size) if role == "down" else (intermediate_size, hidden_size)
 
 
-def linear_layouts(
-    quantization: QuantizationConfig | None, role: str, size: tuple[int, int]
-) -> dict[str, TensorLayout]:
+def linear_layouts(quantization: LayerQuantization | None, role: str, size: tuple[int, int]) -> dict[str, TensorLayout]:
     """The tensors of a linear layer; CheckpointError for a size that the format cannot hold."""
     if quantization is None:
         return plain_tensors(*size)
@@ -147,7 +145,7 @@ class ExpertTensors:
     """
 
     def __init__(
-        self, reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, quantization: QuantizationConfig | None
+        self, reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, quantization: LayerQuantization | None
     ) -> None:
         self._reader, self._spec = reader, spec
         self._quantization = quantization

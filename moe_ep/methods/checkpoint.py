@@ -8,6 +8,7 @@ import torch
 
 from moe_ep.checkpoint.formats.canonical import CanonicalWeights, concatenate_rows, with_g_idx, with_zero_points
 from moe_ep.checkpoint.formats.layout import FLOATS, QuantizationConfig, Role, TensorLayout
+from moe_ep.checkpoint.formats.modules import LayerQuantization
 from moe_ep.config import FusedMoEConfig
 from moe_ep.methods.base import w13_rows
 from moe_ep.methods.canonical import CanonicalFusedMoEMethod
@@ -31,7 +32,7 @@ class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
         ValueError: sizes that the format, or its division over ranks, cannot hold.
     """
 
-    def __init__(self, moe_config: FusedMoEConfig, quant_config: QuantizationConfig) -> None:
+    def __init__(self, moe_config: FusedMoEConfig, quant_config: LayerQuantization) -> None:
         super().__init__(moe_config, quant_config)
         parallel = moe_config.moe_parallel_config
         self._tp_size, self._tp_rank = (parallel.tp_size, parallel.tp_rank) if parallel.shards_experts else (1, 0)

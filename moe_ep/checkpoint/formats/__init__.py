@@ -12,13 +12,14 @@ from moe_ep.checkpoint.formats.fp4 import MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq, unpack_gptq
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
-from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, PerGemm
+from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, LayerQuantization, ModuleSchemes, PerGemm
 from moe_ep.checkpoint.formats.plain import quantize_fp8, quantize_int
 from moe_ep.errors import CheckpointError, one_of
 
 __all__ = [
     "CanonicalWeights",
     "GPTQConfig",
+    "LayerQuantization",
     "ModelQuantization",
     "ModuleSchemes",
     "PerGemm",

@@ -102,7 +102,7 @@ class QuantizationConfig(ABC):
         return self
 
     def of_gemm(self, gemm: str) -> QuantizationConfig:
-        """How the layers of "w13" or "w2" are quantized; ValueError where that depends on the module."""
+        """How the layers of "w13" or "w2" are quantized: both alike."""
         return self
 
 

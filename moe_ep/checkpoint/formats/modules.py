@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights
-from moe_ep.checkpoint.formats.layout import QuantizationConfig, TensorLayout
+from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.errors import CheckpointError
 
 EVERY_LINEAR = "Linear"
@@ -88,7 +85,7 @@ class ModuleSchemes:
 
 
 @dataclass(frozen=True)
-class PerGemm(QuantizationConfig):
+class PerGemm:
     """w13 and w2 of a layer, each with a scheme of its own."""
 
     quant_method: ClassVar[str] = "mixed-precision"
@@ -97,10 +94,9 @@ class PerGemm(QuantizationConfig):
     w2: QuantizationConfig
 
     def of_gemm(self, gemm: str) -> QuantizationConfig:
+        """How the layers of "w13" or "w2" are quantized."""
         return self.w13 if gemm == "w13" else self.w2
 
-    def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
-        raise ValueError("the schemes of w13 and w2 differ; ask of_gemm for one of them")
 
-    def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
-        raise ValueError("the schemes of w13 and w2 differ; ask of_gemm for one of them")
+# How the experts of one layer are quantized.
+LayerQuantization = QuantizationConfig | PerGemm
