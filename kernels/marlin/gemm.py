@@ -1,7 +1,8 @@
-"""Launches the kernel that computes both GEMMs of the experts, with the activation between them.
+"""Launches the kernels that compute both GEMMs of the experts, with the activation between them.
 
-The structures are those of cuda/params.cuh. What a launch needs beside its inputs is small: flags (zero before and
-after, so no memset), and room for the sums of tiles that several blocks share, at most
+Experts of up to FEW_ROWS rows are one kernel's, those of more another's; which expert is whose is decided on the
+device. The structures are those of cuda/params.cuh. What a launch needs beside its inputs is small: flags (never
+cleared, or zero before and after: no memset), and room for the sums of tiles that several blocks share, at most
 2 x blocks x 256 x tokens of a tile floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens, 2 MB for tiles of 8.
 """
 
@@ -21,8 +22,9 @@ from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
 from moe_ep.scalar_type import scalar_types
 
-_SOURCE = Path(__file__).parent / "cuda" / "experts_sm90.cu"
-_THREADS = 384
+FEW_ROWS = 32
+_CUDA = Path(__file__).parent / "cuda"
+_FEW_THREADS, _MANY_THREADS = 640, 384
 _TILE_ROWS = 256
 _MAX_BLOCKS = 256
 STEP_COLUMNS = 128
@@ -87,9 +89,14 @@ class _ExpertsParams(ctypes.Structure):
 
 
 def kernel_source(
-    kind: WeightType, act_dtype: torch.dtype, scale_dtype: torch.dtype, groups_per_step: int, activation: MoEActivation
+    kind: WeightType,
+    act_dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    groups_per_step: int,
+    activation: MoEActivation,
+    few_rows: bool,
 ) -> jit.KernelSource:
-    """The kernel for one number type, activation dtype, scales every 128 / groups_per_step columns, and activation."""
+    """The kernel for few or many rows of one number type, with scales every 128 / groups_per_step columns."""
     if kind.scalar_type == scalar_types.float4_e2m1f:
         number = _NVFP4 if scale_dtype == torch.float8_e4m3fn else _MXFP4
     else:
@@ -100,7 +107,8 @@ def kernel_source(
         "SCALES_PER_STEP": groups_per_step,
         "ACTIVATION": _ACTIVATIONS[activation],
     }
-    return jit.KernelSource(_SOURCE, "experts", tuple((name, str(value)) for name, value in defines.items()))
+    name, entry = ("decode_sm90.cu", "decode") if few_rows else ("experts_sm90.cu", "experts")
+    return jit.KernelSource(_CUDA / name, entry, tuple((name, str(value)) for name, value in defines.items()))
 
 
 def groups_per_step(num_columns: int, num_groups: int) -> int:
@@ -147,23 +155,25 @@ def run_experts(
             f"choose experts='reference' on it"
         )
     per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))
-    kernel = jit.load(kernel_source(kind, hidden_states.dtype, w13.scales.dtype, per_step, activation), device)
-    num_experts = rows.num_tokens.numel()
-    shared_bytes = _max_shared_bytes(device.index or 0)
-    kernel.allow_shared(shared_bytes)
+    index = device.index or 0
     params = _ExpertsParams(
         gemm=(_gemm(w13, hidden_states, hidden), _gemm(w2, hidden, output)),
         num_tokens=rows.num_tokens.data_ptr(),
         row_ids=_pointer(rows.row_ids),
-        sync=_flags(device, num_experts).data_ptr(),
         partials=partials.data_ptr(),
-        num_experts=num_experts,
+        num_experts=rows.num_tokens.numel(),
         max_rows=rows.max_rows,
         ids_divisor=rows.ids_divisor,
         sorted=int(rows.is_sorted),
         max_tile_tokens=tile_tokens(rows.max_rows),
     )
-    kernel.launch(params, (_num_blocks(device.index or 0), 1, 1), _THREADS, shared_bytes)
+    for few_rows in (True, False) if rows.max_rows > FEW_ROWS else (True,):
+        source = kernel_source(kind, hidden_states.dtype, w13.scales.dtype, per_step, activation, few_rows)
+        kernel = jit.load(source, device)
+        kernel.allow_shared(_max_shared_bytes(index))
+        params.sync = _flags(device, few_rows, params.num_experts * -(-w13.num_rows // _TILE_ROWS)).data_ptr()
+        threads = _FEW_THREADS if few_rows else _MANY_THREADS
+        kernel.launch(params, (_num_blocks(index), 1, 1), threads, _max_shared_bytes(index), early=few_rows)
 
 
 def _gemm(weights: Weights, input: torch.Tensor, output: torch.Tensor) -> _GemmParams:
@@ -196,14 +206,18 @@ def _max_shared_bytes(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
-_flag_buffers: dict[tuple[int, int], torch.Tensor] = {}
+_flag_buffers: dict[tuple[int, int, bool], list[torch.Tensor]] = {}
 
 
-def _flags(device: torch.device, num_experts: int) -> torch.Tensor:
-    """Flags of this stream, zero between launches; like the scratch, one set a stream."""
-    needed = 2 + num_experts + 2 * _MAX_BLOCKS
-    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
-    flags = _flag_buffers.get(key)
-    if flags is None or flags.numel() < needed:
-        flags = _flag_buffers[key] = torch.zeros(max(needed, 1024), dtype=torch.int32, device=device)
-    return flags
+def _flags(device: torch.device, few_rows: bool, num_tiles: int) -> torch.Tensor:
+    """Flags of this stream for one of the kernels; like the scratch, one set a stream.
+
+    Outgrown ones are kept: a captured graph may still use them.
+    """
+    needed = 2 + 2 * _MAX_BLOCKS + num_tiles
+    buffers = _flag_buffers.setdefault(
+        (device.index or 0, torch.cuda.current_stream(device).cuda_stream, few_rows), []
+    )
+    if not buffers or buffers[-1].numel() < needed:
+        buffers.append(torch.zeros(max(needed, 8192), dtype=torch.int32, device=device))
+    return buffers[-1]

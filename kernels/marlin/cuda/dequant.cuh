@@ -22,6 +22,8 @@ constexpr int kRawTokens = WEIGHT_TYPE <= UINT8B128 ? 16 : 0;
 constexpr float kRawOffset =
     WEIGHT_TYPE == UINT8B128 ? 0.0f : (ACT_BF16 ? 128.0f : 1024.0f) + (kHasZeros ? 0.0f : 8.0f);
 
+constexpr bool kIntegers = WEIGHT_TYPE <= UINT8B128;
+
 struct Scales {
   u32 scale[2];
   u32 offset[2];  // minus the code's offset and zero point; only where there are zero points
@@ -131,6 +133,49 @@ DEVICE void dequantize(const u32* words, const Scales& s, u32* a) {
       value = e2m1_pair(words[0] >> (4 * j));
     }
     a[j] = mul_pair(value, s.scale[j & 1]);
+  }
+}
+
+// ---- integers without their scale ----
+//
+// The bits of a small number, read as an activation, are a subnormal one that is proportional to it: for four bits and
+// for four bits one place higher alike. One fma makes it normal and takes the offset off, so two of a word's four pairs
+// need no shift. Rows g come out too small by kUnits[0], rows g + 8 by kUnits[1], which their scales make up for.
+constexpr bool kHasUnits = kIntegers && kBits == 4;
+constexpr float kUnits[2] = {ACT_BF16 ? 64.0f : 512.0f, ACT_BF16 ? 4.0f : 32.0f};
+constexpr u32 kUnitPair = ACT_BF16 ? 0x40804280u : 0x50006000u;          // both, as activations
+constexpr u32 kMinusPerUnit = ACT_BF16 ? 0xbe80bc80u : 0xa8009800u;      // -1 / each
+constexpr u32 kMinusEight[2] = {ACT_BF16 ? 0xbe00be00u : 0xa400a400u, ACT_BF16 ? 0xc000c000u : 0xb400b400u};
+constexpr u32 kMakeNormal = ACT_BF16 ? 0x7f007f00u : 0x78007800u;        // 2^127, 2^15
+
+// What goes with them: scales in those units, for both numbers of a pair, and minus the zero points.
+DEVICE Scales load_unit_scales(const u8* row, const u8* zeros) {
+  if constexpr (!kHasUnits) return load_scales(row, zeros, 0);
+  Scales s;
+  u32 pair = mul_pair(*reinterpret_cast<const u32*>(row), kUnitPair);
+  u32 offset = kHasZeros ? mul_pair(*reinterpret_cast<const u32*>(zeros), kMinusPerUnit) : 0;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    s.scale[h] = permute_bytes(pair, 0, h ? 0x3232 : 0x1010);
+    s.offset[h] = kHasZeros ? permute_bytes(offset, 0, h ? 0x3232 : 0x1010) : kMinusEight[h];
+  }
+  return s;
+}
+
+// The pairs that dequantize() makes, not scaled; of integers in those units.
+DEVICE void unscaled(const u32* words, const Scales& s, u32* a) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    if constexpr (kHasUnits) {
+      u32 bits = (j < 2 ? words[0] : words[0] >> 8) & (j & 1 ? 0x00f000f0u : 0x000f000fu);
+      a[j] = fma_pair(bits, kMakeNormal, s.offset[j & 1]);
+    } else if constexpr (WEIGHT_TYPE == UINT8B128) {
+      a[j] = eight_bit_pair(words[(j >> 1) % kWords], j & 1);
+    } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
+      a[j] = e4m3_pair(permute_bytes(words[(j >> 1) % kWords], 0, j & 1 ? 0x3424 : 0x1404));
+    } else {
+      a[j] = e2m1_pair(words[0] >> (4 * j));
+    }
   }
 }
 

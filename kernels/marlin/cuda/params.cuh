@@ -2,6 +2,9 @@
 #pragma once
 #include "ptx.cuh"
 
+// An expert of up to so many rows is decode_sm90.cu's.
+constexpr int kFewRows = 32;
+
 struct GemmParams {
   const u8* weights;        // packed, [E][rows * columns * bits / 8]
   const u8* scales;         // [E, groups, rows]

@@ -21,6 +21,10 @@ DEVICE void barrier_arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+DEVICE void barrier_arrive(u64* barrier, u32 times) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(times) : "memory");
+}
+
 DEVICE void barrier_arrive_expecting(u64* barrier, u32 num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
                : "memory");
@@ -47,6 +51,17 @@ DEVICE void barrier_wait(u64* barrier, u32 parity) {
 template <int kId, int kThreads>
 DEVICE void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+
+// True in one thread of the warp, always the same one; the compiler then knows that there is only one.
+DEVICE bool elected() {
+  u32 chosen;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(chosen));
+  return chosen != 0;
 }
 
 // ---- copies into shared memory ----
@@ -93,6 +108,15 @@ DEVICE int load_acquire(const int* p) {
 
 DEVICE void add_release(int* p, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
+DEVICE void store_release(int* p, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
+DEVICE void wait_for(const int* p, int value) {
+  while (load_acquire(p) != value) {
+  }
 }
 
 DEVICE void wait_at_least(const int* p, int value) {

@@ -63,8 +63,8 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
   int n = p.num_experts, sums[3] = {0, 0, 0}, largest = 0;
   for (int base = 0; base < n; base += 32) {
     int e = base + lane;
-    int rows = e < n ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
-    int own[3] = {rows, (rows + kTileTokens - 1) / kTileTokens, expert_cost(rows)};
+    int all = e < n ? min(max(p.num_tokens[e], 0), p.max_rows) : 0, rows = all > kFewRows ? all : 0;
+    int own[3] = {all, (rows + kTileTokens - 1) / kTileTokens, expert_cost(rows)};
     largest = max(largest, min(rows, kTileTokens));
     if (e < n) s.rows()[e] = rows;
 #pragma unroll

@@ -1,0 +1,98 @@
+// What becomes of a tile's sums: added over the teams, left for another block or completed with those of others,
+// stored. From here on a warp has one block of 16 rows.
+#pragma once
+#include "decode_multiply.cuh"
+#include "store.cuh"
+
+DEVICE float4* piece_sums(const ExpertsParams& p, int phase, int piece) {
+  return reinterpret_cast<float4*>(p.partials) +
+         (i64)(phase * gridDim.x + piece) * p.max_tile_tokens * (kTileRows / 4) + threadIdx.x - 32 * kFirstConsumer;
+}
+
+// Shared memory for the sums that teams hand to each other.
+DEVICE constexpr int exchange_bytes(int tokens, int teams) { return (teams - 1) * kConsumerThreads * tokens / 2 * 4; }
+
+// Every team hands the blocks of rows that others finish to them: `total` is that of block `team`. What was read is free
+// again once every warp has arrived at `exchange_free`.
+template <int kTokens, int kTeams>
+DEVICE void add_teams(const Lane<kTokens, kTeams>& me, Shared& shared, int segment, float4* exchange,
+                      const float (&sums)[kTeams][kTokens / 2], float (&total)[kTokens / 2]) {
+  float4* mine = exchange + me.warp * (kTeams * (kTeams - 1) * kTokens / 8 * 32) + me.lane;
+  auto place = [&](int block, int team, int j) {
+    return mine + ((block * (kTeams - 1) + team - (team > block)) * (kTokens / 8) + j) * 32;
+  };
+  barrier_wait(&shared.exchange_free, segment & 1 ^ 1);
+#pragma unroll
+  for (int i = 0; i < kTeams; i++) {
+    if (i == me.team) {
+#pragma unroll
+      for (int m = 0; m < kTokens / 2; m++) total[m] = sums[i][m];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kTokens / 8; j++) {
+        const float* v = &sums[i][4 * j];
+        *place(i, me.team, j) = make_float4(v[0], v[1], v[2], v[3]);
+      }
+    }
+  }
+  named_barrier<1, kConsumerThreads>();
+#pragma unroll
+  for (int t = 1; t < kTeams; t++) {
+    int other = (me.team + t) % kTeams;
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; j++) {
+      float4 v = *place(me.team, other, j);
+      total[4 * j] += v.x, total[4 * j + 1] += v.y, total[4 * j + 2] += v.z, total[4 * j + 3] += v.w;
+    }
+  }
+  __syncwarp();
+  if (me.lane == 0) barrier_arrive(&shared.exchange_free);
+}
+
+// The sums of a tile's later pieces, left by other blocks, added in order; the tokens' warps have waited for them.
+template <int kTokens>
+DEVICE void add_pieces(const ExpertsParams& p, const Schedule& s, const Segment& g, float (&total)[kTokens / 2]) {
+  int end = tile_end(s, g);
+  for (int piece = g.piece + 1; piece < (int)gridDim.x; piece++) {
+    int start = s.piece_start(g.phase, piece);
+    if (start >= end) return;
+    if (start == s.piece_start(g.phase, piece + 1)) continue;
+    const float4* from = piece_sums(p, g.phase, piece);
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; j++) {
+      float4 v = __ldcg(from + j * kConsumerThreads);
+      total[4 * j] += v.x, total[4 * j + 1] += v.y, total[4 * j + 2] += v.z, total[4 * j + 3] += v.w;
+    }
+  }
+}
+
+template <int kTokens>
+DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, const float (&total)[kTokens / 2]) {
+  float4* to = piece_sums(p, g.phase, g.piece);
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; j++) {
+    const float* v = &total[4 * j];
+    __stcg(to + j * kConsumerThreads, make_float4(v[0], v[1], v[2], v[3]));
+  }
+}
+
+// All that a tile's sums go through once its steps are done here.
+template <int kTokens, int kTeams>
+DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment& g, int segment, float4* exchange,
+                           const float (&sums)[kTeams][kTokens / 2]) {
+  Lane<kTokens, kTeams> me;
+  float total[kTokens / 2];
+  add_teams<kTokens, kTeams>(me, shared, segment, exchange, sums, total);
+  int first = g.row_tile * kTileRows + me.first_row(me.team);
+  if (g.from > 0) {
+    leave_piece<kTokens>(p, g, total);
+    return;
+  }
+  if (g.to < shared.schedule.steps[g.phase]) add_pieces<kTokens>(p, shared.schedule, g, total);
+  if (first >= p.gemm[g.phase].rows) return;
+  if (g.phase == 0) {
+    store_rows<kTokens, true>(p, g.expert, g.first_row, g.rows, first, total);
+  } else {
+    store_rows<kTokens, false>(p, g.expert, g.first_row, g.rows, first, total);
+  }
+}

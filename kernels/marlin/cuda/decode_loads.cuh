@@ -1,0 +1,179 @@
+// The warps that do not compute: one streams weights, two copy the tokens' rows, one sets flags.
+#pragma once
+#include "activation.cuh"
+#include "decode_stage.cuh"
+
+// ---- the weights' warp ----
+
+// All stages of a segment; one lane.
+DEVICE void load_weights(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& ring, u64 policy) {
+  const GemmParams& gemm = p.gemm[g.phase];
+  int rows = min(gemm.rows - g.row_tile * kTileRows, kTileRows), strips = rows / 64;
+  i64 expert_row = (i64)g.expert * gemm.rows + g.row_tile * kTileRows;
+  i64 strip_bytes = (i64)gemm.columns * 64 * kBits / 8;
+  const u8* from[kStrips + 1];
+#pragma unroll
+  for (int i = 0; i <= kStrips; i++) {
+    from[i] = gemm.weights + expert_row * gemm.columns * kBits / 8 + min(i, strips) * strip_bytes;
+    from[i] += (i64)g.from * (i < kStrips ? kStripBytes : kStripBytes / 2);
+  }
+  bool grouped = SCALES_PER_STEP > 1 || gemm.groups > 1;
+  for (int step = g.from; step < g.to; step++, ring.advance(1)) {
+    int columns = min(gemm.columns - step * kStepColumns, kStepColumns), column_bytes = columns * kBits / 8;
+    int first_group = grouped ? step * SCALES_PER_STEP : 0;
+    int groups = grouped ? min(gemm.groups - first_group, SCALES_PER_STEP) : 1;
+    u64* full = &shared.full[ring.stage];
+    barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    barrier_arrive_expecting(full, rows * column_bytes + groups * rows * kScaleBytes * (kHasZeros ? 2 : 1));
+    u32 to = shared_address(ring.codes());
+#pragma unroll
+    for (int i = 0; i < kStrips; i++, to += kStripBytes) {
+      if (i < strips) bulk_copy(to, from[i], 64 * column_bytes, full, policy);
+      from[i] += kStripBytes;
+    }
+    if (rows % 64) {  // half a strip: its blocks lie closer than in a stage
+      to = shared_address(ring.codes()) + strips * kStripBytes;
+      for (int c = 0; c < columns / 32; c++) {
+        bulk_copy(to + c * 4 * kPieceBytes, from[kStrips] + c * 2 * kPieceBytes, 2 * kPieceBytes, full, policy);
+      }
+      from[kStrips] += kStripBytes / 2;
+    }
+    i64 offset = (((i64)g.expert * gemm.groups + first_group) * gemm.rows + g.row_tile * kTileRows) * kScaleBytes;
+    to = shared_address(ring.scales());
+#pragma unroll
+    for (int i = 0; i < SCALES_PER_STEP; i++, offset += gemm.rows * kScaleBytes) {
+      if (i >= groups) break;
+      bulk_copy(to + i * kScaleRow, gemm.scales + offset, rows * kScaleBytes, full, policy);
+      if constexpr (kHasZeros) {
+        bulk_copy(to + (SCALES_PER_STEP + i) * kScaleRow, gemm.zeros + offset, rows * kScaleBytes, full, policy);
+      }
+    }
+  }
+}
+
+// A last step of fewer columns multiplies the scales behind them by zero: they must be numbers.
+DEVICE void clear_scales(const ExpertsParams& p, Ring ring) {
+  if (SCALES_PER_STEP == 1 || (p.gemm[0].columns % kStepColumns == 0 && p.gemm[1].columns % kStepColumns == 0)) return;
+  for (int stage = 0; stage < ring.num_stages; stage++, ring.stage++) {
+    uint4* words = reinterpret_cast<uint4*>(ring.scales());
+    for (int i = threadIdx.x % 32; i < kScaleStage / 16; i += 32) words[i] = make_uint4(0, 0, 0, 0);
+  }
+  fence_proxy_async();
+  __syncwarp();
+}
+
+DEVICE int claim_ticket(const ExpertsParams& p, const Shared& shared) {
+  u64 ticket = atomicAdd(reinterpret_cast<u64*>(p.sync), 1ull);
+  return (int)((u32)ticket - (u32)(shared.launch - 1) * kTicketsPerBlock * gridDim.x);
+}
+
+// `ticket` is the first one, claimed already; lane 0 has it.
+DEVICE void run_weight_warp(const ExpertsParams& p, Shared& shared, Ring ring, int ticket) {
+  int lane = threadIdx.x % 32, published = 0;
+  u64 policy = policy_evict_first();
+  auto publish = [&](const Segment& g) {
+    int i = published % kSegments;
+    barrier_wait(&shared.segment_empty[i], published / kSegments & 1 ^ 1);
+    if (lane == 0) {
+      shared.segment[i] = g;
+      barrier_arrive(&shared.segment_full[i]);
+    }
+    published++;
+  };
+  clear_scales(p, ring);
+  for (ticket = __shfl_sync(~0u, ticket, 0); ticket < 2 * (int)gridDim.x;) {
+    cut_piece(shared.schedule, ticket, [&](const Segment& g) {
+      publish(g);
+      if (elected()) load_weights(p, shared, g, ring, policy);
+      __syncwarp();
+    });
+    if (lane == 0) ticket = claim_ticket(p, shared);
+    ticket = __shfl_sync(~0u, ticket, 0);
+  }
+  publish(Segment{});
+}
+
+// ---- the tokens' warps ----
+
+DEVICE i64 input_row(const ExpertsParams& p, const Segment& g, int i) {
+  if (g.phase == 1) return g.first_row + i;
+  if (p.row_ids == nullptr) return (i64)g.expert * p.max_rows + i;
+  i64 place = p.sorted ? g.first_row + i : (i64)g.expert * p.max_rows + i;
+  return p.row_ids[place] / p.ids_divisor;
+}
+
+// The step up to which the columns of `hidden` are there, at least one beyond `step`: one of w13's tiles is 128 of them,
+// or 256 where nothing is gated.
+DEVICE int wait_for_hidden(const ExpertsParams& p, Shared& shared, const Segment& g, int step) {
+  int mine = step + threadIdx.x % 32;
+  const int* flag = tile_flag(p, shared.schedule, g.active, mine / (kGated ? 1 : 2));
+  u32 missing;
+  do {
+    missing = __ballot_sync(~0u, mine < g.to && load_acquire(flag) != shared.launch);
+  } while (missing & 1);
+  __syncwarp();
+  return step + (missing ? __ffs(missing) - 1 : 32);
+}
+
+// The end of the tile that a segment belongs to, counted as pieces are.
+DEVICE int tile_end(const Schedule& s, const Segment& g) {
+  return s.piece_start(g.phase, g.piece + 1) + s.steps[g.phase] - g.to;
+}
+
+// Until other blocks have left the sums of the pieces that follow in a segment's tile.
+DEVICE void wait_for_pieces(const ExpertsParams& p, Shared& shared, const Segment& g, int lane) {
+  const Schedule& s = shared.schedule;
+  int end = tile_end(s, g);
+  for (int piece = g.piece + 1 + lane; piece < (int)gridDim.x; piece += 32) {
+    int start = s.piece_start(g.phase, piece);
+    if (start >= end) break;
+    if (start < s.piece_start(g.phase, piece + 1)) wait_for(piece_flag(p, g.phase, piece), shared.launch);
+  }
+  __syncwarp();
+}
+
+// The warps take the stages in turn; a thread copies the same 16-byte chunk of every other row.
+DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring ring) {
+  constexpr int kChunks = kStepColumns / 8, kRowsAtOnce = 32 / kChunks;
+  int lane = threadIdx.x % 32, chunk = lane % kChunks, first = lane / kChunks, turn = threadIdx.x / 32 - kTokenWarp;
+  u32 place = chunk / 8 * ring.token_rows * 128 + first * 128;
+  for_each_segment(shared, shared.segment_empty, [&](const Segment& g, int) {
+    const GemmParams& gemm = p.gemm[g.phase];
+    const u16* from[kFewRows / kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kFewRows / kRowsAtOnce; i++) {
+      int row = first + i * kRowsAtOnce;
+      from[i] = gemm.input + (row < g.rows ? input_row(p, g, row) * gemm.columns + chunk * 8 : 0);
+    }
+    bool shared_tile = g.from == 0 && g.to < shared.schedule.steps[g.phase];
+    int ready = g.phase == 0 ? g.to : g.from, num_rows = g.rows - first;
+    for (int step = g.from; step < g.to; step++, turn ^= 1, ring.advance(1)) {
+      if (turn != 0) continue;
+      if (step >= ready) ready = wait_for_hidden(p, shared, g, step);
+      if (shared_tile && step == g.to - 1) wait_for_pieces(p, shared, g, lane);
+      barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+      u32 to = shared_address(ring.tokens()) + place;
+      u32 valid = step * kStepColumns + chunk * 8 < gemm.columns ? 16 : 0;
+      int column = valid ? step * kStepColumns : 0;
+#pragma unroll
+      for (int i = 0; i < kFewRows / kRowsAtOnce; i++) {
+        int row = i * kRowsAtOnce;
+        if (row < num_rows) copy_async_16(to + row * 128 + ((chunk ^ first + row) % 8) * 16, from[i] + column, valid);
+      }
+      barrier_arrive_on_copies(&shared.full[ring.stage]);
+    }
+  });
+}
+
+// ---- the flags' warp ----
+
+// Tells other blocks what this one has stored, so that nobody who computes waits for stores to land.
+DEVICE void run_flag_warp(const ExpertsParams& p, Shared& shared) {
+  for_each_segment(shared, shared.segment_empty, [&](const Segment& g, int i) {
+    barrier_wait(&shared.segment_done[i % kSegments], i / kSegments & 1);
+    if (threadIdx.x % 32 == 0 && (g.from > 0 || g.phase == 0)) {
+      int* flag = g.from > 0 ? piece_flag(p, g.phase, g.piece) : tile_flag(p, shared.schedule, g.active, g.row_tile);
+      store_release(flag, shared.launch);
+    }
+  });
+}

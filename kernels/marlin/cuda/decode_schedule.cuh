@@ -1,0 +1,91 @@
+// Who computes what among the experts of a few rows, decided on the device from their row counts.
+//
+// A tile is 256 weight rows of one expert, all its tokens; a step is 128 columns of it. The tiles of a phase (w13, then
+// w2) lie one after the other, expert by expert, and their steps are cut into one piece a block, all of equal length. A
+// piece may begin and end inside a tile: the block that has a tile's first step adds up the pieces that follow.
+//
+// A block claims pieces by tickets, those of w13 first and the last piece of either phase first, so a piece only waits
+// for pieces of earlier tickets, whose blocks are running: nothing depends on how many blocks are resident. A launch
+// draws 3 tickets a block (pieces of both phases, and one each that says there is no more), so tickets count launches
+// too: flags hold the number of the launch that set them and are never cleared.
+//
+// Example: 3 tiles of 4 steps on 2 blocks: the pieces are steps 0..5 and 6..11, tile 1 is shared. The block that draws
+// steps 6..11 leaves the sum of tile 1's steps 2, 3 first thing; the other adds it to tile 1's steps 0, 1.
+#pragma once
+#include "params.cuh"
+
+constexpr int kTileRows = 256;
+constexpr int kStepColumns = 128;
+constexpr int kMaxBlocks = 256;
+constexpr int kTicketsPerBlock = 3;  // a piece of either phase, and one that says there is no more
+
+// Tokens a tile is computed for.
+DEVICE int tile_tokens(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : 32; }
+
+struct Schedule {
+  int num_active, largest;         // experts that have a few rows, and the most rows one of them has
+  int row_tiles[2], steps[2];      // of an expert, of a tile
+  int length[2], longer[2];        // steps of a piece; so many pieces, the first ones, have one more
+  // Behind this struct: an Active for every expert there may be.
+  struct Active {
+    int expert, rows, first_row;   // first_row: rows of all experts before it, of any number
+  };
+  DEVICE Active* active() { return reinterpret_cast<Active*>(this + 1); }
+  DEVICE int piece_start(int phase, int piece) const {
+    return piece * length[phase] + min(piece, longer[phase]);
+  }
+};
+
+struct Segment {
+  int phase, piece;
+  int active, expert, rows, first_row;  // whose: place in the list of active experts, and what stands there
+  int row_tile, from, to;               // which tile, and which of its steps
+};
+
+// One warp fills the tables.
+DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
+  int active = 0, all = 0, largest = 0;
+  for (int base = 0; base < p.num_experts; base += 32) {
+    int e = base + lane;
+    int rows = e < p.num_experts ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
+    int sum = rows;
+    for (int d = 1; d < 32; d *= 2) {
+      int below = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += below;
+    }
+    bool few = rows > 0 && rows <= kFewRows;
+    u32 votes = __ballot_sync(~0u, few);
+    if (few) s.active()[active + __popc(votes & ((1u << lane) - 1))] = {e, rows, all + sum - rows};
+    active += __popc(votes);
+    all += __shfl_sync(~0u, sum, 31);
+    largest = max(largest, few ? rows : 0);
+  }
+  largest = __reduce_max_sync(~0u, largest);
+  if (lane < 2) {
+    int row_tiles = (p.gemm[lane].rows + kTileRows - 1) / kTileRows;
+    int steps = (p.gemm[lane].columns + kStepColumns - 1) / kStepColumns, all = active * row_tiles * steps;
+    s.row_tiles[lane] = row_tiles, s.steps[lane] = steps;
+    s.length[lane] = all / gridDim.x, s.longer[lane] = all % gridDim.x;
+  }
+  if (lane == 0) s.num_active = active, s.largest = largest;
+}
+
+// Calls work(segment) for every tile, or part of one, of a ticket's piece.
+template <typename Work>
+DEVICE void cut_piece(Schedule& s, int ticket, Work work) {
+  Segment g;
+  g.phase = ticket >= (int)gridDim.x;
+  g.piece = (int)gridDim.x * (1 + g.phase) - 1 - ticket;
+  int at = s.piece_start(g.phase, g.piece), end = s.piece_start(g.phase, g.piece + 1);
+  int steps = s.steps[g.phase], row_tiles = s.row_tiles[g.phase];
+  for (; at < end; at += g.to - g.from) {
+    int tile = at / steps;
+    g.active = tile / row_tiles;
+    g.row_tile = tile - g.active * row_tiles;
+    g.from = at - tile * steps;
+    g.to = min(steps, g.from + end - at);
+    Schedule::Active a = s.active()[g.active];
+    g.expert = a.expert, g.rows = a.rows, g.first_row = a.first_row;
+    work(g);
+  }
+}

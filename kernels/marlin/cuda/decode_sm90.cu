@@ -1,0 +1,131 @@
+// Both GEMMs of the experts of a few rows, and the activation between them, in one persistent kernel, for Hopper.
+//
+//   hidden[r, :] = activation(w13[e] x[r] + bias1[e]),  out[r, :] = w2[e] hidden[r] + bias2[e]   for every row r of e
+//
+// The weights are operand A (from packed codes, in registers), the tokens operand B (8, 16 or 32 of them), so that a few
+// rows cost little padding. The warps of a block:
+//   0          claims pieces (decode_schedule.cuh) and streams packed weights and scales with bulk copies
+//   1, 2       copy the tokens' rows, wherever they are, and wait for w13's tiles before they read `hidden`
+//   3          tells other blocks what is stored
+//   4 to 19    in teams: multiply, add up over teams and blocks, apply bias and activation
+// Shared memory is a ring of stages of 128 columns: codes of 256 rows, their scales, the tokens. Its depth follows the
+// largest tile there is, so that a few rows leave room for many weights in flight. Weights run ahead of the tokens:
+// those of w2 stream in while the last of w13 is computed. Sums are made in a fixed order: same input, same bits.
+#ifndef ROLL
+#define ROLL 1
+#endif
+#ifndef TEAMS_8
+#define TEAMS_8 4
+#endif
+#ifndef TEAMS_16
+#define TEAMS_16 2
+#endif
+#include "decode_loads.cuh"
+#include "decode_finish.cuh"
+
+DEVICE constexpr int teams_of(int tokens) { return tokens == 8 ? TEAMS_8 : tokens == 16 ? TEAMS_16 : 2; }
+
+template <int kTokens>
+DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segment& g, int segment, float4* exchange,
+                            Ring ring) {
+  constexpr int kTeams = teams_of(kTokens);
+  Lane<kTokens, kTeams> me;
+  bool present = g.row_tile * kTileRows + me.first_row(0) < p.gemm[g.phase].rows;
+  float sums[kTeams][kTokens / 2];
+#pragma unroll
+  for (int i = 0; i < kTeams * kTokens / 2; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
+  if (kTokens == kFewRows) ring.token_rows = kTokens;  // nothing is larger
+  ring.advance(me.team);
+  for (int step = g.from + me.team; step < g.to; step += kTeams) {
+    // Another team may not have had this stage's last filling yet: that must be over before the next is waited for.
+    barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    barrier_wait(&shared.full[ring.stage], ring.parity);
+    if (present) multiply_stage<kTokens, kTeams>(me, sums, ring);
+    __syncwarp();
+    if (me.lane == 0) barrier_arrive(&shared.empty[ring.stage], kReleases / me.kTeamWarps);
+    ring.advance(kTeams);
+  }
+  finish_segment<kTokens, kTeams>(p, shared, g, segment, exchange, sums);
+}
+
+DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, float4* exchange, Ring ring) {
+  for_each_segment(shared, shared.segment_done, [&](const Segment& g, int i) {
+    switch (tile_tokens(g.rows)) {
+      case 8: compute_segment<8>(p, shared, g, i, exchange, ring); break;
+      case 16: compute_segment<16>(p, shared, g, i, exchange, ring); break;
+      default: compute_segment<32>(p, shared, g, i, exchange, ring);
+    }
+    ring.advance(g.to - g.from);
+  });
+}
+
+// The exchange holds the sums of any tile up to the largest there is; the ring fills what is left behind it.
+DEVICE Ring make_ring(u8* start, u32 free_bytes, int token_rows, float4** exchange) {
+  Ring ring;
+  int used = exchange_bytes(8, teams_of(8));
+  if (token_rows > 8) used = max(used, exchange_bytes(16, teams_of(16)));
+  if (token_rows > 16) used = max(used, exchange_bytes(32, teams_of(32)));
+  *exchange = reinterpret_cast<float4*>(start);
+  ring.base = start + used;
+  ring.token_rows = token_rows;
+  ring.stage_bytes = kCodeBytes + kScaleStage + token_rows * 2 * kStepColumns;
+  ring.num_stages = min((int)((free_bytes - used) / ring.stage_bytes), kMaxStages) / kTokenWarps * kTokenWarps;
+  return ring;
+}
+
+DEVICE void init_barriers(Shared& shared) {
+#pragma unroll
+  for (int i = 0; i < kMaxStages; i++) {
+    barrier_init(&shared.full[i], 1 + 32);
+    barrier_init(&shared.empty[i], kReleases);
+  }
+#pragma unroll
+  for (int i = 0; i < kSegments; i++) {
+    barrier_init(&shared.segment_full[i], 1);
+    barrier_init(&shared.segment_done[i], kConsumerWarps);
+    barrier_init(&shared.segment_empty[i], kTokenWarps + 1);
+  }
+  barrier_init(&shared.exchange_free, kConsumerWarps);
+  asm volatile("fence.mbarrier_init.release.cluster;");
+}
+
+// The first ticket, in lane 0, and what follows from it and the row counts.
+DEVICE int start_launch(const ExpertsParams& p, Shared& shared, int lane) {
+  u64 ticket = lane == 0 ? atomicAdd(reinterpret_cast<u64*>(p.sync), 1ull) : 0;
+  make_tables(shared.schedule, p, lane);
+  u64 launch = ticket / (kTicketsPerBlock * gridDim.x);
+  if (lane == 0) shared.launch = (int)launch + 1;
+  return (int)(ticket - launch * (kTicketsPerBlock * gridDim.x));
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_constant__ ExpertsParams p) {
+  extern __shared__ __align__(1024) u8 memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  int warp = threadIdx.x / 32, ticket = 0;
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (warp == kWeightWarp) {
+    ticket = start_launch(p, shared, threadIdx.x % 32);
+  } else if (threadIdx.x == 32 * kFirstConsumer) {
+    init_barriers(shared);
+  }
+  __syncthreads();
+  u32 dynamic_bytes;
+  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(dynamic_bytes));
+  u32 used = (sizeof(Shared) + p.num_experts * sizeof(Schedule::Active) + 127) / 128 * 128;
+  float4* exchange;
+  Ring ring = make_ring(memory + used, dynamic_bytes - used, tile_tokens(shared.schedule.largest), &exchange);
+  if (warp >= kFirstConsumer) {
+    registers_grow<104>();
+    run_consumers(p, shared, exchange, ring);
+  } else {
+    registers_shrink<64>();
+    if (warp == kWeightWarp) {
+      run_weight_warp(p, shared, ring, ticket);
+    } else if (warp != kFlagWarp) {
+      run_token_warps(p, shared, ring);
+    } else {
+      run_flag_warp(p, shared);
+    }
+  }
+}

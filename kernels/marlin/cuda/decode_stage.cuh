@@ -1,0 +1,63 @@
+// What the warps of a block share: the ring of stages, the tickets, the flags, and their sizes.
+#pragma once
+#include "decode_schedule.cuh"
+#include "dequant.cuh"
+
+constexpr int kStrips = kTileRows / 64;
+constexpr int kPieceBytes = 512 * kBits / 8;                // 16 rows x 32 columns
+constexpr int kStripBytes = 64 * kStepColumns * kBits / 8;  // of a stage
+constexpr int kCodeBytes = kStrips * kStripBytes;
+constexpr int kScaleRow = kTileRows * kScaleBytes;          // a group's scales
+constexpr int kScaleStage = SCALES_PER_STEP * kScaleRow * (kHasZeros ? 2 : 1);
+constexpr int kMaxStages = 16;
+constexpr int kSegments = 8;                                // known ahead
+// Warps, those that others wait for first: schedulers prefer them.
+constexpr int kWeightWarp = 0;
+constexpr int kTokenWarp = 1, kTokenWarps = 2;
+constexpr int kFlagWarp = 3;
+constexpr int kFirstConsumer = 4, kConsumerWarps = 16;
+constexpr int kConsumerThreads = 32 * kConsumerWarps;
+constexpr int kThreads = 32 * kFirstConsumer + kConsumerThreads;
+constexpr int kReleases = 8;                                // arrivals that empty a stage
+
+struct Shared {
+  u64 full[kMaxStages], empty[kMaxStages];
+  u64 segment_full[kSegments], segment_done[kSegments], segment_empty[kSegments];
+  u64 exchange_free;
+  Segment segment[kSegments];
+  int launch;  // number of this launch
+  Schedule schedule;
+};
+
+// sync: the ticket counter (64 bits), a flag for each piece left in `partials`, one for each finished tile of w13.
+DEVICE int* piece_flag(const ExpertsParams& p, int phase, int piece) { return p.sync + 2 + phase * kMaxBlocks + piece; }
+DEVICE int* tile_flag(const ExpertsParams& p, const Schedule& s, int active, int row_tile) {
+  return p.sync + 2 + 2 * kMaxBlocks + active * s.row_tiles[0] + row_tile;
+}
+
+// One stage: codes [strip][32 columns][16 rows][lane], scales [group][256] (then zeros), tokens [64 columns][token][128
+// bytes].
+struct Ring {
+  u8* base;
+  int stage_bytes, num_stages, token_rows;
+  int stage = 0, parity = 0;
+  DEVICE u8* codes() const { return base + stage * stage_bytes; }
+  DEVICE u8* scales() const { return codes() + kCodeBytes; }
+  DEVICE u8* tokens() const { return scales() + kScaleStage; }
+  DEVICE void advance(int steps) {
+    for (stage += steps; stage >= num_stages; stage -= num_stages) parity ^= 1;
+  }
+};
+
+// Segments in the order they were claimed, for one warp; calls work(segment) until there are none.
+template <typename Work>
+DEVICE void for_each_segment(Shared& shared, u64* release, Work work) {
+  for (int i = 0;; i++) {
+    barrier_wait(&shared.segment_full[i % kSegments], i / kSegments & 1);
+    const Segment& g = shared.segment[i % kSegments];
+    if (g.from == g.to) return;
+    work(g, i);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&release[i % kSegments]);
+  }
+}

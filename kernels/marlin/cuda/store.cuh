@@ -1,0 +1,56 @@
+// What a tile's sums become: global scale, bias, activation, rows of tokens.
+#pragma once
+#include "activation.cuh"
+#include "number.cuh"
+#include "params.cuh"
+
+// Where the rows of an expert lie: `first_row` is the number of rows of all experts before it.
+DEVICE i64 output_row(const ExpertsParams& p, int phase, int expert, int first_row, int i) {
+  if (phase == 0) return first_row + i;
+  return p.sorted ? p.row_ids[first_row + i] : (i64)expert * p.max_rows + i;
+}
+
+// 16 weight rows of a warp, the first of them `first`; sums as the products of mma.cuh leave them.
+template <int kTokens, bool kActivate>
+DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, int rows, int first, const float* sums) {
+  constexpr bool kGate = kActivate && kGated;
+  const GemmParams& gemm = p.gemm[kActivate ? 0 : 1];
+  int lane = threadIdx.x % 32, width = kGate ? gemm.rows / 2 : gemm.rows;
+  int row = lane / 4, low = kGate ? first / 2 + row : first + row / 2 * 4 + row % 2;
+  int high = kGate ? width + low : low + 2;
+  float alpha[2] = {1.0f, 1.0f}, bias[2] = {0.0f, 0.0f};
+  if (gemm.alphas != nullptr) {
+    alpha[0] = gemm.alphas[expert * gemm.alphas_per_expert];
+    alpha[1] = kGate ? gemm.alphas[(expert + 1) * gemm.alphas_per_expert - 1] : alpha[0];
+  }
+  if (gemm.bias != nullptr) {
+    bias[0] = to_float(gemm.bias[(i64)expert * gemm.rows + low]);
+    bias[1] = to_float(gemm.bias[(i64)expert * gemm.rows + high]);
+  }
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; j++) {
+    float v[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) v[k] = sums[4 * j + k] * alpha[k / 2] + bias[k / 2];
+    u32 out[2];
+    if constexpr (kGate) {
+      out[0] = transpose_8x8(to_pair(activate(v[0], v[2]), activate(v[1], v[3])));
+    } else {
+      if constexpr (kActivate) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) v[k] = activate(v[k], 0.0f);
+      }
+      out[0] = transpose_8x8(to_pair(v[0], v[1]));
+      out[1] = transpose_8x8(to_pair(v[2], v[3]));
+    }
+    int token = 8 * j + lane / 4;
+    if (token < rows) {
+      u16* to = gemm.output + output_row(p, kActivate ? 0 : 1, expert, first_row, token) * width;
+      if constexpr (kGate) {
+        *reinterpret_cast<u32*>(to + first / 2 + lane % 4 * 2) = out[0];
+      } else {
+        *reinterpret_cast<uint2*>(to + first + lane % 4 * 4) = make_uint2(out[0], out[1]);
+      }
+    }
+  }
+}
