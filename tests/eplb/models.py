@@ -101,9 +101,9 @@ def my_slots(placement: np.ndarray, layer: int) -> list[int]:
     return np.split(placement[layer], size)[rank].tolist()
 
 
-def set_placement(layer: FusedMoE, row: np.ndarray) -> None:
+def set_placement(layer: FusedMoE, row: np.ndarray, num_experts: int = E) -> None:
     """Has a layer that is not loaded yet take its experts where a placement `[P]` wants them."""
-    table, counts = logical_maps(row[None], E)
+    table, counts = logical_maps(row[None], num_experts)
     load = torch.zeros(1, len(row), dtype=torch.int32)
     layer.set_eplb_state(0, load, torch.from_numpy(table).int(), torch.from_numpy(counts).int())
 

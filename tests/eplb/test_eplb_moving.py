@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec
 from moe_ep.eplb.moves import plan_moves
 from moe_ep.eplb.packing import ExpertRows, intact, seal
 from moe_ep.eplb.transfer import rearrange_expert_weights
 from moe_ep.errors import EplbError
-from tests.eplb.models import SCHEMES, E, fresh_weights, load_layer, make_layer, my_slots, random_placement, redundancy
+from tests.checkpoint.format_cases import CASES, write_case
+from tests.checkpoint.format_cases import E as FORMAT_E
+from tests.checkpoint.test_format_cases import make_layer as make_format_layer
+from tests.eplb.models import (
+    SCHEMES,
+    E,
+    fresh_weights,
+    load_layer,
+    make_layer,
+    my_slots,
+    random_placement,
+    redundancy,
+    set_placement,
+)
 from tests.ranks import ranks
 
 
@@ -105,7 +120,7 @@ def move_tensors(rank: int, world_size: int, seed: int) -> None:
     rearrange_expert_weights(moved, torch.from_numpy(old), new)
     assert [[tensor.data_ptr() for tensor in tensors] for tensors in moved] == addresses
     for got, wanted in zip(chain(*moved), chain(*expected), strict=True):
-        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+        assert torch.equal(got.flatten().view(torch.uint8), wanted.flatten().view(torch.uint8))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -131,6 +146,29 @@ def move_layers(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_layers_of_every_scheme_equal_a_fresh_load(world_size: int) -> None:
     ranks(world_size).run(move_layers)
+
+
+def move_format(rank: int, world_size: int, name: str, directory: Path) -> None:
+    """A layer of a checkpoint, against one that was loaded into the new placement."""
+    reader = CheckpointReader(directory)
+    redundant = -FORMAT_E % world_size + world_size
+    options = {"enable_eplb": True, "num_redundant_experts": redundant}
+    moved, fresh = (make_format_layer(reader, 0, **options) for _ in range(2))
+    num_slots = FORMAT_E + redundant
+    old = np.arange(num_slots)[None] % FORMAT_E
+    new = random_placement(1, num_slots, seed=len(name), num_experts=FORMAT_E)
+    set_placement(fresh, new[0], FORMAT_E)
+    for layer in (moved, fresh):
+        load_moe_layer(reader, model_spec(reader.config), 0, layer)
+    rearrange_expert_weights([moved.expert_weights()], old, new)
+    for got, wanted in zip(moved.expert_weights(), fresh.expert_weights(), strict=True):
+        assert torch.equal(got.flatten().view(torch.uint8), wanted.flatten().view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_format_of_a_checkpoint_moves_whole(name: str, tmp_path: Path) -> None:
+    write_case(name, tmp_path)
+    ranks(3).run(move_format, name, tmp_path)
 
 
 def disagree(rank: int, world_size: int) -> str:
