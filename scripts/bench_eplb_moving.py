@@ -19,7 +19,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,51 +242,53 @@ def run_steps(
     return slowest_rank([times[index] for index in chosen]), [commits[index] for index in chosen]
 
 
-def moving_rows(model: Model, T: int, transport: str, gb_s: int | None) -> list[dict[str, Any]]:
-    """Steps without a manager, with one that rests, and while experts move."""
+def steps_row(what: str, T: int, times: list[float], base: list[float], **more: Any) -> dict[str, Any]:
+    """Times of steps beside those of the same steps with nothing moving."""
+    timing, resting = timing_of(times), timing_of(base)
+    return {
+        "kind": "steps", "what": what, "tokens_per_rank": T,
+        "median_us": timing.median, "p99_us": timing.p99, "max_us": timing.maximum,
+        "median_ratio": timing.median / resting.median, "p99_ratio": timing.p99 / resting.p99,
+        "max_over_median": timing.maximum / timing.median, **more,
+    }  # fmt: skip
+
+
+def moving_rows(model: Model, transport: str, gb_s: int | None) -> Iterator[dict[str, Any]]:
+    """For each number of tokens: steps while nothing moves, and while experts move."""
     args = model.args
-    static, replay = model.capture(T)
-    draws = model.draw(T, 0.0)
-    bare, _ = run_steps(model, static, replay, draws, args.steps // 2, None)
     manager = EPLBManager(
         model.layers,
         EplbConfig(first_plan=NEVER, planner="thread", transport=transport, max_transfer_gb_s=gb_s, timeout_s=60),
     )
-    static, replay = model.capture(T)
-    resting, _ = run_steps(model, static, replay, draws, args.steps // 2, manager)
     number = itertools.count()
 
     def keep_moving() -> None:
         manager.rearrange(swapped(manager.placement.host, model.size, args.moves, next(number)))
 
-    moving, commits = run_steps(model, static, replay, draws, args.steps, manager, keep_moving)
-    manager.finish()
-    resting += run_steps(model, static, replay, draws, args.steps // 2, manager)[0]
-    model.check(manager.placement.host)
-    totals = manager.totals
-    manager.close()
-    rows = []
-    for name, times in (("no manager", bare), ("nothing moves", resting), ("experts move", moving)):
-        timing, base = timing_of(times), timing_of(resting)
-        rows.append(
-            {
-                "kind": "steps", "what": name, "gb_s": gb_s, "transport": transport, "tokens_per_rank": T,
-                "median_us": timing.median, "p99_us": timing.p99, "max_us": timing.maximum,
-                "median_ratio": timing.median / base.median, "p99_ratio": timing.p99 / base.p99,
-                "max_over_median": timing.maximum / timing.median,
-            }
+    for T in args.tokens:
+        static, replay = model.capture(T)
+        draws = model.draw(T, 0.0)
+        resting, _ = run_steps(model, static, replay, draws, args.steps // 2, manager)
+        before = replace(manager.totals)
+        moving, commits = run_steps(model, static, replay, draws, args.steps, manager, keep_moving)
+        manager.finish()
+        resting += run_steps(model, static, replay, draws, args.steps // 2, manager)[0]
+        model.check(manager.placement.host)
+        with_commit = [us for us, commit in zip(moving, commits, strict=True) if commit]
+        without = [us for us, commit in zip(moving, commits, strict=True) if not commit]
+        layers = manager.totals.layers_committed - before.layers_committed
+        yield steps_row("nothing moves", T, resting, resting, transport=transport, gb_s=gb_s)
+        yield steps_row(
+            "experts move", T, moving, resting, transport=transport, gb_s=gb_s,
+            commit_step_us=timing_of(with_commit).median if with_commit else None,
+            other_step_us=timing_of(without).median if without else None,
+            layers_committed=layers,
+            experts_moved=manager.totals.experts_moved - before.experts_moved,
+            gb_moved=(manager.totals.bytes_moved - before.bytes_moved) / 1e9,
+            transfer_ms=(manager.totals.transfer_s - before.transfer_s) / max(layers, 1) * 1e3,
+            commit_host_us=(manager.totals.commit_s - before.commit_s) / max(layers, 1) * 1e6,
         )  # fmt: skip
-    with_commit = [us for us, commit in zip(moving, commits, strict=True) if commit]
-    without = [us for us, commit in zip(moving, commits, strict=True) if not commit]
-    rows[-1] |= {
-        "commit_step_us": timing_of(with_commit).median if with_commit else None,
-        "other_step_us": timing_of(without).median if without else None,
-        "experts_moved": totals.experts_moved, "gb_moved": totals.bytes_moved / 1e9,
-        "layers_committed": totals.layers_committed,
-        "transfer_ms": totals.transfer_s / max(totals.layers_committed, 1) * 1e3,
-        "commit_host_us": totals.commit_s / max(totals.layers_committed, 1) * 1e6,
-    }  # fmt: skip
-    return rows
+    manager.close()
 
 
 def stall_row(model: Model, transport: str) -> dict[str, Any]:
@@ -441,15 +444,17 @@ def run_rank(rank: int, size: int, args: argparse.Namespace, init_method: str) -
                     setting = {"geometry": args.geometry, "layers": args.layers, "ep_size": size, "moves": args.moves}
                     append_line(args.json, row | setting | about)
 
-        keep(peer_bandwidth(model))
+        T = max(args.tokens)
+        bare, _ = run_steps(model, *model.capture(T), model.draw(T, 0.0), args.steps // 2, None)
+        keep(peer_bandwidth(model), steps_row("no manager", T, bare, bare))
         for transport in args.transports:
             keep(transfer_row(model, transport))
             keep(stall_row(model, transport))
-            for T in args.tokens:
-                for gb_s in args.gb_s if transport == "peer_copies" else [None]:
-                    keep(*moving_rows(model, T, transport, gb_s))
-        if args.zipf:
-            keep(*skew_rows(model, max(args.tokens)))
+            for gb_s in args.gb_s if transport == "peer_copies" else [None]:
+                for row in moving_rows(model, transport, gb_s):
+                    keep(row)
+            if args.zipf and transport == args.transports[0]:
+                keep(*skew_rows(model, max(args.tokens)))
     if rank == 0:
         tell(rows)
     dist.barrier()

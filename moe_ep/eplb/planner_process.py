@@ -35,7 +35,7 @@ class PlannerProcess:
             "OMP_NUM_THREADS": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "moe_ep.eplb.planner_process"],
+            [sys.executable, "-c", "from moe_ep.eplb.planner_process import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -135,7 +135,3 @@ def main() -> None:
             _write(answers, {"reason": reason}, *([] if plan is None else [plan]))
         except BrokenPipeError:
             return
-
-
-if __name__ == "__main__":
-    main()
