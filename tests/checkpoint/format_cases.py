@@ -20,6 +20,8 @@ from moe_ep.checkpoint.writer import write_checkpoint
 from tests.checkpoint.checkpoints import qwen3_config
 
 E, TOP_K, LAYERS = 4, 2, 2
+Names = dict[str, str]
+GATE_DOWN_UP = {"gate": "gate_proj", "down": "down_proj", "up": "up_proj"}
 Tensors = dict[str, torch.Tensor]
 # What row and column of a linear layer stand for.
 Value = Callable[[int, int], float]
@@ -372,10 +374,12 @@ def write_case(
     return experts
 
 
-def make_experts(case: Case, prefix: str, is_plain: bool, with_values: bool) -> tuple[Tensors, list[Expert]]:
+def make_experts(
+    case: Case, prefix: str, is_plain: bool, with_values: bool, num_experts: int = E, names: Names = GATE_DOWN_UP
+) -> tuple[Tensors, list[Expert]]:
     K, N = case.sizes
     tensors, experts, fused = {}, [], []
-    for expert in range(E):
+    for expert in range(num_experts):
         matrices, biases, raw = {}, {}, {}
         for role, (n, k) in (("gate", (N, K)), ("up", (N, K)), ("down", (K, N))):
             encode = plain if is_plain else case.down if role == "down" and case.down else case.encode
@@ -384,7 +388,7 @@ def make_experts(case: Case, prefix: str, is_plain: bool, with_values: bool) -> 
             if case.has_bias:
                 biases[role] = torch.randn(n).bfloat16()
             if not case.fused:
-                tensors |= {f"{prefix}.{expert}.{role}_proj.{suffix}": tensor for suffix, tensor in raw[role].items()}
+                tensors |= {f"{prefix}.{expert}.{names[role]}.{suffix}": tensor for suffix, tensor in raw[role].items()}
         experts.append(Expert(**matrices, biases=biases))
         fused.append((raw, biases))
     if case.fused:

@@ -1,0 +1,114 @@
+"""Every family in every format, loaded and run on one and on four processes, against the dequantized experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep import verify
+from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, model_spec
+from moe_ep.checkpoint.writer import write_checkpoint
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.stack import MoEStack
+from tests.checkpoint.format_cases import CASES, make_experts
+from tests.checkpoint.test_models import MODELS, config_of
+from tests.ranks import ranks
+
+# Ignored layers and fused tensors have tests of their own.
+FORMATS = [name for name, case in CASES.items() if case.fused is None and not case.files and not case.plain_layers]
+FAMILIES = [*MODELS, "kimi_k2"]
+PAIRS = [(family, format_name) for family in FAMILIES for format_name in FORMATS]
+Errors = dict[tuple[str, str], float]
+
+
+def pairs_over(world_size: int) -> list[tuple[str, str]]:
+    """All of them on one process; over ranks every sixth, so that every family and every format is there."""
+    if world_size == 1:
+        return PAIRS
+    return [
+        (family, format_name)
+        for i, family in enumerate(FAMILIES)
+        for j, format_name in enumerate(FORMATS)
+        if (i + j) % 6 == world_size
+    ]
+
+
+def family_config(family: str, format_name: str) -> dict[str, Any]:
+    changes = {"intermediate_size": 32, "quantization_config": CASES[format_name].quantization}
+    if family == "kimi_k2":
+        return config_of("deepseek_v3", **changes) | {"model_type": family}
+    return config_of(family, **changes)
+
+
+def one_layer(config: dict[str, Any]) -> MoEModelSpec:
+    """The model as if its last layer were the only one with experts."""
+    spec = model_spec(config)
+    return dataclasses.replace(spec, moe_layers=spec.moe_layers[-1:])
+
+
+def write(directory: Path, family: str, format_name: str) -> None:
+    """One layer's experts in the format, and all else of the layer in bf16."""
+    config = family_config(family, format_name)
+    spec = one_layer(config)
+    (layer,), K, E = spec.moe_layers, spec.hidden_size, spec.num_experts
+    torch.manual_seed(len(family) * len(format_name))
+    case = dataclasses.replace(CASES[format_name], sizes=(K, spec.moe_intermediate_size), has_bias=spec.has_bias)
+    tensors, _ = make_experts(case, spec.expert_prefix(layer), False, False, E, spec.projections._asdict())
+    plain = {
+        spec.router_weight(layer): (E, K),
+        spec.router_bias(layer): (E,),
+        spec.correction_bias(layer): (E,),
+        spec.norm_weight(layer): (K,),
+        spec.norm_bias(layer): (K,),
+    }
+    if spec.shared_experts is not None:
+        prefix, size = spec.shared_experts_prefix(layer), spec.shared_experts.intermediate_size
+        for role, name in spec.projections._asdict().items():
+            plain[f"{prefix}.{name}.weight"] = (K, size) if role == "down" else (size, K)
+        if spec.shared_experts.has_gate:
+            plain[f"{prefix}_gate.weight"] = (1, K)
+    tensors |= {name: (torch.randn(shape) * 0.2).bfloat16() for name, shape in plain.items() if name is not None}
+    write_checkpoint(directory, config, tensors.items())
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    root = tmp_path_factory.mktemp("families")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for family, format_name in PAIRS:
+        write(root / family / format_name, family, format_name)
+    yield root
+    torch.set_num_threads(threads)
+
+
+def run(rank: int, world_size: int, root: Path, pairs: list[tuple[str, str]]) -> Errors:
+    """The error of every checkpoint's layer on this rank's tokens."""
+    errors: Errors = {}
+    parallel = FusedMoEParallelConfig.make(ep_size=world_size, rank=rank, world_size=world_size)
+    for family, format_name in pairs:
+        with CheckpointReader(root / family / format_name) as reader, torch.inference_mode():
+            spec = one_layer(reader.config)
+            stack = MoEStack(reader, spec, parallel, dtype=torch.float32, max_num_tokens=4)
+            seen: list[torch.Tensor] = []
+            x = torch.randn(2 + rank % 2, spec.hidden_size)
+            stack(x, lambda layer, x, y: seen.extend((x, y.clone())))  # noqa: B023
+            expected = verify.reference_moe(reader, spec, spec.moe_layers[0], seen[0])
+            assert expected.abs().max() > 0
+            errors[family, format_name] = verify.max_relative_error(seen[1], expected)
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_equals_the_dequantized_experts(written: Path, world_size: int) -> None:
+    pairs = pairs_over(world_size)
+    assert ({family for family, _ in pairs}, {format_name for _, format_name in pairs}) == (set(FAMILIES), set(FORMATS))
+    results = [run(0, 1, written, pairs)] if world_size == 1 else ranks(world_size).run(run, written, pairs)
+    for errors in results:
+        assert list(errors) == pairs
+        assert {pair: error for pair, error in errors.items() if error > verify.tolerance(torch.float32)} == {}
