@@ -218,28 +218,31 @@ def run_steps(
     count: int,
     manager: EPLBManager | None,
     keep_moving: Callable[[], None] | None = None,
-) -> tuple[list[float], list[bool]]:
-    """Step times, the slowest rank's, and which steps made a commit; without the first few, and only steps with a
-    move under way where that is asked."""
+) -> tuple[list[float], list[str]]:
+    """Step times, the slowest rank's, and what happened behind each: "begin", "commit" or "". Without the first few,
+    and only steps with a move under way where that is asked."""
     dist.barrier()
-    timer, counted, commits = Timer(model.device), [], []
+    timer, counted, events = Timer(model.device), [], []
     timer.mark()
     warm_up = 5
     while sum(counted) < count + warm_up:
         for target, source in zip(static, draws[len(counted) % NUM_DRAWS], strict=True):
             target.copy_(source)
         replay()
-        before = 0 if manager is None else manager.totals.layers_committed
+        event = ""
         if manager is not None:
+            before = manager.totals.layers_committed
             if keep_moving is not None and not manager.busy:
                 keep_moving()
+                event = "begin"
             manager.step()
+            event = "commit" if manager.totals.layers_committed > before else event
         timer.mark()
         counted.append(keep_moving is None or (manager is not None and manager.busy))
-        commits.append(manager is not None and manager.totals.layers_committed > before)
+        events.append(event)
     chosen = [index for index, counts in enumerate(counted) if counts][warm_up:]
     times = timer.times_us()
-    return slowest_rank([times[index] for index in chosen]), [commits[index] for index in chosen]
+    return slowest_rank([times[index] for index in chosen]), [events[index] for index in chosen]
 
 
 def steps_row(what: str, T: int, times: list[float], base: list[float], **more: Any) -> dict[str, Any]:
@@ -270,18 +273,20 @@ def moving_rows(model: Model, transport: str, gb_s: int | None) -> Iterator[dict
         draws = model.draw(T, 0.0)
         resting, _ = run_steps(model, static, replay, draws, args.steps // 2, manager)
         before = replace(manager.totals)
-        moving, commits = run_steps(model, static, replay, draws, args.steps, manager, keep_moving)
+        moving, events = run_steps(model, static, replay, draws, args.steps, manager, keep_moving)
         manager.finish()
         resting += run_steps(model, static, replay, draws, args.steps // 2, manager)[0]
         model.check(manager.placement.host)
-        with_commit = [us for us, commit in zip(moving, commits, strict=True) if commit]
-        without = [us for us, commit in zip(moving, commits, strict=True) if not commit]
+        by_event = {
+            event: [us for us, its in zip(moving, events, strict=True) if its == event] for event in set(events)
+        }
+        medians = {event: timing_of(times).median for event, times in by_event.items()}
         layers = manager.totals.layers_committed - before.layers_committed
         yield steps_row("nothing moves", T, resting, resting, transport=transport, gb_s=gb_s)
         yield steps_row(
             "experts move", T, moving, resting, transport=transport, gb_s=gb_s,
-            commit_step_us=timing_of(with_commit).median if with_commit else None,
-            other_step_us=timing_of(without).median if without else None,
+            begin_step_us=medians.get("begin"), commit_step_us=medians.get("commit"), other_step_us=medians.get(""),
+            slowest=_slowest(moving, events),
             layers_committed=layers,
             experts_moved=manager.totals.experts_moved - before.experts_moved,
             gb_moved=(manager.totals.bytes_moved - before.bytes_moved) / 1e9,
@@ -408,6 +413,15 @@ def skew_rows(model: Model, T: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _slowest(times: list[float], events: list[str]) -> list[tuple[float, str, int]]:
+    """The eight slowest steps: microseconds, the last event up to each, and how many steps ago that was."""
+    found = []
+    for index in sorted(range(len(times)), key=times.__getitem__)[-8:]:
+        last = next((i for i in range(index, -1, -1) if events[i]), 0)
+        found.append((round(times[index], 1), events[last], index - last))
+    return found
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -468,7 +482,8 @@ def tell(rows: list[dict[str, Any]]) -> None:
             "transport": "transport", "gb_s": "GB/s", "tokens_per_rank": "T", "what": "",
             "median_us": "median us", "p99_us": "p99 us",
             "max_us": "max us", "median_ratio": "median ratio", "p99_ratio": "p99 ratio",
-            "max_over_median": "max/median", "commit_step_us": "commit step", "other_step_us": "other steps",
+            "max_over_median": "max/median", "begin_step_us": "begin step", "commit_step_us": "commit step",
+            "other_step_us": "other steps",
             "experts_moved": "experts", "gb_moved": "GB", "transfer_ms": "transfer ms", "commit_host_us": "commit us",
         },
         "transfer": {"transport": "transport", "half_gb_s": "half a layer GB/s", "all_gb_s": "a whole layer GB/s"},
