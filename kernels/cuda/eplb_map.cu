@@ -26,7 +26,7 @@ typedef long long OutId;
 typedef int OutId;
 #endif
 
-constexpr int kCandidates = 8;
+constexpr int kCandidates = 4;
 constexpr int kTurns = 6, kGroups = 3;
 constexpr unsigned kRankStep = 0xC2B2AE35u, kTileStep = 0x9E3779B1u, kExpertStep = 0x85EBCA6Bu;
 constexpr unsigned short kSingle = 0xFFFF;
@@ -71,6 +71,11 @@ struct Shared {
     }
 };
 
+// a / b, exact for 0 <= a < 2^21 and b > 0, without the dozens of instructions of an integer division.
+__device__ __forceinline__ int divide(int a, int b) {
+    return __float2int_rz(__fdividef(a + 0.5f, static_cast<float>(b)));
+}
+
 // Lists the candidates of an expert that has place x in the lists, one on this rank first.
 __device__ void list_candidates(const Params& p, const Shared& s, int x, int expert, unsigned count) {
     const unsigned seed = p.ep_rank * kRankStep + blockIdx.x * kTileStep + expert * kExpertStep;
@@ -96,32 +101,26 @@ __device__ void list_candidates(const Params& p, const Shared& s, int x, int exp
     list[0] = here;
 }
 
-// sum / parts for sums that are small enough to be exact in a float, parts from 1 to 8.
-__device__ __forceinline__ int divide(int sum, int parts) {
-    return __float2int_rz(__fdividef(sum + 0.5f, static_cast<float>(parts)));
-}
-
-// Turns levels[i] into the shares that leave the fullest level as low as can be.
+// Turns levels[i] into the shares that leave the fullest level as low as can be. A level is filled at all if raising the
+// others to it takes no more than there is.
 __device__ __forceinline__ void fill(int width, int total, int (&levels)[kCandidates]) {
-    unsigned active = (1u << width) - 1;
-    int surface, rest;
-    for (;;) {
-        int sum = total;
-#pragma unroll
-        for (int i = 0; i < kCandidates; ++i) sum += (active >> i & 1) ? levels[i] : 0;
-        const int filled = __popc(active);
-        surface = divide(sum, filled);
-        rest = sum - surface * filled;
-        unsigned below = 0;
-#pragma unroll
-        for (int i = 0; i < kCandidates; ++i) below |= (levels[i] <= surface ? 1u : 0u) << i;
-        if ((active & ~below) == 0) break;
-        active &= below;
-    }
+    bool active[kCandidates];
+    int sum = total, filled = 0;
 #pragma unroll
     for (int i = 0; i < kCandidates; ++i) {
-        const int more = __popc(active & ((1u << i) - 1)) < rest;
-        levels[i] = (active >> i & 1) ? surface - levels[i] + more : 0;
+        int needed = 0;
+#pragma unroll
+        for (int k = 0; k < kCandidates; ++k) needed += k < width ? max(levels[i] - levels[k], 0) : 0;
+        active[i] = i < width && needed <= total;
+        sum += active[i] ? levels[i] : 0;
+        filled += active[i];
+    }
+    const int surface = divide(sum, filled);
+    int rest = sum - surface * filled;
+#pragma unroll
+    for (int i = 0; i < kCandidates; ++i) {
+        levels[i] = active[i] ? surface - levels[i] + (rest > 0) : 0;
+        rest -= active[i];
     }
 }
 
@@ -133,12 +132,13 @@ __device__ void divide_tokens(const Params& p, const Shared& s, int x, int total
     const bool exists = x < s.num_replicated();
     const int expert = exists ? s.expert[x] : 0;
     const int width = exists ? min(static_cast<int>(s.num_tokens[expert]), kCandidates) : 0;
+    const int even = width > 0 ? divide(total, width) : 0;
     int rank[kCandidates], share[kCandidates];
 #pragma unroll
     for (int i = 0; i < kCandidates; ++i) {
+        rank[i] = share[i] = 0;
         if (i >= width) continue;
-        const int even = divide(total, width);
-        rank[i] = s.candidates[x * kCandidates + i] / p.slots_per_rank;
+        rank[i] = divide(s.candidates[x * kCandidates + i], p.slots_per_rank);
         share[i] = even + (i < total - even * width);
         if (share[i] > 0) atomicAdd(s.level + rank[i], share[i]);
     }
@@ -155,9 +155,9 @@ __device__ void divide_tokens(const Params& p, const Shared& s, int x, int total
         if (on) {
 #pragma unroll
             for (int i = 0; i < kCandidates; ++i) {
-                if (i >= width || next[i] == share[i]) continue;
-                atomicAdd(s.level + rank[i], next[i] - share[i]);
-                share[i] = next[i];
+                const int change = i < width ? next[i] - share[i] : 0;
+                if (change != 0) atomicAdd(s.level + rank[i], change);
+                share[i] += change;
             }
         }
         sync_first(working);
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) eplb_map(const __grid_cons
     for (int expert = thread; expert < p.experts; expert += threads) {
         const int amount = s.label[expert] == kSingle ? s.num_tokens[expert] : 0;
         if (amount > 0) {
-            atomicAdd(s.level + s.first[expert] / p.slots_per_rank, amount);
+            atomicAdd(s.level + divide(s.first[expert], p.slots_per_rank), amount);
             atomicAdd(p.load + s.first[expert], amount);
         }
     }

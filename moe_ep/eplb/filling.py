@@ -7,7 +7,7 @@ this halves the unevenness that chance leaves in a batch, and it follows experts
 
 The rule, for a tile of at most 1024 slots (rows of top_k), all in integers:
 
-1. Candidates of an expert are up to 8 of its replicas in table order, from a start that depends on rank, tile and
+1. Candidates of an expert are up to 4 of its replicas in table order, from a start that depends on rank, tile and
    expert; a replica on this rank changes places with the first.
 2. An expert's tokens are divided evenly, the first candidates getting the remainder.
 3. In six turns, every third expert each time: take an expert's tokens off its ranks and fill them in again, so that the
@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 
 TILE_SLOTS = 1024
-MAX_CANDIDATES = 8
+MAX_CANDIDATES = 4
 NUM_TURNS, NUM_GROUPS = 6, 3
 RANK_STEP, TILE_STEP, EXPERT_STEP = 0xC2B2AE35, 0x9E3779B1, 0x85EBCA6B
 _WORD = (1 << 32) - 1
@@ -134,14 +134,15 @@ def _fill_by_turns(tokens: torch.Tensor, ranks: torch.Tensor, valid: torch.Tenso
     return shares
 
 
-def _fill(levels: torch.Tensor, active: torch.Tensor, amount: torch.Tensor) -> torch.Tensor:
-    """How much of amount goes onto each active level so that the highest stays lowest, in the last dimension."""
-    for _ in range(levels.size(-1)):
-        width = active.sum(dim=-1, keepdim=True)
-        total = torch.where(active, levels, 0).sum(dim=-1, keepdim=True) + amount
-        surface = total // width
-        active = active & (levels <= surface)
-    rest = total - surface * width
+def _fill(levels: torch.Tensor, valid: torch.Tensor, amount: torch.Tensor) -> torch.Tensor:
+    """How much of amount goes onto each valid level so that the highest stays lowest, in the last dimension."""
+    # A level is filled at all if raising the others to it takes no more than there is.
+    lower = (levels[..., :, None] - levels[..., None, :]).clamp(min=0)
+    needed = torch.where(valid[..., None, :], lower, 0).sum(dim=-1)
+    active = valid & (needed <= amount)
+    width = active.sum(dim=-1, keepdim=True)
+    total = torch.where(active, levels, 0).sum(dim=-1, keepdim=True) + amount
+    surface, rest = total // width, total % width
     return torch.where(active, surface - levels + (active.cumsum(dim=-1) <= rest), 0)
 
 

@@ -39,7 +39,7 @@ def map_tile_by_hand(
     for e in tokens:
         count = int(counts[e])
         start = ((ep_rank * 0xC2B2AE35 + tile * 0x9E3779B1 + e * 0x85EBCA6B) % 2**32) * count >> 32
-        slots[e] = [int(mapping[e, (start + i) % count]) for i in range(min(count, 8))]
+        slots[e] = [int(mapping[e, (start + i) % count]) for i in range(min(count, 4))]
         own = [i for i, slot in enumerate(slots[e]) if slot // slots_per_rank == ep_rank]
         if own:
             slots[e][0], slots[e][own[0]] = slots[e][own[0]], slots[e][0]
@@ -129,7 +129,7 @@ def test_every_token_is_counted_once_at_a_replica_of_its_expert(data: st.DataObj
     assert torch.equal(torch.bincount(physical[physical >= 0], minlength=num_physical), load.long())
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("count", [2, 3, 4])
 def test_a_batch_is_spread_evenly_over_replicas(count: int) -> None:
     mapping, counts, num_physical = make_maps([count] * 3)
     ids = torch.tensor([[0, 1, 2]]).expand(300, 3)
