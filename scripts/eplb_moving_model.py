@@ -1,0 +1,194 @@
+"""The layers that scripts/bench_eplb_moving.py drives, steps of them, and their times."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_ep.bench.geometries import preset
+from moe_ep.bench.synthetic import SyntheticConfig, local_logical_experts
+from moe_ep.bench.timing import slowest_rank
+from moe_ep.bench.workload import draw_logits, parse_routing
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.eplb.manager import EPLBManager
+from moe_ep.layer import FusedMoE
+
+RUN_AHEAD = 2
+NUM_DRAWS = 16
+
+
+class Model:
+    """The layers of one rank, and inputs that change from step to step."""
+
+    def __init__(self, args: argparse.Namespace, rank: int, size: int, device: torch.device) -> None:
+        self.args, self.rank, self.size, self.device = args, rank, size, device
+        self.geometry = geometry = preset(args.geometry)
+        self.redundant = size + -(geometry.num_experts + size) % size
+        self.num_slots = geometry.num_experts + self.redundant
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        # Plain top-k of the logits, so that a draw is what the tokens choose.
+        with torch.device(device):
+            self.layers = [
+                FusedMoE(
+                    num_experts=geometry.num_experts,
+                    top_k=geometry.top_k,
+                    hidden_size=geometry.hidden_size,
+                    intermediate_size=geometry.intermediate_size,
+                    params_dtype=self.dtype,
+                    quant_config=SyntheticConfig(weights=geometry.weights, device=device, seed=index),
+                    parallel_config=FusedMoEParallelConfig.make(
+                        ep_size=size, rank=rank, world_size=size, all2all_backend=args.backend
+                    ),
+                    max_num_tokens=max(args.tokens),
+                    enable_eplb=True,
+                    num_redundant_experts=self.redundant,
+                )
+                for index in range(args.layers)
+            ]
+        self.sums = self._sums_by_expert()
+
+    def draw(self, T: int, zipf: float) -> list[list[torch.Tensor]]:
+        """Logits `[T, E]` of every layer, NUM_DRAWS times."""
+        routing = parse_routing(f"zipf:{zipf:g}")
+        geometry = self.geometry
+        return [
+            [
+                draw_logits(
+                    routing, T, geometry.num_experts, geometry.top_k,
+                    seed=(draw * 1009 + layer) * self.size + self.rank, popularity_seed=self.args.seed + layer,
+                ).to(self.device)
+                for layer in range(len(self.layers))
+            ]
+            for draw in range(NUM_DRAWS)
+        ]  # fmt: skip
+
+    def capture(self, T: int) -> tuple[list[torch.Tensor], Callable[[], Any]]:
+        """(static logits of the layers, one step)."""
+        generator = torch.Generator(self.device).manual_seed(self.rank)
+        x = torch.randn(T, self.geometry.hidden_size, device=self.device, generator=generator).to(self.dtype)
+        logits = [part.clone() for part in self.draw(T, 0.0)[0]]
+
+        def step() -> None:
+            y = x
+            for layer, scores in zip(self.layers, logits, strict=True):
+                y = layer(y, scores)
+
+        for _ in range(3):
+            step()
+        if self.device.type != "cuda":
+            return logits, step
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step()
+        return logits, graph.replay
+
+    def check(self, placement: np.ndarray) -> None:
+        """Every slot holds its expert, by the sum of its bytes.
+
+        Raises:
+            RuntimeError: one does not.
+        """
+        for index, found in enumerate(self._sums_by_slot()):
+            mine = np.split(placement[index], self.size)[self.rank]
+            wrong = [slot for slot, expert in enumerate(mine) if found[slot] != self.sums[index][int(expert)]]
+            if wrong:
+                raise RuntimeError(f"rank {self.rank}, layer {index}: slots {wrong} hold the wrong experts")
+
+    def _sums_by_slot(self) -> list[list[int]]:
+        sums = []
+        for layer in self.layers:
+            words = [t.view(t.size(0), -1).view(torch.uint8).view(torch.int32) for t in layer.expert_weights()]
+            sums.append(sum(part.sum(dim=1) * (i + 1) for i, part in enumerate(words)).tolist())
+        return sums
+
+    def _sums_by_expert(self) -> list[dict[int, int]]:
+        for layer in self.layers:
+            _ = layer.modular_kernel
+        mine = (self._sums_by_slot(), [local_logical_experts(layer) for layer in self.layers])
+        everybody: list[Any] = [None] * self.size
+        dist.all_gather_object(everybody, mine)
+        sums: list[dict[int, int]] = [{} for _ in self.layers]
+        for found, experts in everybody:
+            for index in range(len(self.layers)):
+                for expert, value in zip(experts[index], found[index], strict=True):
+                    if sums[index].setdefault(expert, value) != value:
+                        raise RuntimeError(f"layer {index}: copies of expert {expert} differ")
+        return sums
+
+
+def swapped(placement: np.ndarray, size: int, moves: int, number: int) -> np.ndarray:
+    """The placement with `moves` experts of every rank given to the next one; every second time they go back."""
+    result = placement.copy()
+    num_slots = placement.shape[1] // size
+    slots = (np.arange(moves) * 7 + number // 2 * moves) % num_slots
+    for row in result:
+        ranks = row.reshape(size, num_slots)
+        ranks[:, slots] = np.roll(ranks[:, slots], -1 if number % 2 else 1, axis=0)
+    return result
+
+
+class Timer:
+    """Times of steps in microseconds, the host at most RUN_AHEAD steps ahead of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        if not self._on_gpu:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+        if len(self._marks) > RUN_AHEAD:
+            self._marks[-1 - RUN_AHEAD].synchronize()
+
+    def times_us(self) -> list[float]:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            return [start.elapsed_time(end) * 1e3 for start, end in itertools.pairwise(self._marks)]
+        return [(end - start) * 1e6 for start, end in itertools.pairwise(self._marks)]
+
+
+def run_steps(
+    model: Model,
+    static: list[torch.Tensor],
+    replay: Callable[[], Any],
+    draws: list[list[torch.Tensor]],
+    count: int,
+    manager: EPLBManager | None,
+    keep_moving: Callable[[], None] | None = None,
+) -> tuple[list[float], list[str]]:
+    """Step times, the slowest rank's, and what happened behind each: "begin", "commit" or "". Without the first few,
+    and only steps with a move under way where that is asked."""
+    dist.barrier()
+    timer, counted, events = Timer(model.device), [], []
+    timer.mark()
+    warm_up = 5
+    while sum(counted) < count + warm_up:
+        for target, source in zip(static, draws[len(counted) % NUM_DRAWS], strict=True):
+            target.copy_(source)
+        replay()
+        event = ""
+        if manager is not None:
+            before = manager.totals.layers_committed
+            if keep_moving is not None and not manager.busy:
+                keep_moving()
+                event = "begin"
+            manager.step()
+            event = "commit" if manager.totals.layers_committed > before else event
+        timer.mark()
+        counted.append(keep_moving is None or (manager is not None and manager.busy))
+        events.append(event)
+    chosen = [index for index, counts in enumerate(counted) if counts][warm_up:]
+    times = timer.times_us()
+    return slowest_rank([times[index] for index in chosen]), [events[index] for index in chosen]
