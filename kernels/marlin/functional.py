@@ -12,12 +12,13 @@ from collections.abc import Callable
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.kernels.align import sort_slots_by_expert
 from moe_ep.kernels.marlin.checks import check_rows, check_tokens, check_weight_pair
 from moe_ep.kernels.marlin.gemm import STEP_COLUMNS, Rows, groups_per_step, partials_numel, run_experts
 from moe_ep.kernels.marlin.plain import ActivationFunction, compute_expert
 from moe_ep.kernels.marlin.types import WeightType, weight_type
-from moe_ep.kernels.marlin.weighted_sum import weighted_sum
 from moe_ep.kernels.marlin.weights import Weights
+from moe_ep.kernels.mul_sum import moe_fused_mul_sum
 from moe_ep.kernels.reference import to_local_ids
 
 _SILU = MoEActivation.SILU
@@ -213,11 +214,10 @@ def fused_marlin_moe(
         )
     else:
         _plain_slots(slots, rows, local_ids, w13_weights, w2_weights, kind, act, activation_func)
-    weights = None if apply_router_weight_on_input else topk_weights
+    factor = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
     if moe_sum is None:
-        weighted_sum(output, slots, weights, local_ids)
+        moe_fused_mul_sum(slots, factor, output, local_ids)
     else:
-        factor = torch.ones_like(topk_weights) if weights is None else weights
         weighted = torch.where(local_ids[..., None] >= 0, slots.float() * factor[..., None], 0.0)
         moe_sum(weighted.to(slots.dtype), output)
     return output
@@ -226,13 +226,10 @@ def fused_marlin_moe(
 def sort_by_expert(local_ids: torch.Tensor, num_experts: int) -> Rows:
     """Slots `[T, topk]` of the local experts, one expert after the other and in slot order; no host synchronisation.
 
-    Example: ids [[1, -1], [0, 1]], 2 experts: counts [1, 2], slots 2, 0, 3 (and the skipped one behind them).
+    Example: ids [[1, -1], [0, 1]], 2 experts: counts [1, 2], slots 2, 0, 3 (and what is behind them means nothing).
     """
-    flat = torch.where(local_ids < 0, num_experts, local_ids).flatten()
-    order = torch.sort(flat, stable=True).indices.to(torch.int32)
-    experts = torch.arange(num_experts, device=flat.device)
-    counts = (flat[None, :] == experts[:, None]).sum(dim=1, dtype=torch.int32)
-    return Rows(counts, flat.numel(), order, local_ids.size(1), is_sorted=True)
+    slots, counts = sort_slots_by_expert(local_ids, num_experts)
+    return Rows(counts, local_ids.numel(), slots, local_ids.size(1), is_sorted=True)
 
 
 def _plain_slots(

@@ -107,7 +107,7 @@ def kernel_source(
         "SCALES_PER_STEP": groups_per_step,
         "ACTIVATION": _ACTIVATIONS[activation],
     }
-    name, entry = ("decode_sm90.cu", "decode") if few_rows else ("experts_sm90.cu", "experts")
+    name, entry = ("decode_sm90.cu", "decode") if few_rows else ("prefill_sm90.cu", "prefill")
     return jit.KernelSource(_CUDA / name, entry, tuple((name, str(value)) for name, value in defines.items()))
 
 
@@ -173,7 +173,7 @@ def run_experts(
         kernel.allow_shared(_max_shared_bytes(index))
         params.sync = _flags(device, few_rows, params.num_experts * -(-w13.num_rows // _TILE_ROWS)).data_ptr()
         threads = _FEW_THREADS if few_rows else _MANY_THREADS
-        kernel.launch(params, (_num_blocks(index), 1, 1), threads, _max_shared_bytes(index), early=few_rows)
+        kernel.launch(params, (_num_blocks(index), 1, 1), threads, _max_shared_bytes(index), early=True)
 
 
 def _gemm(weights: Weights, input: torch.Tensor, output: torch.Tensor) -> _GemmParams:
@@ -215,9 +215,7 @@ def _flags(device: torch.device, few_rows: bool, num_tiles: int) -> torch.Tensor
     Outgrown ones are kept: a captured graph may still use them.
     """
     needed = 2 + 2 * _MAX_BLOCKS + num_tiles
-    buffers = _flag_buffers.setdefault(
-        (device.index or 0, torch.cuda.current_stream(device).cuda_stream, few_rows), []
-    )
+    buffers = _flag_buffers.setdefault((device.index or 0, torch.cuda.current_stream(device).cuda_stream, few_rows), [])
     if not buffers or buffers[-1].numel() < needed:
         buffers.append(torch.zeros(max(needed, 8192), dtype=torch.int32, device=device))
     return buffers[-1]

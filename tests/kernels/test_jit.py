@@ -11,7 +11,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels import eplb_map, jit
-from moe_ep.kernels.marlin import gemm, weighted_sum
+from moe_ep.kernels.marlin import gemm
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.scalar_type import scalar_types
 
@@ -53,13 +53,6 @@ def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, few_rows
     resources = jit.compile_only(gemm.kernel_source(kind, *case[1:], few_rows=few_rows), "sm_90a")
     assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
     assert "serialized" not in resources.log  # products must run while the next weights are dequantized
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("dtype", [BF16, F16])
-def test_weighted_sum_compiles_without_spills(arch: str, dtype: torch.dtype) -> None:
-    resources = jit.compile_only(weighted_sum.kernel_source(dtype), arch)
-    assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -52,16 +52,24 @@ DEVICE void add_teams(const Lane<kTokens, kTeams>& me, Shared& shared, int segme
 // The sums of a tile's later pieces, left by other blocks, added in order; the tokens' warps have waited for them.
 template <int kTokens>
 DEVICE void add_pieces(const ExpertsParams& p, const Schedule& s, const Segment& g, float (&total)[kTokens / 2]) {
-  int end = tile_end(s, g);
-  for (int piece = g.piece + 1; piece < (int)gridDim.x; piece++) {
-    int start = s.piece_start(g.phase, piece);
-    if (start >= end) return;
-    if (start == s.piece_start(g.phase, piece + 1)) continue;
-    const float4* from = piece_sums(p, g.phase, piece);
+  constexpr int kAtOnce = 64 / kTokens;  // loads in flight: a tile of many columns has many pieces
+  int end = tile_end(s, g), after = g.piece + 1;
+  while (after < (int)gridDim.x && s.piece_start(g.phase, after) < end) after++;
+  for (int first = g.piece + 1; first < after; first += kAtOnce) {
+    float4 v[kAtOnce][kTokens / 8];
 #pragma unroll
-    for (int j = 0; j < kTokens / 8; j++) {
-      float4 v = __ldcg(from + j * kConsumerThreads);
-      total[4 * j] += v.x, total[4 * j + 1] += v.y, total[4 * j + 2] += v.z, total[4 * j + 3] += v.w;
+    for (int i = 0; i < kAtOnce; i++) {
+      const float4* from = piece_sums(p, g.phase, min(first + i, after - 1));
+#pragma unroll
+      for (int j = 0; j < kTokens / 8; j++) v[i][j] = __ldcg(from + j * kConsumerThreads);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+#pragma unroll
+      for (int j = 0; j < kTokens / 8 && first + i < after; j++) {
+        total[4 * j] += v[i][j].x, total[4 * j + 1] += v[i][j].y;
+        total[4 * j + 2] += v[i][j].z, total[4 * j + 3] += v[i][j].w;
+      }
     }
   }
 }

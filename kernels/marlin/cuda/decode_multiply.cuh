@@ -53,7 +53,7 @@ DEVICE void multiply_stage(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams
   };
 #pragma unroll
   for (int i = 0; i < kTeams && kOneGroup; i++) load(0, i);
-#pragma unroll ROLL
+#pragma unroll 1
   for (int half = 0; half < 2; half++) {  // 64 columns; in a loop, since instructions must come from somewhere too
     u32 words[2][kTeams][2 * kWords], b[4][kTokens / 8][2];
 #pragma unroll

@@ -11,19 +11,12 @@
 // Shared memory is a ring of stages of 128 columns: codes of 256 rows, their scales, the tokens. Its depth follows the
 // largest tile there is, so that a few rows leave room for many weights in flight. Weights run ahead of the tokens:
 // those of w2 stream in while the last of w13 is computed. Sums are made in a fixed order: same input, same bits.
-#ifndef ROLL
-#define ROLL 1
-#endif
-#ifndef TEAMS_8
-#define TEAMS_8 4
-#endif
-#ifndef TEAMS_16
-#define TEAMS_16 2
-#endif
 #include "decode_loads.cuh"
 #include "decode_finish.cuh"
+#include "handover.cuh"
 
-DEVICE constexpr int teams_of(int tokens) { return tokens == 8 ? TEAMS_8 : tokens == 16 ? TEAMS_16 : 2; }
+// As measured: with four teams the sums of 16 or 32 tokens leave too few registers.
+DEVICE constexpr int teams_of(int tokens) { return tokens == 8 ? 4 : 2; }
 
 template <int kTokens>
 DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segment& g, int segment, float4* exchange,
@@ -102,8 +95,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   extern __shared__ __align__(1024) u8 memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   int warp = threadIdx.x / 32, ticket = 0;
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_previous_kernels();
+  let_next_kernel_come();
   if (warp == kWeightWarp) {
     ticket = start_launch(p, shared, threadIdx.x % 32);
   } else if (threadIdx.x == 32 * kFirstConsumer) {
