@@ -1,4 +1,4 @@
-"""moe-ep convert: what it writes is read by compressed-tensors and by us alike, and nothing is written over."""
+"""moe-ep convert: compressed-tensors, transformers and we read the same values; and nothing is written over."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from moe_ep.checkpoint import CheckpointReader, expert_tensors, model_spec, read_expert
 from moe_ep.checkpoint.convert import convert_checkpoint
@@ -15,6 +16,7 @@ from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.launch.cli import main
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.checkpoint.format_cases import write_case
+from tests.checkpoint.test_models import save_model
 
 KINDS = ("int4", "int8", "fp8")
 # Half a step of the largest weight of a group, over the mean of a normal distribution's magnitudes.
@@ -76,14 +78,23 @@ def test_all_else_is_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_accepts_the_config(tmp_path: Path, kind: str) -> None:
-    from transformers import AutoConfig
-    from transformers.quantizers import AutoQuantizationConfig
-
-    make_checkpoint(tmp_path / "in")
+def test_transformers_reads_the_whole_model(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = save_model("qwen3_moe", tmp_path / "in")
     convert_checkpoint(tmp_path / "in", tmp_path / "out", kind)
-    found = AutoConfig.from_pretrained(tmp_path / "out")
-    assert AutoQuantizationConfig.from_dict(found.quantization_config).quant_method == "compressed-tensors"
+    found, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading.values())
+    reader = CheckpointReader(tmp_path / "out")
+    spec = model_spec(reader.config)
+    for layer in spec.moe_layers:
+        tensors, experts = expert_tensors(reader, spec, layer), found.model.layers[layer].mlp.experts
+        for index in range(spec.num_experts):
+            gate, up, down, *_ = read_expert(reader, tensors, index)
+            expected = {"gate_up_proj": torch.cat([gate, up]), "down_proj": down}
+            for name, values in expected.items():
+                torch.testing.assert_close(getattr(experts, name)[index].float(), values, rtol=2**-8, atol=0)
+        router = model.model.layers[layer].mlp.gate.weight
+        assert torch.equal(found.model.layers[layer].mlp.gate.weight, router)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
