@@ -1,29 +1,37 @@
-"""Both GEMMs of the experts with the activation between them, on one GPU, beside their floor.
+"""Both GEMMs of the experts with the activation between them, on one GPU, beside their floor and other implementations.
 
-    python scripts/bench_gemm.py                      all shapes, 1 to 1024 rows an expert
+    python scripts/bench_gemm.py --peers humming vllm --vllm-library FILE     everything
     python scripts/bench_gemm.py --shapes deepseek-v3 --rows 8 64 --jsonl results.jsonl
 
-floor = max(weight bytes / 4.3 TB/s, FLOPs / 790 TFLOP/s); what this GPU reaches in a copy and in a matrix product is
-measured in the same run and printed above the table. Every case is compared with weights dequantized to f32 before it
-is timed. Timing: ten calls in a CUDA graph (three for long ones), the median over replays; weights that fit the L2
-cache are copied and taken in turn, so that they are read from memory.
+floor = max(weight bytes / 4.3 TB/s, FLOPs / 790 TFLOP/s); what this GPU reaches is measured in the same run and printed
+above the table. Every case is compared with weights dequantized to f32 before it is timed. Timing: ten calls in a CUDA
+graph (three for long ones), the median over replays; weights that fit the L2 cache are copied and taken in turn, so
+that they are read from memory. Buffers hold 128 rows an expert, or 1024 where more than 128 are used (peers: anywhere).
+
+Beside uniform rows: rows that follow Zipf's law with exponent 0.5 over three quarters of the experts, the others empty,
+against the same number of rows spread evenly over the same experts; and DeepSeek-V3's experts of one of eight ranks
+when every rank has T tokens. Peers run in processes of their own (gemm_peers.py), without the activation.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import math
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
+from moe_ep.bench.ceilings import measure_ceilings
+from moe_ep.bench.results import append_line, facts, table
+from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
 from moe_ep.kernels.marlin.plain import dequantize_packed
 from moe_ep.kernels.marlin.types import weight_type
@@ -33,6 +41,11 @@ from moe_ep.scalar_type import scalar_types
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12
 CACHE_BYTES = 150e6  # weights below this are copied until they exceed it
 RELATIVE_ERROR = 0.01
+PEERS = ("humming", "vllm", "vllm_best")
+COLUMNS = {
+    "shape": "shape", "rows": "rows", "us": "us", "p99_us": "p99", "floor_us": "floor", "floor_over_time": "floor/time",
+    "relative_error": "error", "humming": "humming", "vllm": "vLLM", "vllm_best": "vLLM best",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +67,10 @@ class Shape:
         scale_bytes = 1 if self.kind == "float4_e2m1f" else 2
         return self.experts * 3 * self.K * self.N * (bits / 8 + scale_bytes / self.group)
 
-    def floor_us(self, rows: int) -> float:
-        """The time below which no version runs much faster, for `rows` rows an expert."""
-        return 1e6 * max(self.num_bytes / BYTES_PER_S, 6 * self.experts * rows * self.K * self.N / FLOPS_PER_S)
+    def floor_us(self, counts: list[int]) -> float:
+        """The time below which no version runs much faster, for these rows of the experts."""
+        num_bytes = self.num_bytes * sum(count > 0 for count in counts) / self.experts
+        return 1e6 * max(num_bytes / BYTES_PER_S, 6 * sum(counts) * self.K * self.N / FLOPS_PER_S)
 
 
 SHAPES = {
@@ -69,6 +83,25 @@ SHAPES = {
         experts=16, K=2880, N=2880, kind="float4_e2m1f", group=32, activation=MoEActivation.SWIGLUOAI, bias=True
     ),
 }
+
+
+def cases_of(name: str, shape: Shape, row_counts: list[int], skewed: bool) -> list[tuple[str, list[int]]]:
+    """(label, rows of every expert) of all that is timed of a shape."""
+    cases = [(str(count), [count] * shape.experts) for count in row_counts]
+    if not skewed:
+        return cases
+    active = -(-shape.experts * 3 // 4)
+    for mean in (8, 64) if shape.experts > 1 else ():
+        weights = [(i + 1) ** -0.5 for i in range(active)]
+        zipf = [max(1, round(mean * active * weight / sum(weights))) for weight in weights]
+        even = [sum(zipf) * (i + 1) // active - sum(zipf) * i // active for i in range(active)]
+        for label, counts in (("zipf", zipf), ("even", even)):
+            cases.append((f"{label} {mean}", counts + [0] * (shape.experts - active)))
+    for tokens in (1, 8, 32, 64, 128) if name == "deepseek-v3" else ():
+        chosen = torch.rand(8 * tokens, 8 * shape.experts).topk(8).indices
+        counts = torch.bincount(chosen.flatten(), minlength=8 * shape.experts)[: shape.experts].tolist()
+        cases.append((f"T={tokens}", counts))
+    return cases
 
 
 def make_weights(shape: Shape, rows: int, columns: int, gated: bool) -> Weights:
@@ -85,58 +118,26 @@ def make_weights(shape: Shape, rows: int, columns: int, gated: bool) -> Weights:
     return Weights(qweight, scales, None, bias, None, None, None, gated, rows, columns)
 
 
-def time_us(call: Callable[[int], object], in_graph: int, replays: int = 15) -> tuple[float, float]:
-    """(median, 99th percentile) of one call in microseconds, captured `in_graph` times in a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for i in range(3):
-            call(i)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(in_graph):
-                call(i)
-    times = []
-    for _ in range(replays + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / in_graph)
-    times = sorted(times[3:])
-    return statistics.median(times), times[min(len(times) - 1, round(0.99 * len(times)))]
-
-
-def ceilings() -> dict[str, float]:
-    """What this GPU reaches: a large copy (bytes read and written) and a bf16 matrix product of random numbers."""
-    source = torch.randn(1 << 30, device="cuda")
-    target = torch.empty_like(source)
-    copy_us, _ = time_us(lambda _: target.copy_(source), 3)
-    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    product_us, _ = time_us(lambda _: a @ b, 3)
-    return {
-        "copy_tb_s": 2 * source.nbytes / copy_us * 1e-6,
-        "bf16_tflop_s": 2 * 8192**3 / product_us * 1e-6,
-    }
-
-
-def relative_error(output: torch.Tensor, rows: torch.Tensor, first: Weights, second: Weights, shape: Shape) -> float:
-    """mean |d| / mean |ref| of the first and the last expert."""
+def relative_error(
+    output: torch.Tensor, rows: torch.Tensor, counts: list[int], pair: tuple[Weights, Weights], shape: Shape
+) -> float:
+    """mean |d| / mean |ref| of the experts with the most and the fewest rows."""
     kind = weight_type(getattr(scalar_types, shape.kind).id)
+    used = [expert for expert, count in enumerate(counts) if count]
     error = scale = 0.0
-    for expert in {0, shape.experts - 1}:
-        biases = [None if w.bias is None else w.bias[expert].float() for w in (first, second)]
-        gate_up = F.linear(rows[expert].float(), dequantize_packed(first, kind, expert), biases[0])
+    for expert in {max(used, key=counts.__getitem__), min(used, key=counts.__getitem__)}:
+        biases = [None if w.bias is None else w.bias[expert].float() for w in pair]
+        some = rows[expert, : counts[expert]]
+        gate_up = F.linear(some.float(), dequantize_packed(pair[0], kind, expert), biases[0])
         hidden = apply_activation(shape.activation, gate_up).to(rows.dtype).float()
-        expected = F.linear(hidden, dequantize_packed(second, kind, expert), biases[1])
-        error += float((output[expert].float() - expected).abs().mean())
+        expected = F.linear(hidden, dequantize_packed(pair[1], kind, expert), biases[1])
+        error += float((output[expert, : counts[expert]].float() - expected).abs().mean())
         scale += float(expected.abs().mean())
     return error / scale
 
 
-def run_shape(name: str, shape: Shape, row_counts: list[int]) -> list[dict]:
-    """Checks and times one shape at each number of rows an expert."""
+def run_shape(name: str, shape: Shape, cases: list[tuple[str, list[int]]]) -> list[dict[str, Any]]:
+    """Checks and times one shape in each case."""
     gated = shape.activation.is_gated
     copies = max(1, -(-int(CACHE_BYTES) // int(shape.num_bytes)))
     pairs = [
@@ -146,65 +147,120 @@ def run_shape(name: str, shape: Shape, row_counts: list[int]) -> list[dict]:
         )
         for _ in range(copies)
     ]
-    capacity = max(row_counts)
-    rows = torch.randn(shape.experts, capacity, shape.K, device="cuda").bfloat16()
-    output = torch.empty_like(rows)
     scratch = torch.empty(40_000_000, dtype=torch.bfloat16, device="cuda")
-    hidden = torch.empty(shape.experts * capacity * shape.N, dtype=torch.bfloat16, device="cuda")
     results = []
-    for count in row_counts:
-        numbers = torch.full((shape.experts,), count, dtype=torch.int32, device="cuda")
-
-        def call(i: int, numbers: torch.Tensor = numbers) -> torch.Tensor:
-            first, second = pairs[i % copies]
-            return batched_fused_marlin_moe(
-                rows, numbers, first.qweight, second.qweight, first.bias, second.bias, first.scales, second.scales,
-                getattr(scalar_types, shape.kind).id, activation=shape.activation, intermediate_cache13=scratch,
-                intermediate_cache2=hidden, output=output,
-            )  # fmt: skip
-
-        output.fill_(float("nan"))
-        error = relative_error(call(0)[:, :count], rows[:, :count], *pairs[0], shape)
+    for label, counts in cases:
+        if not any(counts):
+            continue
+        capacity = capacity_of(max(counts))
+        rows = torch.randn(shape.experts, capacity, shape.K, device="cuda").bfloat16()
+        output = torch.full_like(rows, float("nan"))
+        hidden = torch.empty(shape.experts * capacity * shape.N, dtype=torch.bfloat16, device="cuda")
+        call = caller(shape, pairs, rows, torch.tensor(counts, dtype=torch.int32).cuda(), output, scratch, hidden)
+        call(0)
+        error = relative_error(output, rows, counts, pairs[0], shape)
         if not error < RELATIVE_ERROR:
-            raise RuntimeError(f"{name} with {count} rows is wrong: relative error {error}")
-        median, p99 = time_us(call, 10 if shape.floor_us(count) < 500 else 3)
-        floor = shape.floor_us(count)
-        row = {"shape": name, "rows": count, "us": median, "p99_us": p99, "floor_us": floor}
-        results.append(row | {"floor_over_time": floor / median, "relative_error": error})
+            raise RuntimeError(f"{name} with rows {label} is wrong: relative error {error}")
+        floor = shape.floor_us(counts)
+        times = time_calls(call, device=rows.device, chain=10 if floor < 500 else 3, repeats=15)
+        timing = timing_of(times)
+        row = {"shape": name, "rows": label, "us": timing.median, "p99_us": timing.p99, "floor_us": floor}
+        results.append(row | {"floor_over_time": floor / timing.median, "relative_error": error})
     return results
+
+
+def capacity_of(rows: int) -> int:
+    """Rows that buffers have for an expert."""
+    return 128 if rows <= 128 else max(rows, 1024)
+
+
+def caller(
+    shape: Shape, pairs: list, rows: torch.Tensor, numbers: torch.Tensor, output: torch.Tensor, scratch: torch.Tensor,
+    hidden: torch.Tensor,
+) -> Callable[[int], object]:  # fmt: skip
+    """call(i): the experts with the i-th copy of the weights."""
+
+    def call(i: int) -> object:
+        first, second = pairs[i % len(pairs)]
+        return batched_fused_marlin_moe(
+            rows, numbers, first.qweight, second.qweight, first.bias, second.bias, first.scales, second.scales,
+            getattr(scalar_types, shape.kind).id, activation=shape.activation, intermediate_cache13=scratch,
+            intermediate_cache2=hidden, output=output,
+        )  # fmt: skip
+
+    return call
+
+
+def peer_times(
+    peer: str, shape: Shape, row_counts: list[int], library: Path | None, seconds: float
+) -> dict[str, dict[str, float]]:
+    """{rows: {name: us}} of a peer, as far as it got in that time; nothing where it does not take the shape."""
+    command = [sys.executable, str(Path(__file__).with_name("gemm_peers.py")), peer, "--shape"]
+    command += [*map(str, (shape.experts, shape.K, shape.N)), "--capacity", str(capacity_of(max(row_counts)))]
+    command += ["--rows", *map(str, row_counts)] + (["--library", str(library)] if peer == "vllm" else [])
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+        printed, problem = done.stdout, done.stderr.strip().splitlines()[-1:] if done.returncode else []
+    except subprocess.TimeoutExpired as expired:
+        printed, problem = (expired.stdout or b"").decode(), [f"stopped after {seconds:.0f} s"]
+    if problem:
+        print(f"{peer}: {problem[0]}", file=sys.stderr)
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
+    return {str(row["rows"]): row["us"] for row in rows}
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    """How much faster than each peer: geometric mean and least over all rows that it computed."""
+    lines = []
+    for peer in PEERS:
+        ratios = [row[peer] / row["us"] for row in results if row.get(peer)]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            lines.append(f"{peer}: {mean:.2f} x in the geometric mean of {len(ratios)}, at least {min(ratios):.2f} x")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8, 16, 32, 64, 128, 256, 1024])
+    parser.add_argument("--no-skew", action="store_true", help="uniform rows only")
+    parser.add_argument("--peers", nargs="*", choices=["humming", "vllm"], default=[])
+    parser.add_argument(
+        "--peer-rows", nargs="+", type=int, help="fewer row counts for them (their compilation is slow)"
+    )
+    parser.add_argument("--peer-seconds", type=float, default=600, help="for one of them and one shape")
+    parser.add_argument("--vllm-library", type=Path, help="vLLM's _moe_C_stable_libtorch.abi3.so, or that as .xz")
     parser.add_argument("--jsonl", type=Path, help="append one JSON line a row to this file")
+    parser.add_argument("--commit", help="what to record where this is no git checkout")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if "vllm" in options.peers and options.vllm_library is None:
+        parser.error("--peers vllm needs --vllm-library")
     torch.manual_seed(options.seed)
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    about = {
-        "command": " ".join(sys.argv),
-        "commit": found.stdout.strip() or "unknown",
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "seed": options.seed,
-        **ceilings(),
+    device = torch.device("cuda", torch.cuda.current_device())
+    ceilings = measure_ceilings(device, torch.bfloat16)
+    about = facts(seed=options.seed, commit=options.commit) | {
+        "memory_tb_s": ceilings.memory_bytes_per_s / 1e12,
+        "bf16_tflop_s": ceilings.flops_per_s / 1e12,
     }
     print(json.dumps(about))
-    print(f"{'shape':14} {'rows':>5} {'us':>9} {'p99':>9} {'floor':>8} {'floor/time':>10} {'error':>8}")
+    everything = []
     for name in options.shapes:
-        for row in run_shape(name, SHAPES[name], options.rows):
-            print(
-                f"{name:14} {row['rows']:5} {row['us']:9.1f} {row['p99_us']:9.1f} {row['floor_us']:8.1f} "
-                f"{row['floor_over_time']:10.2f} {row['relative_error']:8.5f}",
-                flush=True,
-            )
-            if options.jsonl:
-                with options.jsonl.open("a") as file:
-                    file.write(json.dumps(row | about) + "\n")
+        shape = SHAPES[name]
+        results = run_shape(name, shape, cases_of(name, shape, options.rows, not options.no_skew))
         torch.cuda.empty_cache()
+        for peer in options.peers if shape.kind == "uint4b8" else ():
+            times = peer_times(
+                peer, shape, options.peer_rows or options.rows, options.vllm_library, options.peer_seconds
+            )
+            for row in results:
+                row |= times.get(row["rows"], {})
+        print(table(results, COLUMNS), flush=True)
+        everything += results
+        for row in results if options.jsonl else ():
+            append_line(options.jsonl, row | about)
+    print(summary(everything))
 
 
 if __name__ == "__main__":
