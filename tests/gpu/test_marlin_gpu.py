@@ -265,4 +265,6 @@ def test_packing_on_the_gpu_equals_packing_on_the_cpu() -> None:
 def test_kernel_sources_are_installed_beside_the_code() -> None:
     from moe_ep.kernels.marlin import gemm
 
-    assert {"experts_sm90.cu", "ptx.cuh"} <= {path.name for path in Path(gemm.__file__).parent.glob("cuda/*")}
+    assert {"decode_sm90.cu", "prefill_sm90.cu", "ptx.cuh"} <= {
+        path.name for path in Path(gemm.__file__).parent.glob("cuda/*")
+    }

@@ -1,0 +1,58 @@
+// From codes to operand A with few instructions: one multiplication or fma a pair where the type allows it.
+//
+// The bits of a small number, read as a bf16, are a tiny number proportional to it, for four-bit integers one place
+// higher alike. Multiplied by a scale that makes up for it all but 2^-26, which leaves room for any scale, it is the
+// weight, rounded once; the sums are multiplied by 2^26 at the end. Of integers fma takes the offset off: 8 times a
+// scale is exact. f16 lacks the exponents for this, and zero points times a scale are not exact: these are dequantized
+// as in dequant.cuh.
+#pragma once
+#include "dequant.cuh"
+
+constexpr bool kIsFloat = WEIGHT_TYPE >= FLOAT8_E4M3;
+constexpr bool kFolded = ACT_BF16 && (WEIGHT_TYPE == UINT4B8 || kIsFloat);
+constexpr float kUnfold = kFolded ? 67108864.0f : 1.0f;  // 2^26
+
+// Pairs of powers of two: what the scales of rows g (low) and g + 8 (high) are multiplied by.
+constexpr u32 kFold = WEIGHT_TYPE == UINT4B8 ? 0x73007500u         // 2^107, 2^103
+                      : WEIGHT_TYPE == FLOAT8_E4M3 ? 0x6e806e80u   // 2^94
+                                                   : 0x71807180u;  // 2^100
+constexpr u32 kFoldedOffset = 0xb400b400u;                         // -8 * 2^-26
+
+DEVICE Scales load_folded_scales(const u8* row, const u8* zeros) {
+  if constexpr (!kFolded) return load_scales(row, zeros, 0);
+  u32 pair;
+  if constexpr (kScaleBytes == 2) {
+    pair = *reinterpret_cast<const u32*>(row);
+  } else {
+    u32 bytes = *reinterpret_cast<const u16*>(row);
+    pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(permute_bytes(bytes, 0, 0x1404)) : e8m0_pair(bytes & 0xff, bytes >> 8);
+  }
+  Scales s;
+  u32 scale = mul_pair(pair, kFold);
+  s.scale[0] = permute_bytes(scale, 0, 0x1010);
+  s.scale[1] = permute_bytes(scale, 0, 0x3232);
+  if constexpr (WEIGHT_TYPE == UINT4B8) {
+    u32 offset = mul_pair(pair, kFoldedOffset);
+    s.offset[0] = permute_bytes(offset, 0, 0x1010);
+    s.offset[1] = permute_bytes(offset, 0, 0x3232);
+  }
+  return s;
+}
+
+// The four pairs of 16 columns, as dequantize() orders them, too small by kUnfold.
+DEVICE void dequantize_folded(const u32* words, const Scales& s, u32* a) {
+#pragma unroll
+  for (int j = 0; j < (kFolded ? 4 : 0); j++) {
+    if constexpr (WEIGHT_TYPE == UINT4B8) {
+      u32 bits = (j < 2 ? words[0] : words[0] >> 8) & (j & 1 ? 0x00f000f0u : 0x000f000fu);
+      a[j] = fma_pair(bits, s.scale[j & 1], s.offset[j & 1]);
+    } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
+      u32 bytes = permute_bytes(words[(j >> 1) % kWords], 0, j & 1 ? 0x3424 : 0x1404);  // in bytes 1 and 3
+      a[j] = mul_pair(and_or(bytes, 0x80008000u, (bytes & 0x7f007f00u) >> 4), s.scale[j & 1]);
+    } else {
+      u32 bits = words[0] >> (4 * j);
+      a[j] = mul_pair(and_or(bits << 12, 0x80008000u, (bits & 0x00070007u) << 6), s.scale[j & 1]);
+    }
+  }
+  if constexpr (!kFolded) dequantize(words, s, a);
+}

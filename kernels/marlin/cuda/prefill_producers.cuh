@@ -1,0 +1,132 @@
+// The warps that fill the rings: one streams codes, three copy the tokens' rows.
+#pragma once
+#include "prefill_stage.cuh"
+
+// ---- codes and scales, by bulk copies of one thread ----
+
+struct CodeSource {
+  const u8 *codes, *scales, *zeros;  // of the tile's first row
+  i64 strip_bytes, group_bytes;      // from one strip to the next, from one group to the next
+  int rows, columns, groups;
+  DEVICE CodeSource(const GemmParams& gemm, const Segment& g) : columns(gemm.columns), groups(gemm.groups) {
+    i64 first = g.row_tile * kTileRows;
+    rows = min(gemm.rows - (int)first, kTileRows);
+    codes = gemm.weights + (g.expert * (i64)gemm.rows + first) * columns * kBits / 8;
+    strip_bytes = (i64)64 * columns * kBits / 8;
+    group_bytes = (i64)gemm.rows * kScaleBytes;
+    i64 scale = (g.expert * (i64)groups * gemm.rows + first) * kScaleBytes;
+    scales = gemm.scales + scale;
+    zeros = gemm.zeros + scale;
+  }
+};
+
+DEVICE void load_codes(const CodeSource& source, int step, Ring& ring, u64 policy) {
+  int columns = min(source.columns - step * kStepColumns, kStepColumns);
+  int first_group = source.groups > 1 ? step * SCALES_PER_STEP : 0;
+  int groups = source.groups > 1 ? min(source.groups - first_group, SCALES_PER_STEP) : 1;
+  int scale_bytes = source.rows * kScaleBytes;
+  u64* full = ring.full();
+  barrier_arrive_expecting(full, source.rows * columns * kBits / 8 + groups * scale_bytes * (kHasZeros ? 2 : 1));
+  u32 to = shared_address(ring.data());
+  const u8* from = source.codes + step * kStripBytes;
+  int whole = source.rows / 64;
+#pragma unroll
+  for (int i = 0; i < kStrips; i++) {
+    if (i >= whole) break;
+    bulk_copy(to + i * kStripBytes, from + i * source.strip_bytes, 64 * columns * kBits / 8, full, policy);
+  }
+  if (source.rows % 64) {
+    from = source.codes + whole * source.strip_bytes + step * (kStripBytes / 2);
+    for (int c = 0; c < columns / 32; c++) {
+      u32 block = to + whole * kStripBytes + c * 4 * kPieceBytes;
+      bulk_copy(block, from + c * 2 * kPieceBytes, 2 * kPieceBytes, full, policy);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < SCALES_PER_STEP; i++) {
+    if (i >= groups) break;
+    i64 offset = (first_group + i) * source.group_bytes;
+    u32 row = to + kCodeBytes + i * kScaleRow;
+    bulk_copy(row, source.scales + offset, scale_bytes, full, policy);
+    if constexpr (kHasZeros) {
+      bulk_copy(row + SCALES_PER_STEP * kScaleRow, source.zeros + offset, scale_bytes, full, policy);
+    }
+  }
+}
+
+// One thread claims items and tells the other warps their segments, one after the other, as it begins to load them.
+DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring& codes, int ticket) {
+  int total = shared.schedule.phase[0].items + shared.schedule.phase[1].items;
+  // Codes that several tiles of tokens read should stay in L2; otherwise nobody reads them again.
+  u64 policy = shared.schedule.largest <= kTileTokens ? policy_evict_first() : policy_evict_normal();
+  int place = 0, parity = 1;
+  auto announce = [&](const Segment& g) {
+    barrier_wait(&shared.segment_empty[place], parity);
+    shared.segment[place] = g;
+    barrier_arrive(&shared.segment_full[place]);
+    if (++place == kSegments) {
+      place = 0;
+      parity ^= 1;
+    }
+  };
+  while (ticket < total) {
+    cut_item(shared.schedule, p.num_experts, ticket, [&](const Segment& g) {
+      announce(g);
+      CodeSource source(p.gemm[g.phase], g);
+      for (int step = g.from; step < g.to; step++) {
+        codes.wait_empty();
+        load_codes(source, step, codes, policy);
+        codes.advance();
+      }
+    });
+    ticket = atomicAdd(p.sync, 1);
+  }
+  Segment none;
+  none.phase = -1;
+  announce(none);
+}
+
+// ---- tokens ----
+
+DEVICE int input_row(const ExpertsParams& p, Schedule& s, int phase, int expert, int i) {
+  if (phase == 1) return s.row_start(p.num_experts)[expert] + i;
+  if (p.row_ids == nullptr) return expert * p.max_rows + i;
+  i64 place = p.sorted ? s.row_start(p.num_experts)[expert] + i : (i64)expert * p.max_rows + i;
+  return p.row_ids[place] / p.ids_divisor;
+}
+
+// A thread copies the same 16-byte chunk of every twelfth row; where those rows start is found once a tile.
+DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring& tokens) {
+  constexpr int kApart = 4 * kTokenWarps, kRows = (kTileTokens + kApart - 1) / kApart;
+  int lane = threadIdx.x % 32, first = (threadIdx.x / 32 - kWeightWarp - 1) * 4 + lane / 8, chunk = lane % 8;
+  for_each_segment(shared, [&](const Segment g) {
+    const GemmParams& gemm = p.gemm[g.phase];
+    int columns = gemm.columns;
+    if (g.phase == 1) {
+      int* tiles = shared.schedule.tile_start(p.num_experts) + g.expert;
+      if (lane == 0) wait_at_least(ready_flag(p, g.expert), (tiles[1] - tiles[0]) * shared.schedule.phase[0].row_tiles);
+      __syncwarp();
+    }
+    u32 from[kRows];  // in chunks
+#pragma unroll
+    for (int i = 0; i < kRows; i++) {
+      int row = min(first + i * kApart, g.tokens - 1);
+      from[i] = input_row(p, shared.schedule, g.phase, g.expert, g.first_token + row) * (u32)(columns / 8) + chunk;
+    }
+    for (int half = 2 * g.from; half < 2 * g.to && half * kHalfColumns < columns; half++) {
+      u32 valid = half * kHalfColumns + chunk * 8 < columns ? 16 : 0;
+      const u16* source = gemm.input + (valid ? half * kHalfColumns : 0);
+      tokens.wait_empty();
+      u32 to = shared_address(tokens.data()) + first * 128;
+#pragma unroll
+      for (int i = 0; i < kRows; i++) {
+        int row = first + i * kApart;
+        if (row < g.tokens) {
+          copy_async_16(to + i * kApart * 128 + (chunk ^ row % 8) * 16, source + (i64)from[i] * 8, valid);
+        }
+      }
+      barrier_arrive_on_copies(tokens.full());
+      tokens.advance();
+    }
+  });
+}

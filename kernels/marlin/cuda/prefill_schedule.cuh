@@ -1,0 +1,174 @@
+// Who computes what among the experts with many rows, decided on the device from their row counts.
+//
+// A tile is 256 weight rows x up to 128 tokens of one expert; a step is 128 columns of it. Tiles are numbered expert by
+// expert, then by weight rows, then by tokens, so that blocks at work together share weights and tokens. An item is
+// what a block claims at once, by a ticket: first the items of w13, then those of w2, so an item only waits for earlier
+// tickets, whose blocks are running; nothing depends on how many blocks are resident.
+//
+// Whole tiles are items while they fill the machine. Where the last wave would leave blocks idle, the last one to two
+// waves are cut into one piece a block, of equal cost (split). A piece may begin and end inside a tile: the block that
+// has a tile's first step adds up the pieces that follow, in order. Pieces are claimed last one first, so the pieces
+// waited for have earlier tickets, and are computed at the start of their item.
+//
+// Example: 3 tiles of 4 steps on 2 blocks: the pieces are steps 0..5 and 6..11, tile 1 is shared. Block A claims steps
+// 6..11 and leaves the sum of tile 1's steps 2, 3 for block B, which has tile 0 and adds it to tile 1's steps 0, 1.
+#pragma once
+#include "params.cuh"
+
+constexpr int kTileRows = 256;
+constexpr int kTileTokens = 128;
+constexpr int kStepColumns = 128;
+constexpr int kMaxBlocks = 256;
+
+// Tokens a tile is computed for: the least size that there is a matrix product for.
+DEVICE int tile_tokens(int rows) { return rows <= 64 ? 64 : 128; }
+
+// Relative time of a step, as measured on an H200.
+DEVICE int step_cost(int tokens) { return tokens <= 64 ? 3 : 4; }
+
+struct Position {
+  int tile, step;
+};
+
+struct PhaseShape {
+  int row_tiles, steps, whole_items, items;
+};
+
+struct Schedule {
+  PhaseShape phase[2];
+  Position piece[2][kMaxBlocks + 1];  // where each piece starts; the end of one is the start of the next
+  int largest;                        // rows of the largest expert here
+  // Behind this struct: four tables of num_experts + 1 numbers.
+  DEVICE int* rows() { return reinterpret_cast<int*>(this + 1); }     // rows of every expert computed here
+  DEVICE int* row_start(int n) { return rows() + (n + 1); }       // rows of all experts before, of any size
+  DEVICE int* tile_start(int n) { return rows() + 2 * (n + 1); }  // token tiles of all experts before
+  DEVICE int* cost_start(int n) { return rows() + 3 * (n + 1); }  // their cost, of one step each
+};
+
+struct Segment {
+  int phase, expert, row_tile, first_token, tokens;  // which tile; phase -1: there are no more
+  int tile, from, to;                                // its number, and which of its steps
+  int piece;                                         // number of the piece it is in, -1 for a whole tile
+};
+
+DEVICE int expert_cost(int rows) {
+  int rest = rows % kTileTokens;
+  return rows / kTileTokens * step_cost(kTileTokens) + (rest ? step_cost(tile_tokens(rest)) : 0);
+}
+
+// One warp fills the tables: prefix sums over the experts, 32 at a time.
+DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
+  int n = p.num_experts, sums[3] = {0, 0, 0}, largest = 0;
+  for (int base = 0; base < n; base += 32) {
+    int e = base + lane;
+    int all = e < n ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
+    int rows = all > kFewRows ? all : 0;
+    int own[3] = {all, (rows + kTileTokens - 1) / kTileTokens, expert_cost(rows)};
+    largest = max(largest, rows);
+    if (e < n) s.rows()[e] = rows;
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+      int sum = own[i];
+      for (int d = 1; d < 32; d *= 2) {
+        int below = __shfl_up_sync(~0u, sum, d);
+        if (lane >= d) sum += below;
+      }
+      int* table = s.rows() + (i + 1) * (n + 1);
+      if (e < n) table[e] = sums[i] + sum - own[i];
+      sums[i] += __shfl_sync(~0u, sum, 31);
+    }
+  }
+  for (int d = 16; d; d /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, d));
+  if (lane < 3) s.rows()[(lane + 1) * (n + 1) + n] = lane == 0 ? sums[0] : lane == 1 ? sums[1] : sums[2];
+  if (lane < 2) {
+    PhaseShape& phase = s.phase[lane];
+    phase.row_tiles = (p.gemm[lane].rows + kTileRows - 1) / kTileRows;
+    phase.steps = (p.gemm[lane].columns + kStepColumns - 1) / kStepColumns;
+    int blocks = gridDim.x, tiles = sums[1] * phase.row_tiles, last = tiles % blocks;
+    bool split = last != 0 && last < blocks - blocks / 16;
+    phase.whole_items = split ? max(tiles / blocks - 1, 0) * blocks : tiles;
+    phase.items = phase.whole_items + (split ? blocks : 0);
+  }
+  if (lane == 0) s.largest = largest;
+}
+
+// The expert whose table entry holds `value`: table[e] <= value < table[e + 1], the entries scaled.
+DEVICE int find_expert(const int* table, int n, int scale, int value) {
+  int low = 0, high = n;  // table[low] <= value < table[high]
+  while (high - low > 1) {
+    int middle = (low + high) / 2;
+    if (table[middle] * scale <= value) low = middle; else high = middle;
+  }
+  return low;
+}
+
+// Costs are counted along the tiles: experts, their row tiles, their token tiles, steps.
+DEVICE int cost_before_tile(Schedule& s, int n, int phase, int tile) {
+  int row_tiles = s.phase[phase].row_tiles, steps = s.phase[phase].steps;
+  int e = find_expert(s.tile_start(n), n, row_tiles, tile);
+  int token_tiles = s.tile_start(n)[e + 1] - s.tile_start(n)[e], rest = tile - s.tile_start(n)[e] * row_tiles;
+  int cost = s.cost_start(n)[e + 1] - s.cost_start(n)[e];
+  return (s.cost_start(n)[e] * row_tiles + rest / token_tiles * cost + rest % token_tiles * step_cost(kTileTokens)) *
+         steps;
+}
+
+DEVICE Position position_of_cost(Schedule& s, int n, int phase, int cost) {
+  int row_tiles = s.phase[phase].row_tiles, steps = s.phase[phase].steps;
+  if (cost >= s.cost_start(n)[n] * row_tiles * steps) return {s.tile_start(n)[n] * row_tiles, 0};
+  int e = find_expert(s.cost_start(n), n, row_tiles * steps, cost);
+  int rest = cost - s.cost_start(n)[e] * row_tiles * steps;
+  int row_cost = (s.cost_start(n)[e + 1] - s.cost_start(n)[e]) * steps, full_cost = step_cost(kTileTokens) * steps;
+  int token_tiles = s.tile_start(n)[e + 1] - s.tile_start(n)[e], row_tile = rest / row_cost;
+  rest -= row_tile * row_cost;
+  int token_tile = min(rest / full_cost, token_tiles - 1);
+  int tokens = min(s.rows()[e] - token_tile * kTileTokens, kTileTokens);
+  int step = (rest - token_tile * full_cost) / step_cost(tile_tokens(tokens));
+  return {s.tile_start(n)[e] * row_tiles + row_tile * token_tiles + token_tile, step};
+}
+
+// All threads, after make_tables: the starts of the pieces of both phases.
+DEVICE void make_pieces(Schedule& s, int n) {
+  int blocks = gridDim.x;
+  for (int i = threadIdx.x; i < 2 * (blocks + 1); i += blockDim.x) {
+    int phase = i / (blocks + 1), piece = i % (blocks + 1);
+    const PhaseShape& shape = s.phase[phase];
+    if (shape.items == shape.whole_items) continue;
+    int total = s.cost_start(n)[n] * shape.row_tiles * shape.steps;
+    int start = shape.whole_items ? cost_before_tile(s, n, phase, shape.whole_items) : 0;
+    s.piece[phase][piece] = position_of_cost(s, n, phase, start + (int)((i64)(total - start) * piece / blocks));
+  }
+}
+
+// Which tile, and whose; the steps are the caller's.
+DEVICE void locate_tile(Schedule& s, int n, Segment& g) {
+  int row_tiles = s.phase[g.phase].row_tiles;
+  g.expert = find_expert(s.tile_start(n), n, row_tiles, g.tile);
+  int token_tiles = s.tile_start(n)[g.expert + 1] - s.tile_start(n)[g.expert];
+  int rest = g.tile - s.tile_start(n)[g.expert] * row_tiles;
+  g.row_tile = rest / token_tiles;
+  g.first_token = rest % token_tiles * kTileTokens;
+  g.tokens = min(s.rows()[g.expert] - g.first_token, kTileTokens);
+}
+
+// Calls work(segment) for every tile, or part of one, of a ticket's item.
+template <typename Work>
+DEVICE void cut_item(Schedule& s, int n, int ticket, Work work) {
+  Segment g;
+  g.phase = ticket >= s.phase[0].items;
+  const PhaseShape shape = s.phase[g.phase];
+  int item = ticket - (g.phase ? s.phase[0].items : 0);
+  Position from = {item, 0}, to = {item + 1, 0};
+  g.piece = -1;
+  if (item >= shape.whole_items) {
+    g.piece = shape.items - 1 - item;
+    from = s.piece[g.phase][g.piece];
+    to = s.piece[g.phase][g.piece + 1];
+  }
+  for (g.tile = from.tile; g.tile <= to.tile; g.tile++) {
+    g.from = g.tile == from.tile ? from.step : 0;
+    g.to = g.tile == to.tile ? to.step : shape.steps;
+    if (g.from >= g.to) continue;
+    locate_tile(s, n, g);
+    work(g);
+  }
+}

@@ -1,0 +1,104 @@
+// Both GEMMs of the experts with many rows and the activation between them in one persistent kernel, for Hopper.
+//
+//   hidden[r, :] = activation(w13[e] x[r] + bias1[e]),  out[r, :] = w2[e] hidden[r] + bias2[e]   for every row r of e
+//
+// Experts of up to kFewRows rows are left to decode_sm90.cu. Weights are operand A of the tensor cores, dequantized
+// in registers, tokens operand B in shared memory. The warps of a block:
+//   0 to 7     two warpgroups of 128 weight rows x up to 128 tokens: dequantize, multiply, apply bias and activation
+//   8          claims items (prefill_schedule.cuh) and streams codes and scales with bulk copies
+//   9 to 11    copy the tokens' rows, wherever they are, and wait for w13's tiles before they read `hidden`
+// Shared memory holds two rings: codes with scales, 128 columns a stage, and tokens, 64 columns a stage. Codes run
+// ahead: those of w2 stream in while the last of w13 is computed. Sums are made in a fixed order: same input, same
+// bits.
+//
+// Layouts: repack.py draws the weights; stages are described at `Ring`.
+#include "prefill_finish.cuh"
+#include "prefill_producers.cuh"
+
+template <int kTokens>
+DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& codes, Ring& tokens) {
+  Sums<kTokens> sums;
+  const GemmParams& gemm = p.gemm[g.phase];
+  int halves = min(2 * g.to, (gemm.columns + kHalfColumns - 1) / kHalfColumns) - 2 * g.from;
+  multiply_halves<kTokens>(sums, halves, gemm.groups == 1, codes, tokens);
+  finish_segment<kTokens>(p, shared, g, sums);
+}
+
+DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring& codes, Ring& tokens) {
+  for_each_segment(shared, [&](const Segment& g) {
+    if (tile_tokens(g.tokens) == 64) {
+      compute_segment<64>(p, shared, g, codes, tokens);
+    } else {
+      compute_segment<128>(p, shared, g, codes, tokens);
+    }
+  });
+}
+
+DEVICE void init_barriers(Shared& shared) {
+  for (int i = 0; i < kMaxStages; i++) {
+    barrier_init(&shared.codes.full[i], 1);
+    barrier_init(&shared.codes.empty[i], kConsumerWarps);
+    barrier_init(&shared.tokens.full[i], kTokenWarps * 32);
+    barrier_init(&shared.tokens.empty[i], kConsumerWarps);
+  }
+  for (int i = 0; i < kSegments; i++) {
+    barrier_init(&shared.segment_full[i], 1);
+    barrier_init(&shared.segment_empty[i], kConsumerWarps + kTokenWarps);
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;");
+}
+
+// The last block to finish leaves all flags zero for the next launch.
+DEVICE void leave(const ExpertsParams& p, Shared& shared) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    shared.last_block = atomicAdd(p.sync + 1, 1) == (int)gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!shared.last_block) return;
+  for (int i = threadIdx.x; i < 2 + p.num_experts + 2 * kMaxBlocks; i += blockDim.x) p.sync[i] = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_constant__ ExpertsParams p) {
+  extern __shared__ __align__(1024) u8 memory[];
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  Shared& shared = *reinterpret_cast<Shared*>(memory + kTokenStages * kTokenStage);
+  int ticket = threadIdx.x == kWeightWarp * 32 ? atomicAdd(p.sync, 1) : 0;
+  if (threadIdx.x < 32) {
+    make_tables(shared.schedule, p, threadIdx.x);
+  } else if (threadIdx.x == 32) {
+    init_barriers(shared);
+  }
+  __syncthreads();
+  make_pieces(shared.schedule, p.num_experts);
+  __syncthreads();
+  u32 dynamic_bytes;
+  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(dynamic_bytes));
+  u32 tables_bytes = (sizeof(Shared) + 4 * (p.num_experts + 1) * sizeof(int) + 127) / 128 * 128;
+  u8* codes_at = reinterpret_cast<u8*>(&shared) + tables_bytes;
+  int code_stages = min((int)(memory + dynamic_bytes - codes_at) / kCodeStage, kMaxStages);
+  Ring tokens(shared.tokens, memory, kTokenStage, kTokenStages);
+  Ring codes(shared.codes, codes_at, kCodeStage, code_stages);
+  if (p.gemm[0].columns % kStepColumns || p.gemm[1].columns % kStepColumns) {
+    // A last step of fewer columns multiplies what lies behind them by zero: it must be a number.
+    uint4* words = reinterpret_cast<uint4*>(codes_at);
+    for (int i = threadIdx.x; i < code_stages * kCodeStage / 16; i += kThreads) words[i] = make_uint4(0, 0, 0, 0);
+    fence_proxy_async();
+  }
+  __syncthreads();
+  if (threadIdx.x < kConsumerThreads) {
+    registers_grow<216>();
+    run_consumers(p, shared, codes, tokens);
+  } else {
+    registers_shrink<72>();
+    if (threadIdx.x / 32 == kWeightWarp) {
+      if (threadIdx.x % 32 == 0) run_weight_thread(p, shared, codes, ticket);
+      __syncwarp();
+    } else {
+      run_token_warps(p, shared, tokens);
+    }
+  }
+  leave(p, shared);
+}

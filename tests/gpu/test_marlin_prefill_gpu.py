@@ -1,0 +1,55 @@
+"""Experts of many rows: every number type, tails, tiles that blocks share, and experts of few rows beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
+from moe_ep.kernels.marlin.types import WeightType
+from tests.gpu.test_marlin_gpu import KINDS, UINT4B8, arguments, check_batched, make
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS, ids=lambda v: str(getattr(v, "scalar_type", v)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+def test_every_type_and_group_size(kind: WeightType, group: int, dtype: torch.dtype) -> None:
+    check_batched(kind, group, [33, 0, 64, 130, 300], (384, 256), dtype=dtype)
+
+
+@pytest.mark.parametrize("activation", list(MoEActivation))
+@pytest.mark.parametrize("by_reference", [False, True], ids=["batched", "by-reference"])
+def test_every_activation_with_biases(activation: MoEActivation, by_reference: bool) -> None:
+    check_batched(UINT4B8, 128, [65, 200], (256, 384), activation=activation, bias=True, by_reference=by_reference)
+
+
+@pytest.mark.parametrize("rows", [33, 63, 64, 65, 127, 128, 129, 192, 193, 2049])
+def test_tails(rows: int) -> None:
+    check_batched(UINT4B8, 128, [rows, rows, rows], (256, 128))
+
+
+@pytest.mark.parametrize("shape", [(4096, 128), (128, 4096), (7168, 2048), (32, 32), (96, 160), (2880, 2880)], ids=str)
+def test_one_expert_is_spread_over_all_blocks(shape: tuple[int, int]) -> None:
+    check_batched(UINT4B8, 32, [150], shape)
+
+
+def test_few_and_many_rows_side_by_side() -> None:
+    check_batched(UINT4B8, 128, [1, 33, 32, 0, 500, 31, 128, 8] * 5, (512, 256))
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    K, N = 1024, 512
+    first = make(UINT4B8, 128, 2, 2 * N, K, True, torch.bfloat16, False)
+    second = make(UINT4B8, 128, 2, K, N, False, torch.bfloat16, False)
+    more = arguments(first, second, UINT4B8, MoEActivation.SILU)
+    rows = torch.randn(2, 300, K, device="cuda").bfloat16()
+    counts = [torch.tensor([count, 40], dtype=torch.int32, device="cuda") for count in (300, 128)]
+    results = [batched_fused_marlin_moe(rows, count, **more) for count in counts]
+    assert torch.allclose(results[0][:, :40].float(), results[1][:, :40].float(), rtol=2**-7, atol=2**-7)
