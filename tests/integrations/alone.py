@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,24 @@ def load_alone(folder: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder)
     del config.quantization_config
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    K, N = config.hidden_size, config.moe_intermediate_size
     with CheckpointReader(folder) as reader, torch.no_grad():
         for name, param in model.named_parameters():
-            found = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
-            if found is None:
-                param.copy_(reader.read(name))
-                continue
-            stem = found.group(1)
-            for expert, weight in enumerate(param):
-                parts = {
-                    "gate_up_proj": lambda at: [
-                        read_linear(reader, f"{at}.{part}_proj", (N, K)) for part in ("gate", "up")
-                    ],
-                    "down_proj": lambda at: [read_linear(reader, f"{at}.down_proj", (K, N))],
-                }[found.group(2)](f"{stem}.{expert}")
-                weight.copy_(torch.cat(parts))
+            param.copy_(_values(reader, name, param))
     return model.eval()
+
+
+def _values(reader: CheckpointReader, name: str, param: torch.Tensor) -> torch.Tensor:
+    """What the parameter of that name holds, dequantized."""
+    if param.dim() == 1:
+        return reader.read(name)
+    if param.dim() == 2:
+        return read_linear(reader, name.removesuffix(".weight"), (param.size(0), param.size(1)))
+    experts, fused = name.rsplit(".", 1)
+    parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else ("down_proj",)
+    size = (param.size(1) // len(parts), param.size(2))
+    return torch.stack(
+        [torch.cat([read_linear(reader, f"{experts}.{i}.{part}", size) for part in parts]) for i in range(len(param))]
+    )
 
 
 def continue_alone(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ pytest.importorskip("transformers")
 import transformers
 
 import moe_ep
-from moe_ep.checkpoint.formats import dequantize, quantize_int
+from moe_ep.checkpoint import CheckpointReader
+from moe_ep.checkpoint.formats import GPTQConfig, dequantize, pack_gptq, quantize_int
+from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import ConfigError
 from moe_ep.integrations.hf_experts import find_experts
 from moe_ep.integrations.transformers import steps_of
 from moe_ep.methods import relative_error, tolerance
+from tests.integrations.alone import load_alone
 from tests.integrations.hf_models import FAMILIES, SIZES, make_model
 from tests.ranks import ranks
 
@@ -105,6 +109,47 @@ def test_from_a_checkpoint(family: str, tmp_path: Path) -> None:
 def test_quantized_on_load(tmp_path: Path) -> None:
     make_model("Qwen3Moe").save_pretrained(tmp_path)
     ranks(3).run(from_path, str(tmp_path), "Qwen3Moe", "int4")
+
+
+def gptq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    config = GPTQConfig(bits=4, group_size=32)
+    return pack_gptq(quantize_int(weight.half(), 4, 32), config)._asdict()
+
+
+def fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One block: both sizes are below 128."""
+    scale = weight.abs().max() / 448
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale_inv": scale.float().view(1, 1)}
+
+
+WRITERS: dict[str, tuple[Callable[[torch.Tensor], dict[str, torch.Tensor]], dict[str, Any]]] = {
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+}
+
+
+def write_quantized(folder: Path, method: str) -> None:
+    """A model whose every projection is quantized, attention as well as experts."""
+    writer, quantization = WRITERS[method]
+    make_model("Qwen3Moe").save_pretrained(folder / "plain")
+    with CheckpointReader(folder / "plain") as reader:
+        tensors = {}
+        for name in reader.names():
+            tensor = reader.read(name)
+            stem = name.removesuffix("weight")
+            quantized = writer(tensor) if name.endswith("_proj.weight") else {name.removeprefix(stem): tensor}
+            tensors |= {stem + suffix: value for suffix, value in quantized.items()}
+        write_checkpoint(folder, reader.config | {"quantization_config": quantization}, tensors.items())
+
+
+def quantized_attention(rank: int, world_size: int, folder: str) -> None:
+    check_requests(rank, moe_ep.parallelize(folder, dtype=torch.float32), load_alone(Path(folder)))
+
+
+@pytest.mark.parametrize("method", WRITERS)
+def test_attention_that_is_quantized_on_disk(method: str, tmp_path: Path) -> None:
+    write_quantized(tmp_path, method)
+    ranks(3).run(quantized_attention, str(tmp_path))
 
 
 def lockstep(rank: int, world_size: int) -> list[int]:
