@@ -12,7 +12,7 @@
 
 constexpr bool kGated = ACTIVATION <= SWIGLUOAI;
 
-DEVICE float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
 
 // `up` is not looked at where the activation is not gated.

@@ -12,6 +12,7 @@
 // bits.
 //
 // Layouts: repack.py draws the weights; stages are described at `Ring`.
+#include "handover.cuh"
 #include "prefill_finish.cuh"
 #include "prefill_producers.cuh"
 
@@ -62,8 +63,8 @@ DEVICE void leave(const ExpertsParams& p, Shared& shared) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_constant__ ExpertsParams p) {
   extern __shared__ __align__(1024) u8 memory[];
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (nothing_to_do(p)) return;
+  let_next_kernel_come();
   Shared& shared = *reinterpret_cast<Shared*>(memory + kTokenStages * kTokenStage);
   int ticket = threadIdx.x == kWeightWarp * 32 ? atomicAdd(p.sync, 1) : 0;
   if (threadIdx.x < 32) {
