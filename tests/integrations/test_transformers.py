@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,3 +228,10 @@ def as_ep_implementation(rank: int, world_size: int) -> None:
 def test_as_an_ep_implementation() -> None:
     pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 and later have them")
     ranks(3).run(as_ep_implementation)
+
+
+def test_without_transformers() -> None:
+    # None in sys.modules is how Python says that a module cannot be imported.
+    code = "import sys, moe_ep; sys.modules['transformers'] = None; moe_ep.parallelize"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "moe_ep.parallelize needs transformers, which is not installed; run: pip install 'moe_ep[hf]'" in run.stderr
