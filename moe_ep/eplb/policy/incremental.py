@@ -213,16 +213,17 @@ def plan(problem: Problem) -> Array:
 
 
 def _plan_rows(weight: Array, old: Array | None, num_slots: int, num_ranks: int, effort: Effort) -> Array:
-    """Plans rows; those whose present placement lacks an expert or holds a foreign one (-1) are planned anew."""
+    """Plans rows; those that lack an expert, hold a foreign one (-1) or one more often than there are ranks, anew."""
     num_rows, num_experts = weight.shape
     if num_rows == 0:
         return np.empty((0, num_slots), dtype=np.int64)
     if old is None:
         return RowPlanner(weight, num_slots, num_ranks, effort).fresh(np.arange(num_rows)).slots
-    row = np.arange(num_rows)[:, None]
-    held = np.zeros((num_rows, num_experts + 1), dtype=bool)
-    held[row, old] = True
-    whole = ~held[:, -1] & held[:, :-1].all(axis=1)
+    row = np.arange(num_rows)[:, None] * (num_experts + 1)
+    held = np.bincount((row + old + 1).ravel(), minlength=num_rows * (num_experts + 1)).reshape(num_rows, -1)
+    whole = (held[:, 0] == 0) & (held[:, 1:].min(axis=1) > 0)
+    if num_slots <= num_experts * num_ranks:
+        whole &= held[:, 1:].max(axis=1) <= num_ranks
     planner = RowPlanner(weight, num_slots, num_ranks, effort)
     result, worst, anew = old.copy(), np.full(num_rows, np.inf, dtype=np.float32), ~whole
     if whole.any():
