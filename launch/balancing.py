@@ -52,8 +52,8 @@ class Balancing:
                 rebalance_below=config.eplb_threshold,
                 policy=config.eplb_policy,
                 objective=config.eplb_objective,
-                # A short run on CPUs would wait longer for the process than for the plan.
-                planner="process" if rank_env.device.startswith("cuda") else "thread",
+                # A short run would wait longer for the process to start than for the plan.
+                planner="thread",
                 num_nodes=1 if rest else hosts,
                 asynchronous=not config.eplb_synchronous,
             ),

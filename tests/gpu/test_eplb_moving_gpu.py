@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.transfer import rearrange_expert_weights
+from moe_ep.launch.cli import main
 from moe_ep.layer import FusedMoE
 from moe_ep.registry import EXPERTS
 from tests.eplb.models import E, inputs, load_layer, make_layer, random_placement, redundancy, set_placement
@@ -159,3 +162,16 @@ def rearrange(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_plain_function_over_nccl(world_size: int) -> None:
     ranks(world_size, "nccl").run(rearrange)
+
+
+@pytest.mark.gpu2
+def test_a_run_that_balances(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_EP_CACHE_DIR", str(tmp_path))
+    arguments = "--device cuda --launcher local --ep-size 2 --steps 6 --eplb --routing zipf:0.8"
+    assert main(["run", *arguments.split(), "--json", str(tmp_path / "out.jsonl")]) == 0, capsys.readouterr().err
+    summary = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[-1])
+    phases = summary["eplb"]["phases"]
+    assert summary["verify"]["passed"] is True and summary["eplb"]["experts_moved"] > 0
+    assert phases["after"]["balancedness"] > phases["before"]["balancedness"]
