@@ -17,11 +17,6 @@ constexpr bool kHasZeros = WEIGHT_TYPE == UINT4;
 constexpr int kScaleBytes = (WEIGHT_TYPE == NVFP4 || WEIGHT_TYPE == MXFP4) ? 1 : 2;
 constexpr int kWords = kBits / 4;  // int32 a lane for 16 columns
 
-// Up to how many tokens the codes of integers are multiplied as they are, and what is too much in them then.
-constexpr int kRawTokens = WEIGHT_TYPE <= UINT8B128 ? 16 : 0;
-constexpr float kRawOffset =
-    WEIGHT_TYPE == UINT8B128 ? 0.0f : (ACT_BF16 ? 128.0f : 1024.0f) + (kHasZeros ? 0.0f : 8.0f);
-
 constexpr bool kIntegers = WEIGHT_TYPE <= UINT8B128;
 
 struct Scales {
@@ -176,29 +171,5 @@ DEVICE void unscaled(const u32* words, const Scales& s, u32* a) {
     } else {
       a[j] = e2m1_pair(words[0] >> (4 * j));
     }
-  }
-}
-
-// Integer codes as numbers that are kRawOffset (and the zero point) too large, for the same four pairs.
-DEVICE void raw_codes(const u32* words, u32* a) {
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    if constexpr (kBits == 4) {
-      a[j] = four_bit_pair(words[0], j);
-    } else {
-      a[j] = eight_bit_pair(words[(j >> 1) % kWords], j & 1);
-    }
-  }
-}
-
-// The scales of rows g and g + 8, and what raw codes are too large by, scaled.
-DEVICE void load_raw_scales(const u8* row, const u8* zeros, int place, float* scale, float* offset) {
-  u32 pair = *reinterpret_cast<const u32*>(row + 2 * place);
-  u32 zero = 0;
-  if constexpr (kHasZeros) zero = *reinterpret_cast<const u32*>(zeros + 2 * place);
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    scale[h] = to_float((u16)(pair >> (16 * h)));
-    offset[h] = scale[h] * (kRawOffset + (kHasZeros ? to_float((u16)(zero >> (16 * h))) : 0.0f));
   }
 }
