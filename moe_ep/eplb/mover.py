@@ -109,8 +109,7 @@ class LayerMover:
         experts = self._experts[layer]
         rows = experts.rows(self._staging)
         with torch.inference_mode():
-            for row, slot in moves.writes:
-                experts.write(rows[row], slot)
+            experts.write([rows[row] for row, _ in moves.writes], [slot for _, slot in moves.writes])
             self._placement.commit(layer, new)
             module = self._layers[layer]
             module.quant_method.rebuild_derived_state(module, [slot for _, slot in moves.writes])

@@ -69,15 +69,31 @@ class ExpertRows:
         """A staging buffer, uint8 `[at least staging_bytes]`, as rows `[num_slots + 1, row_bytes]`."""
         return staging[: self.staging_bytes].view(self.num_slots + 1, self.row_bytes)
 
-    def pack(self, slot: int, row: torch.Tensor) -> None:
-        """Copies the expert in a slot into a row."""
-        for part, start in self.parts:
-            row[start : start + part.size(1)].copy_(part[slot])
+    def pack(self, slots: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """Copies the experts in slots into rows."""
+        in_slots, in_rows = self._pieces(slots, rows)
+        if in_slots:
+            torch._foreach_copy_(in_rows, in_slots)
 
-    def write(self, row: torch.Tensor, slot: int) -> None:
-        """Copies the expert in a row into a slot, in place."""
-        for part, start in self.parts:
-            part[slot].copy_(row[start : start + part.size(1)])
+    def write(self, rows: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
+        """Copies the experts in rows into slots, in place."""
+        in_slots, in_rows = self._pieces(slots, rows)
+        if in_slots:
+            torch._foreach_copy_(in_slots, in_rows)
+
+    def _pieces(
+        self, slots: Sequence[int], rows: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors of each expert, and where they lie in its row; as words of 8 bytes, so that a copy of all of them
+        is one fast kernel."""
+        in_slots, in_rows = [], []
+        for slot, row in zip(slots, rows, strict=True):
+            for part, start in self.parts:
+                fits = not (part.size(1) % 8 or part.storage_offset() % 8 or part.data_ptr() % 8)
+                dtype = torch.int64 if fits else torch.uint8
+                in_slots.append(part[slot].view(dtype))
+                in_rows.append(row[start : start + part.size(1)].view(dtype))
+        return in_slots, in_rows
 
 
 def seal(rows: torch.Tensor, stamps: Sequence[int]) -> None:

@@ -59,13 +59,11 @@ class MessageTransport:
             RuntimeError: the connection to a peer is gone.
         """
         deadline = time.monotonic() + self._timeout_s
-        for _, slot, row in moves.copies:
-            experts.pack(slot, rows[row])
+        experts.pack([slot for _, slot, _ in moves.copies], [rows[row] for *_, row in moves.copies])
         stamps: dict[int, int] = {}
         for part in moves.rounds:
             packed = rows[moves.num_rows : moves.num_rows + len(part.sends)]
-            for row, (_, slot, _) in zip(packed, part.sends, strict=True):
-                experts.pack(slot, row)
+            experts.pack([slot for _, slot, _ in part.sends], list(packed))
             if part.sends:
                 seal(packed, [_stamp(stamp, expert) for expert, *_ in part.sends])
             operations = [
@@ -136,8 +134,7 @@ def rearrange_expert_weights(
                 rows = experts.rows(staging)
                 if not transport.fetch(experts, moves, rows, layer_stamp(0, index)):
                     raise EplbError(f"layer {index}: an expert arrived on EP rank {rank} with another checksum")
-                for row, slot in moves.writes:
-                    experts.write(rows[row], slot)
+                experts.write([rows[row] for row, _ in moves.writes], [slot for _, slot in moves.writes])
     except EplbError:
         raise
     except (RuntimeError, TimeoutError) as error:

@@ -89,8 +89,7 @@ def test_an_expert_wanted_everywhere_is_sent_by_all_that_hold_it() -> None:
 def test_a_row_says_when_it_is_not_what_was_sent() -> None:
     experts = ExpertRows([torch.arange(14, dtype=torch.int16).view(2, 7), torch.rand(2, 3, 5), torch.rand(2)])
     rows = experts.rows(torch.zeros(experts.staging_bytes, dtype=torch.uint8))
-    for slot in (0, 1):
-        experts.pack(slot, rows[slot])
+    experts.pack([0, 1], [rows[0], rows[1]])
     seal(rows[:2], [76, 77])
     assert intact(rows[:2], {0: 76, 1: 77})
     assert not intact(rows[:2], {0: 76, 1: 78})
