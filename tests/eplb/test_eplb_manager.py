@@ -20,6 +20,7 @@ from moe_ep.eplb.planner_process import PlannerProcess
 from moe_ep.eplb.transfer import MessageTransport
 from moe_ep.errors import ConfigError, EplbError
 from moe_ep.layer import FusedMoE
+from moe_ep.methods.unquantized import UnquantizedFusedMoEMethod
 from moe_ep.registry import ALL2ALL_BACKENDS
 from tests.eplb.models import (
     TOP_K,
@@ -394,3 +395,10 @@ def test_a_planning_process_that_ends_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="the planning process ended with exit code -9"):
         planner.make_plan(torch.ones(1, 1, 4, dtype=torch.int64), placement, 4, 2, CONFIG, 20)
     planner.close()
+
+
+def test_a_method_that_cannot_move_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "supports_eplb", False)
+    message = "enable_eplb is set and UnquantizedFusedMoEMethod cannot move experts; unset it"
+    with pytest.raises(ConfigError, match=message):
+        make_layer("plain", 2, ep_size=1)
