@@ -8,6 +8,9 @@ from moe_ep.eplb.policy.maps import keep_slots, logical_maps
 
 Array = np.ndarray
 
+# Copies of an expert are alike, so that it takes few of many to find one that fits; more take longer than they help.
+_MEETINGS = 8
+
 
 def agree_with(old: Array, new: Array, num_experts: int, num_ranks: int) -> Array:
     """The placement `new` `[X, P]` with its ranks renumbered, and slots reordered, to agree with `old` `[X, P]`.
@@ -24,12 +27,15 @@ def renumber(old: Array, new: Array, num_experts: int, num_ranks: int) -> Array:
     """
     num_rows, num_slots = new.shape
     width = num_slots // num_ranks
-    # Every old slot meets every new slot of the same expert.
-    table, _ = logical_maps(new, num_experts)
+    # Every old slot meets new slots of the same expert, of an expert with many copies a few.
+    table, counts = logical_maps(new, num_experts)
     row, slot = np.nonzero(old >= 0)
-    partner = table[row, old[row, slot]]
-    edge, replica = np.nonzero(partner >= 0)
-    source = match(row[edge], slot[edge] // width, partner[edge, replica] // width, num_rows, num_ranks)
+    expert = old[row, slot]
+    copies = counts[row, expert][:, None]
+    turn = np.arange(min(_MEETINGS, table.shape[2]))
+    partner = table[row[:, None], expert[:, None], (slot[:, None] + turn) % np.maximum(copies, 1)]
+    edge, turn = np.nonzero(turn < copies)
+    source = match(row[edge], slot[edge] // width, partner[edge, turn] // width, num_rows, num_ranks)
     ranks = new.reshape(num_rows, num_ranks, width)
     return np.take_along_axis(ranks, source[:, :, None], axis=1).reshape(num_rows, num_slots)
 
