@@ -1,0 +1,37 @@
+"""The NVSHMEM prefill backend without a GPU: its kernels compile, and its symmetric block has room for everything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, Layout, kernel_source
+from moe_ep.kernels import jit
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(
+    ("hidden_size", "topk", "num_ranks", "fp8", "dtype"),
+    [(7168, 8, 8, False, torch.bfloat16), (2880, 32, 1, True, torch.float16)],
+)
+def test_kernels_compile_without_spills(
+    arch: str, hidden_size: int, topk: int, num_ranks: int, fp8: bool, dtype: torch.dtype
+) -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
+    layout = Layout(num_ranks=num_ranks, capacity=64, hidden_size=hidden_size, topk=topk, fp8=fp8)
+    for name in KERNELS:
+        resources = jit.compile_only(kernel_source(name, layout, dtype), arch)
+        assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0), name
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("topk", [1, 8, 32])
+def test_parts_of_the_block_do_not_overlap_and_are_aligned(fp8: bool, topk: int) -> None:
+    layout = Layout(num_ranks=4, capacity=5, hidden_size=2000, topk=topk, fp8=fp8)
+    ends = [offset + layout.sizes[name] for name, offset in layout.offsets.items()]
+    begins = list(layout.offsets.values())
+    assert all(begin % 512 == 0 for begin in begins)
+    assert all(end <= begin for end, begin in zip(ends, [*begins[1:], layout.symmetric_bytes], strict=True))
+    assert layout.sizes["rows"] == 4 * 5 * (2064 if fp8 else 4000)
+    assert layout.sizes["results"] == 5 * min(4, topk) * 4000
