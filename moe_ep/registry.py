@@ -81,6 +81,10 @@ ALL2ALL_BACKENDS = Registry(
             "moe_ep.dispatch.nvshmem.low_latency:LowLatencyPrepareFinalize",
             "GPUs of one host write into each other's memory, one kernel each way, CUDA-graph capturable; decode",
         ),
+        "nvshmem_high_throughput": Entry(
+            "moe_ep.dispatch.nvshmem.high_throughput:HighThroughputPrepareFinalize",
+            "GPUs of one host write rows where the others' experts read them, few SMs; prefill",
+        ),
     },
 )
 

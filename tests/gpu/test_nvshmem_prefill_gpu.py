@@ -1,0 +1,154 @@
+"""The NVSHMEM prefill backend on GPUs of one host: plain loops and all_to_all as the oracles, captured too."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from tests.dispatch.backend_cases import (
+    CASES,
+    Case,
+    check_case,
+    expected_output,
+    make_backend,
+    make_setting,
+    prepare_args,
+)
+from tests.ranks import ranks
+
+# NVLink multicast stays off, in the ranks too: they inherit this.
+os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
+
+NAME = "nvshmem_high_throughput"
+BF16 = torch.bfloat16
+SHARED_CASES = [
+    replace(
+        case, dtype=BF16 if case.dtype is torch.float32 else case.dtype, hidden_size=-(-case.hidden_size // 16) * 16
+    )
+    for case in CASES
+]
+GRID = [
+    Case(tokens=tokens, hidden_size=K, topk=topk, num_experts=E, capacity=600, dtype=BF16, fp8=fp8, seed=seed)
+    for seed, (tokens, K, topk, E, fp8) in enumerate(
+        [
+            ((0,), 128, 1, 8, False),
+            ((600, 0, 1, 33), 7168, 8, 256, False),
+            ((512, 77), 2880, 4, 33, False),
+            ((600,), 7168, 8, 256, True),
+            ((31, 600, 0, 5), 2000, 32, 64, True),
+        ]
+    )
+]
+needs_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs of one host")
+WORLD_SIZES = [
+    pytest.param(1, marks=pytest.mark.gpu),
+    pytest.param(2, marks=pytest.mark.gpu2),
+    pytest.param(4, marks=[pytest.mark.gpu2, needs_four]),
+    pytest.param(8, marks=pytest.mark.gpu8),
+]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_against_plain_loops(world_size: int) -> None:
+    expected = [len(SHARED_CASES)] * world_size
+    assert ranks(world_size, "nccl").run(check_plain_loops, limit_s=100) == expected
+
+
+def check_plain_loops(rank: int, world_size: int) -> int:
+    for case in SHARED_CASES:
+        try:
+            check_case(rank, world_size, case, NAME, f"cuda:{rank}")
+        except AssertionError as error:
+            raise AssertionError(f"{case}, rank {rank} of {world_size}: {error}") from error
+    return len(SHARED_CASES)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_bits_of_all_to_all(world_size: int) -> None:
+    assert ranks(world_size, "nccl").run(check_grid, limit_s=100) == [len(GRID)] * world_size
+
+
+def check_grid(rank: int, world_size: int) -> int:
+    for case in GRID:
+        setting = make_setting(case, rank, world_size)
+        backends = [make_backend(setting, name) for name in (NAME, "all_to_all")]
+        args = prepare_args(setting, f"cuda:{rank}")
+        for _ in range(3):
+            batches = [backend.prepare(*args) for backend in backends]
+            for index in (0, 3, 4):
+                assert torch.equal(batches[0][index], batches[1][index]), (index, case)
+            outputs = [torch.full_like(args[0], float("nan")) for _ in backends]
+            for backend, output, (rows, _, _, ids, weights) in zip(backends, outputs, batches, strict=True):
+                backend.finalize(output, rows * 3, weights, ids, False, TopKWeightAndReduceNoOP())
+            assert torch.equal(*outputs), case
+        backends[0].check()
+    return len(GRID)
+
+
+ROUTINGS = ("random", "one_rank", "masked", "none", "one_expert", "repeated")
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_captured_with_changing_routing(world_size: int, fp8: bool) -> None:
+    assert ranks(world_size, "nccl").run(check_captured, fp8, limit_s=60) == [len(ROUTINGS)] * world_size
+
+
+def check_captured(rank: int, world_size: int, fp8: bool) -> int:
+    case = Case(tokens=(8, 3, 5), dtype=BF16, hidden_size=256, fp8=fp8)
+    settings = [
+        make_setting(replace(case, routing=routing, seed=seed), rank, world_size)
+        for seed, routing in enumerate(ROUTINGS)
+    ]
+    backend = make_backend(settings[0], NAME)
+    rows, weights, ids, *rest = prepare_args(settings[0], f"cuda:{rank}")
+    output = torch.empty_like(rows)
+
+    def step() -> None:
+        received, _, _, its_ids, its_weights = backend.prepare(rows, weights, ids, *rest)
+        total = torch.zeros(received.shape, dtype=torch.float32, device=received.device)
+        for slot in range(its_ids.size(1)):
+            number = its_ids[:, slot, None]
+            result = (received.float() * (1.0 + number / 8.0) + number).to(BF16).float() * its_weights[:, slot, None]
+            total = torch.where(number >= 0, total + result, total)
+        backend.finalize(output, total.to(BF16), its_weights, its_ids, False, TopKWeightAndReduceNoOP())
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for setting in settings:
+        inputs = setting.inputs[rank]
+        rows.copy_(inputs.rows)
+        ids.copy_(inputs.ids)
+        weights.copy_(inputs.weights)
+        output.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(output.cpu(), expected_output(setting, world_size)), setting.case
+    backend.check()
+    return len(settings)
+
+
+@pytest.mark.gpu2
+def test_only_the_last_batch_can_be_finalized() -> None:
+    assert ranks(2, "nccl").run(check_stale) == [True, True]
+
+
+def check_stale(rank: int, world_size: int) -> bool:
+    setting = make_setting(Case(dtype=BF16, hidden_size=256), rank, world_size)
+    backend = make_backend(setting, NAME)
+    args = prepare_args(setting, f"cuda:{rank}")
+    rows, _, _, ids, weights = backend.prepare(*args)
+    backend.prepare(*args)
+    with pytest.raises(RuntimeError, match="another batch was dispatched before this one was finalized"):
+        backend.finalize(torch.empty_like(args[0]), rows, weights, ids, False, TopKWeightAndReduceNoOP())
+    return True
