@@ -1,7 +1,8 @@
 """The experts as functions: batched, batched by reference, and on a list of tokens with their chosen experts.
 
-On a Hopper GPU both GEMMs and the activation are one kernel (gemm.py). Elsewhere, and for what the kernel does not do
-yet (act-order, an activation_func of the caller's), the same functions dequantize and multiply in f32 with torch.
+On a Hopper GPU both GEMMs and the activation are one kernel for experts of few rows and one for the others (gemm.py).
+Elsewhere, and for what they do not do yet (act-order, an activation_func of the caller's), the same functions
+dequantize and multiply in f32 with torch.
 Arguments are checked before anything is launched; a ValueError names the one that does not fit.
 """
 
