@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_ep.dispatch.nvshmem.high_throughput import KERNELS, Layout, kernel_source
+from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, Layout, kernel_source
 from moe_ep.kernels import jit
 
 

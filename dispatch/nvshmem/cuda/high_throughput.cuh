@@ -1,4 +1,4 @@
-// What the three kernels of a prefill batch share: the symmetric block (high_throughput.py computes the offsets) and its flags.
+// What the three kernels of a prefill batch share: the symmetric block (high_throughput_block.py computes the offsets) and its flags.
 //
 //   counts   [R, 4]      lines: how many rows source s sends to each rank, two numbers a line
 //   done     [2, R]      lines: source s has written all of its rows (0) or results (1) here
