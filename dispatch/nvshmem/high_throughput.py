@@ -1,9 +1,10 @@
 """Prefill over NVLink: a token is written once into the memory of each rank that has one of its experts.
 
-Rows go straight to where the experts read them, in the order and with the ids of `all_to_all`, so 16-bit rows
-are not copied after they arrived; e4m3 ones are dequantized in a pass of their own. For that the ranks first tell each other how many rows they send, in a kernel of its own; the price is
-symmetric memory for the most rows that can arrive, R * max_num_tokens, and the gain is one pass over memory less and no
-flow control. All layers of one shape share that memory, with room for one batch between prepare and finalize.
+Rows go straight to where the experts read them, in the order and with the ids of `all_to_all`, so 16-bit rows are not
+copied after they arrived; e4m3 ones are dequantized in a pass of their own. For that the ranks first tell each other
+how many rows they send, in a kernel of its own; the price is symmetric memory for the most rows that can arrive, R *
+max_num_tokens, and the gain is one pass over memory less and no flow control. All layers of one shape share that
+memory, with room for one batch between prepare and finalize.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
     """Standard format over NVLink for up to max_num_tokens of every rank; prefill.
 
     Rows, ids and weights are those of `all_to_all`, bit for bit, and so is what the combine leaves. They are views of
-    symmetric memory (but for rows that were e4m3), valid until the next prepare of a layer of this shape. The host waits for one number, the rows
-    that arrive, while they travel. Under CUDA-graph capture it waits for nothing: all R * max_num_tokens rows are
-    returned, with ids of -1 where none arrived.
+    symmetric memory (but for rows that were e4m3), valid until the next prepare of a layer of this shape. The host
+    waits for one number, the rows that arrive, while they travel. Under CUDA-graph capture it waits for nothing: all R
+    * max_num_tokens rows are returned, with ids of -1 where none arrived.
 
     Every wait ends after MOE_EP_NVSHMEM_TIMEOUT_S, and the next call (or `check`) raises DispatchTimeoutError.
 
