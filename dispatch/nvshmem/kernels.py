@@ -125,7 +125,8 @@ def combine_type(num_ranks: int) -> Any:
             ("common", common_type(num_ranks)),
             *((name, ctypes.c_void_p) for name in ("results", "positions", "output")),
             ("weighted", ctypes.c_int),
-            ("output_parts", ctypes.c_int),
+            ("line_output_parts", ctypes.c_int),
+            ("row_output_parts", ctypes.c_int),
         )
 
     return Params

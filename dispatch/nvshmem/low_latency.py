@@ -34,13 +34,14 @@ class Tuning:
 
     Attributes:
         line_parts: blocks that share sending a row in lines.
-        output_parts: blocks that share adding up one token.
+        line_output_parts, row_output_parts: blocks that share adding up one token that came in lines or as rows.
         list_blocks: blocks that list experts where received rows are copied, about.
         blocks: of a kernel, at most.
     """
 
     line_parts: int = 8
-    output_parts: int = 4
+    line_output_parts: int = 4
+    row_output_parts: int = 2
     list_blocks: int = 264
     blocks: int = 264
 
@@ -194,7 +195,10 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
         elif layout.fp8:
             out = new((max_rows, layout.hidden_size), dtype=config.in_dtype)
         rows = self._channel.rows(index, config.in_dtype) if out is None else out
-        split = 1 if out is None else max(1, self.tuning.list_blocks // max(El, 1))
+        num_tokens = batch.topk_ids.size(0)
+        # Rows that lie where they are read leave nothing to share.
+        in_place = out is None and num_tokens > layout.line_tokens
+        split = 1 if in_place else max(1, self.tuning.list_blocks // max(El, 1))
         params = dispatch_type(layout.num_ranks)(
             common=self._common(index, batch.topk_ids),
             rows=batch.rows.data_ptr(),
@@ -207,7 +211,7 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
             num_local_experts=El,
             split=split,
         )
-        to_send = batch.topk_ids.size(0) * self.tuning.line_parts
+        to_send = 1 + num_tokens * self.tuning.line_parts
         launch = Halves(self._kernels["low_latency_dispatch"], params, to_send, El * split, self.tuning.blocks, batch)
         meta = ExpertTokensMetadata(counts, None, row_ids)
         handle = _Handle(index, batch.topk_ids, positions, (El, max_rows))
@@ -231,18 +235,18 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
         self.check()
         self._check_results(handle, output, fused_expert_output, weight_and_reduce_impl)
         layout, num_tokens = self._layout, handle.topk_ids.size(0)
-        output_parts = self.tuning.output_parts
         params = combine_type(layout.num_ranks)(
             common=self._common(handle.batch, handle.topk_ids),
             results=fused_expert_output.data_ptr(),
             positions=handle.positions.data_ptr(),
             output=output.data_ptr(),
             weighted=int(not apply_router_weight_on_input),
-            output_parts=output_parts,
+            line_output_parts=self.tuning.line_output_parts,
+            row_output_parts=self.tuning.row_output_parts,
         )
         # How many tokens the others have is known on the device alone.
         to_send = max(num_tokens, layout.line_tokens) * layout.num_ranks * self.tuning.line_parts
-        to_receive = num_tokens * output_parts
+        to_receive = num_tokens * max(self.tuning.line_output_parts, self.tuning.row_output_parts)
         held = (handle, output, fused_expert_output)
         launch = Halves(
             self._kernels["low_latency_combine"], params, to_send, to_receive, self.tuning.blocks, held,

@@ -14,12 +14,13 @@ struct Params {
     const int* positions;  // as the dispatch wrote them
     u8* output;
     int weighted;  // 0 where the weights were applied to the input
-    int output_parts;
+    int line_output_parts, row_output_parts;  // of a token, each added up by a group of its own
 };
 
 struct Shared {
     u64 ticket;
     int tokens[RANKS];  // of each rank, where its header is of this epoch
+    u32 ranks[2];       // whose results of a token are there; two tokens take turns
 };
 
 __device__ __forceinline__ void accumulate(Floats& sum, Vec v, float weight) {
@@ -167,31 +168,36 @@ __device__ __forceinline__ Vec sum_of_rows(const Params& p, int token, u32 ranks
     return pack(sum);
 }
 
-__device__ __forceinline__ void receive(const Params& p, Waits& wait, int task, u32 alive) {
-    const Buffers& b = p.common.buffers;
-    const int part = task % p.output_parts, token = task / p.output_parts;
-    const int thread = threadIdx.x % kThreads, lane = thread % 32;
-    int owner;
-    u32 ranks = p.common.destinations(token, alive, owner);
-    const int begin = part_begin(part, p.output_parts), end = part_begin(part + 1, p.output_parts);
+// A part of one token, from lines: every thread waits for what it adds.
+__device__ __forceinline__ void receive_lines(const Params& p, Waits& wait, int token, int begin, int end, u32 ranks) {
     Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
-    if (p.common.num_tokens <= b.line_tokens) {
-        for (int i = begin + thread; i < end; i += kThreads) {
-            float low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
-            add_lines(p, wait, token, ranks, i, low);
-            add_lines(p, wait, token, ranks, kVectors + i, high);
-            output[i] = Vec{pack_halves(low[0], low[1]), pack_halves(low[2], low[3]), pack_halves(high[0], high[1]),
-                            pack_halves(high[2], high[3])};
-        }
-        __syncwarp();
-        return;
-    }
-    bool in_time = true;
-    if (lane < RANKS && ranks >> lane & 1) {
-        in_time = wait.for_flags(b.result_flags_of(b.rank, lane, token), lane);
+    for (int i = begin + threadIdx.x % kThreads; i < end; i += kThreads) {
+        float low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
+        add_lines(p, wait, token, ranks, i, low);
+        add_lines(p, wait, token, ranks, kVectors + i, high);
+        output[i] = Vec{pack_halves(low[0], low[1]), pack_halves(low[2], low[3]), pack_halves(high[0], high[1]),
+                        pack_halves(high[2], high[3])};
     }
     __syncwarp();
-    ranks &= __ballot_sync(kAllLanes, in_time);
+}
+
+// A part of one token, from rows: one warp waits for the group.
+__device__ __forceinline__ void receive_rows(const Params& p, Waits& wait, Shared& shared, int turn, int token, int begin,
+                                             int end, u32 ranks) {
+    const Buffers& b = p.common.buffers;
+    const int thread = threadIdx.x % kThreads;
+    if (thread < 32) {
+        const bool is_due = thread < RANKS && ranks >> thread & 1;
+        const bool came = is_due && wait.for_flags(b.result_flags_of(b.rank, thread, token), thread);
+        __syncwarp();
+        const u32 there = __ballot_sync(kAllLanes, came);
+        if (thread == 0) {
+            shared.ranks[turn] = there;
+        }
+    }
+    Receivers::sync();
+    ranks = shared.ranks[turn];
+    Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
     for (int i = begin + thread; i < end; i += kThreads) {
         output[i] = sum_of_rows(p, token, ranks, i);
     }
@@ -232,14 +238,24 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     }
 }
 
-__device__ __forceinline__ void receive_all(const Params& p) {
+__device__ __forceinline__ void receive_all(const Params& p, Shared& shared) {
     const Common& c = p.common;
-    const int total = c.num_tokens * p.output_parts;
+    const bool as_lines = c.num_tokens <= c.buffers.line_tokens;
+    const int parts = as_lines ? p.line_output_parts : p.row_output_parts, total = c.num_tokens * parts;
     const u32 epoch = static_cast<u32>(*reinterpret_cast<volatile u64*>(&c.counters->combine) >> 32);
     Waits wait(c.limits, epoch);
     const u32 alive = c.alive();
-    for (int task = blockIdx.x; task < total; task += gridDim.x) {
-        receive(p, wait, task, alive);
+    int turn = 0;
+    for (int task = blockIdx.x; task < total; task += gridDim.x, turn ^= 1) {
+        const int part = task % parts, token = task / parts;
+        const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
+        int owner;
+        const u32 ranks = c.destinations(token, alive, owner);
+        if (as_lines) {
+            receive_lines(p, wait, token, begin, end, ranks);
+        } else {
+            receive_rows(p, wait, shared, turn, token, begin, end, ranks);
+        }
     }
 }
 
@@ -252,6 +268,6 @@ extern "C" __global__ void __launch_bounds__(2 * kThreads, 2) low_latency_combin
             send_all(p, shared);
         }
     } else if (p.common.phases & RECEIVE) {
-        receive_all(p);
+        receive_all(p, shared);
     }
 }

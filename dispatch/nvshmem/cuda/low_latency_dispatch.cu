@@ -23,15 +23,19 @@ struct Params {
     int split;  // blocks that list the same expert and share the copying of its rows
 };
 
+constexpr int kMetaTokens = 16;  // whose slots one task sends
+constexpr int kListed = 2 * kThreads;
+
 struct Arrival {
-    int source, token, position;  // its row of the expert, -1 where it is another block's to take
+    int source, token, position;  // position: its row of the expert
 };
 
 struct Shared {
     u64 ticket;
-    int before[RANKS + 1];  // tokens of the ranks before each
-    int warp_counts[kWarps];
-    Arrival arrivals[kThreads];
+    int before[RANKS + 1];   // tokens of the ranks before each
+    int warp_counts[kWarps];  // rows of the expert, and in the upper half those that this group takes
+    Arrival arrivals[kListed];
+    int begins[RANKS + 1];  // of each source in arrivals
 };
 
 // One vector of a row, in registers, to every rank that is to have it.
@@ -73,6 +77,21 @@ __device__ __forceinline__ void put(const Buffers& b, Vec v, int i, bool is_insi
     }
 }
 
+// The slots of some tokens to every rank, ahead of the rows, so that they are listed when those come.
+__device__ __forceinline__ void send_meta(const Params& p, int task, u32 epoch, u32 alive) {
+    const Buffers& b = p.common.buffers;
+    const int first = task * kMetaTokens * TOPK, slots = min((task + 1) * kMetaTokens, p.common.num_tokens) * TOPK - first;
+    for (int i = threadIdx.x; i < slots * RANKS; i += kThreads) {
+        const int peer = i / slots, slot = first + i % slots, id = p.common.topk_ids[slot];
+        const u32 weight = __float_as_uint(p.weights[slot]);
+        const bool is_here = id >= 0 && id < p.common.num_ids && p.common.owners[id] == peer;
+        if (alive >> peer & 1) {
+            u8* lines = b.meta_of(peer, b.rank, slot / TOPK, epoch);
+            store_line(lines + 16 * (slot % TOPK), weight, is_here ? p.locals[id] : -1, epoch);
+        }
+    }
+}
+
 // A part of a token to every rank that has one of its experts; what it needs is read before it is known who that is.
 __device__ __forceinline__ void send(const Params& p, int task, int parts, u32 epoch, u32 alive) {
     constexpr int kAhead = 2;
@@ -92,16 +111,6 @@ __device__ __forceinline__ void send(const Params& p, int task, int parts, u32 e
     load(begin);
     int owner;
     const u32 ranks = p.common.destinations(token, alive, owner);
-    if (part == 0) {
-        for (int i = threadIdx.x; i < RANKS * TOPK; i += kThreads) {
-            const int peer = i / TOPK, slot = i % TOPK, id = p.common.topk_ids[token * TOPK + slot];
-            const bool is_here = id >= 0 && id < p.common.num_ids && p.common.owners[id] == peer;
-            const u32 weight = __float_as_uint(p.weights[token * TOPK + slot]);
-            if (alive >> peer & 1) {
-                store_line(b.meta_of(peer, b.rank, token, epoch) + 16 * slot, weight, is_here ? p.locals[id] : -1, epoch);
-            }
-        }
-    }
     for (int base = begin; base < end; base += kAhead * kThreads) {
         if (base > begin) {
             load(base);
@@ -178,48 +187,68 @@ __device__ __forceinline__ bool received(const Buffers& b, Waits& wait, bool as_
     return true;
 }
 
-// Brings the rows on the list to where the experts read them; nothing but waiting where they are there already.
-__device__ __forceinline__ void take(const Params& p, Waits& wait, const Shared& shared, int count, int expert) {
+// Brings one row to where the experts read it.
+__device__ __forceinline__ void take_row(const Params& p, Waits& wait, const Arrival& a, bool as_lines, int expert) {
+    const Buffers& b = p.common.buffers;
+    const u64 row = p.expert_row_ids ? static_cast<u64>(a.source) * b.capacity + a.token
+                                     : static_cast<u64>(expert) * RANKS * b.capacity + a.position;
+    Vec* there = reinterpret_cast<Vec*>(p.out ? p.out + 2 * HIDDEN * row : b.row(b.rank, a.source, a.token));
+    constexpr int kAhead = 2;
+    for (int base = threadIdx.x % kThreads; base < kVectors; base += kAhead * kThreads) {
+        Vec v[kAhead];
+        bool is_there[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            const int i = base + j * kThreads;
+            is_there[j] = i < kVectors && received(b, wait, as_lines, a, i, v[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            if (is_there[j]) {
+                there[base + j * kThreads] = v[j];
+            }
+        }
+    }
+}
+
+// Waits for the rows on the list, and takes those that are not where the experts read them; the sources in turns, since
+// each sends in the order of its tokens.
+__device__ __forceinline__ void take(const Params& p, Waits& wait, Shared& shared, int count, int expert) {
     const Buffers& b = p.common.buffers;
     const int thread = threadIdx.x % kThreads;
-    const auto as_lines = [&](const Arrival& a) {
-        return shared.before[a.source + 1] - shared.before[a.source] <= b.line_tokens;
+    const auto as_lines = [&](int source) {
+        return shared.before[source + 1] - shared.before[source] <= b.line_tokens;
     };
-    if (p.out == nullptr) {
-        for (int n = thread; n < count; n += kThreads) {
-            const Arrival a = shared.arrivals[n];
-            if (a.position >= 0 && !as_lines(a)) {
-                wait.for_flags(b.row_flags_of(b.rank, a.source, a.token), a.source);
-            }
-        }
-    }
-    for (int n = 0; n < count; ++n) {
+    for (int n = thread; n < count; n += kThreads) {
         const Arrival a = shared.arrivals[n];
-        const bool lines = as_lines(a);
-        if (a.position < 0 || (p.out == nullptr && !lines) ||
-            (!lines && !wait.for_flags(b.row_flags_of(b.rank, a.source, a.token), a.source))) {
-            continue;
+        for (int s = n == 0 ? 0 : shared.arrivals[n - 1].source + 1; s <= a.source; ++s) {
+            shared.begins[s] = n;
         }
-        const u64 row = p.expert_row_ids ? static_cast<u64>(a.source) * b.capacity + a.token
-                                         : static_cast<u64>(expert) * RANKS * b.capacity + a.position;
-        Vec* there = reinterpret_cast<Vec*>(p.out ? p.out + 2 * HIDDEN * row : b.row(b.rank, a.source, a.token));
-        constexpr int kAhead = 2;
-        for (int base = thread; base < kVectors; base += kAhead * kThreads) {
-            Vec v[kAhead];
-            bool is_there[kAhead];
-#pragma unroll
-            for (int j = 0; j < kAhead; ++j) {
-                const int i = base + j * kThreads;
-                is_there[j] = i < kVectors && received(b, wait, lines, a, i, v[j]);
+        for (int s = a.source + 1; n == count - 1 && s <= RANKS; ++s) {
+            shared.begins[s] = count;
+        }
+        if (p.out == nullptr && !as_lines(a.source)) {
+            wait.for_flags(b.row_flags_of(b.rank, a.source, a.token), a.source);
+        }
+    }
+    Receivers::sync();
+    bool is_more = count > 0;
+    for (int turn = 0; is_more; ++turn) {
+        is_more = false;
+        for (int source = 0; source < RANKS; ++source) {
+            const int n = shared.begins[source] + turn;
+            const bool lines = as_lines(source);
+            if (n >= shared.begins[source + 1] || (p.out == nullptr && !lines)) {
+                continue;
             }
-#pragma unroll
-            for (int j = 0; j < kAhead; ++j) {
-                if (is_there[j]) {
-                    there[base + j * kThreads] = v[j];
-                }
+            is_more = true;
+            const Arrival a = shared.arrivals[n];
+            if (lines || wait.for_flags(b.row_flags_of(b.rank, a.source, a.token), a.source)) {
+                take_row(p, wait, a, lines, expert);
             }
         }
     }
+    Receivers::sync();
 }
 
 // Learns from every source how many tokens it has.
@@ -250,8 +279,9 @@ __device__ __forceinline__ void read_headers(const Params& p, Waits& wait, Share
 __device__ __forceinline__ void list_expert(const Params& p, Waits& wait, Shared& shared, int expert, int part) {
     const Buffers& b = p.common.buffers;
     const int thread = threadIdx.x % kThreads, warp = thread / 32, lane = thread % 32;
+    const u32 lanes_before = (1u << lane) - 1;
     const int total = shared.before[RANKS], max_rows = RANKS * b.capacity;
-    int base = 0;
+    int listed = 0, to_take = 0;
     for (int start = 0; start < total; start += kThreads) {
         const int i = start + thread;
         int source = 0;
@@ -263,38 +293,42 @@ __device__ __forceinline__ void list_expert(const Params& p, Waits& wait, Shared
         bool first = false;
         const u32 slots = i < total ? slots_of(p, wait, source, token, expert, first) : 0;
         __syncwarp();
-        const u32 have = __ballot_sync(kAllLanes, slots != 0);
+        // A row that is read by reference is taken by its first expert alone, the rows of an expert by its groups in turns.
+        const bool is_mine = slots && (first || p.expert_row_ids == nullptr) && token % p.split == part;
+        const u32 have = __ballot_sync(kAllLanes, slots != 0), mine = __ballot_sync(kAllLanes, is_mine);
         if (lane == 0) {
-            shared.warp_counts[warp] = __popc(have);
+            shared.warp_counts[warp] = __popc(mine) << 16 | __popc(have);
         }
         Receivers::sync();
-        int listed = 0, in_chunk = __popc(have & ((1u << lane) - 1));
+        int before = 0, all = 0;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
-            in_chunk += w < warp ? shared.warp_counts[w] : 0;
-            listed += shared.warp_counts[w];
+            before += w < warp ? shared.warp_counts[w] : 0;
+            all += shared.warp_counts[w];
         }
-        if (slots) {
-            const int position = base + in_chunk;
-            if (part == 0) {
-                if (p.expert_row_ids) {
-                    p.expert_row_ids[static_cast<u64>(expert) * max_rows + position] = row;
-                }
-                for (u32 left = slots; left; left &= left - 1) {
-                    p.positions[row * TOPK + __ffs(left) - 1] = position;
-                }
+        const int position = listed + (before & 0xffff) + __popc(have & lanes_before);
+        if (slots && part == 0) {
+            if (p.expert_row_ids) {
+                p.expert_row_ids[static_cast<u64>(expert) * max_rows + position] = row;
             }
-            // A row that is read by reference is taken by its first expert alone.
-            const bool mine = (first || p.expert_row_ids == nullptr) && position % p.split == part;
-            shared.arrivals[in_chunk] = Arrival{source, token, mine ? position : -1};
+            for (u32 left = slots; left; left &= left - 1) {
+                p.positions[row * TOPK + __ffs(left) - 1] = position;
+            }
         }
+        if (is_mine) {
+            shared.arrivals[to_take + (before >> 16) + __popc(mine & lanes_before)] = Arrival{source, token, position};
+        }
+        listed += all & 0xffff;
+        to_take += all >> 16;
         Receivers::sync();
-        take(p, wait, shared, listed, expert);
-        base += listed;
-        Receivers::sync();
+        if (to_take > kListed - kThreads) {
+            take(p, wait, shared, to_take, expert);
+            to_take = 0;
+        }
     }
+    take(p, wait, shared, to_take, expert);
     if (thread == 0 && part == 0) {
-        p.expert_num_tokens[expert] = base;
+        p.expert_num_tokens[expert] = listed;
     }
 }
 
@@ -304,7 +338,8 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     Tickets<Senders> tickets(&c.counters->dispatch, &shared.ticket);
     const u32 alive = c.alive();
     const int parts = c.num_tokens <= b.line_tokens ? c.line_parts : kRowParts;
-    const int total = c.num_tokens * parts;
+    const int meta_tasks = (c.num_tokens + kMetaTokens - 1) / kMetaTokens;
+    const u32 total = meta_tasks + c.num_tokens * parts;
     for (;;) {
         const u64 ticket = tickets.next();
         const u32 epoch = static_cast<u32>(ticket >> 32), task = static_cast<u32>(ticket);
@@ -316,10 +351,14 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
                 c.counters->combine = static_cast<u64>(epoch) << 32;
             }
         }
-        if (task >= static_cast<u32>(total)) {
+        if (task >= total) {
             return;
         }
-        send(p, static_cast<int>(task), parts, epoch, alive);
+        if (static_cast<int>(task) < meta_tasks) {
+            send_meta(p, static_cast<int>(task), epoch, alive);
+        } else {
+            send(p, static_cast<int>(task) - meta_tasks, parts, epoch, alive);
+        }
     }
 }
 

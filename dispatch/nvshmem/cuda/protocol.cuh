@@ -74,7 +74,9 @@ public:
     // Two flags side by side.
     __device__ __forceinline__ bool for_flags(const u64* flags, int peer) {
         const u64 both = static_cast<u64>(epoch) << 32 | epoch;
-        return until(peer, [&] { return load_acquire(flags) == both; });
+        // Acquiring empties this SM's cache, so that is done once, when they are there.
+        return until(peer, [&] { return *reinterpret_cast<const volatile u64*>(flags) == both; }) &&
+               load_acquire(flags) == both;
     }
 
     __device__ __forceinline__ bool for_line(const void* at, int peer, Vec& line) {
@@ -87,7 +89,9 @@ public:
     const u32 epoch;
 
 private:
-    static constexpr u32 kSpins = 64;  // between two looks at the clock
+    static constexpr u32 kSpins = 64;      // between two looks at the clock
+    static constexpr u32 kImpatient = 6;   // spins without a pause
+    static constexpr u32 kPauseNs = 40;
     static constexpr u64 kNever = ~0ull;
 
     template <typename Ready>
@@ -95,6 +99,9 @@ private:
         for (u32 spin = 1; !ready(); ++spin) {
             if (spin % kSpins == 0 && is_over(peer)) {
                 return false;
+            }
+            if (spin > kImpatient) {
+                __nanosleep(kPauseNs);  // Memory that many poll is slow for everybody.
             }
         }
         return true;
