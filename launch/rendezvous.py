@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import secrets
 import socket
 import time
@@ -83,6 +84,10 @@ def destroy_process_group() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
+        # Symmetric memory, where a layer took some, is given back by all ranks together while they can still meet.
+        arena = sys.modules.get("moe_ep.dispatch.nvshmem.arena")
+        if arena is not None:
+            arena.SymmetricArena.close()
         dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ from moe_ep.config import FusedMoEParallelConfig
 
 # Subgroups made here, by the group they divide and tp_size: a model of sixty layers makes them once.
 _tp_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+_num_hosts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class LayerGroups(NamedTuple):
@@ -61,6 +63,18 @@ def largest_over_ranks(value: int, group: dist.ProcessGroup | None, device: torc
     number = torch.tensor(value, dtype=torch.int64, device=device)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
     return int(number)
+
+
+def num_hosts(process_group: dist.ProcessGroup | None = None) -> int:
+    """Machines that the group's ranks are on, by their names; a collective step of them, on first use."""
+    group = process_group or dist.group.WORLD
+    if group is None:
+        return 1
+    if group not in _num_hosts:
+        names = [""] * dist.get_world_size(group)
+        dist.all_gather_object(names, platform.node(), group=group)
+        _num_hosts[group] = len(set(names))
+    return _num_hosts[group]
 
 
 def _tp_group(sizes: FusedMoEParallelConfig, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
