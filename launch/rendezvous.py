@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 import secrets
 import socket
+import sys
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
