@@ -50,18 +50,14 @@ def _best(moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -
     if moe_config.ep_size == 1:
         return "no_ep", "one rank holds every expert"
     capacity = moe_config.max_num_tokens
-    few = capacity <= DECODE_MAX_NUM_TOKENS
     on_cuda = torch.cuda.is_available() and dist.is_initialized() and "nccl" in _backend_names(process_group)
-    bound = f"a capacity of {capacity} tokens per rank ({'at most' if few else 'above'} {DECODE_MAX_NUM_TOKENS})"
-    if on_cuda:
-        name = "nvshmem_low_latency" if few else "nvshmem_high_throughput"
-        obstacle = _nvshmem_obstacle(name, moe_config, process_group)
-        if obstacle is None:
-            return name, f"GPUs of one host that reach each other's memory, and {bound}"
-        bound += f"; not {name}: {obstacle}"
-    if on_cuda and few:
-        return "batched_all_to_all", f"NCCL, and {bound}"
-    return "all_to_all", f"exact sizes, a token travels once to each destination rank, and {bound}"
+    if not on_cuda or capacity > DECODE_MAX_NUM_TOKENS:
+        return "all_to_all", "exact sizes, a token travels once to each destination rank"
+    few = f"a capacity of {capacity} tokens per rank (at most {DECODE_MAX_NUM_TOKENS})"
+    obstacle = _nvshmem_obstacle("nvshmem_low_latency", moe_config, process_group)
+    if obstacle is None:
+        return "nvshmem_low_latency", f"GPUs of one host that reach each other's memory, and {few}"
+    return "batched_all_to_all", f"NCCL, and {few}; not nvshmem_low_latency: {obstacle}"
 
 
 def _nvshmem_obstacle(name: str, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -> str | None:

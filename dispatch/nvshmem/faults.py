@@ -28,7 +28,7 @@ class FailureRecord:
         self.timeout_s = timeout_s
         self._ranks = ranks
         if words is None:
-            words = torch.zeros(_RANKS + ranks.size, dtype=torch.int32, pin_memory=True)
+            words = torch.zeros(_RANKS + ranks.size, dtype=torch.int32, device="cpu", pin_memory=True)
         self.words = words
         self._numbers = words.numpy()
 
