@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+_GANGS = Path(__file__).parent / "launch"
 _GPUS_NEEDED = {"gpu": 1, "gpu2": 2, "gpu8": 8}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_gpus = torch.cuda.device_count()
     for item in items:
+        if item.path.is_relative_to(_GANGS) or "ray" in item.name:
+            item.add_marker(pytest.mark.alone)
         for marker, needed in _GPUS_NEEDED.items():
             if item.get_closest_marker(marker) and num_gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {num_gpus}"))
