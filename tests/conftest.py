@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-_GANGS = Path(__file__).parent / "launch"
+# Files whose tests start gangs or clusters.
+_GANGS = ("test_local_gang", "test_ray_gang", "test_ray_job", "test_run", "test_run_eplb", "test_torchrun_gang")
 _GPUS_NEEDED = {"gpu": 1, "gpu2": 2, "gpu8": 8}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_gpus = torch.cuda.device_count()
     for item in items:
-        if item.path.is_relative_to(_GANGS) or "ray" in item.name:
+        if item.path.stem in _GANGS or "ray" in item.name:
             item.add_marker(pytest.mark.alone)
         for marker, needed in _GPUS_NEEDED.items():
             if item.get_closest_marker(marker) and num_gpus < needed:
