@@ -1,0 +1,146 @@
+"""What metrics cost: the same layers with nobody listening, and with a monitor that serves Prometheus.
+
+torchrun --nproc-per-node 4 scripts/bench_observability.py [--geometry deepseek-v3] [--json FILE]
+
+A step is a pass through --chain layers. Eager steps tell the monitor of every sampled stage; replayed ones are a CUDA
+graph that was captured while it listened. The ways take turns within one run; a row is one way at one number of tokens.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moe_ep.launch.gang_choice import GangConfig, start_gang
+from moe_ep.launch.option_values import geometry_name, output_file, whole_numbers
+from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, option
+from moe_ep.launch.rank_env import RankEnv
+
+_TURNS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservabilityConfig(GangConfig):
+    """The settings of one measurement."""
+
+    geometry: str = field(default="deepseek-v3", metadata=option(geometry_name, "a preset (deepseek-v3)"))
+    tokens: tuple[int, ...] = field(default=(1, 128), metadata=option(whole_numbers, "tokens of each rank (1,128)"))
+    chain: int = field(default=8, metadata=option(at_least(1), "layers of a step (8)"))
+    steps: int = field(default=64, metadata=option(at_least(1), "steps of a turn; one in 16 is sampled (64)"))
+    commit: str | None = field(default=None, metadata=option(str, "what to record outside a checkout", "HASH"))
+    json: Path | None = field(default=None, metadata=option(output_file, "append one JSON line a row", "FILE"))
+
+
+def measure(rank_env: RankEnv, config: ObservabilityConfig) -> list[dict[str, Any]]:
+    """One worker's part: the slowest rank's microseconds of a step, for every way and number of tokens."""
+    import torch
+    import torch.distributed as dist
+
+    from moe_ep.bench.geometries import preset
+    from moe_ep.bench.layers import BenchLayers, make_weights
+    from moe_ep.bench.results import facts
+    from moe_ep.bench.workload import parse_routing
+
+    device = torch.device(rank_env.device)
+    rows = []
+    with torch.inference_mode():
+        geometry, size = preset(config.geometry), rank_env.world_size
+        weights = make_weights(geometry, size, device, 0)
+        for tokens in config.tokens:
+            layers = BenchLayers(
+                geometry, ep_size=size, ep_rank=rank_env.rank, group=dist.group.WORLD if size > 1 else None,
+                backend="auto", capacity=tokens, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+                device=device, dispatch_dtype=None, eplb=False, weights=weights,
+            )  # fmt: skip
+            batches = layers.batches(parse_routing("uniform"), tokens, config.chain, 0)
+
+            def step(layers: Any = layers, batches: Any = batches) -> None:
+                for index, batch in enumerate(batches):
+                    layers.call(index, batch)
+
+            for way, times in _take_turns(step, device, config.steps, rank_env.rank).items():
+                rows.append({"geometry": geometry.name, "ep_size": size, "tokens": tokens, "way": way, **times})
+    return [row | facts(seed=0, commit=config.commit) for row in rows]
+
+
+def _take_turns(step: Callable[[], None], device: Any, steps: int, rank: int) -> dict[str, dict[str, float]]:
+    """The slowest rank's microseconds of a step of every way, medians of turns; ratio: over the way nobody watches."""
+    from moe_ep.bench.timing import capture, slowest_rank
+    from moe_ep.observability.metrics import PrometheusSink
+    from moe_ep.observability.monitor import LayerMonitor
+    from moe_ep.stages import listening
+
+    step()
+    sink = PrometheusSink(0)
+    monitor = LayerMonitor(sink, rank=rank, device=device)
+    ways: dict[str, tuple[Callable[[], Any], bool]] = {"eager": (step, False)}
+    if device.type == "cuda":
+        ways["graph"] = (capture(lambda _: step(), 1), False)
+    for name in list(ways):
+        with listening(monitor):
+            ways[f"{name}, monitored"] = (step if name == "eager" else capture(lambda _: step(), 1), True)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(1 + _TURNS):
+        for name, (run, monitored) in ways.items():
+            with listening(monitor) if monitored else nullcontext():
+                tell = partial(monitor.end_step, replayed="graph" in name) if monitored else None
+                times[name].append(_turn(run, tell, device, steps))
+    sink.close()
+    medians = {name: statistics.median(slowest_rank(found[1:])) for name, found in times.items()}
+    return {
+        name: {"us": round(us, 1), "ratio": round(us / medians[name.removesuffix(", monitored")], 4)}
+        for name, us in medians.items()
+    }
+
+
+def _turn(run: Callable[[], Any], tell: Callable[[], None] | None, device: Any, steps: int) -> float:
+    """Microseconds of a step, the mean over a turn."""
+    import torch
+    import torch.distributed as dist
+
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        run()
+        if tell is not None:
+            tell()
+    synchronize()
+    return (time.perf_counter() - start) / steps * 1e6
+
+
+def main() -> int:
+    parser = Parser(prog="bench_observability.py", description=(__doc__ or "").split("\n")[0])
+    add_flags(parser, ObservabilityConfig)
+    args = parser.parse_args()
+    try:
+        config, gang = start_gang(from_args(ObservabilityConfig, args))
+    except OptionError as error:
+        print(f"bench_observability.py: {error}", file=sys.stderr)
+        return 2
+    try:
+        results = gang.run(measure, config)
+    finally:
+        gang.close()
+    if gang.is_driver:
+        from moe_ep.bench.results import append_line, table
+
+        for row in results[0]:
+            if config.json is not None:
+                append_line(config.json, row)
+        columns = {"geometry": "geometry", "ep_size": "EP", "tokens": "T", "way": "way", "us": "us", "ratio": "ratio"}
+        print(table(results[0], columns))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
