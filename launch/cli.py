@@ -18,14 +18,19 @@ from moe_ep.launch.options import OptionError, Parser
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+def make_parser() -> Parser:
+    """All commands and their flags."""
     parser = Parser(prog="moe-ep", description="An expert-parallel runtime for mixture-of-experts layers.")
     parser.add_argument("--version", action="version", version=f"moe-ep {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for command in (run, generate, convert, bench, plot, plan, eplb, doctor):
         command.add_parser(subparsers)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    args = make_parser().parse_args(argv)
     args.shown = shlex.join(["moe-ep", *(sys.argv[1:] if argv is None else argv)])
     name = f"moe-ep {args.command}"
     terminated = False
