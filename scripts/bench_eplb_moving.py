@@ -28,23 +28,19 @@ from typing import Any
 os.environ["NCCL_NVLS_ENABLE"] = "0"
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from eplb_moving_model import NUM_DRAWS, Model, run_steps, swapped
+from eplb_moving_model import NEVER, Model, run_steps, swapped
+from eplb_skew_bench import skew_rows
+from eplb_transfer_bench import peer_bandwidth, stall_row, transfer_row
 
 from moe_ep.bench.results import append_line, facts, table
-from moe_ep.bench.timing import slowest_rank, timing_of
+from moe_ep.bench.timing import timing_of
 from moe_ep.eplb.config import EplbConfig
-from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.manager import EPLBManager
-from moe_ep.eplb.metrics import balancedness
-from moe_ep.eplb.moves import plan_moves
-from moe_ep.eplb.packing import ExpertRows
-from moe_ep.eplb.transports import choose_transport
 
-NEVER = 10**9
+PARTS = ("bare", "skew", "transfer", "stall", "moving")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -59,10 +55,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=numbers, default=[64, 128])
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--transports", type=lambda text: text.split(","), default=["peer_copies", "messages"])
-    parser.add_argument("--gb-s", type=numbers, default=[40, 10], help="paces of peer copies beside the model")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS, help=f"of {','.join(PARTS)}")
+    parser.add_argument("--gb-s", type=numbers, default=[40], help="paces of peer copies beside the model")
     parser.add_argument("--moves", type=int, default=2, help="experts that a rank gets a layer")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--zipf", type=float, default=0.8, help="for the tokens/s before and after; 0 leaves it out")
+    parser.add_argument("--zipf", type=float, default=0.8, help="for the tokens/s before and after a plan")
+    parser.add_argument("--objectives", type=lambda text: text.split(","), default=["tokens", "auto"], help="of plans")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="what to record where the script is not run from a git checkout")
     parser.add_argument("--json", type=Path, help="file to append the JSON lines to")
@@ -120,123 +118,6 @@ def moving_rows(model: Model, transport: str, gb_s: int | None) -> Iterator[dict
     manager.close()
 
 
-def stall_row(model: Model, transport: str) -> dict[str, Any]:
-    """How long the synchronous form holds a step up: the same moves of all layers, and every expert of all layers."""
-    manager = EPLBManager(
-        model.layers,
-        EplbConfig(first_plan=NEVER, planner="thread", transport=transport, asynchronous=False, timeout_s=60),
-    )
-    stalls = {}
-    for name, moves in (("few", model.args.moves), ("all", model.num_slots // model.size)):
-        times = []
-        for number in range(3):
-            target = swapped(manager.placement.host, model.size, moves, number)
-            _wait(model.device)
-            start = time.perf_counter()
-            manager.rearrange(target)
-            _wait(model.device)
-            times.append((time.perf_counter() - start) * 1e3)
-        stalls[f"{name}_ms"] = sorted(slowest_rank(times))[1]
-    model.check(manager.placement.host)
-    manager.close()
-    return {"kind": "stall", "transport": transport, "moves": model.args.moves, **stalls}
-
-
-def transfer_row(model: Model, transport: str) -> dict[str, Any]:
-    """GB/s that arrive at a rank when every expert of a layer goes to the next one and nothing else runs."""
-    device = model.device
-    rows = ExpertRows(model.layers[0].expert_weights())
-    config = EplbConfig(transport=transport, asynchronous=False, timeout_s=60)
-    channel = SideChannel(model.layers[0].groups.ep, 60)
-    carrier = choose_transport(channel, model.layers[0].groups.ep, [rows], config)
-    staging = torch.zeros(rows.staging_bytes, dtype=torch.uint8, device=device)
-    per_rank = model.num_slots // model.size
-    found = {}
-    for name, moves in (("all", per_rank), ("half", per_rank // 2)):
-        old = np.arange(model.num_slots)
-        new = swapped(old[None], model.size, moves, 0)[0]
-        plan = plan_moves(old, new, model.size, model.rank)
-        times = []
-        for number in range(4):
-            _wait(device)
-            start = time.perf_counter()
-            intact = carrier.fetch(rows, plan, rows.rows(staging), number)
-            times.append(time.perf_counter() - start)
-            if not intact:
-                raise RuntimeError("an expert arrived broken")
-        seconds = sorted(slowest_rank(times[1:]))[1]
-        found[f"{name}_gb_s"] = plan.num_received * rows.expert_bytes / seconds / 1e9
-    carrier.close()
-    return {"kind": "transfer", "transport": transport, **found}
-
-
-def peer_bandwidth(model: Model) -> dict[str, Any]:
-    """GB/s that leave a GPU: a copy into a neighbour's memory, and large messages round a ring."""
-    size = (1 << 30) if model.device.type == "cuda" else 1 << 22
-    out = torch.zeros(size, dtype=torch.uint8, device=model.device)
-    into = torch.empty_like(out)
-    after, before = (model.rank + 1) % model.size, (model.rank - 1) % model.size
-    times = []
-    for _ in range(5):
-        _wait(model.device)
-        start = time.perf_counter()
-        operations = [dist.P2POp(dist.isend, out, after), dist.P2POp(dist.irecv, into, before)]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    ring = size / sorted(slowest_rank(times[1:]))[2] / 1e9
-    copy = 0.0
-    if model.device.type == "cuda" and model.rank == 0:
-        there = torch.empty_like(out, device="cuda:1")
-        there.copy_(out)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(5):
-            there.copy_(out)
-        torch.cuda.synchronize()
-        copy = 5 * size / (time.perf_counter() - start) / 1e9
-    dist.barrier()
-    return {"kind": "peer", "ring_gb_s": ring, "copy_gb_s": slowest_rank([copy])[0]}
-
-
-def skew_rows(model: Model, T: int) -> list[dict[str, Any]]:
-    """Tokens/s with uniform routing, with Zipf routing, and with Zipf routing after a plan from it."""
-    args = model.args
-    # A plan window of its own draws: the steps that are timed choose from the same popularity, not the same choices.
-    config = EplbConfig(first_plan=NEVER, window_size=NUM_DRAWS, timeout_s=60)
-    start = np.tile(np.arange(model.num_slots) % model.geometry.num_experts, (args.layers, 1))
-    manager = EPLBManager(model.layers, config, placement=start)
-    static, replay = model.capture(T)
-    uniform, skewed = model.draw(T, 0.0), model.draw(T, args.zipf)
-    rows = []
-
-    def measure(what: str, draws: list[list[torch.Tensor]]) -> None:
-        times, _ = run_steps(model, static, replay, draws, args.steps // 2, manager)
-        counts = manager.recorder.snapshot().sum(dim=0).double()
-        dist.all_reduce(counts)
-        rows.append(
-            {
-                "kind": "skew", "what": what, "tokens_per_rank": T, "median_us": timing_of(times).median,
-                "tokens_per_s": T * model.size * len(times) / sum(times) * 1e6,
-                "balancedness": balancedness(counts.unflatten(1, (model.size, -1)).sum(2).cpu()),
-            }
-        )  # fmt: skip
-
-    measure("uniform", uniform)
-    measure(f"zipf({args.zipf:g}), as placed", skewed)
-    manager.plan_now()
-    manager.finish()
-    measure(f"zipf({args.zipf:g}), balanced", skewed)
-    for row in rows:
-        row["of_uniform"] = row["tokens_per_s"] / rows[0]["tokens_per_s"]
-    rows[-1]["experts_moved"] = manager.totals.experts_moved
-    model.check(manager.placement.host)
-    manager.close()
-    return rows
-
-
 def _slowest(times: list[float], events: list[str]) -> list[tuple[float, str, int]]:
     """The eight slowest steps: microseconds, the last event up to each, and how many steps ago that was."""
     found = []
@@ -244,14 +125,6 @@ def _slowest(times: list[float], events: list[str]) -> list[tuple[float, str, in
         last = next((i for i in range(index, -1, -1) if events[i]), 0)
         found.append((round(times[index], 1), events[last], index - last))
     return found
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def run_rank(rank: int, size: int, args: argparse.Namespace, init_method: str) -> None:
@@ -283,16 +156,20 @@ def run_rank(rank: int, size: int, args: argparse.Namespace, init_method: str) -
                     append_line(args.json, row | setting | about)
 
         T = max(args.tokens)
-        bare, _ = run_steps(model, *model.capture(T), model.draw(T, 0.0), args.steps // 2, None)
-        keep(peer_bandwidth(model), steps_row("no manager", T, bare, bare))
+        if "bare" in args.parts:
+            bare, _ = run_steps(model, *model.capture(T), model.draw(T, 0.0), args.steps // 2, None)
+            keep(peer_bandwidth(model), steps_row("no manager", T, bare, bare))
+        if "skew" in args.parts:
+            for row in skew_rows(model, T):
+                keep(row)
         for transport in args.transports:
-            keep(transfer_row(model, transport))
-            keep(stall_row(model, transport))
+            if "transfer" in args.parts:
+                keep(transfer_row(model, transport))
+            if "stall" in args.parts:
+                keep(stall_row(model, transport))
             for gb_s in args.gb_s if transport == "peer_copies" else [None]:
-                for row in moving_rows(model, transport, gb_s):
+                for row in moving_rows(model, transport, gb_s) if "moving" in args.parts else ():
                     keep(row)
-            if args.zipf and transport == args.transports[0]:
-                keep(*skew_rows(model, max(args.tokens)))
     if rank == 0:
         tell(rows)
     dist.barrier()
@@ -315,7 +192,8 @@ def tell(rows: list[dict[str, Any]]) -> None:
         "stall": {"transport": "transport", "moves": "moves", "few_ms": "stall ms", "all_ms": "all experts ms"},
         "skew": {
             "what": "routing", "tokens_per_rank": "T", "tokens_per_s": "tokens/s", "of_uniform": "of uniform",
-            "balancedness": "balancedness", "median_us": "median us", "experts_moved": "experts moved",
+            "balancedness": "balancedness", "median_us": "median us", "active_most": "active experts",
+            "tiles_most": "tiles", "experts_moved": "experts moved",
         },
     }  # fmt: skip
     for kind, names in columns.items():

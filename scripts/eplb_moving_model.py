@@ -20,6 +20,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.layer import FusedMoE
 
+NEVER = 10**9
 RUN_AHEAD = 2
 NUM_DRAWS = 16
 
@@ -54,8 +55,8 @@ class Model:
             ]
         self.sums = self._sums_by_expert()
 
-    def draw(self, T: int, zipf: float) -> list[list[torch.Tensor]]:
-        """Logits `[T, E]` of every layer, NUM_DRAWS times."""
+    def draw(self, T: int, zipf: float, first: int = 0) -> list[list[torch.Tensor]]:
+        """Logits `[T, E]` of every layer, NUM_DRAWS times, from draw number `first` on."""
         routing = parse_routing(f"zipf:{zipf:g}")
         geometry = self.geometry
         return [
@@ -66,14 +67,14 @@ class Model:
                 ).to(self.device)
                 for layer in range(len(self.layers))
             ]
-            for draw in range(NUM_DRAWS)
+            for draw in range(first, first + NUM_DRAWS)
         ]  # fmt: skip
 
     def capture(self, T: int) -> tuple[list[torch.Tensor], Callable[[], Any]]:
         """(static logits of the layers, one step)."""
         generator = torch.Generator(self.device).manual_seed(self.rank)
         x = torch.randn(T, self.geometry.hidden_size, device=self.device, generator=generator).to(self.dtype)
-        logits = [part.clone() for part in self.draw(T, 0.0)[0]]
+        logits = [torch.zeros(T, self.geometry.num_experts, device=self.device) for _ in self.layers]
 
         def step() -> None:
             y = x

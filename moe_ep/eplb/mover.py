@@ -81,6 +81,16 @@ class LayerMover:
             self._stream.wait_event(self._committed)
             return tensor.cpu()
 
+    def begin(self, number: int) -> None:
+        """Begins a rearrangement of some layers, each at most once; a collective step of the moving threads.
+
+        Raises:
+            EplbError: a rank did not begin before the deadline.
+            TimeoutError: the GPU did not get so far.
+        """
+        self._wait_for_commit()
+        self._transport.begin(number)
+
     def fetch(self, layer: int, new: Array, stamp: int) -> bool:
         """Brings a layer's new experts into the staging buffer; returns when they are there, False where one is broken.
 
@@ -90,8 +100,7 @@ class LayerMover:
         """
         experts = self._experts[layer]
         moves = plan_moves(self._placement.host[layer], new, self._num_ranks, self._rank, self._ranks_per_host)
-        if self._committed is not None:
-            wait_for_event(self._committed, time.monotonic() + self._timeout_s)
+        self._wait_for_commit()
         with torch.inference_mode(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._placement.stage(new)
             intact = self._transport.fetch(experts, moves, experts.rows(self._staging), stamp)
@@ -121,6 +130,10 @@ class LayerMover:
     def close(self) -> None:
         """Gives back what the transport holds."""
         self._transport.close()
+
+    def _wait_for_commit(self) -> None:
+        if self._committed is not None:
+            wait_for_event(self._committed, time.monotonic() + self._timeout_s)
 
     def serving_is_at(self) -> None:
         """Has the next transfer wait for what the serving thread has queued so far."""

@@ -8,10 +8,11 @@ While the model serves, copies are paced: they take a share of the memory bandwi
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.transfer import digest, wait_for_event
 
 _HANDLE_BYTES = 64
+# One stream of copies leaves a gap behind each of them; more of them fill it.
+_NUM_STREAMS = 4
 # A paced copy is cut into parts that are this far apart, so that none holds up the model's own messages for long.
 _BEAT_S = 1e-4
 # A handle as int64 words, and the offset in its allocation.
@@ -43,6 +46,14 @@ class _Part(NamedTuple):
     start: int
 
 
+class _Piece(NamedTuple):
+    """Bytes to be copied from one address to another."""
+
+    target: int
+    source: int
+    size: int
+
+
 class PeerCopyTransport:
     """Copies over NVLink or PCIe between GPUs of one host; making it is a collective step.
 
@@ -58,6 +69,8 @@ class PeerCopyTransport:
         self, channel: SideChannel, layers: Sequence[ExpertRows], timeout_s: float, bytes_per_s: float | None
     ) -> None:
         self._channel, self._timeout_s, self._bytes_per_s = channel, timeout_s, bytes_per_s
+        # Paced copies wait for the host anyway.
+        self._streams = [torch.cuda.Stream(layers[0].device) for _ in range(0 if bytes_per_s else _NUM_STREAMS)]
         self._opened: dict[tuple[int, bytes], int] = {}
         self._layers: dict[ExpertRows, list[_Part]] = {}
         parts = [(part, start) for experts in layers for part, start in experts.parts]
@@ -89,34 +102,34 @@ class PeerCopyTransport:
             ]
             index += len(experts.parts)
 
-    def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
-        """Brings every expert that is new on this rank into its staging row, on the current stream; always True.
+    def begin(self, number: int) -> None:
+        """Has all ranks begin a rearrangement together: what was committed before is in every peer's weights.
 
-        All ranks begin together, because a peer's weights must be those of the placement before.
+        Until a layer's own commit, which all ranks wait for with one another, its weights stay as they are.
+        """
+        self._channel.gather("the begin of the transfers", [number])
+
+    def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
+        """Brings every expert that is new on this rank into its staging row, behind the current stream; always True.
 
         Raises:
-            EplbError: a rank did not begin before the deadline.
             TimeoutError: the copies did not end before the deadline.
         """
-        self._channel.gather("the begin of a transfer", [stamp])
-        stream = torch.cuda.current_stream(experts.device)
         deadline = time.monotonic() + self._timeout_s
-        rank, started, copied = self._channel.rank, time.monotonic(), 0
-        copy = _copier(stream.cuda_stream)
-        whole = max(part.slot_bytes for part in self._layers[experts])
-        chunk = whole if self._bytes_per_s is None else max(1 << 16, int(self._bytes_per_s * _BEAT_S))
-        wanted = [(slot, row, rank) for _, slot, row in moves.copies]
-        wanted += [(slot, row, source) for part in moves.rounds for _, row, source, slot in part.receives]
-        for slot, row, source in wanted:
-            for part in self._layers[experts]:
-                address, target = part.addresses[source] + slot * part.slot_bytes, rows[row].data_ptr() + part.start
-                for done in range(0, part.slot_bytes, chunk):
-                    size = min(chunk, part.slot_bytes - done)
-                    copy(target + done, address + done, size)
-                    copied += size
-                    self._pace(copied, started)
+        pieces = self._pieces(experts, moves, rows)
+        current = torch.cuda.current_stream(experts.device)
+        begun = torch.cuda.Event()
+        begun.record(current)
+        for stream in self._streams:
+            stream.wait_event(begun)
+        if self._bytes_per_s is None:
+            _copy_all(self._streams, pieces)
+        else:
+            _copy_paced(current, pieces, self._bytes_per_s)
+        for stream in self._streams:
+            current.wait_stream(stream)
         event = torch.cuda.Event()
-        event.record(stream)
+        event.record(current)
         wait_for_event(event, deadline)
         return True
 
@@ -126,11 +139,14 @@ class PeerCopyTransport:
             _call("cuIpcCloseMemHandle", pointer)
         self._opened.clear()
 
-    def _pace(self, copied: int, started: float) -> None:
-        if self._bytes_per_s is not None:
-            ahead = copied / self._bytes_per_s - (time.monotonic() - started)
-            if ahead > 0:
-                time.sleep(ahead)
+    def _pieces(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor) -> Iterator[_Piece]:
+        """Every tensor of every expert that is new here."""
+        wanted = [(slot, row, self._channel.rank) for _, slot, row in moves.copies]
+        wanted += [(slot, row, source) for part in moves.rounds for _, row, source, slot in part.receives]
+        for slot, row, source in wanted:
+            for part in self._layers[experts]:
+                address = part.addresses[source] + slot * part.slot_bytes
+                yield _Piece(rows[row].data_ptr() + part.start, address, part.slot_bytes)
 
     def _open(self, rank: int, words: list[int]) -> list[int]:
         """The addresses here of what a rank exported."""
@@ -147,6 +163,26 @@ class PeerCopyTransport:
         """This rank's reason, or that another one has one."""
         failed = [rank for rank, row in enumerate(self._channel.gather("what they can", [bool(reason)])) if row[0]]
         return reason or (f"EP rank {failed[0]} cannot" if failed else "")
+
+
+def _copy_all(streams: Sequence[torch.cuda.Stream], pieces: Iterable[_Piece]) -> None:
+    """Queues the pieces on the streams in turn."""
+    for piece, copy in zip(pieces, itertools.cycle([_copier(stream.cuda_stream) for stream in streams])):
+        copy(*piece)
+
+
+def _copy_paced(stream: torch.cuda.Stream, pieces: Iterable[_Piece], bytes_per_s: float) -> None:
+    """Queues the pieces on a stream, at most so many bytes a second of the host's clock."""
+    copy, started, copied = _copier(stream.cuda_stream), time.monotonic(), 0
+    chunk = max(1 << 16, int(bytes_per_s * _BEAT_S))
+    for target, source, whole in pieces:
+        for done in range(0, whole, chunk):
+            size = min(chunk, whole - done)
+            copy(target + done, source + done, size)
+            copied += size
+            ahead = copied / bytes_per_s - (time.monotonic() - started)
+            if ahead > 0:
+                time.sleep(ahead)
 
 
 def _export(part: torch.Tensor) -> list[int]:

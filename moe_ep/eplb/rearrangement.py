@@ -86,6 +86,8 @@ class Rearrangement:
         try:
             target = self._target_of(job)
             changed = [] if target is None else self._changed_layers(target)
+            if changed:
+                self._mover.begin(job.number)
             for layer in changed:
                 self._move_layer(job, layer, target[layer], asynchronous)  # type: ignore[index]
             if asynchronous:

@@ -47,6 +47,10 @@ class MessageTransport:
         """The group is torch.distributed's to destroy."""
         return
 
+    def begin(self, number: int) -> None:
+        """Nothing: messages come when they are sent."""
+        return
+
     def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
         """Brings every expert that is new on this rank into its staging row; False where one arrived broken.
 

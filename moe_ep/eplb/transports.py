@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 class Transport(Protocol):
     """A way for experts to come to this rank's staging buffer."""
 
+    def begin(self, number: int) -> None:
+        """Called by all ranks before the first layer of a rearrangement, when what was committed before is done."""
+
     def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
         """Brings a layer's new experts into their rows and waits for them; False where one arrived broken."""
 
