@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 TESTS  ?= tests
-# Files of tests that run at a time. Those that start gangs come after them, alone: they hold clusters to deadlines.
+# Files of tests that run at a time. Those that start gangs come after the others: they hold clusters to deadlines.
 # (5 is pytest's word for no tests of that kind.)
 JOBS   ?= 2
 ARGS   ?=
@@ -24,8 +24,8 @@ run: $(VENV)/.installed
 	$(BIN)/moe-ep run $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not alone" $(TESTS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest -m alone $(TESTS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not gang" $(TESTS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m gang $(TESTS) || [ $$? -eq 5 ]
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_gpus = torch.cuda.device_count()
     for item in items:
         if item.path.stem in _GANGS or "ray" in item.name:
-            item.add_marker(pytest.mark.alone)
+            item.add_marker(pytest.mark.gang)
         for marker, needed in _GPUS_NEEDED.items():
             if item.get_closest_marker(marker) and num_gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {num_gpus}"))
