@@ -72,12 +72,13 @@ def _scaling(axes: Axes, rows: list[Row]) -> None:
 
 
 def _latency(axes: Axes, rows: list[Row]) -> None:
-    for index, (name, series) in enumerate(
-        _series(rows, "tokens_per_rank", ("ep_size", "backend", "wire", "routing", "eplb"))
-    ):
+    keys = ("ep_size", "asked_backend", "wire", "routing", "eplb")
+    for index, (name, series) in enumerate(_series(rows, "tokens_per_rank", keys)):
         tokens, times = zip(*((row["tokens_per_rank"], row["us"]) for row in series), strict=True)
         axes.plot(tokens, times, label=name, **_style(index))
     _logarithmic(axes, "tokens per rank", "microseconds, slowest rank")
+    ticks = sorted({row["tokens_per_rank"] for row in rows})
+    axes.set_xticks(ticks, labels=list(map(str, ticks)))
 
 
 def _stages(axes: Axes, rows: list[Row]) -> None:
@@ -90,10 +91,9 @@ def _stages(axes: Axes, rows: list[Row]) -> None:
         widths = [row["stages_us"].get(stage, 0.0) for row in shown]
         axes.barh(range(len(shown)), widths, left=start, label=stage, color=grey, hatch=hatch, edgecolor="white")
         start = [left + width for left, width in zip(start, widths, strict=True)]
-    labels = [
-        f"EP {row['ep_size']} {row['backend']} {row['wire']} {row['routing']}, EPLB {row['eplb']}" for row in shown
-    ]
-    axes.set_yticks(range(len(shown)), labels=labels, fontsize=6)
+    differing = [key for key in ("backend", "wire", "routing", "eplb") if len({row[key] for row in shown}) > 1]
+    labels = [", ".join(f"{_WORDS.get(key, '')}{row[key]}" for key in ("ep_size", *differing)) for row in shown]
+    axes.set_yticks(range(len(shown)), labels=labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(f"microseconds of each stage, {tokens} tokens")
     axes.legend(fontsize=8)
