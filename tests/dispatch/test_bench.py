@@ -25,7 +25,8 @@ def test_rows(tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.jsonl"
     command = [
         sys.executable, str(SCRIPT), "--device", "cpu", "--ranks", "2", "--hidden", "64", "--experts", "10",
-        "--topk", "3", "--graph-tokens", "1", "--eager-tokens", "5", "--repeats", "2", "--chain", "2", "--routing", "one_rank", "--json", str(rows_file),
+        "--topk", "3", "--graph-tokens", "1", "--eager-tokens", "5", "--repeats", "2", "--chain", "2",
+        "--routing", "one_rank", "--json", str(rows_file),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
