@@ -71,17 +71,11 @@ def _ep_sizes(config: ScalingConfig, world_size: int) -> tuple[int, ...]:
 
 
 def _tell(config: ScalingConfig, rows: list[dict[str, Any]]) -> None:
-    from moe_ep.bench.results import append_line, table
+    from moe_ep.bench.results import append_line
+    from moe_ep.bench.scaling_tables import as_text
 
     if config.json is not None:
         for row in rows:
             append_line(config.json, row)
-    shown = [row | {f"{name}_us": us for name, us in row["stages_us"].items()} for row in rows]
-    columns = {
-        "geometry": "geometry", "ep_size": "EP", "phase": "phase", "tokens_per_rank": "T", "backend": "backend",
-        "wire": "wire", "routing": "routing", "eplb": "eplb", "us": "us", "p99_us": "p99", "route_us": "route",
-        "dispatch_us": "dispatch", "experts_us": "experts", "combine_us": "combine", "floor_over_time": "floor/time",
-        "tokens_per_s_per_gpu": "tok/s/rank", "efficiency": "efficiency", "balancedness": "balance",
-    }  # fmt: skip
-    print(table(shown, columns))
+    print(as_text(rows))
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""moe-ep plot: pictures of a scaling benchmark's results."""
+"""moe-ep plot: pictures and tables of a scaling benchmark's results."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ def _folder(raw: str) -> Path:
 class PlotConfig:
     """The settings of `moe-ep plot`."""
 
-    out: Path = field(default=Path(), metadata=option(_folder, "folder for the PNG files; the current one", "DIR"))
+    out: Path = field(default=Path(), metadata=option(_folder, "folder for the files; the current one", "DIR"))
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser(
         "plot",
-        help="pictures of a scaling benchmark",
-        description="Draws scaling, stages, latency and load from the JSON lines of `moe-ep bench scaling`.",
+        help="pictures and tables of a scaling benchmark",
+        description=(
+            "Draws scaling, stages, latency and load from the JSON lines of `moe-ep bench scaling`, and writes its rows "
+            "as markdown tables."
+        ),
     )
     parser.add_argument("file", metavar="FILE", help="what --json of the benchmark wrote")
     add_flags(parser, PlotConfig)
@@ -38,13 +41,17 @@ def main(args: argparse.Namespace) -> int:
     config = from_args(PlotConfig, args)
     from moe_ep.bench.plots import plot_scaling
     from moe_ep.bench.results import read_lines
+    from moe_ep.bench.scaling_tables import as_markdown
 
     path = Path(args.file).expanduser()
     if not path.is_file():
         raise OptionError(f"FILE is {args.file!r}; it must be a file that a benchmark wrote, and there is none")
     try:
-        written = plot_scaling(read_lines(path), config.out)
+        rows = read_lines(path)
+        written = plot_scaling(rows, config.out)
     except ValueError as error:
         raise OptionError(f"FILE is {args.file!r}; {error}") from None
-    print("\n".join(map(str, written)))
+    tables = config.out / "tables.md"
+    tables.write_text(as_markdown(rows), encoding="utf-8")
+    print("\n".join(map(str, [*written, tables])))
     return 0

@@ -89,6 +89,16 @@ def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
+def markdown_table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
+    """The same as a markdown table."""
+    lines = [
+        list(columns.values()),
+        ["---"] * len(columns),
+        *[[_cell(row.get(key)) for key in columns] for row in rows],
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return "-"

@@ -57,7 +57,11 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(tmp_path: Path) ->
     done = run(sys.executable, "-m", "moe_ep.launch", "plot", str(path), "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     pictures = [tmp_path / f"small-{kind}.png" for kind in ("scaling", "stages", "latency", "load")]
-    assert done.stdout.split() == list(map(str, pictures))
+    tables = tmp_path / "tables.md"
+    assert done.stdout.split() == list(map(str, [*pictures, tables]))
+    headings, _, *lines = tables.read_text().splitlines()[2:]
+    assert headings.startswith("| EP | phase | T | backend | us |") and "routing" not in headings
+    assert [line.split(" | ")[0] for line in lines] == [f"| {row['ep_size']}" for row in rows]
     for picture in pictures:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
