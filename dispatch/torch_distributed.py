@@ -243,8 +243,8 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         return hook, receive
 
 
-def _tensors_of(result: PrepareResult | None) -> list[torch.Tensor]:
-    if result is None:
+def _tensors_of(result: PrepareResult | Pending | None) -> list[torch.Tensor]:
+    if result is None or isinstance(result, Pending):
         return []
     rows, scales, meta, ids, weights = result
     counts = None if meta is None else meta.expert_num_tokens

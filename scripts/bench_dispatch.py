@@ -79,12 +79,13 @@ def measure(
     """The row of one setting; without times, and with what is wrong, where its output is."""
     device = workload.device
     step = workload.step(setting)
+    graph = setting.graph and step.capturable
     row: dict[str, Any] = {
         "backend": setting.backend,
         "wire": "fp8" if setting.fp8 else "bf16",
         "tokens_per_rank": setting.num_tokens,
         "capacity": setting.capacity,
-        "mode": "graph" if setting.graph else "eager",
+        "mode": "graph" if graph else "eager",
         "num_sms": step.num_sms,
     }
     step()
@@ -93,13 +94,13 @@ def measure(
     step.check()
     if int(wrong):
         return {**row, "error": f"the output is wrong on {int(wrong)} of {workload.size} ranks"}
-    how = {"graph": setting.graph, "chain": args.chain, "repeats": args.repeats}
+    how = {"graph": graph, "chain": args.chain, "repeats": args.repeats}
     timing = time_pairs(step, device, **how)
-    if device.type == "cuda" and not setting.graph:
+    if device.type == "cuda" and not graph:
         halves = time_halves(step, device, max(3, args.repeats // 4))
         row["dispatch_us"], row["combine_us"] = (round(half, 1) for half in halves)
     if args.kernels and device.type == "cuda":
-        row["kernels_us"] = time_kernels(step, device, setting.graph)
+        row["kernels_us"] = time_kernels(step, device, graph)
     step.check()
     there, back = workload.bytes_per_peer(setting)
     leaving = torch.tensor(
@@ -107,7 +108,7 @@ def measure(
     )
     dist.all_reduce(leaving, op=dist.ReduceOp.MAX)
     # Backends that send the same bytes share the time of the collectives.
-    key = (int(leaving), setting.num_tokens, setting.graph)
+    key = (int(leaving), setting.num_tokens, graph)
     if key not in raw_times:
         raw_times[key] = time_pairs(raw_pair(there, back, device), device, **how)
     raw = raw_times[key]

@@ -27,7 +27,13 @@ _ROOMY = "nvshmem_low_latency"
 
 
 class Setting(NamedTuple):
-    """A row of the benchmark; `backend` may end in BY_REFERENCE, `num_sms` None leaves it to the backend."""
+    """A row of the benchmark.
+
+    Attributes:
+        backend: a name, which may end in BY_REFERENCE.
+        graph: in a CUDA graph, where the backend can be.
+        num_sms: None leaves it to the backend.
+    """
 
     backend: str
     fp8: bool
@@ -79,6 +85,7 @@ class Step(NamedTuple):
         is_wrong: a bool `[]`: whether one step's output differs from what it must be, in any bit.
         check: what a backend says of waits that failed.
         num_sms: of a backend that has the choice.
+        capturable: whether it may be a part of a CUDA graph.
     """
 
     prepare: Callable[[], Any]
@@ -86,6 +93,7 @@ class Step(NamedTuple):
     is_wrong: Callable[[], torch.Tensor]
     check: Callable[[], None]
     num_sms: int | None
+    capturable: bool
 
     def __call__(self, _: int = 0) -> None:
         self.finalize(self.prepare())
@@ -170,7 +178,9 @@ class Workload:
             return torch.tensor(not torch.equal(output, expected), dtype=torch.int32, device=self.device)
 
         check = getattr(backend, "check", lambda: None)
-        return Step(prepare, finalize, is_wrong, check, getattr(backend, "num_sms", None))
+        return Step(
+            prepare, finalize, is_wrong, check, getattr(backend, "num_sms", None), backend.supports_cuda_graph()
+        )
 
     def _expected(
         self, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, fp8: bool, batched: bool

@@ -1,15 +1,15 @@
 """Prefill over NVLink: a token is written once into the memory of each rank that has one of its experts.
 
 Rows go straight to where the experts read them, in the order and with the ids of `all_to_all`, so 16-bit rows are not
-copied after they arrived; e4m3 ones are dequantized in a pass of their own. For that the ranks first tell each other
-how many rows they send, in a kernel of its own; the price is symmetric memory for the most rows that can arrive, R *
-max_num_tokens, and the gain is one pass over memory less and no flow control. All layers of one shape share that
-memory, with room for one batch between prepare and finalize.
+copied after they arrived; e4m3 ones are turned into plain rows as they come, and results are added up at home as they
+come. For that the ranks first tell each other how many rows they send, in a kernel of its own; the price is symmetric
+memory for the most rows that can arrive, R * max_num_tokens, and the gain is one pass over memory less and no flow
+control. All layers of one shape share that memory, with room for `batches_in_flight` between prepare and finalize.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,36 +19,42 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
 from moe_ep.dispatch.batch import Batch, Pending
 from moe_ep.dispatch.nvshmem import arena
-from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, NAME, Block, Layout, kernel_source, params_type
-from moe_ep.dispatch.payload import make_send_plan
+from moe_ep.dispatch.nvshmem.high_throughput_block import (
+    KERNELS,
+    NAME,
+    BatchParts,
+    Block,
+    Layout,
+    kernel_source,
+    params_type,
+)
 from moe_ep.dispatch.rank_group import HostCopy
 from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels import jit
-from moe_ep.kernels.dispatch_rows import sum_rows
-from moe_ep.kernels.quantize import dequantize_rows, quantized_row_bytes
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 
 MAX_RANKS = 8
 # Within 5 % of the best with 16-bit rows on 4 H200 (docs/benchmarks/nvshmem.md).
 DEFAULT_NUM_SMS = 32
-_THREADS = {"counts": 64, "dispatch": 1024, "combine": 1024}
+_THREADS = 1024
 
 
 @dataclass(frozen=True)
 class _Handle:
-    batch: int
-    slots: torch.Tensor
+    parts: BatchParts
+    number: int
+    num_tokens: int
     rows: int
 
 
 class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
     """Standard format over NVLink for up to max_num_tokens of every rank; prefill.
 
-    Rows, ids and weights are those of `all_to_all`, bit for bit, and so is what the combine leaves. They are views of
-    symmetric memory (but for rows that were e4m3), valid until the next prepare of a layer of this shape. The host
-    waits for one number, the rows that arrive, while they travel. Under CUDA-graph capture it waits for nothing: all R
-    * max_num_tokens rows are returned, with ids of -1 where none arrived.
+    Rows, ids and weights are those of `all_to_all`, bit for bit and always in one order, and so is what the combine
+    leaves. They are views of memory that is valid until `batches_in_flight` more batches were prepared by layers of
+    this shape. The host waits for one number, the rows that arrive, while they travel. Under CUDA-graph capture it
+    waits for nothing: all R * max_num_tokens rows are returned, with ids of -1 where none arrived.
 
     Every wait ends after MOE_EP_NVSHMEM_TIMEOUT_S, and the next call (or `check`) raises DispatchTimeoutError.
 
@@ -57,6 +63,7 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         quant_config: its dispatch_dtype is that of rows on the wire.
         process_group: the EP ranks, at most 8 that reach each other's memory.
         num_sms: SMs that move rows.
+        batches_in_flight: batches that may be between prepare and finalize; each has symmetric memory of its own.
 
     Raises:
         ValueError: what the kernels cannot do, or ranks that are configured differently.
@@ -69,21 +76,16 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         quant_config: FusedMoEQuantConfig | None = None,
         process_group: dist.ProcessGroup | None = None,
         num_sms: int = DEFAULT_NUM_SMS,
+        batches_in_flight: int = 1,
     ) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group)
         _check_supported(moe_config)
-        if num_sms < 1:
-            raise ValueError(f"num_sms is {num_sms}; it must be at least 1")
-        self.num_sms = num_sms
-        self._layout = Layout(
-            num_ranks=moe_config.ep_size,
-            capacity=max(moe_config.max_num_tokens, 1),
-            hidden_size=moe_config.hidden_dim,
-            topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
-            fp8=quant_config is not None and quant_config.dispatch_dtype is not None,
-        )
-        facts = {"layout": self._layout, "in_dtype": moe_config.in_dtype, "num_experts": moe_config.num_experts}
-        self._block = Block.of(self._layout, self.ranks, facts)
+        for name, value in (("num_sms", num_sms), ("batches_in_flight", batches_in_flight)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        self.num_sms, self.turn_rows = num_sms, 1
+        self._layout = _layout(moe_config, quant_config, batches_in_flight)
+        self._block = Block.of(self._layout, self.ranks, moe_config.in_dtype, _facts(moe_config, self._layout))
         device = torch.device("cuda", torch.cuda.current_device())
         self._kernels = {
             name: jit.load(kernel_source(name, self._layout, moe_config.in_dtype), device) for name in KERNELS
@@ -94,15 +96,24 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
     def unusable_reason(cls) -> str | None:
         return arena.unusable_reason() or jit.unusable_reason()
 
+    @staticmethod
+    def size_hint(
+        moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None = None, batches_in_flight: int = 1
+    ) -> dict[str, int]:
+        """Bytes that one backend of this shape takes on each rank.
+
+        Returns:
+            "symmetric": of the arena, and "plain": of device memory beside it; both shared by all backends of this
+            shape.
+        """
+        layout = _layout(moe_config, quant_config, batches_in_flight)
+        return {"symmetric": layout.symmetric_bytes, "plain": layout.plain_bytes}
+
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
 
     def supports_cuda_graph(self) -> bool:
         return True
-
-    def supports_async(self) -> bool:
-        """One batch at a time."""
-        return False
 
     def max_num_tokens_per_rank(self) -> int | None:
         return self.moe_config.max_num_tokens
@@ -111,30 +122,60 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         """DispatchTimeoutError where a wait of a kernel that has ended was in vain; waits for nothing."""
         self._block.record.check()
 
+    def recover(self, dead: Sequence[int]) -> None:
+        """Goes on without the EP ranks `dead`, whose slots add nothing from now on; all other ranks call it together.
+
+        Batches between prepare and finalize are given up. Layers of one shape share what this mends.
+        """
+        self._open.clear()
+        self._block.recover(dead)
+
+    def tokens_hit(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """bool `[T]`: tokens of which some slot is lost, because its expert's rank was declared dead."""
+        lost = torch.tensor([rank not in self._block.alive for rank in range(self.ranks.size)], device=topk_ids.device)
+        owners = self._owners_of(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
+        return (lost[owners] & (topk_ids >= 0)).any(dim=1)
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+    ) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
+        """As the contract says; everything is queued at once on a stream of its own, and the receiver waits for the
+        number of rows."""
+        args = (a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config)
+        hook, pending = self._on_side_stream(a1.device, self._begin, *args)
+
+        def receive() -> PrepareResult:
+            return pending().receive()
+
+        return hook, receive
+
     def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, _Handle]]:
         self.check()
         self._check_batch(batch)
-        layout, block = self._layout, self._block
-        slots, counts = make_send_plan(batch.topk_ids, batch.owners, layout.num_ranks)
-        self._launch("counts", [counts])
+        layout, num_tokens = self._layout, batch.topk_ids.size(0)
+        parts = self._block.take()
+        number = parts.number
+        where = [batch.topk_ids, batch.owners, parts.slots]
+        self._launch("plan", parts, where, [batch.owners.numel(), num_tokens])
         waits = not torch.cuda.is_current_stream_capturing()
-        on_host = HostCopy(block.total, self.ranks, "dispatch") if waits else None
-        max_rows = 0 if waits else layout.max_rows
-        tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, slots]
-        self._launch("dispatch", tensors, [batch.owners.numel(), batch.topk_ids.size(0), max_rows])
-        block.batches += 1
-        handle = _Handle(block.batches, slots, layout.max_rows if on_host is None else on_host.get()[0])
-        if on_host is not None:
-            self.check()
+        on_host = HostCopy(parts.total, self.ranks, "dispatch") if waits else None
+        tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
+        self._launch("dispatch", parts, tensors, [batch.owners.numel(), num_tokens, 0 if waits else layout.max_rows])
 
         def receive() -> tuple[PrepareResult, _Handle]:
-            if layout.fp8:
-                codes = block.part("rows", torch.uint8, handle.rows)[:, : quantized_row_bytes(layout.hidden_size)]
-                rows = dequantize_rows(codes, layout.hidden_size, batch.rows.dtype)
-            else:
-                rows = block.part("rows", batch.rows.dtype, handle.rows)
-            ids = block.part("ids", torch.int32, handle.rows)
-            return (rows, None, None, ids, block.part("weights", torch.float32, handle.rows)), handle
+            rows = layout.max_rows
+            if on_host is not None:
+                rows = on_host.get()[0]
+                self.check()
+            result = (parts.rows[:rows], None, None, parts.ids[:rows], parts.weights[:rows])
+            return result, _Handle(parts, number, num_tokens, rows)
 
         return Pending(lambda: None, receive)
 
@@ -149,32 +190,35 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> Pending[None]:
         self.check()
-        if handle.batch != self._block.batches:
+        if handle.number != handle.parts.number:
             raise RuntimeError(
-                f"another batch was dispatched before this one was finalized and {NAME} has room for one; finalize "
-                f"each before the next prepare of any layer of this shape"
+                f"another batch was dispatched before this one was finalized and {NAME} has room for "
+                f"{self._layout.batches_in_flight}; finalize each before, or make the backend with more "
+                f"batches_in_flight"
             )
         rows = reduced_rows(
             weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
         )
-        expected = (handle.rows, self._layout.hidden_size)
-        if rows.shape != expected or rows.dtype != self.moe_config.in_dtype:
-            raise ValueError(
-                f"reduced expert output is {tuple(rows.shape)} of {rows.dtype}; it must be {expected} of "
-                f"{self.moe_config.in_dtype}"
-            )
-        self._launch("combine", [rows])
-        sum_rows(self._block.part("results", rows.dtype), handle.slots, output)
+        for name, tensor, num_rows in (
+            ("reduced expert output", rows, handle.rows),
+            ("output", output, handle.num_tokens),
+        ):
+            expected = (num_rows, self._layout.hidden_size)
+            if tensor.shape != expected or tensor.dtype != self.moe_config.in_dtype or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be contiguous {expected} of "
+                    f"{self.moe_config.in_dtype}"
+                )
+        self._launch("combine", handle.parts, [rows, handle.parts.slots, output], [handle.num_tokens, self.turn_rows])
+        handle.parts.is_open = False
         return Pending(lambda: None, lambda: None)
 
-    def _launch(self, name: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int] = ()) -> None:
+    def _launch(self, name: str, parts: BatchParts, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
         params = params_type(self._layout.num_ranks, len(tensors), len(numbers))()
-        params.common = self._block.common()
+        params.common = parts.common
         params.pointers[:] = [tensor.data_ptr() for tensor in tensors]
-        if numbers:
-            params.numbers[:] = numbers
-        blocks = 1 if name == "counts" else self.num_sms
-        self._kernels[name].launch(params, (blocks, 1, 1), _THREADS[name])
+        params.numbers[:] = numbers
+        self._kernels[name].launch(params, (1 if name == "plan" else self.num_sms, 1, 1), _THREADS)
 
     def _check_batch(self, batch: Batch) -> None:
         layout, config = self._layout, self.moe_config
@@ -185,6 +229,32 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
                 f"the batch has (K, topk, dtype, fp8 on the wire) {shape} and {NAME} was made for {made_for}; give the "
                 f"backend the configuration of the batches"
             )
+
+
+def _layout(moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None, batches_in_flight: int) -> Layout:
+    return Layout(
+        num_ranks=moe_config.ep_size,
+        capacity=max(moe_config.max_num_tokens, 1),
+        hidden_size=moe_config.hidden_dim,
+        topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
+        fp8=quant_config is not None and quant_config.dispatch_dtype is not None,
+        batches_in_flight=batches_in_flight,
+    )
+
+
+def _facts(moe_config: FusedMoEConfig, layout: Layout) -> dict[str, object]:
+    """What must be the same on every rank."""
+    return {
+        "hidden_dim": moe_config.hidden_dim,
+        "num_experts": moe_config.num_experts,
+        "num_fused_shared_experts": moe_config.num_fused_shared_experts,
+        "experts_per_token": moe_config.experts_per_token,
+        "max_num_tokens": moe_config.max_num_tokens,
+        "in_dtype": moe_config.in_dtype,
+        "expert_placement_strategy": moe_config.moe_parallel_config.expert_placement_strategy,
+        "rows on the wire": "e4m3" if layout.fp8 else moe_config.in_dtype,
+        "batches in flight": layout.batches_in_flight,
+    }
 
 
 def _check_supported(moe_config: FusedMoEConfig) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from moe_ep.kernels import jit
 from moe_ep.kernels.quantize import quantized_row_bytes
 
 NAME = "nvshmem_high_throughput"
-KERNELS = ("counts", "dispatch", "combine")
+KERNELS = ("plan", "dispatch", "combine")
 _LINE_BYTES = 16
 _LINES_OF_COUNTS = 4
+_FLAG_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class Layout:
     Attributes:
         num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
         fp8: rows travel as e4m3 codes with scales.
+        batches_in_flight: how many batches between prepare and finalize have parts of their own.
     """
 
     num_ranks: int
@@ -45,6 +48,7 @@ class Layout:
     hidden_size: int
     topk: int
     fp8: bool
+    batches_in_flight: int = 1
 
     @property
     def max_rows(self) -> int:
@@ -52,19 +56,26 @@ class Layout:
         return self.num_ranks * self.capacity
 
     @property
+    def max_results(self) -> int:
+        """Rows that can come home."""
+        return self.capacity * min(self.num_ranks, self.topk)
+
+    @property
     def row_bytes(self) -> int:
         return align(quantized_row_bytes(self.hidden_size), 16) if self.fp8 else 2 * self.hidden_size
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each part, in the order in which they lie."""
+        """Bytes of each part of a batch, in the order in which they lie."""
         return {
             "counts": _LINE_BYTES * _LINES_OF_COUNTS * self.num_ranks,
-            "done": 2 * _LINE_BYTES * self.num_ranks,
+            "done": _LINE_BYTES * self.num_ranks,
+            "row_flags": _FLAG_BYTES * self.max_rows,
+            "result_flags": _FLAG_BYTES * self.max_results,
             "ids": 4 * self.topk * self.max_rows,
             "weights": 4 * self.topk * self.max_rows,
             "rows": self.row_bytes * self.max_rows,
-            "results": 2 * self.hidden_size * self.capacity * min(self.num_ranks, self.topk),
+            "results": 2 * self.hidden_size * self.max_results,
         }
 
     @property
@@ -77,8 +88,19 @@ class Layout:
         return found
 
     @property
-    def symmetric_bytes(self) -> int:
+    def batch_bytes(self) -> int:
         return sum(align(size) for size in self.sizes.values())
+
+    @property
+    def symmetric_bytes(self) -> int:
+        """What all batches in flight take of the arena."""
+        return self.batches_in_flight * self.batch_bytes
+
+    @property
+    def plain_bytes(self) -> int:
+        """Of plain device memory beside it: e4m3 rows as the experts read them, and slots."""
+        rows = 2 * self.hidden_size * self.max_rows if self.fp8 else 0
+        return self.batches_in_flight * (rows + 4 * self.capacity * self.num_ranks)
 
 
 def kernel_source(name: str, layout: Layout, dtype: torch.dtype) -> jit.KernelSource:
@@ -102,12 +124,14 @@ class Block:
     """The symmetric block of one shape, and what this rank's kernels share.
 
     Attributes:
-        batches: how many were dispatched; only the last can be combined.
+        alive: the EP ranks that take part.
         record: failed waits, for the host.
     """
 
-    def __init__(self, symmetric: arena.SymmetricArena, layout: Layout, ranks: RankGroup) -> None:
-        self.layout, self.batches = layout, 0
+    def __init__(
+        self, symmetric: arena.SymmetricArena, layout: Layout, ranks: RankGroup, in_dtype: torch.dtype
+    ) -> None:
+        self.layout, self._ranks, self._device = layout, ranks, symmetric.device
         self._region = symmetric.reserve(layout.symmetric_bytes, "high throughput")
         self._peers = self._region.peer_pointers.tolist()
         unreachable = [rank for rank, pointer in enumerate(self._peers) if not pointer]
@@ -116,56 +140,117 @@ class Block:
                 f"{NAME} needs every rank's memory within reach and EP rank {ranks.rank} cannot reach "
                 f"{', '.join(map(str, unreachable))}; use all2all_backend='all_to_all' across hosts"
             )
-        self._rank = ranks.rank
         self.record = FailureRecord(ranks, env.NVSHMEM_TIMEOUT_S.get())
-        # Status of two words, epoch, finished blocks; then the placement.
-        self._numbers = torch.zeros(4 + 4 * layout.num_ranks + 1, dtype=torch.int32, device=symmetric.device)
-        torch.cuda.synchronize(symmetric.device)
+        self.alive = list(range(ranks.size))
+        self._status = torch.zeros(2, dtype=torch.int32, device=self._device)
+        self.batches = [BatchParts(self, index, in_dtype) for index in range(layout.batches_in_flight)]
+        self._start(0)
 
     @classmethod
-    def of(cls, layout: Layout, ranks: RankGroup, facts: dict[str, object]) -> Block:
-        """The block of this shape, made where any rank has none; a collective step of the ranks."""
+    def of(cls, layout: Layout, ranks: RankGroup, in_dtype: torch.dtype, facts: dict[str, object]) -> Block:
+        """The block of this shape, made where any rank has none; a collective step of the ranks.
+
+        Args:
+            facts: what must be the same on every rank.
+        """
         symmetric = arena.SymmetricArena.of(ranks.group)
         members = dist.get_process_group_ranks(ranks.group)
         agree(NAME, members, facts)
         known = _blocks.setdefault(symmetric, WeakValueDictionary())
-        found = known.get(repr(layout))
+        key = f"{layout} {in_dtype}"
+        found = known.get(key)
         everywhere = meet("block", members, "lacks" if found is None else "has")
         if found is None or "lacks" in everywhere:
-            found = known[repr(layout)] = cls(symmetric, layout, ranks)
+            found = known[key] = cls(symmetric, layout, ranks, in_dtype)
         return found
+
+    def take(self) -> BatchParts:
+        """For a new batch: parts that no batch has, or else those of the oldest, which is given up.
+
+        Ranks that make the same calls in the same order take the same ones.
+        """
+        parts = min(self.batches, key=lambda parts: (parts.is_open, parts.number))
+        parts.number = 1 + max(each.number for each in self.batches)
+        parts.is_open = True
+        return parts
+
+    def part(self, batch: int, name: str) -> torch.Tensor:
+        """A view: the bytes of a part of a batch."""
+        start = batch * self.layout.batch_bytes + self.layout.offsets[name]
+        return self._region.local[start : start + self.layout.sizes[name]]
+
+    def common(self, batch: int, numbers: torch.Tensor) -> Any:
+        """`Common` of cuda/high_throughput.cuh; `numbers` begin with epoch, finished and taken."""
+        layout, first = self.layout, numbers.data_ptr()
+        return common_type(layout.num_ranks)(
+            peers=(ctypes.c_uint64 * layout.num_ranks)(*(peer + batch * layout.batch_bytes for peer in self._peers)),
+            **layout.offsets,
+            status=self._status.data_ptr(),
+            record=self.record.words.data_ptr(),
+            timeout_ns=int(self.record.timeout_s * 1e9),
+            epoch=first,
+            finished=first + 4,
+            taken=first + 8,
+            placement=first + 16,
+            rank=self._ranks.rank,
+        )
+
+    def recover(self, dead: Sequence[int]) -> None:
+        """Goes on without the EP ranks in `dead`; collective over the others, which must give up open batches too."""
+        members = dist.get_process_group_ranks(self._ranks.group)
+        alive = [rank for rank in range(self._ranks.size) if rank not in dead]
+        torch.cuda.synchronize(self._device)
+        epoch = max(int(parts.numbers[0]) for parts in self.batches)
+        epochs = meet(f"recovery of {NAME}", [members[rank] for rank in alive], str(epoch))
+        self.alive = alive
+        self._start(max(map(int, epochs)))
+        self.record.clear()
+        meet(f"{NAME} recovered", [members[rank] for rank in alive])
+
+    def _start(self, epoch: int) -> None:
+        for parts in self.batches:
+            parts.numbers.zero_()
+            parts.numbers[0] = epoch
+            parts.number, parts.is_open = 0, False
+        self._status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
+        torch.cuda.synchronize(self._device)
+
+
+class BatchParts:
+    """What one batch in flight has for itself.
+
+    Attributes:
+        number: of the batch that has it; later ones have larger numbers.
+        is_open: it is between prepare and finalize.
+        common: what the kernels share.
+        numbers: int32: epoch, finished blocks, what was taken (2), the placement.
+        slots: int32 `[C, R]`, of this rank's tokens.
+        rows, ids, weights: `[R * C, …]`, what arrives, as the experts read it.
+    """
+
+    def __init__(self, block: Block, index: int, in_dtype: torch.dtype) -> None:
+        layout, device = block.layout, block.part(index, "ids").device
+        self.number, self.is_open = 0, False
+        self.numbers = torch.zeros(4 + 4 * layout.num_ranks + 1, dtype=torch.int32, device=device)
+        self.slots = torch.empty((layout.capacity, layout.num_ranks), dtype=torch.int32, device=device)
+        self.common = block.common(index, self.numbers)
+        if layout.fp8:
+            self.rows = torch.empty((layout.max_rows, layout.hidden_size), dtype=in_dtype, device=device)
+        else:
+            self.rows = block.part(index, "rows").view(in_dtype).view(layout.max_rows, layout.hidden_size)
+        self.ids = block.part(index, "ids").view(torch.int32).view(layout.max_rows, layout.topk)
+        self.weights = block.part(index, "weights").view(torch.float32).view(layout.max_rows, layout.topk)
 
     @property
     def total(self) -> torch.Tensor:
-        """A view: int32 `[1]`, rows of the last batch that arrive here."""
-        return self._numbers[-1:]
-
-    def part(self, name: str, dtype: torch.dtype, rows: int | None = None) -> torch.Tensor:
-        """A view: the first `rows` rows of a part, None for all."""
-        start, size = self.layout.offsets[name], self.layout.sizes[name]
-        whole = self._region.local[start : start + size]
-        known = self.layout.max_rows if name != "results" else size // (2 * self.layout.hidden_size)
-        return whole.view(known, -1)[:rows].view(dtype)
-
-    def common(self) -> Any:
-        numbers = self._numbers.data_ptr()
-        return common_type(self.layout.num_ranks)(
-            peers=(ctypes.c_uint64 * self.layout.num_ranks)(*self._peers),
-            **self.layout.offsets,
-            status=numbers,
-            record=self.record.words.data_ptr(),
-            timeout_ns=int(self.record.timeout_s * 1e9),
-            epoch=numbers + 8,
-            finished=numbers + 12,
-            placement=numbers + 16,
-            rank=self._rank,
-        )
+        """A view: int32 `[1]`, rows of the batch that arrive here."""
+        return self.numbers[-1:]
 
 
 @functools.cache
 def common_type(num_ranks: int) -> Any:
     """`Common` of cuda/high_throughput.cuh."""
-    offsets = ("counts", "done", "ids", "weights", "rows", "results")
+    offsets = ("counts", "done", "row_flags", "result_flags", "ids", "weights", "rows", "results")
 
     class Common(ctypes.Structure):
         _fields_ = (
@@ -173,7 +258,7 @@ def common_type(num_ranks: int) -> Any:
             *((name, ctypes.c_uint64) for name in offsets),
             *((name, ctypes.c_void_p) for name in ("status", "record")),
             ("timeout_ns", ctypes.c_uint64),
-            *((name, ctypes.c_void_p) for name in ("epoch", "finished", "placement")),
+            *((name, ctypes.c_void_p) for name in ("epoch", "finished", "taken", "placement")),
             ("rank", ctypes.c_int),
         )
 

@@ -266,10 +266,10 @@ def run_experts(setting: Setting, result: PrepareResult, kind: str) -> tuple[tor
     return reduced, TopKWeightAndReduceNoOP()
 
 
-def make_backend(setting: Setting, backend: str) -> FusedMoEPrepareAndFinalize:
+def make_backend(setting: Setting, backend: str, **options: object) -> FusedMoEPrepareAndFinalize:
     dispatch_dtype = torch.float8_e4m3fn if setting.case.fp8 else None
     quant_config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(dispatch_dtype)
-    return ALL2ALL_BACKENDS.load(backend)(moe_config=setting.config, quant_config=quant_config)
+    return ALL2ALL_BACKENDS.load(backend)(moe_config=setting.config, quant_config=quant_config, **options)
 
 
 def prepare_args(setting: Setting, device: str) -> tuple:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, Layout, kernel_source
+from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, Block, Layout, kernel_source
 from moe_ep.kernels import jit
 
 
@@ -28,10 +30,23 @@ def test_kernels_compile_without_spills(
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("topk", [1, 8, 32])
 def test_parts_of_the_block_do_not_overlap_and_are_aligned(fp8: bool, topk: int) -> None:
-    layout = Layout(num_ranks=4, capacity=5, hidden_size=2000, topk=topk, fp8=fp8)
+    layout = Layout(num_ranks=4, capacity=5, hidden_size=2000, topk=topk, fp8=fp8, batches_in_flight=3)
     ends = [offset + layout.sizes[name] for name, offset in layout.offsets.items()]
     begins = list(layout.offsets.values())
     assert all(begin % 512 == 0 for begin in begins)
-    assert all(end <= begin for end, begin in zip(ends, [*begins[1:], layout.symmetric_bytes], strict=True))
+    assert all(end <= begin for end, begin in zip(ends, [*begins[1:], layout.batch_bytes], strict=True))
     assert layout.sizes["rows"] == 4 * 5 * (2064 if fp8 else 4000)
     assert layout.sizes["results"] == 5 * min(4, topk) * 4000
+    assert layout.symmetric_bytes == 3 * layout.batch_bytes
+    assert layout.plain_bytes == 3 * (4 * 4 * 5 + (2 * 2000 * 4 * 5 if fp8 else 0))
+
+
+def test_a_batch_takes_free_parts_and_then_those_of_the_oldest() -> None:
+    parts = [SimpleNamespace(number=0, is_open=False) for _ in range(2)]
+    block = SimpleNamespace(batches=parts)
+    assert [parts.index(Block.take(block)) for _ in range(3)] == [0, 1, 0]
+    assert [each.number for each in parts] == [3, 2]
+    parts[1].is_open = False
+    assert Block.take(block) is parts[1]
+    parts[0].is_open = parts[1].is_open = False
+    assert Block.take(block) is parts[0]

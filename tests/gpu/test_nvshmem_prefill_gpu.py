@@ -8,17 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_ep.errors import DispatchTimeoutError
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import (
     CASES,
     Case,
+    Inputs,
     check_case,
+    check_standard,
     expected_output,
     make_backend,
     make_setting,
     prepare_args,
+    run_experts,
 )
-from tests.ranks import ranks
+from tests.ranks import RankPool, ranks
 
 # NVLink multicast stays off, in the ranks too: they inherit this.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
@@ -138,8 +142,43 @@ def check_captured(rank: int, world_size: int, fp8: bool) -> int:
     return len(settings)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_two_batches_in_flight_on_a_stream_of_their_own(world_size: int, fp8: bool) -> None:
+    assert ranks(world_size, "nccl").run(check_in_flight, fp8) == [True] * world_size
+
+
+def check_in_flight(rank: int, world_size: int, fp8: bool) -> bool:
+    cases = [
+        Case(dtype=BF16, hidden_size=256, fp8=fp8, seed=seed, tokens=tokens)
+        for seed, tokens in enumerate([(5, 0, 8), (3,)])
+    ]
+    settings = [make_setting(case, rank, world_size) for case in cases]
+    backend = make_backend(settings[0], NAME, batches_in_flight=2)
+    assert backend.supports_async()
+    all_args = [prepare_args(setting, f"cuda:{rank}") for setting in settings]
+    for _ in range(3):
+        halves = [backend.prepare_async(*args) for args in all_args]
+        for hook, _ in reversed(halves):
+            hook()
+        outputs, receivers = {}, []
+        for index in (1, 0):
+            result = halves[index][1]()
+            check_standard(settings[index], result, padded=False)
+            results, reduce_impl = run_experts(settings[index], result, "noop")
+            outputs[index] = torch.full_like(all_args[index][0], float("nan"))
+            receivers.append(backend.finalize_async(outputs[index], results, result[4], result[3], False, reduce_impl))
+        for hook, receive in reversed(receivers):
+            hook()
+            assert receive() is None
+        for index, output in outputs.items():
+            assert torch.equal(output.cpu(), expected_output(settings[index], world_size))
+    backend.check()
+    return True
+
+
 @pytest.mark.gpu2
-def test_only_the_last_batch_can_be_finalized() -> None:
+def test_a_batch_that_was_given_up_cannot_be_finalized() -> None:
     assert ranks(2, "nccl").run(check_stale) == [True, True]
 
 
@@ -151,4 +190,44 @@ def check_stale(rank: int, world_size: int) -> bool:
     backend.prepare(*args)
     with pytest.raises(RuntimeError, match="another batch was dispatched before this one was finalized"):
         backend.finalize(torch.empty_like(args[0]), rows, weights, ids, False, TopKWeightAndReduceNoOP())
+    return True
+
+
+@pytest.mark.gpu2
+def test_a_rank_that_does_not_come_is_named_and_can_be_left_out() -> None:
+    pool = RankPool(2, "nccl")
+    try:
+        assert pool.run(check_absent) == [True, True]
+    finally:
+        pool.close()
+
+
+def check_absent(rank: int, world_size: int) -> bool:
+    os.environ["MOE_EP_NVSHMEM_TIMEOUT_S"] = "0.5"
+    setting = make_setting(Case(dtype=BF16, hidden_size=256, tokens=(6,)), rank, world_size)
+    backend = make_backend(setting, NAME)
+    args = prepare_args(setting, f"cuda:{rank}")
+    if rank == 1:
+        with pytest.raises(ValueError, match="9 tokens and the capacity is 8"):
+            backend.prepare(*(part.repeat(2, 1)[:9] for part in args[:3]), *args[3:])
+        torch.distributed.barrier()
+        torch.distributed.barrier()
+        return True
+    with pytest.raises(DispatchTimeoutError, match="rank 1 refused its batch: a1 has 9 tokens") as raised:
+        backend.prepare(*args)
+    assert raised.value.ranks == (1,)
+    torch.distributed.barrier()
+    backend.recover(dead=(1,))
+    result = backend.prepare(*args)
+    owners = torch.tensor([[setting.owner[int(expert)] for expert in row] for row in args[2].cpu()])
+    kept = torch.where(owners == 0, args[2].cpu(), -1)
+    assert torch.equal(result[3].cpu(), kept[(kept >= 0).any(dim=1)])
+    results, reduce_impl = run_experts(setting, result, "noop")
+    output = torch.full_like(args[0], float("nan"))
+    backend.finalize(output, results, result[4], result[3], False, reduce_impl)
+    inputs = [Inputs(args[0].cpu(), kept, args[1].cpu())]
+    assert torch.equal(output.cpu(), expected_output(setting._replace(inputs=inputs), 1))
+    assert torch.equal(backend.tokens_hit(args[2]).cpu(), (owners == 1).any(dim=1))
+    backend.check()
+    torch.distributed.barrier()
     return True

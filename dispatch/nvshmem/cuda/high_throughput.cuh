@@ -1,18 +1,24 @@
 // What the three kernels of a prefill batch share: the symmetric block (high_throughput_block.py computes the offsets) and its flags.
 //
-//   counts   [R, 4]      lines: how many rows source s sends to each rank, two numbers a line
-//   done     [2, R]      lines: source s has written all of its rows (0) or results (1) here
+//   counts       [R, 4]  lines: how many rows source s sends to each rank, two numbers a line
+//   done         [R]     lines: source s has written all of its rows here, where no row has a flag
+//   row_flags    [R * C]                which rows are there, where they are worked on as they come (e4m3)
+//   result_flags [C * min(R, TOPK)]     which results are there
 //   ids, weights, rows   [R * C]: what arrives, ordered by (source, token), without gaps
-//   results  [C * min(R, TOPK)]: rows on their way home, by (rank that computed, token), without gaps
+//   results      [C * min(R, TOPK)]: rows on their way home, by (rank that computed, token), without gaps
 //
 // A rank posts its counts of a batch when it is done with the batch before, in stream order. Nobody writes here before
-// that, so blocks are used again without a barrier. Every line carries the batch's epoch.
+// that, so blocks are used again without a barrier. Every line and flag carries the batch's epoch.
+//
+// Dispatch of e4m3 rows and combine: half of a block's warps send, the other half take what arrives, row by row, and
+// the first join the second when everything is sent. Sending waits for nobody, so taking may wait for everybody.
 #pragma once
 
 #include "numbers.cuh"
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
+constexpr int kSenders = kWarps / 2;  // of a block, where the others take
 constexpr int kLinesOfCounts = 4;
 constexpr int kVectors = HIDDEN / kColumns;
 constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;
@@ -20,7 +26,7 @@ constexpr int kResultBytes = 2 * HIDDEN;
 constexpr int kRowBytes = FP8 ? (HIDDEN + 4 * kGroups + 15) / 16 * 16 : kResultBytes;
 constexpr int kAtOnce = 4;  // vectors of a lane that are loaded before the first is stored
 constexpr u32 kAllLanes = 0xffffffffu;
-enum { ROWS_DONE, RESULTS_DONE };
+enum { ROWS_TAKEN, TOKENS_TAKEN };
 
 // Made by the first kernel of a batch.
 struct Placement {
@@ -33,10 +39,11 @@ struct Placement {
 
 struct Common {
     u64 peers[RANKS];  // address of each rank's block
-    u64 counts, done, ids, weights, rows, results;
+    u64 counts, done, row_flags, result_flags, ids, weights, rows, results;
     Limits limits;
     u32* epoch;     // of the last batch whose counts were exchanged
     u32* finished;  // blocks of the running kernel that have sent everything
+    u32* taken;     // [2]: how much of the batch was handed out to warps that take
     Placement* placement;
     int rank;
 
@@ -44,35 +51,28 @@ struct Common {
     __device__ __forceinline__ u8* counts_of(int peer, int source, int line) const {
         return at(peer, counts + 16ull * (source * kLinesOfCounts + line));
     }
-    __device__ __forceinline__ u8* done_of(int peer, int what, int source) const {
-        return at(peer, done + 16ull * (what * RANKS + source));
+    __device__ __forceinline__ u8* done_of(int peer, int source) const { return at(peer, done + 16ull * source); }
+    __device__ __forceinline__ u64* flag_of(int peer, u64 flags, u64 index) const {
+        return reinterpret_cast<u64*>(at(peer, flags + 8 * index));
     }
     __device__ __forceinline__ bool failed() const { return *reinterpret_cast<volatile u32*>(&limits.status->failed); }
+    __device__ __forceinline__ bool alive(int peer) const {
+        return *reinterpret_cast<volatile u32*>(&limits.status->alive) >> peer & 1;
+    }
+    __device__ __forceinline__ u32 current_epoch() const { return *reinterpret_cast<volatile u32*>(epoch); }
 };
 
-// The block that finishes last tells all ranks, and waits for all of them: what comes behind the kernel may read.
-template <u32 kPhase>
-__device__ __forceinline__ void finish(const Common& c, int what, u32 epoch) {
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence_system();
-        last = atomicAdd(c.finished, 1u) == gridDim.x - 1;
-        __threadfence_system();
+// What the warp wrote before (after __syncwarp) is there for whoever acquires the flag.
+__device__ __forceinline__ void release_flag(u64* flag, u32 epoch) {
+    const u64 both = static_cast<u64>(epoch) << 32 | epoch;
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(both) : "memory");
+}
+
+// The next number of a counter that the batch's first kernel has set to 0, the same for all lanes.
+__device__ __forceinline__ int take_next(u32* counter) {
+    u32 number = 0;
+    if (threadIdx.x % 32 == 0) {
+        number = atomicAdd(counter, 1u);
     }
-    __syncthreads();
-    if (last && threadIdx.x < RANKS) {
-        const int peer = static_cast<int>(threadIdx.x);
-        if (peer == 0) {
-            *c.finished = 0;
-        }
-        if (!c.failed()) {
-            __threadfence_system();
-            store_line(c.done_of(peer, what, c.rank), 0, 0, epoch);
-        }
-        Wait<kPhase> wait(c.limits, epoch);
-        Vec line;
-        wait.for_line(c.done_of(c.rank, what, peer), peer, line);
-        __threadfence_system();
-    }
+    return static_cast<int>(__shfl_sync(kAllLanes, number, 0));
 }

@@ -1,9 +1,16 @@
-// Results home: a row for every one that came, to the place that the owner of the token has for it.
+// Results home and their sum: each rank's row of a token goes to the token's rank, which adds them up as they come.
+//
+// Before: results [received rows, HIDDEN] of this rank's experts. After: output [T, HIDDEN], the sum over ranks in
+// their order, in f32, rounded once; zeros for a token without any. This rank's own results are read where they are.
 #include "high_throughput.cuh"
 
 struct Params {
     Common common;
     const u8* results;  // [received rows, HIDDEN]
+    const int* slots;   // [T, RANKS], as the batch was sent
+    u8* output;         // [T, HIDDEN]
+    int num_tokens;
+    int turn_rows;      // how many rows go to one rank before the next has its turn
 };
 
 __device__ __forceinline__ void copy_row(const u8* row, u8* target) {
@@ -24,23 +31,99 @@ __device__ __forceinline__ void copy_row(const u8* row, u8* target) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_combine(const __grid_constant__ Params p) {
+// Other ranks take turns, and each rank begins with the one behind it, so that no rank's links are everybody's target.
+__device__ __forceinline__ void send_results(const Params& p, int first, int warps, u32 epoch) {
     const Common& c = p.common;
-    const Placement& place = *c.placement;
-    const int warps = gridDim.x * kWarps, first = (threadIdx.x / 32) * gridDim.x + blockIdx.x;
-    const u32 epoch = *reinterpret_cast<volatile u32*>(c.epoch);
     int most = 0;
     for (int source = 0; source < RANKS; ++source) {
-        most = max(most, place.count[source]);
+        most = max(most, source == c.rank ? 0 : c.placement->count[source]);
     }
-    most = c.failed() ? 0 : most;
-    // Sources take turns, and each rank begins with another, so that no rank's links are everybody's target.
-    for (int turn = first; turn < most * RANKS; turn += warps) {
-        const int source = (turn + c.rank) % RANKS, index = turn / RANKS;
-        if (index < place.count[source]) {
-            const u64 row = place.begin[source] + index, home = row + place.home[source];
+    constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
+    const int rounds = (most + p.turn_rows - 1) / p.turn_rows;
+    for (int i = first; i < rounds * kOthers * p.turn_rows; i += warps) {
+        const int turn = i / p.turn_rows, source = (c.rank + 1 + turn % kOthers) % RANKS;
+        const int index = turn / kOthers * p.turn_rows + i % p.turn_rows;
+        if (index < c.placement->count[source]) {
+            const u64 row = c.placement->begin[source] + index, home = row + c.placement->home[source];
             copy_row(p.results + kResultBytes * row, c.at(source, c.results + kResultBytes * home));
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) {
+                release_flag(c.flag_of(source, c.result_flags, home), epoch);
+            }
         }
     }
-    finish<PHASE_COMBINE>(c, RESULTS_DONE, epoch);
+}
+
+__device__ __forceinline__ void add(Floats& sum, Vec v) {
+    const Floats f = unpack(v);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+        sum.v[i] = __fadd_rn(sum.v[i], f.v[i]);
+    }
+}
+
+// The sum of the rows at the addresses that lanes hold, those of `ranks`, in order; two rows are on their way at a time.
+__device__ __forceinline__ void sum_rows(u32 ranks, u64 address, u8* output) {
+    constexpr int kSums = 2;
+    for (int start = threadIdx.x % 32; start < (kVectors + 31) / 32 * 32; start += 32 * kSums) {
+        Floats sum[kSums] = {};
+        for (u32 left = ranks; left;) {
+            Vec v[2][kSums];
+            const u32 second = left & (left - 1);
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                const u32 of = row == 0 ? left : second;
+                const Vec* from = reinterpret_cast<const Vec*>(__shfl_sync(kAllLanes, address, of ? __ffs(of) - 1 : 0));
+#pragma unroll
+                for (int i = 0; i < kSums; ++i) {
+                    v[row][i] = of && start + 32 * i < kVectors ? from[start + 32 * i] : Vec{};
+                }
+            }
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+#pragma unroll
+                for (int i = 0; i < kSums; ++i) {
+                    add(sum[i], v[row][i]);
+                }
+            }
+            left = second & (second - 1);
+        }
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+            if (start + 32 * i < kVectors) {
+                reinterpret_cast<Vec*>(output)[start + 32 * i] = pack(sum[i]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void take_tokens(const Params& p, u32 epoch) {
+    const Common& c = p.common;
+    const int lane = threadIdx.x % 32;
+    Wait<PHASE_COMBINE> wait(c.limits, epoch);
+    for (int token = take_next(c.taken + TOKENS_TAKEN); token < p.num_tokens; token = take_next(c.taken + TOKENS_TAKEN)) {
+        const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
+        u64 address = 0;
+        bool came = true;
+        if (slot >= 0 && lane == c.rank) {
+            address = reinterpret_cast<u64>(p.results) + static_cast<u64>(kResultBytes) * (slot + c.placement->send[lane]);
+        } else if (slot >= 0) {
+            address = reinterpret_cast<u64>(c.at(c.rank, c.results)) + static_cast<u64>(kResultBytes) * slot;
+            came = wait.for_flags(c.flag_of(c.rank, c.result_flags, slot), lane);
+        }
+        __syncwarp();
+        if (__all_sync(kAllLanes, came)) {
+            sum_rows(__ballot_sync(kAllLanes, slot >= 0), address, p.output + static_cast<u64>(token) * kResultBytes);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_combine(const __grid_constant__ Params p) {
+    const Common& c = p.common;
+    const int warp = threadIdx.x / 32;
+    const u32 epoch = c.current_epoch();
+    if (warp < kSenders && !c.failed()) {
+        send_results(p, warp * gridDim.x + blockIdx.x, gridDim.x * kSenders, epoch);
+    }
+    take_tokens(p, epoch);
 }

@@ -1,4 +1,7 @@
 // Rows to the ranks of their experts: a warp reads a token once, quantizes it where asked, and writes it to each of them.
+//
+// Before: rows [T, HIDDEN]. After: at each rank the rows of its tokens, by (source, token), with their ids and weights.
+// Plain rows are read where they arrive. Quantized ones are turned into plain ones in `out` as they come.
 #include "high_throughput.cuh"
 
 struct Params {
@@ -6,18 +9,86 @@ struct Params {
     const u8* rows;          // [T, HIDDEN]
     const int* topk_ids;     // [T, TOPK]
     const float* weights;    // [T, TOPK]
-    const int* owners;       // [num_ids]
+    const int* owners;       // [num_ids], -1 for ranks that take no part
     const int* slots;        // [T, RANKS]: as which row of all that this rank sends, -1 for none
+    u8* out;                 // [R * C, HIDDEN], of quantized rows
     int num_ids;
     int num_tokens;
     int max_rows;            // ids of rows from the last that arrives to this one become -1
 };
 
-__device__ __forceinline__ void send_plain(const u8* row, u32 ranks, u64 target) {
-    const int lane = threadIdx.x % 32;
+#if FP8
+__device__ __forceinline__ void send_row(const u8* row, u32 ranks, u64 target) {
+    const Vec* from = reinterpret_cast<const Vec*>(row);
+    for (int start = threadIdx.x % 32; start < (kVectors + 31) / 32 * 32; start += 32 * kAtOnce) {
+        Vec v[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            v[i] = start + 32 * i < kVectors ? from[start + 32 * i] : Vec{};
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int vector = start + 32 * i;
+            float scale;
+            const Codes codes = quantize(unpack(v[i]), scale);
+            for (u32 left = ranks; left; left &= left - 1) {
+                u8* to = reinterpret_cast<u8*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
+                if (vector < kVectors) {
+                    reinterpret_cast<u64*>(to)[vector] = static_cast<u64>(codes.high) << 32 | codes.low;
+                    if (vector % kScaleVectors == 0) {
+                        reinterpret_cast<float*>(to + HIDDEN)[vector / kScaleVectors] = scale;
+                    }
+                }
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void dequantize_row(const u8* row, u8* out) {
+    const u64* from = reinterpret_cast<const u64*>(row);
+    const float* scales = reinterpret_cast<const float*>(row + HIDDEN);
+    Vec* to = reinterpret_cast<Vec*>(out);
+    for (int start = threadIdx.x % 32; start < kVectors; start += 32 * kAtOnce) {
+        u64 v[kAtOnce];
+        float scale[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const bool inside = start + 32 * i < kVectors;
+            v[i] = inside ? __ldcv(from + start + 32 * i) : 0;
+            scale[i] = inside ? __ldcv(scales + (start + 32 * i) / kScaleVectors) : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (start + 32 * i < kVectors) {
+                to[start + 32 * i] = dequantize(Codes{static_cast<u32>(v[i]), static_cast<u32>(v[i] >> 32)}, scale[i]);
+            }
+        }
+    }
+}
+
+// Sources take turns, as their rows come.
+__device__ __forceinline__ void take_rows(const Params& p, u32 epoch) {
+    const Common& c = p.common;
+    int most = 0;
+    for (int source = 0; source < RANKS; ++source) {
+        most = max(most, c.placement->count[source]);
+    }
+    Wait<PHASE_DISPATCH> wait(c.limits, epoch);
+    for (int turn = take_next(c.taken + ROWS_TAKEN); turn < most * RANKS; turn = take_next(c.taken + ROWS_TAKEN)) {
+        const int source = turn % RANKS, index = turn / RANKS;
+        if (index < c.placement->count[source]) {
+            const u64 row = c.placement->begin[source] + index;
+            if (__all_sync(kAllLanes, wait.for_flags(c.flag_of(c.rank, c.row_flags, row), source))) {
+                dequantize_row(c.at(c.rank, c.rows + kRowBytes * row), p.out + kResultBytes * row);
+            }
+        }
+    }
+}
+#else
+__device__ __forceinline__ void send_row(const u8* row, u32 ranks, u64 target) {
     const Vec* from = reinterpret_cast<const Vec*>(row);
     for (int begin = 0; begin < kVectors; begin += 32 * kAtOnce) {
-        const int start = begin + lane;
+        const int start = begin + threadIdx.x % 32;
         Vec v[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -35,26 +106,36 @@ __device__ __forceinline__ void send_plain(const u8* row, u32 ranks, u64 target)
     }
 }
 
-__device__ __forceinline__ void send_quantized(const u8* row, u32 ranks, u64 target) {
-    const int lane = threadIdx.x % 32;
-    const Vec* from = reinterpret_cast<const Vec*>(row);
-    for (int start = 0; start < kVectors; start += 32) {
-        const int vector = start + lane;
-        float scale;
-        const Codes codes = quantize(unpack(vector < kVectors ? from[vector] : Vec{}), scale);
-        for (u32 left = ranks; left; left &= left - 1) {
-            u8* to = reinterpret_cast<u8*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
-            if (vector < kVectors) {
-                reinterpret_cast<u64*>(to)[vector] = static_cast<u64>(codes.high) << 32 | codes.low;
-                if (vector % kScaleVectors == 0) {
-                    reinterpret_cast<float*>(to + HIDDEN)[vector / kScaleVectors] = scale;
-                }
-            }
+// The block that finishes last tells all ranks, and waits for all of them: what comes behind the kernel may read.
+__device__ __forceinline__ void finish(const Common& c, u32 epoch) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence_system();
+        last = atomicAdd(c.finished, 1u) == gridDim.x - 1;
+        __threadfence_system();
+    }
+    __syncthreads();
+    const int peer = static_cast<int>(threadIdx.x);
+    if (last && peer < RANKS) {
+        if (peer == 0) {
+            *c.finished = 0;
         }
+        if (c.alive(peer)) {
+            if (!c.failed()) {
+                __threadfence_system();
+                store_line(c.done_of(peer, c.rank), 0, 0, epoch);
+            }
+            Wait<PHASE_DISPATCH> wait(c.limits, epoch);
+            Vec line;
+            wait.for_line(c.done_of(c.rank, peer), peer, line);
+        }
+        __threadfence_system();
     }
 }
+#endif
 
-__device__ __forceinline__ void send(const Params& p, int token) {
+__device__ __forceinline__ void send(const Params& p, int token, u32 epoch) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;
     const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
@@ -72,26 +153,32 @@ __device__ __forceinline__ void send(const Params& p, int token) {
                 owner == rank ? p.weights[static_cast<u64>(token) * TOPK + lane] : 0.0f;
         }
     }
-    const u8* row = p.rows + static_cast<u64>(token) * kResultBytes;
-#if FP8
-    send_quantized(row, ranks, target);
-#else
-    send_plain(row, ranks, target);
-#endif
+    send_row(p.rows + static_cast<u64>(token) * kResultBytes, ranks, target);
+    if (FP8) {
+        __syncwarp();
+        if (slot >= 0) {
+            release_flag(c.flag_of(lane, c.row_flags, index), epoch);
+        }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispatch(const __grid_constant__ Params p) {
     const Common& c = p.common;
-    const int warps = gridDim.x * kWarps, first = (threadIdx.x / 32) * gridDim.x + blockIdx.x;
-    const u32 epoch = *reinterpret_cast<volatile u32*>(c.epoch);
-    const bool failed = c.failed();
+    constexpr int kOfBlock = FP8 ? kSenders : kWarps;
+    const int warp = threadIdx.x / 32, warps = gridDim.x * kOfBlock, first = warp * gridDim.x + blockIdx.x;
+    const u32 epoch = c.current_epoch();
     int* ids = reinterpret_cast<int*>(c.at(c.rank, c.ids));
     const u64 end = static_cast<u64>(p.max_rows) * TOPK, threads = static_cast<u64>(gridDim.x) * kThreads;
     for (u64 i = static_cast<u64>(c.placement->total) * TOPK + blockIdx.x * kThreads + threadIdx.x; i < end; i += threads) {
         ids[i] = -1;
     }
-    for (int token = first; token < p.num_tokens && !failed; token += warps) {
-        send(p, token);
+    const bool sends = warp < kOfBlock && !c.failed();
+    for (int token = first; sends && token < p.num_tokens; token += warps) {
+        send(p, token, epoch);
     }
-    finish<PHASE_DISPATCH>(c, ROWS_DONE, epoch);
+#if FP8
+    take_rows(p, epoch);
+#else
+    finish(c, epoch);
+#endif
 }

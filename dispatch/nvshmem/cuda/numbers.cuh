@@ -7,6 +7,8 @@ constexpr int kColumns = 8;       // of a vector
 constexpr int kScaleVectors = 16;  // vectors that share a scale: 128 columns
 constexpr float kLargestCode = 448.0f;
 constexpr float kTinyScale = 1.17549435e-38f;
+constexpr float kSmallDivisor = 8.0779356694631609e-28f;  // 2^-90
+constexpr float kLargeDivisor = 1.2379400392853803e27f;   // 2^90
 
 struct Floats {
     float v[kColumns];
@@ -77,10 +79,33 @@ __device__ __forceinline__ u32 to_e4m3(float x) {
 __device__ __forceinline__ u32 to_e4m3(float x, float y) { return to_e4m3(x) | to_e4m3(y) << 8; }
 #endif
 
+// Two codes as floats, that in the lower byte first; exact.
+#if __CUDA_ARCH__ >= 890
+__device__ __forceinline__ void from_e4m3(u32 pair, float& low, float& high) {
+    asm("{.reg .b32 both; .reg .b16 l, h; cvt.rn.f16x2.e4m3x2 both, %2; mov.b32 {l, h}, both; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+        : "=f"(low), "=f"(high)
+        : "h"(static_cast<unsigned short>(pair)));
+}
+#else
 __device__ __forceinline__ float from_e4m3(u32 code) {
     const u32 magnitude = code & 0x7f;
     const float value = __uint_as_float(magnitude << 20) * 1.329227995784916e36f;  // 2^120 mends the exponent's bias
     return __uint_as_float((code & 0x80) << 24 | __float_as_uint(magnitude == 0x7f ? __uint_as_float(0x7fc00000) : value));
+}
+
+__device__ __forceinline__ void from_e4m3(u32 pair, float& low, float& high) {
+    low = from_e4m3(pair & 0xff);
+    high = from_e4m3(pair >> 8 & 0xff);
+}
+#endif
+
+// x / scale to nearest, but for quotients below 2^-10, which are no code: x times the rounded inverse, refined twice, is
+// exact where no remainder underflows (Markstein's theorem), and a fraction of the instructions of a division.
+__device__ __forceinline__ float divide(float x, float scale, float inverse) {
+    float q = __fmul_rn(x, inverse);
+    q = __fmaf_rn(__fmaf_rn(-q, scale, x), inverse, q);
+    q = __fmaf_rn(__fmaf_rn(-q, scale, x), inverse, q);
+    return copysignf(q, x);
 }
 
 struct Codes {
@@ -99,10 +124,12 @@ __device__ __forceinline__ Codes quantize(const Floats& f, float& scale) {
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
     }
     scale = fmaxf(__fdiv_rn(largest, kLargestCode), kTinyScale);
+    const float inverse = __frcp_rn(scale);
+    const bool ordinary = scale > kSmallDivisor && scale < kLargeDivisor;
     float q[kColumns];
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-        q[i] = __fdiv_rn(f.v[i], scale);
+        q[i] = ordinary ? divide(f.v[i], scale, inverse) : __fdiv_rn(f.v[i], scale);
         q[i] = q[i] > kLargestCode ? kLargestCode : q[i] < -kLargestCode ? -kLargestCode : q[i];
     }
     return Codes{to_e4m3(q[0], q[1]) | to_e4m3(q[2], q[3]) << 16, to_e4m3(q[4], q[5]) | to_e4m3(q[6], q[7]) << 16};
@@ -111,8 +138,10 @@ __device__ __forceinline__ Codes quantize(const Floats& f, float& scale) {
 __device__ __forceinline__ Vec dequantize(Codes codes, float scale) {
     Floats f;
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-        f.v[i] = __fmul_rn(from_e4m3((i < 4 ? codes.low : codes.high) >> (i % 4 * 8) & 0xff), scale);
+    for (int i = 0; i < kColumns; i += 2) {
+        from_e4m3((i < 4 ? codes.low : codes.high) >> (i % 4 * 8), f.v[i], f.v[i + 1]);
+        f.v[i] = __fmul_rn(f.v[i], scale);
+        f.v[i + 1] = __fmul_rn(f.v[i + 1], scale);
     }
     return pack(f);
 }

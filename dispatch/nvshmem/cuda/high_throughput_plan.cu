@@ -1,0 +1,167 @@
+// The first kernel of a prefill batch: which token goes where, and in one exchange of counts, where everybody's rows begin.
+//
+// Before: topk_ids [T, TOPK], owners [num_ids] (-1 for ranks that take no part). After: slots [T, RANKS], the row of
+// each token among all that this rank sends, ordered by (rank, token), -1 for none; and the placement.
+// Each warp has a run of tokens, so that its counts and those of the warps before it give the rows.
+// Example: owners [0, 0, 1, 1], ids [[0, 1], [2, 0], [-1, 3]]: counts [2, 2], slots [[0, -1], [1, 2], [-1, 3]].
+#include "high_throughput.cuh"
+
+struct Params {
+    Common common;
+    const int* topk_ids;
+    const int* owners;
+    int* slots;
+    int num_ids, num_tokens;
+};
+
+struct Shared {
+    int before[kWarps][RANKS];                // tokens of the warp for each rank; then of the warps before it
+    int counts[RANKS][2 * kLinesOfCounts];    // rows that each rank sends to each
+    int first[RANKS];                         // the first row of each rank
+    int all_came;
+};
+
+// The ranks that a token goes to, as bits.
+__device__ __forceinline__ u32 ranks_of(const Params& p, int token) {
+    u32 ranks = 0;
+    if (token < p.num_tokens) {
+        int ids[TOPK];
+#pragma unroll
+        for (int slot = 0; slot < TOPK; ++slot) {
+            ids[slot] = __ldg(p.topk_ids + static_cast<u64>(token) * TOPK + slot);
+        }
+#pragma unroll
+        for (int slot = 0; slot < TOPK; ++slot) {
+            const int owner = ids[slot] >= 0 && ids[slot] < p.num_ids ? __ldg(p.owners + ids[slot]) : -1;
+            ranks |= owner >= 0 ? 1u << owner : 0u;
+        }
+    }
+    return ranks;
+}
+
+__device__ __forceinline__ void count_tokens(const Params& p, Shared& shared, int begin, int end) {
+    const int lane = threadIdx.x % 32;
+    int count = 0;
+    for (int start = begin; start < end; start += 32) {
+        const u32 ranks = ranks_of(p, start + lane);
+#pragma unroll
+        for (int rank = 0; rank < RANKS; ++rank) {
+            const int here = __popc(__ballot_sync(kAllLanes, ranks >> rank & 1));
+            count += lane == rank ? here : 0;
+        }
+    }
+    if (lane < RANKS) {
+        shared.before[threadIdx.x / 32][lane] = count;
+    }
+}
+
+__device__ __forceinline__ void write_slots(const Params& p, const Shared& shared, int begin, int end) {
+    const int lane = threadIdx.x % 32;
+    int next[RANKS];
+#pragma unroll
+    for (int rank = 0; rank < RANKS; ++rank) {
+        next[rank] = shared.first[rank] + shared.before[threadIdx.x / 32][rank];
+    }
+    for (int start = begin; start < end; start += 32) {
+        const u32 ranks = ranks_of(p, start + lane);
+#pragma unroll
+        for (int rank = 0; rank < RANKS; ++rank) {
+            const bool has = ranks >> rank & 1;
+            const u32 which = __ballot_sync(kAllLanes, has);
+            if (start + lane < p.num_tokens) {
+                const int row = next[rank] + __popc(which & ((1u << lane) - 1));
+                p.slots[static_cast<u64>(start + lane) * RANKS + rank] = has ? row : -1;
+            }
+            next[rank] += __popc(which);
+        }
+    }
+}
+
+// Tells this rank's counts to everybody that takes part.
+__device__ __forceinline__ void post_counts(const Common& c, const Shared& shared, u32 epoch) {
+    const int peer = static_cast<int>(threadIdx.x) / kLinesOfCounts, line = static_cast<int>(threadIdx.x) % kLinesOfCounts;
+    if (peer < RANKS && c.alive(peer)) {
+        const int* mine = shared.counts[c.rank];
+        store_line(c.counts_of(peer, c.rank, line), mine[2 * line], mine[2 * line + 1], epoch);
+    }
+}
+
+// Everybody's counts; zeros of those that take no part.
+__device__ __forceinline__ void await_counts(const Common& c, Shared& shared, u32 epoch) {
+    const int peer = static_cast<int>(threadIdx.x) / kLinesOfCounts, line = static_cast<int>(threadIdx.x) % kLinesOfCounts;
+    if (peer < RANKS && peer != c.rank) {
+        Wait<PHASE_DISPATCH> wait(c.limits, epoch);
+        Vec came{};
+        if (c.alive(peer) && !wait.for_line(c.counts_of(c.rank, peer, line), peer, came)) {
+            shared.all_came = 0;
+        }
+        shared.counts[peer][2 * line] = static_cast<int>(came.x);
+        shared.counts[peer][2 * line + 1] = static_cast<int>(came.z);
+        __threadfence_system();
+    }
+}
+
+__device__ __forceinline__ void place(const Common& c, const Shared& shared) {
+    const int other = static_cast<int>(threadIdx.x);
+    int there = 0, sent = 0, here = 0, home = 0, total = 0;
+    for (int rank = 0; rank < RANKS; ++rank) {
+        there += rank < c.rank ? shared.counts[rank][other] : 0;
+        sent += rank < other ? shared.counts[c.rank][rank] : 0;
+        here += rank < other ? shared.counts[rank][c.rank] : 0;
+        home += rank < c.rank ? shared.counts[other][rank] : 0;
+        total += shared.counts[rank][c.rank];
+    }
+    c.placement->send[other] = there - sent;
+    c.placement->begin[other] = shared.all_came ? here : 0;
+    c.placement->count[other] = shared.all_came ? shared.counts[other][c.rank] : 0;
+    c.placement->home[other] = home - here;
+    if (other == 0) {
+        c.placement->total = shared.all_came ? total : 0;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_plan(const __grid_constant__ Params p) {
+    const Common& c = p.common;
+    __shared__ Shared shared;
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
+    const u32 epoch = c.current_epoch() + 1;
+    const int run = (p.num_tokens + kThreads - 1) / kThreads * 32;
+    const int begin = warp * run, end = min(begin + run, p.num_tokens);
+    if (thread < 2 * kLinesOfCounts) {
+        shared.counts[c.rank][thread] = 0;
+    }
+    count_tokens(p, shared, begin, end);
+    __syncthreads();
+    if (thread < RANKS) {
+        int total = 0;
+        for (int w = 0; w < kWarps; ++w) {
+            const int count = shared.before[w][thread];
+            shared.before[w][thread] = total;
+            total += count;
+        }
+        shared.counts[c.rank][thread] = total;
+    }
+    if (thread == 0) {
+        shared.all_came = 1;
+        c.taken[ROWS_TAKEN] = c.taken[TOKENS_TAKEN] = 0;
+    }
+    __syncthreads();
+    post_counts(c, shared, epoch);
+    if (thread < RANKS) {
+        int first = 0;
+        for (int rank = 0; rank < thread; ++rank) {
+            first += shared.counts[c.rank][rank];
+        }
+        shared.first[thread] = first;
+    }
+    __syncthreads();
+    write_slots(p, shared, begin, end);
+    await_counts(c, shared, epoch);
+    __syncthreads();
+    if (thread == 0) {
+        *c.epoch = epoch;
+    }
+    if (thread < RANKS) {
+        place(c, shared);
+    }
+}
