@@ -68,7 +68,7 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """Bytes of each part of a batch, in the order in which they lie."""
         return {
-            "counts": _LINE_BYTES * _LINES_OF_COUNTS * self.num_ranks,
+            "counts": 2 * _LINE_BYTES * _LINES_OF_COUNTS * self.num_ranks,
             "done": _LINE_BYTES * self.num_ranks,
             "row_flags": _FLAG_BYTES * self.max_rows,
             "result_flags": _FLAG_BYTES * self.max_results,

@@ -1,14 +1,16 @@
 // What the three kernels of a prefill batch share: the symmetric block (high_throughput_block.py computes the offsets) and its flags.
 //
-//   counts       [R, 4]  lines: how many rows source s sends to each rank, two numbers a line
-//   done         [R]     lines: source s has written all of its rows here, where no row has a flag
+//   counts       [2, R, 4] lines: how many rows source s sends to each rank, two numbers a line
+//   done         [R]       lines: source s has written all of its rows here, where no row has a flag
 //   row_flags    [R * C]                which rows are there, where they are worked on as they come (e4m3)
 //   result_flags [C * min(R, TOPK)]     which results are there
 //   ids, weights, rows   [R * C]: what arrives, ordered by (source, token), without gaps
 //   results      [C * min(R, TOPK)]: rows on their way home, by (rank that computed, token), without gaps
 //
 // A rank posts its counts of a batch when it is done with the batch before, in stream order. Nobody writes here before
-// that, so blocks are used again without a barrier. Every line and flag carries the batch's epoch.
+// that, so blocks are used again without a barrier. Every line and flag carries the batch's epoch. Even and odd epochs
+// have their own counts: a rank that posts those of epoch e + 2 has everybody's of e + 1, and those were posted by ranks
+// that had read the ones of e.
 //
 // Dispatch of e4m3 rows and combine: half of a block's warps send, the other half take what arrives, row by row, and
 // the first join the second when everything is sent. Sending waits for nobody, so taking may wait for everybody.
@@ -48,8 +50,8 @@ struct Common {
     int rank;
 
     __device__ __forceinline__ u8* at(int peer, u64 offset) const { return reinterpret_cast<u8*>(peers[peer]) + offset; }
-    __device__ __forceinline__ u8* counts_of(int peer, int source, int line) const {
-        return at(peer, counts + 16ull * (source * kLinesOfCounts + line));
+    __device__ __forceinline__ u8* counts_of(int peer, int source, int line, u32 epoch) const {
+        return at(peer, counts + 16ull * ((epoch % 2 * RANKS + source) * kLinesOfCounts + line));
     }
     __device__ __forceinline__ u8* done_of(int peer, int source) const { return at(peer, done + 16ull * source); }
     __device__ __forceinline__ u64* flag_of(int peer, u64 flags, u64 index) const {

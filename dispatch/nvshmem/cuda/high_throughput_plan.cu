@@ -82,7 +82,7 @@ __device__ __forceinline__ void post_counts(const Common& c, const Shared& share
     const int peer = static_cast<int>(threadIdx.x) / kLinesOfCounts, line = static_cast<int>(threadIdx.x) % kLinesOfCounts;
     if (peer < RANKS && c.alive(peer)) {
         const int* mine = shared.counts[c.rank];
-        store_line(c.counts_of(peer, c.rank, line), mine[2 * line], mine[2 * line + 1], epoch);
+        store_line(c.counts_of(peer, c.rank, line, epoch), mine[2 * line], mine[2 * line + 1], epoch);
     }
 }
 
@@ -92,7 +92,7 @@ __device__ __forceinline__ void await_counts(const Common& c, Shared& shared, u3
     if (peer < RANKS && peer != c.rank) {
         Wait<PHASE_DISPATCH> wait(c.limits, epoch);
         Vec came{};
-        if (c.alive(peer) && !wait.for_line(c.counts_of(c.rank, peer, line), peer, came)) {
+        if (c.alive(peer) && !wait.for_line(c.counts_of(c.rank, peer, line, epoch), peer, came)) {
             shared.all_came = 0;
         }
         shared.counts[peer][2 * line] = static_cast<int>(came.x);
