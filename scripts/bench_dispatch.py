@@ -11,12 +11,13 @@ reference, copies made beforehand). Backends that can be captured run as a CUDA 
 to each peer, for NVSHMEM those of a token once per rank. Every setting is checked first, bit for bit. Median, p99 and
 maximum over repeats of the maximum over ranks; eager settings also with dispatch and combine by themselves, each begun
 together by all ranks. The floor is the most bytes that leave a rank for others over the peer-to-peer bandwidth
-measured in the same run. One JSON line a setting, then a table.
+measured in the same run. --ranks, --hidden, --topk and --routing take lists. One JSON line a setting, then a table.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -46,18 +47,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     def names(raw: str) -> list[str]:
         return raw.split(",")
 
-    def routing(raw: str) -> str:
-        if raw != ONE_RANK:
-            parse_routing(raw)
-        return raw
+    def routings(raw: str) -> list[str]:
+        for routing in raw.split(","):
+            if routing != ONE_RANK:
+                parse_routing(routing)
+        return raw.split(",")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--ranks", type=int, help="processes to start; every GPU of the machine, 4 on the CPU")
-    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--ranks", type=numbers, help="processes to start; every GPU of the machine, 4 on the CPU")
+    parser.add_argument("--hidden", type=numbers, default=[7168])
     parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--routing", type=routing, default="uniform", help=f"uniform, zipf:S or {ONE_RANK}")
+    parser.add_argument("--topk", type=numbers, default=[8])
+    parser.add_argument("--routing", type=routings, default=["uniform"], help=f"uniform, zipf:S or {ONE_RANK}")
     parser.add_argument("--graph-tokens", type=numbers, default=[1, 8, 32, 64, 128])
     parser.add_argument("--eager-tokens", type=numbers, default=[1024, 4096])
     parser.add_argument("--backends", type=names, help=f"all that run here; nvshmem_low_latency{BY_REFERENCE} is one")
@@ -136,12 +138,7 @@ def run_rank(rank: int, size: int, args: argparse.Namespace, init_method: str, l
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     options = {"device_id": device} if args.device == "cuda" else {}
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, **options)
-    bandwidth = peer_bandwidth(device)
-    around = {
-        "ranks": size, "hidden": args.hidden, "experts": args.experts, "topk": args.topk, "routing": args.routing,
-        "peer_bandwidth_gb_s": round(bandwidth / 1e9, 1), **facts(seed=args.seed, commit=args.commit),
-    }  # fmt: skip
-    rows = run_settings(Workload(args, rank, size, device), args, bandwidth, around)
+    rows = run_shapes(args, rank, size, device)
     if rank == 0:
         print(text(rows))
     dist.barrier()
@@ -153,10 +150,25 @@ def run_rank(rank: int, size: int, args: argparse.Namespace, init_method: str, l
         sys.exit(f"{len(wrong)} of {len(rows)} settings are wrong; their rows say how")
 
 
+def run_shapes(args: argparse.Namespace, rank: int, size: int, device: torch.device) -> list[dict[str, Any]]:
+    """The rows of every hidden size with every top-k and routing."""
+    bandwidth = peer_bandwidth(device)
+    rows = []
+    for hidden, topk, routing in itertools.product(args.hidden, args.topk, args.routing):
+        shape = {"hidden": hidden, "topk": topk, "routing": routing}
+        workload = Workload(argparse.Namespace(**{**vars(args), **shape}), rank, size, device)
+        around = {
+            "ranks": size, **shape, "experts": args.experts, "peer_bandwidth_gb_s": round(bandwidth / 1e9, 1),
+            **facts(seed=args.seed, commit=args.commit),
+        }  # fmt: skip
+        rows += run_settings(workload, args, bandwidth, around)
+    return rows
+
+
 def run_settings(
     workload: Workload, args: argparse.Namespace, bandwidth: float, around: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """All rows; the first rank writes them down as they come."""
+    """The rows of one shape; the first rank writes them down as they come."""
     rows: list[dict[str, Any]] = []
     raw_times: dict[Any, Any] = {}
     everything = settings(args)
@@ -208,11 +220,11 @@ def main(argv: list[str] | None = None) -> None:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         run_rank(rank, size, args, "env://", int(os.environ.get("LOCAL_RANK", rank)))
         return
-    size = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 4)
-    if args.device == "cuda" and size > torch.cuda.device_count():
-        sys.exit(f"--ranks is {size} and this machine has {torch.cuda.device_count()} GPUs; pass at most as many")
-    with tempfile.TemporaryDirectory(prefix="bench_dispatch_") as rendezvous:
-        mp.spawn(run_rank, (size, args, f"file://{rendezvous}/store"), nprocs=size)
+    for size in args.ranks or [torch.cuda.device_count() if args.device == "cuda" else 4]:
+        if args.device == "cuda" and size > torch.cuda.device_count():
+            sys.exit(f"--ranks is {size} and this machine has {torch.cuda.device_count()} GPUs; pass at most as many")
+        with tempfile.TemporaryDirectory(prefix="bench_dispatch_") as rendezvous:
+            mp.spawn(run_rank, (size, args, f"file://{rendezvous}/store"), nprocs=size)
 
 
 if __name__ == "__main__":

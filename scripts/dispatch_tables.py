@@ -21,7 +21,8 @@ _VERSIONS = ("torch", "nccl", "nvshmem4py", "triton", "python", "commit")
 
 def text(rows: Sequence[Row]) -> str:
     """All rows in order, then what is wrong and what the kernels took, where that was measured."""
-    lines = [table(rows, {key: title for key, title in _COLUMNS.items() if any(key in row for row in rows)})]
+    varied = {key: key for key in ("hidden", "topk", "routing") if len({row[key] for row in rows}) > 1}
+    lines = [table(rows, varied | {key: title for key, title in _COLUMNS.items() if any(key in row for row in rows)})]
     for row in rows:
         if "error" in row:
             lines.append(f"{_name(row)}: {row['error']}")
