@@ -71,6 +71,7 @@ class RunConfig(EplbOptions, GangConfig):
             one_of("none", "int4", "int8", "fp8"), "quantize plain experts on load to int4, int8 or fp8 (none)"
         ),
     )
+    graphs: bool = field(default=False, metadata=option(None, "run the measured steps as a CUDA graph, on GPUs"))
     verify: bool = field(default=True, metadata=option(None, "compare every layer with the plain reference"))
     seed: int = field(default=0, metadata=option(at_least(0), "of the drawn tokens (0)"))
     metrics_port: int | None = field(

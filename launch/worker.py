@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from contextlib import closing
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from moe_ep.launch.report import RankReport
 from moe_ep.launch.routing_source import RoutingSource
 from moe_ep.launch.run_config import DTYPES, RunConfig
 from moe_ep.launch.steps import MeasuredSteps
+from moe_ep.observability.monitor import LayerMonitor
 from moe_ep.stack import MoEBlock, MoEStack
 
 _WARM_UP_STEPS = {"cpu": 1, "cuda": 3}
@@ -64,15 +66,8 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
                 dtype=dtype,
                 keep_choices=config.record_routing is not None,
             )
-            for step in range(-_WARM_UP_STEPS[device.type], 0):
-                steps.warm_up(max(step + config.steps, 0))
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            phases = repeat("", config.steps) if balancing is None else balancing.phases()
-            for step, phase in enumerate(phases):
-                progress.report("steps", min(step, config.steps), config.steps)
-                steps.run(step, phase)
-                monitor.end_step()
+            with closing(steps):
+                _drive(config, steps, balancing, monitor, device)
             if balancing is not None:
                 report.eplb = balancing.close()
         report.memory_bytes = peak_memory(device)
@@ -82,6 +77,23 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
         if config.verify:
             _verify(stack, *steps.inputs(0), routing, report, reader, spec, rank_env)
     return report
+
+
+def _drive(
+    config: RunConfig, steps: MeasuredSteps, balancing: Balancing | None, monitor: LayerMonitor, device: torch.device
+) -> None:
+    """The warm-up and all measured steps."""
+    for step in range(-_WARM_UP_STEPS[device.type], 0):
+        steps.warm_up(max(step + config.steps, 0))
+    if config.graphs:
+        steps.capture()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    phases = repeat("", config.steps) if balancing is None else balancing.phases()
+    for step, phase in enumerate(phases):
+        progress.report("steps", min(step, config.steps), config.steps)
+        steps.run(step, phase)
+        monitor.end_step(replayed=config.graphs)
 
 
 def _model(config: RunConfig) -> Path:

@@ -64,6 +64,10 @@ def _work(rank_env: RankEnv, config: RunConfig) -> RankReport:
 
 def _check_together(config: RunConfig) -> None:
     """Options that contradict each other, found before anything starts."""
+    if config.graphs and config.trace is not None:
+        raise OptionError(
+            "--trace shows what the host does between layers, and with --graphs it does nothing; drop one"
+        )
     if config.quantize != "none" and config.model is None:
         raise OptionError(f"--quantize is {config.quantize!r}; the demo checkpoint is quantized already, pass --model")
     if config.quantize != "none":
