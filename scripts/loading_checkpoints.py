@@ -1,4 +1,4 @@
-"""Made checkpoints for bench_loading.py: sizes of known models, formats as on disk, contents of no meaning."""
+"""Made checkpoints for benchmarks: sizes of known models, formats as on disk, contents of no meaning."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from moe_ep.checkpoint.writer import write_checkpoint
 # Hidden size, intermediate size and top_k of the made models.
 GEOMETRIES = {"qwen3-30b": (2048, 768, 8), "deepseek-v3": (7168, 2048, 8)}
 GROUP = 128
+# Beside the experts, as Qwen3-30B has it but for a small vocabulary.
+VOCABULARY, HEADS, KV_HEADS, HEAD_DIM = 1024, 32, 4, 128
 
 
 def gptq_tensors(n: int, k: int, salt: int) -> dict[str, torch.Tensor]:
@@ -26,7 +28,7 @@ def gptq_tensors(n: int, k: int, salt: int) -> dict[str, torch.Tensor]:
 def packed_tensors(n: int, k: int, salt: int) -> dict[str, torch.Tensor]:
     return {
         "weight_packed": words(n, k // 8, salt=salt),
-        "weight_scale": torch.ones(n, k // GROUP, dtype=torch.bfloat16),
+        "weight_scale": torch.full((n, k // GROUP), 0.005, dtype=torch.bfloat16),
         "weight_shape": torch.tensor([n, k]),
     }
 
@@ -53,7 +55,8 @@ def words(rows: int, columns: int, salt: int) -> torch.Tensor:
 def compressed(form: str, kind: str) -> dict[str, object]:
     weights = {"num_bits": 4, "type": kind, "strategy": "group", "group_size": GROUP if kind == "int" else 32}
     group = {"targets": ["Linear"], "weights": weights}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+    plain = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": plain}
 
 
 FORMATS: dict[str, tuple[dict[str, object] | None, Callable[[int, int, int], dict[str, torch.Tensor]]]] = {
@@ -65,15 +68,54 @@ FORMATS: dict[str, tuple[dict[str, object] | None, Callable[[int, int, int], dic
 }
 
 
-def make_checkpoint(directory: Path, form: str, geometry: str, num_layers: int, num_experts: int) -> None:
-    """Qwen3-MoE's names, in the sizes and the format asked for."""
+def beside_experts(k: int, num_layers: int, num_experts: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Embeddings, attention, norms and routers, drawn."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) / columns**0.5).bfloat16()
+
+    yield "model.embed_tokens.weight", drawn(VOCABULARY, k)
+    yield "lm_head.weight", drawn(VOCABULARY, k)
+    yield "model.norm.weight", torch.ones(k, dtype=torch.bfloat16)
+    for layer in range(num_layers):
+        stem = f"model.layers.{layer}"
+        for name, rows, columns in (
+            ("q_proj", HEADS * HEAD_DIM, k),
+            ("k_proj", KV_HEADS * HEAD_DIM, k),
+            ("v_proj", KV_HEADS * HEAD_DIM, k),
+            ("o_proj", k, HEADS * HEAD_DIM),
+        ):
+            yield f"{stem}.self_attn.{name}.weight", drawn(rows, columns)
+        for name, size in (
+            ("self_attn.q_norm", HEAD_DIM),
+            ("self_attn.k_norm", HEAD_DIM),
+            ("input_layernorm", k),
+            ("post_attention_layernorm", k),
+        ):
+            yield f"{stem}.{name}.weight", torch.ones(size, dtype=torch.bfloat16)
+        yield f"{stem}.mlp.gate.weight", drawn(num_experts, k)
+
+
+def make_checkpoint(
+    directory: Path, form: str, geometry: str, num_layers: int, num_experts: int, *, whole: bool = False
+) -> None:
+    """Qwen3-MoE's names, in the sizes and the format asked for.
+
+    Args:
+        whole: write all that a model has beside its experts too.
+    """
     K, N, top_k = GEOMETRIES[geometry]
     quantization, linear = FORMATS[form]
     config = {
         "model_type": "qwen3_moe",
         "hidden_size": K,
         "num_hidden_layers": num_layers,
-        "vocab_size": 16,
+        "vocab_size": VOCABULARY,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "tie_word_embeddings": False,
         "dtype": "bfloat16",
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
@@ -86,6 +128,8 @@ def make_checkpoint(directory: Path, form: str, geometry: str, num_layers: int, 
         config["quantization_config"] = quantization
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        if whole:
+            yield from beside_experts(K, num_layers, num_experts)
         for layer in range(num_layers):
             for expert in range(num_experts):
                 for salt, (name, size) in enumerate((("gate", (N, K)), ("up", (N, K)), ("down", (K, N)))):

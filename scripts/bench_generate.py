@@ -1,0 +1,220 @@
+"""The MoE layers of a decoding step of `moe-ep generate`, beside the same layers run alone by `moe-ep run --graphs`.
+
+python scripts/bench_generate.py --launcher local --ep-size 4 [--tokens 8,32,128] [--json FILE]
+
+A Qwen3-MoE checkpoint is made (Qwen3-30B's sizes, int4, few layers, contents of no meaning) and removed. Each worker
+decodes as many sequences as it has tokens. A layer takes what its stages take, on the slowest rank.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
+
+from moe_ep.launch.gang_choice import GangConfig, start_gang
+from moe_ep.launch.option_values import output_file, whole_numbers
+from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
+from moe_ep.launch.rank_env import RankEnv
+from moe_ep.launch.run_config import RunConfig
+
+STAGES = ("route", "dispatch", "experts", "combine")
+PROMPT = 4
+# By step and layer: milliseconds of each stage.
+Times = list[list[dict[str, float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateBenchConfig(GangConfig):
+    """The settings of one measurement."""
+
+    geometry: str = field(default="qwen3-30b", metadata=option(one_of(*GEOMETRIES), "sizes of the layers (qwen3-30b)"))
+    format: str = field(default="int4", metadata=option(one_of(*FORMATS), "of the experts (int4)"))
+    layers: int = field(default=4, metadata=option(at_least(1), "layers of the made model (4)"))
+    experts: int = field(default=128, metadata=option(at_least(8), "experts of a layer (128)"))
+    tokens: tuple[int, ...] = field(default=(8, 32, 128), metadata=option(whole_numbers, "of each rank (8,32,128)"))
+    steps: int = field(default=50, metadata=option(at_least(2), "measured steps (50)"))
+    backend: str = field(default="auto", metadata=option(str, "dispatch backend, or auto (the default)"))
+    commit: str | None = field(default=None, metadata=option(str, "what to record outside a checkout", "HASH"))
+    json: Path | None = field(default=None, metadata=option(output_file, "append one JSON line a row", "FILE"))
+
+
+def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, Any]]:
+    """One worker's part: for each number of tokens the times of both, and of the whole decoding step."""
+    import torch
+
+    from moe_ep.bench.results import facts
+    from moe_ep.launch.worker import run_worker
+
+    on_gpu = rank_env.device != "cpu"
+    rows = []
+    with _checkpoint(rank_env, config) as folder, torch.inference_mode():
+        for tokens in config.tokens:
+            alone = run_worker(
+                rank_env,
+                RunConfig(
+                    model=folder,
+                    tokens_per_rank=(tokens,),
+                    steps=config.steps,
+                    backend=config.backend,
+                    graphs=on_gpu,
+                    verify=False,
+                ),
+            )
+            times, step_ms, replayed = _decode(rank_env, config, folder, tokens)
+            rows.append(
+                {
+                    "tokens": tokens,
+                    "run": alone.stage_ms,
+                    "generate": times,
+                    "step_ms": step_ms,
+                    "graph": replayed,
+                    "backend": alone.backend,
+                    "experts": alone.experts_name,
+                }
+                | facts(seed=0, commit=config.commit)
+            )
+    return rows
+
+
+def _decode(
+    rank_env: RankEnv, config: GenerateBenchConfig, folder: Path, num_slots: int
+) -> tuple[Times, list[float], bool]:
+    """Times of the decoding steps of full slots, milliseconds of each whole step, and whether they were replayed."""
+    import torch
+
+    import moe_ep
+    from moe_ep.integrations.decoder import WARM_UP_PASSES, SlotDecoder
+
+    device = torch.device(rank_env.device)
+    on_gpu = device.type == "cuda"
+    model = moe_ep.parallelize(
+        folder,
+        backend=config.backend,
+        device=device,
+        dtype=torch.bfloat16 if on_gpu else torch.float32,
+        decode_max_num_tokens=num_slots if on_gpu else None,
+    )
+    decoder = SlotDecoder(model, num_slots, PROMPT + config.steps + WARM_UP_PASSES, graphs=on_gpu)
+    recorders = _record_layers(decoder.steps.layers, device)
+    generator = torch.Generator().manual_seed(rank_env.rank)
+    for slot in range(num_slots):
+        with decoder.steps.step(PROMPT):
+            first = decoder.prefill(slot, torch.randint(1, model.config.vocab_size, (PROMPT,), generator=generator))
+            decoder.append(slot, first.argmax())
+    times: Times = []
+    step_ms = []
+    replayed = False
+    for _ in range(WARM_UP_PASSES + config.steps):
+        with decoder.steps.step(num_slots, can_replay=decoder.can_replay_decode) as step:
+            started = time.perf_counter()
+            decoder.append(slice(None), decoder.decode().argmax(-1))
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            step_ms.append((time.perf_counter() - started) * 1e3)
+            replayed = step is not None and step.can_replay
+        durations = [recorders[layer].durations_ms() for layer in decoder.steps.layers]
+        times.append([{name: sum(spans) for name, spans in layer.items()} for layer in durations])
+    decoder.close()
+    return times[WARM_UP_PASSES:], step_ms[WARM_UP_PASSES:], replayed
+
+
+def _record_layers(layers: list[Any], device: Any) -> dict[Any, Any]:
+    """The stage recorder of each layer's last pass; of a pass that is captured, that of the graph's last replay."""
+    from moe_ep import stages
+
+    recorders: dict[Any, Any] = {}
+    open_record: list[Any] = []
+
+    def before(layer: Any, args: Any) -> None:
+        open_record.append(stages.record(device))
+        recorders[layer] = open_record[-1].__enter__()
+
+    def after(layer: Any, args: Any, output: Any) -> None:
+        open_record.pop().__exit__(None, None, None)
+
+    for layer in layers:
+        layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
+    return recorders
+
+
+@contextmanager
+def _checkpoint(rank_env: RankEnv, config: GenerateBenchConfig) -> Iterator[Path]:
+    """The made checkpoint, which rank 0 writes and removes; the ranks share a host."""
+    import torch.distributed as dist
+
+    folder: list[Any] = [None]
+    if rank_env.rank == 0:
+        folder = [tempfile.mkdtemp(prefix="moe-ep-bench-generate-")]
+        sizes = (config.format, config.geometry, config.layers, config.experts)
+        make_checkpoint(Path(folder[0]), *sizes, whole=True)
+    if dist.is_initialized():
+        dist.broadcast_object_list(folder, src=0)
+    try:
+        yield Path(folder[0])
+        if dist.is_initialized():
+            dist.barrier()
+    finally:
+        if rank_env.rank == 0:
+            shutil.rmtree(folder[0])
+
+
+def compare(config: GenerateBenchConfig, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of the table: medians over steps and layers of the slowest rank's microseconds, and the ratio."""
+    row: dict[str, Any] = {"benchmark": "generate", "ep_size": len(ranks)}
+    row |= {name: getattr(config, name) for name in ("geometry", "format", "layers", "experts", "steps")}
+    for way in ("run", "generate"):
+        by_rank: list[Times] = [rank[way] for rank in ranks]
+        places = [(step, layer) for step in range(len(by_rank[0])) for layer in range(len(by_rank[0][0]))]
+        for stage in STAGES:
+            slowest = [max(times[s][x].get(stage, 0.0) for times in by_rank) for s, x in places]
+            row[f"{way}_{stage}_us"] = round(statistics.median(slowest) * 1e3, 1)
+        whole = [max(sum(times[s][x].values()) for times in by_rank) for s, x in places]
+        row[f"{way}_us"] = round(statistics.median(whole) * 1e3, 1)
+    row["ratio"] = round(row["generate_us"] / row["run_us"], 3)
+    steps_ms = zip(*(rank["step_ms"] for rank in ranks), strict=True)
+    row["decode_step_us"] = round(statistics.median(max(step) for step in steps_ms) * 1e3, 1)
+    return row | {name: value for name, value in ranks[0].items() if name not in ("run", "generate", "step_ms")}
+
+
+def main() -> int:
+    """Prints a table."""
+    parser = Parser(prog="bench_generate.py", description=(__doc__ or "").split("\n")[0])
+    add_flags(parser, GenerateBenchConfig)
+    args = parser.parse_args()
+    try:
+        config, gang = start_gang(from_args(GenerateBenchConfig, args))
+    except OptionError as error:
+        print(f"bench_generate.py: {error}", file=sys.stderr)
+        return 2
+    try:
+        results = gang.run(measure, config)
+    finally:
+        gang.close()
+    if gang.is_driver:
+        from moe_ep.bench.results import append_line, table
+
+        rows = [compare(config, list(ranks)) for ranks in zip(*results, strict=True)]
+        for row in rows:
+            if config.json is not None:
+                append_line(config.json, row)
+        columns = {"ep_size": "EP", "tokens": "T", "graph": "graph", "backend": "backend", "run_us": "run"}
+        columns |= {"generate_us": "generate", "ratio": "ratio", "decode_step_us": "whole step"}
+        for way in ("run", "generate"):
+            columns |= {f"{way}_{stage}_us": f"{way} {stage}" for stage in STAGES}
+        print(table(rows, columns))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
