@@ -47,6 +47,18 @@ def in_bf16(model: Any) -> Any:
     return copy.deepcopy(model).bfloat16()
 
 
+def check_layers(parallel: Any, exact: Any) -> None:
+    """From here on every layer's output is held to the experts in f32 on the very same inputs and choices."""
+    for layer, (_, experts) in zip(steps_of(parallel).layers, find_experts(exact), strict=True):
+
+        def check(layer: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor, experts: Any = experts) -> None:
+            x, ids, weights = args
+            error = relative_error(output, experts(x.float(), ids, weights.float())) if len(x) else 0.0
+            assert error < tolerance(x.dtype), f"{layer.layer_name}: {error:.4f} for {len(x)} tokens"
+
+        layer.register_forward_hook(check)
+
+
 def logits_as_alone(rank: int, world_size: int, quantize: str, options: dict[str, Any]) -> str:
     """The divided bf16 model is no further from the whole one in f32 than the whole one in bf16, but for its layers."""
     # Every token takes every expert: rounding cannot turn a choice.
@@ -54,6 +66,7 @@ def logits_as_alone(rank: int, world_size: int, quantize: str, options: dict[str
     exact = in_f32(made, quantize)
     alone = in_bf16(exact)
     parallel = moe_ep.parallelize(made, quantize=quantize, **options)
+    check_layers(parallel, exact)
     layers = steps_of(parallel).layers
     allowed = len(layers) * tolerance(torch.bfloat16)
     torch.manual_seed(rank)
@@ -61,16 +74,17 @@ def logits_as_alone(rank: int, world_size: int, quantize: str, options: dict[str
         for length in range(3, 3 + 5 * rank + 1, 5):
             tokens = torch.randint(1, SIZES["vocab_size"], (2, length), device="cuda")
             caches: list[Any] = [None, None, None]
+            logits: list[list[torch.Tensor]] = [[], [], []]
             for _ in range(3):
-                outputs = [
-                    model(tokens, past_key_values=cache, use_cache=True)
-                    for model, cache in zip((parallel, alone, exact), caches, strict=True)
-                ]
-                caches = [output.past_key_values for output in outputs]
-                got, rounded, expected = (output.logits for output in outputs)
-                error, unavoidable = relative_error(got, expected), relative_error(rounded, expected)
-                assert error < unavoidable + allowed, f"{error:.4f} and alone {unavoidable:.4f}, length {length}"
-                tokens = expected[:, -1:].argmax(-1)
+                for number, model in enumerate((parallel, alone, exact)):
+                    output = model(tokens, past_key_values=caches[number], use_cache=True)
+                    caches[number] = output.past_key_values
+                    logits[number].append(output.logits)
+                tokens = logits[2][-1][:, -1:].argmax(-1)
+            # Of all passes together: a single token's logits may be small, and its error of any size.
+            got, rounded, expected = (torch.cat(passes, dim=1) for passes in logits)
+            error, unavoidable = relative_error(got, expected), relative_error(rounded, expected)
+            assert error < unavoidable + allowed, f"{error:.4f} and alone {unavoidable:.4f}, length {length}"
     return type(layers[0].modular_kernel.fused_experts).__name__
 
 
