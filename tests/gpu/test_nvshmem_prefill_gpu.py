@@ -93,6 +93,39 @@ def check_grid(rank: int, world_size: int) -> int:
     return len(GRID)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_soak_with_delays_and_poison(world_size: int, fp8: bool) -> None:
+    assert ranks(world_size, "nccl").run(check_soak, fp8, limit_s=60) == [0] * world_size
+
+
+def check_soak(rank: int, world_size: int, fp8: bool, num_batches: int = 300) -> int:
+    """Batches that are wrong in any bit; what rows travel through is NaN before each of them."""
+    case = Case(tokens=(256, 3, 100, 0), hidden_size=2048, topk=6, num_experts=64, capacity=256, dtype=BF16, fp8=fp8)
+    settings = [make_setting(replace(case, seed=seed), rank, world_size) for seed in range(4)]
+    settings += [make_setting(replace(case, seed=9, routing="one_rank"), rank, world_size)]
+    backend, reference = (make_backend(settings[0], name) for name in (NAME, "all_to_all"))
+    all_args = [prepare_args(setting, f"cuda:{rank}") for setting in settings]
+
+    def step(each, args) -> torch.Tensor:
+        rows, _, _, ids, weights = each.prepare(*args)
+        output = torch.full_like(args[0], float("nan"))
+        each.finalize(output, rows * 3, weights, ids, False, TopKWeightAndReduceNoOP())
+        return output
+
+    expected = [step(reference, args) for args in all_args]
+    same, own = (torch.Generator().manual_seed(seed) for seed in (0, 1 + rank))
+    wrong = torch.zeros((), dtype=torch.int64, device=f"cuda:{rank}")
+    for _ in range(num_batches):
+        index = int(torch.randint(len(settings), (), generator=same))
+        for name in ("rows", "results"):
+            backend._block.part(0, name).fill_(0xFF)
+        torch.cuda._sleep(int(torch.randint(100_000, (), generator=own)))
+        wrong += (step(backend, all_args[index]) != expected[index]).any()
+    backend.check()
+    return int(wrong)
+
+
 ROUTINGS = ("random", "one_rank", "masked", "none", "one_expert", "repeated")
 
 
