@@ -1,8 +1,7 @@
 """The experts as functions: batched, batched by reference, and on a list of tokens with their chosen experts.
 
-On a Hopper GPU both GEMMs and the activation are one kernel for experts of few rows and one for the others (gemm.py).
-Elsewhere, and for what they do not do yet (act-order, an activation_func of the caller's), the same functions
-dequantize and multiply in f32 with torch.
+On a GPU from sm_80 on they are computed by kernels (gemm.py says which). On the CPU, and with an activation_func of the
+caller's, the same functions dequantize and multiply in f32 with torch.
 Arguments are checked before anything is launched; a ValueError names the one that does not fit.
 """
 
@@ -15,7 +14,8 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels.align import sort_slots_by_expert
 from moe_ep.kernels.marlin.checks import check_rows, check_tokens, check_weight_pair
-from moe_ep.kernels.marlin.gemm import STEP_COLUMNS, Rows, groups_per_step, partials_numel, run_experts
+from moe_ep.kernels.marlin.gemm import partials_numel, run_experts
+from moe_ep.kernels.marlin.params import Rows
 from moe_ep.kernels.marlin.plain import ActivationFunction, compute_expert
 from moe_ep.kernels.marlin.types import WeightType, weight_type
 from moe_ep.kernels.marlin.weights import Weights
@@ -66,6 +66,11 @@ def batched_fused_marlin_moe(
         global_scale1, global_scale2: f32 `[El]`; `[El, 2]` for w1 where gate and up differ.
         intermediate_cache13, intermediate_cache2: scratch, made where missing or too small; workspace is not needed.
         output: `[El, max_tokens, K]`, made where missing; inplace writes over hidden_states.
+        g_idx1, g_idx2, sort_indices1, sort_indices2: act-order, int32 `[El, K]` and `[El, N]`, as packed: the group of
+            each packed column, and the input column it multiplies. sort_indices alone, where the groups are in order
+            once the columns are; g_idx alone, where the columns are in order.
+        is_k_full: every group has as many columns, so g_idx says no more than that; False where w1 and w2 hold a part
+            of the columns, and scales of all groups.
         expert_row_ids: int32 `[El, max_tokens]`: the input row of each expert's rows.
 
     Returns:
@@ -98,7 +103,7 @@ def batched_fused_marlin_moe(
             is_k_full, expert_row_ids,
         )  # fmt: skip
         return output
-    if _kernel_serves(hidden_states, w13_weights, w2_weights):
+    if hidden_states.is_cuda:
         run_experts(
             output,
             hidden_states,
@@ -112,12 +117,9 @@ def batched_fused_marlin_moe(
         )
         return output
     for expert in range(num_experts):
-        count = max_rows if expert_num_tokens.is_cuda else min(int(expert_num_tokens[expert]), max_rows)
-        rows = _rows_of(hidden_states, expert_row_ids, expert, count)
-        result = compute_expert(rows, w13_weights, w2_weights, kind, expert, act)
-        belongs = torch.arange(count, device=rows.device) < expert_num_tokens[expert]
-        target = output[expert, :count]
-        target.copy_(torch.where(belongs[:, None], result, target.float()))
+        count = min(int(expert_num_tokens[expert]), max_rows)
+        rows = hidden_states[expert] if expert_row_ids is None else hidden_states[expert_row_ids[expert, :count].long()]
+        output[expert, :count] = compute_expert(rows[:count], w13_weights, w2_weights, kind, expert, act)
     return output
 
 
@@ -201,7 +203,7 @@ def fused_marlin_moe(
     local_ids = to_local_ids(topk_ids, expert_map)
     slots_numel = num_tokens * topk * w13_weights.num_columns
     slots = _scratch(intermediate_cache13, slots_numel, hidden_states).view(num_tokens, topk, -1)
-    if activation_func is None and _kernel_serves(hidden_states, w13_weights, w2_weights):
+    if activation_func is None and hidden_states.is_cuda:
         run_experts(
             slots,
             rows,
@@ -254,26 +256,6 @@ def _plain_slots(
             continue
         result = compute_expert(rows, w13, w2, kind, expert, activation, activation_func).to(slots.dtype)
         slots.copy_(torch.where(chosen[..., None], result[:, None, :], slots))
-
-
-def _kernel_serves(hidden_states: torch.Tensor, w13: Weights, w2: Weights) -> bool:
-    """Whether the GPU kernel computes this: Hopper, no act-order, one spacing of scales (or a single group)."""
-    if not hidden_states.is_cuda or torch.cuda.get_device_capability(hidden_states.device) != (9, 0):
-        return False
-    if w13.g_idx is not None or w2.g_idx is not None:
-        return False
-    spacings = [groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2)]
-    most = max(spacings)
-    return all(
-        spacing == most or w.num_columns * most <= STEP_COLUMNS for spacing, w in zip(spacings, (w13, w2), strict=True)
-    )
-
-
-def _rows_of(hidden_states: torch.Tensor, row_ids: torch.Tensor | None, expert: int, count: int) -> torch.Tensor:
-    if row_ids is None:
-        return hidden_states[expert, :count]
-    # Entries behind the count are not row numbers.
-    return hidden_states[row_ids[expert, :count].long().clamp(0, max(hidden_states.size(0) - 1, 0))]
 
 
 def _output(

@@ -1,7 +1,7 @@
 """The same experts in plain torch: weights dequantized to f32 one expert at a time, matrix products in f32.
 
-This is what the functions run on the CPU, and what the kernels are compared with. On a GPU it serves what the kernel
-does not do yet (act-order, GPUs before Hopper), with static shapes and without a host synchronisation.
+This is what the functions run on the CPU, and what the kernels are compared with. On a GPU it serves a caller's own
+activation function, with static shapes and without a host synchronisation.
 """
 
 from __future__ import annotations
@@ -66,12 +66,14 @@ def compute_expert(
 
 def _group_of_columns(weights: Weights, expert: int, num_groups: int) -> torch.Tensor:
     """int64 `[columns]`: the group of every column, in natural order."""
-    device = weights.qweight.device
-    if weights.g_idx is None or weights.sort_indices is None:
-        return torch.arange(weights.num_columns, device=device) // (weights.num_columns // num_groups)
-    groups = torch.empty(weights.num_columns, dtype=torch.long, device=device)
-    groups[weights.sort_indices[expert].long()] = weights.g_idx[expert].long()
-    return groups
+    if weights.g_idx is None or weights.has_regular_groups:
+        packed = torch.arange(weights.num_columns, device=weights.qweight.device)
+        packed //= weights.num_columns // num_groups
+    else:
+        packed = weights.g_idx[expert].long()
+    if weights.sort_indices is None:
+        return packed
+    return torch.empty_like(packed).scatter_(0, weights.sort_indices[expert].long(), packed)
 
 
 def _values(codes: torch.Tensor, kind: WeightType) -> torch.Tensor:

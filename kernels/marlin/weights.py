@@ -20,8 +20,10 @@ class Weights(NamedTuple):
     Attributes:
         bias: `[E, rows]` in natural order (gate, then up), or None.
         alphas: f32 `[E]` or `[E, 2]`, global scales, or None.
-        g_idx, sort_indices: int32 `[E, columns]` with act-order.
+        g_idx: int32 `[E, columns]`, the group of every packed column, or None.
+        sort_indices: int32 `[E, columns]`, the input column of every packed one, or None where they are the same.
         gated: rows are gate and up rows, interleaved.
+        has_regular_groups: packed columns of one group lie together, as many in every group; else g_idx tells.
     """
 
     qweight: torch.Tensor
@@ -34,6 +36,7 @@ class Weights(NamedTuple):
     gated: bool
     num_rows: int
     num_columns: int
+    has_regular_groups: bool = True
 
 
 def check_weights(
@@ -61,7 +64,8 @@ def check_weights(
             f"{name} has {num_rows} rows and {num_columns} columns; both must be multiples of 32, "
             f"and the rows of 64 where gate and up are interleaved"
         )
-    _check_scales(name, kind, act_dtype, scales, num_experts, num_rows, num_columns, g_idx is not None, is_k_full)
+    has_regular_groups = g_idx is None or is_k_full
+    _check_scales(name, kind, act_dtype, scales, num_experts, num_rows, num_columns, has_regular_groups)
     if (zeros is not None) != kind.has_zero_points:
         raise ValueError(
             f"{name}_zeros is {'missing' if zeros is None else 'given'}; "
@@ -75,17 +79,14 @@ def check_weights(
     if alphas is not None:
         two = gated and alphas.dim() == 2
         _check_like(f"global_scale{which}", alphas, torch.float32, (num_experts, 2) if two else (num_experts,))
-    if (g_idx is None) != (sort_indices is None):
-        raise ValueError(
-            f"g_idx{which} and sort_indices{which} belong together, and only one of them is given; pass both as "
-            f"pack_marlin made them, or neither"
-        )
     _check_like(f"g_idx{which}", g_idx, torch.int32, (num_experts, num_columns))
     _check_like(f"sort_indices{which}", sort_indices, torch.int32, (num_experts, num_columns))
     for label, tensor in ((name, qweight), (f"{name}_scale", scales)):
         if not tensor.is_contiguous():
             raise ValueError(f"{label} is not contiguous; pass it as pack_marlin made it")
-    return Weights(qweight, scales, zeros, bias, alphas, g_idx, sort_indices, gated, num_rows, num_columns)
+    return Weights(
+        qweight, scales, zeros, bias, alphas, g_idx, sort_indices, gated, num_rows, num_columns, has_regular_groups
+    )
 
 
 def group_size_of(kind: WeightType, num_columns: int, num_groups: int) -> int | None:
@@ -104,8 +105,7 @@ def _check_scales(
     num_experts: int,
     num_rows: int,
     num_columns: int,
-    act_order: bool,
-    is_k_full: bool,
+    has_regular_groups: bool,
 ) -> None:
     if scales.dim() != 3 or scales.size(0) != num_experts or scales.size(2) != num_rows:
         raise ValueError(
@@ -121,7 +121,7 @@ def _check_scales(
             f"{name}_scale is {scales.dtype}; {kind.scalar_type} with {act_dtype} activations takes "
             f"{' or '.join(str(dtype) for dtype in allowed)}"
         )
-    if act_order and not is_k_full:
+    if not has_regular_groups:
         return
     size = group_size_of(kind, num_columns, scales.size(1))
     if size is None or size not in sizes:

@@ -11,7 +11,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels import eplb_map, jit
-from moe_ep.kernels.marlin import gemm
+from moe_ep.kernels.marlin import ampere, hopper
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.scalar_type import scalar_types
 
@@ -50,9 +50,24 @@ def _entries() -> set[Path]:
 @pytest.mark.parametrize("case", EXPERTS, ids=lambda case: f"{case[0]}-{case[1]}".replace("torch.", ""))
 def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, few_rows: bool) -> None:
     kind = WEIGHT_TYPES[case[0].id]
-    resources = jit.compile_only(gemm.kernel_source(kind, *case[1:], few_rows=few_rows), "sm_90a")
+    resources = jit.compile_only(hopper.kernel_source(kind, *case[1:], few_rows=few_rows), "sm_90a")
     assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
     assert "serialized" not in resources.log  # products must run while the next weights are dequantized
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize(("case", "looked_up"), [*((case, False) for case in EXPERTS), (EXPERTS[1], True)], ids=str)
+def test_experts_kernels_for_older_gpus_compile_without_spills(case: tuple, looked_up: bool, phase: int) -> None:
+    name, act_dtype, scale_dtype, per_step, activation = case
+    columns = 0 if looked_up else 128 // per_step
+    source = ampere.kernel_source(WEIGHT_TYPES[name.id], act_dtype, scale_dtype, columns, phase, activation)
+    for arch in ("sm_80", "sm_90a"):
+        assert jit.compile_only(source, arch)[1:3] == (0, 0)
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_putting_columns_in_order_compiles_without_spills(phase: int) -> None:
+    assert jit.compile_only(ampere.gather_source(phase), "sm_80")[1:3] == (0, 0)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -10,9 +10,11 @@ DEVICE i64 output_row(const ExpertsParams& p, int phase, int expert, int first_r
   return p.sorted ? p.row_ids[first_row + i] : (i64)expert * p.max_rows + i;
 }
 
-// 16 weight rows of a warp, the first of them `first`; sums as the products of mma.cuh leave them.
+// 16 weight rows of a warp, the first of them `first`, for the expert's tokens from `first_token` up to `rows`; sums as
+// the products of mma.cuh leave them.
 template <int kTokens, bool kActivate>
-DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, int rows, int first, const float* sums) {
+DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, int rows, int first, const float* sums,
+                       int first_token = 0) {
   constexpr bool kGate = kActivate && kGated;
   const GemmParams& gemm = p.gemm[kActivate ? 0 : 1];
   int lane = threadIdx.x % 32, width = kGate ? gemm.rows / 2 : gemm.rows;
@@ -43,7 +45,7 @@ DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, int ro
       out[0] = transpose_8x8(to_pair(v[0], v[1]));
       out[1] = transpose_8x8(to_pair(v[2], v[3]));
     }
-    int token = 8 * j + lane / 4;
+    int token = first_token + 8 * j + lane / 4;
     if (token < rows) {
       u16* to = gemm.output + output_row(p, kActivate ? 0 : 1, expert, first_row, token) * width;
       if constexpr (kGate) {

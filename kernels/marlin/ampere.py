@@ -1,0 +1,154 @@
+"""Launches the kernels of any GPU from sm_80 on: one for each GEMM, and one that puts columns in order (act-order).
+
+They compute everything that packed weights can be; on Hopper they serve what its own kernels do not. No scratch beyond
+the activation's output: columns in order lie where the results will, which nobody needs by then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.kernels import jit
+from moe_ep.kernels.marlin.params import (
+    ACTIVATION_NUMBERS,
+    CUDA,
+    ExpertsParams,
+    Rows,
+    experts_params,
+    rows_params,
+    type_number,
+)
+from moe_ep.kernels.marlin.types import WeightType
+from moe_ep.kernels.marlin.weights import Weights
+
+_THREADS, _GATHER_THREADS = 128, 256
+_TILE_ROWS, _TILE_TOKENS, _STEP_COLUMNS, _STAGES = 128, 64, 64, 3
+_BLOCKS_PER_SM = 3  # that registers leave room for
+_GATHER_SHARED = 48 * 1024
+_GATHER_ROWS = 8
+_LOOKED_UP, _WHOLE_ROW = 0, -1
+
+
+class _AmpereParams(ctypes.Structure):
+    _fields_ = (("experts", ExpertsParams), ("column_groups", ctypes.c_void_p))
+
+
+class _GatherParams(ctypes.Structure):
+    _fields_ = (
+        ("experts", ExpertsParams),
+        ("order", ctypes.c_void_p),
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("columns", ctypes.c_int),
+        ("rows_at_once", ctypes.c_int),
+    )
+
+
+def kernel_source(
+    kind: WeightType,
+    act_dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    group_columns: int,
+    phase: int,
+    activation: MoEActivation,
+) -> jit.KernelSource:
+    """The kernel of w13 (`phase` 0) or w2 (1).
+
+    Args:
+        group_columns: columns that share a scale; -1 where a row has one group, 0 where each column's is looked up.
+    """
+    defines = {
+        "WEIGHT_TYPE": type_number(kind, scale_dtype),
+        "ACT_BF16": int(act_dtype == torch.bfloat16),
+        "GROUP_COLUMNS": group_columns,
+        "PHASE": phase,
+        "ACTIVATION": ACTIVATION_NUMBERS[activation] if phase == 0 else 0,
+    }
+    pairs = tuple((name, str(value)) for name, value in defines.items())
+    return jit.KernelSource(CUDA / "ampere_gemm.cu", "ampere_gemm", pairs)
+
+
+def gather_source(phase: int) -> jit.KernelSource:
+    """The kernel that puts the columns of w13's input (`phase` 0) or w2's (1) in order."""
+    return jit.KernelSource(CUDA / "ampere_gather.cu", "gather_columns", (("PHASE", str(phase)),))
+
+
+def group_columns(weights: Weights) -> int:
+    """As kernel_source takes it."""
+    if not weights.has_regular_groups:
+        return _LOOKED_UP
+    groups = weights.scales.size(1)
+    return _WHOLE_ROW if groups == 1 else weights.num_columns // groups
+
+
+def launch(
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w13: Weights,
+    w2: Weights,
+    rows: Rows,
+    kind: WeightType,
+    activation: MoEActivation,
+    hidden: torch.Tensor,
+) -> None:
+    """Computes every expert's rows; arguments as gemm.run_experts."""
+    hidden_states, rows = in_packed_order(output, hidden_states, w13, rows)
+    params = experts_params(hidden_states, hidden, output, w13, w2, rows)
+    for phase, weights in enumerate((w13, w2)):
+        if phase == 1 and weights.sort_indices is not None:
+            _gather(params, weights, 1, hidden, hidden)
+        source = kernel_source(kind, hidden.dtype, weights.scales.dtype, group_columns(weights), phase, activation)
+        shared = _shared_bytes(kind, weights, params.num_experts)
+        kernel = jit.load(source, hidden.device)
+        kernel.allow_shared(shared)
+        groups = None if weights.g_idx is None else weights.g_idx.data_ptr()
+        sms, shared_of_sm = _sizes(hidden.device.index or 0)
+        blocks = max(1, min(_BLOCKS_PER_SM, shared_of_sm // (shared + 1024)))
+        kernel.launch(_AmpereParams(params, groups), (sms * blocks, 1, 1), _THREADS, shared)
+
+
+def in_packed_order(
+    output: torch.Tensor, hidden_states: torch.Tensor, w13: Weights, rows: Rows
+) -> tuple[torch.Tensor, Rows]:
+    """The rows with their columns as w13 has them, written to `output` where they are not so yet, and how to read them.
+
+    Every expert has an order of its own, so a row that several experts read is written once for each.
+    """
+    if w13.sort_indices is None:
+        return hidden_states, rows
+    _gather(rows_params(rows), w13, 0, hidden_states, output)
+    return output, rows._replace(row_ids=rows.row_ids if rows.is_sorted else None, ids_divisor=1)
+
+
+def _gather(params: ExpertsParams, weights: Weights, phase: int, source: torch.Tensor, target: torch.Tensor) -> None:
+    columns = weights.num_columns
+    tables = -(-8 * (params.num_experts + 1) // 16) * 16
+    rows_at_once = max(1, min(_GATHER_ROWS, (_GATHER_SHARED - tables) // (2 * columns)))
+    shared = tables + rows_at_once * 2 * columns
+    kernel = jit.load(gather_source(phase), target.device)
+    kernel.allow_shared(shared)
+    order = weights.sort_indices.data_ptr()  # type: ignore[union-attr]
+    gather = _GatherParams(params, order, source.data_ptr(), target.data_ptr(), columns, rows_at_once)
+    sms, shared_of_sm = _sizes(target.device.index or 0)
+    blocks = max(1, min(8, shared_of_sm // (shared + 1024)))
+    kernel.launch(gather, (sms * blocks, 1, 1), _GATHER_THREADS, shared)
+
+
+def _shared_bytes(kind: WeightType, weights: Weights, num_experts: int) -> int:
+    """Three stages of codes, scales and tokens, and the tables."""
+    columns = group_columns(weights)
+    groups = _STEP_COLUMNS // columns if 0 < columns < _STEP_COLUMNS else 1 if columns != _LOOKED_UP else 0
+    per_row = _STEP_COLUMNS * kind.bits // 8
+    per_row += groups * weights.scales.dtype.itemsize * (2 if kind.has_zero_points else 1)
+    return _STAGES * (_TILE_ROWS * per_row + _TILE_TOKENS * 2 * _STEP_COLUMNS) + 8 * (num_experts + 1)
+
+
+@functools.cache
+def _sizes(device_index: int) -> tuple[int, int]:
+    """SMs, and the shared memory of each."""
+    properties = torch.cuda.get_device_properties(device_index)
+    return properties.multi_processor_count, properties.shared_memory_per_multiprocessor  # type: ignore[attr-defined]

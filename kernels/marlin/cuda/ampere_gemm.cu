@@ -1,0 +1,70 @@
+// One GEMM of the experts with what follows it, for every GPU from sm_80 on: PHASE 0 is w13 with the activation, PHASE 1
+// is w2.
+//
+//   hidden[r, :] = activation(w13[e] x[r] + bias1[e]),  out[r, :] = w2[e] hidden[r] + bias2[e]   for every row r of e
+//
+// A tile is 128 weight rows x up to 64 tokens of one expert over all columns; blocks of four warps take every so many-th
+// tile, those of one expert's weights together. Codes, scales and tokens come by asynchronous copies, three stages of 64
+// columns; weights are operand A of the tensor cores, dequantized in registers, tokens operand B. No block waits for
+// another and nothing is shared between tiles, so the same input gives the same bits.
+//
+// Layouts: repack.py draws the weights; stages are described at `Stage`.
+#include "ampere_multiply.cuh"
+#include "store.cuh"
+
+struct AmpereParams {
+  ExpertsParams experts;
+  const int* column_groups;  // [E, columns] where groups are looked up
+};
+
+DEVICE Tile find_tile(const GemmParams& gemm, const TokenTiles& tiles, int i) {
+  int row_tiles = (gemm.rows + kTileRows - 1) / kTileRows;
+  Tile tile;
+  tile.expert = expert_of(tiles, i, row_tiles);
+  int start = tiles.tile_start[tile.expert], token_tiles = tiles.tile_start[tile.expert + 1] - start;
+  int rest = i - start * row_tiles;
+  tile.first = rest / token_tiles * kTileRows;
+  tile.first_row = tiles.row_start[tile.expert];
+  tile.first_token = rest % token_tiles * kTileTokens;
+  tile.tokens = min(tiles.rows(tile.expert) - tile.first_token, kTileTokens);
+  return tile;
+}
+
+DEVICE void compute_tile(const AmpereParams& p, const Tile& tile, u8* ring) {
+  const GemmParams& gemm = p.experts.gemm[PHASE];
+  Source source(p.experts, tile);
+  Sums sums = {};
+  int steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
+  auto stage = [&](int step) { return Stage{ring + step % kStages * kStageBytes}; };
+  auto load = [&](int step) {
+    if (step < steps) load_stage(gemm, tile, source, step, stage(step));
+    commit_copies();
+  };
+#pragma unroll
+  for (int step = 0; step < kStages - 1; step++) load(step);
+  for (int step = 0; step < steps; step++) {
+    wait_for_copies<kStages - 2>();
+    __syncthreads();  // this step's stage is filled, and nobody reads the one before any more
+    load(step + kStages - 1);
+    multiply_stage(gemm, tile, p.column_groups, step, stage(step), sums);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    int first = tile.first + threadIdx.x / 32 * 32 + 16 * i;
+    if (first < gemm.rows) {
+      store_rows<kTileTokens, PHASE == 0>(p.experts, tile.expert, tile.first_row, tile.first_token + tile.tokens, first,
+                                          sums[i], tile.first_token);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 3) ampere_gemm(const __grid_constant__ AmpereParams p) {
+  extern __shared__ __align__(128) u8 memory[];
+  const ExpertsParams& experts = p.experts;
+  TokenTiles tiles = make_token_tiles(experts, reinterpret_cast<int*>(memory + kStages * kStageBytes), kTileTokens);
+  int items = tiles.count() * ((experts.gemm[PHASE].rows + kTileRows - 1) / kTileRows);
+  for (int i = blockIdx.x; i < items; i += gridDim.x) {
+    compute_tile(p, find_tile(experts.gemm[PHASE], tiles, i), memory);
+  }
+}

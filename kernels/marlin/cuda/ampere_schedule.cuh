@@ -1,0 +1,56 @@
+// Which tiles of tokens there are, found on the device from the experts' row counts: blocks share them out evenly.
+#pragma once
+#include "params.cuh"
+
+// Behind one another in shared memory, for E experts and the end: rows of all experts before, tiles of them before.
+struct TokenTiles {
+  int *row_start, *tile_start;
+  int num_experts, tile_tokens;
+  DEVICE int count() const { return tile_start[num_experts]; }
+  DEVICE int rows(int expert) const { return row_start[expert + 1] - row_start[expert]; }
+};
+
+DEVICE constexpr int tables_ints(int num_experts) { return 2 * (num_experts + 1); }
+
+// All threads; one warp adds up the counts, 32 experts at a time.
+DEVICE TokenTiles make_token_tiles(const ExpertsParams& p, int* memory, int tile_tokens) {
+  TokenTiles tiles{memory, memory + p.num_experts + 1, p.num_experts, tile_tokens};
+  int lane = threadIdx.x;
+  if (lane < 32) {
+    int before[2] = {0, 0};
+    for (int base = 0; base < p.num_experts; base += 32) {
+      int e = base + lane, rows = e < p.num_experts ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
+      int own[2] = {rows, (rows + tile_tokens - 1) / tile_tokens};
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        int sum = own[i];
+        for (int d = 1; d < 32; d *= 2) {
+          int below = __shfl_up_sync(~0u, sum, d);
+          if (lane >= d) sum += below;
+        }
+        if (e < p.num_experts) memory[i * (p.num_experts + 1) + e] = before[i] + sum - own[i];
+        before[i] += __shfl_sync(~0u, sum, 31);
+      }
+    }
+    if (lane < 2) memory[lane * (p.num_experts + 1) + p.num_experts] = before[lane];
+  }
+  __syncthreads();
+  return tiles;
+}
+
+// The expert that has item `i` where a tile of tokens is `per_tile` items.
+DEVICE int expert_of(const TokenTiles& tiles, int i, int per_tile) {
+  int low = 0, high = tiles.num_experts;  // tile_start[low] * per_tile <= i < tile_start[high] * per_tile
+  while (high - low > 1) {
+    int middle = (low + high) / 2;
+    if (tiles.tile_start[middle] * per_tile <= i) low = middle; else high = middle;
+  }
+  return low;
+}
+
+// The input row of row i of an expert; `first_row` is the number of rows of all experts before it.
+DEVICE i64 input_row(const ExpertsParams& p, int phase, int expert, int first_row, int i) {
+  if (phase == 1) return first_row + i;
+  i64 place = p.sorted ? first_row + i : (i64)expert * p.max_rows + i;
+  return p.row_ids == nullptr ? place : p.row_ids[place] / p.ids_divisor;
+}

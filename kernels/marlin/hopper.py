@@ -1,0 +1,122 @@
+"""Launches Hopper's kernels: both GEMMs of the experts, with the activation between them, in one.
+
+Experts of up to FEW_ROWS rows are one kernel's, those of more another's; which expert is whose is decided on the
+device. What a launch needs beside its inputs is small: flags (never cleared, or zero before and after: no memset), and
+room for the sums of tiles that several blocks share, at most 2 x blocks x 256 x tokens of a tile floats: 35 MB on a GPU
+of 132 SMs for tiles of 128 tokens, 2 MB for tiles of 8.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.kernels import jit
+from moe_ep.kernels.marlin.params import ACTIVATION_NUMBERS, CUDA, ExpertsParams, type_number
+from moe_ep.kernels.marlin.types import WeightType
+from moe_ep.kernels.marlin.weights import Weights
+
+FEW_ROWS = 32
+_FEW_THREADS, _MANY_THREADS = 640, 384
+_TILE_ROWS = 256
+_MAX_BLOCKS = 256
+_STEP_COLUMNS = 128
+_TILE_TOKENS = (8, 16, 32, 64, 128)
+
+
+def kernel_source(
+    kind: WeightType,
+    act_dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    groups_per_step: int,
+    activation: MoEActivation,
+    few_rows: bool,
+) -> jit.KernelSource:
+    """The kernel for few or many rows of one number type, with scales every 128 / groups_per_step columns."""
+    defines = {
+        "WEIGHT_TYPE": type_number(kind, scale_dtype),
+        "ACT_BF16": int(act_dtype == torch.bfloat16),
+        "SCALES_PER_STEP": groups_per_step,
+        "ACTIVATION": ACTIVATION_NUMBERS[activation],
+    }
+    name, entry = ("decode_sm90.cu", "decode") if few_rows else ("prefill_sm90.cu", "prefill")
+    return jit.KernelSource(CUDA / name, entry, tuple((name, str(value)) for name, value in defines.items()))
+
+
+def groups_per_step(num_columns: int, num_groups: int) -> int:
+    """Groups of scales that 128 columns span: 1 where a group is longer or the whole row."""
+    return 1 if num_groups == 1 else max(1, _STEP_COLUMNS * num_groups // num_columns)
+
+
+def have_one_spacing(w13: Weights, w2: Weights) -> bool:
+    """Whether the scales of both lie equally far apart, or one has a single group that one step covers."""
+    spacings = [groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2)]
+    most = max(spacings)
+    return all(
+        spacing == most or w.num_columns * most <= _STEP_COLUMNS for spacing, w in zip(spacings, (w13, w2), strict=True)
+    )
+
+
+def partials_numel(max_rows: int, device: torch.device) -> int:
+    """f32 numbers a launch needs for shared tiles."""
+    return 2 * _num_blocks(device.index or 0) * _TILE_ROWS * _tile_tokens(max_rows)
+
+
+def launch(
+    params: ExpertsParams,
+    w13: Weights,
+    w2: Weights,
+    kind: WeightType,
+    activation: MoEActivation,
+    act_dtype: torch.dtype,
+    partials: torch.Tensor,
+) -> None:
+    """Computes every expert's rows.
+
+    Args:
+        params: all but flags and partial sums.
+        partials: f32 scratch, partials_numel.
+    """
+    device, index = partials.device, partials.device.index or 0
+    per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))
+    params.partials = partials.data_ptr()
+    params.max_tile_tokens = _tile_tokens(params.max_rows)
+    for few_rows in (True, False) if params.max_rows > FEW_ROWS else (True,):
+        source = kernel_source(kind, act_dtype, w13.scales.dtype, per_step, activation, few_rows)
+        kernel = jit.load(source, device)
+        kernel.allow_shared(_max_shared_bytes(index))
+        params.sync = _flags(device, few_rows, params.num_experts * -(-w13.num_rows // _TILE_ROWS)).data_ptr()
+        threads = _FEW_THREADS if few_rows else _MANY_THREADS
+        kernel.launch(params, (_num_blocks(index), 1, 1), threads, _max_shared_bytes(index), early=True)
+
+
+def _tile_tokens(max_rows: int) -> int:
+    """Tokens of the largest tile that experts of up to max_rows rows need."""
+    return next((tokens for tokens in _TILE_TOKENS if tokens >= max_rows), _TILE_TOKENS[-1])
+
+
+@functools.cache
+def _num_blocks(device_index: int) -> int:
+    return min(torch.cuda.get_device_properties(device_index).multi_processor_count, _MAX_BLOCKS)
+
+
+@functools.cache
+def _max_shared_bytes(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+_flag_buffers: dict[tuple[int, int, bool], list[torch.Tensor]] = {}
+
+
+def _flags(device: torch.device, few_rows: bool, num_tiles: int) -> torch.Tensor:
+    """Flags of this stream for one of the kernels; like the scratch, one set a stream.
+
+    Outgrown ones are kept: a captured graph may still use them.
+    """
+    needed = 2 + 2 * _MAX_BLOCKS + num_tiles
+    buffers = _flag_buffers.setdefault((device.index or 0, torch.cuda.current_stream(device).cuda_stream, few_rows), [])
+    if not buffers or buffers[-1].numel() < needed:
+        buffers.append(torch.zeros(max(needed, 8192), dtype=torch.int32, device=device))
+    return buffers[-1]

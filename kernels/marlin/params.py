@@ -1,0 +1,121 @@
+"""What a launch is told about the experts: the structures of cuda/params.cuh, and the rows to compute."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.kernels.marlin.types import WeightType
+from moe_ep.kernels.marlin.weights import Weights
+from moe_ep.scalar_type import scalar_types
+
+CUDA = Path(__file__).parent / "cuda"
+ACTIVATION_NUMBERS = {activation: number for number, activation in enumerate(MoEActivation)}
+_TYPE_NUMBERS = {
+    scalar_types.uint4: 0,
+    scalar_types.uint4b8: 1,
+    scalar_types.uint8b128: 2,
+    scalar_types.float8_e4m3fn: 3,
+}
+_NVFP4, _MXFP4 = 4, 5
+
+
+class Rows(NamedTuple):
+    """Which rows the experts compute, and where the results go.
+
+    Attributes:
+        num_tokens: int32 `[E]`, rows of each expert.
+        max_rows: the most rows of one expert.
+        row_ids: int32: None, or the input row of each expert's rows `[E, max_rows]`, or sorted ids (below).
+        ids_divisor: the input row is id // ids_divisor.
+        is_sorted: row_ids holds the rows of one expert after the other, and row `id` of the output is written.
+    """
+
+    num_tokens: torch.Tensor
+    max_rows: int
+    row_ids: torch.Tensor | None = None
+    ids_divisor: int = 1
+    is_sorted: bool = False
+
+
+class GemmParams(ctypes.Structure):
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("alphas", ctypes.c_void_p),
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("columns", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("groups", ctypes.c_int),
+        ("alphas_per_expert", ctypes.c_int),
+    )
+
+
+class ExpertsParams(ctypes.Structure):
+    _fields_ = (
+        ("gemm", GemmParams * 2),
+        ("num_tokens", ctypes.c_void_p),
+        ("row_ids", ctypes.c_void_p),
+        ("sync", ctypes.c_void_p),
+        ("partials", ctypes.c_void_p),
+        ("num_experts", ctypes.c_int),
+        ("max_rows", ctypes.c_int),
+        ("ids_divisor", ctypes.c_int),
+        ("sorted", ctypes.c_int),
+        ("max_tile_tokens", ctypes.c_int),
+    )
+
+
+def experts_params(
+    input: torch.Tensor, hidden: torch.Tensor, output: torch.Tensor, w13: Weights, w2: Weights, rows: Rows
+) -> ExpertsParams:
+    """All but flags and partial sums, which only some kernels have."""
+    params = rows_params(rows)
+    params.gemm[0], params.gemm[1] = _gemm(w13, input, hidden), _gemm(w2, hidden, output)
+    return params
+
+
+def rows_params(rows: Rows) -> ExpertsParams:
+    """Which rows there are, and nothing else."""
+    return ExpertsParams(
+        num_tokens=rows.num_tokens.data_ptr(),
+        row_ids=pointer(rows.row_ids),
+        num_experts=rows.num_tokens.numel(),
+        max_rows=rows.max_rows,
+        ids_divisor=rows.ids_divisor,
+        sorted=int(rows.is_sorted),
+    )
+
+
+def type_number(kind: WeightType, scale_dtype: torch.dtype) -> int:
+    """WEIGHT_TYPE of cuda/dequant.cuh."""
+    if kind.scalar_type == scalar_types.float4_e2m1f:
+        return _NVFP4 if scale_dtype == torch.float8_e4m3fn else _MXFP4
+    return _TYPE_NUMBERS[kind.scalar_type]
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _gemm(weights: Weights, input: torch.Tensor, output: torch.Tensor) -> GemmParams:
+    return GemmParams(
+        weights=weights.qweight.data_ptr(),
+        scales=weights.scales.data_ptr(),
+        zeros=pointer(weights.zeros),
+        bias=pointer(weights.bias),
+        alphas=pointer(weights.alphas),
+        input=input.data_ptr(),
+        output=output.data_ptr(),
+        columns=weights.num_columns,
+        rows=weights.num_rows,
+        groups=weights.scales.size(1),
+        alphas_per_expert=1 if weights.alphas is None else weights.alphas.numel() // weights.alphas.size(0),
+    )
