@@ -28,8 +28,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "plot",
         help="pictures and tables of a scaling benchmark",
         description=(
-            "Draws scaling, stages, latency and load from the JSON lines of `moe-ep bench scaling`, and writes its rows "
-            "as markdown tables."
+            "Draws scaling, stages, latency and load from the JSON lines of `moe-ep bench scaling`, and writes the "
+            "rows as markdown tables."
         ),
     )
     parser.add_argument("file", metavar="FILE", help="what --json of the benchmark wrote")

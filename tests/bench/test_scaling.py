@@ -60,7 +60,7 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(tmp_path: Path) ->
     tables = tmp_path / "tables.md"
     assert done.stdout.split() == list(map(str, [*pictures, tables]))
     headings, _, *lines = tables.read_text().splitlines()[2:]
-    assert headings.startswith("| EP | phase | T | backend | us |") and "routing" not in headings
+    assert headings.startswith("| EP | phase | T | backend | ") and "wire" not in headings
     assert [line.split(" | ")[0] for line in lines] == [f"| {row['ep_size']}" for row in rows]
     for picture in pictures:
         assert picture.read_bytes().startswith(b"\x89PNG")
