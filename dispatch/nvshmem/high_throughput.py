@@ -83,7 +83,7 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         for name, value in (("num_sms", num_sms), ("batches_in_flight", batches_in_flight)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        self.num_sms, self.turn_rows = num_sms, 1
+        self.num_sms, self.turn_rows, self.dispatch_turn_rows = num_sms, 1, 0
         self._layout = _layout(moe_config, quant_config, batches_in_flight)
         self._block = Block.of(self._layout, self.ranks, moe_config.in_dtype, _facts(moe_config, self._layout))
         device = torch.device("cuda", torch.cuda.current_device())
@@ -167,7 +167,8 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         waits = not torch.cuda.is_current_stream_capturing()
         on_host = HostCopy(parts.total, self.ranks, "dispatch") if waits else None
         tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
-        self._launch("dispatch", parts, tensors, [batch.owners.numel(), num_tokens, 0 if waits else layout.max_rows])
+        most = 0 if waits else layout.max_rows
+        self._launch("dispatch", parts, tensors, [batch.owners.numel(), num_tokens, most, self.dispatch_turn_rows])
 
         def receive() -> tuple[PrepareResult, _Handle]:
             rows = layout.max_rows

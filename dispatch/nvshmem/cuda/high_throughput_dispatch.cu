@@ -15,6 +15,7 @@ struct Params {
     int num_ids;
     int num_tokens;
     int max_rows;            // ids of rows from the last that arrives to this one become -1
+    int turn_rows;
 };
 
 #if FP8
@@ -135,10 +136,10 @@ __device__ __forceinline__ void finish(const Common& c, u32 epoch) {
 }
 #endif
 
-__device__ __forceinline__ void send(const Params& p, int token, u32 epoch) {
+__device__ __forceinline__ void send(const Params& p, int token, u32 to, u32 epoch) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;
-    const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
+    const int slot = lane < RANKS && to >> lane & 1 ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
     const u32 ranks = __ballot_sync(kAllLanes, slot >= 0);
     const u64 index = slot >= 0 ? static_cast<u64>(slot + c.placement->send[lane]) : 0;
     const u64 target = slot >= 0 ? reinterpret_cast<u64>(c.at(lane, c.rows + kRowBytes * index)) : 0;
@@ -172,9 +173,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispat
     for (u64 i = static_cast<u64>(c.placement->total) * TOPK + blockIdx.x * kThreads + threadIdx.x; i < end; i += threads) {
         ids[i] = -1;
     }
-    const bool sends = warp < kOfBlock && !c.failed();
-    for (int token = first; sends && token < p.num_tokens; token += warps) {
-        send(p, token, epoch);
+    if (warp < kOfBlock && !c.failed()) {
+        // Plain rows go to one rank for a while, then to the next, and every rank begins with the one behind it.
+        const int turns = FP8 || p.turn_rows == 0 ? 1 : RANKS, rows = turns == 1 ? 1 : p.turn_rows;
+        const int end = (p.num_tokens + rows - 1) / rows * rows * turns;
+        for (int i = first; i < end; i += warps) {
+            const int token = i / rows / turns * rows + i % rows;
+            if (token < p.num_tokens) {
+                send(p, token, turns == 1 ? kAllLanes : 1u << (c.rank + 1 + i / rows % turns) % RANKS, epoch);
+            }
+        }
     }
 #if FP8
     take_rows(p, epoch);
