@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
+from moe_ep.integrations.choices import count_choices, pack_choices, unpack_choices
 from moe_ep.layer import FusedMoE
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize, make_prepare_finalize
+from moe_ep.stages import stage
 
 if TYPE_CHECKING:
     from moe_ep.integrations.steps import Step, StepCoordinator
@@ -76,12 +78,9 @@ class RoutedExperts(FusedMoE):
                 f"the experts of {self.layer_name} are for inference and have no backward; call the model under "
                 f"torch.inference_mode() or torch.no_grad()"
             )
-        known = (topk_ids >= 0) & (topk_ids < self.num_experts)
-        if self.row_mask is not None:
-            known &= self.row_mask[:, None]
-        ids = torch.where(known, topk_ids, -1).to(torch.int32)
-        weights = torch.where(known, topk_weights.float(), 0.0)
-        return super().forward(hidden_states, torch.cat([weights.view(torch.int32), ids], dim=1))
+        with stage("route"):
+            choices = pack_choices(topk_ids, topk_weights, self.num_experts, self.row_mask)
+        return super().forward(hidden_states, choices)
 
     def serve(self) -> None:
         """This layer's part of a step in which this rank has no tokens."""
@@ -100,8 +99,7 @@ class RoutedExperts(FusedMoE):
         **eplb: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Stands in for `select_experts`: the choices are made, physical ids are what is left to find."""
-        bits, ids = choices.chunk(2, dim=1)
-        weights, ids = bits.contiguous().view(torch.float32), ids.contiguous()
+        weights, ids = unpack_choices(choices)
         if enable_eplb:
             ids = eplb_map_to_physical_and_record(
                 ids,
@@ -112,8 +110,7 @@ class RoutedExperts(FusedMoE):
                 ep_size=self.parallel_config.ep_size,
             )
         if self.counts_load:
-            flat = ids.flatten().long()
-            self.load.scatter_add_(0, flat.clamp(min=0), (flat >= 0).long())
+            count_choices(ids, self.load)
         return weights, ids.to(indices_type or torch.int32), None
 
     @property

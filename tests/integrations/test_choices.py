@@ -1,0 +1,83 @@
+"""Choices packed for the way and unpacked: the plain forms against loops, the Triton ones against the plain ones."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+
+from moe_ep.integrations import choices
+
+E, TOP_K = 5, 3
+
+
+def made(num_tokens: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids of experts, of none and beyond E; weights; and rows that count."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    ids = torch.randint(-2, E + 2, (num_tokens, TOP_K), generator=generator)
+    weights = torch.randn(num_tokens, TOP_K, generator=generator).to(dtype)
+    return ids.to(device), weights.to(device), (torch.arange(num_tokens) % 3 != 1).to(device)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_by_hand(num_tokens: int, masked: bool) -> None:
+    ids, weights, mask = made(num_tokens, "cpu", torch.bfloat16)
+    packed = choices.pack_choices(ids, weights, E, mask if masked else None)
+    counts = torch.full((E,), 10)
+    expected_ids, expected_bits, expected_counts = [], [], [10] * E
+    for row, values, counted in zip(ids.tolist(), weights.tolist(), mask.tolist(), strict=True):
+        known = [0 <= expert < E and (counted or not masked) for expert in row]
+        expected_ids.append([expert if kept else -1 for expert, kept in zip(row, known, strict=True)])
+        expected_bits.append(
+            [
+                struct.unpack("i", struct.pack("f", value if kept else 0.0))[0]
+                for value, kept in zip(values, known, strict=True)
+            ]
+        )
+        for expert in expected_ids[-1]:
+            if expert >= 0:
+                expected_counts[expert] += 1
+    assert packed.tolist() == [bits + row for bits, row in zip(expected_bits, expected_ids, strict=True)]
+    assert packed.dtype == torch.int32 and packed.shape == (num_tokens, 2 * TOP_K)
+    found_weights, found_ids = choices.unpack_choices(packed)
+    assert found_ids.tolist() == expected_ids and found_weights.view(torch.int32).tolist() == expected_bits
+    choices.count_choices(found_ids, counts)
+    assert counts.tolist() == expected_counts
+
+
+def check_triton(device: str) -> None:
+    from moe_ep.kernels import triton_choices as fused
+
+    for num_tokens, dtype in ((1, torch.float32), (100, torch.bfloat16)):
+        ids, weights, mask = made(num_tokens, device, dtype)
+        for row_mask in (None, mask):
+            plain = [tensor.cpu() if tensor is not None else None for tensor in (ids, weights, row_mask)]
+            expected = choices.pack_choices(plain[0], plain[1], E, plain[2])
+            # Strides as a router's slice has them.
+            strided = torch.cat([weights, weights], dim=1)[:, :TOP_K]
+            packed = fused.triton_pack_choices(ids.int(), strided, E, row_mask)
+            assert torch.equal(packed.cpu(), expected)
+            for found, plainly in zip(
+                fused.triton_unpack_choices(packed), choices.unpack_choices(expected), strict=True
+            ):
+                assert found.dtype == plainly.dtype and torch.equal(found.cpu(), plainly)
+            counts, expected_counts = (torch.zeros(E, dtype=torch.int64, device=at) for at in (device, "cpu"))
+            fused.triton_count_choices(fused.triton_unpack_choices(packed)[1], counts)
+            choices.count_choices(choices.unpack_choices(expected)[1], expected_counts)
+            assert torch.equal(counts.cpu(), expected_counts)
+
+
+def test_triton_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    from moe_ep.kernels import triton_choices as fused
+
+    for name in ("_pack_kernel", "_unpack_kernel", "_count_kernel"):
+        monkeypatch.setattr(fused, name, interpreter.InterpretedFunction(getattr(fused, name).fn))
+    check_triton("cpu")
+
+
+@pytest.mark.gpu
+def test_triton_on_a_gpu() -> None:
+    check_triton("cuda")
