@@ -17,7 +17,7 @@ import numpy as np
 from moe_ep.eplb.policy.balance import Placement, separate_copies, swap_heaviest, swap_pairs
 from moe_ep.eplb.policy.hosts import HostRows
 from moe_ep.eplb.policy.maps import experts_moved, keep_slots
-from moe_ep.eplb.policy.packing import greedy_counts, packed_maximum, smallest_companions, sorted_items
+from moe_ep.eplb.policy.packing import greedy_counts, pack, packed_maximum, smallest_companions, sorted_items
 from moe_ep.eplb.policy.problem import Problem
 from moe_ep.eplb.policy.relabel import renumber
 from moe_ep.eplb.policy.search import build, improve_counts
@@ -60,6 +60,7 @@ class RowPlanner:
         weight: float32 `[X, E]`, scaled to a mean of one and kept above zero.
         reachable: float32 `[X]`, the maximum rank load that no plan is expected to go below: the mean, or the heaviest
             replica beside the lightest others.
+        rank: int64 `[X, P]`, where longest-first puts each item, for ranks of few slots; None elsewhere.
     """
 
     def __init__(self, weight: Array, num_slots: int, num_ranks: int, effort: Effort) -> None:
@@ -72,6 +73,9 @@ class RowPlanner:
         self.companions = smallest_companions(self.items, num_ranks)[:, 0]
         mean = self.items.sum(axis=1) / np.float32(num_ranks)
         self.reachable = np.maximum(mean, self.items[:, 0] + self.companions)
+        self.rank: Array | None = None
+        if 1 < num_slots // num_ranks <= _FEW_SLOTS:
+            self.rank = pack(self.items, num_ranks)
 
     @property
     def _searched(self) -> bool:
@@ -85,8 +89,8 @@ class RowPlanner:
         # The more slots a rank has, the closer to even longest-first comes, and so must exchanges.
         width = self.num_slots // self.num_ranks
         target = self.reachable[rows] * np.float32(1 + min(2.5e-3, 2 * width**-3))
-        replicas = self.expert[rows], self.items[rows]
-        place = build(weight, counts, self.num_ranks, target, self.effort.rounds, replicas)
+        packed = self.expert[rows], pack(self.items[rows], self.num_ranks) if self.rank is None else self.rank[rows]
+        place = build(weight, counts, self.num_ranks, target, self.effort.rounds, packed)
         if not self._searched:
             return place
         worst = place.by_row.max(axis=1)
@@ -106,6 +110,7 @@ class RowPlanner:
         part = copy.copy(self)
         for name in ("weight", "counts", "expert", "items", "companions", "reachable"):
             setattr(part, name, getattr(self, name)[rows])
+        part.rank = None if self.rank is None else self.rank[rows]
         return part
 
     def improve(self, old: Array) -> tuple[Array, Array, Array]:
@@ -146,9 +151,9 @@ class RowPlanner:
     def _good_enough(self) -> Array:
         """The maximum rank load, float32 `[X]`, at which moving experts stops."""
         reachable = self.reachable
-        if 1 < self.num_slots // self.num_ranks <= _FEW_SLOTS:
+        if self.rank is not None:
             # What longest-first reaches is a better guide than the mean.
-            reachable = np.maximum(reachable, packed_maximum(self.items, self.num_ranks))
+            reachable = np.maximum(reachable, packed_maximum(self.items, self.rank, self.num_ranks))
         return (reachable * (1 + self.effort.tolerance)).astype(np.float32)
 
     def _change_replicas(self, old: Array, target: Array) -> tuple[Array, Array]:
@@ -186,16 +191,17 @@ class RowPlanner:
 
     def _hand_over(self, slots: Array, counts: Array, rows: Array, taker: Array, donor: Array) -> Array:
         """Overwrites a slot of each row's donor with its taker, on the lightest rank without one; where it can."""
-        each = np.arange(rows.size)
-        unit = self.weight[rows] / counts[rows]
-        loads = np.take_along_axis(unit, slots[rows], axis=1).reshape(rows.size, self.num_ranks, -1).sum(axis=2)
-        by_rank = slots[rows].reshape(rows.size, self.num_ranks, -1)
-        has_taker = (by_rank == taker[:, None, None]).any(axis=2)
-        cost = np.where(has_taker, np.inf, loads)[:, :, None]
-        cost = np.where(by_rank == donor[:, None, None], cost, np.inf).reshape(rows.size, -1)
-        slot = cost.argmin(axis=1)
-        done = np.isfinite(cost[each, slot])
-        rows, slot, taker, donor = rows[done], slot[done], taker[done], donor[done]
+        width = self.num_slots // self.num_ranks
+        row, slot = np.nonzero(slots[rows] == donor[:, None])
+        beside = slots[rows[row, None], (slot - slot % width)[:, None] + np.arange(width)]
+        at = rows[row, None], beside
+        load = (self.weight[at] / counts[at]).sum(axis=1)
+        load[(beside == taker[row, None]).any(axis=1)] = np.inf
+        # Rows rise, so that each one's candidates are neighbours; the first of the lightest is taken.
+        order = np.lexsort((load, row))
+        first = order[np.flatnonzero(np.diff(row[order], prepend=-1))]
+        done = np.isfinite(load[first])
+        rows, slot, taker, donor = rows[done], slot[first[done]], taker[done], donor[done]
         slots[rows, slot] = taker
         counts[rows, taker] += 1
         counts[rows, donor] -= 1

@@ -41,6 +41,23 @@ def replica_counts(physical_to_logical: Array, num_experts: int) -> Array:
     return np.bincount(flat.ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
 
 
+def slots_by_expert(physical_to_logical: Array, num_experts: int) -> tuple[Array, Array, Array]:
+    """The slots of a placement `[L, P]` sorted by the expert in them, those of an expert in rising order.
+
+    Returns:
+        The slots, `[L, P]`; where each expert's begin in them, int64 `[L, E]`; and how many it has, int64 `[L, E]`.
+    """
+    num_slots = physical_to_logical.shape[1]
+    counts = replica_counts(physical_to_logical, num_experts)
+    bits = max(num_slots - 1, 1).bit_length()
+    # One sort of expert and slot packed in a word is several times faster than a stable argsort.
+    dtype = np.dtype(np.int32 if bits + max(num_experts, 2).bit_length() < 31 else np.int64)
+    key = physical_to_logical.astype(dtype) * dtype.type(1 << bits) + np.arange(num_slots, dtype=dtype)
+    key.sort(axis=1)
+    key &= dtype.type((1 << bits) - 1)
+    return key, np.cumsum(counts, axis=1) - counts, counts
+
+
 def logical_maps(physical_to_logical: Array, num_experts: int) -> tuple[Array, Array]:
     """The maps that follow from a placement `[L, P]`.
 
@@ -50,22 +67,13 @@ def logical_maps(physical_to_logical: Array, num_experts: int) -> tuple[Array, A
         logical_to_physical int64 `[L, E, max_replicas]`, an expert's slots in rising order, -1 padded; and
         logical_replica_count int64 `[L, E]`. max_replicas is that of the most replicated expert of any layer.
     """
-    num_layers, num_slots = physical_to_logical.shape
-    counts = replica_counts(physical_to_logical, num_experts)
+    slot, first, counts = slots_by_expert(physical_to_logical, num_experts)
     width = int(counts.max(initial=1))
-    bits = max(num_slots - 1, 1).bit_length()
-    # One sort of expert and slot packed in a word is several times faster than a stable argsort.
-    dtype = np.dtype(np.int32 if bits + max(num_experts, 2).bit_length() < 31 else np.int64)
-    key = physical_to_logical.astype(dtype) * dtype.type(1 << bits) + np.arange(num_slots, dtype=dtype)
-    key.sort(axis=1)
-    expert, slot = key >> bits, key & ((1 << bits) - 1)
-    first = np.cumsum(counts, axis=1) - counts
-    layer = np.arange(num_layers)[:, None]
-    row = expert + layer * num_experts
-    replica = np.arange(num_slots) - first.ravel()[row]
-    table = np.full(num_layers * num_experts * width, -1, dtype=np.int64)
-    table[row * width + replica] = slot
-    return table.reshape(num_layers, num_experts, width), counts
+    # An expert's row begins `width` entries after the one before, and its slots begin at `first`.
+    start = np.arange(counts.size).reshape(counts.shape) * width - first
+    table = np.full(counts.size * width, -1, dtype=np.int64)
+    table[np.repeat(start.ravel(), counts.ravel()).reshape(slot.shape) + np.arange(slot.shape[1])] = slot
+    return table.reshape(*counts.shape, width), counts
 
 
 def slot_loads(weight: Array, physical_to_logical: Array) -> Array:
@@ -105,25 +113,21 @@ def keep_slots(old: Array, new: Array, num_ranks: int) -> Array:
     before, after = old.reshape(shape[0] * num_ranks, -1), new.reshape(shape[0] * num_ranks, -1)
     differ = before != after
     changed = np.flatnonzero(differ.any(axis=1))
-    # Most changed ranks have no expert that stays but lies elsewhere.
-    before, wanted, differ = before[changed], after[changed], differ[changed]
-    strays = np.where(differ, wanted, -1)[:, :, None] == np.where(differ, before, -2)[:, None]
-    stray = strays.any(axis=(1, 2))
-    if not stray.any():
+    # Most changed ranks have no expert that stays but lies elsewhere. Slots first: numpy is quick along long axes.
+    had, has, differ = (np.ascontiguousarray(part[changed].T) for part in (before, after, differ))
+    strays = np.logical_or.reduce((has[:, None] == had) & differ[:, None] & differ, axis=(0, 1))
+    if not strays.any():
         return new
-    changed, before, wanted = changed[stray], before[stray], wanted[stray]
-    num_rows, width = before.shape
-    result = np.full((num_rows, width), -1, dtype=new.dtype)
-    placed = np.zeros((num_rows, width), dtype=bool)
-    rows = np.arange(num_rows)
-    for slot in range(width):
-        same = (wanted == before[:, slot, None]) & ~placed
-        stays = same.any(axis=1)
-        source = same.argmax(axis=1)
-        result[stays, slot] = before[stays, slot]
-        placed[rows[stays], source[stays]] = True
-    # Row by row as many slots are free as experts are left, and boolean indexing walks both in row order.
-    result[result < 0] = wanted[~placed]
+    changed, had, has = changed[strays], had[:, strays], has[:, strays]
+    result, placed = np.full_like(has, -1), np.zeros(has.shape, dtype=bool)
+    for slot, expert in enumerate(had):
+        same = (has == expert) & ~placed
+        rank = np.flatnonzero(np.logical_or.reduce(same, axis=0))
+        result[slot, rank] = expert[rank]
+        placed[same.argmax(axis=0)[rank], rank] = True
+    result, has, placed = result.T.copy(), has.T, placed.T
+    # Rank by rank as many slots are free as experts are left, and boolean indexing walks both in order of rank.
+    result[result < 0] = has[~placed]
     full = after.copy()
     full[changed] = result
     return full.reshape(shape)

@@ -10,6 +10,10 @@ import numpy as np
 
 Array = np.ndarray
 
+# Replicas of a row that are handed out one by one; of more, bisection finds most first.
+_ONE_BY_ONE = 64
+_HALVINGS = 12
+
 
 def greedy_counts(weight: Array, num_slots: int, num_ranks: int, power: float = 1.0) -> Array:
     """Replicas of each expert, int64 `[X, E]`: each beyond the first goes where load / count**power is largest.
@@ -19,18 +23,49 @@ def greedy_counts(weight: Array, num_slots: int, num_ranks: int, power: float = 
     float32 `[X, E]`.
     """
     num_rows, num_experts = weight.shape
-    counts = np.ones(num_rows * num_experts, dtype=np.int64)
-    flat, unit = weight.ravel(), weight.copy()
-    base = np.arange(num_rows) * num_experts
-    for extra in range(num_slots - num_experts):
-        largest = base + unit.argmax(axis=1)
+    counts, unit = np.ones(weight.size, dtype=np.int64), weight.copy()
+    left = np.full(num_rows, num_slots - num_experts)
+    if num_slots - num_experts > _ONE_BY_ONE:
+        extra = _most_extra(weight, num_slots - num_experts, num_ranks - 1, power)
+        left -= extra.sum(axis=1)
+        counts += extra.ravel()
+        unit /= (extra + 1) ** np.float32(power)
+        unit[extra + 1 >= num_ranks] = -1.0
+    flat, base = weight.ravel(), np.arange(num_rows) * num_experts
+    fewest, most = left.min(initial=num_slots), counts.max(initial=1)
+    for turn in range(left.max(initial=0)):
+        if turn < fewest:
+            largest = base + unit.argmax(axis=1)
+        else:
+            rows = np.flatnonzero(left > turn)
+            largest = base[rows] + unit[rows].argmax(axis=1)
         count = counts[largest] + 1
         counts[largest] = count
         each = flat[largest] / (count if power == 1.0 else count**power)
-        if extra + 2 >= num_ranks:
+        if most + turn + 1 >= num_ranks:
             each[count >= num_ranks] = -1.0
         unit.reshape(-1)[largest] = each
     return counts.reshape(num_rows, num_experts)
+
+
+def _most_extra(weight: Array, spare: int, limit: int, power: float) -> Array:
+    """Almost all of what `greedy_counts` hands out beyond the first replicas, and no more, int64 `[X, E]`.
+
+    It hands out the largest of load / count**power over all experts and counts, so a threshold divides what it hands
+    out from the rest, and bisection finds that.
+    """
+    high = weight.max(axis=1)
+    low = high / np.float32((spare + 1) ** power)
+
+    def above(threshold: Array) -> Array:
+        ratio = weight / threshold[:, None]
+        return np.minimum(ratio if power == 1.0 else ratio ** (1 / power), limit).astype(np.int64)
+
+    for _ in range(_HALVINGS):
+        middle = np.sqrt(low * high)
+        fits = above(middle).sum(axis=1) <= spare
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    return above(high * np.float32(1 + 1e-6))
 
 
 def sorted_items(weight: Array, counts: Array) -> tuple[Array, Array]:
@@ -121,17 +156,16 @@ def _pack_rest(loads: Array, rank: Array, load: Array, size: Array, at: int, end
         rows = rows[done[rows] < end[rows]]
 
 
-def packed_maximum(loads: Array, num_ranks: int) -> Array:
-    """The maximum rank load, float64 `[X]`, that `pack` reaches."""
-    rows = np.arange(loads.shape[0])[:, None] * num_ranks
-    rank = (pack(loads, num_ranks) + rows).ravel()
-    total = np.bincount(rank, weights=loads.ravel(), minlength=loads.shape[0] * num_ranks)
+def packed_maximum(loads: Array, rank: Array, num_ranks: int) -> Array:
+    """The maximum rank load, float64 `[X]`, of items on these ranks, `[X, P]` each."""
+    flat = rank + np.arange(loads.shape[0])[:, None] * num_ranks
+    total = np.bincount(flat.ravel(), weights=loads.ravel(), minlength=loads.shape[0] * num_ranks)
     return total.reshape(-1, num_ranks).max(axis=1)
 
 
-def place_fresh(expert: Array, loads: Array, num_experts: int, num_ranks: int) -> Array:
-    """A placement int64 `[X, P]` of items heaviest first (`sorted_items`), each rank's experts in rising order."""
+def place_fresh(expert: Array, rank: Array, num_experts: int) -> Array:
+    """A placement int64 `[X, P]` of experts on these ranks, `[X, P]` each, those of a rank in rising order."""
     bits = max(num_experts - 1, 1).bit_length()
-    key = (pack(loads, num_ranks).astype(np.int32) << np.int32(bits)) | expert
+    key = (rank.astype(np.int32) << np.int32(bits)) | expert
     key.sort(axis=1)
     return (key & np.int32((1 << bits) - 1)).astype(np.int64)

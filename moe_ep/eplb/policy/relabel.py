@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_ep.eplb.policy.maps import keep_slots, logical_maps
+from moe_ep.eplb.policy.maps import keep_slots, slots_by_expert
 
 Array = np.ndarray
 
 # Copies of an expert are alike, so that it takes few of many to find one that fits; more take longer than they help.
-_MEETINGS = 8
+_MEETINGS = 4
 
 
 def agree_with(old: Array, new: Array, num_experts: int, num_ranks: int) -> Array:
@@ -28,14 +28,19 @@ def renumber(old: Array, new: Array, num_experts: int, num_ranks: int) -> Array:
     num_rows, num_slots = new.shape
     width = num_slots // num_ranks
     # Every old slot meets new slots of the same expert, of an expert with many copies a few.
-    table, counts = logical_maps(new, num_experts)
+    listed, first, counts = slots_by_expert(new, num_experts)
+    rank = np.arange(num_slots) // width
+    new_rank = rank[listed].ravel()
     row, slot = np.nonzero(old >= 0)
-    expert = old[row, slot]
-    copies = counts[row, expert][:, None]
-    turn = np.arange(min(_MEETINGS, table.shape[2]))
-    partner = table[row[:, None], expert[:, None], (slot[:, None] + turn) % np.maximum(copies, 1)]
-    edge, turn = np.nonzero(turn < copies)
-    source = match(row[edge], slot[edge] // width, partner[edge, turn] // width, num_rows, num_ranks)
+    expert = row * num_experts + old[row, slot]
+    copies = counts.ravel()[expert]
+    met = np.minimum(copies, _MEETINGS)
+    edge = np.repeat(np.arange(row.size), met)
+    place = np.arange(edge.size) + (slot % np.maximum(copies, 1) - np.cumsum(met) + met)[edge]
+    around = copies[edge]
+    place -= around * (place >= around)
+    partner = new_rank[(row * num_slots + first.ravel()[expert])[edge] + place]
+    source = match(row[edge], rank[slot][edge], partner, num_rows, num_ranks)
     ranks = new.reshape(num_rows, num_ranks, width)
     return np.take_along_axis(ranks, source[:, :, None], axis=1).reshape(num_rows, num_slots)
 
@@ -46,27 +51,40 @@ def match(row: Array, old: Array, new: Array, num_rows: int, num_ranks: int) -> 
     Edges (row, old, new) may repeat; pairs joined by the most are matched. Pairs that are each other's best are joined,
     round by round, ties broken by fixed noise so that few rounds suffice.
     """
-    edges, votes = np.unique((row * num_ranks + old) * num_ranks + new, return_counts=True)
-    owner, new = np.divmod(edges, num_ranks)
-    taken = owner // num_ranks * num_ranks + new
-    # A multiplicative hash of the edge's place, below one vote.
-    noise = (np.arange(edges.size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(43)
-    score = votes.astype(np.int64) << 32 | (noise.astype(np.int64) + 1) << 11
-    source = np.full(num_rows * num_ranks, -1, dtype=np.int64)
-    used = np.zeros(num_rows * num_ranks, dtype=bool)
+    # Words of bits rather than products: divisions would take longer than all the rest.
+    bits = max(num_ranks - 1, 1).bit_length()
+    one = 1 << bits
+    edges = row << 2 * bits | old << bits | new
+    edges = edges.astype(np.int32 if num_rows << 2 * bits < 1 << 31 else np.int64)
+    edges.sort()
+    begin = _begins(edges)
+    votes, edges = np.diff(begin, append=edges.size), edges[begin].astype(np.int64)
+    owner, taken = edges >> bits, edges >> 2 * bits << bits | edges & one - 1
+    # A multiplicative hash of the edge's place: as noisy as it must be, and never twice the same.
+    noise = (np.arange(edges.size, dtype=np.uint32) * np.uint32(0x9E3779B1)).astype(np.int64)
+    score = votes << 32 | noise
+    source, best_owner, best_taken = np.full((3, num_rows * one), -1, dtype=np.int64)
+    used = np.zeros(num_rows * one, dtype=bool)
     while owner.size:
-        best_owner = np.zeros(source.size, dtype=np.int64)
-        best_taken = np.zeros(source.size, dtype=np.int64)
-        np.maximum.at(best_owner, owner, score)
+        # Owners rise, so that each one's edges are neighbours.
+        begin = _begins(owner)
+        best_owner[owner[begin]] = np.maximum.reduceat(score, begin)
+        best_taken[taken] = -1
         np.maximum.at(best_taken, taken, score)
         mutual = np.flatnonzero((best_owner[owner] == score) & (best_taken[taken] == score))
-        # Equal scores are possible, if hardly: the first edge of each side counts.
-        mutual = mutual[np.unique(owner[mutual], return_index=True)[1]]
-        mutual = mutual[np.unique(taken[mutual], return_index=True)[1]]
-        source[owner[mutual]] = taken[mutual] % num_ranks
+        source[owner[mutual]] = taken[mutual] & one - 1
         used[taken[mutual]] = True
-        rest = (source[owner] < 0) & ~used[taken]
+        rest = np.flatnonzero((source[owner] < 0) & ~used[taken])
         owner, taken, score = owner[rest], taken[rest], score[rest]
+    source, used = (part.reshape(num_rows, one)[:, :num_ranks] for part in (source, used))
     # As many of each side of a row are left, and boolean indexing walks both row by row.
-    source[source < 0] = np.flatnonzero(~used) % num_ranks
-    return source.reshape(num_rows, num_ranks)
+    source[source < 0] = np.nonzero(~used)[1]
+    return source
+
+
+def _begins(rising: Array) -> Array:
+    """Where runs of equal numbers begin."""
+    new = np.empty(rising.size, dtype=bool)
+    new[:1] = True
+    np.not_equal(rising[1:], rising[:-1], out=new[1:])
+    return np.flatnonzero(new)

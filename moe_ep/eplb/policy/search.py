@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_ep.eplb.policy.balance import Placement, separate_copies, swap_heaviest, swap_pairs
-from moe_ep.eplb.policy.packing import greedy_counts, place_fresh, sorted_items
+from moe_ep.eplb.policy.packing import greedy_counts, pack, place_fresh, sorted_items
 
 Array = np.ndarray
 
@@ -32,14 +32,16 @@ def build(
     num_ranks: int,
     target: Array,
     rounds: int,
-    sorted_replicas: tuple[Array, Array] | None = None,
+    packed: tuple[Array, Array] | None = None,
 ) -> Placement:
     """Rows `[X, E]` with these counts packed, copies parted, and improved by exchanges toward target `[X]`.
 
-    sorted_replicas is what `sorted_items` gives for them, where that is known already.
+    packed is the experts of `sorted_items` and their ranks by `pack`, where those are known already.
     """
-    expert, items = sorted_replicas or sorted_items(weight, counts)
-    slots = place_fresh(expert, items, weight.shape[1], num_ranks)
+    if packed is None:
+        expert, items = sorted_items(weight, counts)
+        packed = expert, pack(items, num_ranks)
+    slots = place_fresh(*packed, weight.shape[1])
     place = Placement(weight, counts, slots, num_ranks)
     # Exchanges must at least win back what chunks and the parting of copies cost.
     packed = place.by_row.max(axis=1) * np.float32(1 - 3e-5)
