@@ -214,15 +214,15 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
         return cls.unusable_reason()
 
     @classmethod
-    def pack_weights(cls, weights: CanonicalWeights, moe_config: FusedMoEConfig, gated: bool) -> ExpertWeights:
-        """Canonical quantized weights `[El, out, in]` in the layout of these experts; as they are by default.
-
-        Args:
-            gated: the rows are gate rows, then up rows.
-        """
-        return ExpertWeights(
-            weights.codes, weights.scales, weights.zero_points, weights.g_idx, global_scales=weights.global_scales
+    def pack_weights(
+        cls, w13: CanonicalWeights, w2: CanonicalWeights, moe_config: FusedMoEConfig
+    ) -> tuple[ExpertWeights, ExpertWeights]:
+        """Canonical quantized weights `[El, out, in]` in the layout of these experts; as they are by default."""
+        first, second = (
+            ExpertWeights(part.codes, part.scales, part.zero_points, part.g_idx, global_scales=part.global_scales)
+            for part in (w13, w2)
         )
+        return first, second
 
     @abstractmethod
     def activation_format(self) -> FusedMoEActivationFormat:

@@ -96,11 +96,11 @@ EXPERTS = Registry(
             "moe_ep.kernels.reference:BatchedReferenceExperts", "plain torch, BatchedExperts format"
         ),
         "marlin": Entry(
-            "moe_ep.kernels.marlin.experts:MarlinExperts", "packed 4- and 8-bit weights on Hopper, Standard format"
+            "moe_ep.kernels.marlin.experts:MarlinExperts", "packed 4- and 8-bit weights on GPUs, Standard format"
         ),
         "batched_marlin": Entry(
             "moe_ep.kernels.marlin.experts:BatchedMarlinExperts",
-            "packed 4- and 8-bit weights on Hopper, BatchedExperts format",
+            "packed 4- and 8-bit weights on GPUs, BatchedExperts format",
         ),
     },
 )

@@ -21,6 +21,7 @@ from moe_ep.contracts import (
     FusedMoEPermuteExpertsUnpermute,
 )
 from moe_ep.kernels import jit
+from moe_ep.kernels.marlin.act_order import has_all_groups, in_order_of_w2, irregular_reason
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
 from moe_ep.kernels.marlin.gemm import partials_numel
 from moe_ep.kernels.marlin.repack import pack_marlin
@@ -62,6 +63,13 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
                 f"quant_config has quant_type_id {quant.quant_type_id} and w2_quant_type_id {quant.w2_quant_type_id}; "
                 f"packed experts compute both matrices in one type, choose experts='reference'"
             )
+        is_k_full = is_k_full and all(
+            has_all_groups(size, scales.size(1), columns)
+            for size, scales, columns in (
+                (quant.group_size, quant.w1_scale, moe_config.hidden_dim),
+                (quant.w2_group_size, quant.w2_scale, moe_config.intermediate_size_per_partition),
+            )
+        )
         self._companions: dict[str, Any] = {
             "bias1": quant.w1_bias,
             "bias2": quant.w2_bias,
@@ -82,10 +90,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
 
     @classmethod
     def unusable_reason(cls) -> str | None:
-        reason = jit.unusable_reason()
-        if reason is None and torch.cuda.get_device_capability() != (9, 0):
-            return "the GPU is not of the Hopper generation (compute capability 9.0)"
-        return reason
+        return jit.unusable_reason()
 
     @classmethod
     def refuses(
@@ -99,8 +104,6 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return f"the activations are {moe_config.in_dtype}; they take {' or '.join(map(str, ACTIVATION_DTYPES))}"
         if moe_config.num_local_experts == 0:
             return "this rank has no experts"
-        if any(part.g_idx is not None for part in weights):
-            return "columns whose groups are out of order (act-order) have no kernel here yet"
         types = [str(ScalarType.from_id(part.quant_type_id)) for part in weights]
         if len(set(types)) > 1:
             return f"w13 and w2 are of two types ({' and '.join(types)}) and one kernel computes both"
@@ -111,19 +114,15 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         return cls.unusable_reason()
 
     @classmethod
-    def pack_weights(cls, weights: CanonicalWeights, moe_config: FusedMoEConfig, gated: bool) -> ExpertWeights:
-        # Scales of 4-bit floats have types of their own; all others have the activations'.
-        is_fp4 = weights.quant_type_id == scalar_types.float4_e2m1f.id
-        packed = pack_marlin(
-            weights.codes,
-            weights.scales if is_fp4 else weights.scales.to(moe_config.in_dtype),
-            weights.quant_type_id,
-            weights.group_size,
-            weights.zero_points,
-            gated,
-            weights.g_idx,
-        )
-        return ExpertWeights(*packed, global_scales=weights.global_scales)
+    def pack_weights(
+        cls, w13: CanonicalWeights, w2: CanonicalWeights, moe_config: FusedMoEConfig
+    ) -> tuple[ExpertWeights, ExpertWeights]:
+        gated = MoEActivation.parse(moe_config.activation).is_gated
+        if moe_config.has_bias:
+            return _packed(w13, moe_config.in_dtype, gated), _packed(w2, moe_config.in_dtype, False)
+        first, second = in_order_of_w2(w13, w2)
+        packed = _packed(second, moe_config.in_dtype, False)
+        return _packed(first, moe_config.in_dtype, gated), packed._replace(g_idx_sort_indices=None)
 
     def supports_expert_map(self) -> bool:
         return True
@@ -140,6 +139,23 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         return 2 * partials_numel(max_rows, self._device) if self._device.type == "cuda" else 0
 
 
+def _packed(weights: CanonicalWeights, act_dtype: torch.dtype, gated: bool) -> ExpertWeights:
+    # Scales of 4-bit floats have types of their own; all others have the activations'.
+    is_fp4 = weights.quant_type_id == scalar_types.float4_e2m1f.id
+    packed = pack_marlin(
+        weights.codes,
+        weights.scales if is_fp4 else weights.scales.to(act_dtype),
+        weights.quant_type_id,
+        weights.group_size,
+        weights.zero_points,
+        gated,
+        weights.g_idx,
+    )
+    if has_all_groups(weights.group_size, packed.scales.size(1), weights.codes.size(2)):
+        packed = packed._replace(g_idx=None)  # it says no more than that now
+    return ExpertWeights(*packed, global_scales=weights.global_scales)
+
+
 def _not_packed(weights: CanonicalWeights, row_multiple: int) -> str | None:
     """Why these weights have no packed form, or None."""
     kind = WEIGHT_TYPES.get(weights.quant_type_id)
@@ -148,9 +164,12 @@ def _not_packed(weights: CanonicalWeights, row_multiple: int) -> str | None:
         return f"there is no packed form of {ScalarType.from_id(weights.quant_type_id)}"
     if num_rows % row_multiple or num_columns % 32:
         return f"a matrix is {num_rows} x {num_columns}; they take multiples of {row_multiple} and 32"
-    if group_size_of(kind, num_columns, weights.scales.size(-1)) is None:
-        return f"{weights.scales.size(-1)} groups of {num_columns} columns; {kind.scalar_type} takes {kind.group_sizes}"
-    return None
+    num_groups = weights.scales.size(2)
+    whole = weights.g_idx is None or has_all_groups(weights.group_size, num_groups, num_columns)
+    size = group_size_of(kind, num_columns, num_groups) if whole else weights.group_size
+    if size not in kind.group_sizes:
+        return f"{num_groups} groups of {num_columns} columns; {kind.scalar_type} takes {kind.group_sizes}"
+    return irregular_reason(weights)
 
 
 class BatchedMarlinExperts(_MarlinExpertsBase):

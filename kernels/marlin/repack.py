@@ -106,7 +106,7 @@ def unpack_marlin(
     """
     kind = weight_type(quant_type_id)
     num_columns = packed.qweight.size(1) * 16
-    check_group_size(kind, group_size, num_columns)
+    check_group_size(kind, group_size, None if packed.g_idx is not None else num_columns)
     num_rows = packed.qweight.size(2) * kind.pack // 16
     device = packed.qweight.device
     rows = row_order(num_rows, gated, device)
@@ -206,11 +206,11 @@ def _check(
             f"codes has {num_rows} rows and {num_columns} columns; both must be multiples of 32"
             + (", and the rows of 64 since gate and up are interleaved" if gated else "")
         )
-    groups = check_group_size(kind, group_size, num_columns)
-    shape = (num_experts, num_rows, groups)
-    more_groups = g_idx is not None and scales.dim() == 3 and scales.size(2) > groups
-    if scales.shape != shape and not (more_groups and scales.shape[:2] == shape[:2]):
-        raise ValueError(f"scales has shape {tuple(scales.shape)}; codes and group_size ask for {shape}")
+    # With g_idx the groups may be those of more columns than there are here.
+    groups = check_group_size(kind, group_size, None if g_idx is not None else num_columns)
+    if scales.dim() != 3 or scales.shape[:2] != codes.shape[:2] or groups not in (None, scales.size(2)):
+        wanted = (num_experts, num_rows, "groups" if groups is None else groups)
+        raise ValueError(f"scales has shape {tuple(scales.shape)}; codes and group_size ask for {wanted}")
     if (zero_points is not None) != kind.has_zero_points:
         raise ValueError(
             f"zero_points is {'missing' if zero_points is None else 'given'}; "

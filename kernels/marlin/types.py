@@ -57,11 +57,16 @@ def weight_type(quant_type_id: int) -> WeightType:
     return found
 
 
-def check_group_size(kind: WeightType, group_size: int, num_columns: int) -> int:
-    """The number of groups of a row; ValueError where the type or the row does not allow the size."""
+def check_group_size(kind: WeightType, group_size: int, num_columns: int | None) -> int | None:
+    """The number of groups of a row; ValueError where the type or the row does not allow the size.
+
+    None for num_columns: any row, and there is no number of its groups.
+    """
     if group_size not in kind.group_sizes:
         allowed = ", ".join(str(size) for size in kind.group_sizes)
         raise ValueError(f"group_size is {group_size}; {kind.scalar_type} takes one of {allowed}")
+    if num_columns is None:
+        return None
     if group_size == -1:
         return 1
     if num_columns % group_size:

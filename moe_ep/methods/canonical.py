@@ -55,9 +55,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         self._packed_on = w13.codes.device
         self._experts_names = choose_experts(layer.experts, self.moe_config, (w13, w2), self._packed_on)
         experts = EXPERTS.load(self._experts_names[FusedMoEActivationFormat.Standard])
-        for gemm, weights in zip(_GEMMS, (w13, w2), strict=True):
-            gated = gemm == "w13" and layer.activation.is_gated
-            packed = experts.pack_weights(weights, self.moe_config, gated)
+        for gemm, packed in zip(_GEMMS, experts.pack_weights(w13, w2, self.moe_config), strict=True):
             for field, tensor in packed._asdict().items():
                 if tensor is not None:
                     layer.register_buffer(f"{gemm}_processed_{field}", tensor)

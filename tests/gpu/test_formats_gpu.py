@@ -16,10 +16,8 @@ from tests.checkpoint.test_format_cases import logits_of, make_layer
 
 pytestmark = pytest.mark.gpu
 K, N = 256, 128
-# Number types, scattered columns and pairs of types that the packed kernels do not take.
+# Number types and pairs of types that the packed kernels do not take.
 NOT_PACKED = {
-    "gptq 8 bits act-order",
-    "packed int4 act-order",
     "packed int8 zero points",
     "mixed int4 and fp8",
     "bf16",
