@@ -34,6 +34,21 @@ _loaded: dict[tuple[KernelSource, int], Kernel] = {}
 
 
 @dataclass(frozen=True)
+class Library:
+    """A device library that a kernel is linked with.
+
+    Attributes:
+        archive: the static library.
+        include_paths: of its headers, and of those that they include.
+        start: makes loaded code ready; called once for each kernel, with its cuda.core.ObjectCode.
+    """
+
+    archive: Path
+    include_paths: tuple[Path, ...]
+    start: Callable[[Any], object]
+
+
+@dataclass(frozen=True)
 class KernelSource:
     """A kernel to compile.
 
@@ -41,11 +56,13 @@ class KernelSource:
         path: the .cu file; its own headers are the .cuh files beside it.
         entry: name of the `extern "C" __global__` function.
         defines: (name, value) pairs, passed as -D.
+        library: what it is linked with; None for nothing.
     """
 
     path: Path
     entry: str
     defines: tuple[tuple[str, str], ...] = ()
+    library: Library | None = None
 
 
 class Resources(NamedTuple):
@@ -65,7 +82,7 @@ def compile_only(source: KernelSource, arch: str) -> Resources:
         RuntimeError: the source does not compile; the message holds the compiler's log.
     """
     log = io.StringIO()
-    _program(source, arch, report=True).compile("cubin", logs=log)
+    _compile(source, arch, log)
     text = log.getvalue()
     registers = re.search(r"Used (\d+) registers", text)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
@@ -80,6 +97,8 @@ class Kernel:
     def __init__(self, source: KernelSource, device: torch.device) -> None:
         driver = _driver()
         code = _object_code_type().from_cubin(_cubin(source, _arch_of(device)), name=source.entry)
+        if source.library is not None:
+            source.library.start(code)
         self._code = code  # keeps the module loaded
         self._driver = driver
         self._device = device
@@ -201,36 +220,49 @@ def _cubin(source: KernelSource, arch: str) -> bytes:
 
     code, options = source.path.read_text(), _options(source, arch)
     key = make_program_cache_key(
-        code=code, code_type="c++", options=options, target_type="cubin", extra_digest=_header_digest(source.path)
+        code=code, code_type="c++", options=options, target_type="cubin", extra_digest=_surroundings(source)
     )
     with FileStreamProgramCache(env.CACHE_DIR.get() / "kernels") as cache:
         found = cache.get(key)
         if found is None:
-            found = bytes(_program(source, arch).compile("cubin").code)
+            found = bytes(_compile(source, arch).code)
             cache[key] = found
         return bytes(found)
 
 
-def _program(source: KernelSource, arch: str, report: bool = False) -> Any:
-    return _cuda_core().Program(source.path.read_text(), "c++", _options(source, arch, report))
+def _compile(source: KernelSource, arch: str, log: io.StringIO | None = None) -> Any:
+    """A cubin, linked where the kernel has a library; what ptxas reports goes into the log."""
+    core = _cuda_core()
+    program = core.Program(source.path.read_text(), "c++", _options(source, arch, report=log is not None))
+    code = program.compile("cubin", logs=log)
+    if source.library is None:
+        return code
+    archive = core.ObjectCode.from_library(str(source.library.archive))
+    return core.Linker(code, archive, options=core.LinkerOptions(arch=arch)).link("cubin")
 
 
 def _options(source: KernelSource, arch: str, report: bool = False) -> Any:
+    library = source.library
+    linked = {} if library is None else {"relocatable_device_code": True, "device_as_default_execution_space": True}
     return _cuda_core().ProgramOptions(
         name=source.path.name,
         arch=arch,
         std="c++17",
-        include_path=[str(source.path.parent)],
+        include_path=[str(source.path.parent), *map(str, () if library is None else library.include_paths)],
         define_macro=list(source.defines),
         ptxas_options=["-v"] if report else None,
+        **linked,
     )
 
 
-def _header_digest(path: Path) -> bytes:
-    """Own headers, and the version of cuda.core; the key itself holds NVRTC's."""
+def _surroundings(source: KernelSource) -> bytes:
+    """A digest of own headers, the library, and the version of cuda.core; the key itself holds NVRTC's."""
     digest = hashlib.sha256(_cuda_core().__version__.encode())
-    for header in sorted(path.parent.glob("*.cuh")):
+    for header in sorted(source.path.parent.glob("*.cuh")):
         digest.update(header.name.encode() + b"\0" + header.read_bytes())
+    if source.library is not None:
+        archive = source.library.archive
+        digest.update(f"{archive}\0{archive.stat().st_size}\0{archive.stat().st_mtime_ns}".encode())
     return digest.digest()
 
 

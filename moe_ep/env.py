@@ -50,6 +50,12 @@ def _positive_int(raw: str) -> int:
     return int(raw)
 
 
+def _switch(raw: str) -> bool:
+    if raw not in ("0", "1"):
+        raise ValueError("it must be 0 or 1")
+    return raw == "1"
+
+
 def _log_level(raw: str) -> str:
     level = raw.upper()
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -87,6 +93,12 @@ LOG_LEVEL = EnvVar(
     default="WARNING",
     meaning="DEBUG, INFO, WARNING or ERROR, for the moe_ep loggers",
 )
+NVSHMEM_FORCE_DEVICE_API = EnvVar(
+    name="MOE_EP_NVSHMEM_FORCE_DEVICE_API",
+    parse=_switch,
+    default=False,
+    meaning="1: the NVSHMEM backends treat every other rank as one of another host (for tests on one host)",
+)
 NVSHMEM_TIMEOUT_S = EnvVar(
     name="MOE_EP_NVSHMEM_TIMEOUT_S",
     parse=_positive_float,
@@ -95,5 +107,5 @@ NVSHMEM_TIMEOUT_S = EnvVar(
 )
 
 ALL: tuple[EnvVar, ...] = (
-    ALL2ALL_BACKEND, CACHE_DIR, CHUNK_SIZE, DISPATCH_TIMEOUT_S, LOG_LEVEL, NVSHMEM_TIMEOUT_S
+    ALL2ALL_BACKEND, CACHE_DIR, CHUNK_SIZE, DISPATCH_TIMEOUT_S, LOG_LEVEL, NVSHMEM_FORCE_DEVICE_API, NVSHMEM_TIMEOUT_S
 )  # fmt: skip

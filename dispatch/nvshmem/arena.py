@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_ep import env
+from moe_ep.dispatch.nvshmem import device_api
 from moe_ep.dispatch.nvshmem.meeting import meet
 from moe_ep.errors import BackendUnavailableError, missing_extra
 
@@ -39,11 +41,13 @@ class Region:
     Attributes:
         local: uint8 `[nbytes]`, this rank's copy; zero when it is handed out, on every rank.
         peer_pointers: int64 `[R]` on the device: where each rank's copy is mapped here, 0 where it cannot be.
+        pes: NVSHMEM's number of each rank, by which its device library reaches those (cuda/device_api.cuh).
     """
 
     name: str
     local: torch.Tensor
     peer_pointers: torch.Tensor
+    pes: tuple[int, ...]
 
 
 class _Memory:
@@ -92,6 +96,7 @@ class SymmetricArena:
             library.arenas[members] = cls(library, group)
         return library.arenas[members]
 
+    @torch.inference_mode(False)
     def reserve(self, nbytes: int, name: str) -> Region:
         """A new block, zeroed on every rank; collective over the default group, same size and order everywhere.
 
@@ -102,7 +107,7 @@ class SymmetricArena:
         """
         local = self._library.allocate(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, name)
         pointers = [self._library.peer_pointer(local.data_ptr(), pe) for pe in self._pes]
-        return Region(name, local, torch.tensor(pointers, dtype=torch.int64, device=self.device))
+        return Region(name, local, torch.tensor(pointers, dtype=torch.int64, device=self.device), tuple(self._pes))
 
     @property
     def reserved_bytes(self) -> int:
@@ -153,6 +158,7 @@ class _Library:
         device.set_current()
         core.init(device=device, uid=uid, rank=rank, nranks=len(self.world), initializer_method="uid")
         self._core = core
+        device_api.start_again()
 
     def allocate(self, nbytes: int, name: str) -> torch.Tensor:
         """uint8 `[nbytes]` of zeros, the same on every rank of the default group."""
@@ -178,8 +184,10 @@ class _Library:
         return local
 
     def peer_pointer(self, pointer: int, pe: int) -> int:
-        """Where the copy of another rank is mapped, 0 where it cannot be."""
-        return pointer if pe == dist.get_rank() else int(self._bindings.ptr(pointer, pe))
+        """Where the copy of another rank is mapped, 0 where it cannot be or must not."""
+        if pe == dist.get_rank():
+            return pointer
+        return 0 if env.NVSHMEM_FORCE_DEVICE_API.get() else int(self._bindings.ptr(pointer, pe))
 
     def close(self) -> None:
         try:
@@ -189,6 +197,7 @@ class _Library:
             logger.warning("symmetric memory stays until the process ends: %s", error)
             return
         self._give_back(list(self.blocks))
+        device_api.stop()
         self._core.finalize()
 
     def _give_back(self, blocks: list[_Block]) -> None:
