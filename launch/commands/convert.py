@@ -17,7 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="write a checkpoint with its experts quantized",
         description=(
             "Quantizes the experts of a plain checkpoint, round to nearest, and writes them in the form of "
-            "compressed-tensors, which transformers and vLLM read; everything else is copied."
+            "compressed-tensors, a tensor for each linear layer of each expert; everything else is copied."
         ),
     )
     parser.add_argument("input", metavar="IN", help="checkpoint folder with plain experts")

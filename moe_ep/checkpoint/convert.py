@@ -1,8 +1,9 @@
 """Writes a checkpoint again with its experts quantized, in the form of compressed-tensors.
 
 Integers are written pack-quantized with a scale a group of columns, 8-bit floats float-quantized with a scale a row:
-the forms that transformers, vLLM and compressed-tensors read. Everything else is copied as it is. The new checkpoint is
-built beside its place and renamed, so it is there whole or not at all.
+the forms that transformers, vLLM and compressed-tensors read. These have a tensor for each linear layer of each expert,
+so experts that are all in one tensor are taken apart. Everything else is copied as it is. The new checkpoint is built
+beside its place and renamed, so it is there whole or not at all.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +20,8 @@ from moe_ep.checkpoint.directory import INDEX_NAME
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.pack_quantized import pack_quantized
 from moe_ep.checkpoint.models import MoEModelSpec, model_spec
-from moe_ep.checkpoint.reader import CheckpointReader
-from moe_ep.checkpoint.stored import ROLES, ExpertTensors
+from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
+from moe_ep.checkpoint.stored import ROLES, ExpertTensors, Stored
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError, one_of
 from moe_ep.methods.online import ONLINE
@@ -30,6 +31,28 @@ _BITS = {"int4": 4, "int8": 8, "fp8": 8}
 SHARD_BYTES = 2 << 30
 # Beside the weights: tokenizers, templates, texts. Code and pickles stay behind.
 _COPIED = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".md")
+
+
+class _Part(NamedTuple):
+    """The weight or bias of an expert's linear layer: the module's name, the suffix, and where it lies."""
+
+    module: str
+    suffix: str
+    stored: Stored
+
+
+class _ExpertParts(NamedTuple):
+    """The tensors of all experts, or their rows where they are fused.
+
+    Attributes:
+        infos: by name, where each lies.
+        parts: by name, what each holds.
+        names: of the whole tensors in the files.
+    """
+
+    infos: dict[str, TensorInfo]
+    parts: dict[str, list[_Part]]
+    names: set[str]
 
 
 def convert_checkpoint(
@@ -59,7 +82,7 @@ def convert_checkpoint(
         spec = model_spec(reader.config)
         if (found := quantization_config(reader.config)) is not None:
             raise ConfigError(f"{source}: expected plain experts, found them quantized already ({found.quant_method})")
-        experts = _expert_matrices(reader, spec)
+        experts = _expert_parts(reader, spec)
         group_size = _group_size(spec, quantize)
         config = reader.config | {"quantization_config": _settings(reader, experts, quantize, group_size)}
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,23 +96,23 @@ def convert_checkpoint(
             shutil.rmtree(building, ignore_errors=True)
 
 
-def _expert_matrices(reader: CheckpointReader, spec: MoEModelSpec) -> set[str]:
-    """The names of all matrices of routed experts, each found where it should be."""
-    names: set[str] = set()
+def _expert_parts(reader: CheckpointReader, spec: MoEModelSpec) -> _ExpertParts:
+    """What the tensors of routed experts become, each found where it should be."""
+    experts = _ExpertParts({}, {}, set())
     for layer in spec.moe_layers:
         tensors = ExpertTensors(reader, spec, layer, None)
-        if tensors.fused:
-            raise CheckpointError(
-                f"{reader.index_file}: {spec.expert_prefix(layer)}: expected a tensor for each expert, found all in "
-                f"one, for which compressed-tensors has no form; quantize such experts on load instead"
-            )
         for expert in range(spec.num_experts):
             for role in ROLES:
-                name = tensors.name(expert, role, "weight")
-                if "weight" not in tensors.find(expert, role):
+                found = tensors.find(expert, role)
+                if "weight" not in found:
+                    name = tensors.name(expert, role, "weight")
                     raise CheckpointError(f"{reader.index_file}: expected tensor {name}, found none of that name")
-                names.add(name)
-    return names
+                module = f"{spec.expert_prefix(layer)}.{expert}.{getattr(spec.projections, role)}"
+                for suffix, stored in found.items():
+                    experts.infos[stored.info.name] = stored.info
+                    experts.parts.setdefault(stored.info.name, []).append(_Part(module, suffix, stored))
+                    experts.names.add(tensors.name(expert, role, suffix))
+    return experts
 
 
 def _group_size(spec: MoEModelSpec, quantize: str) -> int:
@@ -102,7 +125,7 @@ def _group_size(spec: MoEModelSpec, quantize: str) -> int:
 
 def _tensors(
     reader: CheckpointReader,
-    experts: set[str],
+    experts: _ExpertParts,
     quantize: str,
     group_size: int,
     on_bytes: Callable[[int, int], None],
@@ -110,15 +133,18 @@ def _tensors(
     """All tensors in file order, each matrix of an expert as those that it becomes."""
     names = reader.names()
     total = sum(reader.info(name).nbytes for name in names)
-    for name, tensor in reader.read_many(names):
-        if name in experts:
-            if not tensor.isfinite().all():
-                file = reader.info(name).file
-                raise CheckpointError(f"{file}: tensor {name}: expected finite weights, found NaN or infinity")
-            stem = name.removesuffix("weight")
-            yield from ((stem + suffix, made) for suffix, made in _quantized(tensor, quantize, group_size).items())
-        else:
+    others = [name for name in names if name not in experts.names]
+    for name, tensor in reader.read_many([*others, *experts.infos.values()]):
+        if name not in experts.parts:
             yield name, tensor
+        for module, suffix, stored in experts.parts.get(name, ()):
+            part = stored.tensor(tensor)
+            if not part.isfinite().all():
+                raise CheckpointError(
+                    f"{stored.info.file}: tensor {name}: expected finite weights, found NaN or infinity"
+                )
+            made = _quantized(part, quantize, group_size) if suffix == "weight" else {suffix: part}
+            yield from ((f"{module}.{ending}", value) for ending, value in made.items())
         on_bytes(reader.bytes_read, total)
 
 
@@ -129,9 +155,9 @@ def _quantized(weight: torch.Tensor, quantize: str, group_size: int) -> dict[str
     return pack_quantized(made, _BITS[quantize])
 
 
-def _settings(reader: CheckpointReader, experts: set[str], quantize: str, group_size: int) -> dict[str, Any]:
+def _settings(reader: CheckpointReader, experts: _ExpertParts, quantize: str, group_size: int) -> dict[str, Any]:
     """`quantization_config` of the new checkpoint; every linear layer that stays plain is named."""
-    modules = {name.removesuffix(".weight") for name in experts}
+    modules = {part.module for parts in experts.parts.values() for part in parts}
     plain = {
         name.removesuffix(".weight")
         for name in reader.names()

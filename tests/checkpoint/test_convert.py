@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from moe_ep.checkpoint import CheckpointReader, expert_tensors, model_spec, read_expert
+from moe_ep.checkpoint import CheckpointReader, check_experts, expert_tensors, model_spec, read_expert
 from moe_ep.checkpoint.convert import convert_checkpoint
 from moe_ep.checkpoint.formats import dequantize, quantize_fp8, quantize_int
 from moe_ep.errors import CheckpointError, ConfigError
@@ -23,36 +23,47 @@ KINDS = ("int4", "int8", "fp8")
 LARGEST_ERROR = {"int4": 0.15, "int8": 0.01, "fp8": 0.03}
 
 
-def as_quantized(weight: torch.Tensor, kind: str) -> torch.Tensor:
-    return dequantize(quantize_fp8(weight) if kind == "fp8" else quantize_int(weight, int(kind[-1]), 32))
+def as_quantized(weight: torch.Tensor, kind: str, group_size: int | None) -> torch.Tensor:
+    return dequantize(quantize_fp8(weight) if group_size is None else quantize_int(weight, int(kind[-1]), group_size))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_compressed_tensors_reads_what_was_written(tmp_path: Path, kind: str) -> None:
+FUSED = ("bf16 fused rows", "bf16 fused columns", "bf16 gpt-oss")
+
+
+@pytest.mark.parametrize(
+    ("kind", "written"), [*((kind, "an expert each") for kind in KINDS), *(("int4", name) for name in FUSED)]
+)
+def test_compressed_tensors_reads_what_was_written(tmp_path: Path, kind: str, written: str) -> None:
     # The test extra brings it; GPU machines that only run GPU tests may lack it.
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    tensors = make_checkpoint(tmp_path / "in")
+    if written in FUSED:
+        write_case(written, tmp_path / "in", with_values=False)
+    else:
+        make_checkpoint(tmp_path / "in")
     convert_checkpoint(tmp_path / "in", tmp_path / "out", kind, shard_bytes=20_000)
-    reader = CheckpointReader(tmp_path / "out")
+    source, reader = CheckpointReader(tmp_path / "in"), CheckpointReader(tmp_path / "out")
     settings = quantization.QuantizationConfig.model_validate(reader.config["quantization_config"])
     scheme = settings.config_groups["group_0"]
     compressor = compressors.BaseCompressor.get_value_from_registry(scheme.format)
     spec = model_spec(reader.config)
+    check_experts(reader, spec)
     for layer in spec.moe_layers:
-        ours = expert_tensors(reader, spec, layer)
+        plain, ours = expert_tensors(source, spec, layer), expert_tensors(reader, spec, layer)
         for expert in range(spec.num_experts):
-            matrices = read_expert(reader, ours, expert)
+            before, after = read_expert(source, plain, expert), read_expert(reader, ours, expert)
             for role in ("gate", "up", "down"):
                 stem = f"{spec.expert_prefix(layer)}.{expert}.{role}_proj."
                 stored = {name.removeprefix(stem): reader.read(name) for name in reader.names(stem)}
-                theirs = compressor.decompress(stored, scheme)["weight"].float()
-                weight = tensors[stem + "weight"]
-                mine = getattr(matrices, role)
-                assert torch.equal(mine, as_quantized(weight, kind))
+                bias, theirs = stored.pop("bias", None), compressor.decompress(stored, scheme)["weight"].float()
+                weight, mine = getattr(before, role), getattr(after, role)
+                assert torch.equal(mine, as_quantized(weight.bfloat16(), kind, scheme.weights.group_size))
                 # They round to the dtype of the scales.
                 torch.testing.assert_close(theirs, mine, rtol=2**-8, atol=0)
-                assert (mine - weight.float()).abs().mean() / weight.float().abs().mean() < LARGEST_ERROR[kind]
+                assert (mine - weight).abs().mean() / weight.abs().mean() < LARGEST_ERROR[kind]
+                expected = getattr(before, f"{role}_bias")
+                assert (bias is None) == (expected is None) == (written != "bf16 gpt-oss")
+                assert bias is None or torch.equal(bias, expected)
 
 
 def test_all_else_is_copied(tmp_path: Path) -> None:
@@ -117,18 +128,16 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_cannot_be_converted_is_refused_and_nothing_left(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "quantized", qwen3_config(quantization_config=GPTQ))
-    write_case("bf16 fused rows", tmp_path / "fused", with_values=False)
     make_checkpoint(tmp_path / "odd", qwen3_config(moe_intermediate_size=40))
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     make_checkpoint(tmp_path / "nan", tensors={name: torch.full((32, 64), torch.nan).bfloat16()})
     for source, error, sentence in (
         ("quantized", ConfigError, r"found them quantized already \(gptq\)"),
-        ("fused", CheckpointError, "expected a tensor for each expert, found all in one"),
         ("odd", CheckpointError, "64 and 40 input columns; quantizing to integers needs multiples of a group size"),
         ("nan", CheckpointError, f"{name}: expected finite weights"),
     ):
         with pytest.raises(error, match=sentence):
             convert_checkpoint(tmp_path / source, tmp_path / "out", "int4")
-    assert {path.name for path in tmp_path.iterdir()} == {"quantized", "fused", "odd", "nan"}
+    assert {path.name for path in tmp_path.iterdir()} == {"quantized", "odd", "nan"}
     with pytest.raises(ValueError, match="quantize is 'int2'; it must be one of int4, int8, fp8"):
         convert_checkpoint(tmp_path / "odd", tmp_path / "out", "int2")
