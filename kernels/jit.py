@@ -95,7 +95,7 @@ class Kernel:
     """A kernel on one device, taking one struct by value (`__grid_constant__`)."""
 
     def __init__(self, source: KernelSource, device: torch.device) -> None:
-        driver = _driver()
+        driver = driver_bindings()
         code = _object_code_type().from_cubin(_cubin(source, _arch_of(device)), name=source.entry)
         if source.library is not None:
             source.library.start(code)
@@ -103,8 +103,8 @@ class Kernel:
         self._driver = driver
         self._device = device
         handle = code.get_kernel(source.entry).handle
-        self._function = _checked(driver.cuKernelGetFunction(handle))
-        self._context = _checked(driver.cuCtxGetCurrent())
+        self._function = checked(driver.cuKernelGetFunction(handle))
+        self._context = checked(driver.cuCtxGetCurrent())
         self._capability = torch.cuda.get_device_capability(device)
         self._shared_bytes = 0
 
@@ -112,7 +112,7 @@ class Kernel:
         """Raises the dynamic shared memory a launch may ask for; call before capture."""
         if num_bytes > max(self._shared_bytes, 48 * 1024):
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked(self._driver.cuFuncSetAttribute(self._function, attribute, num_bytes))
+            checked(self._driver.cuFuncSetAttribute(self._function, attribute, num_bytes))
             self._shared_bytes = num_bytes
 
     def launch(
@@ -145,9 +145,9 @@ class Kernel:
         result = call()
         if result[0] == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             # A thread that has not used the GPU yet has no current context.
-            _checked(self._driver.cuCtxSetCurrent(self._context))
+            checked(self._driver.cuCtxSetCurrent(self._context))
             result = call()
-        _checked(result)
+        checked(result)
         return None
 
     def _early_config(self, grid: tuple[int, int, int], block: int, shared_bytes: int, stream: int) -> Any:
@@ -282,7 +282,7 @@ def _object_code_type() -> Any:
     return _cuda_core().ObjectCode
 
 
-def _driver() -> Any:
+def driver_bindings() -> Any:
     """The driver's bindings; asked for first, since loading without a driver can hang instead of failing."""
     _cuda_core()
     if ctypes.util.find_library("cuda") is None and not torch.cuda.is_available():
@@ -292,7 +292,7 @@ def _driver() -> Any:
     return driver
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
+def checked(result: tuple[Any, ...]) -> Any:
     """The value of a driver call; RuntimeError with the error's name where it failed."""
     status, *values = result
     if int(status) != 0:

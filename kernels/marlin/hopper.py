@@ -8,12 +8,14 @@ of 132 SMs for tiles of 128 tokens, 2 MB for tiles of 8.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
+from moe_ep.kernels.marlin import tensor_map
 from moe_ep.kernels.marlin.params import ACTIVATION_NUMBERS, CUDA, ExpertsParams, type_number
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
@@ -24,6 +26,16 @@ _TILE_ROWS = 256
 _MAX_BLOCKS = 256
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
+
+
+class _ManyParams(ctypes.Structure):
+    """PrefillParams of cuda/prefill_stage.cuh, as large as its alignment makes it."""
+
+    _fields_ = (
+        ("tokens", (ctypes.c_uint8 * tensor_map.NUM_BYTES) * 2),
+        ("experts", ExpertsParams),
+        ("unused", ctypes.c_uint8 * (-ctypes.sizeof(ExpertsParams) % 64)),
+    )
 
 
 def kernel_source(
@@ -89,7 +101,18 @@ def launch(
         kernel.allow_shared(_max_shared_bytes(index))
         params.sync = _flags(device, few_rows, params.num_experts * -(-w13.num_rows // _TILE_ROWS)).data_ptr()
         threads = _FEW_THREADS if few_rows else _MANY_THREADS
-        kernel.launch(params, (_num_blocks(index), 1, 1), threads, _max_shared_bytes(index), early=True)
+        told = params if few_rows else _many_params(params, act_dtype)
+        kernel.launch(told, (_num_blocks(index), 1, 1), threads, _max_shared_bytes(index), early=True)
+
+
+def _many_params(params: ExpertsParams, act_dtype: torch.dtype) -> _ManyParams:
+    """The parameters with the maps of w13's input, unless its rows are gathered, and of w2's."""
+    many = _ManyParams(experts=params)
+    num_rows = params.max_rows if params.sorted else params.num_experts * params.max_rows
+    for phase, gemm in enumerate(params.gemm):
+        if phase == 1 or params.row_ids is None:
+            many.tokens[phase][:] = tensor_map.encode(gemm.input, num_rows, gemm.columns, act_dtype)
+    return many
 
 
 def _tile_tokens(max_rows: int) -> int:

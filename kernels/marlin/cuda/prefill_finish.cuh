@@ -138,6 +138,7 @@ DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment
     store_tile<kTokens, false>(p, shared.schedule, g, sums);
   } else {
     store_tile<kTokens, true>(p, shared.schedule, g, sums);
+    fence_proxy_async_global();
     named_barrier<1, kConsumerThreads>();
     if (threadIdx.x == 0) {
       __threadfence();

@@ -88,45 +88,81 @@ DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring& code
 
 // ---- tokens ----
 
-DEVICE int input_row(const ExpertsParams& p, Schedule& s, int phase, int expert, int i) {
-  if (phase == 1) return s.row_start(p.num_experts)[expert] + i;
-  if (p.row_ids == nullptr) return expert * p.max_rows + i;
+DEVICE void wait_for_hidden(const ExpertsParams& p, Shared& shared, int expert) {
+  int* tiles = shared.schedule.tile_start(p.num_experts) + expert;
+  wait_at_least(ready_flag(p, expert), (tiles[1] - tiles[0]) * shared.schedule.phase[0].row_tiles);
+}
+
+// Tokens that lie one after the other, by tensor copies of one thread. The last ones may be of other experts, or of none.
+DEVICE void load_tokens(const PrefillParams& params, Shared& shared, const Segment& g, int halves, Ring& tokens) {
+  const ExpertsParams& p = params.experts;
+  int row = g.first_token;
+  if (g.phase == 1) {
+    wait_for_hidden(p, shared, g.expert);
+    fence_proxy_async_global();
+    row += shared.schedule.row_start(p.num_experts)[g.expert];
+  } else {
+    row += g.expert * p.max_rows;
+  }
+  int boxes = tile_tokens(g.tokens) / kBoxTokens;
+  for (int half = 0; half < halves; half++) {
+    tokens.wait_empty();
+    u32 to = shared_address(tokens.data());
+    barrier_arrive_expecting(tokens.full(), boxes * kBoxBytes);
+    barrier_arrive(tokens.full(), kTokenWarps * 32 - 1);
+    int column = (2 * g.from + half) * kHalfColumns;
+    for (int i = 0; i < boxes; i++) {
+      tensor_copy(to + i * kBoxBytes, &params.tokens[g.phase], column, row + i * kBoxTokens, tokens.full());
+    }
+    tokens.advance();
+  }
+}
+
+DEVICE i64 gathered_row(const ExpertsParams& p, Schedule& s, int expert, int i) {
   i64 place = p.sorted ? s.row_start(p.num_experts)[expert] + i : (i64)expert * p.max_rows + i;
   return p.row_ids[place] / p.ids_divisor;
 }
 
 // A thread copies the same 16-byte chunk of every twelfth row; where those rows start is found once a tile.
-DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring& tokens) {
+DEVICE void gather_tokens(const ExpertsParams& p, Shared& shared, const Segment& g, int halves, Ring& tokens) {
   constexpr int kApart = 4 * kTokenWarps, kRows = (kTileTokens + kApart - 1) / kApart;
   int lane = threadIdx.x % 32, first = (threadIdx.x / 32 - kWeightWarp - 1) * 4 + lane / 8, chunk = lane % 8;
-  for_each_segment(shared, [&](const Segment g) {
-    const GemmParams& gemm = p.gemm[g.phase];
-    int columns = gemm.columns;
-    if (g.phase == 1) {
-      int* tiles = shared.schedule.tile_start(p.num_experts) + g.expert;
-      if (lane == 0) wait_at_least(ready_flag(p, g.expert), (tiles[1] - tiles[0]) * shared.schedule.phase[0].row_tiles);
-      __syncwarp();
-    }
-    u32 from[kRows];  // in chunks
+  int columns = p.gemm[0].columns;
+  u32 from[kRows];  // in chunks
+#pragma unroll
+  for (int i = 0; i < kRows; i++) {
+    int row = min(first + i * kApart, g.tokens - 1);
+    from[i] = gathered_row(p, shared.schedule, g.expert, g.first_token + row) * (u32)(columns / 8) + chunk;
+  }
+  for (int half = 0; half < halves; half++) {
+    int column = (2 * g.from + half) * kHalfColumns;
+    u32 valid = column + chunk * 8 < columns ? 16 : 0;
+    const u16* source = p.gemm[0].input + (valid ? column : 0);
+    tokens.wait_empty();
+    u32 to = shared_address(tokens.data()) + first * 128;
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
-      int row = min(first + i * kApart, g.tokens - 1);
-      from[i] = input_row(p, shared.schedule, g.phase, g.expert, g.first_token + row) * (u32)(columns / 8) + chunk;
-    }
-    for (int half = 2 * g.from; half < 2 * g.to && half * kHalfColumns < columns; half++) {
-      u32 valid = half * kHalfColumns + chunk * 8 < columns ? 16 : 0;
-      const u16* source = gemm.input + (valid ? half * kHalfColumns : 0);
-      tokens.wait_empty();
-      u32 to = shared_address(tokens.data()) + first * 128;
-#pragma unroll
-      for (int i = 0; i < kRows; i++) {
-        int row = first + i * kApart;
-        if (row < g.tokens) {
-          copy_async_16(to + i * kApart * 128 + (chunk ^ row % 8) * 16, source + (i64)from[i] * 8, valid);
-        }
+      int row = first + i * kApart;
+      if (row < g.tokens) {
+        copy_async_16(to + i * kApart * 128 + (chunk ^ row % 8) * 16, source + (i64)from[i] * 8, valid);
       }
-      barrier_arrive_on_copies(tokens.full());
-      tokens.advance();
     }
+    barrier_arrive_on_copies(tokens.full());
+    tokens.advance();
+  }
+}
+
+DEVICE void run_token_warps(const PrefillParams& params, Shared& shared, Ring& tokens) {
+  const ExpertsParams& p = params.experts;
+  for_each_segment(shared, [&](const Segment g) {
+    int halves = num_halves(p.gemm[g.phase], g);
+    if (are_gathered(p, g.phase)) {
+      gather_tokens(p, shared, g, halves, tokens);
+    } else if (threadIdx.x == 32 * (kWeightWarp + 1)) {
+      load_tokens(params, shared, g, halves, tokens);
+    } else {
+      for (int half = 0; half < halves; half++) tokens.advance();
+    }
+    __syncwarp();
   });
 }

@@ -57,7 +57,8 @@ DEVICE void dequantize_codes(const Codes& codes, Weights& weights) {
 // All steps of a segment, 64 columns at a time. While they are multiplied, the next codes are read and the next tokens
 // waited for; the two warpgroups have the tensor cores in turn, as they come.
 template <int kTokens>
-DEVICE void multiply_halves(Sums<kTokens>& sums, int halves, bool one_group, Ring& ring, Ring& tokens) {
+DEVICE void multiply_halves(Sums<kTokens>& sums, int halves, bool one_group, bool gathered, Ring& ring,
+                            Ring& tokens) {
   bool leader = threadIdx.x % 32 == 0;
   CodeReader reader(one_group);
   Codes codes;
@@ -71,7 +72,7 @@ DEVICE void multiply_halves(Sums<kTokens>& sums, int halves, bool one_group, Rin
       ring.advance();
     }
     tokens.wait_full();
-    fence_proxy_async();  // the tokens were written by ordinary copies and are read by the tensor cores
+    if (gathered) fence_proxy_async();  // they were written by ordinary copies and are read by the tensor cores
   };
 #pragma unroll
   for (int i = 0; i < kTokens; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;

@@ -6,7 +6,8 @@
 // in registers, tokens operand B in shared memory. The warps of a block:
 //   0 to 7     two warpgroups of 128 weight rows x up to 128 tokens: dequantize, multiply, apply bias and activation
 //   8          claims items (prefill_schedule.cuh) and streams codes and scales with bulk copies
-//   9 to 11    copy the tokens' rows, wherever they are, and wait for w13's tiles before they read `hidden`
+//   9 to 11    load the tokens' rows, and wait for w13's tiles before they read `hidden`: one thread by tensor copies,
+//              or all of them chunk by chunk where the rows are gathered
 // Shared memory holds two rings: codes with scales, 128 columns a stage, and tokens, 64 columns a stage. Codes run
 // ahead: those of w2 stream in while the last of w13 is computed. Sums are made in a fixed order: same input, same
 // bits.
@@ -20,8 +21,7 @@ template <int kTokens>
 DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& codes, Ring& tokens) {
   Sums<kTokens> sums;
   const GemmParams& gemm = p.gemm[g.phase];
-  int halves = min(2 * g.to, (gemm.columns + kHalfColumns - 1) / kHalfColumns) - 2 * g.from;
-  multiply_halves<kTokens>(sums, halves, gemm.groups == 1, codes, tokens);
+  multiply_halves<kTokens>(sums, num_halves(gemm, g), gemm.groups == 1, are_gathered(p, g.phase), codes, tokens);
   finish_segment<kTokens>(p, shared, g, sums);
 }
 
@@ -61,7 +61,8 @@ DEVICE void leave(const ExpertsParams& p, Shared& shared) {
   for (int i = threadIdx.x; i < 2 + p.num_experts + 2 * kMaxBlocks; i += blockDim.x) p.sync[i] = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_constant__ ExpertsParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_constant__ PrefillParams params) {
+  const ExpertsParams& p = params.experts;
   extern __shared__ __align__(1024) u8 memory[];
   if (nothing_to_do(p)) return;
   let_next_kernel_come();
@@ -98,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_c
       if (threadIdx.x % 32 == 0) run_weight_thread(p, shared, codes, ticket);
       __syncwarp();
     } else {
-      run_token_warps(p, shared, tokens);
+      run_token_warps(params, shared, tokens);
     }
   }
   leave(p, shared);

@@ -1,4 +1,4 @@
-// What the warps of a block share: two rings of stages, the segments, the flags, and their sizes.
+// What the warps of a block share: two rings of stages, the segments, the flags, and their sizes; and the parameters.
 #pragma once
 #include "dequant.cuh"
 #include "prefill_schedule.cuh"
@@ -20,7 +20,22 @@ constexpr int kMaxStages = 16;
 constexpr int kHalfColumns = kStepColumns / 2;  // of a stage of tokens
 constexpr int kTokenStage = kTileTokens * kHalfColumns * 2;
 constexpr int kTokenStages = 7;
+constexpr int kBoxTokens = 64;                  // rows of one copy
+constexpr int kBoxBytes = kBoxTokens * kHalfColumns * 2;
 constexpr int kSegments = 4;                    // known ahead
+
+// What the tensor copies know about the tokens: hopper.py encodes it.
+struct alignas(64) TokensMap {
+  u8 bytes[128];
+};
+
+struct PrefillParams {
+  TokensMap tokens[2];  // of w13's input, unless its rows are gathered, and of w2's
+  ExpertsParams experts;
+};
+
+// Whether the tokens of a phase lie anywhere; otherwise those of an expert lie one after the other.
+DEVICE bool are_gathered(const ExpertsParams& p, int phase) { return phase == 0 && p.row_ids != nullptr; }
 
 // sync: tickets, blocks done, w13 tiles finished of every expert, pieces left in `partials` for either phase.
 DEVICE int* ready_flag(const ExpertsParams& p, int expert) { return p.sync + 2 + expert; }
@@ -39,6 +54,11 @@ struct Shared {
   int last_block;
   Schedule schedule;
 };
+
+// Stages of tokens that a segment has.
+DEVICE int num_halves(const GemmParams& gemm, const Segment& g) {
+  return min(2 * g.to, (gemm.columns + kHalfColumns - 1) / kHalfColumns) - 2 * g.from;
+}
 
 // Stages of one kind. Codes of 128 columns: [strip][32 columns][16 rows][lane], then scales [group][256], then zero
 // points alike. Tokens of 64 columns as the tensor cores read them: 128 bytes a row, 16-byte chunk c of row r at place

@@ -91,12 +91,22 @@ DEVICE void copy_async_16(u32 to, const void* from, u32 valid_bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid_bytes) : "memory");
 }
 
+// A box of a matrix in global memory, as its map says: the box's first column and first row in the matrix.
+DEVICE void tensor_copy(u32 to, const void* map, int column, int row, u64* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
 // Arrives once all copies that this thread issued before have landed; the barrier counts this arrival itself.
 DEVICE void barrier_arrive_on_copies(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// Between ordinary stores and what bulk copies or the tensor cores read of them.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- flags in global memory ----
 

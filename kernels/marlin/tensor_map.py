@@ -1,0 +1,47 @@
+"""Tensor maps: what Hopper's tensor copies need to know about a matrix in global memory.
+
+A map is a pure function of address and shape, so maps are kept and found again; encoding one takes microseconds. The
+format of the 128 bytes is the driver's own (CUDA driver API, cuTensorMapEncodeTiled).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from moe_ep.kernels import jit
+
+NUM_BYTES = 128
+_BOX_ROWS, _BOX_COLUMNS = 64, 64  # kBoxTokens and kHalfColumns of cuda/prefill_stage.cuh
+
+
+@functools.lru_cache(maxsize=1024)
+def encode(address: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> bytes:
+    """The map of a contiguous matrix of 16-bit floats, copied 64 x 64 at a time with swizzle 128; beyond it lie zeros.
+
+    Raises:
+        ImportError: cuda-core is missing.
+        RuntimeError: the driver refuses the matrix.
+    """
+    driver = jit.driver_bindings()
+    formats = driver.CUtensorMapDataType
+    bf16, f16 = formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    sizes = [driver.cuuint64_t(num_columns), driver.cuuint64_t(num_rows)]
+    box = [driver.cuuint32_t(_BOX_COLUMNS), driver.cuuint32_t(_BOX_ROWS)]
+    steps = [driver.cuuint32_t(1), driver.cuuint32_t(1)]
+    result = driver.cuTensorMapEncodeTiled(
+        bf16 if dtype == torch.bfloat16 else f16,
+        len(sizes),
+        address,
+        sizes,
+        [driver.cuuint64_t(num_columns * 2)],
+        box,
+        steps,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return ctypes.string_at(jit.checked(result).getPtr(), NUM_BYTES)
