@@ -41,7 +41,7 @@ def rebalance_experts(
     window: ArrayLike | None = None,
     *,
     objective: str = "tokens",
-    tolerance: float = 0.009,
+    tolerance: float = 0.0098,
     rebalance_below: float = 1.0,
     min_gain: float = 0.0,
     move_cost: float = 0.0,

@@ -20,6 +20,7 @@ from moe_ep.eplb.policy.maps import experts_moved, keep_slots
 from moe_ep.eplb.policy.packing import greedy_counts, pack, packed_maximum, smallest_companions, sorted_items
 from moe_ep.eplb.policy.problem import Problem
 from moe_ep.eplb.policy.relabel import renumber
+from moe_ep.eplb.policy.rotate import mend_heavy
 from moe_ep.eplb.policy.search import build, improve_counts
 
 Array = np.ndarray
@@ -46,7 +47,7 @@ class Effort:
         replica_changes: replicas of a layer that may change hands before it is planned anew.
     """
 
-    tolerance: float = 0.009
+    tolerance: float = 0.0098
     replan_gain: float = 0.01
     search_above: float = 0.01
     rounds: int = 8
@@ -124,6 +125,7 @@ class RowPlanner:
         slots, counts = self._change_replicas(old, target)
         place = Placement(self.weight, counts, self._copies_adjoined(slots), self.num_ranks)
         separate_copies(place)
+        mend_heavy(place, target)
         self._exchange(place, target)
         result, worst = place.slots, place.by_row.max(axis=1)
         return result, worst, (worst > target) | self._moves_much(old, result, worst)

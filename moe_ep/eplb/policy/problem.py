@@ -35,7 +35,7 @@ class Problem:
     num_nodes: int
     num_ranks: int
     old: Array | None = None
-    tolerance: float = 0.009
+    tolerance: float = 0.0098
 
     def __post_init__(self) -> None:
         self._check_sizes()
