@@ -38,9 +38,14 @@ def check_weight_pair(
     hidden = w13.num_rows // 2 if activation.is_gated else w13.num_rows
     if w2.num_columns != hidden:
         raise ValueError(f"w2 has {w2.num_columns} columns; w1 with {activation} gives {hidden}")
-    for name, tensor in (("w1", w13.qweight), ("w2", w2.qweight)):
-        if tensor.device != hidden_states.device:
-            raise ValueError(f"{name} is on {tensor.device} and hidden_states on {hidden_states.device}; move one")
+    for which, weights in enumerate((w13, w2), start=1):
+        for name, tensor in zip(
+            (f"w{which}", f"w{which}_scale", f"w{which}_zeros", f"bias{which}", f"global_scale{which}", f"g_idx{which}",
+             f"sort_indices{which}"),
+            weights[:7],
+            strict=True,
+        ):  # fmt: skip
+            _check_device(name, tensor, hidden_states)
     return w13, w2
 
 
@@ -52,6 +57,8 @@ def check_rows(
         raise ValueError(
             f"expert_num_tokens is {counts.dtype} {tuple(counts.shape)}; it must be int32 ({num_experts},)"
         )
+    _check_device("expert_num_tokens", counts, hidden_states)
+    _check_device("expert_row_ids", row_ids, hidden_states)
     dims = 3 if row_ids is None else 2
     if hidden_states.dim() != dims or (row_ids is None and hidden_states.size(0) != num_experts):
         raise ValueError(
@@ -86,8 +93,15 @@ def check_tokens(
             f"topk_weights is {topk_weights.dtype} {tuple(topk_weights.shape)}; it must be float32 "
             f"{tuple(topk_ids.shape)}"
         )
+    _check_device("topk_ids", topk_ids, hidden_states)
+    _check_device("topk_weights", topk_weights, hidden_states)
     if on_input and topk_ids.size(1) != 1:
         raise ValueError(
             f"apply_router_weight_on_input needs top_k 1 and topk_ids has {topk_ids.size(1)} columns; "
             f"apply the weights on the output instead"
         )
+
+
+def _check_device(name: str, tensor: torch.Tensor | None, hidden_states: torch.Tensor) -> None:
+    if tensor is not None and tensor.device != hidden_states.device:
+        raise ValueError(f"{name} is on {tensor.device} and hidden_states on {hidden_states.device}; move one")

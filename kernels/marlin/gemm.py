@@ -54,6 +54,7 @@ def run_experts(
 
     Raises:
         BackendUnavailableError: the GPU is older than sm_80.
+        ValueError: rows that do not begin at a multiple of 16 bytes.
     """
     device = hidden_states.device
     capability = torch.cuda.get_device_capability(device)
@@ -62,6 +63,9 @@ def run_experts(
             f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; packed "
             f"experts need 8.0 (A100) or newer, choose experts='reference' on this GPU"
         )
+    for name, tensor in (("hidden_states", hidden_states), ("output", output)):
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} does not begin at a multiple of 16 bytes; pass a copy of it")
     if ampere_only or capability != _HOPPER or not hopper_serves(w13, w2):
         ampere.launch(output, hidden_states, w13, w2, rows, kind, activation, hidden)
         return

@@ -10,10 +10,14 @@ import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
+from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts, MarlinExperts
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe, sort_by_expert
+from moe_ep.kernels.marlin.gemm import run_experts
+from moe_ep.kernels.marlin.params import Rows
 from moe_ep.kernels.marlin.repack import PackedWeights, pack_marlin
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
+from moe_ep.kernels.marlin.weights import Weights
 from moe_ep.modular_kernel import ExpertTokensMetadata
 from moe_ep.scalar_type import scalar_types
 
@@ -293,7 +297,16 @@ def test_the_expert_classes_run_the_functions_with_their_workspaces() -> None:
         ({"global_scale1": torch.zeros(E, 3)}, "global_scale1"),
         ({"g_idx1": torch.zeros(E, K)}, "g_idx1"),
         ({"sort_indices2": torch.zeros(E, K, dtype=torch.int32)}, "sort_indices2"),
+        ({"w1": torch.zeros(E, 4 * N, K // 16, dtype=torch.int32).transpose(1, 2)}, "w1"),
+        ({"w2_scale": torch.zeros(E, K, 2).bfloat16().transpose(1, 2)}, "w2_scale"),
+        ({"bias2": torch.zeros(K, E).bfloat16().t()}, "bias2"),
+        ({"bias2": torch.zeros(E, K)}, "bias2"),
+        ({"w2_scale": torch.zeros(E, 2, K).bfloat16().to("meta")}, "w2_scale"),
+        ({"bias1": torch.zeros(E, 2 * N).bfloat16().to("meta")}, "bias1"),
+        ({"expert_num_tokens": torch.zeros(E, dtype=torch.int32, device="meta")}, "expert_num_tokens"),
+        ({"expert_num_tokens": torch.zeros(E + 1, dtype=torch.int32)}, "expert_num_tokens"),
         ({"expert_row_ids": torch.zeros(E, ROWS)}, "hidden_states"),
+        ({"expert_row_ids": torch.zeros(E, ROWS), "hidden_states": torch.zeros(ROWS, K).bfloat16()}, "expert_row_ids"),
         ({"activation": "tanh"}, "activation"),
         ({"output": torch.zeros(E, ROWS, N).bfloat16()}, "output"),
         ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input"),
@@ -308,6 +321,46 @@ def test_a_wrong_argument_is_named(change: dict, named: str) -> None:
     }
     with pytest.raises(ValueError, match=f"^{named} "):
         batched_fused_marlin_moe(**(whole | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_states": torch.zeros(ROWS, K).half()}, "w1_scale"),
+        ({"hidden_states": torch.zeros(K, ROWS).bfloat16().t()}, "hidden_states"),
+        ({"topk_ids": torch.zeros(ROWS, 2)}, "topk_ids"),
+        ({"topk_ids": torch.zeros(ROWS + 1, 2, dtype=torch.int64)}, "topk_ids"),
+        ({"topk_ids": torch.zeros(ROWS, 2, dtype=torch.int64, device="meta")}, "topk_ids"),
+        ({"topk_weights": torch.zeros(ROWS, 2).bfloat16()}, "topk_weights"),
+        ({"topk_weights": torch.zeros(ROWS, 1)}, "topk_weights"),
+        ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input"),
+        ({"input_dtype": torch.float8_e4m3fn}, "input_dtype"),
+        ({"output": torch.zeros(ROWS, 2 * K).bfloat16()[:, ::2]}, "output"),
+    ],
+)
+def test_a_wrong_argument_beside_tokens_is_named(change: dict, named: str) -> None:
+    kind = WEIGHT_TYPES[scalar_types.uint4b8.id]
+    whole = arguments(*pair(kind, 32, MoEActivation.SILU), kind, MoEActivation.SILU) | {
+        "hidden_states": torch.zeros(ROWS, K).bfloat16(),
+        "topk_weights": torch.zeros(ROWS, 2),
+        "topk_ids": torch.zeros(ROWS, 2, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=f"^{named} "):
+        fused_marlin_moe(**(whole | change))
+
+
+def test_a_gpu_older_than_sm_80_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = WEIGHT_TYPES[scalar_types.uint4b8.id]
+    weights = [
+        Weights(made.packed.qweight, made.packed.scales, None, None, None, None, None, gated, *made.values.shape[1:])
+        for made, gated in zip(pair(kind, 32, MoEActivation.SILU), (True, False), strict=True)
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "an old GPU")
+    rows, none = torch.zeros(E, ROWS, K).bfloat16(), torch.empty(0)
+    numbers = Rows(torch.zeros(E, dtype=torch.int32), ROWS)
+    with pytest.raises(BackendUnavailableError, match=r"an old GPU has compute capability 7.5; .* need 8.0"):
+        run_experts(rows, rows, *weights, numbers, kind, MoEActivation.SILU, none, none)
 
 
 def test_nvfp4_asks_for_its_global_scale() -> None:
