@@ -40,7 +40,7 @@ class RankPool:
     """`world_size` processes joined in one process group."""
 
     def __init__(self, world_size: int, backend: str = "gloo", timeout_s: float = 60) -> None:
-        _context.set_forkserver_preload(["torch", "torch.distributed"])
+        _context.set_forkserver_preload(_preloaded())
         self.world_size = world_size
         self._rendezvous = tempfile.NamedTemporaryFile(prefix="moe_ep_ranks_")  # noqa: SIM115
         address = f"file://{self._rendezvous.name}"
@@ -91,6 +91,17 @@ class RankPool:
         for process in self._processes:
             process.join()
         self._processes = []
+
+
+def _preloaded() -> list[str]:
+    """Modules that ranks need not import each for themselves."""
+    import torch
+
+    modules = ["torch", "torch.distributed"]
+    # On GPU machines an import may look for GPUs, and CUDA does not survive a fork.
+    if not torch.cuda.is_available():
+        modules += ["moe_ep.stack", "moe_ep.integrations.transformers"]
+    return modules
 
 
 def _serve(connection: Connection, rank: int, world_size: int, backend: str, address: str, timeout_s: float) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,11 +70,6 @@ def test_demo_is_sharded_and_every_layer_loads(demo: Path) -> None:
         assert layer.finished
 
 
-def test_demo_is_the_same_for_the_same_seed(demo: Path, tmp_path: Path) -> None:
-    again = make_demo_checkpoint(tmp_path / "again", progress=False)
-    assert contents(again) == contents(demo)
-
-
 def test_demo_routing_is_skewed_but_reaches_every_expert(demo: Path) -> None:
     reader = CheckpointReader(demo)
     spec = model_spec(reader.config)
@@ -130,18 +123,21 @@ def test_what_is_there_is_left_alone(demo: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.parent.glob(f".{tmp_path.name}-*"))
 
 
-def test_makers_at_the_same_time_get_the_same_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_makers_at_the_same_time_get_the_same_bytes(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MOE_EP_CACHE_DIR", str(tmp_path / "cache"))
     with ThreadPoolExecutor(2) as pool:
         paths = {future.result() for future in [pool.submit(demo_checkpoint) for _ in range(2)]}
     assert len(paths) == 1 and paths == {demo_checkpoint()}
-    assert CheckpointReader(paths.pop()).config["model_type"] == "qwen3_moe"
+    assert contents(paths.pop()) == contents(demo)
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_another_seed_and_no_progress_bar_without_a_terminal(demo: Path, tmp_path: Path) -> None:
-    code = "import sys; from moe_ep.checkpoint.demo import make_demo_checkpoint as make; make(sys.argv[1], seed=1)"
-    result = subprocess.run([sys.executable, "-c", code, tmp_path / "model"], capture_output=True, check=True)
-    assert result.stdout == result.stderr == b""
+def test_another_seed_and_no_progress_bar_without_a_terminal(
+    demo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_demo_checkpoint(tmp_path / "model", seed=1)
+    assert capfd.readouterr() == ("", "")
     name = "model.layers.2.mlp.experts.7.up_proj.qweight"
     assert not torch.equal(CheckpointReader(tmp_path / "model").read(name), CheckpointReader(demo).read(name))
