@@ -21,13 +21,11 @@ from moe_ep.contracts import (
     FusedMoEPermuteExpertsUnpermute,
 )
 from moe_ep.kernels import jit
-from moe_ep.kernels.marlin.act_order import has_all_groups, in_order_of_w2, irregular_reason
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
 from moe_ep.kernels.marlin.gemm import partials_numel
-from moe_ep.kernels.marlin.repack import pack_marlin
-from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, WEIGHT_TYPES
-from moe_ep.kernels.marlin.weights import group_size_of
-from moe_ep.scalar_type import ScalarType, scalar_types
+from moe_ep.kernels.marlin.packing import has_all_groups, not_packed_reason, pack_experts
+from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES
+from moe_ep.scalar_type import ScalarType
 from moe_ep.topk_weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
@@ -109,7 +107,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return f"w13 and w2 are of two types ({' and '.join(types)}) and one kernel computes both"
         row_multiples = (64 if MoEActivation.parse(moe_config.activation).is_gated else 32, 32)
         for part, row_multiple in zip(weights, row_multiples, strict=True):
-            if (reason := _not_packed(part, row_multiple)) is not None:
+            if (reason := not_packed_reason(part, row_multiple)) is not None:
                 return reason
         return cls.unusable_reason()
 
@@ -118,11 +116,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         cls, w13: CanonicalWeights, w2: CanonicalWeights, moe_config: FusedMoEConfig
     ) -> tuple[ExpertWeights, ExpertWeights]:
         gated = MoEActivation.parse(moe_config.activation).is_gated
-        if moe_config.has_bias:
-            return _packed(w13, moe_config.in_dtype, gated), _packed(w2, moe_config.in_dtype, False)
-        first, second = in_order_of_w2(w13, w2)
-        packed = _packed(second, moe_config.in_dtype, False)
-        return _packed(first, moe_config.in_dtype, gated), packed._replace(g_idx_sort_indices=None)
+        return pack_experts(w13, w2, moe_config.in_dtype, gated, moe_config.has_bias)
 
     def supports_expert_map(self) -> bool:
         return True
@@ -137,39 +131,6 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
     def _partials(self, max_rows: int) -> int:
         """Numbers of the activations' dtype that shared tiles need."""
         return 2 * partials_numel(max_rows, self._device) if self._device.type == "cuda" else 0
-
-
-def _packed(weights: CanonicalWeights, act_dtype: torch.dtype, gated: bool) -> ExpertWeights:
-    # Scales of 4-bit floats have types of their own; all others have the activations'.
-    is_fp4 = weights.quant_type_id == scalar_types.float4_e2m1f.id
-    packed = pack_marlin(
-        weights.codes,
-        weights.scales if is_fp4 else weights.scales.to(act_dtype),
-        weights.quant_type_id,
-        weights.group_size,
-        weights.zero_points,
-        gated,
-        weights.g_idx,
-    )
-    if has_all_groups(weights.group_size, packed.scales.size(1), weights.codes.size(2)):
-        packed = packed._replace(g_idx=None)  # it says no more than that now
-    return ExpertWeights(*packed, global_scales=weights.global_scales)
-
-
-def _not_packed(weights: CanonicalWeights, row_multiple: int) -> str | None:
-    """Why these weights have no packed form, or None."""
-    kind = WEIGHT_TYPES.get(weights.quant_type_id)
-    _, num_rows, num_columns = weights.codes.shape
-    if kind is None:
-        return f"there is no packed form of {ScalarType.from_id(weights.quant_type_id)}"
-    if num_rows % row_multiple or num_columns % 32:
-        return f"a matrix is {num_rows} x {num_columns}; they take multiples of {row_multiple} and 32"
-    num_groups = weights.scales.size(2)
-    whole = weights.g_idx is None or has_all_groups(weights.group_size, num_groups, num_columns)
-    size = group_size_of(kind, num_columns, num_groups) if whole else weights.group_size
-    if size not in kind.group_sizes:
-        return f"{num_groups} groups of {num_columns} columns; {kind.scalar_type} takes {kind.group_sizes}"
-    return irregular_reason(weights)
 
 
 class BatchedMarlinExperts(_MarlinExpertsBase):

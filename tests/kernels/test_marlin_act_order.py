@@ -10,8 +10,8 @@ from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertTokensMetadata, ExpertWeights
-from moe_ep.kernels.marlin.act_order import in_order_of_w2
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts
+from moe_ep.kernels.marlin.packing import in_order_of_w2
 from moe_ep.kernels.marlin.repack import PackedWeights, pack_marlin, unpack_marlin
 from moe_ep.scalar_type import scalar_types
 
