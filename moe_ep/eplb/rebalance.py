@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from moe_ep.eplb.policy.maps import experts_moved, logical_maps, rank_loads
-from moe_ep.eplb.policy.objective import choose_objective, objective_window
+from moe_ep.eplb.policy.objective import check_objective, objective_window
 from moe_ep.eplb.policy.problem import Problem
 from moe_ep.registry import EPLB_POLICIES
 
@@ -65,7 +65,8 @@ def rebalance_experts(
         window: counts of each step `[S, L, E]`. With it "incremental" plans are refined against the variation between
             steps (`moe_ep.eplb.policy.refine`).
         objective: what a rank's load is: "tokens", "active_experts" (how many experts have any token, as for decode
-            bound by reading weights; the loads are then taken from the window), or "auto".
+            bound by reading weights), or "auto" (the time that both take); but for tokens, loads are taken from the
+            window. "auto" without one means tokens.
         tolerance: share above the reachable maximum rank load at which "incremental" stops moving experts.
         rebalance_below: balancedness at and above which a layer stays as it is; 1.0 plans every layer.
         min_gain: least share by which a plan must lower a layer's maximum rank load.
@@ -82,11 +83,10 @@ def rebalance_experts(
             raise ValueError(f"{name} is {value}; it must be at least 0")
     loads = _numpy(weight).astype(np.float64, copy=False)
     steps = None if window is None else _check_window(_numpy(window), loads)
-    chosen = choose_objective(objective, steps)
-    if steps is not None:
-        steps = objective_window(chosen, steps)
-        if chosen == "active_experts":
-            loads = steps.mean(axis=0, dtype=np.float64)
+    check_objective(objective, steps)
+    if steps is not None and objective != "tokens":
+        steps = objective_window(objective, steps)
+        loads = steps.sum(axis=0, dtype=np.float64)
     old = None if old_physical_to_logical is None else _numpy(old_physical_to_logical)
     problem = Problem(
         weight=loads,

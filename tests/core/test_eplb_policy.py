@@ -19,7 +19,7 @@ from moe_ep.eplb.policy.maps import (
     rank_loads,
     replica_counts,
 )
-from moe_ep.eplb.policy.objective import choose_objective
+from moe_ep.eplb.policy.objective import objective_window
 from moe_ep.eplb.policy.packing import greedy_counts, pack, sorted_items
 from moe_ep.eplb.policy.refine import meetings
 from moe_ep.eplb.policy.relabel import agree_with, match
@@ -240,9 +240,22 @@ def test_active_experts_spread_apart():
     active = rank_loads((window > 0).mean(axis=0), by_active, 2)
     assert active.max() == 1.5
     assert sorted(np.argwhere(by_tokens[0] == 0)[0] // 2) != []
-    assert choose_objective("auto", window / 90) == "active_experts"
-    assert choose_objective("auto", window * 100) == "tokens"
-    assert choose_objective("auto", None) == "tokens"
+
+
+def test_auto_counts_the_reading_of_weights_as_tokens():
+    window = np.array([[[0, 1, 200]]])
+    assert objective_window("auto", window).tolist() == [[[0, 33, 232]]]
+    assert objective_window("tokens", window).tolist() == window.tolist()
+    # Few tokens: active experts decide. 0 and 1 are active in every step, 2 and 3 in none but the last.
+    few = np.array([[[2, 2, 0, 0]]] * 3 + [[[2, 2, 6, 6]]])
+    slots = plan(few.sum(axis=0), 4, 2, old=np.array([[0, 1, 2, 3]]), window=few, objective="auto")
+    assert sorted(slots[0, :2] // 2) == [0, 1]
+    # Many tokens: they decide.
+    many = few * np.array([1, 100, 100, 1])
+    by_time, by_tokens = (
+        plan(many.sum(axis=0), 4, 2, window=many, objective=objective) for objective in ("auto", "tokens")
+    )
+    assert np.array_equal(by_time, by_tokens)
 
 
 def test_refinement_separates_experts_that_peak_together():

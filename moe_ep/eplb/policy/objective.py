@@ -1,4 +1,4 @@
-"""What a rank's load is: tokens, or experts that were active at all."""
+"""What a rank's load is: tokens, experts that were active at all, or the time that both take."""
 
 from __future__ import annotations
 
@@ -10,31 +10,26 @@ Array = np.ndarray
 
 OBJECTIVES = ("tokens", "active_experts", "auto")
 
-# Below so many tokens an active expert and step, reading its weights takes longer than computing with them.
-MEMORY_BOUND_TOKENS = 32
+# So many tokens of an expert take about as long as reading its weights.
+TOKENS_OF_READING = 32
 
 
-def choose_objective(objective: str, window: Array | None) -> str:
-    """Resolves "auto": "active_experts" where the window shows small batches for each active expert, else "tokens".
-
-    Args:
-        window: counts of each step `[S, L, E]`, or None.
-
-    Raises:
-        ValueError: an unknown objective, or "active_experts" without a window.
-    """
+def check_objective(objective: str, window: Array | None) -> None:
+    """Raises ValueError for an unknown objective, or "active_experts" without a window."""
     if objective not in OBJECTIVES:
         raise ValueError(one_of("objective", objective, OBJECTIVES))
-    if window is None:
-        if objective == "active_experts":
-            raise ValueError("objective='active_experts' needs window, the counts of each step")
-        return "tokens"
-    if objective != "auto":
-        return objective
-    active = int(np.count_nonzero(window))
-    return "active_experts" if active and window.sum() / active < MEMORY_BOUND_TOKENS else "tokens"
+    if objective == "active_experts" and window is None:
+        raise ValueError("objective='active_experts' needs window, the counts of each step")
 
 
 def objective_window(objective: str, window: Array) -> Array:
-    """Counts `[S, L, E]` as the objective sees them: themselves, or one where an expert had any token."""
-    return (window > 0).astype(window.dtype) if objective == "active_experts" else window
+    """Counts `[S, L, E]` as the objective sees them.
+
+    "tokens": themselves. "active_experts": one where an expert had any token. "auto": what a step takes, in tokens: an
+    expert's tokens, and as many again as reading its weights takes where it had any. In large batches that is tokens,
+    in small ones it is active experts.
+    """
+    if objective == "tokens":
+        return window
+    active = (window > 0).astype(window.dtype)
+    return active if objective == "active_experts" else window + TOKENS_OF_READING * active
