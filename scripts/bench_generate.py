@@ -22,7 +22,7 @@ from typing import Any
 from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 
 from moe_ep.launch.gang_choice import GangConfig, start_gang
-from moe_ep.launch.option_values import output_file, whole_numbers
+from moe_ep.launch.option_values import checkpoint_folder, output_file, whole_numbers
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.run_config import RunConfig
@@ -37,6 +37,9 @@ Times = list[list[dict[str, float]]]
 class GenerateBenchConfig(GangConfig):
     """The settings of one measurement."""
 
+    model: Path | None = field(
+        default=None, metadata=option(checkpoint_folder, "a checkpoint in place of the made one", "DIR")
+    )
     geometry: str = field(default="qwen3-30b", metadata=option(one_of(*GEOMETRIES), "sizes of the layers (qwen3-30b)"))
     format: str = field(default="int4", metadata=option(one_of(*FORMATS), "of the experts (int4)"))
     layers: int = field(default=4, metadata=option(at_least(1), "layers of the made model (4)"))
@@ -122,10 +125,12 @@ def _decode(
                 torch.cuda.synchronize(device)
             step_ms.append((time.perf_counter() - started) * 1e3)
             replayed = step is not None and step.can_replay
-        durations = [recorders[layer].durations_ms() for layer in decoder.steps.layers]
-        times.append([{name: sum(spans) for name, spans in layer.items()} for layer in durations])
+        # A graph's events have no time before its first replay.
+        if replayed or not decoder.can_replay_decode:
+            durations = [recorders[layer].durations_ms() for layer in decoder.steps.layers]
+            times.append([{name: sum(spans) for name, spans in layer.items()} for layer in durations])
     decoder.close()
-    return times[WARM_UP_PASSES:], step_ms[WARM_UP_PASSES:], replayed
+    return times[-config.steps :], step_ms[-config.steps :], replayed
 
 
 def _record_layers(layers: list[Any], device: Any) -> dict[Any, Any]:
@@ -150,9 +155,12 @@ def _record_layers(layers: list[Any], device: Any) -> dict[Any, Any]:
 
 @contextmanager
 def _checkpoint(rank_env: RankEnv, config: GenerateBenchConfig) -> Iterator[Path]:
-    """The made checkpoint, which rank 0 writes and removes; the ranks share a host."""
+    """The checkpoint; a made one is written and removed by rank 0, and the ranks share a host."""
     import torch.distributed as dist
 
+    if config.model is not None:
+        yield config.model
+        return
     folder: list[Any] = [None]
     if rank_env.rank == 0:
         folder = [tempfile.mkdtemp(prefix="moe-ep-bench-generate-")]
