@@ -67,7 +67,9 @@ class GenerateConfig(GangConfig):
     redundant_experts: int = field(
         default=0, metadata=option(at_least(0), "replicas of experts in every layer, for --eplb (0)")
     )
-    graphs: bool = field(default=False, metadata=option(None, "decode in CUDA graphs where the backend allows it"))
+    graphs: bool = field(
+        default=True, metadata=option(None, "decode in CUDA graphs, on GPUs where backend and experts allow it (yes)")
+    )
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
