@@ -23,6 +23,7 @@ from moe_ep.layer import FusedMoE
 from moe_ep.methods.unquantized import UnquantizedFusedMoEMethod
 from moe_ep.registry import ALL2ALL_BACKENDS
 from tests.eplb.models import (
+    SCHEMES,
     TOP_K,
     E,
     fresh_weights,
@@ -235,15 +236,20 @@ def test_a_rank_that_dies_while_experts_move_ends_the_others() -> None:
 
 
 def reload(rank: int, world_size: int) -> None:
-    """Other weights are loaded after the experts moved, and go where the experts are now."""
-    layers = make_model(world_size)
+    """Layers of one model, each quantized in its own way, move; then other weights are loaded into the plain ones, and go
+    where the experts are now."""
+    redundant = redundancy(world_size, 2)
+    layers = [load_layer(make_layer(scheme, redundant), seed) for seed, scheme in enumerate(SCHEMES)]
     manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), "asynchronous": False}))
-    manager.rearrange(random_placement(L, E + layers[0].num_redundant_experts, seed=3))
-    for index, layer in enumerate(layers):
-        load_layer(layer, seed=50 + index)
-        fresh = fresh_weights("plain", layer.num_redundant_experts, 50 + index, manager.placement.host[index])
-        for got, wanted in zip(layer.expert_weights(), fresh, strict=True):
-            assert torch.equal(got, wanted)
+    manager.rearrange(random_placement(len(layers), E + redundant, seed=3))
+    again = [index for index, scheme in enumerate(SCHEMES) if scheme.startswith("plain")]
+    for indices, offset in ((range(len(layers)), 0), (again, 50)):
+        for index, scheme in ((index, list(SCHEMES)[index]) for index in indices):
+            layer = load_layer(layers[index], offset + index) if offset else layers[index]
+            fresh = fresh_weights(scheme, redundant, offset + index, manager.placement.host[index])
+            for got, wanted in zip(layer.expert_weights(), fresh, strict=True):
+                assert torch.equal(got, wanted)
+    manager.close()
 
 
 def test_weights_loaded_after_a_move_go_to_the_present_owners() -> None:

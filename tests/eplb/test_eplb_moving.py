@@ -122,7 +122,7 @@ def move_tensors(rank: int, world_size: int, seed: int) -> None:
         assert torch.equal(got.flatten().view(torch.uint8), wanted.flatten().view(torch.uint8))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_moved_tensors_are_those_of_the_new_placement(world_size: int) -> None:
     for seed in range(4):
         ranks(world_size).run(move_tensors, seed)
@@ -142,7 +142,7 @@ def move_layers(rank: int, world_size: int) -> None:
             assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_layers_of_every_scheme_equal_a_fresh_load(world_size: int) -> None:
     ranks(world_size).run(move_layers)
 
