@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
 from moe_ep.dispatch.batch import Batch, Pending
@@ -32,6 +33,7 @@ from moe_ep.dispatch.rank_group import HostCopy
 from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels import jit
+from moe_ep.process_groups import num_hosts
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 
 MAX_RANKS = 8
@@ -84,7 +86,8 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.num_sms, self.turn_rows, self.dispatch_turn_rows = num_sms, 1, 0
-        self._layout = _layout(moe_config, quant_config, batches_in_flight)
+        device_api = env.NVSHMEM_FORCE_DEVICE_API.get() or num_hosts(self.ranks.group) > 1
+        self._layout = _layout(moe_config, quant_config, batches_in_flight, device_api)
         self._block = Block.of(self._layout, self.ranks, moe_config.in_dtype, _facts(moe_config, self._layout))
         device = torch.device("cuda", torch.cuda.current_device())
         self._kernels = {
@@ -232,13 +235,19 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
             )
 
 
-def _layout(moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None, batches_in_flight: int) -> Layout:
+def _layout(
+    moe_config: FusedMoEConfig,
+    quant_config: FusedMoEQuantConfig | None,
+    batches_in_flight: int,
+    device_api: bool = False,
+) -> Layout:
     return Layout(
         num_ranks=moe_config.ep_size,
         capacity=max(moe_config.max_num_tokens, 1),
         hidden_size=moe_config.hidden_dim,
         topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
         fp8=quant_config is not None and quant_config.dispatch_dtype is not None,
+        device_api=device_api,
         batches_in_flight=batches_in_flight,
     )
 
@@ -254,6 +263,7 @@ def _facts(moe_config: FusedMoEConfig, layout: Layout) -> dict[str, object]:
         "in_dtype": moe_config.in_dtype,
         "expert_placement_strategy": moe_config.moe_parallel_config.expert_placement_strategy,
         "rows on the wire": "e4m3" if layout.fp8 else moe_config.in_dtype,
+        "NVSHMEM's device library": layout.device_api,
         "batches in flight": layout.batches_in_flight,
     }
 

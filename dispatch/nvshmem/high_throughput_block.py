@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.dispatch.nvshmem import arena
+from moe_ep.dispatch.nvshmem.device_api import device_library
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
 from moe_ep.dispatch.nvshmem.layout import align
 from moe_ep.dispatch.nvshmem.meeting import agree, meet
@@ -40,6 +41,7 @@ class Layout:
     Attributes:
         num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
         fp8: rows travel as e4m3 codes with scales.
+        device_api: rows travel through NVSHMEM's device library, with their ids and weights.
         batches_in_flight: how many batches between prepare and finalize have parts of their own.
     """
 
@@ -48,6 +50,7 @@ class Layout:
     hidden_size: int
     topk: int
     fp8: bool
+    device_api: bool = False
     batches_in_flight: int = 1
 
     @property
@@ -65,6 +68,15 @@ class Layout:
         return align(quantized_row_bytes(self.hidden_size), 16) if self.fp8 else 2 * self.hidden_size
 
     @property
+    def wire_bytes(self) -> int:
+        return self.row_bytes + (align(8 * self.topk, 16) if self.device_api else 0)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Rows do not stay where they arrive."""
+        return self.fp8 or self.device_api
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Bytes of each part of a batch, in the order in which they lie."""
         return {
@@ -74,8 +86,10 @@ class Layout:
             "result_flags": _FLAG_BYTES * self.max_results,
             "ids": 4 * self.topk * self.max_rows,
             "weights": 4 * self.topk * self.max_rows,
-            "rows": self.row_bytes * self.max_rows,
+            "rows": self.wire_bytes * self.max_rows,
             "results": 2 * self.hidden_size * self.max_results,
+            "staged_rows": self.wire_bytes * self.capacity if self.device_api else 0,
+            "staged_results": 2 * self.hidden_size * self.max_rows if self.device_api else 0,
         }
 
     @property
@@ -98,8 +112,8 @@ class Layout:
 
     @property
     def plain_bytes(self) -> int:
-        """Of plain device memory beside it: e4m3 rows as the experts read them, and slots."""
-        rows = 2 * self.hidden_size * self.max_rows if self.fp8 else 0
+        """Of plain device memory beside it: rows as the experts read them where they were taken, and slots."""
+        rows = 2 * self.hidden_size * self.max_rows if self.takes_rows else 0
         return self.batches_in_flight * (rows + 4 * self.capacity * self.num_ranks)
 
 
@@ -111,10 +125,12 @@ def kernel_source(name: str, layout: Layout, dtype: torch.dtype) -> jit.KernelSo
         "RANKS": layout.num_ranks,
         "FP8": int(layout.fp8),
         "ACT_BF16": int(dtype == torch.bfloat16),
+        "DEVICE_API": int(layout.device_api),
     }
     entry = f"high_throughput_{name}"
     path = Path(__file__).parent / "cuda" / f"{entry}.cu"
-    return jit.KernelSource(path, entry, tuple((key, str(value)) for key, value in defines.items()))
+    library = device_library() if layout.device_api else None
+    return jit.KernelSource(path, entry, tuple((key, str(value)) for key, value in defines.items()), library)
 
 
 _blocks: WeakKeyDictionary[arena.SymmetricArena, WeakValueDictionary[str, Block]] = WeakKeyDictionary()
@@ -135,7 +151,7 @@ class Block:
         self._region = symmetric.reserve(layout.symmetric_bytes, "high throughput")
         self._peers = self._region.peer_pointers.tolist()
         unreachable = [rank for rank, pointer in enumerate(self._peers) if not pointer]
-        if unreachable:
+        if unreachable and not layout.device_api:
             raise BackendUnavailableError(
                 f"{NAME} needs every rank's memory within reach and EP rank {ranks.rank} cannot reach "
                 f"{', '.join(map(str, unreachable))}; use all2all_backend='all_to_all' across hosts"
@@ -184,6 +200,7 @@ class Block:
         layout, first = self.layout, numbers.data_ptr()
         return common_type(layout.num_ranks)(
             peers=(ctypes.c_uint64 * layout.num_ranks)(*(peer + batch * layout.batch_bytes for peer in self._peers)),
+            pes=(ctypes.c_int * layout.num_ranks)(*self._region.pes),
             **layout.offsets,
             status=self._status.data_ptr(),
             record=self.record.words.data_ptr(),
@@ -234,7 +251,7 @@ class BatchParts:
         self.numbers = torch.zeros(4 + 4 * layout.num_ranks + 1, dtype=torch.int32, device=device)
         self.slots = torch.empty((layout.capacity, layout.num_ranks), dtype=torch.int32, device=device)
         self.common = block.common(index, self.numbers)
-        if layout.fp8:
+        if layout.takes_rows:
             self.rows = torch.empty((layout.max_rows, layout.hidden_size), dtype=in_dtype, device=device)
         else:
             self.rows = block.part(index, "rows").view(in_dtype).view(layout.max_rows, layout.hidden_size)
@@ -251,15 +268,17 @@ class BatchParts:
 def common_type(num_ranks: int) -> Any:
     """`Common` of cuda/high_throughput.cuh."""
     offsets = ("counts", "done", "row_flags", "result_flags", "ids", "weights", "rows", "results")
+    staged = ("staged_rows", "staged_results")
 
     class Common(ctypes.Structure):
         _fields_ = (
             ("peers", ctypes.c_uint64 * num_ranks),
-            *((name, ctypes.c_uint64) for name in offsets),
+            *((name, ctypes.c_uint64) for name in (*offsets, *staged)),
             *((name, ctypes.c_void_p) for name in ("status", "record")),
             ("timeout_ns", ctypes.c_uint64),
             *((name, ctypes.c_void_p) for name in ("epoch", "finished", "taken", "placement")),
             ("rank", ctypes.c_int),
+            ("pes", ctypes.c_int * num_ranks),
         )
 
     return Common

@@ -12,10 +12,14 @@
 // have their own counts: a rank that posts those of epoch e + 2 has everybody's of e + 1, and those were posted by ranks
 // that had read the ones of e.
 //
-// Dispatch of e4m3 rows and combine: half of a block's warps send, the other half take what arrives, row by row, and
+// With DEVICE_API nobody's memory need be mapped here: counts travel as signals, and rows, with their ids and weights
+// behind them, as puts out of staged copies, from which each rank makes the parts that its experts read.
+//
+// Dispatch of such and of e4m3 rows, and combine: half of a block's warps send, the other half take what arrives, row by row, and
 // the first join the second when everything is sent. Sending waits for nobody, so taking may wait for everybody.
 #pragma once
 
+#include "device_api.cuh"
 #include "numbers.cuh"
 
 constexpr int kThreads = 1024;
@@ -26,6 +30,8 @@ constexpr int kVectors = HIDDEN / kColumns;
 constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;
 constexpr int kResultBytes = 2 * HIDDEN;
 constexpr int kRowBytes = FP8 ? (HIDDEN + 4 * kGroups + 15) / 16 * 16 : kResultBytes;
+constexpr bool kTakesRows = FP8 || DEVICE_API;  // and does not leave them where they arrive
+constexpr int kWireBytes = kRowBytes + (DEVICE_API ? (8 * TOPK + 15) / 16 * 16 : 0);
 constexpr int kAtOnce = 4;  // vectors of a lane that are loaded before the first is stored
 constexpr u32 kAllLanes = 0xffffffffu;
 enum { ROWS_TAKEN, TOKENS_TAKEN };
@@ -41,13 +47,14 @@ struct Placement {
 
 struct Common {
     u64 peers[RANKS];  // address of each rank's block
-    u64 counts, done, row_flags, result_flags, ids, weights, rows, results;
+    u64 counts, done, row_flags, result_flags, ids, weights, rows, results, staged_rows, staged_results;
     Limits limits;
     u32* epoch;     // of the last batch whose counts were exchanged
     u32* finished;  // blocks of the running kernel that have sent everything
     u32* taken;     // [2]: how much of the batch was handed out to warps that take
     Placement* placement;
     int rank;
+    int pes[RANKS];  // NVSHMEM's numbers of the ranks
 
     __device__ __forceinline__ u8* at(int peer, u64 offset) const { return reinterpret_cast<u8*>(peers[peer]) + offset; }
     __device__ __forceinline__ u8* counts_of(int peer, int source, int line, u32 epoch) const {
@@ -64,11 +71,53 @@ struct Common {
     __device__ __forceinline__ u32 current_epoch() const { return *reinterpret_cast<volatile u32*>(epoch); }
 };
 
+__device__ __forceinline__ u64 flag_of_epoch(u32 epoch) { return static_cast<u64>(epoch) << 32 | epoch; }
+
 // What the warp wrote before (after __syncwarp) is there for whoever acquires the flag.
 __device__ __forceinline__ void release_flag(u64* flag, u32 epoch) {
-    const u64 both = static_cast<u64>(epoch) << 32 | epoch;
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(both) : "memory");
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(flag_of_epoch(epoch)) : "memory");
 }
+
+// Waits for a row's flag here; called by any threads, each for its own or all for one.
+template <u32 kPhase>
+__device__ __forceinline__ bool await_flag(Wait<kPhase>& wait, u64* flag, int peer) {
+    const bool came = wait.for_flags(flag, peer);
+#if DEVICE_API
+    if (came) {
+        settle(flag, flag_of_epoch(wait.epoch));
+    }
+#endif
+    return came;
+}
+
+// A warp's copy of the first kVectors vectors.
+__device__ __forceinline__ void copy_row(const u8* row, u8* target) {
+    const Vec* from = reinterpret_cast<const Vec*>(row);
+    Vec* to = reinterpret_cast<Vec*>(target);
+    for (int start = threadIdx.x % 32; start < kVectors; start += 32 * kAtOnce) {
+        Vec v[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            v[i] = start + 32 * i < kVectors ? from[start + 32 * i] : Vec{};
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (start + 32 * i < kVectors) {
+                to[start + 32 * i] = v[i];
+            }
+        }
+    }
+}
+
+#if DEVICE_API
+// A warp's: a staged row to where `offset` is at another rank, and its flag behind it.
+__device__ __forceinline__ void put_row(
+    const Common& c, int peer, u64 offset, const u8* staged, u64 bytes, u64* own_flag, u32 epoch) {
+    __threadfence_system();
+    __syncwarp();
+    put_with_flag(c.at(c.rank, offset), staged, bytes, own_flag, flag_of_epoch(epoch), c.pes[peer]);
+}
+#endif
 
 // The next number of a counter that the batch's first kernel has set to 0, the same for all lanes.
 __device__ __forceinline__ int take_next(u32* counter) {

@@ -13,24 +13,6 @@ struct Params {
     int turn_rows;      // how many rows go to one rank before the next has its turn
 };
 
-__device__ __forceinline__ void copy_row(const u8* row, u8* target) {
-    const Vec* from = reinterpret_cast<const Vec*>(row);
-    Vec* to = reinterpret_cast<Vec*>(target);
-    for (int start = threadIdx.x % 32; start < kVectors; start += 32 * kAtOnce) {
-        Vec v[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            v[i] = start + 32 * i < kVectors ? from[start + 32 * i] : Vec{};
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            if (start + 32 * i < kVectors) {
-                to[start + 32 * i] = v[i];
-            }
-        }
-    }
-}
-
 // Other ranks take turns, and each rank begins with the one behind it, so that no rank's links are everybody's target.
 __device__ __forceinline__ void send_results(const Params& p, int first, int warps, u32 epoch) {
     const Common& c = p.common;
@@ -45,11 +27,19 @@ __device__ __forceinline__ void send_results(const Params& p, int first, int war
         const int index = turn / kOthers * p.turn_rows + i % p.turn_rows;
         if (index < c.placement->count[source]) {
             const u64 row = c.placement->begin[source] + index, home = row + c.placement->home[source];
-            copy_row(p.results + kResultBytes * row, c.at(source, c.results + kResultBytes * home));
+            const u8* result = p.results + kResultBytes * row;
+#if DEVICE_API
+            u8* staged = c.at(c.rank, c.staged_results + kResultBytes * row);
+            copy_row(result, staged);
+            u64* flag = c.flag_of(c.rank, c.result_flags, home);
+            put_row(c, source, c.results + kResultBytes * home, staged, kResultBytes, flag, epoch);
+#else
+            copy_row(result, c.at(source, c.results + kResultBytes * home));
             __syncwarp();
             if (threadIdx.x % 32 == 0) {
                 release_flag(c.flag_of(source, c.result_flags, home), epoch);
             }
+#endif
         }
     }
 }
@@ -109,7 +99,7 @@ __device__ __forceinline__ void take_tokens(const Params& p, u32 epoch) {
             address = reinterpret_cast<u64>(p.results) + static_cast<u64>(kResultBytes) * (slot + c.placement->send[lane]);
         } else if (slot >= 0) {
             address = reinterpret_cast<u64>(c.at(c.rank, c.results)) + static_cast<u64>(kResultBytes) * slot;
-            came = wait.for_flags(c.flag_of(c.rank, c.result_flags, slot), lane);
+            came = await_flag(wait, c.flag_of(c.rank, c.result_flags, slot), lane);
         }
         __syncwarp();
         if (__all_sync(kAllLanes, came)) {

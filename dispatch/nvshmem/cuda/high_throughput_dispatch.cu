@@ -1,7 +1,8 @@
 // Rows to the ranks of their experts: a warp reads a token once, quantizes it where asked, and writes it to each of them.
 //
 // Before: rows [T, HIDDEN]. After: at each rank the rows of its tokens, by (source, token), with their ids and weights.
-// Plain rows are read where they arrive. Quantized ones are turned into plain ones in `out` as they come.
+// Plain rows are read where they arrive. Quantized ones, and such as were put, are turned into plain ones in `out` as they
+// come.
 #include "high_throughput.cuh"
 
 struct Params {
@@ -17,6 +18,9 @@ struct Params {
     int max_rows;            // ids of rows from the last that arrives to this one become -1
     int turn_rows;
 };
+
+constexpr int kIdBits = 24;  // of an id on its way behind a row; its rank is above
+constexpr int kIdMask = (1 << kIdBits) - 1;
 
 #if FP8
 __device__ __forceinline__ void send_row(const u8* row, u32 ranks, u64 target) {
@@ -67,24 +71,6 @@ __device__ __forceinline__ void dequantize_row(const u8* row, u8* out) {
     }
 }
 
-// Sources take turns, as their rows come.
-__device__ __forceinline__ void take_rows(const Params& p, u32 epoch) {
-    const Common& c = p.common;
-    int most = 0;
-    for (int source = 0; source < RANKS; ++source) {
-        most = max(most, c.placement->count[source]);
-    }
-    Wait<PHASE_DISPATCH> wait(c.limits, epoch);
-    for (int turn = take_next(c.taken + ROWS_TAKEN); turn < most * RANKS; turn = take_next(c.taken + ROWS_TAKEN)) {
-        const int source = turn % RANKS, index = turn / RANKS;
-        if (index < c.placement->count[source]) {
-            const u64 row = c.placement->begin[source] + index;
-            if (__all_sync(kAllLanes, wait.for_flags(c.flag_of(c.rank, c.row_flags, row), source))) {
-                dequantize_row(c.at(c.rank, c.rows + kRowBytes * row), p.out + kResultBytes * row);
-            }
-        }
-    }
-}
 #else
 __device__ __forceinline__ void send_row(const u8* row, u32 ranks, u64 target) {
     const Vec* from = reinterpret_cast<const Vec*>(row);
@@ -106,7 +92,48 @@ __device__ __forceinline__ void send_row(const u8* row, u32 ranks, u64 target) {
         }
     }
 }
+#endif
 
+// The row of the batch that has come, as the experts read it.
+__device__ __forceinline__ void take_row(const Params& p, u64 row) {
+    const Common& c = p.common;
+    const u8* wire = c.at(c.rank, c.rows + kWireBytes * row);
+    u8* out = p.out + kResultBytes * row;
+#if FP8
+    dequantize_row(wire, out);
+#else
+    copy_row(wire, out);
+#endif
+#if DEVICE_API
+    const int lane = threadIdx.x % 32;
+    if (lane < TOPK) {
+        const int* ids = reinterpret_cast<const int*>(wire + kRowBytes);
+        const bool is_here = __ldcv(ids + lane) >> kIdBits == c.rank;
+        const u64 at = 4 * (row * TOPK + lane);
+        *reinterpret_cast<int*>(c.at(c.rank, c.ids + at)) = is_here ? __ldcv(ids + lane) & kIdMask : -1;
+        *reinterpret_cast<int*>(c.at(c.rank, c.weights + at)) = is_here ? __ldcv(ids + TOPK + lane) : 0;
+    }
+#endif
+}
+
+// Sources take turns, as their rows come.
+__device__ __forceinline__ void take_rows(const Params& p, u32 epoch) {
+    const Common& c = p.common;
+    int most = 0;
+    for (int source = 0; source < RANKS; ++source) {
+        most = max(most, c.placement->count[source]);
+    }
+    Wait<PHASE_DISPATCH> wait(c.limits, epoch);
+    for (int turn = take_next(c.taken + ROWS_TAKEN); turn < most * RANKS; turn = take_next(c.taken + ROWS_TAKEN)) {
+        const int source = turn % RANKS, index = turn / RANKS;
+        if (index < c.placement->count[source]) {
+            const u64 row = c.placement->begin[source] + index;
+            if (__all_sync(kAllLanes, await_flag(wait, c.flag_of(c.rank, c.row_flags, row), source))) {
+                take_row(p, row);
+            }
+        }
+    }
+}
 // The block that finishes last tells all ranks, and waits for all of them: what comes behind the kernel may read.
 __device__ __forceinline__ void finish(const Common& c, u32 epoch) {
     __shared__ bool last;
@@ -134,15 +161,37 @@ __device__ __forceinline__ void finish(const Common& c, u32 epoch) {
         __threadfence_system();
     }
 }
-#endif
 
+#if DEVICE_API
+// The token, all of its ids with their ranks in the upper bits, and its weights: staged once, put to each rank.
+__device__ __forceinline__ void send(const Params& p, int token, u32 to, u32 epoch) {
+    const Common& c = p.common;
+    const int lane = threadIdx.x % 32;
+    const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
+    const u64 index = slot >= 0 ? static_cast<u64>(slot + c.placement->send[lane]) : 0;
+    u8* staged = c.at(c.rank, c.staged_rows + static_cast<u64>(kWireBytes) * token);
+    send_row(p.rows + static_cast<u64>(token) * kResultBytes, 1, reinterpret_cast<u64>(staged));
+    if (lane < TOPK) {
+        const int id = p.topk_ids[static_cast<u64>(token) * TOPK + lane];
+        const int owner = id >= 0 && id < p.num_ids ? p.owners[id] : -1;
+        int* ids = reinterpret_cast<int*>(staged + kRowBytes);
+        ids[lane] = owner >= 0 ? owner << kIdBits | id : -1;
+        reinterpret_cast<float*>(ids)[TOPK + lane] = p.weights[static_cast<u64>(token) * TOPK + lane];
+    }
+    for (u32 left = __ballot_sync(kAllLanes, slot >= 0) & to; left; left &= left - 1) {
+        const int rank = __ffs(left) - 1;
+        const u64 row = __shfl_sync(kAllLanes, index, rank);
+        put_row(c, rank, c.rows + kWireBytes * row, staged, kWireBytes, c.flag_of(c.rank, c.row_flags, row), epoch);
+    }
+}
+#else
 __device__ __forceinline__ void send(const Params& p, int token, u32 to, u32 epoch) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;
     const int slot = lane < RANKS && to >> lane & 1 ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
     const u32 ranks = __ballot_sync(kAllLanes, slot >= 0);
     const u64 index = slot >= 0 ? static_cast<u64>(slot + c.placement->send[lane]) : 0;
-    const u64 target = slot >= 0 ? reinterpret_cast<u64>(c.at(lane, c.rows + kRowBytes * index)) : 0;
+    const u64 target = slot >= 0 ? reinterpret_cast<u64>(c.at(lane, c.rows + kWireBytes * index)) : 0;
     const int id = lane < TOPK ? p.topk_ids[static_cast<u64>(token) * TOPK + lane] : -1;
     const int owner = id >= 0 && id < p.num_ids ? p.owners[id] : -1;
     for (u32 left = ranks; left; left &= left - 1) {
@@ -155,17 +204,18 @@ __device__ __forceinline__ void send(const Params& p, int token, u32 to, u32 epo
         }
     }
     send_row(p.rows + static_cast<u64>(token) * kResultBytes, ranks, target);
-    if (FP8) {
+    if (kTakesRows) {
         __syncwarp();
         if (slot >= 0) {
             release_flag(c.flag_of(lane, c.row_flags, index), epoch);
         }
     }
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispatch(const __grid_constant__ Params p) {
     const Common& c = p.common;
-    constexpr int kOfBlock = FP8 ? kSenders : kWarps;
+    constexpr int kOfBlock = kTakesRows ? kSenders : kWarps;
     const int warp = threadIdx.x / 32, warps = gridDim.x * kOfBlock, first = warp * gridDim.x + blockIdx.x;
     const u32 epoch = c.current_epoch();
     int* ids = reinterpret_cast<int*>(c.at(c.rank, c.ids));
@@ -175,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispat
     }
     if (warp < kOfBlock && !c.failed()) {
         // Plain rows go to one rank for a while, then to the next, and every rank begins with the one behind it.
-        const int turns = FP8 || p.turn_rows == 0 ? 1 : RANKS, rows = turns == 1 ? 1 : p.turn_rows;
+        const int turns = kTakesRows || p.turn_rows == 0 ? 1 : RANKS, rows = turns == 1 ? 1 : p.turn_rows;
         const int end = (p.num_tokens + rows - 1) / rows * rows * turns;
         for (int i = first; i < end; i += warps) {
             const int token = i / rows / turns * rows + i % rows;
@@ -184,9 +234,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispat
             }
         }
     }
-#if FP8
-    take_rows(p, epoch);
-#else
-    finish(c, epoch);
-#endif
+    if (kTakesRows) {
+        take_rows(p, epoch);
+    } else {
+        finish(c, epoch);
+    }
 }

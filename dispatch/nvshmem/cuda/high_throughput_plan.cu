@@ -81,8 +81,16 @@ __device__ __forceinline__ void write_slots(const Params& p, const Shared& share
 __device__ __forceinline__ void post_counts(const Common& c, const Shared& shared, u32 epoch) {
     const int peer = static_cast<int>(threadIdx.x) / kLinesOfCounts, line = static_cast<int>(threadIdx.x) % kLinesOfCounts;
     if (peer < RANKS && c.alive(peer)) {
-        const int* mine = shared.counts[c.rank];
-        store_line(c.counts_of(peer, c.rank, line, epoch), mine[2 * line], mine[2 * line + 1], epoch);
+        const u32 a = shared.counts[c.rank][2 * line], b = shared.counts[c.rank][2 * line + 1];
+#if DEVICE_API
+        if (peer != c.rank) {
+            u64* both = reinterpret_cast<u64*>(c.counts_of(c.rank, c.rank, line, epoch));
+            put_flag(both, static_cast<u64>(epoch) << 32 | a, c.pes[peer]);
+            put_flag(both + 1, static_cast<u64>(epoch) << 32 | b, c.pes[peer]);
+        }
+#else
+        store_line(c.counts_of(peer, c.rank, line, epoch), a, b, epoch);
+#endif
     }
 }
 
