@@ -236,8 +236,8 @@ def test_a_rank_that_dies_while_experts_move_ends_the_others() -> None:
 
 
 def reload(rank: int, world_size: int) -> None:
-    """Layers of one model, each quantized in its own way, move; then other weights are loaded into the plain ones, and go
-    where the experts are now."""
+    """Layers of one model, each quantized in its own way, move; then other weights are loaded into the plain ones, and
+    go where the experts are now."""
     redundant = redundancy(world_size, 2)
     layers = [load_layer(make_layer(scheme, redundant), seed) for seed, scheme in enumerate(SCHEMES)]
     manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), "asynchronous": False}))
