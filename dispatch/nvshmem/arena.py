@@ -80,6 +80,12 @@ class SymmetricArena:
         self.rank, self.world_size = dist.get_rank(process_group), len(self._pes)
         self.device = library.device
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the group's ranks are on one host, so that each can have the others' memory mapped."""
+        hosts = {self._library.hosts[pe] for pe in self._pes}
+        return len(hosts) == 1 and (self.world_size == 1 or not env.NVSHMEM_FORCE_DEVICE_API.get())
+
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None = None) -> SymmetricArena:
         """The arena of a group (None for the default one); its first call in a process is collective.
@@ -144,10 +150,10 @@ class _Library:
         import numpy as np
         from cuda.core import Device
 
-        hosts = meet("start of NVSHMEM", self.world, socket.gethostname())
+        self.hosts = meet("start of NVSHMEM", self.world, socket.gethostname())
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
         os.environ.setdefault("NVSHMEM_CUMEM_GRANULARITY", str(_GRANULARITY))
-        if len(set(hosts)) == 1:
+        if len(set(self.hosts)) == 1:
             os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
         rank = dist.get_rank()
         uid = core.get_unique_id(empty=rank != 0)

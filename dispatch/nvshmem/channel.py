@@ -15,8 +15,10 @@ The protocol, for each batch in flight (cuda/protocol.cuh and low_latency.cuh ho
             header of e + 1, which is sent behind the last reading of e.
 
 So there is no barrier, and one set of buffers would do for batches that follow each other; there are as many sets as
-batches may be open at once. Which set a batch takes is the first that is free, so ranks that make the calls in the same
-order agree on it, also where they replay graphs that were captured for different numbers of tokens.
+batches may be open at once. To ranks of other hosts rows, results and slots are put from an outbox, and the flag
+behind them; what lies in an outbox is not written again before the other rank has answered, for the reasons above.
+Which set a batch takes is the first that is free, so ranks that make the calls in the same order agree on it, also
+where they replay graphs that were captured for different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -49,15 +51,16 @@ class Channel:
         alive: the EP ranks that take part.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, arena: SymmetricArena, layout: BatchLayout, ranks: RankGroup, members: Sequence[int]) -> None:
         self.layout, self.ranks, self.members = layout, ranks, members
         self.region = arena.reserve(layout.symmetric_bytes, "low latency")
         pointers = self.region.peer_pointers.tolist()
         unreachable = [rank for rank, pointer in enumerate(pointers) if not pointer]
-        if unreachable:
+        if unreachable and not layout.device_api:
             raise BackendUnavailableError(
-                f"nvshmem_low_latency needs every rank's memory within reach and EP rank {ranks.rank} cannot reach "
-                f"{', '.join(map(str, unreachable))}; use all2all_backend='all_to_all' across hosts"
+                f"EP rank {ranks.rank} cannot map the memory of {', '.join(map(str, unreachable))} on its own host; "
+                f"use all2all_backend='batched_all_to_all'"
             )
         self.record = FailureRecord(ranks, env.NVSHMEM_TIMEOUT_S.get())
         self.alive = list(range(ranks.size))
@@ -136,9 +139,11 @@ class Channel:
         torch.cuda.synchronize(self._status.device)
 
     def _buffers_of(self, pointers: Sequence[int], batch: int) -> Any:
-        start = batch * self.layout.batch_bytes
-        return buffers_type(self.ranks.size)(
-            peers=(ctypes.c_uint64 * self.ranks.size)(*(pointer + start for pointer in pointers)),
+        start, size = batch * self.layout.batch_bytes, self.ranks.size
+        return buffers_type(size)(
+            peers=(ctypes.c_uint64 * size)(*(pointer + start if pointer else 0 for pointer in pointers)),
+            pes=(ctypes.c_int * size)(*self.region.pes),
+            reachable=sum(1 << rank for rank, pointer in enumerate(pointers) if pointer),
             **self.layout.offsets,
             rank=self.ranks.rank,
             capacity=self.layout.capacity,

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
-from moe_ep.dispatch.nvshmem.layout import BatchLayout
+from moe_ep.dispatch.nvshmem.device_api import device_library
+from moe_ep.dispatch.nvshmem.layout import BUFFERS, BatchLayout
 from moe_ep.kernels import jit
 
 SEND, RECEIVE = 1, 2
 KERNELS = ("low_latency_dispatch", "low_latency_combine")
 _THREADS = 512
+# Of a block, that receive.
+WARPS = _THREADS // 64
 
 
 def kernel_source(name: str, layout: BatchLayout, dtype: torch.dtype) -> jit.KernelSource:
@@ -26,9 +29,11 @@ def kernel_source(name: str, layout: BatchLayout, dtype: torch.dtype) -> jit.Ker
         "RANKS": layout.num_ranks,
         "FP8": int(layout.fp8),
         "ACT_BF16": int(dtype == torch.bfloat16),
+        "DEVICE_API": int(layout.device_api),
     }
     path = Path(__file__).parent / "cuda" / f"{name}.cu"
-    return jit.KernelSource(path, name, tuple((key, str(value)) for key, value in defines.items()))
+    library = device_library() if layout.device_api else None
+    return jit.KernelSource(path, name, tuple((key, str(value)) for key, value in defines.items()), library)
 
 
 class Halves:
@@ -72,12 +77,13 @@ class Halves:
 @functools.cache
 def buffers_type(num_ranks: int) -> Any:
     """`Buffers` of cuda/low_latency.cuh."""
-    offsets = ("header", "meta", "row_flags", "result_flags", "rows", "results", "row_lines", "result_lines")
 
     class Buffers(ctypes.Structure):
         _fields_ = (
             ("peers", ctypes.c_uint64 * num_ranks),
-            *((name, ctypes.c_uint64) for name in offsets),
+            *((name, ctypes.c_uint64) for name in BUFFERS),
+            ("pes", ctypes.c_int * num_ranks),
+            ("reachable", ctypes.c_uint32),
             *((name, ctypes.c_int) for name in ("rank", "capacity", "line_tokens")),
         )
 
@@ -111,6 +117,7 @@ def dispatch_type(num_ranks: int) -> Any:
             *((name, ctypes.c_void_p) for name in pointers),
             ("num_local_experts", ctypes.c_int),
             ("split", ctypes.c_int),
+            ("take_parts", ctypes.c_int),
         )
 
     return Params

@@ -16,6 +16,12 @@ _LINE_BYTES = 16
 BATCHES_IN_FLIGHT = 2
 # Up to so many tokens of a rank travel as lines: data and flag in one store, twice the bytes.
 LINE_TOKENS = 16
+# As cuda/low_latency.cuh describes them.
+BUFFERS = (
+    "header", "meta", "row_flags", "result_flags", "rows", "results", "row_lines", "result_lines", "meta_outbox",
+    "outbox",
+)  # fmt: skip
+_LOCALS_OF_LINE, _WEIGHTS_OF_LINE = 4, 2
 
 
 def align(num_bytes: int, alignment: int = _ALIGNMENT) -> int:
@@ -32,6 +38,7 @@ class BatchLayout:
     Attributes:
         num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
         fp8: rows travel as e4m3 codes with scales.
+        device_api: some ranks are out of each other's reach and NVSHMEM's device library puts what goes to them.
     """
 
     num_ranks: int
@@ -39,10 +46,15 @@ class BatchLayout:
     hidden_size: int
     topk: int
     fp8: bool
+    device_api: bool = False
 
     @property
     def line_tokens(self) -> int:
-        return min(LINE_TOKENS, self.capacity)
+        return 0 if self.device_api else min(LINE_TOKENS, self.capacity)
+
+    @property
+    def meta_lines(self) -> int:
+        return -(-self.topk // _LOCALS_OF_LINE) - (-self.topk // _WEIGHTS_OF_LINE)
 
     @property
     def row_bytes(self) -> int:
@@ -58,16 +70,20 @@ class BatchLayout:
     def sizes(self) -> dict[str, int]:
         """Bytes of each buffer, in the order in which they lie."""
         rows, line_rows = self.num_ranks * self.capacity, self.num_ranks * self.line_tokens
-        return {
-            "header": 2 * _LINE_BYTES * self.num_ranks,
-            "meta": 2 * _LINE_BYTES * self.topk * rows,
-            "row_flags": 8 * rows,
-            "result_flags": 8 * rows,
-            "rows": self.row_bytes * rows,
-            "results": 2 * self.hidden_size * rows,
-            "row_lines": _LINE_BYTES * self.lines_of_row * line_rows,
-            "result_lines": _LINE_BYTES * (self.hidden_size // 4) * line_rows,
-        }
+        meta, outgoing = 2 * _LINE_BYTES * self.meta_lines * rows, int(self.device_api)
+        sizes = (
+            16 * self.num_ranks,
+            meta,
+            8 * rows,
+            8 * rows,
+            self.row_bytes * rows,
+            2 * self.hidden_size * rows,
+            _LINE_BYTES * self.lines_of_row * line_rows,
+            _LINE_BYTES * (self.hidden_size // 4) * line_rows,
+            meta * outgoing,
+            2 * self.hidden_size * rows * outgoing,
+        )
+        return dict(zip(BUFFERS, sizes, strict=True))
 
     @cached_property
     def offsets(self) -> dict[str, int]:

@@ -19,31 +19,11 @@ from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, Pre
 from moe_ep.dispatch.batch import Batch, Pending
 from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.channel import Channel
-from moe_ep.dispatch.nvshmem.kernels import KERNELS, Halves, combine_type, dispatch_type, kernel_source
-from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
+from moe_ep.dispatch.nvshmem.kernels import KERNELS, WARPS, Halves, combine_type, dispatch_type, kernel_source
+from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, check_supported, facts_of, layout_of, local_indices
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
-
-MAX_RANKS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """How work is divided; any values give the same bits.
-
-    Attributes:
-        line_parts: blocks that share sending a row in lines.
-        line_output_parts, row_output_parts: blocks that share adding up one token that came in lines or as rows.
-        list_blocks: blocks that list experts where received rows are copied, about.
-        blocks: of a kernel, at most.
-    """
-
-    line_parts: int = 8
-    line_output_parts: int = 4
-    row_output_parts: int = 2
-    list_blocks: int = 264
-    blocks: int = 264
 
 
 @dataclass(frozen=True)
@@ -66,7 +46,7 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
     Args:
         moe_config: in_dtype f16 or bf16, K a multiple of 16; capacity is its max_num_tokens.
         quant_config: its dispatch_dtype is that of rows on the wire.
-        process_group: the EP ranks, at most 8 that reach each other's memory.
+        process_group: the EP ranks, at most 16; those of other hosts are reached by NVSHMEM's device library.
 
     Raises:
         ValueError: what the kernels cannot do, or ranks that are configured differently.
@@ -81,13 +61,12 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
         tuning: Tuning | None = None,
     ) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group)
-        _check_supported(moe_config)
+        check_supported(moe_config)
         self.tuning = tuning or Tuning()
         self.by_reference = False
-        self._layout = _layout(moe_config, quant_config)
-        self._channel = Channel.of(
-            arena.SymmetricArena.of(self.ranks.group), self._layout, self.ranks, _facts(moe_config, self._layout)
-        )
+        symmetric = arena.SymmetricArena.of(self.ranks.group)
+        self._layout = layout_of(moe_config, quant_config, device_api=not symmetric.is_mapped)
+        self._channel = Channel.of(symmetric, self._layout, self.ranks, facts_of(moe_config, self._layout))
         device = torch.device("cuda", torch.cuda.current_device())
         self._kernels = {
             name: jit.load(kernel_source(name, self._layout, moe_config.in_dtype), device) for name in KERNELS
@@ -107,7 +86,7 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
             "symmetric": of the arena, shared by all backends of this shape; "expanded" and "by_reference": the plain
             device memory of one batch beside it, for the one face or the other.
         """
-        layout = _layout(moe_config, quant_config)
+        layout = layout_of(moe_config, quant_config)
         El, rows = moe_config.num_local_experts, layout.num_ranks * layout.capacity
         numbers = 4 * El + 4 * rows * layout.topk
         return {
@@ -196,9 +175,7 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
             out = new((max_rows, layout.hidden_size), dtype=config.in_dtype)
         rows = self._channel.rows(index, config.in_dtype) if out is None else out
         num_tokens = batch.topk_ids.size(0)
-        # Rows that lie where they are read leave nothing to share.
-        in_place = out is None and num_tokens > layout.line_tokens
-        split = 1 if in_place else max(1, self.tuning.list_blocks // max(El, 1))
+        split = 1 if self.by_reference else max(1, self.tuning.list_blocks // max(El, 1))
         params = dispatch_type(layout.num_ranks)(
             common=self._common(index, batch.topk_ids),
             rows=batch.rows.data_ptr(),
@@ -210,9 +187,14 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
             positions=positions.data_ptr(),
             num_local_experts=El,
             split=split,
+            take_parts=self.tuning.take_parts,
         )
         to_send = 1 + num_tokens * self.tuning.line_parts
-        launch = Halves(self._kernels["low_latency_dispatch"], params, to_send, El * split, self.tuning.blocks, batch)
+        to_receive = El * split
+        if self.by_reference:
+            # How many tokens the others have is known on the device alone.
+            to_receive += max(num_tokens, layout.line_tokens) * layout.num_ranks * self.tuning.take_parts // WARPS
+        launch = Halves(self._kernels["low_latency_dispatch"], params, to_send, to_receive, self.tuning.blocks, batch)
         meta = ExpertTokensMetadata(counts, None, row_ids)
         handle = _Handle(index, batch.topk_ids, positions, (El, max_rows))
 
@@ -291,51 +273,3 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
                     f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be contiguous {shape} of "
                     f"{self.moe_config.in_dtype}"
                 )
-
-
-def local_indices(owners: torch.Tensor) -> torch.Tensor:
-    """int32 `[num_ids]`: where each id is on its rank, whose experts are in the order of their ids.
-
-    Example: owners [0, 1, 0, 1] give [0, 0, 1, 1].
-    """
-    same = owners[:, None] == owners[None, :]
-    return same.tril(-1).sum(dim=1, dtype=torch.int32)
-
-
-def _layout(moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None) -> BatchLayout:
-    return BatchLayout(
-        num_ranks=moe_config.ep_size,
-        capacity=moe_config.max_num_tokens,
-        hidden_size=moe_config.hidden_dim,
-        topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
-        fp8=quant_config is not None and quant_config.dispatch_dtype is not None,
-    )
-
-
-def _facts(moe_config: FusedMoEConfig, layout: BatchLayout) -> dict[str, object]:
-    """What must be the same on every rank."""
-    return {
-        "hidden_dim": moe_config.hidden_dim,
-        "num_experts": moe_config.num_experts,
-        "num_fused_shared_experts": moe_config.num_fused_shared_experts,
-        "experts_per_token": moe_config.experts_per_token,
-        "max_num_tokens": moe_config.max_num_tokens,
-        "in_dtype": moe_config.in_dtype,
-        "expert_placement_strategy": moe_config.moe_parallel_config.expert_placement_strategy,
-        "rows on the wire": "e4m3" if layout.fp8 else moe_config.in_dtype,
-        "batches in flight": BATCHES_IN_FLIGHT,
-    }
-
-
-def _check_supported(moe_config: FusedMoEConfig) -> None:
-    rules = (
-        (moe_config.ep_size <= MAX_RANKS, "ep_size", moe_config.ep_size, f"be at most {MAX_RANKS}"),
-        (moe_config.hidden_dim % 16 == 0, "hidden_dim", moe_config.hidden_dim, "be a multiple of 16"),
-        (moe_config.in_dtype is not torch.float32, "in_dtype", moe_config.in_dtype, "be torch.float16 or bfloat16"),
-    )
-    for holds, name, value, rule in rules:
-        if not holds:
-            raise ValueError(
-                f"{name} is {value}; for nvshmem_low_latency it must {rule}; all2all_backend='batched_all_to_all' "
-                f"has no such rule"
-            )

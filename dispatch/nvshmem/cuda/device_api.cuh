@@ -37,9 +37,10 @@ typedef long library_i64;
 #undef uint64_t
 #undef int64_t
 
-// A warp's: `bytes` from `from` to `there` on `pe`, and behind them `value` to the flag. Returns before it has happened.
+// A warp's: `bytes` from `from` to `there` on `pe`, and behind them `value` to the flag. Returns before that is done.
 __device__ __forceinline__ void put_with_flag(void* there, const void* from, u64 bytes, u64* flag, u64 value, int pe) {
-    nvshmemx_putmem_signal_nbi_warp(there, from, bytes, reinterpret_cast<library_u64*>(flag), value, NVSHMEM_SIGNAL_SET, pe);
+    auto* at = reinterpret_cast<library_u64*>(flag);
+    nvshmemx_putmem_signal_nbi_warp(there, from, bytes, at, value, NVSHMEM_SIGNAL_SET, pe);
 }
 
 // One thread's: `value` to the flag on `pe`, ordered behind nothing.

@@ -4,8 +4,9 @@
 // that writes it. R ranks, capacity C tokens a rank, H slots a token (HIDDEN columns K, TOPK experts). Tokens of a rank
 // that has at most `line_tokens` of them travel as lines (protocol.cuh), those of the others as plain rows with a flag.
 //
-//   header         [2, R]           line {tokens of s, 0}; even and odd epochs take turns
-//   meta           [2, R, C, TOPK]  line {weight, local expert or -1}, likewise
+//   header         [2, R]         u64 {tokens of s, epoch}; even and odd epochs take turns
+//   meta           [2, R, C, M]   lines, likewise: four local experts of 16 bits in each of the first, two weights in
+//                                 each of the others; 0xffff for slots that are not for this rank
 //   row_flags      [R, C, 2]      u32, the epoch when that half of the row is there
 //   result_flags   [R, C, 2]      u32, the same for results on their way home
 //   rows           [R, C]         row_bytes each, codes with scales behind them in fp8
@@ -13,8 +14,14 @@
 //   row_lines      [R, L, ...]    rows as lines: vector i is lines i and K/8 + i in bf16; in fp8 line i, and line
 //                                 K/8 + g holds the scale of group g
 //   result_lines   [R, L, ...]    results as lines, as in bf16
+//
+// Where some ranks are out of reach nothing travels as lines, and what goes to those ranks is put from
+//
+//   meta_outbox    [2, R, C, M]   meta for rank s
+//   outbox         [R, C]         2 K bytes each: rows of this rank in its own part, results for rank s in the others
 #pragma once
 
+#include "device_api.cuh"
 #include "numbers.cuh"
 
 constexpr int kThreads = 256;  // of a group; blocks have two
@@ -24,6 +31,10 @@ constexpr int kVectors = HIDDEN / kColumns;
 constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;
 constexpr int kRowBytes = FP8 ? (HIDDEN + 4 * kGroups + 15) / 16 * 16 : 2 * HIDDEN;
 constexpr int kRowLines = FP8 ? kVectors + kGroups : 2 * kVectors;
+constexpr int kLocalsOfLine = 4, kWeightsOfLine = 2;
+constexpr int kLocalLines = (TOPK + kLocalsOfLine - 1) / kLocalsOfLine;
+constexpr int kMetaLines = kLocalLines + (TOPK + kWeightsOfLine - 1) / kWeightsOfLine;
+constexpr u32 kNotHere = 0xffff;
 constexpr u32 kAllLanes = 0xffffffffu;
 enum { SEND = 1, RECEIVE = 2 };
 
@@ -36,36 +47,53 @@ struct Counters {
 };
 
 struct Buffers {
-    u64 peers[RANKS];  // address of each rank's buffers
-    u64 header, meta, row_flags, result_flags, rows, results, row_lines, result_lines;
+    u64 peers[RANKS];  // address of each rank's buffers, 0 where it is out of reach
+    u64 header, meta, row_flags, result_flags, rows, results, row_lines, result_lines, meta_outbox, outbox;
+    int pes[RANKS];  // NVSHMEM's numbers
+    u32 reachable;   // bit r: rank r is within reach
     int rank;
     int capacity;
     int line_tokens;
 
-    __device__ __forceinline__ u8* at(int peer, u64 offset) const { return reinterpret_cast<u8*>(peers[peer]) + offset; }
-    __device__ __forceinline__ u8* header_of(int peer, int source, u32 epoch) const {
-        return at(peer, header + 16ull * (epoch % 2 * RANKS + source));
+    __device__ __forceinline__ bool reaches(int peer) const { return !DEVICE_API || (reachable >> peer & 1); }
+    __device__ __forceinline__ u8* at(int peer, u64 offset) const {
+        return reinterpret_cast<u8*>(peers[peer]) + offset;
+    }
+    __device__ __forceinline__ u64 index(int source, int token) const {
+        return static_cast<u64>(source) * capacity + token;
+    }
+    __device__ __forceinline__ u64* header_of(int peer, int source, u32 epoch) const {
+        return reinterpret_cast<u64*>(at(peer, header + 8ull * (epoch % 2 * RANKS + source)));
+    }
+    __device__ __forceinline__ u64 meta_at(int source, int token, u32 epoch) const {
+        return 16ull * kMetaLines * index(epoch % 2 * RANKS + source, token);
     }
     __device__ __forceinline__ u8* meta_of(int peer, int source, int token, u32 epoch) const {
-        return at(peer, meta + 16ull * TOPK * (static_cast<u64>(epoch % 2 * RANKS + source) * capacity + token));
+        return at(peer, meta + meta_at(source, token, epoch));
     }
     __device__ __forceinline__ u64* row_flags_of(int peer, int source, int token) const {
-        return reinterpret_cast<u64*>(at(peer, row_flags + 8ull * (static_cast<u64>(source) * capacity + token)));
+        return reinterpret_cast<u64*>(at(peer, row_flags + 8 * index(source, token)));
     }
     __device__ __forceinline__ u64* result_flags_of(int peer, int source, int token) const {
-        return reinterpret_cast<u64*>(at(peer, result_flags + 8ull * (static_cast<u64>(source) * capacity + token)));
+        return reinterpret_cast<u64*>(at(peer, result_flags + 8 * index(source, token)));
     }
     __device__ __forceinline__ u8* row(int peer, int source, int token) const {
-        return at(peer, rows + static_cast<u64>(kRowBytes) * (static_cast<u64>(source) * capacity + token));
+        return at(peer, rows + kRowBytes * index(source, token));
     }
     __device__ __forceinline__ u8* result(int peer, int source, int token) const {
-        return at(peer, results + 2ull * HIDDEN * (static_cast<u64>(source) * capacity + token));
+        return at(peer, results + 2ull * HIDDEN * index(source, token));
+    }
+    __device__ __forceinline__ u64 line_index(int source, int token) const {
+        return static_cast<u64>(source) * line_tokens + token;
     }
     __device__ __forceinline__ u8* row_line(int peer, int source, int token, int line) const {
-        return at(peer, row_lines + 16ull * ((static_cast<u64>(source) * line_tokens + token) * kRowLines + line));
+        return at(peer, row_lines + 16 * (line_index(source, token) * kRowLines + line));
     }
     __device__ __forceinline__ u8* result_line(int peer, int source, int token, int line) const {
-        return at(peer, result_lines + 16ull * ((static_cast<u64>(source) * line_tokens + token) * 2 * kVectors + line));
+        return at(peer, result_lines + 16 * (line_index(source, token) * 2 * kVectors + line));
+    }
+    __device__ __forceinline__ u8* out_of(int part, int token) const {
+        return at(rank, outbox + 2ull * HIDDEN * index(part, token));
     }
 };
 
@@ -99,7 +127,37 @@ struct Common {
     }
 };
 
-// Where the part of a row begins that one block moves, in vectors; a whole scale's group at least.
+// Where the part of a row begins that one group or warp moves, in vectors; a whole scale's group at least.
 __device__ __forceinline__ int part_begin(int part, int parts) {
     return min(kVectors, (kGroups * part + parts - 1) / parts * kScaleVectors);
 }
+
+__device__ __forceinline__ u64 both(u32 epoch) { return static_cast<u64>(epoch) << 32 | epoch; }
+
+// Waits for the flags of a row or result from `source`.
+template <typename Waits>
+__device__ __forceinline__ bool wait_for_row(const Buffers& b, Waits& wait, u64* flags, int source) {
+    const bool came = wait.for_flags(flags, source);
+#if DEVICE_API
+    if (came && !b.reaches(source)) {
+        settle(flags, both(wait.epoch));
+    }
+#endif
+    return came;
+}
+
+#if DEVICE_API
+// Puts what the group has just written to an outbox to the ranks of `ranks` that are out of reach, each with a warp.
+template <typename Sync>
+__device__ __forceinline__ void put_from_outbox(const Buffers& b, u32 ranks, void* there, const void* from, u64 bytes,
+                                                u64* flags, u64 value) {
+    __threadfence_system();
+    Sync::sync();
+    const int warp = threadIdx.x % kThreads / 32;
+    for (int peer = warp; peer < RANKS; peer += kWarps) {
+        if (ranks >> peer & 1) {
+            put_with_flag(there, from, bytes, flags, value, b.pes[peer]);
+        }
+    }
+}
+#endif

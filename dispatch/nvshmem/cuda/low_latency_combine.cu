@@ -1,4 +1,5 @@
-// Brings results home: sums the experts of one rank with the router's weights, one row to each token's rank, added there.
+// Brings results home: sums the experts of one rank with the router's weights, sends one row to each token's rank, and
+// adds those there.
 //
 // Before: results [El, R * C, K] of each rank's experts, in the rows that the dispatch listed. After: output [T, K] on
 // the tokens' own ranks. Slots of one rank are summed in slot order and ranks in rank order, all in f32 without fused
@@ -45,11 +46,14 @@ __device__ __forceinline__ Slots slots_of(const Params& p, int source, int token
     bool present = false;
     if (lane < TOPK) {
         const int row = source * b.capacity + token;
-        const Vec line = load_shared_vec(b.meta_of(b.rank, source, token, epoch) + 16 * lane);
-        const int position = p.positions[row * TOPK + lane], local = static_cast<int>(line.z);
-        present = is_of(line, epoch) && local >= 0;
+        const u8* meta = b.meta_of(b.rank, source, token, epoch);
+        const Vec locals = load_shared_vec(meta + 16 * (lane / kLocalsOfLine));
+        const Vec weights = load_shared_vec(meta + 16 * (kLocalLines + lane / kWeightsOfLine));
+        const int position = p.positions[row * TOPK + lane];
+        const u32 local = (lane % kLocalsOfLine < 2 ? locals.x : locals.z) >> (lane % 2 * 16) & 0xffff;
+        present = is_of(locals, epoch) && is_of(weights, epoch) && local != kNotHere;
         slots.offset = 2ull * HIDDEN * (static_cast<u64>(local) * RANKS * b.capacity + position);
-        slots.weight = p.weighted ? __uint_as_float(line.x) : 1.0f;
+        slots.weight = p.weighted ? __uint_as_float(lane % kWeightsOfLine ? weights.z : weights.x) : 1.0f;
     }
     slots.present = __ballot_sync(kAllLanes, present);
     return slots;
@@ -84,18 +88,20 @@ __device__ __forceinline__ Vec weighted_sum(const Params& p, const Slots& slots,
 
 __device__ __forceinline__ void send(const Params& p, const Shared& shared, int task, int parts, u32 epoch, u32 alive) {
     const Buffers& b = p.common.buffers;
-    const int part = task % parts, token = task / parts / RANKS;
-    const int source = (b.rank + task / parts) % RANKS;
-    if (token >= shared.tokens[source] || !(alive >> source & 1)) {
+    const int part = task % parts;
+    const int token = task / parts / RANKS, source = (b.rank + task / parts) % RANKS;
+    const bool is_within_reach = b.reaches(source);
+    if (token >= shared.tokens[source] || !(alive >> source & 1) || (!is_within_reach && part > 0)) {
         return;
     }
+    parts = is_within_reach ? parts : 1;
     const Slots slots = slots_of(p, source, token, epoch);
     if (!slots.present) {
         return;
     }
     const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
     const bool as_lines = shared.tokens[source] <= b.line_tokens;
-    Vec* there = reinterpret_cast<Vec*>(b.result(source, b.rank, token));
+    Vec* there = reinterpret_cast<Vec*>(is_within_reach ? b.result(source, b.rank, token) : b.out_of(source, token));
     for (int base = begin; base < end; base += kThreads) {
         const int i = base + threadIdx.x;
         const Vec v = weighted_sum(p, slots, i, i < end);
@@ -106,6 +112,14 @@ __device__ __forceinline__ void send(const Params& p, const Shared& shared, int 
             there[i] = v;
         }
     }
+#if DEVICE_API
+    if (!is_within_reach) {
+        u64* flags = b.result_flags_of(b.rank, b.rank, token);
+        void* home = b.result(b.rank, b.rank, token);
+        put_from_outbox<Senders>(b, 1u << source, home, there, 2 * HIDDEN, flags, both(epoch));
+        return;
+    }
+#endif
     if (!as_lines) {
         Senders::sync();
         if (threadIdx.x == 0) {
@@ -188,7 +202,7 @@ __device__ __forceinline__ void receive_rows(const Params& p, Waits& wait, Share
     const int thread = threadIdx.x % kThreads;
     if (thread < 32) {
         const bool is_due = thread < RANKS && ranks >> thread & 1;
-        const bool came = is_due && wait.for_flags(b.result_flags_of(b.rank, thread, token), thread);
+        const bool came = is_due && wait_for_row(b, wait, b.result_flags_of(b.rank, thread, token), thread);
         __syncwarp();
         const u32 there = __ballot_sync(kAllLanes, came);
         if (thread == 0) {
@@ -210,16 +224,16 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     Tickets<Senders> tickets(&c.counters->combine, &shared.ticket);
     const u32 alive = c.alive();
     // Headers of even and odd epochs, before it is known which it is. The dispatch has waited for them.
-    Vec headers[2] = {};
+    u64 headers[2] = {};
     if (threadIdx.x < RANKS) {
-        headers[0] = load_shared_vec(b.header_of(b.rank, threadIdx.x, 0));
-        headers[1] = load_shared_vec(b.header_of(b.rank, threadIdx.x, 1));
+        headers[0] = *reinterpret_cast<volatile u64*>(b.header_of(b.rank, threadIdx.x, 0));
+        headers[1] = *reinterpret_cast<volatile u64*>(b.header_of(b.rank, threadIdx.x, 1));
     }
     u64 ticket = tickets.next();
     const u32 epoch = static_cast<u32>(ticket >> 32);
     if (threadIdx.x < RANKS) {
-        const Vec header = epoch % 2 ? headers[1] : headers[0];
-        shared.tokens[threadIdx.x] = is_of(header, epoch) ? static_cast<int>(header.x) : 0;
+        const u64 header = epoch % 2 ? headers[1] : headers[0];
+        shared.tokens[threadIdx.x] = static_cast<u32>(header >> 32) == epoch ? static_cast<int>(header) : 0;
     }
     if (static_cast<u32>(ticket) == 0 && threadIdx.x == 0) {
         c.counters->dispatch = static_cast<u64>(epoch + 1) << 32;

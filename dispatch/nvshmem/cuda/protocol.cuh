@@ -35,6 +35,10 @@ __device__ __forceinline__ void store_shared_vec(void* at, Vec v) {
                  : "memory");
 }
 
+__device__ __forceinline__ void store_shared_u64(u64* at, u64 value) {
+    asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
 __device__ __forceinline__ u64 now_ns() {
     u64 t;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
@@ -77,6 +81,17 @@ public:
         // Acquiring empties this SM's cache, so that is done once, when they are there.
         return until(peer, [&] { return *reinterpret_cast<const volatile u64*>(flags) == both; }) &&
                load_acquire(flags) == both;
+    }
+
+    // A number of 32 bits with its epoch above it.
+    __device__ __forceinline__ bool for_number(const u64* at, int peer, u32& number) {
+        u64 both = 0;
+        const bool came = until(peer, [&] {
+            both = *reinterpret_cast<const volatile u64*>(at);
+            return static_cast<u32>(both >> 32) == epoch;
+        });
+        number = static_cast<u32>(both);
+        return came;
     }
 
     __device__ __forceinline__ bool for_line(const void* at, int peer, Vec& line) {

@@ -1,0 +1,37 @@
+// What the sending and the receiving half of a dispatch's blocks have in common.
+#pragma once
+
+#include "low_latency.cuh"
+
+using Waits = Wait<PHASE_DISPATCH>;
+
+struct Params {
+    Common common;
+    const u8* rows;
+    const float* weights;
+    const int* locals;  // [num_ids]: index of each id on its rank
+    u8* out;            // rows for the experts where they are not read from where they arrive; else null
+    int* expert_num_tokens;
+    int* expert_row_ids;  // null for the expanded form
+    int* positions;
+    int num_local_experts;
+    int split;       // groups that list the same expert and share the copying of its rows, in the expanded form
+    int take_parts;  // of a row that is brought to where the experts read it, by reference
+};
+
+constexpr int kMetaTokens = 16;  // whose slots one task sends
+constexpr int kListed = 2 * kThreads;
+
+struct Arrival {
+    int source, token, position;  // position: its row of the expert
+};
+
+struct Shared {
+    u64 ticket;
+    int before[RANKS + 1];    // tokens of the ranks before each
+    int warp_counts[kWarps];  // rows of the expert, and in the upper half those that this group takes
+    Arrival arrivals[kListed];
+    int begins[RANKS + 1];  // of each source in arrivals
+
+    __device__ __forceinline__ int tokens_of(int source) const { return before[source + 1] - before[source]; }
+};

@@ -1,0 +1,90 @@
+"""What low-latency backends are made with: the shapes they take, what ranks must agree on, how work is divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
+
+MAX_RANKS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How work is divided; any values give the same bits.
+
+    Attributes:
+        line_parts: blocks that share sending a row in lines.
+        take_parts: warps that share bringing a received row to where it is read by reference.
+        line_output_parts, row_output_parts: blocks that share adding up one token that came in lines or as rows.
+        list_blocks: blocks that list experts where received rows are copied, about.
+        blocks: of a kernel, at most.
+    """
+
+    line_parts: int = 8
+    take_parts: int = 8
+    line_output_parts: int = 4
+    row_output_parts: int = 2
+    list_blocks: int = 264
+    blocks: int = 264
+
+
+def local_indices(owners: torch.Tensor) -> torch.Tensor:
+    """int32 `[num_ids]`: where each id is on its rank, whose experts are in the order of their ids.
+
+    Example: owners [0, 1, 0, 1] give [0, 0, 1, 1].
+    """
+    same = owners[:, None] == owners[None, :]
+    return same.tril(-1).sum(dim=1, dtype=torch.int32)
+
+
+def layout_of(
+    moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None, device_api: bool = False
+) -> BatchLayout:
+    """The buffers of one batch.
+
+    Args:
+        device_api: as in BatchLayout.
+    """
+    return BatchLayout(
+        num_ranks=moe_config.ep_size,
+        capacity=moe_config.max_num_tokens,
+        hidden_size=moe_config.hidden_dim,
+        topk=moe_config.experts_per_token + moe_config.num_fused_shared_experts,
+        fp8=quant_config is not None and quant_config.dispatch_dtype is not None,
+        device_api=device_api,
+    )
+
+
+def facts_of(moe_config: FusedMoEConfig, layout: BatchLayout) -> dict[str, object]:
+    """What must be the same on every rank."""
+    return {
+        "hidden_dim": moe_config.hidden_dim,
+        "num_experts": moe_config.num_experts,
+        "num_fused_shared_experts": moe_config.num_fused_shared_experts,
+        "experts_per_token": moe_config.experts_per_token,
+        "max_num_tokens": moe_config.max_num_tokens,
+        "in_dtype": moe_config.in_dtype,
+        "expert_placement_strategy": moe_config.moe_parallel_config.expert_placement_strategy,
+        "rows on the wire": "e4m3" if layout.fp8 else moe_config.in_dtype,
+        "batches in flight": BATCHES_IN_FLIGHT,
+        "puts by NVSHMEM's device library": layout.device_api,
+    }
+
+
+def check_supported(moe_config: FusedMoEConfig) -> None:
+    rules = (
+        (moe_config.ep_size <= MAX_RANKS, "ep_size", moe_config.ep_size, f"be at most {MAX_RANKS}"),
+        (moe_config.num_local_experts < 1 << 16, "num_local_experts", moe_config.num_local_experts, "be below 65536"),
+        (moe_config.hidden_dim % 16 == 0, "hidden_dim", moe_config.hidden_dim, "be a multiple of 16"),
+        (moe_config.in_dtype is not torch.float32, "in_dtype", moe_config.in_dtype, "be torch.float16 or bfloat16"),
+    )
+    for holds, name, value, rule in rules:
+        if not holds:
+            raise ValueError(
+                f"{name} is {value}; for nvshmem_low_latency it must {rule}; all2all_backend='batched_all_to_all' "
+                f"has no such rule"
+            )
