@@ -1,7 +1,7 @@
 """Launches the kernels of any GPU from sm_80 on: one for each GEMM, and one that puts columns in order (act-order).
 
-They compute everything that packed weights can be; on Hopper they serve what its own kernels do not. No scratch beyond
-the activation's output: columns in order lie where the results will, which nobody needs by then.
+They compute everything that packed weights can be; on Hopper they serve what its own kernels do not. Columns put in
+order need no scratch: they lie where the results will.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
+from moe_ep.kernels.marlin.flags import stream_flags
 from moe_ep.kernels.marlin.params import (
     ACTIVATION_NUMBERS,
     CUDA,
@@ -28,13 +29,14 @@ from moe_ep.kernels.marlin.weights import Weights
 _THREADS, _GATHER_THREADS = 128, 256
 _TILE_ROWS, _TILE_TOKENS, _STEP_COLUMNS, _STAGES = 128, 64, 64, 3
 _BLOCKS_PER_SM = 3  # that registers leave room for
+_SLICES_PER_BLOCK = 2
 _GATHER_SHARED = 48 * 1024
 _GATHER_ROWS = 8
 _LOOKED_UP, _WHOLE_ROW = 0, -1
 
 
 class _AmpereParams(ctypes.Structure):
-    _fields_ = (("experts", ExpertsParams), ("column_groups", ctypes.c_void_p))
+    _fields_ = (("experts", ExpertsParams), ("column_groups", ctypes.c_void_p), ("max_slices", ctypes.c_int))
 
 
 class _GatherParams(ctypes.Structure):
@@ -94,10 +96,14 @@ def launch(
     kind: WeightType,
     activation: MoEActivation,
     hidden: torch.Tensor,
+    partials: torch.Tensor,
 ) -> None:
     """Computes every expert's rows; arguments as gemm.run_experts."""
     hidden_states, rows = in_packed_order(output, hidden_states, w13, rows)
     params = experts_params(hidden_states, hidden, output, w13, w2, rows)
+    params.partials, params.max_tile_tokens = partials.data_ptr(), _tile_tokens(rows.max_rows)
+    max_slices = partials.numel() // (_TILE_ROWS * params.max_tile_tokens)
+    params.sync = stream_flags(hidden.device, "ampere_gemm", max_slices).data_ptr()
     for phase, weights in enumerate((w13, w2)):
         if phase == 1 and weights.sort_indices is not None:
             _gather(params, weights, 1, hidden, hidden)
@@ -108,7 +114,12 @@ def launch(
         groups = None if weights.g_idx is None else weights.g_idx.data_ptr()
         sms, shared_of_sm = _sizes(hidden.device.index or 0)
         blocks = max(1, min(_BLOCKS_PER_SM, shared_of_sm // (shared + 1024)))
-        kernel.launch(_AmpereParams(params, groups), (sms * blocks, 1, 1), _THREADS, shared)
+        kernel.launch(_AmpereParams(params, groups, max_slices), (sms * blocks, 1, 1), _THREADS, shared)
+
+
+def partials_numel(max_rows: int, device: torch.device) -> int:
+    """f32 numbers a launch needs for tiles that several blocks share."""
+    return _SLICES_PER_BLOCK * _BLOCKS_PER_SM * _sizes(device.index or 0)[0] * _TILE_ROWS * _tile_tokens(max_rows)
 
 
 def in_packed_order(
@@ -145,6 +156,11 @@ def _shared_bytes(kind: WeightType, weights: Weights, num_experts: int) -> int:
     per_row = _STEP_COLUMNS * kind.bits // 8
     per_row += groups * weights.scales.dtype.itemsize * (2 if kind.has_zero_points else 1)
     return _STAGES * (_TILE_ROWS * per_row + _TILE_TOKENS * 2 * _STEP_COLUMNS) + 8 * (num_experts + 1)
+
+
+def _tile_tokens(max_rows: int) -> int:
+    """Tokens that the sums of one slice are kept for, in whole products of 16."""
+    return min(_TILE_TOKENS, -(-max_rows // 16) * 16)
 
 
 @functools.cache

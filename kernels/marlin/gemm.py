@@ -21,7 +21,8 @@ _OLDEST = (8, 0)
 
 def partials_numel(max_rows: int, device: torch.device) -> int:
     """f32 numbers a launch needs as scratch, beside the activation's output."""
-    return hopper.partials_numel(max_rows, device) if torch.cuda.get_device_capability(device) == _HOPPER else 0
+    kernels = hopper if torch.cuda.get_device_capability(device) == _HOPPER else ampere
+    return kernels.partials_numel(max_rows, device)
 
 
 def hopper_serves(w13: Weights, w2: Weights) -> bool:
@@ -67,7 +68,7 @@ def run_experts(
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} does not begin at a multiple of 16 bytes; pass a copy of it")
     if ampere_only or capability != _HOPPER or not hopper_serves(w13, w2):
-        ampere.launch(output, hidden_states, w13, w2, rows, kind, activation, hidden)
+        ampere.launch(output, hidden_states, w13, w2, rows, kind, activation, hidden, partials)
         return
     hidden_states, rows = ampere.in_packed_order(output, hidden_states, w13, rows)
     params = experts_params(hidden_states, hidden, output, w13, w2, rows)

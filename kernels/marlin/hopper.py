@@ -16,6 +16,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin import tensor_map
+from moe_ep.kernels.marlin.flags import stream_flags
 from moe_ep.kernels.marlin.params import ACTIVATION_NUMBERS, CUDA, ExpertsParams, type_number
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
@@ -99,7 +100,8 @@ def launch(
         source = kernel_source(kind, act_dtype, w13.scales.dtype, per_step, activation, few_rows)
         kernel = jit.load(source, device)
         kernel.allow_shared(_max_shared_bytes(index))
-        params.sync = _flags(device, few_rows, params.num_experts * -(-w13.num_rows // _TILE_ROWS)).data_ptr()
+        num_flags = 2 + 2 * _MAX_BLOCKS + params.num_experts * -(-w13.num_rows // _TILE_ROWS)
+        params.sync = stream_flags(device, source.entry, num_flags).data_ptr()
         threads = _FEW_THREADS if few_rows else _MANY_THREADS
         told = params if few_rows else _many_params(params, act_dtype)
         kernel.launch(told, (_num_blocks(index), 1, 1), threads, _max_shared_bytes(index), early=True)
@@ -128,18 +130,3 @@ def _num_blocks(device_index: int) -> int:
 @functools.cache
 def _max_shared_bytes(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin  # type: ignore[attr-defined]
-
-
-_flag_buffers: dict[tuple[int, int, bool], list[torch.Tensor]] = {}
-
-
-def _flags(device: torch.device, few_rows: bool, num_tiles: int) -> torch.Tensor:
-    """Flags of this stream for one of the kernels; like the scratch, one set a stream.
-
-    Outgrown ones are kept: a captured graph may still use them.
-    """
-    needed = 2 + 2 * _MAX_BLOCKS + num_tiles
-    buffers = _flag_buffers.setdefault((device.index or 0, torch.cuda.current_stream(device).cuda_stream, few_rows), [])
-    if not buffers or buffers[-1].numel() < needed:
-        buffers.append(torch.zeros(max(needed, 8192), dtype=torch.int32, device=device))
-    return buffers[-1]

@@ -5,17 +5,13 @@
 //
 // A tile is 128 weight rows x up to 64 tokens of one expert over all columns; blocks of four warps take every so many-th
 // tile, those of one expert's weights together. Codes, scales and tokens come by asynchronous copies, three stages of 64
-// columns; weights are operand A of the tensor cores, dequantized in registers, tokens operand B. No block waits for
-// another and nothing is shared between tiles, so the same input gives the same bits.
+// columns; weights are operand A of the tensor cores, dequantized in registers, tokens operand B. Where there are too few
+// tiles for the blocks, a tile's columns are cut into slices (ampere_slices.cuh). No block waits for another, and sums are
+// made in a fixed order: same input, same bits.
 //
 // Layouts: repack.py draws the weights; stages are described at `Stage`.
-#include "ampere_multiply.cuh"
+#include "ampere_slices.cuh"
 #include "store.cuh"
-
-struct AmpereParams {
-  ExpertsParams experts;
-  const int* column_groups;  // [E, columns] where groups are looked up
-};
 
 DEVICE Tile find_tile(const GemmParams& gemm, const TokenTiles& tiles, int i) {
   int row_tiles = (gemm.rows + kTileRows - 1) / kTileRows;
@@ -30,25 +26,28 @@ DEVICE Tile find_tile(const GemmParams& gemm, const TokenTiles& tiles, int i) {
   return tile;
 }
 
-DEVICE void compute_tile(const AmpereParams& p, const Tile& tile, u8* ring) {
+// The products of steps `from` up to `to`.
+DEVICE void multiply_steps(const AmpereParams& p, const Tile& tile, int from, int to, u8* ring, Sums& sums) {
   const GemmParams& gemm = p.experts.gemm[PHASE];
   Source source(p.experts, tile);
-  Sums sums = {};
-  int steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
   auto stage = [&](int step) { return Stage{ring + step % kStages * kStageBytes}; };
   auto load = [&](int step) {
-    if (step < steps) load_stage(gemm, tile, source, step, stage(step));
+    if (step < to) load_stage(gemm, tile, source, step, stage(step));
     commit_copies();
   };
 #pragma unroll
-  for (int step = 0; step < kStages - 1; step++) load(step);
-  for (int step = 0; step < steps; step++) {
+  for (int i = 0; i < kStages - 1; i++) load(from + i);
+  for (int step = from; step < to; step++) {
     wait_for_copies<kStages - 2>();
     __syncthreads();  // this step's stage is filled, and nobody reads the one before any more
     load(step + kStages - 1);
     multiply_stage(gemm, tile, p.column_groups, step, stage(step), sums);
   }
   __syncthreads();
+}
+
+DEVICE void store_tile(const AmpereParams& p, const Tile& tile, const Sums& sums) {
+  const GemmParams& gemm = p.experts.gemm[PHASE];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     int first = tile.first + threadIdx.x / 32 * 32 + 16 * i;
@@ -63,8 +62,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) ampere_gemm(const __gr
   extern __shared__ __align__(128) u8 memory[];
   const ExpertsParams& experts = p.experts;
   TokenTiles tiles = make_token_tiles(experts, reinterpret_cast<int*>(memory + kStages * kStageBytes), kTileTokens);
-  int items = tiles.count() * ((experts.gemm[PHASE].rows + kTileRows - 1) / kTileRows);
-  for (int i = blockIdx.x; i < items; i += gridDim.x) {
-    compute_tile(p, find_tile(experts.gemm[PHASE], tiles, i), memory);
+  int num_tiles = tiles.count() * ((experts.gemm[PHASE].rows + kTileRows - 1) / kTileRows);
+  int steps = (experts.gemm[PHASE].columns + kStepColumns - 1) / kStepColumns, slices = slices_of(p, num_tiles, steps);
+  for (int i = blockIdx.x; i < num_tiles * slices; i += gridDim.x) {
+    int slice = i % slices;
+    Tile tile = find_tile(experts.gemm[PHASE], tiles, i / slices);
+    Sums sums = {};
+    multiply_steps(p, tile, steps * slice / slices, steps * (slice + 1) / slices, memory, sums);
+    if (slices == 1 || add_slices(p, tile, i / slices, slice, slices, sums)) store_tile(p, tile, sums);
   }
 }

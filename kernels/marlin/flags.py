@@ -1,0 +1,20 @@
+"""Flags that kernels leave as they found them or count up: cleared once, so that no launch needs a memset."""
+
+from __future__ import annotations
+
+import torch
+
+_LEAST = 8192
+_buffers: dict[tuple[int, int, str], list[torch.Tensor]] = {}
+
+
+def stream_flags(device: torch.device, kernel: str, numel: int) -> torch.Tensor:
+    """int32 flags of the current stream for one kernel, zero at first; like the scratch, one set a stream.
+
+    Outgrown ones are kept: a captured graph may still use them.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream
+    buffers = _buffers.setdefault((device.index or 0, stream, kernel), [])
+    if not buffers or buffers[-1].numel() < numel:
+        buffers.append(torch.zeros(max(numel, _LEAST), dtype=torch.int32, device=device))
+    return buffers[-1]

@@ -1,0 +1,12 @@
+#!/bin/sh
+# memcheck and racecheck of the packed experts' kernels on small shapes, on the GPU at hand; any error ends it with 9.
+# Needs compute-sanitizer (part of the CUDA toolkit) and a checkout with the extras "cuda" and "test".
+set -e
+export PATH="$PATH:/usr/local/cuda/bin"
+for tool in memcheck racecheck; do
+  echo "$tool"
+  # Calls that fail are not errors here: the driver's bindings ask for functions that not every driver has.
+  compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 --print-limit 5 \
+    python3 -m pytest -q -p no:cacheprovider -m gpu tests/gpu/test_marlin_gpu.py tests/gpu/test_marlin_act_order_gpu.py \
+    -k 'small_shapes or act_order' "$@"
+done
