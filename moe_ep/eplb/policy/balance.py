@@ -122,13 +122,13 @@ def swap_pairs(place: Placement, target: Array, num_rounds: int) -> None:
 def swap_heaviest(place: Placement, target: Array, num_rounds: int) -> None:
     """Rounds of the best exchange between each row's heaviest rank and any other, while it exceeds `target`.
 
-    A round costs as much as there are ranks, so there are fewer of them beyond 32 ranks.
+    A round costs as much as there are ranks, so there are fewer of them beyond 32 ranks, and none beyond 256.
     """
     num_ranks = place.num_ranks
     if num_ranks == 1 or place.experts.shape[0] == 1:
         return
     rows = np.arange(target.size)
-    for _ in range(-(-num_rounds * 32 // max(num_ranks, 32))):
+    for _ in range(num_rounds * 32 // max(num_ranks, 32)):
         rows = rows[place.by_row[rows].max(axis=1) > target[rows]]
         if rows.size == 0:
             return

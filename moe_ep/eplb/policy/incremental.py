@@ -173,7 +173,12 @@ class RowPlanner:
         if self.num_slots == num_experts:
             return old, counts
         slots, rows = old.copy(), np.arange(num_rows)
-        limit = target - self.companions
+        companions = self.companions
+        if self.rank is not None:
+            # With few slots a rank it matters which experts have copies now.
+            present = sorted_items(self.weight, counts)[1]
+            companions = np.minimum(companions, smallest_companions(present, self.num_ranks)[:, 0])
+        limit = target - companions
         for _ in range(max(self.effort.replica_changes, self.num_slots - num_experts)):
             each = np.arange(rows.size)
             unit = self.weight[rows] / counts[rows]
