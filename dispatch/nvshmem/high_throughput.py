@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
 from moe_ep.dispatch.batch import Batch, Pending
@@ -33,7 +32,6 @@ from moe_ep.dispatch.rank_group import HostCopy
 from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels import jit
-from moe_ep.process_groups import num_hosts
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 
 MAX_RANKS = 8
@@ -86,7 +84,7 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.num_sms, self.turn_rows, self.dispatch_turn_rows = num_sms, 1, 0
-        device_api = env.NVSHMEM_FORCE_DEVICE_API.get() or num_hosts(self.ranks.group) > 1
+        device_api = not arena.SymmetricArena.of(self.ranks.group).is_mapped
         self._layout = _layout(moe_config, quant_config, batches_in_flight, device_api)
         self._block = Block.of(self._layout, self.ranks, moe_config.in_dtype, _facts(moe_config, self._layout))
         device = torch.device("cuda", torch.cuda.current_device())

@@ -65,9 +65,8 @@ struct Common {
         return reinterpret_cast<u64*>(at(peer, flags + 8 * index));
     }
     __device__ __forceinline__ bool failed() const { return *reinterpret_cast<volatile u32*>(&limits.status->failed); }
-    __device__ __forceinline__ bool alive(int peer) const {
-        return *reinterpret_cast<volatile u32*>(&limits.status->alive) >> peer & 1;
-    }
+    __device__ __forceinline__ u32 all_alive() const { return *reinterpret_cast<volatile u32*>(&limits.status->alive); }
+    __device__ __forceinline__ bool alive(int peer) const { return all_alive() >> peer & 1; }
     __device__ __forceinline__ u32 current_epoch() const { return *reinterpret_cast<volatile u32*>(epoch); }
 };
 

@@ -21,8 +21,8 @@ struct Shared {
     int all_came;
 };
 
-// The ranks that a token goes to, as bits.
-__device__ __forceinline__ u32 ranks_of(const Params& p, int token) {
+// The ranks that a token goes to, as bits; of those in `alive`.
+__device__ __forceinline__ u32 ranks_of(const Params& p, u32 alive, int token) {
     u32 ranks = 0;
     if (token < p.num_tokens) {
         int ids[TOPK];
@@ -36,14 +36,14 @@ __device__ __forceinline__ u32 ranks_of(const Params& p, int token) {
             ranks |= owner >= 0 ? 1u << owner : 0u;
         }
     }
-    return ranks;
+    return ranks & alive;
 }
 
-__device__ __forceinline__ void count_tokens(const Params& p, Shared& shared, int begin, int end) {
+__device__ __forceinline__ void count_tokens(const Params& p, Shared& shared, u32 alive, int begin, int end) {
     const int lane = threadIdx.x % 32;
     int count = 0;
     for (int start = begin; start < end; start += 32) {
-        const u32 ranks = ranks_of(p, start + lane);
+        const u32 ranks = ranks_of(p, alive, start + lane);
 #pragma unroll
         for (int rank = 0; rank < RANKS; ++rank) {
             const int here = __popc(__ballot_sync(kAllLanes, ranks >> rank & 1));
@@ -55,7 +55,7 @@ __device__ __forceinline__ void count_tokens(const Params& p, Shared& shared, in
     }
 }
 
-__device__ __forceinline__ void write_slots(const Params& p, const Shared& shared, int begin, int end) {
+__device__ __forceinline__ void write_slots(const Params& p, const Shared& shared, u32 alive, int begin, int end) {
     const int lane = threadIdx.x % 32;
     int next[RANKS];
 #pragma unroll
@@ -63,7 +63,7 @@ __device__ __forceinline__ void write_slots(const Params& p, const Shared& share
         next[rank] = shared.first[rank] + shared.before[threadIdx.x / 32][rank];
     }
     for (int start = begin; start < end; start += 32) {
-        const u32 ranks = ranks_of(p, start + lane);
+        const u32 ranks = ranks_of(p, alive, start + lane);
 #pragma unroll
         for (int rank = 0; rank < RANKS; ++rank) {
             const bool has = ranks >> rank & 1;
@@ -132,13 +132,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_plan(c
     const Common& c = p.common;
     __shared__ Shared shared;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
-    const u32 epoch = c.current_epoch() + 1;
+    const u32 epoch = c.current_epoch() + 1, alive = c.all_alive();
     const int run = (p.num_tokens + kThreads - 1) / kThreads * 32;
     const int begin = warp * run, end = min(begin + run, p.num_tokens);
     if (thread < 2 * kLinesOfCounts) {
         shared.counts[c.rank][thread] = 0;
     }
-    count_tokens(p, shared, begin, end);
+    count_tokens(p, shared, alive, begin, end);
     __syncthreads();
     if (thread < RANKS) {
         int total = 0;
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_plan(c
         shared.first[thread] = first;
     }
     __syncthreads();
-    write_slots(p, shared, begin, end);
+    write_slots(p, shared, alive, begin, end);
     await_counts(c, shared, epoch);
     __syncthreads();
     if (thread == 0) {
