@@ -94,7 +94,7 @@ DEVICE void wait_for_hidden(const ExpertsParams& p, Shared& shared, int expert) 
 }
 
 // Tokens that lie one after the other, by tensor copies of one thread. The last ones may be of other experts, or of none.
-DEVICE void load_tokens(const PrefillParams& params, Shared& shared, const Segment& g, int halves, Ring& tokens) {
+DEVICE void load_tokens(const PrefillParams& params, Shared& shared, const Segment& g, Ring& tokens) {
   const ExpertsParams& p = params.experts;
   int row = g.first_token;
   if (g.phase == 1) {
@@ -105,14 +105,14 @@ DEVICE void load_tokens(const PrefillParams& params, Shared& shared, const Segme
     row += g.expert * p.max_rows;
   }
   int boxes = tile_tokens(g.tokens) / kBoxTokens;
-  for (int half = 0; half < halves; half++) {
+  for (int step = g.from; step < g.to; step++) {
     tokens.wait_empty();
-    u32 to = shared_address(tokens.data());
-    barrier_arrive_expecting(tokens.full(), boxes * kBoxBytes);
+    barrier_arrive_expecting(tokens.full(), 2 * boxes * kBoxBytes);
     barrier_arrive(tokens.full(), kTokenWarps * 32 - 1);
-    int column = (2 * g.from + half) * kHalfColumns;
-    for (int i = 0; i < boxes; i++) {
-      tensor_copy(to + i * kBoxBytes, &params.tokens[g.phase], column, row + i * kBoxTokens, tokens.full());
+    for (int i = 0; i < 2 * boxes; i++) {
+      u32 to = shared_address(tokens.data()) + i % 2 * kTokenHalf + i / 2 * kBoxBytes;
+      int column = step * kStepColumns + i % 2 * kHalfColumns;
+      tensor_copy(to, &params.tokens[g.phase], column, row + i / 2 * kBoxTokens, tokens.full());
     }
     tokens.advance();
   }
@@ -124,27 +124,23 @@ DEVICE i64 gathered_row(const ExpertsParams& p, Schedule& s, int expert, int i) 
 }
 
 // A thread copies the same 16-byte chunk of every twelfth row; where those rows start is found once a tile.
-DEVICE void gather_tokens(const ExpertsParams& p, Shared& shared, const Segment& g, int halves, Ring& tokens) {
-  constexpr int kApart = 4 * kTokenWarps, kRows = (kTileTokens + kApart - 1) / kApart;
+DEVICE void gather_tokens(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& tokens) {
+  constexpr int kApart = 4 * kTokenWarps;
   int lane = threadIdx.x % 32, first = (threadIdx.x / 32 - kWeightWarp - 1) * 4 + lane / 8, chunk = lane % 8;
   int columns = p.gemm[0].columns;
-  u32 from[kRows];  // in chunks
-#pragma unroll
-  for (int i = 0; i < kRows; i++) {
-    int row = min(first + i * kApart, g.tokens - 1);
-    from[i] = gathered_row(p, shared.schedule, g.expert, g.first_token + row) * (u32)(columns / 8) + chunk;
+  __syncwarp();
+  for (int row = first; row < g.tokens && chunk == 0; row += kApart) {
+    shared.gathered[row] = p.gemm[0].input + gathered_row(p, shared.schedule, g.expert, g.first_token + row) * columns;
   }
-  for (int half = 0; half < halves; half++) {
-    int column = (2 * g.from + half) * kHalfColumns;
-    u32 valid = column + chunk * 8 < columns ? 16 : 0;
-    const u16* source = p.gemm[0].input + (valid ? column : 0);
+  __syncwarp();
+  for (int step = g.from; step < g.to; step++) {
     tokens.wait_empty();
-    u32 to = shared_address(tokens.data()) + first * 128;
-#pragma unroll
-    for (int i = 0; i < kRows; i++) {
-      int row = first + i * kApart;
-      if (row < g.tokens) {
-        copy_async_16(to + i * kApart * 128 + (chunk ^ row % 8) * 16, source + (i64)from[i] * 8, valid);
+    for (int half = 0; half < 2; half++) {
+      int column = step * kStepColumns + half * kHalfColumns + chunk * 8;
+      u32 valid = column < columns ? 16 : 0, to = shared_address(tokens.data()) + half * kTokenHalf;
+#pragma unroll 4
+      for (int row = first; row < g.tokens; row += kApart) {
+        copy_async_16(to + row * 128 + (chunk ^ row % 8) * 16, shared.gathered[row] + (valid ? column : 0), valid);
       }
     }
     barrier_arrive_on_copies(tokens.full());
@@ -155,13 +151,12 @@ DEVICE void gather_tokens(const ExpertsParams& p, Shared& shared, const Segment&
 DEVICE void run_token_warps(const PrefillParams& params, Shared& shared, Ring& tokens) {
   const ExpertsParams& p = params.experts;
   for_each_segment(shared, [&](const Segment g) {
-    int halves = num_halves(p.gemm[g.phase], g);
     if (are_gathered(p, g.phase)) {
-      gather_tokens(p, shared, g, halves, tokens);
+      gather_tokens(p, shared, g, tokens);
     } else if (threadIdx.x == 32 * (kWeightWarp + 1)) {
-      load_tokens(params, shared, g, halves, tokens);
+      load_tokens(params, shared, g, tokens);
     } else {
-      for (int half = 0; half < halves; half++) tokens.advance();
+      for (int step = g.from; step < g.to; step++) tokens.advance();
     }
     __syncwarp();
   });

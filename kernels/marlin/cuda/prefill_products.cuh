@@ -28,16 +28,17 @@ struct CodeReader {
   }
 
   // `half`: which 64 of the stage's 128 columns.
-  DEVICE void read(Codes& to, const u8* stage, int half) const {
+  template <int kHalf>
+  DEVICE void read(Codes& to, const u8* stage) const {
 #pragma unroll
     for (int n = 0; n < 4; n++) {
       int i = n % 2, block = n / 2;
-      load_words(to.words[i][block], stage + codes + half * 8 * kPieceBytes + (block * 4 + i) * kPieceBytes);
+      load_words(to.words[i][block], stage + codes + kHalf * 8 * kPieceBytes + (block * 4 + i) * kPieceBytes);
     }
-    if (SCALES_PER_STEP == 1 && half) return;
+    constexpr int kScales = SCALES_PER_STEP == 1 && kHalf ? 0 : 2 * kScalesPerHalf;
 #pragma unroll
-    for (int n = 0; n < 2 * kScalesPerHalf; n++) {
-      int i = n % 2, group = one_group ? 0 : half * SCALES_PER_STEP / 2 + n / 2;
+    for (int n = 0; n < kScales; n++) {
+      int i = n % 2, group = one_group ? 0 : kHalf * SCALES_PER_STEP / 2 + n / 2;
       const u8* row = stage + scales + group * kScaleRow + i * 16 * kScaleBytes;
       to.scales[i][n / 2] = load_folded_scales(row, row + SCALES_PER_STEP * kScaleRow);
     }
@@ -54,40 +55,46 @@ DEVICE void dequantize_codes(const Codes& codes, Weights& weights) {
   }
 }
 
-// All steps of a segment, 64 columns at a time. While they are multiplied, the next codes are read and the next tokens
-// waited for; the two warpgroups have the tensor cores in turn, as they come.
+// All steps of a segment, half a step's columns at a time. While they are multiplied, the next codes are read and the
+// next tokens waited for; the two warpgroups have the tensor cores in turn, as they come. Few instructions beside
+// dequantization matter: they take issue slots that the products leave little of.
 template <int kTokens>
-DEVICE void multiply_halves(Sums<kTokens>& sums, int halves, bool one_group, bool gathered, Ring& ring,
-                            Ring& tokens) {
+DEVICE void multiply_steps(Sums<kTokens>& sums, int steps, bool one_group, bool gathered, Ring& ring, Ring& tokens) {
   bool leader = threadIdx.x % 32 == 0;
   CodeReader reader(one_group);
   Codes codes;
-  Weights weights;
-  auto prepare = [&](int half) {
-    if (half % 2 == 0) ring.wait_full();
-    reader.read(codes, ring.data(), half % 2);
-    if (half % 2 || half + 1 == halves) {
-      __syncwarp();
-      if (leader) barrier_arrive(ring.empty());
-      ring.advance();
-    }
+  u32 operand;
+  auto begin_step = [&] {
+    ring.wait_full();
+    reader.read<0>(codes, ring.data());
     tokens.wait_full();
     if (gathered) fence_proxy_async();  // they were written by ordinary copies and are read by the tensor cores
+    operand = __shfl_sync(~0u, shared_address(tokens.data()), 0);  // the compiler sees that it is the same for all
+  };
+  auto multiply = [&](u32 from) {
+    Weights weights;
+    dequantize_codes(codes, weights);
+    u64 descriptor = wgmma_descriptor(from);
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < 8; n++) wgmma<kTokens>(sums[n % 2], weights[n], descriptor + n / 2 * 2);
+    wgmma_commit();
   };
 #pragma unroll
   for (int i = 0; i < kTokens; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
-  prepare(0);
-  for (int half = 0; half < halves; half++) {
-    u64 operand = wgmma_descriptor(shared_address(tokens.data()));
-    dequantize_codes(codes, weights);
-    wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < 8; n++) wgmma<kTokens>(sums[n % 2], weights[n], operand + n / 2 * 2);
-    wgmma_commit();
-    u64* done = tokens.empty();
-    tokens.advance();
-    if (half + 1 < halves) prepare(half + 1);
+  begin_step();
+  for (int step = 0; step < steps; step++) {
+    multiply(operand);
+    reader.read<1>(codes, ring.data());
     wgmma_wait<0>();
-    if (leader) barrier_arrive(done);
+    multiply(operand + kTokenHalf);
+    __syncwarp();
+    if (leader) barrier_arrive(ring.empty());
+    ring.advance();
+    int done = tokens.stage;
+    tokens.advance();
+    if (step + 1 < steps) begin_step();
+    wgmma_wait<0>();
+    if (leader) barrier_arrive(&tokens.barriers->empty[done]);
   }
 }

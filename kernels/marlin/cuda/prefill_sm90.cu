@@ -8,8 +8,7 @@
 //   8          claims items (prefill_schedule.cuh) and streams codes and scales with bulk copies
 //   9 to 11    load the tokens' rows, and wait for w13's tiles before they read `hidden`: one thread by tensor copies,
 //              or all of them chunk by chunk where the rows are gathered
-// Shared memory holds two rings: codes with scales, 128 columns a stage, and tokens, 64 columns a stage. Codes run
-// ahead: those of w2 stream in while the last of w13 is computed. Sums are made in a fixed order: same input, same
+// Shared memory holds two rings, of codes with scales and of tokens, 128 columns a stage. Codes run ahead: those of w2 stream in while the last of w13 is computed. Sums are made in a fixed order: same input, same
 // bits.
 //
 // Layouts: repack.py draws the weights; stages are described at `Ring`.
@@ -21,7 +20,7 @@ template <int kTokens>
 DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& codes, Ring& tokens) {
   Sums<kTokens> sums;
   const GemmParams& gemm = p.gemm[g.phase];
-  multiply_halves<kTokens>(sums, num_halves(gemm, g), gemm.groups == 1, are_gathered(p, g.phase), codes, tokens);
+  multiply_steps<kTokens>(sums, g.to - g.from, gemm.groups == 1, are_gathered(p, g.phase), codes, tokens);
   finish_segment<kTokens>(p, shared, g, sums);
 }
 

@@ -17,12 +17,13 @@ constexpr int kScaleRow = kTileRows * kScaleBytes;
 constexpr int kCodeStage = kCodeBytes + (SCALES_PER_STEP * kScaleRow * (kHasZeros ? 2 : 1) + 127) / 128 * 128;
 constexpr int kMaxStages = 16;
 
-constexpr int kHalfColumns = kStepColumns / 2;  // of a stage of tokens
-constexpr int kTokenStage = kTileTokens * kHalfColumns * 2;
-constexpr int kTokenStages = 7;
-constexpr int kBoxTokens = 64;                  // rows of one copy
+constexpr int kHalfColumns = kStepColumns / 2;
+constexpr int kTokenHalf = kTileTokens * kHalfColumns * 2;  // half a stage of tokens
+constexpr int kTokenStage = 2 * kTokenHalf;
+constexpr int kTokenStages = kBits == 8 ? 3 : 4;  // what is left of shared memory is for codes
+constexpr int kBoxTokens = 64;  // rows of one tensor copy
 constexpr int kBoxBytes = kBoxTokens * kHalfColumns * 2;
-constexpr int kSegments = 4;                    // known ahead
+constexpr int kSegments = 4;  // known ahead
 
 // What the tensor copies know about the tokens: hopper.py encodes it.
 struct alignas(64) TokensMap {
@@ -51,18 +52,14 @@ struct Shared {
   Barriers codes, tokens;
   u64 segment_full[kSegments], segment_empty[kSegments];
   Segment segment[kSegments];
+  const u16* gathered[kTileTokens];  // where the rows of a tile start
   int last_block;
   Schedule schedule;
 };
 
-// Stages of tokens that a segment has.
-DEVICE int num_halves(const GemmParams& gemm, const Segment& g) {
-  return min(2 * g.to, (gemm.columns + kHalfColumns - 1) / kHalfColumns) - 2 * g.from;
-}
-
 // Stages of one kind. Codes of 128 columns: [strip][32 columns][16 rows][lane], then scales [group][256], then zero
-// points alike. Tokens of 64 columns as the tensor cores read them: 128 bytes a row, 16-byte chunk c of row r at place
-// c ^ (r % 8).
+// points alike. Tokens of 64 columns, then of the next 64, as the tensor cores read them: 128 bytes a row, 16-byte chunk c of row
+// r at place c ^ (r % 8).
 struct Ring {
   Barriers* barriers;
   u8* base;
