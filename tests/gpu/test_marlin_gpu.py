@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
+from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
 from moe_ep.kernels.marlin.repack import pack_marlin
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.scalar_type import scalar_types
@@ -130,6 +130,30 @@ def test_a_graph_replays_with_other_counts_and_inputs() -> None:
         torch.cuda.synchronize()
         eager = batched_fused_marlin_moe(rows, numbers, output=torch.full_like(rows, float("nan")), **more)
         assert torch.equal(output.view(torch.int16), eager.view(torch.int16))
+
+
+def test_a_graph_replays_with_other_experts_of_the_tokens() -> None:
+    K, num_tokens, topk = 512, 90, 3
+    more = arguments(*pair(UINT4B8, 128, 6, (K, 256)), UINT4B8)
+    rows = torch.randn(num_tokens, K, device="cuda").bfloat16()
+    ids = torch.zeros(num_tokens, topk, dtype=torch.int64, device="cuda")
+    weights, output = torch.rand(num_tokens, topk, device="cuda"), torch.empty_like(rows)
+
+    def run(output: torch.Tensor) -> torch.Tensor:
+        return fused_marlin_moe(rows, topk_weights=weights, topk_ids=ids, output=output, **more)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(output)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run(output)
+    for highest in (6, 1, 3):
+        ids.copy_(torch.randint(-1, highest, ids.shape, device="cuda"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(output, run(torch.empty_like(rows)))
 
 
 def test_two_streams_at_once_give_what_one_gives() -> None:
