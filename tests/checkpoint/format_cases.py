@@ -66,24 +66,28 @@ def e4m3_codes(*shape: int) -> torch.Tensor:
     return torch.where(codes & 127 == 127, 0, codes).to(torch.uint8)
 
 
-def gptq(bits: int, group: int, act_order: bool) -> Encode:
-    """checkpoint_format gptq_v2, asymmetric."""
+def gptq(bits: int, group: int, act_order: bool, version: int = 2) -> Encode:
+    """Asymmetric; version 1 stores zero points less one, and cannot store a zero."""
 
     def encode(n: int, k: int) -> tuple[Tensors, Value]:
         pack, groups = 32 // bits, k // group
         g_idx = torch.arange(k) // group
         if act_order:
             g_idx = g_idx[torch.randperm(k, generator=torch.Generator().manual_seed(k))]
+        stored = words(groups, n // pack)
+        if version == 1:
+            # The highest bit of each is off, so none of them is the largest.
+            stored &= {4: 0x77777777, 8: 0x7F7F7F7F}[bits]
         tensors = {
             "qweight": words(k // pack, n),
-            "qzeros": words(groups, n // pack),
+            "qzeros": stored,
             "scales": scales(groups, n, size=0.16 / 2**bits).half(),
             "g_idx": g_idx.to(torch.int32),
         }
         q, z, s, g = (tensor.tolist() for tensor in tensors.values())
 
         def value(row: int, col: int) -> float:
-            zero = bits_of(z[g[col]][row // pack], row % pack, bits)
+            zero = bits_of(z[g[col]][row // pack], row % pack, bits) + (version == 1)
             return (bits_of(q[col // pack][row], col % pack, bits) - zero) * s[g[col]][row]
 
         return tensors, value
@@ -282,6 +286,14 @@ CASES: dict[str, Case] = {
     "gptq 8 bits act-order": Case(
         {"quant_method": "gptq", "bits": 8, "group_size": 16, "sym": False, "desc_act": True, "format": "gptq_v2"},
         gptq(8, 16, True),
+    ),
+    "gptq v1 4 bits act-order": Case(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True},
+        gptq(4, 32, True, version=1),
+    ),
+    "gptq v1 8 bits": Case(
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False, "checkpoint_format": "gptq"},
+        gptq(8, 32, False, version=1),
     ),
     "awq": Case({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq(32)),
     "packed int4": Case(ct("pack-quantized"), packed(4, 32)),

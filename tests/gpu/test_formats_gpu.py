@@ -18,6 +18,8 @@ pytestmark = pytest.mark.gpu
 K, N = 256, 128
 # Number types and pairs of types that the packed kernels do not take.
 NOT_PACKED = {
+    "gptq 8 bits act-order",
+    "gptq v1 8 bits",
     "packed int8 zero points",
     "mixed int4 and fp8",
     "bf16",
