@@ -11,11 +11,18 @@ from moe_ep.kernels import jit
 
 _SOURCE = Path(__file__).parent / "cuda" / "align.cu"
 _WARP = 32
+# Warps come in eights.
 _MIN_WARPS, _MAX_WARPS = 8, 32
+# Rounds of a warp's slots that are worth another warp.
+_ROUNDS = 2
+# From so many slots on a cluster of blocks is worth its meetings, where the GPU has clusters.
+_MANY_SLOTS, _CLUSTER = 2048, 8
 # A block that serves smaller GPUs too.
 _MAX_SHARED = 96 * 1024
+# What a warp of a cluster's blocks keeps in registers, align.cu's kRounds.
+_KEPT_SLOTS = 4 * _WARP
 # With fewer warps the kernel would be slower than the plain form.
-MAX_EXPERTS = _MAX_SHARED // (4 * (_MIN_WARPS + 2))
+MAX_EXPERTS = (_MAX_SHARED // 4 - _WARP - _MIN_WARPS * _KEPT_SLOTS) // (_MIN_WARPS + 3)
 
 
 class _AlignParams(ctypes.Structure):
@@ -25,12 +32,13 @@ class _AlignParams(ctypes.Structure):
             for name in ("ids", "key_map", "names", "num_tokens", "sorted", "expert_ids", "used")
         ),
         *((name, ctypes.c_int) for name in ("numel", "experts", "length", "num_blocks", "block_size")),
+        *((name, ctypes.c_int) for name in ("run", "key_bits")),
     )
 
 
-def kernel_source(ids: torch.dtype) -> jit.KernelSource:
-    """The kernel for int32 or int64 ids."""
-    return jit.KernelSource(_SOURCE, "align", (("IDS_64", str(int(ids == torch.int64))),))
+def kernel_source(ids: torch.dtype, blocks: int) -> jit.KernelSource:
+    """The kernel for int32 or int64 ids, with one block or a cluster of them (from sm_90 on)."""
+    return jit.KernelSource(_SOURCE, "align", (("IDS_64", str(int(ids == torch.int64))), ("BLOCKS", str(blocks))))
 
 
 def cuda_align(
@@ -59,8 +67,10 @@ def cuda_align(
     sorted_ids, expert_ids, num_tokens, used = (
         ids.new_empty(size, dtype=torch.int32) for size in (length, num_blocks, num_experts, 1)
     )
-    fitting = _MAX_SHARED // (4 * num_experts) - 2
-    warps = max(_MIN_WARPS, min(_MAX_WARPS, fitting, -(-max(numel, length) // _WARP)))
+    has_clusters = torch.cuda.get_device_capability(ids.device) >= (9, 0)
+    blocks = _CLUSTER if numel > _MANY_SLOTS and has_clusters else 1
+    warps = min(_MAX_WARPS, _most_warps(num_experts, blocks), -(-numel // (blocks * _ROUNDS * _WARP)))
+    warps = max(_MIN_WARPS, warps // _MIN_WARPS * _MIN_WARPS)
     params = _AlignParams(
         ids=ids.data_ptr(),
         key_map=_pointer(key_map),
@@ -74,12 +84,25 @@ def cuda_align(
         length=length,
         num_blocks=num_blocks,
         block_size=block_size,
+        run=-(-numel // (blocks * warps * _WARP)) * _WARP,
+        key_bits=(num_experts - 1).bit_length(),
     )
-    kernel = jit.load(kernel_source(ids.dtype), ids.device)
-    shared_bytes = 4 * num_experts * (warps + 2)
+    kernel = jit.load(kernel_source(ids.dtype, blocks), ids.device)
+    shared_bytes = _shared_bytes(num_experts, warps, blocks)
     kernel.allow_shared(_MAX_SHARED)
-    kernel.launch(params, (1, 1, 1), warps * _WARP, shared_bytes)
+    kernel.launch(params, (blocks, 1, 1), warps * _WARP, shared_bytes)
     return sorted_ids, expert_ids, num_tokens, used
+
+
+def _shared_bytes(num_experts: int, warps: int, blocks: int) -> int:
+    """Sums of warps, places and totals, each warp's counts, and in a cluster the slots in their order."""
+    gathered = num_experts + warps * _KEPT_SLOTS if blocks > 1 else 0
+    return 4 * (_WARP + num_experts * (warps + 2) + gathered)
+
+
+def _most_warps(num_experts: int, blocks: int) -> int:
+    """Warps of which a block's shared memory holds the counts."""
+    return (_MAX_SHARED - _shared_bytes(num_experts, 0, blocks)) // _shared_bytes(num_experts, 1, blocks)
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

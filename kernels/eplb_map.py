@@ -7,13 +7,15 @@ from pathlib import Path
 
 import torch
 
-from moe_ep.eplb.filling import MAX_CANDIDATES, TILE_SLOTS, map_reference, rows_per_tile
+from moe_ep.eplb.filling import TILE_SLOTS, map_reference, rows_per_tile
 from moe_ep.kernels import jit
 
 _SOURCE = Path(__file__).parent / "cuda" / "eplb_map.cu"
-# Warps come in eights.
-_THREADS_STEP = 256
 _WARP = 32
+# kWarpsAtOnce of the kernel.
+_WARPS_AT_ONCE = 8
+# Threads for experts beside those for slots, where a block has room for both.
+_EXPERT_THREADS = 256
 # A block that serves smaller GPUs too.
 _MAX_SHARED = 96 * 1024
 
@@ -22,7 +24,9 @@ class _MapParams(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("ids", "num_counted_on_device", "load", "table", "counts", "out")),
         *((name, ctypes.c_int) for name in ("num_counted", "tokens", "slots", "rows_per_tile", "experts", "width")),
-        *((name, ctypes.c_int) for name in ("max_replicated", "ranks", "slots_per_rank", "ep_rank")),
+        *((name, ctypes.c_int) for name in ("max_replicated", "ranks", "ep_rank")),
+        ("rank_factor", ctypes.c_uint),
+        *((name, ctypes.c_int) for name in ("slot_warps", "dividing", "id_bits", "label_bits")),
     )
 
 
@@ -44,20 +48,21 @@ def map_and_record(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Physical ids `[T, top_k]` of CUDA tensors; arguments as in `map_reference`, which takes what the kernel cannot:
-    more than 1024 redundant experts or slots a row, or more experts than fit in shared memory."""
+    more than 992 experts with several replicas or 1024 slots a row, or more experts than fit in shared memory."""
     num_tokens, top_k = topk_ids.shape
     if topk_ids.numel() == 0:
         return torch.empty(num_tokens, top_k, dtype=dtype, device=topk_ids.device)
     num_experts, width = logical_to_physical_map.shape
     num_physical = expert_load_view.numel()
-    max_replicated = max(num_physical - num_experts, 0)
+    max_replicated = min(max(num_physical - num_experts, 0), num_experts)
     max_replicated += max_replicated % 2
-    threads = max(min(num_tokens, rows_per_tile(top_k)) * top_k, max_replicated)
-    threads = -(-threads // _THREADS_STEP) * _THREADS_STEP
+    slot_threads = -(-min(num_tokens, rows_per_tile(top_k)) * top_k // _WARP) * _WARP
+    slot_warps = -(-slot_threads // (_WARPS_AT_ONCE * _WARP)) * _WARPS_AT_ONCE
+    dividing = -(-max_replicated // _WARP) * _WARP
+    threads = max(slot_threads, dividing + _WARP)
+    threads = max(threads, min(threads + _EXPERT_THREADS, TILE_SLOTS))
     num_levels = -(-num_physical // slots_per_rank)
-    words = 1 + num_levels + 2 * num_experts + max_replicated * MAX_CANDIDATES
-    halves = max_replicated * (MAX_CANDIDATES + threads // _WARP + 1) + num_experts
-    shared_bytes = 4 * words + 2 * halves
+    shared_bytes = 2 * max_replicated * (13 + slot_warps) + 4 * (_WARP + 2 + num_levels) + 10 * num_experts
     if threads > TILE_SLOTS or shared_bytes > _MAX_SHARED:
         return map_reference(
             topk_ids,
@@ -89,8 +94,12 @@ def map_and_record(
         width=width,
         max_replicated=max_replicated,
         ranks=num_levels,
-        slots_per_rank=slots_per_rank,
         ep_rank=ep_rank,
+        rank_factor=-(-(1 << 32) // slots_per_rank) % (1 << 32),
+        slot_warps=slot_warps,
+        dividing=dividing,
+        id_bits=(num_experts - 1).bit_length(),
+        label_bits=max(max_replicated - 1, 0).bit_length(),
     )
     kernel = jit.load(kernel_source(ids.dtype, table.dtype, out.dtype), ids.device)
     kernel.allow_shared(shared_bytes)

@@ -13,6 +13,8 @@ import triton.language as tl
 from moe_ep.kernels.quantize import GROUP_SIZE, TINY_SCALE, scale_offset
 from moe_ep.kernels.triton_dispatch_rows import row_blocks
 
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def encode_e4m3(values):
@@ -50,6 +52,29 @@ def decode_e4m3(codes):
 
 
 @triton.jit
+def _divide(values, divisor, FUSED: tl.constexpr):
+    """values / divisor, rounded correctly where that is 2**-11 or more, for a divisor per row that is at least 2**-126.
+
+    A reciprocal per row, and two corrections of the quotient by its exact remainder (Markstein's division): a sixth of
+    the instructions of a division. Small rows are made larger first, so that remainders are no subnormals; a divisor
+    of infinity leaves 0, or NaN where the value is infinite too. The interpreter has no fused multiply-add.
+    """
+    if not FUSED:
+        return tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
+    factor = tl.where(divisor < 8.673617379884035e-19, 1.2676506002282294e30, 1.0)
+    infinite = divisor == float("inf")
+    divisor = tl.where(infinite, 0.0, divisor * factor)
+    reciprocal = tl.where(infinite, 0.0, tl.div_rn(1.0, divisor))
+    negative = tl.broadcast_to(-divisor, values.shape)
+    reciprocal = tl.broadcast_to(reciprocal, values.shape)
+    values = values * factor
+    first = values * reciprocal
+    better = tl.fma(tl.fma(first, negative, values), reciprocal, first)
+    best = tl.fma(tl.fma(better, negative, values), reciprocal, better)
+    return tl.where(first == 0.0, first, best)  # zeros keep their sign
+
+
+@triton.jit
 def _quantize_kernel(
     rows_ptr,
     codes_ptr,
@@ -63,6 +88,7 @@ def _quantize_kernel(
     GROUP: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     HAS_E4M3: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
     """Quantizes BLOCK_GROUPS groups of one row.
 
@@ -79,7 +105,7 @@ def _quantize_kernel(
     magnitude = tl.abs(values)
     largest = tl.max(tl.where(values != values, 0.0, magnitude), axis=1)
     scale = tl.maximum(tl.div_rn(largest, 448.0), TINY)
-    scaled = tl.div_rn(values, tl.broadcast_to(scale[:, None], (BLOCK_GROUPS, GROUP)))
+    scaled = _divide(values, scale[:, None], FUSED)
     clamped = tl.where(scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled))
     if HAS_E4M3:
         codes = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -142,6 +168,7 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
             TINY=TINY_SCALE,
             GROUP=GROUP_SIZE,
             BLOCK_GROUPS=block_groups,
+            FUSED=not _INTERPRETED,
             HAS_E4M3=rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= (8, 9),
             num_warps=num_warps,
         )

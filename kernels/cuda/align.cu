@@ -1,12 +1,13 @@
-// Slots by expert, each expert's list padded to whole blocks: a stable counting sort by one block of threads.
+// Slots by expert, each expert's list padded to whole blocks: a stable counting sort by one block of threads, or by a
+// cluster of BLOCKS of them.
 //
 // Before: ids [numel], key_map [experts] (the list of each id, -1 for none; null: its own), names [experts] (what stands
 // for an expert in expert_ids; null: its number). After: num_tokens [experts], sorted [length] with the sentinel numel
 // between and behind the lists, expert_ids [num_blocks] with -1 behind them (null: not wanted), used [1].
 //
-// Every warp has a run of the slots. It counts them by key, 32 at a time: lanes of one key find each other, and their
-// first adds for all. Sums over warps, then over experts, turn counts into places, and a second pass over the run puts
-// every slot where its warp and key stand. No atomics: the same ids give the same lists.
+// Every warp has a run of the slots. It goes through it 32 at a time: one ballot for each bit of the keys shows a lane
+// who has the same, and so how many come before it. Sums over warps, blocks and experts turn counts into places. What
+// stands between the lists is written first and everywhere, meanwhile. No atomics: the same ids give the same lists.
 //
 // Example: ids [1, 0, 1, -1], 3 experts, block size 2: counts 1, 2, 0, lists from 0, 2 and 4: sorted [1, 4, 0, 2, 4...],
 // expert_ids [0, 1, -1...], used 4.
@@ -18,6 +19,7 @@ typedef int Id;
 #endif
 
 constexpr unsigned kAll = 0xFFFFFFFFu;
+constexpr int kRounds = 4;  // 32 slots each, which a warp has in registers
 
 struct AlignParams {
     const Id* ids;
@@ -28,42 +30,93 @@ struct AlignParams {
     int* expert_ids;
     int* used;
     int numel, experts, length, num_blocks, block_size;
+    int run;       // slots of a warp, a multiple of 32
+    int key_bits;  // experts - 1 has no more
 };
 
-// The list that an id belongs to, p.experts where it belongs to none.
-__device__ __forceinline__ int key_of(const AlignParams& p, Id id) {
-    if (id < 0 || id >= p.experts) return p.experts;
-    if (p.key_map == nullptr) return (int)id;
-    int key = p.key_map[id];
-    return key < 0 ? p.experts : key;
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// What another block of the cluster has at this place of its shared memory.
+__device__ __forceinline__ int read_peer(const int* place, int block) {
+    unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(place));
+    int value;
+    asm volatile(
+        "{.reg .u32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.s32 %0, [there];}"
+        : "=r"(value)
+        : "r"(address), "r"(block)
+        : "memory");
+    return value;
 }
 
-// Calls visit(slot, key, lanes of that key) for 32 slots of the run at a time, in order, with the whole warp.
-template <typename Visit>
-__device__ __forceinline__ void for_run(const AlignParams& p, int first, int last, int lane, Visit visit) {
-    Id next = first + lane < last ? p.ids[first + lane] : -1;
-    for (int base = first; base < last; base += 32) {
-        int slot = base + lane;
-        int key = key_of(p, slot < last ? next : (Id)-1);
-        if (slot + 32 < last) next = p.ids[slot + 32];
-        visit(slot, key, __match_any_sync(kAll, key));
-        __syncwarp();
+// Rounds of slots from `first` on: their keys, experts where there is none.
+struct Slots {
+    int key[kRounds];
+
+    __device__ Slots(const AlignParams& p, int first, int last) {
+        Id id[kRounds];
+#pragma unroll
+        for (int i = 0; i < kRounds; i++) {
+            int slot = first + 32 * i + threadIdx.x % 32;
+            id[i] = slot < last ? p.ids[slot] : (Id)-1;
+        }
+#pragma unroll
+        for (int i = 0; i < kRounds; i++) {
+            bool valid = id[i] >= 0 && id[i] < p.experts;
+            int list = valid ? (p.key_map == nullptr ? (int)id[i] : p.key_map[id[i]]) : -1;
+            key[i] = list < 0 ? p.experts : list;
+        }
     }
+
+    // How many of the warp's slots of the same key came before each, those in `counts` included, which grow.
+    __device__ void rank(const AlignParams& p, int* counts, int (&place)[kRounds]) const {
+        unsigned same[kRounds];
+#pragma unroll
+        for (int i = 0; i < kRounds; i++) same[i] = __ballot_sync(kAll, key[i] < p.experts);
+        for (int bit = 0; bit < p.key_bits; bit++) {
+#pragma unroll
+            for (int i = 0; i < kRounds; i++) {
+                bool one = key[i] >> bit & 1;
+                unsigned ones = __ballot_sync(kAll, one);
+                same[i] &= one ? ones : ~ones;
+            }
+        }
+        unsigned below = (1u << threadIdx.x % 32) - 1;
+#pragma unroll
+        for (int i = 0; i < kRounds; i++) {
+            bool valid = key[i] < p.experts;
+            int before = valid ? counts[key[i]] : 0;
+            place[i] = before + __popc(same[i] & below);
+            __syncwarp();
+            if (valid && (same[i] & below) == 0) counts[key[i]] = before + __popc(same[i]);
+            __syncwarp();
+        }
+    }
+};
+
+// Writes value into list[0, length), with every thread of the grid; the list begins at a multiple of 16 bytes.
+__device__ __forceinline__ void fill(int* list, int length, int value) {
+    int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+    for (int i = thread; i < length / 4; i += threads) {
+        reinterpret_cast<int4*>(list)[i] = make_int4(value, value, value, value);
+    }
+    if (thread < length % 4) list[length / 4 * 4 + thread] = value;
 }
 
-// Inclusive sums of one number a thread, and the sum of all of them.
-__device__ __forceinline__ int block_scan(int value, int* warp_sums, int& total) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+// Inclusive sums of one number a thread, and the sum of all; those of threads from `count` on are zero.
+__device__ __forceinline__ int block_scan(int value, int count, int* warp_sums, int& total) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = min((count + 31) / 32, (int)blockDim.x / 32);
     for (int step = 1; step < 32; step *= 2) {
         int below = __shfl_up_sync(kAll, value, step);
         if (lane >= step) value += below;
     }
     if (lane == 31) warp_sums[warp] = value;
     __syncthreads();
-    int sum = lane < warps ? warp_sums[lane] : 0, before = 0;
+    int before = 0;
     total = 0;
     for (int i = 0; i < warps; i++) {
-        int part = __shfl_sync(kAll, sum, i);
+        int part = warp_sums[i];
         if (i < warp) before += part;
         total += part;
     }
@@ -71,64 +124,164 @@ __device__ __forceinline__ int block_scan(int value, int* warp_sums, int& total)
     return before + value;
 }
 
-extern "C" __global__ void __launch_bounds__(1024) align(const __grid_constant__ AlignParams p) {
-    extern __shared__ int memory[];
-    __shared__ int warp_sums[32];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    int* starts = memory;
-    int* totals = starts + p.experts;
-    int* counts = totals + p.experts;
-    int* mine = counts + warp * p.experts;
-    int run = ((p.numel + warps - 1) / warps + 31) / 32 * 32;
-    int first = min(warp * run, p.numel), last = min(first + run, p.numel);
+// Tokens of an expert in all blocks; `before` gets those in the blocks before this one.
+__device__ __forceinline__ int sum_over_blocks(const int* own, int& before) {
+    before = 0;
+    if (BLOCKS == 1) return *own;
+    int part[BLOCKS], total = 0;
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) part[i] = read_peer(own, i);
+#pragma unroll
+    for (int i = 0; i < BLOCKS; i++) {
+        if (i < blockIdx.x) before += part[i];
+        total += part[i];
+    }
+    return total;
+}
 
-    for (int i = threadIdx.x; i < warps * p.experts; i += blockDim.x) counts[i] = 0;
-    __syncthreads();
-    for_run(p, first, last, lane, [&](int, int key, unsigned same) {
-        if (key < p.experts && lane == __ffs(same) - 1) mine[key] += __popc(same);
-    });
-    __syncthreads();
+// Turns the counts of an expert in each warp into those in the warps before it, and returns their sum.
+__device__ __forceinline__ int sum_over_warps(int* counts, int warps, int experts) {
+    int total = 0;
+    for (int first = 0; first < warps; first += 8) {  // warps is a multiple of 8
+        int part[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) part[i] = counts[(first + i) * experts];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            counts[(first + i) * experts] = total;
+            total += part[i];
+        }
+    }
+    return total;
+}
 
+// Puts every expert's first place, for this block, into `places`; the cluster's blocks have their counts in `own`.
+__device__ __forceinline__ void find_places(const AlignParams& p, const int* own, int* places, int* warp_sums) {
     int used = 0;
     for (int base = 0; base < p.experts; base += blockDim.x) {
-        int expert = base + threadIdx.x, total = 0;
+        int expert = base + threadIdx.x, total = 0, before = 0, all;
+        if (expert < p.experts) total = sum_over_blocks(own + expert, before);
+        int padded = (total + p.block_size - 1) / p.block_size * p.block_size;
+        int end = used + block_scan(padded, p.experts - base, warp_sums, all);
         if (expert < p.experts) {
-            for (int w = 0; w < warps; w++) {
-                int part = counts[w * p.experts + expert];
-                counts[w * p.experts + expert] = total;
-                total += part;
-            }
-        }
-        int padded = (total + p.block_size - 1) / p.block_size * p.block_size, all;
-        int end = used + block_scan(padded, warp_sums, all);
-        if (expert < p.experts) {
-            starts[expert] = end - padded;
-            totals[expert] = total;
-            p.num_tokens[expert] = total;
+            places[expert] = end - padded + before;
+            if (blockIdx.x == 0) p.num_tokens[expert] = total;
         }
         used += all;
     }
-    if (threadIdx.x == 0) *p.used = used;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *p.used = used;
+}
+
+__device__ __forceinline__ void put(const AlignParams& p, int slot, int key, int place) {
+    p.sorted[place] = slot;
+    if (p.expert_ids != nullptr && place % p.block_size == 0) {
+        p.expert_ids[place / p.block_size] = p.names == nullptr ? key : p.names[key];
+    }
+}
+
+// Writes every slot of the warp's run to its place.
+__device__ __forceinline__ void put_run(
+    const AlignParams& p, Slots& slots, int (&place)[kRounds], int* mine, const int* places, int first, int last) {
+    for (int base = first; base < last; base += 32 * kRounds) {
+        // A run of more than the registers hold is gone through once more, `mine` growing from the warps before on.
+        bool kept = last - first <= 32 * kRounds;
+        if (!kept) {
+            slots = Slots(p, base, last);
+            slots.rank(p, mine, place);
+        }
+#pragma unroll
+        for (int i = 0; i < kRounds; i++) {
+            int key = slots.key[i];
+            if (key == p.experts) continue;
+            put(p, base + 32 * i + threadIdx.x % 32, key, places[key] + place[i] + (kept ? mine[key] : 0));
+        }
+    }
+}
+
+// The block's slots in their order, where the registers hold all: gathered in shared memory, so that neighbours are
+// written together. `starts` is where each expert's lie there.
+struct Gathered {
+    unsigned* entries;  // key and slot of the block, 16 bits each
+    int* starts;
+    int count;
+
+    __device__ __forceinline__ void find_starts(const AlignParams& p, const int* totals, int* warp_sums) {
+        count = 0;
+        for (int base = 0; base < p.experts; base += blockDim.x) {
+            int expert = base + threadIdx.x, total = expert < p.experts ? totals[expert] : 0, all;
+            int end = count + block_scan(total, p.experts - base, warp_sums, all);
+            if (expert < p.experts) starts[expert] = end - total;
+            count += all;
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void add(
+        const AlignParams& p, const Slots& slots, const int (&place)[kRounds], const int* mine, int first_in_block) {
+#pragma unroll
+        for (int i = 0; i < kRounds; i++) {
+            int key = slots.key[i], slot = first_in_block + 32 * i + threadIdx.x % 32;
+            if (key < p.experts) entries[starts[key] + mine[key] + place[i]] = (unsigned)key << 16 | slot;
+        }
+    }
+
+    __device__ __forceinline__ void put_all(const AlignParams& p, const int* places, int first_of_block) const {
+        for (int i = threadIdx.x; i < count; i += blockDim.x) {
+            int key = entries[i] >> 16, slot = entries[i] & 0xFFFF;
+            put(p, first_of_block + slot, key, places[key] + i - starts[key]);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(1024)
+#if BLOCKS > 1
+    __cluster_dims__(BLOCKS, 1, 1)
+#endif
+        align(const __grid_constant__ AlignParams p) {
+    extern __shared__ int memory[];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    int* warp_sums = memory;
+    int* places = warp_sums + 32;
+    int* totals = places + p.experts;
+    int* counts = totals + p.experts;
+    int* mine = counts + warp * p.experts;
+    int first = min(((int)blockIdx.x * warps + warp) * p.run, p.numel), last = min(first + p.run, p.numel);
+    bool gathers = BLOCKS > 1 && p.run <= 32 * kRounds;
+
+    Slots slots(p, first, last);
+    fill(p.sorted, p.length, p.numel);
+    if (p.expert_ids != nullptr) fill(p.expert_ids, p.num_blocks, -1);
+    for (int expert = lane; expert < p.experts; expert += 32) mine[expert] = 0;
+    __syncwarp();
+    int place[kRounds];
+    slots.rank(p, mine, place);
+    for (int base = first + 32 * kRounds; base < last; base += 32 * kRounds) {
+        int unused[kRounds];
+        Slots(p, base, last).rank(p, mine, unused);
+    }
     __syncthreads();
 
-    for_run(p, first, last, lane, [&](int slot, int key, unsigned same) {
-        int place = key < p.experts ? starts[key] + mine[key] + __popc(same & ((1u << lane) - 1)) : 0;
-        __syncwarp();
-        if (key < p.experts) {
-            p.sorted[place] = slot;
-            if (lane == __ffs(same) - 1) mine[key] += __popc(same);
-        }
-    });
-
-    for (int expert = warp; expert < p.experts; expert += warps) {
-        int start = starts[expert], total = totals[expert];
-        int end = start + (total + p.block_size - 1) / p.block_size * p.block_size;
-        for (int i = start + total + lane; i < end; i += 32) p.sorted[i] = p.numel;
-        if (p.expert_ids == nullptr) continue;
-        int name = p.names == nullptr ? expert : p.names[expert];
-        for (int i = start / p.block_size + lane; i < end / p.block_size; i += 32) p.expert_ids[i] = name;
+    for (int expert = threadIdx.x; expert < p.experts; expert += blockDim.x) {
+        totals[expert] = sum_over_warps(counts + expert, warps, p.experts);
     }
-    for (int i = used + threadIdx.x; i < p.length; i += blockDim.x) p.sorted[i] = p.numel;
-    if (p.expert_ids == nullptr) return;
-    for (int i = used / p.block_size + threadIdx.x; i < p.num_blocks; i += blockDim.x) p.expert_ids[i] = -1;
+    if (BLOCKS > 1) cluster_arrive();
+    Gathered gathered;
+    gathered.starts = counts + warps * p.experts;
+    gathered.entries = reinterpret_cast<unsigned*>(gathered.starts + p.experts);
+    if (gathers) {
+        gathered.find_starts(p, totals, warp_sums);
+        gathered.add(p, slots, place, mine, warp * p.run);
+    }
+    if (BLOCKS > 1) cluster_wait();
+    find_places(p, totals, places, warp_sums);
+    if (BLOCKS > 1) cluster_arrive();
+    __syncthreads();
+
+    if (gathers) {
+        gathered.put_all(p, places, blockIdx.x * warps * p.run);
+    } else {
+        put_run(p, slots, place, mine, places, first, last);
+    }
+    // The counts stay until every block has read them.
+    if (BLOCKS > 1) cluster_wait();
 }

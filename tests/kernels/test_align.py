@@ -138,13 +138,13 @@ def test_triton_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("arch", "blocks"), [("sm_80", 1), ("sm_90a", 1), ("sm_90a", 8)])
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
-def test_the_kernel_compiles_without_spills(arch: str, ids: torch.dtype) -> None:
+def test_the_kernel_compiles_without_spills(arch: str, blocks: int, ids: torch.dtype) -> None:
     pytest.importorskip("cuda.core")
     from moe_ep.kernels.cuda_align import kernel_source
 
-    resources = compile_only(kernel_source(ids), arch)
+    resources = compile_only(kernel_source(ids, blocks), arch)
     assert resources.spill_store_bytes == resources.spill_load_bytes == 0
     assert resources.registers <= 64
 
