@@ -32,6 +32,11 @@ EXPERTS = [
 ]
 
 
+def _name(value: object) -> str:
+    """What stands for a case, or for one of its arguments, in a test's name."""
+    return (f"{value[0]}-{value[1]}" if isinstance(value, tuple) else str(value)).replace("torch.", "")
+
+
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> jit.KernelSource:
     """A small kernel in a folder of its own, and an empty cache."""
@@ -47,7 +52,7 @@ def _entries() -> set[Path]:
 
 
 @pytest.mark.parametrize("few_rows", [True, False], ids=["few", "many"])
-@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: f"{case[0]}-{case[1]}".replace("torch.", ""))
+@pytest.mark.parametrize("case", EXPERTS, ids=_name)
 def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, few_rows: bool) -> None:
     kind = WEIGHT_TYPES[case[0].id]
     resources = jit.compile_only(hopper.kernel_source(kind, *case[1:], few_rows=few_rows), "sm_90a")
@@ -63,7 +68,7 @@ OLDER = [
 ]
 
 
-@pytest.mark.parametrize(("case", "looked_up", "phase", "arch"), [*OLDER, (EXPERTS[1], True, 1, "sm_90a")], ids=str)
+@pytest.mark.parametrize(("case", "looked_up", "phase", "arch"), [*OLDER, (EXPERTS[1], True, 1, "sm_90a")], ids=_name)
 def test_experts_kernels_for_older_gpus_compile_without_spills(
     case: tuple, looked_up: bool, phase: int, arch: str
 ) -> None:
