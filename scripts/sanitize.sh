@@ -2,7 +2,8 @@
 # memcheck and racecheck of the packed experts' kernels on small shapes, on the GPU at hand; any error ends it with 9.
 # Needs compute-sanitizer (part of the CUDA toolkit) and a checkout with the extras "cuda" and "test".
 set -e
-export PATH="$PATH:/usr/local/cuda/bin"
+# Every tensor an allocation of its own, so that what lies behind one is nobody's.
+export PATH="$PATH:/usr/local/cuda/bin" PYTORCH_NO_CUDA_MEMORY_CACHING=1
 for tool in memcheck racecheck; do
   echo "$tool"
   # Calls that fail are not errors here: the driver's bindings ask for functions that not every driver has.
