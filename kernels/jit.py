@@ -189,6 +189,11 @@ def load(source: KernelSource, device: torch.device) -> Kernel:
         return _loaded[source, index]
 
 
+def compile_ahead(source: KernelSource, device: torch.device) -> None:
+    """Compiles into the cache on disk what is not there yet, and loads nothing: processes may share the work."""
+    _cubin(source, _arch_of(device))
+
+
 def unusable_reason() -> str | None:
     """Why kernels cannot be compiled and run on this machine, with the mend, in one line; None where they can."""
     if not torch.cuda.is_available():

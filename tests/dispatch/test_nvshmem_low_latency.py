@@ -1,0 +1,105 @@
+"""The NVSHMEM decode backend without a GPU: its kernels compile, its buffers have room, its errors name who is at fault."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_ep.bench.geometries import preset
+from moe_ep.dispatch.nvshmem.device_api import device_library
+from moe_ep.dispatch.nvshmem.faults import FailureRecord
+from moe_ep.dispatch.nvshmem.kernels import KERNELS, kernel_source
+from moe_ep.dispatch.nvshmem.layout import BatchLayout
+from moe_ep.dispatch.nvshmem.low_latency_setup import local_indices
+from moe_ep.errors import DispatchTimeoutError
+from moe_ep.kernels import jit
+from moe_ep.paper_model import Machine, predict
+
+DEEPSEEK = BatchLayout(num_ranks=8, capacity=128, hidden_size=7168, topk=8, fp8=False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "arch"),
+    [
+        (DEEPSEEK, torch.bfloat16, "sm_90a"),
+        (BatchLayout(num_ranks=3, capacity=7, hidden_size=2880, topk=32, fp8=True), torch.float16, "sm_80"),
+    ],
+    ids=str,
+)
+def test_kernels_compile(layout: BatchLayout, dtype: torch.dtype, arch: str) -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
+    for name in KERNELS:
+        # Two blocks of 512 threads must fit an SM.
+        assert jit.compile_only(kernel_source(name, layout, dtype), arch).registers <= 64, name
+
+
+def test_kernels_across_hosts_compile() -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    try:
+        device_library()
+    except ImportError as error:
+        pytest.skip(str(error))
+    layout = BatchLayout(num_ranks=16, capacity=8, hidden_size=128, topk=2, fp8=True, device_api=True)
+    for name in KERNELS:
+        assert jit.compile_only(kernel_source(name, layout, torch.bfloat16), "sm_90a").registers <= 64, name
+
+
+@pytest.mark.parametrize("device_api", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("topk", [1, 8, 31])
+def test_buffers_do_not_overlap_and_are_aligned(fp8: bool, topk: int, device_api: bool) -> None:
+    layout = BatchLayout(num_ranks=3, capacity=5, hidden_size=2000, topk=topk, fp8=fp8, device_api=device_api)
+    begins = list(layout.offsets.values())
+    ends = [offset + layout.sizes[name] for name, offset in layout.offsets.items()]
+    assert all(begin % 512 == 0 for begin in begins)
+    assert all(end <= begin for end, begin in zip(ends, [*begins[1:], layout.batch_bytes], strict=True))
+    meta_lines = {1: 2, 8: 6, 31: 24}[topk]
+    assert layout.sizes["meta"] == 2 * 16 * meta_lines * 3 * 5
+    assert layout.sizes["rows"] == 3 * 5 * (2064 if fp8 else 4000)
+    assert (layout.sizes["outbox"], layout.sizes["row_lines"] == 0) == ((60000, True) if device_api else (0, False))
+
+
+def test_symmetric_memory_at_deepseeks_shape_is_below_80_mb() -> None:
+    assert DEEPSEEK.symmetric_bytes == 2 * DEEPSEEK.batch_bytes < 80e6
+
+
+def test_experts_of_a_rank_are_numbered_in_the_order_of_their_ids() -> None:
+    assert local_indices(torch.tensor([0, 1, 0, 2, 1, 1])).tolist() == [0, 0, 1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("refusals", "reason"), [({}, "it is dead, stuck or late"), ({2: "too much"}, "rank 2 refused its batch: too much")]
+)
+def test_a_failed_wait_names_ranks_phase_and_batch(refusals: dict[int, str], reason: str) -> None:
+    ranks = SimpleNamespace(rank=0, size=4, notes=SimpleNamespace(read=lambda: refusals))
+    record = FailureRecord(ranks, 0.5, torch.zeros(7, dtype=torch.int32))
+    record.check()
+    record.words[:] = torch.tensor([1, 2, 77, 0, 0, 1, 1])
+    with pytest.raises(
+        DispatchTimeoutError, match="combine of batch 77 did not finish on EP rank 0: ranks 2, 3"
+    ) as raised:
+        record.check()
+    assert raised.value.ranks == (2, 3) and reason in str(raised.value)
+    record.clear()
+    record.check()
+
+
+def test_the_document_has_the_models_numbers() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "across_hosts.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (bf16|fp8) \|(.*)\|$", text, flags=re.MULTILINE)
+    assert len(rows) == 4 * 2 * 2
+    for hosts, tokens, wire, numbers in rows:
+        expected = []
+        for two_level in (False, True):
+            step = predict(
+                preset("deepseek-v3"), 8 * int(hosts), int(tokens), Machine(),
+                wire_bytes=1 if wire == "fp8" else 2, two_level=two_level,
+            )  # fmt: skip
+            times = [f"{step.dispatch_us:.0f}", f"{step.combine_us:.0f}"]
+            expected += [f"{step.network_bytes / 1e6:.1f}", f"{step.link_bytes / 1e6:.1f}", *times]
+        assert [number.strip() for number in numbers.split("|")] == expected, (hosts, tokens, wire)

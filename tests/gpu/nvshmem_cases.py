@@ -1,0 +1,188 @@
+"""What the GPU tests of nvshmem_low_latency share: cases, poisoned buffers, and the checks of one rank."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_ep.config import FusedMoEQuantConfig
+from moe_ep.dispatch.nvshmem.kernels import KERNELS, kernel_source
+from moe_ep.dispatch.nvshmem.low_latency_setup import layout_of
+from moe_ep.kernels import jit
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+from tests.dispatch.backend_cases import (
+    CASES,
+    Case,
+    check_batched,
+    expected_output,
+    make_backend,
+    make_setting,
+    prepare_args,
+    run_experts,
+)
+
+# NVLink multicast stays off, in the ranks too: they inherit this.
+os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
+
+NAME = "nvshmem_low_latency"
+BF16, F16 = torch.bfloat16, torch.float16
+# Those of the other backends, in the dtypes and hidden sizes that this one takes.
+SHARED_CASES = [
+    replace(
+        case, dtype=BF16 if case.dtype is torch.float32 else case.dtype, hidden_size=-(-case.hidden_size // 16) * 16
+    )
+    for case in CASES
+]
+GRID = [
+    Case(tokens=tokens, hidden_size=K, topk=topk, num_experts=E, capacity=128, dtype=BF16, fp8=fp8, seed=seed)
+    for seed, (tokens, K, topk, E, fp8) in enumerate(
+        [
+            ((0,), 128, 1, 8, False),
+            ((1,), 2048, 2, 8, False),
+            ((7, 0, 128, 1), 2880, 4, 64, False),
+            ((32, 17, 1, 0), 7168, 8, 256, False),
+            ((128,), 7168, 8, 256, False),
+            ((128, 3, 16, 17), 2048, 16, 257, True),
+            ((1,), 7168, 8, 256, True),
+            ((33, 128, 0, 16), 2880, 8, 64, True),
+        ]
+    )
+]
+FACES = ("expanded", "by_reference")
+FORCE = "MOE_EP_NVSHMEM_FORCE_DEVICE_API"
+# What goes through NVSHMEM's device library in every run, since kernels linked with it take long to compile; everything
+# does with MOE_EP_NVSHMEM_FORCE_DEVICE_API=1.
+ACROSS_HOSTS = [SHARED_CASES[1], SHARED_CASES[13], GRID[2]]
+
+needs_three = pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs 3 GPUs of one host")
+needs_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs of one host")
+WORLD_SIZES = [
+    pytest.param(1, marks=pytest.mark.gpu),
+    pytest.param(2, marks=pytest.mark.gpu2),
+    pytest.param(3, marks=[pytest.mark.gpu2, needs_three]),
+    pytest.param(4, marks=[pytest.mark.gpu2, needs_four]),
+    pytest.param(8, marks=pytest.mark.gpu8),
+]
+
+
+def compile_together(rank: int, world_size: int, cases: list[Case]) -> None:
+    """Kernels of all cases, each compiled by one rank."""
+    device_api = world_size > 1 and os.environ.get(FORCE) == "1"
+    sources = set()
+    for case in cases:
+        quant_config = FusedMoEQuantConfig(dispatch_dtype=torch.float8_e4m3fn if case.fp8 else None)
+        layout = layout_of(make_setting(case, rank, world_size).config, quant_config, device_api)
+        sources |= {kernel_source(name, layout, case.dtype) for name in KERNELS}
+    for source in sorted(sources, key=repr)[rank::world_size]:
+        jit.compile_ahead(source, torch.device("cuda", rank))
+    torch.distributed.barrier()
+
+
+def across_hosts(rank: int, world_size: int, check: Callable, *args: object) -> object:
+    """A check in which every other rank is out of reach."""
+    before = os.environ.get(FORCE, "0")
+    os.environ[FORCE] = "1"
+    try:
+        return check(rank, world_size, *args)
+    finally:
+        os.environ[FORCE] = before
+
+
+def make(setting, face):
+    backend = make_backend(setting, NAME)
+    if face == "by_reference":
+        backend.hand_over_row_ids()
+    return backend
+
+
+def poison(backend) -> None:
+    """Fills what rows and results travel through with bytes that are NaN in every dtype."""
+    channel, layout = backend._channel, backend._layout
+    for batch, name in itertools.product(range(2), ("rows", "results")):
+        start = batch * layout.batch_bytes + layout.offsets[name]
+        channel.region.local[start : start + layout.sizes[name]] = 0xFF
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+
+
+def expanded(result):
+    """The result as BatchedExperts with rows of their own, where they were handed over by reference."""
+    rows, scales, meta, ids, weights = result
+    if meta.expert_row_ids is None:
+        return result
+    counts, row_ids = meta.expert_num_tokens, meta.expert_row_ids
+    batch = torch.full((*row_ids.shape, rows.size(1)), float("nan"), dtype=rows.dtype, device=rows.device)
+    for expert, count in enumerate(counts.tolist()):
+        batch[expert, :count] = rows[row_ids[expert, :count].long()]
+    return batch, scales, meta, ids, weights
+
+
+def check_case(rank: int, world_size: int, case: Case, face: str, mode: str = "sync") -> None:
+    setting = make_setting(case, rank, world_size)
+    backend = make(setting, face)
+    poison(backend)
+    args = prepare_args(setting, f"cuda:{rank}")
+    for _ in range(3):
+        if mode == "sync":
+            result = backend.prepare(*args)
+        else:
+            hook, receive = backend.prepare_async(*args)
+            hook()
+            result = receive()
+        result = expanded(result)
+        check_batched(setting, result)
+        results, reduce_impl = run_experts(setting, result, "batched")
+        output = torch.full_like(args[0], float("nan"))
+        call = (output, results, args[1], args[2], case.on_input, reduce_impl)
+        if mode == "sync":
+            backend.finalize(*call)
+        else:
+            hook, receive = backend.finalize_async(*call)
+            hook()
+            receive()
+        assert torch.equal(output.cpu(), expected_output(setting, world_size))
+    backend.check()
+
+
+def check_cases(rank: int, world_size: int, cases: list[Case]) -> int:
+    compile_together(rank, world_size, cases)
+    checked = 0
+    for index, (case, face) in enumerate(itertools.product(cases, FACES)):
+        try:
+            check_case(rank, world_size, case, face, ("sync", "async")[index // 2 % 2])
+        except AssertionError as error:
+            raise AssertionError(f"{face}, {case}, rank {rank} of {world_size}: {error}") from error
+        checked += 1
+    return checked
+
+
+def check_grid(rank: int, world_size: int) -> int:
+    """Large batches against batched_all_to_all on NCCL: the same rows, counts and combined bits."""
+    compile_together(rank, world_size, GRID)
+    checked = 0
+    for case, face in itertools.product(GRID, FACES):
+        setting = make_setting(case, rank, world_size)
+        backend = make(setting, face)
+        reference = make_backend(setting, "batched_all_to_all")
+        poison(backend)
+        args = prepare_args(setting, f"cuda:{rank}")
+        outputs = []
+        batches = [expanded(each.prepare(*args)) for each in (backend, reference)]
+        counts = [batch[2].expert_num_tokens for batch in batches]
+        assert torch.equal(*counts), (face, case)
+        factor = 1 + torch.arange(len(counts[0]), device=f"cuda:{rank}")[:, None, None] / 8
+        held = torch.arange(batches[0][0].size(1), device=f"cuda:{rank}") < counts[0][:, None]
+        assert torch.equal(batches[0][0][held], batches[1][0][held]), (face, case)
+        for each, batch in zip((backend, reference), batches, strict=True):
+            results = torch.where(held[:, :, None], (batch[0].float() * factor).to(BF16), float("nan"))
+            outputs.append(torch.full_like(args[0], float("nan")))
+            each.finalize(outputs[-1], results, args[1], args[2], False, TopKWeightAndReduceDelegate())
+        assert torch.equal(*outputs), (face, case)
+        backend.check()
+        checked += 1
+    return checked
