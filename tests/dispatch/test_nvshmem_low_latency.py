@@ -1,4 +1,4 @@
-"""The NVSHMEM decode backend without a GPU: its kernels compile, its buffers have room, its errors name who is at fault."""
+"""The NVSHMEM decode backend without a GPU: kernels compile, buffers have room, errors name who is at fault."""
 
 from __future__ import annotations
 
