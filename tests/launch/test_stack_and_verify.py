@@ -13,6 +13,7 @@ from moe_ep import verify
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError
+from moe_ep.launch.steps import CapturedPass
 from moe_ep.stack import MoEStack
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 
@@ -113,3 +114,11 @@ def test_the_reference_is_the_sum_it_says(tmp_path: Path) -> None:
         output = linear(silu(linear(x, gate)) * linear(x, up), down)
         expected += scores[expert] / scores[best].sum() * output
     torch.testing.assert_close(verify.reference_moe(reader, spec, 1, x), expected)
+
+
+def test_graphs_need_gpus(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    stack = MoEStack(reader, model_spec(reader.config), FusedMoEParallelConfig(), dtype=torch.float32)
+    with pytest.raises(ConfigError, match="--graphs was given and the workers run on cpu; leave it out"):
+        CapturedPass(stack, torch.zeros(1, 64), None)
