@@ -22,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.bench.ceilings import measure_ceilings
 from moe_ep.bench.results import append_line, facts, table
 from moe_ep.bench.timing import time_calls, timing_of
+from moe_ep.kernels.marlin import functional
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
 from moe_ep.kernels.marlin.plain import dequantize_packed
 from moe_ep.kernels.marlin.types import weight_type
@@ -225,6 +227,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8, 16, 32, 64, 128, 256, 1024])
     parser.add_argument("--no-skew", action="store_true", help="uniform rows only")
+    parser.add_argument(
+        "--ampere-only", action="store_true", help="on Hopper too, the kernels of all GPUs from sm_80 on"
+    )
     parser.add_argument("--peers", nargs="*", choices=["humming", "vllm"], default=[])
     parser.add_argument(
         "--peer-rows", nargs="+", type=int, help="fewer row counts for them (their compilation is slow)"
@@ -237,12 +242,15 @@ def main() -> None:
     options = parser.parse_args()
     if "vllm" in options.peers and options.vllm_library is None:
         parser.error("--peers vllm needs --vllm-library")
+    if options.ampere_only:
+        functional.run_experts = partial(functional.run_experts, ampere_only=True)
     torch.manual_seed(options.seed)
     device = torch.device("cuda", torch.cuda.current_device())
     ceilings = measure_ceilings(device, torch.bfloat16)
     about = facts(seed=options.seed, commit=options.commit) | {
         "memory_tb_s": ceilings.memory_bytes_per_s / 1e12,
         "bf16_tflop_s": ceilings.flops_per_s / 1e12,
+        "ampere_only": options.ampere_only,
     }
     print(json.dumps(about))
     everything = []
