@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
         ("--quantize int3", "--quantize is 'int3'; it must be one of none, int4"),
         ("--quantize int4", "the demo checkpoint is quantized already"),
         ("--quantize int4 --model {}/gptq", "the experts of --model are quantized already"),
-        ("--graphs --trace {}/trace", "--trace shows what the host does in each layer; with --graphs it does nothing"),
+        ("--graphs --trace {}/trace", "--trace shows what the host does between layers"),
         ("--verify maybe", "unrecognized arguments: maybe"),
         ("--seed -1", "--seed is '-1'; it must be a whole number of at least 0"),
         ("--json {}/nowhere/out.jsonl", "it must be a file to write, in a folder that exists"),

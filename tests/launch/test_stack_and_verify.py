@@ -120,5 +120,5 @@ def test_graphs_need_gpus(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     reader = CheckpointReader(tmp_path)
     stack = MoEStack(reader, model_spec(reader.config), FusedMoEParallelConfig(), dtype=torch.float32)
-    with pytest.raises(ConfigError, match="--graphs was given and the workers run on cpu; leave it out"):
+    with pytest.raises(ConfigError, match="--graphs was given and the workers run on cpu; CUDA graphs need GPUs"):
         CapturedPass(stack, torch.zeros(1, 64), None)
