@@ -89,7 +89,7 @@ class RowPlanner:
         weight, counts = self.weight[rows], self.counts[rows]
         # The more slots a rank has, the closer to even longest-first comes, and so must exchanges.
         width = self.num_slots // self.num_ranks
-        target = self.reachable[rows] * np.float32(1 + min(2.5e-3, 2 * width**-3))
+        target = self.reachable[rows] * np.float32(1 + min(2.5e-3, 2 / width**3))
         packed = self.expert[rows], pack(self.items[rows], self.num_ranks) if self.rank is None else self.rank[rows]
         place = build(weight, counts, self.num_ranks, target, self.effort.rounds, packed)
         if not self._searched:
