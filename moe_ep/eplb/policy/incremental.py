@@ -84,7 +84,7 @@ class RowPlanner:
         spare = self.num_slots - self.weight.shape[1]
         return 0 < spare <= _SEARCHED_REPLICAS and self.num_slots > self.num_ranks
 
-    def fresh(self, rows: Array) -> Placement:
+    def fresh(self, rows: Array | slice) -> Placement:
         """These rows planned from nothing; moves are free."""
         weight, counts = self.weight[rows], self.counts[rows]
         # The more slots a rank has, the closer to even longest-first comes, and so must exchanges.
@@ -231,7 +231,7 @@ def _plan_rows(weight: Array, old: Array | None, num_slots: int, num_ranks: int,
     if num_rows == 0:
         return np.empty((0, num_slots), dtype=np.int64)
     if old is None:
-        return RowPlanner(weight, num_slots, num_ranks, effort).fresh(np.arange(num_rows)).slots
+        return RowPlanner(weight, num_slots, num_ranks, effort).fresh(slice(None)).slots
     row = np.arange(num_rows)[:, None] * (num_experts + 1)
     held = np.bincount((row + old + 1).ravel(), minlength=num_rows * (num_experts + 1)).reshape(num_rows, -1)
     whole = (held[:, 0] == 0) & (held[:, 1:].min(axis=1) > 0)
@@ -244,7 +244,7 @@ def _plan_rows(weight: Array, old: Array | None, num_slots: int, num_ranks: int,
         result[whole], worst[whole], anew[whole] = part.improve(old[whole])
     rows = np.flatnonzero(anew)
     if rows.size:
-        fresh = planner.fresh(rows)
+        fresh = planner.fresh(slice(None) if rows.size == num_rows else rows)
         better = fresh.by_row.max(axis=1) * np.float32(1 + effort.replan_gain) < worst[rows]
         rows = rows[better]
     if rows.size:

@@ -9,7 +9,7 @@ from moe_ep.eplb.policy.maps import keep_slots, slots_by_expert
 Array = np.ndarray
 
 # Copies of an expert are alike, so that it takes few of many to find one that fits; more take longer than they help.
-_MEETINGS = 4
+_MEETINGS = 3
 
 
 def agree_with(old: Array, new: Array, num_experts: int, num_ranks: int) -> Array:
