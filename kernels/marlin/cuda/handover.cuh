@@ -1,7 +1,8 @@
 // From kernel to kernel: the next one may come up while this one runs, and waits where it must.
 //
 // The kernel for few rows lets the one for many rows come up once the kernels before both have ended. That one can
-// therefore read the row counts at once, and has nothing to wait for but the end of the first where it has no work.
+// therefore read the row counts and its input at once; it waits for the first before it writes to scratch of both, and
+// before it ends.
 #pragma once
 #include "params.cuh"
 
@@ -10,11 +11,11 @@ DEVICE void wait_for_previous_kernels() { asm volatile("griddepcontrol.wait;" ::
 
 DEVICE void let_next_kernel_come() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// In the kernel for many rows, all threads: whether no expert has so many. Otherwise what is before has ended.
+// In the kernel for many rows, all threads: whether no expert has so many.
 DEVICE bool nothing_to_do(const ExpertsParams& p) {
   bool many = false;
-  for (int e = threadIdx.x; e < p.num_experts; e += blockDim.x) many |= p.num_tokens[e] > kFewRows;
+  for (int e = threadIdx.x; e < p.num_experts; e += blockDim.x) many |= p.num_tokens[e] > p.few_rows;
   many = __syncthreads_or(many);
-  if (many || blockIdx.x == 0) wait_for_previous_kernels();  // one block keeps the order of kernels
+  if (!many && blockIdx.x == 0) wait_for_previous_kernels();  // one block keeps the order of kernels
   return !many;
 }

@@ -25,7 +25,8 @@ DEVICE Scales load_folded_scales(const u8* row, const u8* zeros) {
     pair = *reinterpret_cast<const u32*>(row);
   } else {
     u32 bytes = *reinterpret_cast<const u16*>(row);
-    pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(permute_bytes(bytes, 0, 0x1404)) : e8m0_pair(bytes & 0xff, bytes >> 8);
+    // An e8m0 byte is a bf16's exponent, all but the least (2^-127), which becomes zero.
+    pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(permute_bytes(bytes, 0, 0x1404)) : permute_bytes(bytes, 0, 0x4140) << 7;
   }
   Scales s;
   u32 scale = mul_pair(pair, kFold);
@@ -50,8 +51,8 @@ DEVICE void dequantize_folded(const u32* words, const Scales& s, u32* a) {
       u32 bytes = permute_bytes(words[(j >> 1) % kWords], 0, j & 1 ? 0x3424 : 0x1404);  // in bytes 1 and 3
       a[j] = mul_pair(and_or(bytes, 0x80008000u, (bytes & 0x7f007f00u) >> 4), s.scale[j & 1]);
     } else {
-      u32 bits = words[0] >> (4 * j);
-      a[j] = mul_pair(and_or(bits << 12, 0x80008000u, (bits & 0x00070007u) << 6), s.scale[j & 1]);
+      u32 number = (j < 2 ? words[0] << (6 - 4 * j) : words[0] >> (4 * j - 6)) & 0x01c001c0u;
+      a[j] = mul_pair(and_or(words[0] << (12 - 4 * j), 0x80008000u, number), s.scale[j & 1]);
     }
   }
   if constexpr (!kFolded) dequantize(words, s, a);

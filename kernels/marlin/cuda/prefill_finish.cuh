@@ -1,5 +1,6 @@
 // What becomes of a tile's sums: left for another block, completed with those of others, activated and stored.
 #pragma once
+#include "handover.cuh"
 #include "prefill_products.cuh"
 #include "store.cuh"
 
@@ -11,6 +12,7 @@ DEVICE float4* piece_sums(const ExpertsParams& p, int phase, int piece) {
 // The sums of a tile's later pieces, left by other blocks, added in order.
 template <int kTokens>
 DEVICE void add_pieces(const ExpertsParams& p, Schedule& s, const Segment& g, Sums<kTokens>& sums) {
+  constexpr int kTogether = 8;  // of 8 tokens each, whose loads are under way at once
   for (int piece = g.piece + 1; piece < (int)gridDim.x; piece++) {
     Position start = s.piece[g.phase][piece], end = s.piece[g.phase][piece + 1];
     if (start.tile > g.tile || start.step == 0) return;
@@ -19,13 +21,16 @@ DEVICE void add_pieces(const ExpertsParams& p, Schedule& s, const Segment& g, Su
     named_barrier<1, kConsumerThreads>();
     const float4* from = piece_sums(p, g.phase, piece);
 #pragma unroll
-    for (int j = 0; j < kTokens / 8; j++) {
-      if (8 * j >= g.tokens) continue;
+    for (int first = 0; first < kTokens / 8; first += kTogether) {
+      if (8 * first >= g.tokens) continue;
+      float4 v[kTogether][2];
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        float4 v = __ldcg(from + (2 * j + i) * kConsumerThreads);
-        float* sum = &sums[i][4 * j];
-        sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+      for (int n = 0; n < 2 * kTogether; n++) v[n / 2][n % 2] = __ldcg(from + (2 * first + n) * kConsumerThreads);
+#pragma unroll
+      for (int n = 0; n < 2 * kTogether; n++) {
+        float* sum = &sums[n % 2][4 * (first + n / 2)];
+        const float4& more = v[n / 2][n % 2];
+        sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
       }
     }
   }
@@ -33,6 +38,7 @@ DEVICE void add_pieces(const ExpertsParams& p, Schedule& s, const Segment& g, Su
 
 template <int kTokens>
 DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, Sums<kTokens>& sums) {
+  wait_for_previous_kernels();  // `partials` is theirs, too
   float4* to = piece_sums(p, g.phase, g.piece);
 #pragma unroll
   for (int j = 0; j < kTokens / 8; j++) {

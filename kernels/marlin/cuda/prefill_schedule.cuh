@@ -5,8 +5,8 @@
 // what a block claims at once, by a ticket: first the items of w13, then those of w2, so an item only waits for earlier
 // tickets, whose blocks are running; nothing depends on how many blocks are resident.
 //
-// Whole tiles are items while they fill the machine. Where the last wave would leave blocks idle, the last one to two
-// waves are cut into one piece a block, of equal cost (split). A piece may begin and end inside a tile: the block that
+// Whole tiles are items while they fill the machine. Where the last wave would leave too many blocks idle, the last one
+// to two waves are cut into one piece a block, of equal cost (split). A piece may begin and end inside a tile: the block that
 // has a tile's first step adds up the pieces that follow, in order. Pieces are claimed last one first, so the pieces
 // waited for have earlier tickets, and are computed at the start of their item.
 //
@@ -20,11 +20,14 @@ constexpr int kTileTokens = 128;
 constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
 
+// Steps that a tile takes longer where blocks share it.
+constexpr int kSplitSteps = 5;
+
 // Tokens a tile is computed for: the least size that there is a matrix product for.
 DEVICE int tile_tokens(int rows) { return rows <= 64 ? 64 : 128; }
 
 // Relative time of a step, as measured on an H200.
-DEVICE int step_cost(int tokens) { return tokens <= 64 ? 3 : 4; }
+DEVICE int step_cost(int tokens) { return tokens <= 64 ? 2 : 3; }
 
 struct Position {
   int tile, step;
@@ -62,7 +65,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
   for (int base = 0; base < n; base += 32) {
     int e = base + lane;
     int all = e < n ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
-    int rows = all > kFewRows ? all : 0;
+    int rows = all > p.few_rows ? all : 0;
     int own[3] = {all, (rows + kTileTokens - 1) / kTileTokens, expert_cost(rows)};
     largest = max(largest, rows);
     if (e < n) s.rows()[e] = rows;
@@ -85,7 +88,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
     phase.row_tiles = (p.gemm[lane].rows + kTileRows - 1) / kTileRows;
     phase.steps = (p.gemm[lane].columns + kStepColumns - 1) / kStepColumns;
     int blocks = gridDim.x, tiles = sums[1] * phase.row_tiles, last = tiles % blocks;
-    bool split = last != 0 && last < blocks - blocks / 16;
+    bool split = last != 0 && (blocks - last) * phase.steps > kSplitSteps * blocks;
     phase.whole_items = split ? max(tiles / blocks - 1, 0) * blocks : tiles;
     phase.items = phase.whole_items + (split ? blocks : 0);
   }

@@ -52,6 +52,7 @@ DEVICE void init_barriers(Shared& shared) {
 DEVICE void leave(const ExpertsParams& p, Shared& shared) {
   __syncthreads();
   if (threadIdx.x == 0) {
+    wait_for_previous_kernels();  // keeps the order of kernels
     __threadfence();
     shared.last_block = atomicAdd(p.sync + 1, 1) == (int)gridDim.x - 1;
   }
