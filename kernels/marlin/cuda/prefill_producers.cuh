@@ -93,7 +93,7 @@ DEVICE void wait_for_hidden(const ExpertsParams& p, Shared& shared, int expert) 
   wait_at_least(ready_flag(p, expert), (tiles[1] - tiles[0]) * shared.schedule.phase[0].row_tiles);
 }
 
-// Tokens that lie one after the other, by tensor copies of one thread. The last ones may be of other experts, or of none.
+// Tokens that lie one after the other, by tensor copies of one thread. The last may be other experts', or nobody's.
 DEVICE void load_tokens(const PrefillParams& params, Shared& shared, const Segment& g, Ring& tokens) {
   const ExpertsParams& p = params.experts;
   int row = g.first_token;

@@ -6,8 +6,8 @@
 // tickets, whose blocks are running; nothing depends on how many blocks are resident.
 //
 // Whole tiles are items while they fill the machine. Where the last wave would leave too many blocks idle, the last one
-// to two waves are cut into one piece a block, of equal cost (split). A piece may begin and end inside a tile: the block that
-// has a tile's first step adds up the pieces that follow, in order. Pieces are claimed last one first, so the pieces
+// to two waves are cut into one piece a block, of equal cost (split). A piece may begin and end inside a tile: the block
+// that has a tile's first step adds up the pieces that follow, in order. Pieces are claimed last one first, so the pieces
 // waited for have earlier tickets, and are computed at the start of their item.
 //
 // Example: 3 tiles of 4 steps on 2 blocks: the pieces are steps 0..5 and 6..11, tile 1 is shared. Block A claims steps
@@ -65,7 +65,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
   for (int base = 0; base < n; base += 32) {
     int e = base + lane;
     int all = e < n ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
-    int rows = all > p.few_rows ? all : 0;
+    int rows = all > kFewRows ? all : 0;
     int own[3] = {all, (rows + kTileTokens - 1) / kTileTokens, expert_cost(rows)};
     largest = max(largest, rows);
     if (e < n) s.rows()[e] = rows;

@@ -8,8 +8,8 @@
 //   8          claims items (prefill_schedule.cuh) and streams codes and scales with bulk copies
 //   9 to 11    load the tokens' rows, and wait for w13's tiles before they read `hidden`: one thread by tensor copies,
 //              or all of them chunk by chunk where the rows are gathered
-// Shared memory holds two rings, of codes with scales and of tokens, 128 columns a stage. Codes run ahead: those of w2 stream in while the last of w13 is computed. Sums are made in a fixed order: same input, same
-// bits.
+// Shared memory holds two rings, of codes with scales and of tokens, 128 columns a stage. Codes run ahead: those of w2
+// stream in while the last of w13 is computed. Sums are made in a fixed order: same input, same bits.
 //
 // Layouts: repack.py draws the weights; stages are described at `Ring`.
 #include "handover.cuh"

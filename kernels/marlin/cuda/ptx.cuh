@@ -94,7 +94,8 @@ DEVICE void copy_async_16(u32 to, const void* from, u32 valid_bytes) {
 // A box of a matrix in global memory, as its map says: the box's first column and first row in the matrix.
 DEVICE void tensor_copy(u32 to, const void* map, int column, int row, u64* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
       : "memory");
 }
