@@ -192,8 +192,8 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
         to_send = 1 + num_tokens * self.tuning.line_parts
         to_receive = El * split
         if self.by_reference:
-            # How many tokens the others have is known on the device alone.
-            to_receive += max(num_tokens, layout.line_tokens) * layout.num_ranks * self.tuning.take_parts // WARPS
+            expected = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks
+            to_receive += -(-expected * self.tuning.take_parts // WARPS)
         launch = Halves(self._kernels["low_latency_dispatch"], params, to_send, to_receive, self.tuning.blocks, batch)
         meta = ExpertTokensMetadata(counts, None, row_ids)
         handle = _Handle(index, batch.topk_ids, positions, (El, max_rows))
@@ -226,8 +226,7 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
             line_output_parts=self.tuning.line_output_parts,
             row_output_parts=self.tuning.row_output_parts,
         )
-        # How many tokens the others have is known on the device alone.
-        to_send = max(num_tokens, layout.line_tokens) * layout.num_ranks * self.tuning.line_parts
+        to_send = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks * self.tuning.line_parts
         to_receive = num_tokens * max(self.tuning.line_output_parts, self.tuning.row_output_parts)
         held = (handle, output, fused_expert_output)
         launch = Halves(

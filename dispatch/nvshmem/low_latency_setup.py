@@ -20,6 +20,8 @@ class Tuning:
         line_parts: blocks that share sending a row in lines.
         take_parts: warps that share bringing a received row to where it is read by reference.
         line_output_parts, row_output_parts: blocks that share adding up one token that came in lines or as rows.
+        expected_tokens: how many the other ranks are taken to have at least where blocks are counted; what they do have
+            is known on the device alone.
         list_blocks: blocks that list experts where received rows are copied, about.
         blocks: of a kernel, at most.
     """
@@ -28,6 +30,7 @@ class Tuning:
     take_parts: int = 8
     line_output_parts: int = 4
     row_output_parts: int = 2
+    expected_tokens: int = 4
     list_blocks: int = 264
     blocks: int = 264
 

@@ -109,7 +109,8 @@ __device__ __forceinline__ void take_row(const Buffers& b, Waits& wait, bool as_
     }
 }
 
-// The rows on the group's list, each by a warp; the sources in turns, since each sends in the order of its tokens.
+// The rows on the group's list, each by a warp, or by several where there are few; the sources in turns, since each sends
+// in the order of its tokens.
 __device__ __forceinline__ void take_listed(const Params& p, Waits& wait, Shared& shared, int count, int expert) {
     const Buffers& b = p.common.buffers;
     const int thread = threadIdx.x % kThreads;
@@ -128,12 +129,14 @@ __device__ __forceinline__ void take_listed(const Params& p, Waits& wait, Shared
         most = max(most, shared.begins[source + 1] - shared.begins[source]);
     }
     const u64 first = static_cast<u64>(expert) * RANKS * b.capacity;
-    for (int turn = thread / 32; turn < most * RANKS; turn += kWarps) {
-        const int source = turn % RANKS, n = shared.begins[source] + turn / RANKS;
+    const int parts = max(1, kWarps / max(count, 1));
+    for (int task = thread / 32; task < most * RANKS * parts; task += kWarps) {
+        const int part = task % parts, source = task / parts % RANKS;
+        const int n = shared.begins[source] + task / parts / RANKS;
         if (n < shared.begins[source + 1]) {
             const Arrival a = shared.arrivals[n];
             const bool as_lines = shared.tokens_of(source) <= b.line_tokens;
-            take_row(b, wait, as_lines, source, a.token, 0, 1, p.out + 2 * HIDDEN * (first + a.position));
+            take_row(b, wait, as_lines, source, a.token, part, parts, p.out + 2 * HIDDEN * (first + a.position));
         }
     }
     Receivers::sync();
