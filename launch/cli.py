@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from moe_ep import __version__, env
 from moe_ep.errors import MoeEpError
-from moe_ep.launch.commands import bench, convert, doctor, eplb, generate, plan, plot, run
+from moe_ep.launch.commands import bench, convert, doctor, eplb, generate, plan, plot, run, tune
 from moe_ep.launch.options import OptionError, Parser
 from moe_ep.registry import ALL2ALL_BACKENDS
 
@@ -23,7 +23,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="moe-ep", description="An expert-parallel runtime for mixture-of-experts layers.")
     parser.add_argument("--version", action="version", version=f"moe-ep {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    for command in (run, generate, convert, bench, plot, plan, eplb, doctor):
+    for command in (run, generate, convert, bench, plot, plan, eplb, tune, doctor):
         command.add_parser(subparsers)
     return parser
 

@@ -1,9 +1,9 @@
 """Launches Hopper's kernels: both GEMMs of the experts, with the activation between them, in one.
 
-Experts of up to FEW_ROWS rows are one kernel's, those of more another's; which expert is whose is decided on the
-device. What a launch needs beside its inputs is small: flags (never cleared, or zero before and after: no memset), and
-room for the sums of tiles that several blocks share, at most 2 x blocks x 256 x tokens of a tile floats: 35 MB on a GPU
-of 132 SMs for tiles of 128 tokens, 2 MB for tiles of 8.
+Experts of few rows are one kernel's, those of more another's; how many are few is in tuning.py, and which expert is
+whose is decided on the device. What a launch needs beside its inputs is small: flags (never cleared, or zero before and
+after: no memset), and room for the sums of tiles that several blocks share, at most 2 x blocks x 256 x tokens of a tile
+floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens, 2 MB for tiles of 8.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
-from moe_ep.kernels.marlin import tensor_map
+from moe_ep.kernels.marlin import tensor_map, tuning
 from moe_ep.kernels.marlin.flags import stream_flags
 from moe_ep.kernels.marlin.params import ACTIVATION_NUMBERS, CUDA, ExpertsParams, type_number
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
 
-FEW_ROWS = 32
 _FEW_THREADS, _MANY_THREADS = 640, 384
 _TILE_ROWS = 256
 _MAX_BLOCKS = 256
@@ -96,7 +95,8 @@ def launch(
     per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))
     params.partials = partials.data_ptr()
     params.max_tile_tokens = _tile_tokens(params.max_rows)
-    for few_rows in (True, False) if params.max_rows > FEW_ROWS else (True,):
+    params.few_rows = tuning.few_rows(_device_name(index), tuning.problem_of(w13, w2, kind))
+    for few_rows in (True, False) if params.max_rows > params.few_rows else (True,):
         source = kernel_source(kind, act_dtype, w13.scales.dtype, per_step, activation, few_rows)
         kernel = jit.load(source, device)
         kernel.allow_shared(_max_shared_bytes(index))
@@ -125,6 +125,11 @@ def _tile_tokens(max_rows: int) -> int:
 @functools.cache
 def _num_blocks(device_index: int) -> int:
     return min(torch.cuda.get_device_properties(device_index).multi_processor_count, _MAX_BLOCKS)
+
+
+@functools.cache
+def _device_name(device_index: int) -> str:
+    return torch.cuda.get_device_name(device_index)
 
 
 @functools.cache

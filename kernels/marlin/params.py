@@ -70,6 +70,7 @@ class ExpertsParams(ctypes.Structure):
         ("ids_divisor", ctypes.c_int),
         ("sorted", ctypes.c_int),
         ("max_tile_tokens", ctypes.c_int),
+        ("few_rows", ctypes.c_int),
     )
 
 

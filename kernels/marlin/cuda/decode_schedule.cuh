@@ -53,7 +53,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
       int below = __shfl_up_sync(~0u, sum, d);
       if (lane >= d) sum += below;
     }
-    bool few = rows > 0 && rows <= kFewRows;
+    bool few = rows > 0 && rows <= p.few_rows;
     u32 votes = __ballot_sync(~0u, few);
     if (few) s.active()[active + __popc(votes & ((1u << lane) - 1))] = {e, rows, all + sum - rows};
     active += __popc(votes);

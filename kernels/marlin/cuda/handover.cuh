@@ -14,7 +14,7 @@ DEVICE void let_next_kernel_come() { asm volatile("griddepcontrol.launch_depende
 // In the kernel for many rows, all threads: whether no expert has so many.
 DEVICE bool nothing_to_do(const ExpertsParams& p) {
   bool many = false;
-  for (int e = threadIdx.x; e < p.num_experts; e += blockDim.x) many |= p.num_tokens[e] > kFewRows;
+  for (int e = threadIdx.x; e < p.num_experts; e += blockDim.x) many |= p.num_tokens[e] > p.few_rows;
   many = __syncthreads_or(many);
   if (!many && blockIdx.x == 0) wait_for_previous_kernels();  // one block keeps the order of kernels
   return !many;

@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx.cuh"
 
-// An expert of up to so many rows is decode_sm90.cu's.
+// The most rows of an expert that decode_sm90.cu computes.
 constexpr int kFewRows = 32;
 
 struct GemmParams {
@@ -30,4 +30,5 @@ struct ExpertsParams {
   int ids_divisor;          // input row = id / ids_divisor
   int sorted;               // row_ids lists all rows one expert after the other, and outputs go to row `id`
   int max_tile_tokens;      // what `partials` has room for
+  int few_rows;             // an expert of up to so many rows is decode_sm90.cu's, at most kFewRows
 };

@@ -65,7 +65,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
   for (int base = 0; base < n; base += 32) {
     int e = base + lane;
     int all = e < n ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
-    int rows = all > kFewRows ? all : 0;
+    int rows = all > p.few_rows ? all : 0;
     int own[3] = {all, (rows + kTileTokens - 1) / kTileTokens, expert_cost(rows)};
     largest = max(largest, rows);
     if (e < n) s.rows()[e] = rows;

@@ -1,0 +1,136 @@
+"""What is chosen for each shape when Hopper's kernels are launched: from a table of measurements, or by a rule.
+
+One choice there is: how many rows of an expert are few, that is, which of the two kernels computes it. The package has
+a table, `moe-ep tune` adds to one of the user's under MOE_EP_CACHE_DIR, which is asked first. Both are JSON,
+{GPU: {problem: {"few_rows": rows}}}, with names as `torch.cuda.get_device_name` and `Problem.key` give them, and are
+read once a process: a captured graph keeps its choices.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_ep import env
+from moe_ep.kernels.marlin.types import WeightType
+from moe_ep.kernels.marlin.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+# kFewRows of cuda/params.cuh.
+MOST_FEW_ROWS = 32
+# One of the sizes that tiles of few rows have, or none.
+CANDIDATES = (0, 8, 16, 24, 32)
+PACKAGE_TABLE = Path(__file__).with_name("tuned.json")
+
+Table = dict[str, dict[str, dict[str, int]]]
+
+
+class Problem(NamedTuple):
+    """Experts of one rank: how many, K, N, the weights' number type and the columns that share a scale."""
+
+    experts: int
+    K: int
+    N: int
+    weights: str
+    group_size: int
+
+    @property
+    def key(self) -> str:
+        """Its name in the tables. Example: "E32 K7168 N2048 uint4b8 g128"."""
+        return f"E{self.experts} K{self.K} N{self.N} {self.weights} g{self.group_size}"
+
+
+def problem_of(w13: Weights, w2: Weights, kind: WeightType) -> Problem:
+    """The problem of these weights."""
+    group_size = w13.num_columns // w13.scales.size(1)
+    return Problem(w13.qweight.size(0), w13.num_columns, w2.num_columns, str(kind.scalar_type), group_size)
+
+
+_forced: int | None = None
+
+
+def few_rows(device_name: str, problem: Problem) -> int:
+    """Up to how many rows an expert is the kernel's for few rows, at most MOST_FEW_ROWS."""
+    return _chosen(device_name, problem) if _forced is None else _forced
+
+
+@contextmanager
+def forced(rows: int) -> Iterator[None]:
+    """Launches meanwhile take these rows as few, whatever the tables say."""
+    global _forced
+    _forced = rows
+    try:
+        yield
+    finally:
+        _forced = None
+
+
+@functools.cache
+def _chosen(device_name: str, problem: Problem) -> int:
+    for path in (user_table(), PACKAGE_TABLE):
+        entry = _read(path).get(device_name, {}).get(problem.key)
+        if entry is not None:
+            return entry["few_rows"]
+    return rule(problem)
+
+
+def rule(problem: Problem) -> int:
+    """What is taken for a shape that nobody has measured."""
+    return MOST_FEW_ROWS
+
+
+def user_table() -> Path:
+    """Where `moe-ep tune` writes."""
+    return env.CACHE_DIR.get() / "tuned.json"
+
+
+def remember(path: Path, device_name: str, problem: Problem, rows: int) -> None:
+    """Adds a choice to a table, or replaces it; readers see the old table or the new one.
+
+    Raises:
+        ValueError: the file there is no table.
+    """
+    known = read_table(path) if path.exists() else {}
+    known.setdefault(device_name, {})[problem.key] = {"few_rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
+        json.dump(known, file, indent=1, sort_keys=True)
+        file.write("\n")
+    os.replace(file.name, path)
+
+
+def read_table(path: Path) -> Table:
+    """The table in a file.
+
+    Raises:
+        ValueError: it is none; says what is wrong and what to do.
+    """
+    try:
+        known = json.loads(path.read_text())
+        entries = [entry for problems in known.values() for entry in problems.values()]
+        wrong = next((entry for entry in entries if entry["few_rows"] not in CANDIDATES), None)
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no table of tuned choices ({error}); delete it") from None
+    if wrong is not None:
+        raise ValueError(f"{path} has few_rows {wrong['few_rows']}; it must be one of {CANDIDATES}, delete the file")
+    return known
+
+
+@functools.cache
+def _read(path: Path) -> Table:
+    """The table, empty where there is none; a broken one is named once and not used."""
+    if not path.exists():
+        return {}
+    try:
+        return read_table(path)
+    except ValueError as error:
+        logger.warning("%s", error)
+        return {}
