@@ -54,6 +54,8 @@ class Model:
                 for index in range(args.layers)
             ]
         self.sums = self._sums_by_expert()
+        # Graphs read them as long as there are graphs.
+        self.inputs: list[torch.Tensor] = []
 
     def draw(self, T: int, zipf: float, first: int = 0) -> list[list[torch.Tensor]]:
         """Logits `[T, E]` of every layer, NUM_DRAWS times, from draw number `first` on."""
@@ -74,6 +76,7 @@ class Model:
         """(static logits of the layers, one step)."""
         generator = torch.Generator(self.device).manual_seed(self.rank)
         x = torch.randn(T, self.geometry.hidden_size, device=self.device, generator=generator).to(self.dtype)
+        self.inputs.append(x)
         logits = [torch.zeros(T, self.geometry.num_experts, device=self.device) for _ in self.layers]
 
         def step() -> None:

@@ -25,7 +25,6 @@ def skew_rows(model: Model, T: int) -> Iterator[dict[str, Any]]:
     A plan is made from other draws of the same popularity than those that are timed.
     """
     args = model.args
-    static, replay = model.capture(T)
     uniform, seen, used = model.draw(T, 0.0), model.draw(T, args.zipf, NUM_DRAWS), model.draw(T, args.zipf, 0)
     start = np.tile(np.arange(model.num_slots) % model.geometry.num_experts, (args.layers, 1))
     name, base = f"zipf({args.zipf:g})", 0.0
@@ -35,15 +34,17 @@ def skew_rows(model: Model, T: int) -> Iterator[dict[str, Any]]:
             rebalance_below=1.0, timeout_s=60,
         )  # fmt: skip
         manager = EPLBManager(model.layers, config, placement=start)
+        # A graph reads the maps of the manager that was there when it was captured.
+        step = model.capture(T)
         if not base:
-            row = _measure(model, T, "uniform", manager, static, replay, uniform)
+            row = _measure(model, T, "uniform", manager, *step, uniform)
             base = row["tokens_per_s"]
             yield row | {"of_uniform": 1.0}
-            row = _measure(model, T, f"{name}, as placed", manager, static, replay, used)
+            row = _measure(model, T, f"{name}, as placed", manager, *step, used)
             yield row | {"of_uniform": row["tokens_per_s"] / base}
-        run_steps(model, static, replay, seen, NUM_DRAWS, manager)
+        run_steps(model, *step, seen, NUM_DRAWS, manager)
         manager.plan_now()
-        row = _measure(model, T, f"{name}, balanced by {objective}", manager, static, replay, used)
+        row = _measure(model, T, f"{name}, balanced by {objective}", manager, *step, used)
         moved = manager.totals.experts_moved
         yield row | {"of_uniform": row["tokens_per_s"] / base, "experts_moved": moved}
         model.check(manager.placement.host)

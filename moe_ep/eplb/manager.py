@@ -38,7 +38,8 @@ class EPLBManager:
     """Balances the MoE layers of one model over its EP ranks; making it is a collective step of them.
 
     It takes one staging buffer, as large as the largest layer's experts on this rank and one expert more, and keeps it:
-    a run that measures memory sees it. Make it when the weights are where they stay.
+    a run that measures memory sees it. Make it when the weights are where they stay, and before CUDA graphs are
+    captured: a graph reads the maps that its layers had at capture, and only those of the present manager follow moves.
 
     Args:
         layers: the model's MoE layers in order, made with enable_eplb, with equal numbers of experts.
