@@ -86,7 +86,8 @@ def pack_marlin(
         sort_indices = order.to(torch.int32)
     rows = row_order(codes.size(1), gated, codes.device)
     per_lane = rows[_scale_order(codes.size(1), codes.device)]
-    packed = _pack_codes(codes[:, rows], kind.bits)
+    # Eight codes at a time, which the columns are a multiple of.
+    packed = _pack_codes(codes.contiguous().view(torch.int64)[:, rows].view(torch.uint8), kind.bits)
     return PackedWeights(
         packed.view(codes.size(0), codes.size(2) // 16, codes.size(1) * 16 // kind.pack),
         _reorder(scales.transpose(1, 2), per_lane),

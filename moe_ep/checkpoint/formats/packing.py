@@ -18,5 +18,9 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_nibbles(octets: torch.Tensor) -> torch.Tensor:
-    """uint8 `[..., R]` -> uint8 `[..., 2 R]`, the low half of a byte first."""
-    return torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(-2)
+    """uint8 `[..., R]` -> uint8 `[..., 2 R]`, the low half of a byte first.
+
+    Example: 0xA5 is 5, 10: as a word of 16 bits 0x00A5, with itself four bits higher 0x0AF5, masked 0x0A05.
+    """
+    words = octets.contiguous().to(torch.int16)
+    return ((words << 4) | words).bitwise_and_(0x0F0F).view(torch.uint8)
