@@ -5,6 +5,8 @@ Only what is computed is ever written, so the buffers cost address space and no 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -23,6 +25,13 @@ pytestmark = [
     ),
 ]
 BIG = 1 << 31
+
+
+@pytest.fixture(autouse=True)
+def given_back() -> Iterator[None]:
+    """Memory goes back at once: other processes may test on the same GPU."""
+    yield
+    torch.cuda.empty_cache()
 
 
 def is_close(got: torch.Tensor, expected: torch.Tensor) -> bool:
