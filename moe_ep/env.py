@@ -44,6 +44,15 @@ def _positive_float(raw: str) -> float:
     return value
 
 
+def _seconds_or_off(raw: str) -> float:
+    if raw == "off":
+        return 0.0
+    try:
+        return _positive_float(raw)
+    except ValueError:
+        raise ValueError("it must be a positive number of seconds, or off") from None
+
+
 def _positive_int(raw: str) -> int:
     if not raw.isdecimal() or int(raw) < 1:
         raise ValueError("it must be a whole number of at least 1")
@@ -101,9 +110,10 @@ NVSHMEM_FORCE_DEVICE_API = EnvVar(
 )
 NVSHMEM_TIMEOUT_S = EnvVar(
     name="MOE_EP_NVSHMEM_TIMEOUT_S",
-    parse=_positive_float,
+    parse=_seconds_or_off,
     default=10.0,
-    meaning="seconds that a kernel of the NVSHMEM backends waits for another rank before it ends with an error",
+    meaning="seconds that a kernel of the NVSHMEM backends waits for another rank before it ends with an error; off: "
+    "without end",
 )
 
 ALL: tuple[EnvVar, ...] = (

@@ -37,7 +37,13 @@ def test_defaults_without_variables(monkeypatch):
 
 @pytest.mark.parametrize(
     ("variable", "raw", "value"),
-    [(env.DISPATCH_TIMEOUT_S, "2.5", 2.5), (env.CHUNK_SIZE, "64", 64), (env.LOG_LEVEL, "debug", "DEBUG")],
+    [
+        (env.DISPATCH_TIMEOUT_S, "2.5", 2.5),
+        (env.CHUNK_SIZE, "64", 64),
+        (env.LOG_LEVEL, "debug", "DEBUG"),
+        (env.NVSHMEM_TIMEOUT_S, "off", 0.0),
+        (env.NVSHMEM_FORCE_DEVICE_API, "1", True),
+    ],
 )
 def test_values_are_parsed(monkeypatch, variable, raw, value):
     monkeypatch.setenv(variable.name, raw)
@@ -53,6 +59,8 @@ def test_values_are_parsed(monkeypatch, variable, raw, value):
         (env.CHUNK_SIZE, "0"),
         (env.CHUNK_SIZE, "x"),
         (env.LOG_LEVEL, "loud"),
+        (env.NVSHMEM_TIMEOUT_S, "0"),
+        (env.NVSHMEM_FORCE_DEVICE_API, "yes"),
     ],
 )
 def test_bad_values_are_named(monkeypatch, variable, raw):

@@ -15,6 +15,7 @@ from moe_ep.dispatch.nvshmem.faults import FailureRecord
 from moe_ep.dispatch.nvshmem.kernels import KERNELS, kernel_source
 from moe_ep.dispatch.nvshmem.layout import BatchLayout
 from moe_ep.dispatch.nvshmem.low_latency_setup import local_indices
+from moe_ep.dispatch.nvshmem.meeting import agree, meet
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.kernels import jit
 from moe_ep.paper_model import Machine, predict
@@ -72,12 +73,53 @@ def test_experts_of_a_rank_are_numbered_in_the_order_of_their_ids() -> None:
     assert local_indices(torch.tensor([0, 1, 0, 2, 1, 1])).tolist() == [0, 0, 1, 0, 1, 2]
 
 
+class OthersStore:
+    """A store in which the ranks of `texts` have left theirs already."""
+
+    def __init__(self, texts: dict[int, str]) -> None:
+        self.texts = texts
+
+    def set(self, key: str, text: str) -> None:
+        self.texts[int(key.rsplit("/")[-1])] = text
+
+    def check(self, keys: list[str]) -> bool:
+        return all(int(key.rsplit("/")[-1]) in self.texts for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.texts[int(key.rsplit("/")[-1])].encode()
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """This is rank 0; what the other ranks have left in the store."""
+    texts: dict[int, str] = {}
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: OthersStore(texts))
+    return texts
+
+
+def test_ranks_that_differ_are_named(others: dict[int, str]) -> None:
+    others.update({1: "E = 8\ndtype = bf16\nC = 4", 2: "E = 8\ndtype = bf16\nC = 5"})
+    with pytest.raises(ValueError, match="name: the ranks are configured differently") as raised:
+        agree("name", range(3), {"E": 8, "dtype": "f16", "C": 4})
+    assert "dtype is f16 on rank 0, bf16 on rank 1 2; C is 4 on rank 0 1, 5 on rank 2; make" in str(raised.value)
+    agree("name", (0, 1), {"E": 8, "dtype": "bf16", "C": 4})
+
+
+def test_ranks_that_do_not_come_are_named(others: dict[int, str]) -> None:
+    others.update({2: "here"})
+    assert meet("name", (0, 2), "I") == ["I", "here"]
+    with pytest.raises(DispatchTimeoutError, match=r"name: ranks 1, 3 of the default group did not come") as raised:
+        meet("name", range(4), timeout_s=0.01)
+    assert raised.value.ranks == (1, 3)
+
+
 @pytest.mark.parametrize(
     ("refusals", "reason"), [({}, "it is dead, stuck or late"), ({2: "too much"}, "rank 2 refused its batch: too much")]
 )
 def test_a_failed_wait_names_ranks_phase_and_batch(refusals: dict[int, str], reason: str) -> None:
-    ranks = SimpleNamespace(rank=0, size=4, notes=SimpleNamespace(read=lambda: refusals))
-    record = FailureRecord(ranks, 0.5, torch.zeros(7, dtype=torch.int32))
+    group = SimpleNamespace(rank=0, size=4, notes=SimpleNamespace(read=lambda: refusals))
+    record = FailureRecord(group, 0.5, torch.zeros(7, dtype=torch.int32))
     record.check()
     record.words[:] = torch.tensor([1, 2, 77, 0, 0, 1, 1])
     with pytest.raises(
