@@ -52,40 +52,35 @@ class GenerateBenchConfig(GangConfig):
 
 
 def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, Any]]:
-    """One worker's part: for each number of tokens the times of both, and of the whole decoding step."""
+    """One worker's part: a row of the table for each number of tokens, the same on every rank."""
     import torch
+    import torch.distributed as dist
 
-    from moe_ep.bench.results import facts
+    from moe_ep.bench.results import append_line, facts
     from moe_ep.launch.worker import run_worker
 
     on_gpu = rank_env.device != "cpu"
     rows = []
     with _checkpoint(rank_env, config) as folder, torch.inference_mode():
         for tokens in config.tokens:
-            alone = run_worker(
-                rank_env,
-                RunConfig(
-                    model=folder,
-                    tokens_per_rank=(tokens,),
-                    steps=config.steps,
-                    backend=config.backend,
-                    graphs=on_gpu,
-                    verify=False,
-                ),
+            settings = RunConfig(
+                model=folder,
+                tokens_per_rank=(tokens,),
+                steps=config.steps,
+                backend=config.backend,
+                graphs=on_gpu,
+                verify=False,
             )
+            alone = run_worker(rank_env, settings)
             times, step_ms, replayed = _decode(rank_env, config, folder, tokens)
-            rows.append(
-                {
-                    "tokens": tokens,
-                    "run": alone.stage_ms,
-                    "generate": times,
-                    "step_ms": step_ms,
-                    "graph": replayed,
-                    "backend": alone.backend,
-                    "experts": alone.experts_name,
-                }
-                | facts(seed=0, commit=config.commit)
-            )
+            by_rank: list[Any] = [None] * rank_env.world_size
+            dist.all_gather_object(by_rank, {"run": alone.stage_ms, "generate": times, "step_ms": step_ms})
+            row = {"benchmark": "generate", "ep_size": rank_env.world_size, "tokens": tokens, "graph": replayed}
+            row |= {"backend": alone.backend, "experts": alone.experts_name, "steps": config.steps}
+            row |= {"model": str(config.model) if config.model else f"{config.geometry} {config.format}"}
+            rows.append(row | compare(by_rank) | facts(seed=0, commit=config.commit))
+            if config.json is not None and rank_env.rank == 0:
+                append_line(config.json, rows[-1])
     return rows
 
 
@@ -177,10 +172,9 @@ def _checkpoint(rank_env: RankEnv, config: GenerateBenchConfig) -> Iterator[Path
             shutil.rmtree(folder[0])
 
 
-def compare(config: GenerateBenchConfig, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of the table: medians over steps and layers of the slowest rank's microseconds, and the ratio."""
-    row: dict[str, Any] = {"benchmark": "generate", "ep_size": len(ranks)}
-    row |= {name: getattr(config, name) for name in ("geometry", "format", "layers", "experts", "steps")}
+def compare(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over steps and layers of the slowest rank's microseconds, of both, and their ratio."""
+    row: dict[str, Any] = {}
     for way in ("run", "generate"):
         by_rank: list[Times] = [rank[way] for rank in ranks]
         places = [(step, layer) for step in range(len(by_rank[0])) for layer in range(len(by_rank[0][0]))]
@@ -191,8 +185,7 @@ def compare(config: GenerateBenchConfig, ranks: list[dict[str, Any]]) -> dict[st
         row[f"{way}_us"] = round(statistics.median(whole) * 1e3, 1)
     row["ratio"] = round(row["generate_us"] / row["run_us"], 3)
     steps_ms = zip(*(rank["step_ms"] for rank in ranks), strict=True)
-    row["decode_step_us"] = round(statistics.median(max(step) for step in steps_ms) * 1e3, 1)
-    return row | {name: value for name, value in ranks[0].items() if name not in ("run", "generate", "step_ms")}
+    return row | {"decode_step_us": round(statistics.median(max(step) for step in steps_ms) * 1e3, 1)}
 
 
 def main() -> int:
@@ -210,17 +203,13 @@ def main() -> int:
     finally:
         gang.close()
     if gang.is_driver:
-        from moe_ep.bench.results import append_line, table
+        from moe_ep.bench.results import table
 
-        rows = [compare(config, list(ranks)) for ranks in zip(*results, strict=True)]
-        for row in rows:
-            if config.json is not None:
-                append_line(config.json, row)
         columns = {"ep_size": "EP", "tokens": "T", "graph": "graph", "backend": "backend", "run_us": "run"}
         columns |= {"generate_us": "generate", "ratio": "ratio", "decode_step_us": "whole step"}
         for way in ("run", "generate"):
             columns |= {f"{way}_{stage}_us": f"{way} {stage}" for stage in STAGES}
-        print(table(rows, columns))
+        print(table(results[0], columns))
     return 0
 
 
