@@ -35,8 +35,9 @@ from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 
 MAX_RANKS = 8
-# Within 5 % of the best with 16-bit rows on 4 H200 (docs/benchmarks/nvshmem.md).
-DEFAULT_NUM_SMS = 32
+# Within 5 % of the best on 4 H200 (docs/benchmarks/nvshmem.md); e4m3 rows are made and read by instructions.
+DEFAULT_NUM_SMS = 24
+DEFAULT_NUM_SMS_FP8 = 32
 _THREADS = 1024
 
 
@@ -62,7 +63,7 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         moe_config: in_dtype f16 or bf16, K a multiple of 16; capacity is its max_num_tokens.
         quant_config: its dispatch_dtype is that of rows on the wire.
         process_group: the EP ranks, at most 8 that reach each other's memory.
-        num_sms: SMs that move rows.
+        num_sms: SMs that move rows; None for what is nearly the best.
         batches_in_flight: batches that may be between prepare and finalize; each has symmetric memory of its own.
 
     Raises:
@@ -75,15 +76,18 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         moe_config: FusedMoEConfig,
         quant_config: FusedMoEQuantConfig | None = None,
         process_group: dist.ProcessGroup | None = None,
-        num_sms: int = DEFAULT_NUM_SMS,
+        num_sms: int | None = None,
         batches_in_flight: int = 1,
     ) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group)
         _check_supported(moe_config)
+        if num_sms is None:
+            is_fp8 = quant_config is not None and quant_config.dispatch_dtype is not None
+            num_sms = DEFAULT_NUM_SMS_FP8 if is_fp8 else DEFAULT_NUM_SMS
         for name, value in (("num_sms", num_sms), ("batches_in_flight", batches_in_flight)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        self.num_sms, self.turn_rows, self.dispatch_turn_rows = num_sms, 1, 0
+        self.num_sms = num_sms
         device_api = not arena.SymmetricArena.of(self.ranks.group).is_mapped
         self._layout = _layout(moe_config, quant_config, batches_in_flight, device_api)
         self._block = Block.of(self._layout, self.ranks, moe_config.in_dtype, _facts(moe_config, self._layout))
@@ -168,8 +172,7 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         waits = not torch.cuda.is_current_stream_capturing()
         on_host = HostCopy(parts.total, self.ranks, "dispatch") if waits else None
         tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
-        most = 0 if waits else layout.max_rows
-        self._launch("dispatch", parts, tensors, [batch.owners.numel(), num_tokens, most, self.dispatch_turn_rows])
+        self._launch("dispatch", parts, tensors, [batch.owners.numel(), num_tokens, 0 if waits else layout.max_rows])
 
         def receive() -> tuple[PrepareResult, _Handle]:
             rows = layout.max_rows
@@ -211,7 +214,7 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
                     f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be contiguous {expected} of "
                     f"{self.moe_config.in_dtype}"
                 )
-        self._launch("combine", handle.parts, [rows, handle.parts.slots, output], [handle.num_tokens, self.turn_rows])
+        self._launch("combine", handle.parts, [rows, handle.parts.slots, output], [handle.num_tokens])
         handle.parts.is_open = False
         return Pending(lambda: None, lambda: None)
 

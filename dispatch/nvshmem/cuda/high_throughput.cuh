@@ -118,11 +118,24 @@ __device__ __forceinline__ void put_row(
 }
 #endif
 
-// The next number of a counter that the batch's first kernel has set to 0, the same for all lanes.
-__device__ __forceinline__ int take_next(u32* counter) {
-    u32 number = 0;
-    if (threadIdx.x % 32 == 0) {
-        number = atomicAdd(counter, 1u);
+// A warp's numbers out of a counter that the batch's first kernel has set to 0; the one after next is on its way already.
+class Turns {
+public:
+    __device__ __forceinline__ explicit Turns(u32* counter) : counter_(counter) { draw(); }
+
+    __device__ __forceinline__ int next() {
+        const u32 number = __shfl_sync(kAllLanes, ahead_, 0);
+        draw();
+        return static_cast<int>(number);
     }
-    return static_cast<int>(__shfl_sync(kAllLanes, number, 0));
-}
+
+private:
+    __device__ __forceinline__ void draw() {
+        if (threadIdx.x % 32 == 0) {
+            ahead_ = atomicAdd(counter_, 1u);
+        }
+    }
+
+    u32* counter_;
+    u32 ahead_ = 0;
+};

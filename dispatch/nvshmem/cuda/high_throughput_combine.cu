@@ -10,8 +10,9 @@ struct Params {
     const int* slots;   // [T, RANKS], as the batch was sent
     u8* output;         // [T, HIDDEN]
     int num_tokens;
-    int turn_rows;      // how many rows go to one rank before the next has its turn
 };
+
+constexpr int kTurnRows = 64;  // how many rows go to one rank before the next has its turn
 
 // Other ranks take turns, and each rank begins with the one behind it, so that no rank's links are everybody's target.
 __device__ __forceinline__ void send_results(const Params& p, int first, int warps, u32 epoch) {
@@ -21,10 +22,10 @@ __device__ __forceinline__ void send_results(const Params& p, int first, int war
         most = max(most, source == c.rank ? 0 : c.placement->count[source]);
     }
     constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
-    const int rounds = (most + p.turn_rows - 1) / p.turn_rows;
-    for (int i = first; i < rounds * kOthers * p.turn_rows; i += warps) {
-        const int turn = i / p.turn_rows, source = (c.rank + 1 + turn % kOthers) % RANKS;
-        const int index = turn / kOthers * p.turn_rows + i % p.turn_rows;
+    const int rounds = (most + kTurnRows - 1) / kTurnRows;
+    for (int i = first; i < rounds * kOthers * kTurnRows; i += warps) {
+        const int turn = i / kTurnRows, source = (c.rank + 1 + turn % kOthers) % RANKS;
+        const int index = turn / kOthers * kTurnRows + i % kTurnRows;
         if (index < c.placement->count[source]) {
             const u64 row = c.placement->begin[source] + index, home = row + c.placement->home[source];
             const u8* result = p.results + kResultBytes * row;
@@ -91,7 +92,8 @@ __device__ __forceinline__ void take_tokens(const Params& p, u32 epoch) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;
     Wait<PHASE_COMBINE> wait(c.limits, epoch);
-    for (int token = take_next(c.taken + TOKENS_TAKEN); token < p.num_tokens; token = take_next(c.taken + TOKENS_TAKEN)) {
+    Turns turns(c.taken + TOKENS_TAKEN);
+    for (int token = turns.next(); token < p.num_tokens; token = turns.next()) {
         const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
         u64 address = 0;
         bool came = true;

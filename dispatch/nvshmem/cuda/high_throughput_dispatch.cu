@@ -16,9 +16,9 @@ struct Params {
     int num_ids;
     int num_tokens;
     int max_rows;            // ids of rows from the last that arrives to this one become -1
-    int turn_rows;
 };
 
+constexpr int kCodesAtOnce = 6;  // vectors of codes that are loaded before the first is stored
 constexpr int kIdBits = 24;  // of an id on its way behind a row; its rank is above
 constexpr int kIdMask = (1 << kIdBits) - 1;
 
@@ -31,17 +31,22 @@ __device__ __forceinline__ void send_row(const u8* row, u32 ranks, u64 target) {
         for (int i = 0; i < kAtOnce; ++i) {
             v[i] = start + 32 * i < kVectors ? from[start + 32 * i] : Vec{};
         }
+        u64 codes[kAtOnce];
+        float scale[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            const int vector = start + 32 * i;
-            float scale;
-            const Codes codes = quantize(unpack(v[i]), scale);
-            for (u32 left = ranks; left; left &= left - 1) {
-                u8* to = reinterpret_cast<u8*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
+            const Codes both = quantize(unpack(v[i]), scale[i]);
+            codes[i] = static_cast<u64>(both.high) << 32 | both.low;
+        }
+        for (u32 left = ranks; left; left &= left - 1) {
+            u8* to = reinterpret_cast<u8*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int vector = start + 32 * i;
                 if (vector < kVectors) {
-                    reinterpret_cast<u64*>(to)[vector] = static_cast<u64>(codes.high) << 32 | codes.low;
+                    reinterpret_cast<u64*>(to)[vector] = codes[i];
                     if (vector % kScaleVectors == 0) {
-                        reinterpret_cast<float*>(to + HIDDEN)[vector / kScaleVectors] = scale;
+                        reinterpret_cast<float*>(to + HIDDEN)[vector / kScaleVectors] = scale[i];
                     }
                 }
             }
@@ -53,17 +58,17 @@ __device__ __forceinline__ void dequantize_row(const u8* row, u8* out) {
     const u64* from = reinterpret_cast<const u64*>(row);
     const float* scales = reinterpret_cast<const float*>(row + HIDDEN);
     Vec* to = reinterpret_cast<Vec*>(out);
-    for (int start = threadIdx.x % 32; start < kVectors; start += 32 * kAtOnce) {
-        u64 v[kAtOnce];
-        float scale[kAtOnce];
+    for (int start = threadIdx.x % 32; start < kVectors; start += 32 * kCodesAtOnce) {
+        u64 v[kCodesAtOnce];
+        float scale[kCodesAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kCodesAtOnce; ++i) {
             const bool inside = start + 32 * i < kVectors;
             v[i] = inside ? __ldcv(from + start + 32 * i) : 0;
             scale[i] = inside ? __ldcv(scales + (start + 32 * i) / kScaleVectors) : 0.0f;
         }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kCodesAtOnce; ++i) {
             if (start + 32 * i < kVectors) {
                 to[start + 32 * i] = dequantize(Codes{static_cast<u32>(v[i]), static_cast<u32>(v[i] >> 32)}, scale[i]);
             }
@@ -124,7 +129,8 @@ __device__ __forceinline__ void take_rows(const Params& p, u32 epoch) {
         most = max(most, c.placement->count[source]);
     }
     Wait<PHASE_DISPATCH> wait(c.limits, epoch);
-    for (int turn = take_next(c.taken + ROWS_TAKEN); turn < most * RANKS; turn = take_next(c.taken + ROWS_TAKEN)) {
+    Turns turns(c.taken + ROWS_TAKEN);
+    for (int turn = turns.next(); turn < most * RANKS; turn = turns.next()) {
         const int source = turn % RANKS, index = turn / RANKS;
         if (index < c.placement->count[source]) {
             const u64 row = c.placement->begin[source] + index;
@@ -164,7 +170,7 @@ __device__ __forceinline__ void finish(const Common& c, u32 epoch) {
 
 #if DEVICE_API
 // The token, all of its ids with their ranks in the upper bits, and its weights: staged once, put to each rank.
-__device__ __forceinline__ void send(const Params& p, int token, u32 to, u32 epoch) {
+__device__ __forceinline__ void send(const Params& p, int token, u32 epoch) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;
     const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
@@ -178,17 +184,17 @@ __device__ __forceinline__ void send(const Params& p, int token, u32 to, u32 epo
         ids[lane] = owner >= 0 ? owner << kIdBits | id : -1;
         reinterpret_cast<float*>(ids)[TOPK + lane] = p.weights[static_cast<u64>(token) * TOPK + lane];
     }
-    for (u32 left = __ballot_sync(kAllLanes, slot >= 0) & to; left; left &= left - 1) {
+    for (u32 left = __ballot_sync(kAllLanes, slot >= 0); left; left &= left - 1) {
         const int rank = __ffs(left) - 1;
         const u64 row = __shfl_sync(kAllLanes, index, rank);
         put_row(c, rank, c.rows + kWireBytes * row, staged, kWireBytes, c.flag_of(c.rank, c.row_flags, row), epoch);
     }
 }
 #else
-__device__ __forceinline__ void send(const Params& p, int token, u32 to, u32 epoch) {
+__device__ __forceinline__ void send(const Params& p, int token, u32 epoch) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;
-    const int slot = lane < RANKS && to >> lane & 1 ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
+    const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
     const u32 ranks = __ballot_sync(kAllLanes, slot >= 0);
     const u64 index = slot >= 0 ? static_cast<u64>(slot + c.placement->send[lane]) : 0;
     const u64 target = slot >= 0 ? reinterpret_cast<u64>(c.at(lane, c.rows + kWireBytes * index)) : 0;
@@ -223,16 +229,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispat
     for (u64 i = static_cast<u64>(c.placement->total) * TOPK + blockIdx.x * kThreads + threadIdx.x; i < end; i += threads) {
         ids[i] = -1;
     }
-    if (warp < kOfBlock && !c.failed()) {
-        // Plain rows go to one rank for a while, then to the next, and every rank begins with the one behind it.
-        const int turns = kTakesRows || p.turn_rows == 0 ? 1 : RANKS, rows = turns == 1 ? 1 : p.turn_rows;
-        const int end = (p.num_tokens + rows - 1) / rows * rows * turns;
-        for (int i = first; i < end; i += warps) {
-            const int token = i / rows / turns * rows + i % rows;
-            if (token < p.num_tokens) {
-                send(p, token, turns == 1 ? kAllLanes : 1u << (c.rank + 1 + i / rows % turns) % RANKS, epoch);
-            }
-        }
+    const bool sends = warp < kOfBlock && !c.failed();
+    for (int token = first; sends && token < p.num_tokens; token += warps) {
+        send(p, token, epoch);
     }
     if (kTakesRows) {
         take_rows(p, epoch);

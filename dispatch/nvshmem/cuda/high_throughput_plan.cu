@@ -23,27 +23,38 @@ struct Shared {
 
 // The ranks that a token goes to, as bits; of those in `alive`.
 __device__ __forceinline__ u32 ranks_of(const Params& p, u32 alive, int token) {
+    alignas(16) int ids[TOPK];
+    const int* from = p.topk_ids + static_cast<u64>(token) * TOPK;
+    if (TOPK % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < TOPK / 4; ++i) {
+            reinterpret_cast<Vec*>(ids)[i] = reinterpret_cast<const Vec*>(from)[i];
+        }
+    } else {
+#pragma unroll
+        for (int slot = 0; slot < TOPK; ++slot) {
+            ids[slot] = from[slot];
+        }
+    }
     u32 ranks = 0;
-    if (token < p.num_tokens) {
-        int ids[TOPK];
 #pragma unroll
-        for (int slot = 0; slot < TOPK; ++slot) {
-            ids[slot] = __ldg(p.topk_ids + static_cast<u64>(token) * TOPK + slot);
-        }
-#pragma unroll
-        for (int slot = 0; slot < TOPK; ++slot) {
-            const int owner = ids[slot] >= 0 && ids[slot] < p.num_ids ? __ldg(p.owners + ids[slot]) : -1;
-            ranks |= owner >= 0 ? 1u << owner : 0u;
-        }
+    for (int slot = 0; slot < TOPK; ++slot) {
+        const int owner = ids[slot] >= 0 && ids[slot] < p.num_ids ? __ldg(p.owners + ids[slot]) : -1;
+        ranks |= owner >= 0 ? 1u << owner : 0u;
     }
     return ranks & alive;
 }
 
+// Leaves each token's ranks in its first slot, for write_slots.
 __device__ __forceinline__ void count_tokens(const Params& p, Shared& shared, u32 alive, int begin, int end) {
     const int lane = threadIdx.x % 32;
     int count = 0;
     for (int start = begin; start < end; start += 32) {
-        const u32 ranks = ranks_of(p, alive, start + lane);
+        const int token = start + lane;
+        const u32 ranks = token < end ? ranks_of(p, alive, token) : 0;
+        if (token < end) {
+            p.slots[static_cast<u64>(token) * RANKS] = static_cast<int>(ranks);
+        }
 #pragma unroll
         for (int rank = 0; rank < RANKS; ++rank) {
             const int here = __popc(__ballot_sync(kAllLanes, ranks >> rank & 1));
@@ -55,7 +66,7 @@ __device__ __forceinline__ void count_tokens(const Params& p, Shared& shared, u3
     }
 }
 
-__device__ __forceinline__ void write_slots(const Params& p, const Shared& shared, u32 alive, int begin, int end) {
+__device__ __forceinline__ void write_slots(const Params& p, const Shared& shared, int begin, int end) {
     const int lane = threadIdx.x % 32;
     int next[RANKS];
 #pragma unroll
@@ -63,14 +74,15 @@ __device__ __forceinline__ void write_slots(const Params& p, const Shared& share
         next[rank] = shared.first[rank] + shared.before[threadIdx.x / 32][rank];
     }
     for (int start = begin; start < end; start += 32) {
-        const u32 ranks = ranks_of(p, alive, start + lane);
+        const int token = start + lane;
+        int* slots = p.slots + static_cast<u64>(token) * RANKS;
+        const u32 ranks = token < end ? static_cast<u32>(slots[0]) : 0;
 #pragma unroll
         for (int rank = 0; rank < RANKS; ++rank) {
             const bool has = ranks >> rank & 1;
             const u32 which = __ballot_sync(kAllLanes, has);
-            if (start + lane < p.num_tokens) {
-                const int row = next[rank] + __popc(which & ((1u << lane) - 1));
-                p.slots[static_cast<u64>(start + lane) * RANKS + rank] = has ? row : -1;
+            if (token < end) {
+                slots[rank] = has ? next[rank] + __popc(which & ((1u << lane) - 1)) : -1;
             }
             next[rank] += __popc(which);
         }
@@ -163,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_plan(c
         shared.first[thread] = first;
     }
     __syncthreads();
-    write_slots(p, shared, alive, begin, end);
+    write_slots(p, shared, begin, end);
     await_counts(c, shared, epoch);
     __syncthreads();
     if (thread == 0) {

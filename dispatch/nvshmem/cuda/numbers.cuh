@@ -7,8 +7,8 @@ constexpr int kColumns = 8;       // of a vector
 constexpr int kScaleVectors = 16;  // vectors that share a scale: 128 columns
 constexpr float kLargestCode = 448.0f;
 constexpr float kTinyScale = 1.17549435e-38f;
-constexpr float kSmallDivisor = 8.0779356694631609e-28f;  // 2^-90
-constexpr float kLargeDivisor = 1.2379400392853803e27f;   // 2^90
+constexpr float kSmall = 8.2718061255302767e-25f;  // 2^-80
+constexpr float kLarge = 1.2379400392853803e27f;   // 2^90
 
 struct Floats {
     float v[kColumns];
@@ -99,13 +99,11 @@ __device__ __forceinline__ void from_e4m3(u32 pair, float& low, float& high) {
 }
 #endif
 
-// x / scale to nearest, but for quotients below 2^-10, which are no code: x times the rounded inverse, refined twice, is
-// exact where no remainder underflows (Markstein's theorem), and a fraction of the instructions of a division.
-__device__ __forceinline__ float divide(float x, float scale, float inverse) {
-    float q = __fmul_rn(x, inverse);
-    q = __fmaf_rn(__fmaf_rn(-q, scale, x), inverse, q);
-    q = __fmaf_rn(__fmaf_rn(-q, scale, x), inverse, q);
-    return copysignf(q, x);
+// x / y by the rounded inverse of y, refined once. Of 16-bit x, and of y = 448 or y = a 16-bit number / 448, the code (or
+// the scale) made of it is that of the rounded quotient: every pair of mantissas and 24 exponents were tried.
+__device__ __forceinline__ float divide(float x, float y, float inverse) {
+    const float q = __fmul_rn(x, inverse);
+    return __fmaf_rn(__fmaf_rn(-q, y, x), inverse, q);
 }
 
 struct Codes {
@@ -123,14 +121,20 @@ __device__ __forceinline__ Codes quantize(const Floats& f, float& scale) {
     for (int step = kScaleVectors / 2; step > 0; step /= 2) {
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
     }
-    scale = fmaxf(__fdiv_rn(largest, kLargestCode), kTinyScale);
-    const float inverse = __frcp_rn(scale);
-    const bool ordinary = scale > kSmallDivisor && scale < kLargeDivisor;
     float q[kColumns];
+    if (largest > kSmall && largest < kLarge) {  // no remainder underflows
+        scale = divide(largest, kLargestCode, 1.0f / kLargestCode);
+        const float inverse = __frcp_rn(scale);
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-        q[i] = ordinary ? divide(f.v[i], scale, inverse) : __fdiv_rn(f.v[i], scale);
-        q[i] = q[i] > kLargestCode ? kLargestCode : q[i] < -kLargestCode ? -kLargestCode : q[i];
+        for (int i = 0; i < kColumns; ++i) {
+            q[i] = copysignf(divide(f.v[i], scale, inverse), f.v[i]);  // of -0, too
+        }
+    } else {
+        scale = fmaxf(__fdiv_rn(largest, kLargestCode), kTinyScale);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            q[i] = __fdiv_rn(f.v[i], scale);
+        }
     }
     return Codes{to_e4m3(q[0], q[1]) | to_e4m3(q[2], q[3]) << 16, to_e4m3(q[4], q[5]) | to_e4m3(q[6], q[7]) << 16};
 }
