@@ -159,9 +159,9 @@ def separate_copies(place: Placement) -> None:
     slot = slot + 1
     while rank.size:
         # One copy of each row a round: exchanges of one row must not cross.
-        _, first = np.unique(rank // num_ranks, return_index=True)
+        first = np.diff(rank // num_ranks, prepend=-1) > 0
         _separate(place, rank[first], slot[first], width)
-        rank, slot = np.delete(rank, first), np.delete(slot, first)
+        rank, slot = rank[~first], slot[~first]
 
 
 def _separate(place: Placement, rank: Array, slot: Array, width: int) -> None:
