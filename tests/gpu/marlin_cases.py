@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +25,6 @@ from moe_ep.scalar_type import scalar_types
 RELATIVE_ERROR = 0.01  # mean |d| / mean |ref|, the tolerance of all quantized experts
 FORMATS_AGREE = 1e-3  # batched and Standard, whose sums are rounded once more
 UINT4B8 = WEIGHT_TYPES[scalar_types.uint4b8.id]
-KINDS = [(kind, group) for kind in WEIGHT_TYPES.values() for group in kind.group_sizes]
 SILU = MoEActivation.SILU
 
 
@@ -41,15 +42,16 @@ def on_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-def compile_all(pairs: list[tuple[WeightType, int, torch.dtype]], few_and_many: bool = True) -> None:
-    """Fills the cache on disk with the kernels of these types, group sizes and activations, on all cores."""
+def compile_all(types: list[tuple[WeightType, int, torch.dtype]]) -> None:
+    """Fills the cache on disk with the kernels of these types, group sizes and activations' dtypes, on all cores."""
     sources = []
-    for kind, group, dtype in pairs:
+    for kind, group, dtype in types:
         scale_dtype = scale_dtype_of(kind, group, dtype)
         per_step = 1 if group == -1 else max(1, 128 // group)
         if on_hopper():
             sources += [hopper.kernel_source(kind, dtype, scale_dtype, per_step, SILU, few) for few in (True, False)]
         sources += [ampere.kernel_source(kind, dtype, scale_dtype, group, phase, SILU) for phase in (0, 1)]
+    random.Random(os.getpid()).shuffle(sources)  # processes that start together do not compile the same ones
     device = torch.device("cuda", torch.cuda.current_device())
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda source: jit._cubin(source, jit._arch_of(device)), sources))

@@ -17,7 +17,6 @@ from moe_ep.kernels.marlin.repack import pack_marlin
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.scalar_type import scalar_types
 from tests.gpu.marlin_cases import (
-    KINDS,
     UINT4B8,
     arguments,
     check_batched,
@@ -27,7 +26,7 @@ from tests.gpu.marlin_cases import (
     pair,
     reference,
 )
-from tests.gpu.marlin_grid import Case, case_of, grid
+from tests.gpu.marlin_grid import KINDS, Case, case_of, grid
 
 __all__ = ["KINDS", "UINT4B8", "arguments", "check_batched", "make", "reference"]
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
