@@ -99,8 +99,8 @@ DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment
   if (g.to < shared.schedule.steps[g.phase]) add_pieces<kTokens>(p, shared.schedule, g, total);
   if (first >= p.gemm[g.phase].rows) return;
   if (g.phase == 0) {
-    store_rows<kTokens, true>(p, g.expert, g.first_row, g.rows, first, total);
+    store_rows<kTokens, true>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnfold);
   } else {
-    store_rows<kTokens, false>(p, g.expert, g.first_row, g.rows, first, total);
+    store_rows<kTokens, false>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnfold);
   }
 }

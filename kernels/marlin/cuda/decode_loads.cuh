@@ -9,14 +9,8 @@
 DEVICE void load_weights(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& ring, u64 policy) {
   const GemmParams& gemm = p.gemm[g.phase];
   int rows = min(gemm.rows - g.row_tile * kTileRows, kTileRows), strips = rows / 64;
-  i64 expert_row = (i64)g.expert * gemm.rows + g.row_tile * kTileRows;
   i64 strip_bytes = (i64)gemm.columns * 64 * kBits / 8;
-  const u8* from[kStrips + 1];
-#pragma unroll
-  for (int i = 0; i <= kStrips; i++) {
-    from[i] = gemm.weights + expert_row * gemm.columns * kBits / 8 + min(i, strips) * strip_bytes;
-    from[i] += (i64)g.from * (i < kStrips ? kStripBytes : kStripBytes / 2);
-  }
+  const u8* tile = gemm.weights + ((i64)g.expert * gemm.rows + g.row_tile * kTileRows) * gemm.columns * kBits / 8;
   bool grouped = SCALES_PER_STEP > 1 || gemm.groups > 1;
   for (int step = g.from; step < g.to; step++, ring.advance(1)) {
     int columns = min(gemm.columns - step * kStepColumns, kStepColumns), column_bytes = columns * kBits / 8;
@@ -26,17 +20,16 @@ DEVICE void load_weights(const ExpertsParams& p, Shared& shared, const Segment& 
     barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
     barrier_arrive_expecting(full, rows * column_bytes + groups * rows * kScaleBytes * (kHasZeros ? 2 : 1));
     u32 to = shared_address(ring.codes());
-#pragma unroll
-    for (int i = 0; i < kStrips; i++, to += kStripBytes) {
-      if (i < strips) bulk_copy(to, from[i], 64 * column_bytes, full, policy);
-      from[i] += kStripBytes;
+    const u8* from = tile + (i64)step * kStripBytes;
+#pragma unroll 1
+    for (int i = 0; i < strips; i++, to += kStripBytes, from += strip_bytes) {
+      bulk_copy(to, from, 64 * column_bytes, full, policy);
     }
     if (rows % 64) {  // half a strip: its blocks lie closer than in a stage
-      to = shared_address(ring.codes()) + strips * kStripBytes;
+      from -= (i64)step * (kStripBytes / 2);
       for (int c = 0; c < columns / 32; c++) {
-        bulk_copy(to + c * 4 * kPieceBytes, from[kStrips] + c * 2 * kPieceBytes, 2 * kPieceBytes, full, policy);
+        bulk_copy(to + c * 4 * kPieceBytes, from + c * 2 * kPieceBytes, 2 * kPieceBytes, full, policy);
       }
-      from[kStrips] += kStripBytes / 2;
     }
     i64 offset = (((i64)g.expert * gemm.groups + first_group) * gemm.rows + g.row_tile * kTileRows) * kScaleBytes;
     to = shared_address(ring.scales());
@@ -132,33 +125,38 @@ DEVICE void wait_for_pieces(const ExpertsParams& p, Shared& shared, const Segmen
   __syncwarp();
 }
 
-// The warps take the stages in turn; a thread copies the same 16-byte chunk of every other row.
+// A thread copies the same 16-byte chunk of every fourth row: two rows a warp, side by side.
 DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring ring) {
-  constexpr int kChunks = kStepColumns / 8, kRowsAtOnce = 32 / kChunks;
-  int lane = threadIdx.x % 32, chunk = lane % kChunks, first = lane / kChunks, turn = threadIdx.x / 32 - kTokenWarp;
+  constexpr int kChunks = kStepColumns / 8, kRowsAtOnce = kTokenWarps * 32 / kChunks;
+  int thread = threadIdx.x - 32 * kTokenWarp, lane = thread % 32, chunk = thread % kChunks, first = thread / kChunks;
   u32 place = chunk / 8 * ring.token_rows * 128 + first * 128;
+  u32 chunks[2] = {(chunk ^ first) % 8 * 16u, (chunk ^ first + kRowsAtOnce) % 8 * 16u};  // of every other row
   for_each_segment(shared, shared.segment_empty, [&](const Segment& g, int) {
     const GemmParams& gemm = p.gemm[g.phase];
-    const u16* from[kFewRows / kRowsAtOnce];
+    // A lane finds where one row begins, in 16-byte chunks, which 32 bits can count.
+    u32 start = lane < g.rows ? (u32)input_row(p, g, lane) * (u32)(gemm.columns / 8) : 0;
+    u32 from[kFewRows / kRowsAtOnce];
 #pragma unroll
     for (int i = 0; i < kFewRows / kRowsAtOnce; i++) {
-      int row = first + i * kRowsAtOnce;
-      from[i] = gemm.input + (row < g.rows ? input_row(p, g, row) * gemm.columns + chunk * 8 : 0);
+      from[i] = __shfl_sync(~0u, start, first + i * kRowsAtOnce) + chunk;
     }
     bool shared_tile = g.from == 0 && g.to < shared.schedule.steps[g.phase];
     int ready = g.phase == 0 ? g.to : g.from, num_rows = g.rows - first;
-    for (int step = g.from; step < g.to; step++, turn ^= 1, ring.advance(1)) {
-      if (turn != 0) continue;
+    for (int step = g.from; step < g.to; step++, ring.advance(1)) {
       if (step >= ready) ready = wait_for_hidden(p, shared, g, step);
       if (shared_tile && step == g.to - 1) wait_for_pieces(p, shared, g, lane);
       barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-      u32 to = shared_address(ring.tokens()) + place;
+      u32 to[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) to[i] = shared_address(ring.tokens()) + place + chunks[i];
       u32 valid = step * kStepColumns + chunk * 8 < gemm.columns ? 16 : 0;
-      int column = valid ? step * kStepColumns : 0;
+      const uint4* input = reinterpret_cast<const uint4*>(gemm.input) + (valid ? step * (kStepColumns / 8) : 0);
+      asm volatile("" : "+l"(input));  // so that addresses are found when they are needed: there are many
 #pragma unroll
       for (int i = 0; i < kFewRows / kRowsAtOnce; i++) {
         int row = i * kRowsAtOnce;
-        if (row < num_rows) copy_async_16(to + row * 128 + ((chunk ^ first + row) % 8) * 16, from[i] + column, valid);
+        if (row >= num_rows) break;
+        copy_async_16(to[i % 2] + row * 128, input + from[i], valid);
       }
       barrier_arrive_on_copies(&shared.full[ring.stage]);
     }

@@ -1,7 +1,7 @@
 // Who computes what among the experts of a few rows, decided on the device from their row counts.
 //
 // A tile is 256 weight rows of one expert, all its tokens; a step is 128 columns of it. The tiles of a phase (w13, then
-// w2) lie one after the other, expert by expert, and their steps are cut into one piece a block, all of equal length. A
+// w2) lie one after the other, expert by expert, and their steps are cut into one piece a block, all of equal cost. A
 // piece may begin and end inside a tile: the block that has a tile's first step adds up the pieces that follow.
 //
 // A block claims pieces by tickets, those of w13 first and the last piece of either phase first, so a piece only waits
@@ -19,21 +19,21 @@ constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
 constexpr int kTicketsPerBlock = 3;  // a piece of either phase, and one that says there is no more
 
-// Tokens a tile is computed for.
-DEVICE int tile_tokens(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : 32; }
+// Tokens a tile is computed for, and the relative time of one of its steps as measured on an H200.
+DEVICE int tile_tokens(int rows) { return (rows + 7) / 8 * 8; }
+DEVICE int step_cost(int rows) { return 3 + tile_tokens(rows) / 8; }
 
 struct Schedule {
   int num_active, largest;         // experts that have a few rows, and the most rows one of them has
   int row_tiles[2], steps[2];      // of an expert, of a tile
-  int length[2], longer[2];        // steps of a piece; so many pieces, the first ones, have one more
+  int start[2][kMaxBlocks + 1];    // first step of every piece, and behind the last one
   // Behind this struct: an Active for every expert there may be.
   struct Active {
     int expert, rows, first_row;   // first_row: rows of all experts before it, of any number
+    int cost, cost_before;         // of a step, and the sum over the active experts before it
   };
   DEVICE Active* active() { return reinterpret_cast<Active*>(this + 1); }
-  DEVICE int piece_start(int phase, int piece) const {
-    return piece * length[phase] + min(piece, longer[phase]);
-  }
+  DEVICE int piece_start(int phase, int piece) const { return start[phase][piece]; }
 };
 
 struct Segment {
@@ -42,32 +42,63 @@ struct Segment {
   int row_tile, from, to;               // which tile, and which of its steps
 };
 
-// One warp fills the tables.
+// Sum over the lanes before this one.
+DEVICE int sum_before(int value, int lane) {
+  int sum = value;
+  for (int d = 1; d < 32; d *= 2) {
+    int below = __shfl_up_sync(~0u, sum, d);
+    if (lane >= d) sum += below;
+  }
+  return sum - value;
+}
+
+// One warp lists the experts.
 DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
-  int active = 0, all = 0, largest = 0;
+  int active = 0, all = 0, cost = 0, largest = 0;
   for (int base = 0; base < p.num_experts; base += 32) {
     int e = base + lane;
     int rows = e < p.num_experts ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
-    int sum = rows;
-    for (int d = 1; d < 32; d *= 2) {
-      int below = __shfl_up_sync(~0u, sum, d);
-      if (lane >= d) sum += below;
-    }
     bool few = rows > 0 && rows <= p.few_rows;
+    int own = few ? step_cost(rows) : 0;
+    int rows_before = all + sum_before(rows, lane), before = cost + sum_before(own, lane);
     u32 votes = __ballot_sync(~0u, few);
-    if (few) s.active()[active + __popc(votes & ((1u << lane) - 1))] = {e, rows, all + sum - rows};
+    if (few) s.active()[active + __popc(votes & ((1u << lane) - 1))] = {e, rows, rows_before, own, before};
     active += __popc(votes);
-    all += __shfl_sync(~0u, sum, 31);
+    all = __shfl_sync(~0u, rows_before + rows, 31);
+    cost = __shfl_sync(~0u, before + own, 31);
     largest = max(largest, few ? rows : 0);
   }
   largest = __reduce_max_sync(~0u, largest);
   if (lane < 2) {
-    int row_tiles = (p.gemm[lane].rows + kTileRows - 1) / kTileRows;
-    int steps = (p.gemm[lane].columns + kStepColumns - 1) / kStepColumns, all = active * row_tiles * steps;
-    s.row_tiles[lane] = row_tiles, s.steps[lane] = steps;
-    s.length[lane] = all / gridDim.x, s.longer[lane] = all % gridDim.x;
+    s.row_tiles[lane] = (p.gemm[lane].rows + kTileRows - 1) / kTileRows;
+    s.steps[lane] = (p.gemm[lane].columns + kStepColumns - 1) / kStepColumns;
   }
   if (lane == 0) s.num_active = active, s.largest = largest;
+}
+
+// All threads, once there are tables: cuts either phase into pieces of equal cost, or of equal length where they are so
+// short that some could get no step at all.
+DEVICE void cut_phases(Schedule& s) {
+  int blocks = gridDim.x;
+  for (int i = threadIdx.x; i < 2 * (blocks + 1); i += blockDim.x) {
+    int phase = i > blocks, piece = i - phase * (blocks + 1), expert = 0;
+    int expert_steps = s.row_tiles[phase] * s.steps[phase];
+    Schedule::Active last = s.active()[s.num_active - 1];
+    int total = (last.cost_before + last.cost) * expert_steps, all = s.num_active * expert_steps;
+    bool even = total < 2 * step_cost(kFewRows) * blocks;
+    if (even) total = all;
+    int before = piece * (total / blocks) + min(piece, total % blocks);
+    if (even || piece == blocks) {
+      s.start[phase][piece] = even ? before : all;
+      continue;
+    }
+    for (int stride = 1 << (31 - __clz(s.num_active)); stride > 0; stride /= 2) {
+      int next = expert + stride;
+      if (next < s.num_active && s.active()[next].cost_before * expert_steps <= before) expert = next;
+    }
+    Schedule::Active a = s.active()[expert];
+    s.start[phase][piece] = expert * expert_steps + (before - a.cost_before * expert_steps) / a.cost;
+  }
 }
 
 // Calls work(segment) for every tile, or part of one, of a ticket's piece.

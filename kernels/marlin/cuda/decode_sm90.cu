@@ -2,8 +2,8 @@
 //
 //   hidden[r, :] = activation(w13[e] x[r] + bias1[e]),  out[r, :] = w2[e] hidden[r] + bias2[e]   for every row r of e
 //
-// The weights are operand A (from packed codes, in registers), the tokens operand B (8, 16 or 32 of them), so that a few
-// rows cost little padding. The warps of a block:
+// The weights are operand A (from packed codes, in registers), the tokens operand B (8, 16, 24 or 32 of them), so that
+// a few rows cost little padding. The warps of a block:
 //   0          claims pieces (decode_schedule.cuh) and streams packed weights and scales with bulk copies
 //   1, 2       copy the tokens' rows, wherever they are, and wait for w13's tiles before they read `hidden`
 //   3          tells other blocks what is stored
@@ -15,7 +15,7 @@
 #include "decode_finish.cuh"
 #include "handover.cuh"
 
-// As measured: with four teams the sums of 16 or 32 tokens leave too few registers.
+// As measured: with four teams the sums of more tokens leave too few registers.
 DEVICE constexpr int teams_of(int tokens) { return tokens == 8 ? 4 : 2; }
 
 template <int kTokens>
@@ -46,30 +46,32 @@ DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, float4* exchan
     switch (tile_tokens(g.rows)) {
       case 8: compute_segment<8>(p, shared, g, i, exchange, ring); break;
       case 16: compute_segment<16>(p, shared, g, i, exchange, ring); break;
-      default: compute_segment<32>(p, shared, g, i, exchange, ring);
+      case 24: compute_segment<24>(p, shared, g, i, exchange, ring); break;
+      default: compute_segment<kFewRows>(p, shared, g, i, exchange, ring);
     }
     ring.advance(g.to - g.from);
   });
 }
 
-// The exchange holds the sums of any tile up to the largest there is; the ring fills what is left behind it.
-DEVICE Ring make_ring(u8* start, u32 free_bytes, int token_rows, float4** exchange) {
+// The exchange holds the sums of any tile up to the largest there is; the ring fills what is left behind it. Tokens are
+// read 8 or 16 at a time.
+DEVICE Ring make_ring(u8* start, u32 free_bytes, int largest, float4** exchange) {
   Ring ring;
   int used = exchange_bytes(8, teams_of(8));
-  if (token_rows > 8) used = max(used, exchange_bytes(16, teams_of(16)));
-  if (token_rows > 16) used = max(used, exchange_bytes(32, teams_of(32)));
+  if (largest > 8) used = max(used, exchange_bytes(16, teams_of(16)));
+  if (largest > 16) used = max(used, exchange_bytes(kFewRows, teams_of(kFewRows)));
   *exchange = reinterpret_cast<float4*>(start);
   ring.base = start + used;
-  ring.token_rows = token_rows;
-  ring.stage_bytes = kCodeBytes + kScaleStage + token_rows * 2 * kStepColumns;
-  ring.num_stages = min((int)((free_bytes - used) / ring.stage_bytes), kMaxStages) / kTokenWarps * kTokenWarps;
+  ring.token_rows = largest <= 8 ? 8 : (largest + 15) / 16 * 16;
+  ring.stage_bytes = kCodeBytes + kScaleStage + ring.token_rows * 2 * kStepColumns;
+  ring.num_stages = min((int)((free_bytes - used) / ring.stage_bytes), kMaxStages);
   return ring;
 }
 
 DEVICE void init_barriers(Shared& shared) {
 #pragma unroll
   for (int i = 0; i < kMaxStages; i++) {
-    barrier_init(&shared.full[i], 1 + 32);
+    barrier_init(&shared.full[i], 1 + 32 * kTokenWarps);
     barrier_init(&shared.empty[i], kReleases);
   }
 #pragma unroll
@@ -84,8 +86,11 @@ DEVICE void init_barriers(Shared& shared) {
 
 // The first ticket, in lane 0, and what follows from it and the row counts.
 DEVICE int start_launch(const ExpertsParams& p, Shared& shared, int lane) {
-  u64 ticket = lane == 0 ? atomicAdd(reinterpret_cast<u64*>(p.sync), 1ull) : 0;
+  u64* tickets = reinterpret_cast<u64*>(p.sync);
+  u64 ticket = lane == 0 ? atomicAdd(tickets, 1ull) : 0;
   make_tables(shared.schedule, p, lane);
+  __syncwarp();
+  if (lane == 0 && shared.schedule.largest == 0) atomicAdd(tickets, kTicketsPerBlock - 1ull);  // all at once
   u64 launch = ticket / (kTicketsPerBlock * gridDim.x);
   if (lane == 0) shared.launch = (int)launch + 1;
   return (int)(ticket - launch * (kTicketsPerBlock * gridDim.x));
@@ -103,11 +108,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     init_barriers(shared);
   }
   __syncthreads();
+  if (shared.schedule.largest == 0) return;  // all experts have more rows, or none
+  cut_phases(shared.schedule);
+  __syncthreads();
   u32 dynamic_bytes;
   asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(dynamic_bytes));
   u32 used = (sizeof(Shared) + p.num_experts * sizeof(Schedule::Active) + 127) / 128 * 128;
   float4* exchange;
-  Ring ring = make_ring(memory + used, dynamic_bytes - used, tile_tokens(shared.schedule.largest), &exchange);
+  Ring ring = make_ring(memory + used, dynamic_bytes - used, shared.schedule.largest, &exchange);
   if (warp >= kFirstConsumer) {
     registers_grow<104>();
     run_consumers(p, shared, exchange, ring);

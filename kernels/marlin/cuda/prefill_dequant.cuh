@@ -3,8 +3,8 @@
 // The bits of a small number, read as a bf16, are a tiny number proportional to it, for four-bit integers one place
 // higher alike. Multiplied by a scale that makes up for it all but 2^-26, which leaves room for any scale, it is the
 // weight, rounded once; the sums are multiplied by 2^26 at the end. Of integers fma takes the offset off: 8 times a
-// scale is exact. f16 lacks the exponents for this, and zero points times a scale are not exact: these are dequantized
-// as in dequant.cuh.
+// scale is exact. f16 lacks the exponents for this, and zero points times a scale are not exact: these become numbers
+// first and are multiplied by their scale then.
 #pragma once
 #include "dequant.cuh"
 
@@ -19,7 +19,7 @@ constexpr u32 kFold = WEIGHT_TYPE == UINT4B8 ? 0x73007500u         // 2^107, 2^1
 constexpr u32 kFoldedOffset = 0xb400b400u;                         // -8 * 2^-26
 
 DEVICE Scales load_folded_scales(const u8* row, const u8* zeros) {
-  if constexpr (!kFolded) return load_scales(row, zeros, 0);
+  if constexpr (!kFolded) return load_unit_scales(row, zeros);
   u32 pair;
   if constexpr (kScaleBytes == 2) {
     pair = *reinterpret_cast<const u32*>(row);
@@ -42,9 +42,12 @@ DEVICE Scales load_folded_scales(const u8* row, const u8* zeros) {
 
 // The four pairs of 16 columns, as dequantize() orders them, too small by kUnfold.
 DEVICE void dequantize_folded(const u32* words, const Scales& s, u32* a) {
+  if constexpr (!kFolded) unscaled(words, s, a);
 #pragma unroll
-  for (int j = 0; j < (kFolded ? 4 : 0); j++) {
-    if constexpr (WEIGHT_TYPE == UINT4B8) {
+  for (int j = 0; j < 4; j++) {
+    if constexpr (!kFolded) {
+      a[j] = mul_pair(a[j], s.scale[j & 1]);
+    } else if constexpr (WEIGHT_TYPE == UINT4B8) {
       u32 bits = (j < 2 ? words[0] : words[0] >> 8) & (j & 1 ? 0x00f000f0u : 0x000f000fu);
       a[j] = fma_pair(bits, s.scale[j & 1], s.offset[j & 1]);
     } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
@@ -55,5 +58,4 @@ DEVICE void dequantize_folded(const u32* words, const Scales& s, u32* a) {
       a[j] = mul_pair(and_or(words[0] << (12 - 4 * j), 0x80008000u, number), s.scale[j & 1]);
     }
   }
-  if constexpr (!kFolded) dequantize(words, s, a);
 }

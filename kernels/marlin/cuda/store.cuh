@@ -10,20 +10,20 @@ DEVICE i64 output_row(const ExpertsParams& p, int phase, int expert, int first_r
   return p.sorted ? p.row_ids[first_row + i] : (i64)expert * p.max_rows + i;
 }
 
-// 16 weight rows of a warp, the first of them `first`, for the expert's tokens from `first_token` up to `rows`; sums as
-// the products of mma.cuh leave them.
+// 16 weight rows of a warp, the first of them `first`, for the expert's tokens from `first_token` up to `rows`; sums,
+// in that unit, as the tensor cores leave them.
 template <int kTokens, bool kActivate>
 DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, int rows, int first, const float* sums,
-                       int first_token = 0) {
+                       int first_token = 0, float unit = 1.0f) {
   constexpr bool kGate = kActivate && kGated;
   const GemmParams& gemm = p.gemm[kActivate ? 0 : 1];
   int lane = threadIdx.x % 32, width = kGate ? gemm.rows / 2 : gemm.rows;
   int row = lane / 4, low = kGate ? first / 2 + row : first + row / 2 * 4 + row % 2;
   int high = kGate ? width + low : low + 2;
-  float alpha[2] = {1.0f, 1.0f}, bias[2] = {0.0f, 0.0f};
+  float alpha[2] = {unit, unit}, bias[2] = {0.0f, 0.0f};
   if (gemm.alphas != nullptr) {
-    alpha[0] = gemm.alphas[expert * gemm.alphas_per_expert];
-    alpha[1] = kGate ? gemm.alphas[(expert + 1) * gemm.alphas_per_expert - 1] : alpha[0];
+    alpha[0] *= gemm.alphas[expert * gemm.alphas_per_expert];
+    alpha[1] *= gemm.alphas[kGate ? (expert + 1) * gemm.alphas_per_expert - 1 : expert * gemm.alphas_per_expert];
   }
   if (gemm.bias != nullptr) {
     bias[0] = to_float(gemm.bias[(i64)expert * gemm.rows + low]);
@@ -31,6 +31,7 @@ DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, int ro
   }
 #pragma unroll
   for (int j = 0; j < kTokens / 8; j++) {
+    if (first_token + 8 * j >= rows) continue;
     float v[4];
 #pragma unroll
     for (int k = 0; k < 4; k++) v[k] = sums[4 * j + k] * alpha[k / 2] + bias[k / 2];
