@@ -10,7 +10,8 @@ that they are read from memory. Buffers hold 128 rows an expert, or 1024 where m
 
 Beside uniform rows: rows that follow Zipf's law with exponent 0.5 over three quarters of the experts, the others empty,
 against the same number of rows spread evenly over the same experts; and DeepSeek-V3's experts of one of eight ranks
-when every rank has T tokens. Peers run in processes of their own (gemm_peers.py), without the activation.
+when every rank has T tokens. Peers run in processes of their own (gemm_peers.py), without the activation; what they
+compile they compile first, side by side. scripts/gemm_tables.py makes the tables of docs/benchmarks/gemm.md.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -193,22 +196,46 @@ def caller(
     return call
 
 
-def peer_times(
-    peer: str, shape: Shape, row_counts: list[int], library: Path | None, seconds: float
-) -> dict[str, dict[str, float]]:
-    """{rows: {name: us}} of a peer, as far as it got in that time; nothing where it does not take the shape."""
-    command = [sys.executable, str(Path(__file__).with_name("gemm_peers.py")), peer, "--shape"]
-    command += [*map(str, (shape.experts, shape.K, shape.N)), "--capacity", str(capacity_of(max(row_counts)))]
-    command += ["--rows", *map(str, row_counts)] + (["--library", str(library)] if peer == "vllm" else [])
+def peer_command(peer: str, shapes: list[Shape], row_counts: list[int], library: Path | None) -> list[str]:
+    command = [sys.executable, str(Path(__file__).with_name("gemm_peers.py")), peer, "--rows", *map(str, row_counts)]
+    for shape in shapes:
+        command += ["--shape", *map(str, (shape.experts, shape.K, shape.N))]
+    return command + (["--library", str(library)] if peer == "vllm" else [])
+
+
+def run_peer(command: list[str], seconds: float) -> str:
+    """What a peer printed in that time; what went wrong is printed here."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
         printed, problem = done.stdout, done.stderr.strip().splitlines()[-1:] if done.returncode else []
     except subprocess.TimeoutExpired as expired:
         printed, problem = (expired.stdout or b"").decode(), [f"stopped after {seconds:.0f} s"]
     if problem:
-        print(f"{peer}: {problem[0]}", file=sys.stderr)
+        print(f"{command[2]}: {problem[0]}", file=sys.stderr)
+    return printed
+
+
+def compile_peers(
+    peers: list[str], shapes: list[Shape], row_counts: list[int], library: Path | None, seconds: float
+) -> None:
+    """Lets the peers compile what they will need and do not have, side by side, before anything is timed."""
+    jobs = [[shape] for shape in shapes]
+    with ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 2)) as pool:
+        for peer in peers:
+            # vLLM's kernels are the same for all shapes.
+            for job in jobs if peer == "humming" else jobs[:1]:
+                command = [*peer_command(peer, job, row_counts, library), "--compile-only"]
+                pool.submit(run_peer, command, seconds)
+
+
+def peer_times(
+    peer: str, shapes: dict[str, Shape], row_counts: list[int], library: Path | None, seconds: float
+) -> list[dict[str, Any]]:
+    """Rows of shape, rows and microseconds by name of a peer, as far as it got in that time."""
+    names = {(shape.experts, shape.K, shape.N): name for name, shape in shapes.items()}
+    printed = run_peer(peer_command(peer, list(shapes.values()), row_counts, library), seconds)
     rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
-    return {str(row["rows"]): row["us"] for row in rows}
+    return [{"shape": names[tuple(row["shape"])], "rows": str(row["rows"])} | row["us"] for row in rows]
 
 
 def summary(results: list[dict[str, Any]]) -> str:
@@ -234,7 +261,8 @@ def main() -> None:
     parser.add_argument(
         "--peer-rows", nargs="+", type=int, help="fewer row counts for them (their compilation is slow)"
     )
-    parser.add_argument("--peer-seconds", type=float, default=600, help="for one of them and one shape")
+    parser.add_argument("--peer-seconds", type=float, default=600, help="for one of them, compiling and timing")
+    parser.add_argument("--compiled", action="store_true", help="the peers have compiled what they need")
     parser.add_argument("--vllm-library", type=Path, help="vLLM's _moe_C_stable_libtorch.abi3.so, or that as .xz")
     parser.add_argument("--jsonl", type=Path, help="append one JSON line a row to this file")
     parser.add_argument("--commit", help="what to record where this is no git checkout")
@@ -253,22 +281,31 @@ def main() -> None:
         "ampere_only": options.ampere_only,
     }
     print(json.dumps(about))
+    shapes = {name: SHAPES[name] for name in options.shapes}
+    # The peers take neither fp4 nor biases in this form.
+    common = {name: shape for name, shape in shapes.items() if shape.kind == "uint4b8"}
+    asked = (options.peer_rows or options.rows, options.vllm_library, options.peer_seconds)
+    if common and not options.compiled:
+        compile_peers(options.peers, list(common.values()), *asked)
     everything = []
-    for name in options.shapes:
-        shape = SHAPES[name]
-        results = run_shape(name, shape, cases_of(name, shape, options.rows, not options.no_skew))
+    for name, shape in shapes.items():
+        rows = run_shape(name, shape, cases_of(name, shape, options.rows, not options.no_skew))
+        everything += keep(rows, about, options.jsonl)
         torch.cuda.empty_cache()
-        for peer in options.peers if shape.kind == "uint4b8" else ():
-            times = peer_times(
-                peer, shape, options.peer_rows or options.rows, options.vllm_library, options.peer_seconds
-            )
-            for row in results:
-                row |= times.get(row["rows"], {})
-        print(table(results, COLUMNS), flush=True)
-        everything += results
-        for row in results if options.jsonl else ():
-            append_line(options.jsonl, row | about)
+    for peer in options.peers if common else ():
+        times = keep(peer_times(peer, common, *asked), about, options.jsonl)
+        for row in everything:
+            row |= next((us for us in times if (us["shape"], us["rows"]) == (row["shape"], row["rows"])), {})
+    for name in shapes:
+        print(table([row for row in everything if row["shape"] == name], COLUMNS), flush=True)
     print(summary(everything))
+
+
+def keep(rows: list[dict[str, Any]], about: dict[str, Any], path: Path | None) -> list[dict[str, Any]]:
+    """Appends the rows to the file and gives them back."""
+    for row in rows if path else ():
+        append_line(path, row | about)
+    return rows
 
 
 if __name__ == "__main__":

@@ -11,16 +11,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from moe_ep.bench.ceilings import measure_ceilings
-from moe_ep.bench.results import append_line, facts, table
+from moe_ep.bench.results import append_line, facts, markdown_table, table
 from moe_ep.bench.timing import time_calls, timing_of
-from moe_ep.kernels.align import align_reference, batched_moe_align_block_size, sort_slots_by_expert
-from moe_ep.kernels.cuda_align import cuda_align
+from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size, sort_slots_by_expert
 from moe_ep.kernels.mul_sum import moe_fused_mul_sum, mul_sum_reference
 from moe_ep.kernels.quantize import quantize_rows
 from moe_ep.kernels.routing import fused_topk
@@ -52,13 +51,12 @@ def cases(T: int, E: int, top_k: int, K: int) -> Iterator[Case]:
         lambda: torch.equal(ids, topk_reference(logits, top_k, renormalize=True)[1]),
         logits.nbytes + weights.nbytes + ids.nbytes,
     )
-    length = ids.numel() + E * (BLOCK_SIZE - 1)
-    shape = (BLOCK_SIZE, E, length, None, None)
+    aligned = moe_align_block_size(ids, BLOCK_SIZE, E)
     yield Case(
         "align",
-        lambda: cuda_align(ids, *shape),
-        lambda: all(map(torch.equal, cuda_align(ids, *shape), align_reference(ids, *shape))),
-        ids.nbytes + 4 * length + 4 * length // BLOCK_SIZE,
+        lambda: moe_align_block_size(ids, BLOCK_SIZE, E),
+        lambda: all(map(torch.equal, (t.cpu() for t in aligned), moe_align_block_size(ids.cpu(), BLOCK_SIZE, E))),
+        ids.nbytes + sum(part.nbytes for part in aligned),
     )
     expected = torch.sort(ids.flatten(), stable=True).indices.int()
     yield Case(
@@ -96,6 +94,17 @@ def cases(T: int, E: int, top_k: int, K: int) -> Iterator[Case]:
     )
 
 
+def by_tokens(rows: list[dict[str, Any]], tokens: list[int]) -> str:
+    """A markdown table with a line for each kernel and a column for each number of tokens."""
+    lines: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        line = lines.setdefault(row["kernel"], {"kernel": row["kernel"]})
+        line[str(row["tokens"])] = f"{row['us']:.2f}"
+        line["share"] = f"{row['share_of_copy']:.2f}"
+    columns = {"kernel": "kernel"} | {str(count): f"T = {count}, us" for count in tokens}
+    return markdown_table(list(lines.values()), columns | {"share": f"share of that rate at {tokens[-1]}"})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 128, 4096])
@@ -104,6 +113,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="what to record where this does not run from a git checkout")
+    parser.add_argument("--markdown", action="store_true", help="a table with a column for each number of tokens")
     parser.add_argument("--json", type=Path, help="append one JSON line a row to this file")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -129,6 +139,9 @@ def main() -> None:
             if args.json is not None:
                 append_line(args.json, rows[-1])
     print(f"an empty kernel takes {empty_us:.2f} us, a large copy moves {ceiling / 1e12:.2f} TB/s")
+    if args.markdown:
+        print(by_tokens(rows, args.tokens))
+        return
     columns = {"kernel": "kernel", "tokens": "T", "us": "us", "over_empty_us": "over empty", "share_of_copy": "of copy"}
     print(table(rows, columns))
 

@@ -1,12 +1,18 @@
 """Other implementations of the experts' two GEMMs, timed as bench_gemm.py times ours; it starts this in processes.
 
-    python scripts/gemm_peers.py humming --shape 16 4096 1536 --rows 1 8 64 --capacity 128
-    python scripts/gemm_peers.py vllm --library FILE --shape 16 4096 1536 --rows 1 8 64 --capacity 128
+    python scripts/gemm_peers.py humming --shape 16 4096 1536 --rows 1 8 64
+    python scripts/gemm_peers.py vllm --library FILE --shape 16 4096 1536 --shape 1 4096 14336 --rows 1 8 64
 
-One JSON line for each number of rows an expert, `us` by name. Both peers compute the GEMMs alone, without the
-activation between them. Humming is `humming-kernels` from PyPI with its default tuning; its first calls compile. vLLM's
-batched Marlin is the file vllm/_moe_C_stable_libtorch.abi3.so of its wheel (or that file as .xz), loaded alone: "vllm"
-has block size 64, as vLLM chooses it from the buffer's capacity, "vllm_best" the best of its sizes. Weights are random.
+One JSON line for each shape and number of rows an expert, `us` by name. Buffers hold 128 rows an expert, or 1024 where
+more are used. Both peers compute the GEMMs alone, without the activation between them; weights are random.
+
+Humming is `humming-kernels` from PyPI with its default tuning. Its first calls compile, a minute for all rows of a
+shape; it keeps what it compiled in HUMMING_CACHE_DIR, by the paths and times of its files.
+vLLM's batched Marlin is the file vllm/_moe_C_stable_libtorch.abi3.so of its wheel (or that file as .xz), loaded alone:
+"vllm" has block size 64, as vLLM chooses it from the buffer's capacity, "vllm_best" the best of its sizes. The file has
+these kernels as code of sm_80 and as PTX, which the driver compiles at the first call, 40 s on a Hopper GPU's host; it
+keeps them in CUDA_CACHE_PATH.
+--compile-only makes the first calls and times nothing: shapes may be compiled side by side.
 """
 
 from __future__ import annotations
@@ -24,27 +30,38 @@ from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.scalar_type import scalar_types
 
 CACHE_BYTES = 150e6  # weights below this are copied until they exceed it
-VLLM_BLOCKS = (64, 8, 16, 32, 48)
+
+
+VLLM_USUAL_BLOCK = 64
+
+Call = Callable[[int], None]
+Shape = tuple[int, int, int]
 
 
 class Buffers:
     """Rows of every expert, `capacity` each, before, between and after the GEMMs."""
 
-    def __init__(self, experts: int, K: int, N: int, capacity: int) -> None:
+    def __init__(self, shape: Shape, capacity: int) -> None:
+        experts, K, N = shape
+
         def rows(columns: int) -> torch.Tensor:
             return torch.randn(experts * capacity, columns, device="cuda").bfloat16()
 
+        self.capacity = capacity
         self.input, self.gate_up, self.hidden, self.output = rows(K), rows(2 * N), rows(N), rows(K)
         self.counts = torch.zeros(experts, dtype=torch.int32, device="cuda")
 
 
-def humming_calls(options: argparse.Namespace, buffers: Buffers) -> dict[str, Callable[[int, int], None]]:
-    """Humming's grouped_masked form: call(i, rows)."""
-    from humming.layer import HummingLayer
+class Humming:
+    """Its grouped_masked form."""
 
-    experts, K, N = options.shape
+    def __init__(self, shape: Shape, library: Path | None) -> None:
+        experts, K, N = shape
+        self._pairs = [(self._layer(experts, 2 * N, K), self._layer(experts, K, N)) for _ in range(num_copies(shape))]
 
-    def layer(out: int, columns: int) -> torch.nn.Module:
+    def _layer(self, experts: int, out: int, columns: int) -> torch.nn.Module:
+        from humming.layer import HummingLayer
+
         made = HummingLayer(
             shape_n=out,
             shape_k=columns,
@@ -56,62 +73,86 @@ def humming_calls(options: argparse.Namespace, buffers: Buffers) -> dict[str, Ca
         made.transform()
         return made
 
-    pairs = [(layer(2 * N, K), layer(K, N)) for _ in range(num_copies(options))]
-    config = {"gemm_type": "grouped_masked"}
+    def calls(self, buffers: Buffers, rows: int) -> dict[str, Call]:
+        more = {
+            "expert_layout": buffers.counts,
+            "compute_config": {"gemm_type": "grouped_masked"},
+            "valid_shape_m": rows * buffers.counts.numel(),
+        }
 
-    def call(i: int, rows: int) -> None:
-        more = {"expert_layout": buffers.counts, "compute_config": config, "valid_shape_m": rows * experts}
-        w13, w2 = pairs[i % len(pairs)]
-        w13(buffers.input, outputs=buffers.gate_up, **more)
-        w2(buffers.hidden, outputs=buffers.output, **more)
+        def call(i: int) -> None:
+            w13, w2 = self._pairs[i % len(self._pairs)]
+            w13(buffers.input, outputs=buffers.gate_up, **more)
+            w2(buffers.hidden, outputs=buffers.output, **more)
 
-    return {"humming": call}
+        return {"humming": call}
+
+    def named(self, times: dict[str, float]) -> dict[str, float]:
+        return times
 
 
-def vllm_calls(options: argparse.Namespace, buffers: Buffers) -> dict[str, Callable[[int, int], None]]:
-    """vLLM's batched Marlin for each block size: call(i, rows), with the index lists made in every call."""
-    torch.ops.load_library(unpacked(options.library))
-    experts, K, N = options.shape
+class Vllm:
+    """Its batched Marlin for each block size, with the index lists made in every call."""
 
-    def weights(out: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __init__(self, shape: Shape, library: Path | None) -> None:
+        if library is None:
+            raise SystemExit("vllm needs --library, its _moe_C_stable_libtorch.abi3.so or that as .xz")
+        torch.ops.load_library(unpacked(library))
+        experts, K, N = shape
+        self._ops = torch.ops._moe_C
+        self._pairs = [
+            (self._weights(experts, 2 * N, K), self._weights(experts, K, N)) for _ in range(num_copies(shape))
+        ]
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        self._workspace = torch.zeros(4 * multiprocessors, dtype=torch.int32, device="cuda")
+
+    def _weights(self, experts: int, out: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         size = (experts, columns // 16, out * 2)
         codes = torch.randint(-(2**31), 2**31 - 1, size, dtype=torch.int32, device="cuda")
         return codes, torch.rand(experts, columns // 128, out, device="cuda").bfloat16()
 
-    pairs = [(weights(2 * N, K), weights(K, N)) for _ in range(num_copies(options))]
-    ops, total = torch.ops._moe_C, experts * options.capacity
-    ones = torch.ones(total, device="cuda")
-    workspace = torch.zeros(4 * torch.cuda.get_device_properties(0).multi_processor_count, dtype=torch.int32).cuda()
+    def calls(self, buffers: Buffers, rows: int) -> dict[str, Call]:
+        """Blocks below the usual one are tried where they hold all rows, or nearly."""
+        blocks = (VLLM_USUAL_BLOCK, *(b for b in (8, 16, 32, 48) if rows <= 48))
+        return {str(block): self._call(buffers, block) for block in blocks}
 
-    def with_block(block: int) -> Callable[[int, int], None]:
-        per_expert = -(-options.capacity // block)
+    def _call(self, buffers: Buffers, block: int) -> Call:
+        experts, capacity = buffers.counts.numel(), buffers.capacity
+        per_expert, total = -(-capacity // block), experts * capacity
         slots, owners, used = (
             torch.empty(size, dtype=torch.int32, device="cuda")
             for size in (experts * per_expert * block, experts * per_expert, 1)
         )
+        ones = torch.ones(total, device="cuda")
 
         def gemm(rows: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
             codes, scales = packed
-            ops.moe_wna16_marlin_gemm(
-                rows, out, codes, None, scales, None, None, None, None, None, workspace, slots, owners, used, ones,
-                block, 1, False, scalar_types.uint4b8.id, total, out.size(1), rows.size(1), True, False, True, False,
-                -1, -1, -1,
+            self._ops.moe_wna16_marlin_gemm(
+                rows, out, codes, None, scales, None, None, None, None, None, self._workspace, slots, owners, used,
+                ones, block, 1, False, scalar_types.uint4b8.id, total, out.size(1), rows.size(1), True, False, True,
+                False, -1, -1, -1,
             )  # fmt: skip
 
-        def call(i: int, rows: int) -> None:
-            ops.batched_moe_align_block_size(options.capacity, block, buffers.counts, slots, owners, used)
-            w13, w2 = pairs[i % len(pairs)]
+        def call(i: int) -> None:
+            self._ops.batched_moe_align_block_size(capacity, block, buffers.counts, slots, owners, used)
+            w13, w2 = self._pairs[i % len(self._pairs)]
             gemm(buffers.input, w13, buffers.gate_up)
             gemm(buffers.hidden, w2, buffers.output)
 
         return call
 
-    return {f"vllm_{block}": with_block(block) for block in VLLM_BLOCKS}
+    def named(self, times: dict[str, float]) -> dict[str, float]:
+        return {"vllm": times[str(VLLM_USUAL_BLOCK)], "vllm_best": min(times.values())} if times else {}
 
 
-def num_copies(options: argparse.Namespace) -> int:
-    experts, K, N = options.shape
+def num_copies(shape: Shape) -> int:
+    experts, K, N = shape
     return max(1, -(-int(CACHE_BYTES) // int(experts * 3 * K * N * (0.5 + 2 / 128))))
+
+
+def capacity_of(rows: int) -> int:
+    """Rows that buffers have for an expert."""
+    return 128 if rows <= 128 else max(rows, 1024)
 
 
 def unpacked(library: Path) -> str:
@@ -124,31 +165,40 @@ def unpacked(library: Path) -> str:
     return str(target)
 
 
+def run_shape(peer: Humming | Vllm, shape: Shape, row_counts: list[int], compile_only: bool) -> None:
+    """Prints a line for each number of rows."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    buffers = Buffers(shape, capacity_of(min(row_counts)))
+    for rows in sorted(row_counts):
+        if capacity_of(rows) > buffers.capacity:
+            buffers = Buffers(shape, capacity_of(rows))
+        buffers.counts.fill_(rows)
+        times = {}
+        for name, call in peer.calls(buffers, rows).items():
+            if compile_only:
+                call(0)
+                continue
+            chain = 10 if rows < 256 else 3
+            times[name] = timing_of(time_calls(call, device=device, chain=chain, repeats=7)).median
+        print(json.dumps({"shape": shape, "rows": rows, "us": peer.named(times)}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("peer", choices=["humming", "vllm"])
     parser.add_argument("--library", type=Path, help="vLLM's library file")
-    parser.add_argument("--shape", type=int, nargs=3, metavar=("EXPERTS", "K", "N"), required=True)
+    parser.add_argument(
+        "--shape", type=int, nargs=3, metavar=("EXPERTS", "K", "N"), action="append", required=True, help="may repeat"
+    )
     parser.add_argument("--rows", type=int, nargs="+", required=True)
-    parser.add_argument("--capacity", type=int, required=True)
     parser.add_argument("--compile-only", action="store_true", help="make the first calls and time nothing")
     options = parser.parse_args()
     torch.manual_seed(0)
-    buffers = Buffers(*options.shape, options.capacity)
-    calls = (humming_calls if options.peer == "humming" else vllm_calls)(options, buffers)
-    device = torch.device("cuda", torch.cuda.current_device())
-    for rows in options.rows:
-        buffers.counts.fill_(rows)
-        times = {}
-        for name, call in calls.items():
-            if options.compile_only:
-                call(0, rows)
-                continue
-            once = time_calls(lambda i, call=call, rows=rows: call(i, rows), device=device, repeats=7)
-            times[name] = timing_of(once).median
-        if options.peer == "vllm" and times:
-            times = {"vllm": times["vllm_64"], "vllm_best": min(times.values())}
-        print(json.dumps({"rows": rows, "us": times}), flush=True)
+    for shape in map(tuple, options.shape):
+        peer = (Humming if options.peer == "humming" else Vllm)(shape, options.library)
+        run_shape(peer, shape, options.rows, options.compile_only)
+        del peer
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

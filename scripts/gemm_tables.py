@@ -1,0 +1,139 @@
+"""The tables of docs/benchmarks/gemm.md from the JSON lines of one run of bench_gemm.py.
+
+    python scripts/gemm_tables.py gemm.jsonl
+
+Rows beside what is wanted of them, the shapes that have peers, uneven rows against even ones, and how much faster than
+each peer over all rows: the geometric mean, the least, and which rows are slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from moe_ep.bench.results import markdown_table, read_lines
+
+TITLES = {
+    "qwen3-235b": "Qwen3-235B at EP8 (El 16, K 4096, N 1536)",
+    "deepseek-v3": "DeepSeek-V3 at EP8 (El 32, K 7168, N 2048)",
+    "mixtral": "Mixtral at EP8 (El 1, K 4096, N 14336)",
+    "qwen3-30b": "Qwen3-30B at EP8 (El 16, K 2048, N 768)",
+    "kimi-k2": "Kimi-K2 at EP8 (El 48, K 7168, N 2048)",
+    "gpt-oss-120b": "GPT-OSS-120B at EP8 (El 16, K 2880, N 2880, mxfp4, biases, swigluoai)",
+}
+# Least floor / time wanted up to 16, 64, 256 and 1024 rows an expert.
+WANTED = {
+    "qwen3-235b": (0.80, 0.62, 0.76, 0.82),
+    "deepseek-v3": (0.86, 0.68, 0.80, 0.87),
+    "mixtral": (0.65, 0.55, 0.70, 0.90),
+    "qwen3-30b": (0.50, 0.42, 0.62, 0.72),
+}
+PEERS = {"humming": "Humming", "vllm": "vLLM", "vllm_best": "vLLM, best block"}
+# What is wanted against each: the least at any row, and the geometric mean.
+WANTED_OF_PEERS = {"humming": (1.0, 1.2), "vllm": (1.85, 2.7)}
+COLUMNS = {
+    "rows": "rows/expert", "us": "us", "p99_us": "p99 us", "floor_us": "floor us", "share": "floor/time",
+    "wanted": "wanted", "error": "error",
+}  # fmt: skip
+
+
+def merged(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each shape and number of rows: ours, with what the peers took."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in lines:
+        rows.setdefault((line["shape"], line["rows"]), {}).update(line)
+    return [row for row in rows.values() if "us" in row]
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with every number as it stands in the tables."""
+    times = {key: f"{row[key]:.1f}" for key in ("us", "p99_us", "floor_us", *PEERS) if row.get(key)}
+    wanted = wanted_share(row)
+    return {
+        "shape": row["shape"],
+        "rows": row["rows"],
+        **times,
+        "share": f"{row['floor_over_time']:.2f}",
+        "wanted": None if wanted is None else f"{wanted:.2f}",
+        "error": f"{row['relative_error']:.4f}",
+    }
+
+
+def wanted_share(row: dict[str, Any]) -> float | None:
+    """floor / time that is wanted of a row, None where nothing is."""
+    if row["shape"] not in WANTED or not row["rows"].isdecimal():
+        return None
+    return WANTED[row["shape"]][sum(int(row["rows"]) > most for most in (16, 64, 256))]
+
+
+def shape_table(rows: list[dict[str, Any]]) -> str:
+    some = [shown(row) for row in rows if row["rows"].isdecimal()]
+    peers = {key: name for key, name in PEERS.items() if any(key in row for row in some)}
+    columns = {key: name for key, name in COLUMNS.items() if key != "wanted" or some[0]["wanted"] is not None}
+    return markdown_table(some, columns | peers)
+
+
+def uneven_table(rows: list[dict[str, Any]]) -> str:
+    """Zipf's rows against the same number spread evenly, and the rows of T tokens a rank."""
+    even = {(row["shape"], row["rows"].split()[-1]): row["us"] for row in rows if row["rows"].startswith("even")}
+    lines = []
+    for row in rows:
+        line = shown(row)
+        if row["rows"].startswith("zipf"):
+            line["against"] = f"{row['us'] / even[row['shape'], row['rows'].split()[-1]]:.2f}"
+        if not row["rows"].isdecimal():
+            lines.append(line)
+    columns = {"shape": "shape", "rows": "rows", "us": "us", "floor_us": "floor us", "share": "floor/time"}
+    return markdown_table(lines, columns | {"against": "x even"})
+
+
+def against(rows: list[dict[str, Any]], peer: str) -> str:
+    """One sentence on a peer."""
+    ratios = {f"{row['shape']} {row['rows']}": row[peer] / row["us"] for row in rows if row.get(peer)}
+    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    worst = min(ratios, key=ratios.__getitem__)
+    text = (
+        f"{PEERS[peer]}: {mean:.2f} x in the geometric mean of {len(ratios)} rows, least {ratios[worst]:.2f} ({worst})"
+    )
+    if peer not in WANTED_OF_PEERS:
+        return text + "."
+    least, wanted = WANTED_OF_PEERS[peer]
+    below = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio < least]
+    return f"{text}; wanted {wanted} and {least}. Below: {', '.join(below) or 'none'}."
+
+
+def missed(rows: list[dict[str, Any]]) -> str:
+    """How many rows reach what is wanted, and which do not."""
+    wanted = [(row, wanted_share(row)) for row in rows if wanted_share(row) is not None]
+    short = [
+        f"{row['shape']} {row['rows']} ({row['floor_over_time']:.2f} of {share:.2f})"
+        for row, share in wanted
+        if share is not None and row["floor_over_time"] < share
+    ]
+    return f"{len(wanted) - len(short)} of {len(wanted)} rows reach what is wanted. Not: {', '.join(short) or 'none'}."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    rows = merged(read_lines(parser.parse_args().results))
+    facts = rows[0]
+    print(
+        f"{facts.get('gpu', 'GPU')}, commit {facts.get('commit')}; measured in the run: memory "
+        f"{facts['memory_tb_s']:.2f} TB/s, bf16 matrix product {facts['bf16_tflop_s']:.0f} TFLOP/s.\n"
+    )
+    for name, title in TITLES.items():
+        some = [row for row in rows if row["shape"] == name]
+        if some:
+            print(f"## {title}\n\n{shape_table(some)}\n")
+    print(f"## Uneven rows\n\n{uneven_table(rows)}\n\n## Against the others\n")
+    for peer in PEERS:
+        if any(row.get(peer) for row in rows):
+            print(f"- {against(rows, peer)}")
+    print(f"- {missed(rows)}")
+
+
+if __name__ == "__main__":
+    main()
