@@ -82,7 +82,7 @@ CACHE_DIR = EnvVar(
     name="MOE_EP_CACHE_DIR",
     parse=lambda raw: Path(raw).expanduser(),
     default=Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moe_ep",
-    meaning="where made checkpoints and compiled kernels are kept",
+    meaning="where made checkpoints, compiled kernels and tuned choices are kept",
 )
 CHUNK_SIZE = EnvVar(
     name="MOE_EP_CHUNK_SIZE",

@@ -39,8 +39,8 @@ def measure(
     num_bytes = problem.experts * (first + problem.N) * problem.K * kind.bits / 8
     pairs = [
         (
-            _random_weights(problem, kind, first, problem.K, activation.is_gated, device),
-            _random_weights(problem, kind, second, problem.N, False, device),
+            random_weights(problem, kind, first, problem.K, activation.is_gated, device),
+            random_weights(problem, kind, second, problem.N, False, device),
         )
         for _ in range(max(1, -(-int(_CACHE_BYTES) // int(num_bytes))))
     ]
@@ -77,9 +77,10 @@ def best(measured: list[dict[str, Any]]) -> int:
     return min(reversed(CANDIDATES), key=loss)
 
 
-def _random_weights(
+def random_weights(
     problem: Problem, kind: WeightType, num_rows: int, num_columns: int, gated: bool, device: torch.device
 ) -> PackedWeights:
+    """Packed codes and scales of one GEMM's shape, drawn at random."""
     groups = (problem.experts, num_rows, num_columns // problem.group_size)
     codes = torch.randint(0, 1 << kind.bits, (problem.experts, num_rows, num_columns), device=device, dtype=torch.uint8)
     scales = torch.rand(groups, device=device).mul_(0.01).to(torch.bfloat16)

@@ -6,11 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from moe_ep.activation import MoEActivation
 from moe_ep.kernels.marlin import tuning
+from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
 from moe_ep.kernels.marlin.tuning import CANDIDATES, MOST_FEW_ROWS, Problem, few_rows, forced, remember, rule
-from moe_ep.kernels.marlin.tuning_run import ROWS, best
+from moe_ep.kernels.marlin.tuning_run import ROWS, best, measure, random_weights
+from moe_ep.kernels.marlin.types import weight_type
 from moe_ep.launch.cli import main
+from moe_ep.scalar_type import scalar_types
 
 GPU = "NVIDIA H200"
 PROBLEM = Problem(32, 7168, 2048, "uint4b8", 128)
@@ -99,3 +104,36 @@ def test_the_command_says_what_is_wrong(
         found = error.code
     said = capsys.readouterr().err
     assert found == code and message in said and len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.gpu
+def test_either_kernel_computes_few_rows() -> None:
+    kind, device = weight_type(scalar_types.uint4b8.id), torch.device("cuda")
+    problem = Problem(5, 256, 512, "uint4b8", 128)
+    w1 = random_weights(problem, kind, 2 * problem.N, problem.K, True, device)
+    w2 = random_weights(problem, kind, problem.K, problem.N, False, device)
+    rows = torch.randn(problem.experts, 64, problem.K, device=device).bfloat16()
+    counts = torch.tensor([0, 8, 17, 32, 50], dtype=torch.int32, device=device)
+    outputs = []
+    for few in CANDIDATES:
+        output = torch.zeros_like(rows)
+        with forced(few):
+            batched_fused_marlin_moe(
+                rows, counts, w1.qweight, w2.qweight, None, None, w1.scales, w2.scales, kind.scalar_type.id,
+                output=output,
+            )  # fmt: skip
+        outputs.append(output.float())
+    for output in outputs:
+        assert (output - outputs[0]).abs().mean() < 0.01 * outputs[0].abs().mean()
+        assert torch.equal(output[4], outputs[0][4])  # 50 rows are many for every choice
+
+
+@pytest.mark.gpu
+def test_measuring_leaves_nothing_forced() -> None:
+    kind = weight_type(scalar_types.uint4b8.id)
+    steps: list[tuple[int, int]] = []
+    problem = Problem(2, 256, 256, "uint4b8", 128)
+    found = measure(problem, kind, MoEActivation.SILU, torch.device("cuda"), lambda *step: steps.append(step))
+    assert [row["rows"] for row in found] == list(ROWS) and all(row["few_us"] > 0 < row["many_us"] for row in found)
+    assert steps == [(done, 2 * len(ROWS)) for done in range(1, 2 * len(ROWS) + 1)]
+    assert few_rows(GPU, problem) == rule(problem)
