@@ -15,10 +15,13 @@ from moe_ep.registry import ALL2ALL_BACKENDS
 
 logger = logging.getLogger(__name__)
 
-# Up to this capacity rows are sent at fixed size without asking how many there are; above it the empty part of
-# fixed-size messages costs more than the exchange of counts.
+# Up to this capacity a backend of the batched format, which was faster on 4 H200 up to 256 tokens per rank, and up to
+# 1024 where its experts take rows by reference (docs/benchmarks/nvshmem.md). But its experts' results have room for all
+# tokens of all ranks for each expert, gigabytes from 512 on; above it one whose rows lie without gaps.
 DECODE_MAX_NUM_TOKENS = 256
 _NVSHMEM_MAX_RANKS = 8
+# The most of a GPU's memory that "auto" lets a backend's symmetric buffers take.
+_SYMMETRIC_SHARE = 1 / 8
 
 
 def choose_backend(backend: str, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None = None) -> str:
@@ -49,22 +52,25 @@ def choose_backend(backend: str, moe_config: FusedMoEConfig, process_group: dist
 def _best(moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -> tuple[str, str]:
     if moe_config.ep_size == 1:
         return "no_ep", "one rank holds every expert"
-    capacity = moe_config.max_num_tokens
-    on_cuda = torch.cuda.is_available() and dist.is_initialized() and "nccl" in _backend_names(process_group)
-    if not on_cuda or capacity > DECODE_MAX_NUM_TOKENS:
-        return "all_to_all", "exact sizes, a token travels once to each destination rank"
-    few = f"a capacity of {capacity} tokens per rank (at most {DECODE_MAX_NUM_TOKENS})"
-    obstacle = _nvshmem_obstacle("nvshmem_low_latency", moe_config, process_group)
+    if not (torch.cuda.is_available() and dist.is_initialized() and "nccl" in _backend_names(process_group)):
+        return "all_to_all", "no NCCL between the ranks; exact sizes, a token travels once to each destination rank"
+    capacity, is_small = moe_config.max_num_tokens, moe_config.max_num_tokens <= DECODE_MAX_NUM_TOKENS
+    bound = "at most" if is_small else "above"
+    size = f"a capacity of {capacity} tokens per rank ({bound} {DECODE_MAX_NUM_TOKENS})"
+    name = "nvshmem_low_latency" if is_small else "nvshmem_high_throughput"
+    obstacle = _nvshmem_obstacle(name, moe_config, process_group)
     if obstacle is None:
-        return "nvshmem_low_latency", f"GPUs of one host that reach each other's memory, and {few}"
-    return "batched_all_to_all", f"NCCL, and {few}; not nvshmem_low_latency: {obstacle}"
+        return name, f"GPUs of one host that reach each other's memory, and {size}"
+    instead = "batched_all_to_all" if is_small else "all_to_all"
+    return instead, f"NCCL, and {size}; not {name}: {obstacle}"
 
 
 def _nvshmem_obstacle(name: str, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -> str | None:
     """Why an NVSHMEM backend is not for these ranks; None where it is."""
     if moe_config.in_dtype is torch.float32 or moe_config.hidden_dim % 16 or moe_config.ep_size > _NVSHMEM_MAX_RANKS:
         return f"it takes f16 or bf16 rows of a multiple of 16 columns, and at most {_NVSHMEM_MAX_RANKS} ranks"
-    unusable = ALL2ALL_BACKENDS.load(name).unusable_reason()
+    backend = ALL2ALL_BACKENDS.load(name)
+    unusable = backend.unusable_reason()
     if unusable is not None:
         return unusable
     if num_hosts(process_group) > 1:
@@ -72,6 +78,9 @@ def _nvshmem_obstacle(name: str, moe_config: FusedMoEConfig, process_group: dist
     here, visible = torch.cuda.current_device(), torch.cuda.device_count()
     if any(not torch.cuda.can_device_access_peer(here, peer) for peer in range(visible) if peer != here):
         return "not all GPUs of this host reach each other's memory"
+    symmetric, there_is = backend.size_hint(moe_config)["symmetric"], torch.cuda.mem_get_info(here)[1]
+    if symmetric > _SYMMETRIC_SHARE * there_is:
+        return f"its buffers would take {symmetric / 1e9:.1f} of {there_is / 1e9:.1f} GB; lower max_num_tokens for it"
     return None
 
 

@@ -1,0 +1,125 @@
+"""What all2all_backend="auto" becomes and the reason that is logged, on machines that are only described."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_ep import backend_choice
+from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS, choose_backend
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
+from moe_ep.errors import BackendUnavailableError
+from moe_ep.registry import ALL2ALL_BACKENDS
+
+FEW, MANY = DECODE_MAX_NUM_TOKENS, DECODE_MAX_NUM_TOKENS + 1
+
+
+def config(ep_size: int = 4, **changes: object) -> FusedMoEConfig:
+    made = FusedMoEConfig(
+        num_experts=64,
+        experts_per_token=8,
+        hidden_dim=7168,
+        intermediate_size_per_partition=2048,
+        num_local_experts=64 // ep_size,
+        moe_parallel_config=FusedMoEParallelConfig.make(ep_size=ep_size, rank=0),
+        in_dtype=torch.bfloat16,
+        max_num_tokens=FEW,
+    )
+    return replace(made, **changes)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A host whose GPUs reach each other, with everything installed; a test takes away from it."""
+    for target, value in (
+        (torch.cuda.is_available, True),
+        (torch.cuda.current_device, 0),
+        (torch.cuda.device_count, 4),
+    ):
+        monkeypatch.setattr(torch.cuda, target.__name__, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, peer: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 140 * 10**9))
+    monkeypatch.setattr(backend_choice.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(backend_choice, "_backend_names", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(backend_choice, "num_hosts", lambda group: 1)
+    for name in ("nvshmem_low_latency", "nvshmem_high_throughput"):
+        monkeypatch.setattr(ALL2ALL_BACKENDS.load(name), "unusable_reason", classmethod(lambda cls: None))
+    return monkeypatch
+
+
+def chosen(caplog: pytest.LogCaptureFixture, made: FusedMoEConfig) -> tuple[str, str]:
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "moe_ep.backend_choice"):
+        name = choose_backend("auto", made)
+    return name, caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "name", "why"),
+    [
+        (FEW, "nvshmem_low_latency", f"reach each other's memory, and a capacity of {FEW} tokens per rank (at most"),
+        (
+            MANY,
+            "nvshmem_high_throughput",
+            f"reach each other's memory, and a capacity of {MANY} tokens per rank (above",
+        ),
+    ],
+)
+def test_gpus_of_one_host(
+    gpus: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capacity: int, name: str, why: str
+) -> None:
+    found, logged = chosen(caplog, config(max_num_tokens=capacity))
+    assert found == name and logged.startswith(f"all2all backend {name}: ") and why in logged
+
+
+@pytest.mark.parametrize(
+    ("capacity", "instead", "refused"),
+    [(FEW, "batched_all_to_all", "nvshmem_low_latency"), (MANY, "all_to_all", "nvshmem_high_throughput")],
+)
+@pytest.mark.parametrize("obstacle", ["hosts", "peers", "package", "dtype", "ranks", "memory"])
+def test_what_stands_in_the_way_is_said(
+    gpus: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    obstacle: str,
+    capacity: int,
+    instead: str,
+    refused: str,
+) -> None:
+    made, why = config(max_num_tokens=capacity), "at most 8 ranks"
+    if obstacle == "hosts":
+        gpus.setattr(backend_choice, "num_hosts", lambda group: 2)
+        why = "the ranks are on several hosts"
+    elif obstacle == "peers":
+        gpus.setattr(torch.cuda, "can_device_access_peer", lambda here, peer: peer != 3)
+        why = "not all GPUs of this host reach each other's memory"
+    elif obstacle == "package":
+        gpus.setattr(ALL2ALL_BACKENDS.load(refused), "unusable_reason", classmethod(lambda cls: "pip install it"))
+        why = "pip install it"
+    elif obstacle == "dtype":
+        made = replace(made, in_dtype=torch.float32)
+    elif obstacle == "ranks":
+        made = config(16, max_num_tokens=capacity)
+    else:
+        gpus.setattr(torch.cuda, "mem_get_info", lambda device: (0, 10**8))
+        why = "of 0.1 GB; lower max_num_tokens for it"
+    found, logged = chosen(caplog, made)
+    assert found == instead
+    assert f"not {refused}: " in logged and logged.endswith(why)
+
+
+def test_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    assert chosen(caplog, config(ep_size=1)) == ("no_ep", "all2all backend no_ep: one rank holds every expert")
+    name, logged = chosen(caplog, config())
+    assert name == "all_to_all" and "no NCCL between the ranks" in logged
+
+
+def test_a_named_backend_that_cannot_run_is_refused(gpus: pytest.MonkeyPatch) -> None:
+    assert choose_backend("all_to_all", config()) == "all_to_all"
+    gpus.setattr(
+        ALL2ALL_BACKENDS.load("nvshmem_low_latency"), "unusable_reason", classmethod(lambda cls: "pip install it")
+    )
+    with pytest.raises(BackendUnavailableError, match="'nvshmem_low_latency' cannot run here: pip install it"):
+        choose_backend("nvshmem_low_latency", config())
