@@ -101,7 +101,7 @@ def from_path(rank: int, world_size: int, folder: str, family: str, quantize: st
     return steps_of(parallel).layers[0].moe_config.num_local_experts
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe", "Qwen3Next", "DeepseekV3", "GptOss"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_from_a_checkpoint(family: str, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path, max_shard_size="100KB")
     held = ranks(3).run(from_path, str(tmp_path), family, "none")
