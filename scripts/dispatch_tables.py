@@ -15,13 +15,13 @@ _COLUMNS = {
     "median_us": "median us", "p99_us": "p99 us", "max_us": "max us", "dispatch_us": "dispatch us",
     "combine_us": "combine us", "raw_median_us": "raw us", "ratio": "ratio", "floor_us": "floor us",
 }  # fmt: skip
-_SAME = ("ranks", "gpu", "hidden", "topk", "experts", "routing")
+_SHAPE = ("hidden", "topk", "routing")
 _VERSIONS = ("torch", "nccl", "nvshmem4py", "triton", "python", "commit")
 
 
 def text(rows: Sequence[Row]) -> str:
     """All rows in order, then what is wrong and what the kernels took, where that was measured."""
-    varied = {key: key for key in ("hidden", "topk", "routing") if len({row[key] for row in rows}) > 1}
+    varied = {key: key for key in _SHAPE if len({row[key] for row in rows}) > 1}
     lines = [table(rows, varied | {key: title for key, title in _COLUMNS.items() if any(key in row for row in rows)})]
     for row in rows:
         if "error" in row:
@@ -33,61 +33,58 @@ def text(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A part for each run's shapes, in it a table of medians by tokens, one column a backend, for each mode."""
+    """A part for each run: pairs in graphs, pairs eager, and halves, with columns for what the run varied."""
     parts = []
-    for facts, group in groupby(rows, key=lambda row: tuple(row[key] for key in _SAME)):
-        ranks, gpu, hidden, topk, experts, routing = facts
-        of_shape = list(group)
-        first = of_shape[0]
+    for (ranks, gpu, command), group in groupby(rows, key=lambda row: (row["ranks"], row["gpu"], row["command"])):
+        run = list(group)
+        first = run[0]
+        of = {key: ", ".join(str(value) for value in dict.fromkeys(row[key] for row in run)) for key in _SHAPE}
         versions = ", ".join(f"{key} {first[key]}" for key in _VERSIONS if first.get(key))
         parts += [
-            f"### {ranks} x {gpu}, hidden {hidden}, top-{topk} of {experts}, {routing}",
+            f"### {ranks} x {gpu}, hidden {of['hidden']}, top-{of['topk']} of {first['experts']}, {of['routing']}",
             f"{versions}; copies and collectives between GPUs reach {first['peer_bandwidth_gb_s']} GB/s.",
-            f"```\n{first['command']}\n```",
+            f"```\n{command}\n```",
         ]
-        for mode in ("graph", "eager"):
-            of_mode = [row for row in of_shape if row["mode"] == mode]
+        shape = [key for key in _SHAPE if len({row[key] for row in run}) > 1]
+        for mode, title in (("graph", "in a CUDA graph"), ("eager", "eager")):
+            of_mode = [row for row in run if row["mode"] == mode]
             if of_mode:
-                parts += [_pairs(of_mode, mode)]
-        halves = [row for row in of_shape if row.get("dispatch_us")]
+                parts.append(f"Pairs, {title}, median (p99) in us:\n\n{_pairs(of_mode, shape)}")
+        halves = [row for row in run if row.get("dispatch_us")]
         if halves:
-            parts += [_halves(halves)]
+            parts.append(f"Each half by itself, begun together by all ranks, median:\n\n{_halves(halves, shape)}")
     return "\n\n".join(parts)
 
 
-def _pairs(rows: Sequence[Row], mode: str) -> str:
-    """Backends by (wire, T): the median, in brackets p99; the raw pair of the bytes of a token once per rank last."""
+def _pairs(rows: Sequence[Row], shape: Sequence[str]) -> str:
+    """Backends by wire and tokens: the median and p99; the raw pair of the bytes of a token once per rank last."""
     backends = list(dict.fromkeys(row["backend"] for row in rows))
-    sizes = list(dict.fromkeys((row["wire"], row["tokens_per_rank"]) for row in rows))
-    header = ["wire", "tokens per rank", *backends, "raw pair", "floor"]
+    keys = [*shape, "wire", "tokens_per_rank"]
+    header = [*shape, "wire", "tokens per rank", *backends, "raw pair", "floor"]
     lines = [_line(header), _line(["---"] * len(header))]
-    for size in sizes:
+    for size in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
         best: dict[str, Row] = {}
         for row in rows:
-            if (row["wire"], row["tokens_per_rank"]) == size and row.get("median_us") is not None:
+            if tuple(row[key] for key in keys) == size and row.get("median_us") is not None:
                 known = best.get(row["backend"])
                 best[row["backend"]] = row if known is None or row["median_us"] < known["median_us"] else known
         least = min(best.values(), key=lambda row: row["bytes_leaving"], default=None)
         ends = ["-", "-"] if least is None else [least["raw_median_us"], least["floor_us"]]
         cells = [f"{best[name]['median_us']} ({best[name]['p99_us']})" if name in best else "-" for name in backends]
         lines.append(_line([*size, *cells, *ends]))
-    return f"Pairs, {'in a CUDA graph' if mode == 'graph' else 'eager'}, median (p99) in us:\n\n" + "\n".join(lines)
+    return "\n".join(lines)
 
 
-def _halves(rows: Sequence[Row]) -> str:
+def _halves(rows: Sequence[Row], shape: Sequence[str]) -> str:
     """Dispatch and combine by themselves."""
-    header = ["tokens per rank", "backend", "SMs", "wire", "dispatch us", "combine us"]
+    header = [*shape, "tokens per rank", "backend", "SMs", "wire", "dispatch us", "combine us"]
     lines = [_line(header), _line(["---"] * len(header))]
     for row in sorted(rows, key=lambda row: row["tokens_per_rank"]):
+        sms, halves = row["num_sms"] or "-", (row["dispatch_us"], row["combine_us"])
         lines.append(
-            _line(
-                [
-                    row["tokens_per_rank"], row["backend"], row["num_sms"] or "-", row["wire"], row["dispatch_us"],
-                    row["combine_us"],
-                ]
-            )
-        )  # fmt: skip
-    return "Each half by itself, begun together by all ranks, median:\n\n" + "\n".join(lines)
+            _line([*(row[key] for key in shape), row["tokens_per_rank"], row["backend"], sms, row["wire"], *halves])
+        )
+    return "\n".join(lines)
 
 
 def _line(cells: Sequence[Any]) -> str:

@@ -60,6 +60,8 @@ def test_tables_of_recorded_rows(script: ModuleType, tmp_path: Path, capsys: pyt
         ROW | {"wire": "fp8", "error": "wrong", "median_us": None},
         ROW | {"mode": "eager", "num_sms": 8, "dispatch_us": 1.5, "combine_us": 2.5, "median_us": 7.0},
         ROW | {"mode": "eager", "num_sms": 16, "dispatch_us": 1.0, "combine_us": 2.0, "median_us": 6.0, "p99_us": 6.5},
+        ROW | {"command": "python y"},
+        ROW | {"command": "python y", "topk": 4},
     ]
     recorded = tmp_path / "rows.jsonl"
     recorded.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -70,7 +72,10 @@ def test_tables_of_recorded_rows(script: ModuleType, tmp_path: Path, capsys: pyt
     assert "| bf16 | 8 | 5.0 (6.0) | 9.0 (6.0) | 3.0 | 1.0 |" in lines
     assert "| fp8 | 8 | - | - | - | - |" in lines
     assert "| bf16 | 8 | 6.0 (6.5) | 4.0 | 1.0 |" in lines
-    assert lines[-2:] == ["| 8 | a | 8 | bf16 | 1.5 | 2.5 |", "| 8 | a | 16 | bf16 | 1.0 | 2.0 |"]
+    start = lines.index("| 8 | a | 8 | bf16 | 1.5 | 2.5 |")
+    assert lines[start + 1] == "| 8 | a | 16 | bf16 | 1.0 | 2.0 |"
+    assert lines[start + 3] == "### 2 x H200, hidden 64, top-3, 4 of 10, uniform"
+    assert lines[-2:] == ["| 3 | bf16 | 8 | 5.0 (6.0) | 4.0 | 1.0 |", "| 4 | bf16 | 8 | 5.0 (6.0) | 4.0 | 1.0 |"]
 
 
 def test_a_backend_that_cannot_run_is_named(script: ModuleType) -> None:
