@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ep.eplb import rebalance_experts
+from moe_ep.eplb.policy.balance import Placement as BalancedRows
 from moe_ep.eplb.policy.maps import (
     experts_moved,
     initial_placement,
@@ -23,6 +24,7 @@ from moe_ep.eplb.policy.objective import objective_window
 from moe_ep.eplb.policy.packing import greedy_counts, pack, sorted_items
 from moe_ep.eplb.policy.refine import meetings
 from moe_ep.eplb.policy.relabel import agree_with, match
+from moe_ep.eplb.policy.rotate import mend_heavy
 from moe_ep.registry import EPLB_POLICIES
 
 DEEPSEEK_WEIGHT = [
@@ -313,6 +315,16 @@ def test_matching_is_a_permutation():
     rng = np.random.default_rng(0)
     row, old, new = np.repeat(np.arange(5), 40), rng.integers(0, 7, 200), rng.integers(0, 7, 200)
     assert (np.sort(match(row, old, new, 5, 7), axis=1) == np.arange(7)).all()
+
+
+def test_three_ranks_pass_experts_round():
+    # Ranks of 11, 11, 7 and 10: exchanges of two would take four moves.
+    weight = np.array([[6, 5, 6, 5, 3, 4, 1, 9]], dtype=np.float32)
+    place = BalancedRows(weight, np.ones((1, 8)), np.arange(8)[None], 4)
+    mend_heavy(place, np.array([10], dtype=np.float32))
+    assert sorted(place.by_row[0]) == [9, 10, 10, 10]
+    assert place.by_row[0].tolist() == place.units.sum(axis=0).tolist() == weight[0, place.experts].sum(axis=0).tolist()
+    assert experts_moved(np.arange(8)[None], place.slots, 4) == 3
 
 
 @pytest.mark.parametrize("num_ranks", [2, 5, 8])
