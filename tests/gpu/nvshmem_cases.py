@@ -55,9 +55,13 @@ GRID = [
 ]
 FACES = ("expanded", "by_reference")
 FORCE = "MOE_EP_NVSHMEM_FORCE_DEVICE_API"
-# What goes through NVSHMEM's device library in every run, since kernels linked with it take long to compile; everything
-# does with MOE_EP_NVSHMEM_FORCE_DEVICE_API=1.
-ACROSS_HOSTS = [SHARED_CASES[1], SHARED_CASES[13], GRID[2]]
+# What goes through NVSHMEM's device library in every run: few kernels, since they take long to compile. Everything does
+# with MOE_EP_NVSHMEM_FORCE_DEVICE_API=1.
+ACROSS_HOSTS = [
+    Case(dtype=BF16, hidden_size=256, fp8=fp8, **how)
+    for fp8 in (False, True)
+    for how in ({"placement": "round_robin"}, {"routing": "masked"}, {"routing": "one_rank"}, {"tokens": (0, 0, 7)})
+]
 
 needs_three = pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs 3 GPUs of one host")
 needs_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs of one host")
