@@ -12,7 +12,7 @@ DEVICE float4* piece_sums(const ExpertsParams& p, int phase, int piece) {
 // The sums of a tile's later pieces, left by other blocks, added in order.
 template <int kTokens>
 DEVICE void add_pieces(const ExpertsParams& p, Schedule& s, const Segment& g, Sums<kTokens>& sums) {
-  constexpr int kTogether = 8;  // of 8 tokens each, whose loads are under way at once
+  constexpr int kTogether = kTokens % 64 ? 4 : 8;  // of 8 tokens each, whose loads are under way at once
   for (int piece = g.piece + 1; piece < (int)gridDim.x; piece++) {
     Position start = s.piece[g.phase][piece], end = s.piece[g.phase][piece + 1];
     if (start.tile > g.tile || start.step == 0) return;

@@ -104,7 +104,7 @@ DEVICE void load_tokens(const PrefillParams& params, Shared& shared, const Segme
   } else {
     row += g.expert * p.max_rows;
   }
-  int boxes = tile_tokens(g.tokens) / kBoxTokens;
+  int boxes = (tile_tokens(g.tokens) + kBoxTokens - 1) / kBoxTokens;
   for (int step = g.from; step < g.to; step++) {
     tokens.wait_empty();
     barrier_arrive_expecting(tokens.full(), 2 * boxes * kBoxBytes);

@@ -24,10 +24,10 @@ constexpr int kMaxBlocks = 256;
 constexpr int kSplitSteps = 5;
 
 // Tokens a tile is computed for: the least size that there is a matrix product for.
-DEVICE int tile_tokens(int rows) { return rows <= 64 ? 64 : 128; }
+DEVICE int tile_tokens(int rows) { return min((rows + 31) / 32, kTileTokens / 32) * 32; }
 
 // Relative time of a step, as measured on an H200.
-DEVICE int step_cost(int tokens) { return tokens <= 64 ? 2 : 3; }
+DEVICE int step_cost(int tokens) { return 2 + tokens / 32; }
 
 struct Position {
   int tile, step;

@@ -26,10 +26,11 @@ DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segmen
 
 DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring& codes, Ring& tokens) {
   for_each_segment(shared, [&](const Segment& g) {
-    if (tile_tokens(g.tokens) == 64) {
-      compute_segment<64>(p, shared, g, codes, tokens);
-    } else {
-      compute_segment<128>(p, shared, g, codes, tokens);
+    switch (tile_tokens(g.tokens)) {
+      case 32: return compute_segment<32>(p, shared, g, codes, tokens);
+      case 64: return compute_segment<64>(p, shared, g, codes, tokens);
+      case 96: return compute_segment<96>(p, shared, g, codes, tokens);
+      default: return compute_segment<128>(p, shared, g, codes, tokens);
     }
   });
 }

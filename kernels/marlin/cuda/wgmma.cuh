@@ -25,19 +25,37 @@ DEVICE void wgmma(float* d, const u32* a, u64 b);
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 #define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
+#define LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define LIST_32                                                                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
   "%23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define LIST_48 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define LIST_64                                                                                                  \
   LIST_32                                                                                                        \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
   "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 template <>
+DEVICE void wgmma<32>(float* d, const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." ACT_NAME "." ACT_NAME " {" LIST_16
+               "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+               : SUMS_8(0), SUMS_8(8)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+template <>
 DEVICE void wgmma<64>(float* d, const u32* a, u64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." ACT_NAME "." ACT_NAME " {" LIST_32
                "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
                : SUMS_32(0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+template <>
+DEVICE void wgmma<96>(float* d, const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." ACT_NAME "." ACT_NAME " {" LIST_48
+               "}, {%48, %49, %50, %51}, %52, 1, 1, 1, 0;"
+               : SUMS_32(0), SUMS_8(32), SUMS_8(40)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
