@@ -95,7 +95,10 @@ def launch(
     per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))
     params.partials = partials.data_ptr()
     params.max_tile_tokens = _tile_tokens(params.max_rows)
-    params.few_rows = tuning.few_rows(_device_name(index), tuning.problem_of(w13, w2, kind))
+    # Where the kernel for few rows can do all of them, it is launched alone.
+    params.few_rows = tuning.MOST_FEW_ROWS
+    if params.max_rows > tuning.MOST_FEW_ROWS:
+        params.few_rows = tuning.few_rows(_device_name(index), tuning.problem_of(w13, w2, kind))
     for few_rows in (True, False) if params.max_rows > params.few_rows else (True,):
         source = kernel_source(kind, act_dtype, w13.scales.dtype, per_step, activation, few_rows)
         kernel = jit.load(source, device)
