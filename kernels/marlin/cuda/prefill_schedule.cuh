@@ -5,10 +5,10 @@
 // what a block claims at once, by a ticket: first the items of w13, then those of w2, so an item only waits for earlier
 // tickets, whose blocks are running; nothing depends on how many blocks are resident.
 //
-// Whole tiles are items while they fill the machine. Where the last wave would leave too many blocks idle, the last one
-// to two waves are cut into one piece a block, of equal cost (split). A piece may begin and end inside a tile: the block
-// that has a tile's first step adds up the pieces that follow, in order. Pieces are claimed last one first, so the pieces
-// waited for have earlier tickets, and are computed at the start of their item.
+// Whole tiles are items while they fill the machine. Where the last wave would leave too many blocks idle, the last
+// one to two waves are cut into one piece a block, of equal cost (split). A piece may begin and end inside a tile: the
+// block that has a tile's first step adds up the pieces that follow, in order. Pieces are claimed last one first, so
+// the pieces waited for have earlier tickets, and are computed at the start of their item.
 //
 // Example: 3 tiles of 4 steps on 2 blocks: the pieces are steps 0..5 and 6..11, tile 1 is shared. Block A claims steps
 // 6..11 and leaves the sum of tile 1's steps 2, 3 for block B, which has tile 0 and adds it to tile 1's steps 0, 1.

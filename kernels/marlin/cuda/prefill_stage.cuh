@@ -58,8 +58,8 @@ struct Shared {
 };
 
 // Stages of one kind. Codes of 128 columns: [strip][32 columns][16 rows][lane], then scales [group][256], then zero
-// points alike. Tokens of 64 columns, then of the next 64, as the tensor cores read them: 128 bytes a row, 16-byte chunk
-// c of row r at place c ^ (r % 8).
+// points alike. Tokens of 64 columns, then of the next 64, as the tensor cores read them: 128 bytes a row, 16-byte
+// chunk c of row r at place c ^ (r % 8).
 struct Ring {
   Barriers* barriers;
   u8* base;
