@@ -22,8 +22,10 @@ from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeigh
 DTYPE = torch.bfloat16
 ONE_RANK = "one_rank"
 BY_REFERENCE = ":by_reference"
-# Backends whose time depends on the capacity get that of the step; this one has room for all of a decode's sizes.
+# Backends whose time depends on the capacity get that of the step; this one has room for all of a decode's sizes, and
+# is not asked for more tokens: its experts' results would take tens of gigabytes.
 _ROOMY = "nvshmem_low_latency"
+_MOST_OF_DECODE = 1024
 
 
 class Setting(NamedTuple):
@@ -58,6 +60,8 @@ def settings(args: argparse.Namespace) -> list[Setting]:
                 capacity = most if name == _ROOMY else num_tokens
                 made.append(Setting(backend, fp8, num_tokens, capacity, args.device == "cuda"))
             for num_tokens in args.eager_tokens:
+                if name == _ROOMY and num_tokens > _MOST_OF_DECODE:
+                    continue
                 several = args.num_sms if name == "nvshmem_high_throughput" else [None]
                 made += [Setting(backend, fp8, num_tokens, num_tokens, False, num_sms) for num_sms in several]
     return made
