@@ -102,7 +102,8 @@ def _shared_bytes(num_experts: int, warps: int, blocks: int) -> int:
 
 def _most_warps(num_experts: int, blocks: int) -> int:
     """Warps of which a block's shared memory holds the counts."""
-    return (_MAX_SHARED - _shared_bytes(num_experts, 0, blocks)) // _shared_bytes(num_experts, 1, blocks)
+    none, one = (_shared_bytes(num_experts, warps, blocks) for warps in (0, 1))
+    return (_MAX_SHARED - none) // (one - none)
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
