@@ -1,4 +1,4 @@
-"""Packing, unpacking and counting choices, a Triton kernel each; `moe_ep.integrations.choices` is how they are called."""
+"""Packing, unpacking and counting choices, a Triton kernel each; called by `moe_ep.integrations.choices`."""
 
 from __future__ import annotations
 
