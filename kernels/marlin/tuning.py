@@ -85,8 +85,8 @@ def _chosen(device_name: str, problem: Problem) -> int:
 def rule(problem: Problem) -> int:
     """What is taken for a shape that nobody has measured.
 
-    On an H200 the kernel for many rows is the faster one from 25 rows on with 4-bit integers of three models' shapes, and
-    the slower one at 32 rows with mxfp4 (docs/benchmarks/gemm.md).
+    On an H200 the kernel for many rows is the faster one from 25 rows on with 4-bit integers of three models' shapes,
+    and the slower one at 32 rows with mxfp4 (docs/benchmarks/gemm.md).
     """
     return 24 if problem.weights.startswith("uint4") else MOST_FEW_ROWS
 
