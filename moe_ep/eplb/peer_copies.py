@@ -8,7 +8,6 @@ While the model serves, copies are paced: they take a share of the memory bandwi
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import platform
 import time
@@ -24,8 +23,6 @@ from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.transfer import digest, wait_for_event
 
 _HANDLE_BYTES = 64
-# One stream of copies leaves a gap behind each of them; more of them fill it.
-_NUM_STREAMS = 4
 # A paced copy is cut into parts that are this far apart, so that none holds up the model's own messages for long.
 _BEAT_S = 1e-4
 # A handle as int64 words, and the offset in its allocation.
@@ -69,8 +66,6 @@ class PeerCopyTransport:
         self, channel: SideChannel, layers: Sequence[ExpertRows], timeout_s: float, bytes_per_s: float | None
     ) -> None:
         self._channel, self._timeout_s, self._bytes_per_s = channel, timeout_s, bytes_per_s
-        # Paced copies wait for the host anyway.
-        self._streams = [torch.cuda.Stream(layers[0].device) for _ in range(0 if bytes_per_s else _NUM_STREAMS)]
         self._opened: dict[tuple[int, bytes], int] = {}
         self._layers: dict[ExpertRows, list[_Part]] = {}
         parts = [(part, start) for experts in layers for part, start in experts.parts]
@@ -110,26 +105,21 @@ class PeerCopyTransport:
         self._channel.gather("the begin of the transfers", [number])
 
     def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
-        """Brings every expert that is new on this rank into its staging row, behind the current stream; always True.
+        """Brings every expert that is new on this rank into its staging row, on the current stream; always True.
 
         Raises:
             TimeoutError: the copies did not end before the deadline.
         """
         deadline = time.monotonic() + self._timeout_s
-        pieces = self._pieces(experts, moves, rows)
-        current = torch.cuda.current_stream(experts.device)
-        begun = torch.cuda.Event()
-        begun.record(current)
-        for stream in self._streams:
-            stream.wait_event(begun)
+        stream = torch.cuda.current_stream(experts.device)
+        copy, pieces = _copier(stream.cuda_stream), self._pieces(experts, moves, rows)
         if self._bytes_per_s is None:
-            _copy_all(self._streams, pieces)
+            for piece in pieces:
+                copy(*piece)
         else:
-            _copy_paced(current, pieces, self._bytes_per_s)
-        for stream in self._streams:
-            current.wait_stream(stream)
+            _copy_paced(copy, pieces, self._bytes_per_s)
         event = torch.cuda.Event()
-        event.record(current)
+        event.record(stream)
         wait_for_event(event, deadline)
         return True
 
@@ -165,15 +155,9 @@ class PeerCopyTransport:
         return reason or (f"EP rank {failed[0]} cannot" if failed else "")
 
 
-def _copy_all(streams: Sequence[torch.cuda.Stream], pieces: Iterable[_Piece]) -> None:
-    """Queues the pieces on the streams in turn."""
-    for piece, copy in zip(pieces, itertools.cycle([_copier(stream.cuda_stream) for stream in streams])):
-        copy(*piece)
-
-
-def _copy_paced(stream: torch.cuda.Stream, pieces: Iterable[_Piece], bytes_per_s: float) -> None:
-    """Queues the pieces on a stream, at most so many bytes a second of the host's clock."""
-    copy, started, copied = _copier(stream.cuda_stream), time.monotonic(), 0
+def _copy_paced(copy: Callable[[int, int, int], None], pieces: Iterable[_Piece], bytes_per_s: float) -> None:
+    """Copies the pieces, at most so many bytes a second of the host's clock."""
+    started, copied = time.monotonic(), 0
     chunk = max(1 << 16, int(bytes_per_s * _BEAT_S))
     for target, source, whole in pieces:
         for done in range(0, whole, chunk):
