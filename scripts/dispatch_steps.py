@@ -26,6 +26,8 @@ BY_REFERENCE = ":by_reference"
 # is not asked for more tokens: its experts' results would take tens of gigabytes.
 _ROOMY = "nvshmem_low_latency"
 _MOST_OF_DECODE = 1024
+# In graphs it hands over worst-case rows.
+_PREFILL = "nvshmem_high_throughput"
 
 
 class Setting(NamedTuple):
@@ -62,7 +64,7 @@ def settings(args: argparse.Namespace) -> list[Setting]:
             for num_tokens in args.eager_tokens:
                 if name == _ROOMY and num_tokens > _MOST_OF_DECODE:
                     continue
-                several = args.num_sms if name == "nvshmem_high_throughput" else [None]
+                several = args.num_sms if name == _PREFILL else [None]
                 made += [Setting(backend, fp8, num_tokens, num_tokens, False, num_sms) for num_sms in several]
     return made
 
@@ -121,7 +123,7 @@ class Workload:
         self._backends.clear()
 
     def backend_of(self, setting: Setting) -> FusedMoEPrepareAndFinalize:
-        key = (setting.name, setting.fp8, setting.capacity)
+        key = (setting.name, setting.fp8, setting.capacity, setting.graph)
         if key not in self._backends:
             config = FusedMoEConfig(
                 num_experts=self.args.experts,
@@ -134,7 +136,9 @@ class Workload:
                 max_num_tokens=setting.capacity,
             )
             quant_config = FusedMoEQuantConfig(dispatch_dtype=torch.float8_e4m3fn if setting.fp8 else None)
-            self._backends[key] = ALL2ALL_BACKENDS.load(setting.name)(moe_config=config, quant_config=quant_config)
+            options = {"exact_rows": False} if setting.name == _PREFILL and setting.graph else {}
+            cls = ALL2ALL_BACKENDS.load(setting.name)
+            self._backends[key] = cls(moe_config=config, quant_config=quant_config, **options)
         backend: Any = self._backends[key]
         if setting.name == _ROOMY:
             backend.by_reference = setting.backend.endswith(BY_REFERENCE)

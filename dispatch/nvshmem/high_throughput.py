@@ -54,8 +54,8 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
 
     Rows, ids and weights are those of `all_to_all`, bit for bit and always in one order, and so is what the combine
     leaves. They are views of memory that is valid until `batches_in_flight` more batches were prepared by layers of
-    this shape. The host waits for one number, the rows that arrive, while they travel. Under CUDA-graph capture it
-    waits for nothing: all R * max_num_tokens rows are returned, with ids of -1 where none arrived.
+    this shape. The host waits for one number, the rows that arrive, while they travel. Without `exact_rows` it waits
+    for nothing: all R * max_num_tokens rows are returned, with ids of -1 where none arrived.
 
     Every wait ends after MOE_EP_NVSHMEM_TIMEOUT_S, and the next call (or `check`) raises DispatchTimeoutError.
 
@@ -65,6 +65,7 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         process_group: the EP ranks, at most 8 that reach each other's memory.
         num_sms: SMs that move rows; None for what is nearly the best.
         batches_in_flight: batches that may be between prepare and finalize; each has symmetric memory of its own.
+        exact_rows: hand over the rows that arrived; False for all R * max_num_tokens, as CUDA graphs need.
 
     Raises:
         ValueError: what the kernels cannot do, or ranks that are configured differently.
@@ -78,6 +79,7 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         process_group: dist.ProcessGroup | None = None,
         num_sms: int | None = None,
         batches_in_flight: int = 1,
+        exact_rows: bool = True,
     ) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group)
         _check_supported(moe_config)
@@ -87,7 +89,7 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         for name, value in (("num_sms", num_sms), ("batches_in_flight", batches_in_flight)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        self.num_sms = num_sms
+        self.num_sms, self.exact_rows = num_sms, exact_rows
         device_api = not arena.SymmetricArena.of(self.ranks.group).is_mapped
         self._layout = _layout(moe_config, quant_config, batches_in_flight, device_api)
         self._block = Block.of(self._layout, self.ranks, moe_config.in_dtype, _facts(moe_config, self._layout))
@@ -118,7 +120,7 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         return FusedMoEActivationFormat.Standard
 
     def supports_cuda_graph(self) -> bool:
-        return True
+        return not self.exact_rows
 
     def max_num_tokens_per_rank(self) -> int | None:
         return self.moe_config.max_num_tokens
@@ -164,15 +166,21 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
     def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, _Handle]]:
         self.check()
         self._check_batch(batch)
+        if self.exact_rows and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{NAME} with exact_rows needs the number of rows on the host and cannot be captured in a CUDA graph; "
+                f"make it with exact_rows=False"
+            )
         layout, num_tokens = self._layout, batch.topk_ids.size(0)
         parts = self._block.take()
         number = parts.number
         where = [batch.topk_ids, batch.owners, parts.slots]
         self._launch("plan", parts, where, [batch.owners.numel(), num_tokens])
-        waits = not torch.cuda.is_current_stream_capturing()
-        on_host = HostCopy(parts.total, self.ranks, "dispatch") if waits else None
+        on_host = HostCopy(parts.total, self.ranks, "dispatch") if self.exact_rows else None
         tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
-        self._launch("dispatch", parts, tensors, [batch.owners.numel(), num_tokens, 0 if waits else layout.max_rows])
+        self._launch(
+            "dispatch", parts, tensors, [batch.owners.numel(), num_tokens, 0 if self.exact_rows else layout.max_rows]
+        )
 
         def receive() -> tuple[PrepareResult, _Handle]:
             rows = layout.max_rows
