@@ -20,6 +20,7 @@ ROWS = (1, 4, 8, 12, 16, 20, 24, 28, 32)
 _CAPACITY = 128
 # Weights below this are copied until they exceed it, so that they come from memory.
 _CACHE_BYTES = 150e6
+_NEXT_TO_NOTHING = 0.01
 
 
 def measure(
@@ -67,14 +68,20 @@ def measure(
     return found
 
 
-def best(measured: list[dict[str, Any]]) -> int:
-    """The candidate that loses least against the better kernel at every number of rows, the larger of equals."""
+def best(measured: list[dict[str, Any]], experts: int) -> int:
+    """The largest candidate that loses next to nothing against the better kernel, on the mean over numbers of rows.
+
+    Of several experts' rows some may be few and some not; such a batch takes both kernels, one after the other, so that
+    a low threshold is worth it only where it saves something.
+    """
 
     def loss(few: int) -> float:
         taken = [row["few_us"] if row["rows"] <= few else row["many_us"] for row in measured]
-        return sum(us / min(row["few_us"], row["many_us"]) for us, row in zip(taken, measured, strict=True))
+        excess = [us / min(row["few_us"], row["many_us"]) - 1 for us, row in zip(taken, measured, strict=True)]
+        return sum(excess) / len(excess)
 
-    return min(reversed(CANDIDATES), key=loss)
+    allowed = min(map(loss, CANDIDATES)) + (_NEXT_TO_NOTHING if experts > 1 else 0.0)
+    return max(few for few in CANDIDATES if loss(few) <= allowed)
 
 
 def random_weights(

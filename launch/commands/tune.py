@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
         measured = measure(problem, kind, activation, device, lambda *steps: display((problem.key, *steps)))
     finally:
         display.close()
-    rows = best(measured)
+    rows = best(measured, problem.experts)
     name = torch.cuda.get_device_name(device)
     before = tuning.few_rows(name, problem)
     tuning.remember(path, name, problem, rows)
