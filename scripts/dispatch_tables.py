@@ -62,7 +62,7 @@ def _pairs(rows: Sequence[Row], shape: Sequence[str]) -> str:
     keys = [*shape, "wire", "tokens_per_rank"]
     header = [*shape, "wire", "tokens per rank", *backends, "raw pair", "floor"]
     lines = [_line(header), _line(["---"] * len(header))]
-    for size in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+    for size in sorted({tuple(row[key] for key in keys) for row in rows}):
         best: dict[str, Row] = {}
         for row in rows:
             if tuple(row[key] for key in keys) == size and row.get("median_us") is not None:

@@ -104,11 +104,11 @@ def peer_bandwidth(device: torch.device, repeats: int = 10) -> float:
     buffer = torch.zeros(size * (64 << 20 if device.type == "cuda" else 1 << 20), dtype=torch.uint8, device=device)
     output = torch.empty_like(buffer)
     exchange = time_pairs(
-        lambda _: dist.all_to_all_single(output, buffer), device, graph=False, chain=2, repeats=repeats
+        lambda _: dist.all_to_all_single(output, buffer), device, graph=False, chain=8, repeats=repeats
     )
     found = buffer.numel() * (size - 1) / size / (exchange.median * 1e-6)
     if device.type == "cuda" and torch.cuda.device_count() > 1 and rank == 0:
         there = torch.empty_like(buffer, device=torch.device("cuda", (device.index + 1) % torch.cuda.device_count()))
-        copies = time_calls(lambda _: there.copy_(buffer), device=device, graph=False, chain=2, repeats=repeats)
+        copies = time_calls(lambda _: there.copy_(buffer), device=device, graph=False, chain=8, repeats=repeats)
         found = max(found, buffer.numel() / (timing_of(copies).median * 1e-6))
     return max(slowest_rank([found]))

@@ -37,7 +37,7 @@ from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 MAX_RANKS = 8
 # Within 5 % of the best on 4 H200 (docs/benchmarks/nvshmem.md); e4m3 rows are made and read by instructions.
 DEFAULT_NUM_SMS = 24
-DEFAULT_NUM_SMS_FP8 = 32
+DEFAULT_NUM_SMS_FP8 = 48
 _THREADS = 1024
 
 
