@@ -108,7 +108,9 @@ def _load(axes: Axes, rows: list[Row]) -> None:
             mean = sum(row["rows_per_rank"]) / largest
             name = f"{row['routing']}, {row['asked_tokens']} tokens, EPLB {row['eplb']}"
             shown[name] = [load / mean for load in row["rows_per_rank"]]
-    image = axes.imshow(list(shown.values()), cmap="Greys", vmin=0.0, aspect="auto")
+    # Even loads are mid grey; darker is more.
+    most = max(2.0, *(load for loads in shown.values() for load in loads))
+    image = axes.imshow(list(shown.values()), cmap="Greys", vmin=0.0, vmax=most, aspect="auto")
     axes.set_yticks(range(len(shown)), labels=list(shown), fontsize=6)
     axes.set_xticks(range(largest), labels=[f"r{rank}" for rank in range(largest)])
     axes.figure.colorbar(image, ax=axes, label="expert assignments over their mean")
