@@ -326,6 +326,15 @@ def test_one_rank_has_nothing_to_exchange() -> None:
     assert not manager.busy
 
 
+def test_steps_that_count_nothing_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    manager = on_one_rank()
+    for _ in range(5):
+        manager.step()
+    manager.plan_now()
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "EPLB counted no tokens in 4 steps; CUDA graphs that were captured before" in record.getMessage()
+
+
 def test_layers_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="layers is empty"):
         EPLBManager([])
