@@ -11,6 +11,9 @@ TESTS  ?= tests
 JOBS   ?= 2
 ARGS   ?=
 
+# Modules stay compiled: every worker that a test starts imports torch, which takes twice as long from source.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test lint bench clean
 .DEFAULT_GOAL := run
 
