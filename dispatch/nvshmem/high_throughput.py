@@ -19,6 +19,7 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
 from moe_ep.dispatch.batch import Batch, Pending
 from moe_ep.dispatch.nvshmem import arena
+from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, facts_of
 from moe_ep.dispatch.nvshmem.high_throughput_block import (
     KERNELS,
     NAME,
@@ -30,7 +31,6 @@ from moe_ep.dispatch.nvshmem.high_throughput_block import (
 )
 from moe_ep.dispatch.rank_group import HostCopy
 from moe_ep.dispatch.standard import reduced_rows
-from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 
@@ -49,7 +49,7 @@ class _Handle:
     rows: int
 
 
-class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
+class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
     """Standard format over NVLink for up to max_num_tokens of every rank; prefill.
 
     Rows, ids and weights are those of `all_to_all`, bit for bit and always in one order, and so is what the combine
@@ -92,16 +92,13 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
         self.num_sms, self.exact_rows = num_sms, exact_rows
         device_api = not arena.SymmetricArena.of(self.ranks.group).is_mapped
         self._layout = _layout(moe_config, quant_config, batches_in_flight, device_api)
-        self._block = Block.of(self._layout, self.ranks, moe_config.in_dtype, _facts(moe_config, self._layout))
+        facts = facts_of(moe_config, fp8=self._layout.fp8, device_api=device_api, batches_in_flight=batches_in_flight)
+        self._block = self._meeting = Block.of(self._layout, self.ranks, moe_config.in_dtype, facts)
         device = torch.device("cuda", torch.cuda.current_device())
         self._kernels = {
             name: jit.load(kernel_source(name, self._layout, moe_config.in_dtype), device) for name in KERNELS
         }
         self._owners_of(device)
-
-    @classmethod
-    def unusable_reason(cls) -> str | None:
-        return arena.unusable_reason() or jit.unusable_reason()
 
     @staticmethod
     def size_hint(
@@ -121,27 +118,6 @@ class HighThroughputPrepareFinalize(TorchDistributedPrepareFinalize):
 
     def supports_cuda_graph(self) -> bool:
         return not self.exact_rows
-
-    def max_num_tokens_per_rank(self) -> int | None:
-        return self.moe_config.max_num_tokens
-
-    def check(self) -> None:
-        """DispatchTimeoutError where a wait of a kernel that has ended was in vain; waits for nothing."""
-        self._block.record.check()
-
-    def recover(self, dead: Sequence[int]) -> None:
-        """Goes on without the EP ranks `dead`, whose slots add nothing from now on; all other ranks call it together.
-
-        Batches between prepare and finalize are given up. Layers of one shape share what this mends.
-        """
-        self._open.clear()
-        self._block.recover(dead)
-
-    def tokens_hit(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """bool `[T]`: tokens of which some slot is lost, because its expert's rank was declared dead."""
-        lost = torch.tensor([rank not in self._block.alive for rank in range(self.ranks.size)], device=topk_ids.device)
-        owners = self._owners_of(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
-        return (lost[owners] & (topk_ids >= 0)).any(dim=1)
 
     def prepare_async(
         self,
@@ -259,22 +235,6 @@ def _layout(
         device_api=device_api,
         batches_in_flight=batches_in_flight,
     )
-
-
-def _facts(moe_config: FusedMoEConfig, layout: Layout) -> dict[str, object]:
-    """What must be the same on every rank."""
-    return {
-        "hidden_dim": moe_config.hidden_dim,
-        "num_experts": moe_config.num_experts,
-        "num_fused_shared_experts": moe_config.num_fused_shared_experts,
-        "experts_per_token": moe_config.experts_per_token,
-        "max_num_tokens": moe_config.max_num_tokens,
-        "in_dtype": moe_config.in_dtype,
-        "expert_placement_strategy": moe_config.moe_parallel_config.expert_placement_strategy,
-        "rows on the wire": "e4m3" if layout.fp8 else moe_config.in_dtype,
-        "NVSHMEM's device library": layout.device_api,
-        "batches in flight": layout.batches_in_flight,
-    }
 
 
 def _check_supported(moe_config: FusedMoEConfig) -> None:

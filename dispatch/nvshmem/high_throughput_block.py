@@ -20,7 +20,7 @@ from moe_ep import env
 from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.device_api import device_library
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
-from moe_ep.dispatch.nvshmem.layout import align
+from moe_ep.dispatch.nvshmem.layout import align, offsets_of
 from moe_ep.dispatch.nvshmem.meeting import agree, meet
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.errors import BackendUnavailableError
@@ -95,11 +95,7 @@ class Layout:
     @property
     def offsets(self) -> dict[str, int]:
         """Where each part begins."""
-        found, end = {}, 0
-        for name, size in self.sizes.items():
-            found[name] = end
-            end += align(size)
-        return found
+        return offsets_of(self.sizes)
 
     @property
     def batch_bytes(self) -> int:

@@ -29,6 +29,15 @@ def align(num_bytes: int, alignment: int = _ALIGNMENT) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
+def offsets_of(sizes: dict[str, int]) -> dict[str, int]:
+    """Where each part begins when they lie one after the other, aligned."""
+    found, end = {}, 0
+    for name, size in sizes.items():
+        found[name] = end
+        end += align(size)
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
     """Buffers of one batch, the same on every rank.
@@ -88,11 +97,7 @@ class BatchLayout:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Where each buffer begins."""
-        found, end = {}, 0
-        for name, size in self.sizes.items():
-            found[name] = end
-            end += align(size)
-        return found
+        return offsets_of(self.sizes)
 
     @property
     def batch_bytes(self) -> int:

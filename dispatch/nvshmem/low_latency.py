@@ -7,7 +7,7 @@ what they do; `channel` has the protocol.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,11 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
 from moe_ep.dispatch.batch import Batch, Pending
 from moe_ep.dispatch.nvshmem import arena
+from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, facts_of
 from moe_ep.dispatch.nvshmem.channel import Channel
 from moe_ep.dispatch.nvshmem.kernels import KERNELS, WARPS, Halves, combine_type, dispatch_type, kernel_source
-from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, check_supported, facts_of, layout_of, local_indices
-from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
+from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT
+from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, check_supported, layout_of, local_indices
 from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
@@ -34,7 +35,7 @@ class _Handle:
     expert_rows: tuple[int, int]
 
 
-class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
+class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
     """BatchedExperts format over NVLink with room for max_num_tokens of every rank; captured in CUDA graphs.
 
     Experts that say supports_row_ids() get their rows by reference: `[R * C, K]`, where the senders put them, with the
@@ -66,17 +67,19 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
         self.by_reference = False
         symmetric = arena.SymmetricArena.of(self.ranks.group)
         self._layout = layout_of(moe_config, quant_config, device_api=not symmetric.is_mapped)
-        self._channel = Channel.of(symmetric, self._layout, self.ranks, facts_of(moe_config, self._layout))
+        facts = facts_of(
+            moe_config,
+            fp8=self._layout.fp8,
+            device_api=self._layout.device_api,
+            batches_in_flight=BATCHES_IN_FLIGHT,
+        )
+        self._channel = self._meeting = Channel.of(symmetric, self._layout, self.ranks, facts)
         device = torch.device("cuda", torch.cuda.current_device())
         self._kernels = {
             name: jit.load(kernel_source(name, self._layout, moe_config.in_dtype), device) for name in KERNELS
         }
         self._owner_table = self._owners_of(device)
         self._local_table = local_indices(self._owners).to(device)
-
-    @classmethod
-    def unusable_reason(cls) -> str | None:
-        return arena.unusable_reason() or jit.unusable_reason()
 
     @staticmethod
     def size_hint(moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None = None) -> dict[str, int]:
@@ -101,31 +104,8 @@ class LowLatencyPrepareFinalize(TorchDistributedPrepareFinalize):
     def supports_cuda_graph(self) -> bool:
         return True
 
-    def max_num_tokens_per_rank(self) -> int | None:
-        return self.moe_config.max_num_tokens
-
     def hand_over_row_ids(self) -> None:
         self.by_reference = True
-
-    def check(self) -> None:
-        """DispatchTimeoutError where a wait of a kernel that has ended was in vain; waits for nothing."""
-        self._channel.record.check()
-
-    def recover(self, dead: Sequence[int]) -> None:
-        """Goes on without the EP ranks `dead`, whose slots add nothing from now on; all other ranks call it together.
-
-        Batches between prepare and finalize are given up. Layers of one shape share what this mends.
-        """
-        self._open.clear()
-        self._channel.recover(dead)
-
-    def tokens_hit(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """bool `[T]`: tokens of which some slot is lost, because its expert's rank was declared dead."""
-        lost = torch.tensor(
-            [rank not in self._channel.alive for rank in range(self.ranks.size)], device=topk_ids.device
-        )
-        owners = self._owners_of(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
-        return (lost[owners] & (topk_ids >= 0)).any(dim=1)
 
     def prepare_async(
         self,

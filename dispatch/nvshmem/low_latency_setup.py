@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
+from moe_ep.dispatch.nvshmem.layout import BatchLayout
 
 MAX_RANKS = 16
 
@@ -60,22 +60,6 @@ def layout_of(
         fp8=quant_config is not None and quant_config.dispatch_dtype is not None,
         device_api=device_api,
     )
-
-
-def facts_of(moe_config: FusedMoEConfig, layout: BatchLayout) -> dict[str, object]:
-    """What must be the same on every rank."""
-    return {
-        "hidden_dim": moe_config.hidden_dim,
-        "num_experts": moe_config.num_experts,
-        "num_fused_shared_experts": moe_config.num_fused_shared_experts,
-        "experts_per_token": moe_config.experts_per_token,
-        "max_num_tokens": moe_config.max_num_tokens,
-        "in_dtype": moe_config.in_dtype,
-        "expert_placement_strategy": moe_config.moe_parallel_config.expert_placement_strategy,
-        "rows on the wire": "e4m3" if layout.fp8 else moe_config.in_dtype,
-        "batches in flight": BATCHES_IN_FLIGHT,
-        "puts by NVSHMEM's device library": layout.device_api,
-    }
 
 
 def check_supported(moe_config: FusedMoEConfig) -> None:

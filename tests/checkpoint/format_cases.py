@@ -1,14 +1,12 @@
 """Every format as a checkpoint of two small layers in the real on-disk layout, with the values that it stands for.
 
-The values come from plain loops over Python numbers, one weight at a time, written from the formats' definitions and
-from nothing in the package.
+`format_encoders` makes the tensors of a linear layer; here they become experts, shards and configurations.
 """
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,201 +16,23 @@ import torch.nn.functional as F
 
 from moe_ep.checkpoint.writer import write_checkpoint
 from tests.checkpoint.checkpoints import qwen3_config
+from tests.checkpoint.format_encoders import (
+    Encode,
+    Tensors,
+    awq,
+    fp8,
+    gptq,
+    int_quantized,
+    mxfp4,
+    nvfp4,
+    packed,
+    plain,
+    values,
+)
 
 E, TOP_K, LAYERS = 4, 2, 2
 Names = dict[str, str]
 GATE_DOWN_UP = {"gate": "gate_proj", "down": "down_proj", "up": "up_proj"}
-Tensors = dict[str, torch.Tensor]
-# What row and column of a linear layer stand for.
-Value = Callable[[int, int], float]
-# The tensors of a linear layer [n, k] by suffix, and its values.
-Encode = Callable[[int, int], tuple[Tensors, Value]]
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
-def f32(value: float) -> float:
-    return struct.unpack("f", struct.pack("f", value))[0]
-
-
-def bits_of(word: int, index: int, bits: int) -> int:
-    return ((word & 0xFFFFFFFF) >> (bits * index)) & (2**bits - 1)
-
-
-def e4m3(code: int) -> float:
-    exponent, mantissa = code >> 3 & 15, code & 7
-    value = mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return -value if code & 128 else value
-
-
-def e2m1(code: int) -> float:
-    value = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)[code & 7]
-    return -value if code & 8 else value
-
-
-def values(n: int, k: int, value: Value) -> torch.Tensor:
-    return torch.tensor([[value(row, column) for column in range(k)] for row in range(n)], dtype=torch.float32)
-
-
-def words(*shape: int) -> torch.Tensor:
-    return torch.randint(-(2**31), 2**31, shape).to(torch.int32)
-
-
-def scales(*shape: int, size: float = 0.01) -> torch.Tensor:
-    return (torch.rand(shape) + 0.5) * size
-
-
-def e4m3_codes(*shape: int) -> torch.Tensor:
-    codes = torch.randint(0, 256, shape, dtype=torch.uint8)
-    return torch.where(codes & 127 == 127, 0, codes).to(torch.uint8)
-
-
-def gptq(bits: int, group: int, act_order: bool, version: int = 2) -> Encode:
-    """Asymmetric; version 1 stores zero points less one, and cannot store a zero."""
-
-    def encode(n: int, k: int) -> tuple[Tensors, Value]:
-        pack, groups = 32 // bits, k // group
-        g_idx = torch.arange(k) // group
-        if act_order:
-            g_idx = g_idx[torch.randperm(k, generator=torch.Generator().manual_seed(k))]
-        stored = words(groups, n // pack)
-        if version == 1:
-            # The highest bit of each is off, so none of them is the largest.
-            stored &= {4: 0x77777777, 8: 0x7F7F7F7F}[bits]
-        tensors = {
-            "qweight": words(k // pack, n),
-            "qzeros": stored,
-            "scales": scales(groups, n, size=0.16 / 2**bits).half(),
-            "g_idx": g_idx.to(torch.int32),
-        }
-        q, z, s, g = (tensor.tolist() for tensor in tensors.values())
-
-        def value(row: int, col: int) -> float:
-            zero = bits_of(z[g[col]][row // pack], row % pack, bits) + (version == 1)
-            return (bits_of(q[col // pack][row], col % pack, bits) - zero) * s[g[col]][row]
-
-        return tensors, value
-
-    return encode
-
-
-def awq(group: int) -> Encode:
-    def encode(n: int, k: int) -> tuple[Tensors, Value]:
-        tensors = {
-            "qweight": words(k, n // 8),
-            "qzeros": words(k // group, n // 8),
-            "scales": scales(k // group, n).half(),
-        }
-        q, z, s = (tensor.tolist() for tensor in tensors.values())
-
-        def value(row: int, col: int) -> float:
-            nibble, at = AWQ_ORDER.index(row % 8), col // group
-            return (bits_of(q[col][row // 8], nibble, 4) - bits_of(z[at][row // 8], nibble, 4)) * s[at][row]
-
-        return tensors, value
-
-    return encode
-
-
-def packed(bits: int, group: int | None, symmetric: bool = True, scattered: bool = False) -> Encode:
-    """compressed-tensors pack-quantized; group None means a scale a row."""
-
-    def encode(n: int, k: int) -> tuple[Tensors, Value]:
-        pack, columns = 32 // bits, group or k
-        g = (torch.arange(k) // columns).to(torch.int32)
-        tensors = {
-            "weight_packed": words(n, k // pack),
-            "weight_scale": scales(n, k // columns, size=0.16 / 2**bits).bfloat16(),
-            "weight_shape": torch.tensor([n, k]),
-        }
-        if scattered:
-            # Gate and up of an expert share it.
-            g = g[torch.randperm(k, generator=torch.Generator().manual_seed(k))]
-            tensors["weight_g_idx"] = g
-        if not symmetric:
-            tensors["weight_zero_point"] = words(n // pack, k // columns)
-        q, s, index, middle = (
-            tensors["weight_packed"].tolist(),
-            tensors["weight_scale"].tolist(),
-            g.tolist(),
-            2 ** (bits - 1),
-        )
-        z = None if symmetric else tensors["weight_zero_point"].tolist()
-
-        def value(row: int, col: int) -> float:
-            at = index[col]
-            zero = 0 if z is None else bits_of(z[row // pack][at], row % pack, bits) - middle
-            return (bits_of(q[row][col // pack], col % pack, bits) - middle - zero) * s[row][at]
-
-        return tensors, value
-
-    return encode
-
-
-def int_quantized(n: int, k: int) -> tuple[Tensors, Value]:
-    tensors = {
-        "weight": torch.randint(-128, 128, (n, k)).to(torch.int8),
-        "weight_scale": scales(n, 1, size=1e-3),
-    }
-    q, s = (tensor.tolist() for tensor in tensors.values())
-    return tensors, lambda row, col: q[row][col] * s[row][0]
-
-
-def fp8(name: str, block: tuple[int, int] | None, dtype: torch.dtype, per_row: bool = False) -> Encode:
-    """e4m3 with a scale a block, a row, or (neither) one with an input_scale beside it."""
-
-    def encode(n: int, k: int) -> tuple[Tensors, Value]:
-        rows, columns = block or ((1, k) if per_row else (n, k))
-        shape = (-(-n // rows), -(-k // columns)) if block or per_row else (1,)
-        scale = scales(*shape, size=1e-3)
-        if dtype == torch.float8_e8m0fnu:
-            scale = torch.randint(115, 120, shape, dtype=torch.uint8).view(dtype)
-        codes = e4m3_codes(n, k)
-        tensors = {"weight": codes.view(torch.float8_e4m3fn), name: scale.to(dtype)}
-        if len(shape) == 1:
-            tensors["input_scale"] = torch.ones(1)
-        q, s = codes.tolist(), tensors[name].float().reshape(-(-n // rows), -1).tolist()
-        return tensors, lambda row, col: e4m3(q[row][col]) * s[row // rows][col // columns]
-
-    return encode
-
-
-def mxfp4(n: int, k: int) -> tuple[Tensors, Value]:
-    tensors = {
-        "weight_packed": torch.randint(0, 256, (n, k // 2), dtype=torch.uint8),
-        "weight_scale": torch.randint(118, 124, (n, k // 32), dtype=torch.uint8),
-    }
-    q, s = (tensor.tolist() for tensor in tensors.values())
-
-    def value(row: int, col: int) -> float:
-        return e2m1(q[row][col // 2] >> 4 * (col % 2) & 15) * 2.0 ** (s[row][col // 32] - 127)
-
-    return tensors, value
-
-
-def nvfp4(weight: str, number: str, divides: bool) -> Encode:
-    def encode(n: int, k: int) -> tuple[Tensors, Value]:
-        # A few numbers are enough for gate and up to differ.
-        factor = torch.tensor(float(torch.randint(1, 9, ())) * (10.0 if divides else 0.011))
-        codes, scale = (
-            torch.randint(0, 256, (n, k // 2), dtype=torch.uint8),
-            torch.randint(24, 56, (n, k // 16), dtype=torch.uint8),
-        )
-        tensors = {
-            weight: codes,
-            "weight_scale": scale.view(torch.float8_e4m3fn),
-            number: factor.reshape(1) if divides else factor,
-            "input_global_scale" if divides else "input_scale": torch.ones(1),
-        }
-        q, s, f = codes.tolist(), scale.tolist(), f32(1 / float(factor)) if divides else float(factor)
-        return tensors, lambda row, col: e2m1(q[row][col // 2] >> 4 * (col % 2) & 15) * e4m3(s[row][col // 16]) * f
-
-    return encode
-
-
-def plain(n: int, k: int) -> tuple[Tensors, Value]:
-    weight = (torch.randn(n, k) * k**-0.5).bfloat16()
-    as_list = weight.tolist()
-    return {"weight": weight}, lambda row, col: as_list[row][col]
 
 
 @dataclass

@@ -1,0 +1,78 @@
+"""What the backends on symmetric memory have in common: failures, ranks that are left out, what ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+
+from moe_ep.config import FusedMoEConfig
+from moe_ep.dispatch.nvshmem import arena
+from moe_ep.dispatch.nvshmem.faults import FailureRecord
+from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
+from moe_ep.kernels import jit
+
+
+class Meeting(Protocol):
+    """Symmetric memory in which the ranks of a backend meet, shared by the layers of one shape.
+
+    Attributes:
+        alive: the ranks that were not declared dead.
+    """
+
+    record: FailureRecord
+
+    @property
+    def alive(self) -> Collection[int]: ...
+
+    def recover(self, dead: Sequence[int]) -> None: ...
+
+
+class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
+    """A backend whose kernels write into the other ranks' memory; `_meeting` is set by the subclass."""
+
+    _meeting: Meeting
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        return arena.unusable_reason() or jit.unusable_reason()
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return self.moe_config.max_num_tokens
+
+    def check(self) -> None:
+        """DispatchTimeoutError where a wait of a kernel that has ended was in vain; waits for nothing."""
+        self._meeting.record.check()
+
+    def recover(self, dead: Sequence[int]) -> None:
+        """Goes on without the EP ranks `dead`, whose slots add nothing from now on; all other ranks call it together.
+
+        Batches between prepare and finalize are given up. Layers of one shape share what this mends.
+        """
+        self._open.clear()
+        self._meeting.recover(dead)
+
+    def tokens_hit(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """bool `[T]`: tokens of which some slot is lost, because its expert's rank was declared dead."""
+        lost = torch.tensor(
+            [rank not in self._meeting.alive for rank in range(self.ranks.size)], device=topk_ids.device
+        )
+        owners = self._owners_of(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
+        return (lost[owners] & (topk_ids >= 0)).any(dim=1)
+
+
+def facts_of(moe_config: FusedMoEConfig, *, fp8: bool, device_api: bool, batches_in_flight: int) -> dict[str, object]:
+    """What must be the same on every rank."""
+    return {
+        "hidden_dim": moe_config.hidden_dim,
+        "num_experts": moe_config.num_experts,
+        "num_fused_shared_experts": moe_config.num_fused_shared_experts,
+        "experts_per_token": moe_config.experts_per_token,
+        "max_num_tokens": moe_config.max_num_tokens,
+        "in_dtype": moe_config.in_dtype,
+        "expert_placement_strategy": moe_config.moe_parallel_config.expert_placement_strategy,
+        "rows on the wire": "e4m3" if fp8 else moe_config.in_dtype,
+        "batches in flight": batches_in_flight,
+        "puts by NVSHMEM's device library": device_api,
+    }

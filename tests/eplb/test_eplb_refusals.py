@@ -1,0 +1,58 @@
+"""What an EPLB manager refuses: layers, placements and settings that do not fit, each in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.manager import EPLBManager
+from moe_ep.errors import ConfigError
+from moe_ep.methods.unquantized import UnquantizedFusedMoEMethod
+from tests.eplb.models import load_layer, make_layer
+
+
+def test_layers_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="layers is empty"):
+        EPLBManager([])
+    plain = load_layer(make_layer(ep_size=1, enable_eplb=False), 0)
+    with pytest.raises(ConfigError, match="was made without EPLB; make it with enable_eplb=True"):
+        EPLBManager([plain])
+    layers = [load_layer(make_layer("plain", redundant, ep_size=1), 0) for redundant in (1, 2)]
+    with pytest.raises(ConfigError, match=r"has \(experts, redundant, ep_size\) \(10, 1, 1\) and .* \(10, 2, 1\)"):
+        EPLBManager(layers)
+    dealt = load_layer(make_layer("plain", ep_size=1, expert_placement_strategy="round_robin"), 0)
+    with pytest.raises(ConfigError, match="is 'round_robin'; EPLB needs 'linear'"):
+        EPLBManager([dealt])
+
+
+def test_placements_that_do_not_fit_are_refused() -> None:
+    manager = EPLBManager([load_layer(make_layer("plain", 2, ep_size=1), 0)], EplbConfig(asynchronous=False))
+    with pytest.raises(ValueError, match=r"physical_to_logical has shape \(3, 3\); it must be \(L, num_replicas\)"):
+        manager.rearrange(np.zeros((3, 3), dtype=np.int64))
+    with pytest.raises(ValueError, match="physical_to_logical has no slot for expert 1 in layer 0"):
+        manager.rearrange(np.zeros((1, manager.placement.num_slots), dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"interval": 0}, "interval is 0; it must be at least 1"),
+        ({"rebalance_below": -0.5}, "rebalance_below is -0.5; it must be at least 0"),
+        ({"timeout_s": 0}, "timeout_s is 0; it must be a positive number or None"),
+        ({"policy": "best"}, "policy"),
+        ({"objective": "speed"}, "objective is 'speed'; it must be one of tokens, active_experts, auto"),
+    ],
+)
+def test_settings_out_of_range(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EplbConfig(**changes)
+
+
+def test_a_method_that_cannot_move_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "supports_eplb", False)
+    message = "enable_eplb is set and UnquantizedFusedMoEMethod cannot move experts; unset it"
+    with pytest.raises(ConfigError, match=message):
+        make_layer("plain", 2, ep_size=1)
