@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
+from on_gang import measure_on_gang
 
-from moe_ep.launch.gang_choice import GangConfig, start_gang
+from moe_ep.launch.gang_choice import GangConfig
 from moe_ep.launch.option_values import checkpoint_folder, output_file, whole_numbers
-from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
+from moe_ep.launch.options import at_least, one_of, option
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.run_config import RunConfig
 
@@ -190,19 +191,8 @@ def compare(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     """Prints a table."""
-    parser = Parser(prog="bench_generate.py", description=(__doc__ or "").split("\n")[0])
-    add_flags(parser, GenerateBenchConfig)
-    args = parser.parse_args()
-    try:
-        config, gang = start_gang(from_args(GenerateBenchConfig, args))
-    except OptionError as error:
-        print(f"bench_generate.py: {error}", file=sys.stderr)
-        return 2
-    try:
-        results = gang.run(measure, config)
-    finally:
-        gang.close()
-    if gang.is_driver:
+    _, results = measure_on_gang("bench_generate.py", __doc__ or "", GenerateBenchConfig, measure)
+    if results is not None:
         from moe_ep.bench.results import table
 
         columns = {"ep_size": "EP", "tokens": "T", "graph": "graph", "backend": "backend", "run_us": "run"}

@@ -18,9 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_ep.launch.gang_choice import GangConfig, start_gang
+from on_gang import measure_on_gang
+
+from moe_ep.launch.gang_choice import GangConfig
 from moe_ep.launch.option_values import geometry_name, output_file, whole_numbers
-from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, option
+from moe_ep.launch.options import at_least, option
 from moe_ep.launch.rank_env import RankEnv
 
 _TURNS = 5
@@ -121,19 +123,8 @@ def _turn(run: Callable[[], Any], tell: Callable[[], None] | None, device: Any, 
 
 
 def main() -> int:
-    parser = Parser(prog="bench_observability.py", description=(__doc__ or "").split("\n")[0])
-    add_flags(parser, ObservabilityConfig)
-    args = parser.parse_args()
-    try:
-        config, gang = start_gang(from_args(ObservabilityConfig, args))
-    except OptionError as error:
-        print(f"bench_observability.py: {error}", file=sys.stderr)
-        return 2
-    try:
-        results = gang.run(measure, config)
-    finally:
-        gang.close()
-    if gang.is_driver:
+    config, results = measure_on_gang("bench_observability.py", __doc__ or "", ObservabilityConfig, measure)
+    if results is not None:
         from moe_ep.bench.results import append_line, table
 
         for row in results[0]:
