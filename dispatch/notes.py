@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 _ROLL_CALL_S = 2.0
 _WATCH_INTERVAL_S = 1.0
 _watchers: WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = WeakKeyDictionary()
+# Notes of this process that stand; any backend of a group that takes part again withdraws the group's.
+_standing: set[str] = set()
 
 
 def _store() -> dist.Store:
@@ -31,21 +33,22 @@ class Notes:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._prefix = f"moe_ep/dispatch/{group.group_name}"
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._left = False
 
     def leave(self, text: str) -> None:
         """Tells the others that this rank does not take part, and why."""
-        self._left = True
+        key = self._key("refused", self._rank)
+        _standing.add(key)
         try:
-            _store().set(self._key("refused", self._rank), text)
+            _store().set(key, text)
         except RuntimeError as error:
             logger.error("rank %d could not tell the others that it refuses a batch: %s", self._rank, error)
 
     def withdraw(self) -> None:
         """This rank takes part again."""
-        if self._left:
-            self._left = False
-            _store().set(self._key("refused", self._rank), "")
+        key = self._key("refused", self._rank)
+        if key in _standing:
+            _standing.remove(key)
+            _store().set(key, "")
 
     def read(self) -> dict[int, str]:
         """The notes of the other ranks."""

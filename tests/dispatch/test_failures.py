@@ -130,7 +130,7 @@ def test_a_late_rank_is_named_at_the_deadline_of_the_environment() -> None:
 
 
 def see_a_note(rank: int, world_size: int) -> list[str]:
-    """What the watcher of rank 0 logs when rank 1 leaves a note."""
+    """What the watcher of rank 0 logs when rank 1 leaves a note, which another object of rank 1's withdraws."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -139,10 +139,10 @@ def see_a_note(rank: int, world_size: int) -> list[str]:
     group = dist.distributed_c10d._get_default_group()
     dist.barrier()
     if rank == 1:
-        notes = Notes(group)
-        notes.leave("too much")
+        Notes(group).leave("too much")
         dist.barrier()
-        notes.withdraw()
+        Notes(group).withdraw()
+        dist.barrier()
         return []
     watch(group)
     watch(group)
@@ -150,6 +150,8 @@ def see_a_note(rank: int, world_size: int) -> list[str]:
     while not logged and time.monotonic() < deadline:
         time.sleep(0.05)
     dist.barrier()
+    dist.barrier()
+    assert Notes(group).read() == {}
     logger.removeHandler(handler)
     return logged
 
