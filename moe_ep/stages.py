@@ -42,15 +42,26 @@ class Listener:
 _listeners: tuple[Listener, ...] = ()
 
 
-@contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Tells a listener of everything that happens inside the block; several may listen at once."""
+def listen(listener: Listener) -> None:
+    """Tells a listener of everything from here on; several may listen at once."""
     global _listeners
     _listeners = (*_listeners, listener)
+
+
+def stop_listening(listener: Listener) -> None:
+    """Tells it no more; nothing changes where it was not listening."""
+    global _listeners
+    _listeners = tuple(other for other in _listeners if other is not listener)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tells a listener of everything that happens inside the block."""
+    listen(listener)
     try:
         yield
     finally:
-        _listeners = tuple(other for other in _listeners if other is not listener)
+        stop_listening(listener)
 
 
 def stage(name: str) -> AbstractContextManager[None]:

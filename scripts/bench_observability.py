@@ -12,7 +12,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from moe_ep.launch.option_values import geometry_name, output_file, whole_number
 from moe_ep.launch.options import at_least, option
 from moe_ep.launch.rank_env import RankEnv
 
-_TURNS = 5
+_TURNS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class ObservabilityConfig(GangConfig):
     geometry: str = field(default="deepseek-v3", metadata=option(geometry_name, "a preset (deepseek-v3)"))
     tokens: tuple[int, ...] = field(default=(1, 128), metadata=option(whole_numbers, "tokens of each rank (1,128)"))
     chain: int = field(default=8, metadata=option(at_least(1), "layers of a step (8)"))
-    steps: int = field(default=64, metadata=option(at_least(1), "steps of a turn; one in 32 is sampled (64)"))
+    steps: int = field(default=64, metadata=option(at_least(1), "steps of a turn; one in 64 is sampled (64)"))
     commit: str | None = field(default=None, metadata=option(str, "what to record outside a checkout", "HASH"))
     json: Path | None = field(default=None, metadata=option(output_file, "append one JSON line a row", "FILE"))
 
@@ -77,7 +76,7 @@ def _take_turns(step: Callable[[], None], device: Any, steps: int, rank: int) ->
     from moe_ep.bench.timing import capture, slowest_rank
     from moe_ep.observability.metrics import PrometheusSink
     from moe_ep.observability.monitor import LayerMonitor
-    from moe_ep.stages import listening
+    from moe_ep.stages import listen, stop_listening
 
     step()
     sink = PrometheusSink(0)
@@ -85,17 +84,19 @@ def _take_turns(step: Callable[[], None], device: Any, steps: int, rank: int) ->
     ways: dict[str, Callable[[], Any]] = {"eager": step, "eager, monitored": step}
     if device.type == "cuda":
         plain = ways["graph"] = capture(lambda _: step(), 1)
-        with listening(monitor):
+        with monitor.watching():
             watched = capture(lambda _: step(), 1)
         ways["graph, monitored"] = lambda: (watched if monitor.sampled else plain)()
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(1 + _TURNS):
         for name, run in ways.items():
             monitored = name.endswith("monitored")
-            with listening(monitor) if monitored else nullcontext():
-                # Replays of the plain graph on other steps do not count: the monitor reads on sampled ones alone.
-                tell = partial(monitor.end_step, replayed=name.startswith("graph")) if monitored else None
-                times[name].append(_turn(run, tell, device, steps))
+            # Replays of the plain graph on other steps do not count: the monitor reads on sampled ones alone.
+            tell = partial(monitor.end_step, replayed=name.startswith("graph")) if monitored else None
+            if monitored and monitor.sampled:
+                listen(monitor)
+            times[name].append(_turn(run, tell, device, steps))
+            stop_listening(monitor)
     sink.close()
     medians = {name: statistics.median(slowest_rank(found[1:])) for name, found in times.items()}
     return {

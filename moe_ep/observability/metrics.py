@@ -86,19 +86,23 @@ class PrometheusSink(MetricsSink):
             raise missing_extra("prometheus-client", "metrics", "a metrics endpoint") from None
         # A registry of its own: several runtimes of a process do not share names, and nothing else is served.
         self._registry = prometheus.CollectorRegistry()
-        self._made: dict[Metric, Any] = {}
+        self._made: dict[str, Any] = {}
+        self._children: dict[tuple[str, ...], Any] = {}
         for metric in ALL:
             # The client adds _total to a counter's name by itself.
             name = metric.name.removesuffix("_total")
             options: dict[str, Any] = {"labelnames": metric.labels, "registry": self._registry}
             if metric.kind == "histogram":
                 options["buckets"] = _SECONDS
-            self._made[metric] = getattr(prometheus, metric.kind.title())(name, metric.text, **options)
+            self._made[metric.name] = getattr(prometheus, metric.kind.title())(name, metric.text, **options)
         self._server, self._thread = prometheus.start_http_server(port, addr=host, registry=self._registry)
         self.port: int = self._server.server_port
 
     def put(self, metric: Metric, value: float, **labels: str) -> None:
-        child = self._made[metric].labels(**labels)
+        key = (metric.name, *labels.values())
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = self._made[metric.name].labels(*(labels[name] for name in metric.labels))
         if metric.kind == "histogram":
             child.observe(value)
         elif metric.kind == "gauge":

@@ -6,11 +6,14 @@
             model(batch)
             monitor.end_step()
 
-One step in `sample_every` is looked at; the others cost a comparison. Durations and choices are read when their CUDA
-events have passed. A CUDA graph keeps the events it was captured with, so capture two, and replay the watched one when
-a step is looked at:
+One step in `sample_every` is looked at: the monitor listens in it and in no other, so layers do not know of it then.
+Durations and choices are read when a CUDA event behind the step has passed. A CUDA graph keeps the events it was
+captured with, so capture two, and replay the watched one when a step is looked at:
 
-    graph = watched if monitor.sampled else plain      # `watched` was captured while the monitor listened
+    with monitor.watching():
+        watched = capture(model)
+    ...
+    graph = watched if monitor.sampled else plain
     graph.replay()
     monitor.end_step(replayed=graph is watched)
 
@@ -33,7 +36,7 @@ from moe_ep.eplb.metrics import balancedness
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.observability import metrics
 from moe_ep.observability.metrics import Metric, MetricsSink
-from moe_ep.stages import Listener, listening, timing_event
+from moe_ep.stages import Listener, listen, stop_listening, timing_event
 
 if TYPE_CHECKING:
     from moe_ep.config import FusedMoEConfig
@@ -55,19 +58,31 @@ class _Span(NamedTuple):
 
 
 class _Choices(NamedTuple):
-    """Physical ids of one pass, on the host once `ready`.
+    """Physical ids of one pass `[T, top_k]`, on the host once the step's event has passed.
 
     Attributes:
         owners: the rank of each physical id.
     """
 
     ids: torch.Tensor
-    ready: torch.cuda.Event | None
     owners: np.ndarray
     ep_size: int
     ep_rank: int
     bytes_there: int
     bytes_back: int
+
+
+class _Sample(NamedTuple):
+    """What one step left, to be read when `ready` has passed."""
+
+    spans: list[_Span]
+    choices: list[_Choices]
+    ready: torch.cuda.Event | None
+
+    @property
+    def is_ready(self) -> bool:
+        # Spans may end on other streams than the event lies on.
+        return self.ready is None or (self.ready.query() and all(span.end.query() for span in self.spans))
 
 
 class LayerMonitor(Listener):
@@ -79,27 +94,26 @@ class LayerMonitor(Listener):
     """
 
     def __init__(
-        self, sink: MetricsSink, *, rank: int, device: torch.device | str = "cpu", sample_every: int = 32
+        self, sink: MetricsSink, *, rank: int, device: torch.device | str = "cpu", sample_every: int = 64
     ) -> None:
         if sample_every < 1:
             raise ValueError(f"sample_every is {sample_every}; it must be at least 1")
         self._sink, self._rank, self._device = sink, str(rank), torch.device(device)
         self._sample_every = sample_every
         self._step = 0
-        self._pending: deque[_Span] = deque()
+        self._spans: list[_Span] = []
         self._captured: list[_Span] = []
-        self._unread: list[_Span] = []
-        self._choices: deque[_Choices] = deque()
+        self._choices: list[_Choices] = []
+        self._unread: deque[_Sample] = deque()
         self._owners: dict[tuple[int, int, str, int, int], np.ndarray] = {}
-        self._listening: AbstractContextManager[None] = _NOTHING
 
     def __enter__(self) -> LayerMonitor:
-        self._listening = listening(self)
-        self._listening.__enter__()
+        if self.sampled:
+            listen(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._listening.__exit__(*exception)
+        stop_listening(self)
         self._sink.close()
 
     @property
@@ -107,9 +121,21 @@ class LayerMonitor(Listener):
         """Whether the present step is looked at."""
         return self._step % self._sample_every == 0
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """For the capture of CUDA graphs that sampled steps will replay; drops what was captured before."""
+        self._captured = []
+        stop_listening(self)
+        listen(self)
+        try:
+            yield
+        finally:
+            if not self.sampled:
+                stop_listening(self)
+
     def span(self, name: str) -> AbstractContextManager[None]:
         metric = _HISTOGRAMS.get(name)
-        if metric is None or not (self.sampled or self._capturing()):
+        if metric is None:
             return _NOTHING
         return self._gpu_span(metric) if self._device.type == "cuda" else self._host_span(metric)
 
@@ -123,26 +149,22 @@ class LayerMonitor(Listener):
     def _gpu_span(self, metric: Metric) -> Iterator[None]:
         start = timing_event()
         yield
-        (self._captured if self._capturing() else self._pending).append(_Span(metric, start, timing_event()))
+        (self._captured if self._capturing() else self._spans).append(_Span(metric, start, timing_event()))
 
     def _capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def routed(self, layer: FusedMoE, topk_ids: torch.Tensor) -> None:
-        if not self.sampled or self._capturing():
+        if self._capturing():
             return
         config, K = layer.moe_config, layer.moe_config.hidden_dim
         row_bytes = K * config.in_dtype.itemsize
         there = row_bytes if layer.dispatch_dtype is None else K + 4 * -(-K // 128)
-        ready, on_gpu = None, topk_ids.is_cuda
+        on_gpu = topk_ids.is_cuda
         # Only pinned memory is copied to without waiting.
         ids = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, pin_memory=on_gpu).copy_(topk_ids, non_blocking=on_gpu)
-        if on_gpu:
-            ready = torch.cuda.Event()
-            ready.record()
-        self._choices.append(
-            _Choices(ids, ready, self._owner_table(config), config.ep_size, config.ep_rank, there, row_bytes)
-        )
+        owners = self._owner_table(config)
+        self._choices.append(_Choices(ids, owners, config.ep_size, config.ep_rank, there, row_bytes))
 
     def _owner_table(self, config: FusedMoEConfig) -> np.ndarray:
         strategy = config.moe_parallel_config.expert_placement_strategy
@@ -155,35 +177,43 @@ class LayerMonitor(Listener):
         """Call after every step; hands over what is known by now.
 
         Args:
-            replayed: the step replayed CUDA graphs that were captured while this monitor listened, all of them.
+            replayed: the step replayed CUDA graphs that were captured while this monitor was `watching`, all of them.
         """
-        while self._pending and self._pending[0].end.query():
-            self._observe(self._pending.popleft())
-        if replayed and self.sampled:
-            self._unread = self._captured
-        if all(span.end.query() for span in self._unread):
-            for span in self._unread:
-                self._observe(span)
-            self._unread = []
-        while self._choices and (self._choices[0].ready is None or self._choices[0].ready.query()):
-            self._tell_choices(self._choices.popleft())
+        if self.sampled:
+            self._keep_sample(self._captured if replayed else [])
+        while self._unread and self._unread[0].is_ready:
+            self._tell(self._unread.popleft())
+        was_sampled = self.sampled
         self._step += 1
+        if was_sampled != self.sampled:
+            (listen if self.sampled else stop_listening)(self)
 
-    def _observe(self, span: _Span) -> None:
-        self._sink.put(span.metric, span.start.elapsed_time(span.end) * 1e-3, rank=self._rank)
+    def _keep_sample(self, captured: list[_Span]) -> None:
+        ready = None
+        if self._device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        self._unread.append(_Sample(self._spans + captured, self._choices, ready))
+        self._spans, self._choices = [], []
 
-    def _tell_choices(self, choices: _Choices) -> None:
-        ids, num_ranks = choices.ids.numpy(), choices.ep_size
-        ranks = np.where(ids >= 0, choices.owners[np.maximum(ids, 0)], num_ranks)
-        loads = np.bincount(ranks.ravel(), minlength=num_ranks + 1)[:num_ranks]
-        goes_to = np.zeros((len(ids), num_ranks + 1), dtype=bool)
-        goes_to[np.arange(len(ids))[:, None], ranks] = True
-        rows = int(goes_to[:, :num_ranks].sum() - goes_to[:, choices.ep_rank].sum()) * self._sample_every
-        for expert_rank, load in enumerate(loads.tolist()):
-            self._sink.put(metrics.RANK_TOKENS, load, rank=self._rank, expert_rank=str(expert_rank))
-        self._sink.put(metrics.BALANCEDNESS, balancedness(torch.from_numpy(loads)[None]), rank=self._rank)
-        for direction, row_bytes in (("sent", choices.bytes_there), ("received", choices.bytes_back)):
-            self._sink.put(metrics.A2A_BYTES, rows * row_bytes, rank=self._rank, direction=direction)
+    def _tell(self, sample: _Sample) -> None:
+        for span in sample.spans:
+            self._sink.put(span.metric, span.start.elapsed_time(span.end) * 1e-3, rank=self._rank)
+        loads, sent, received = [], 0, 0
+        for choices in sample.choices:
+            load, rows = _count(choices)
+            loads.append(load)
+            sent += rows * choices.bytes_there * self._sample_every
+            received += rows * choices.bytes_back * self._sample_every
+        if loads:
+            self._sink.put(metrics.A2A_BYTES, sent, rank=self._rank, direction="sent")
+            self._sink.put(metrics.A2A_BYTES, received, rank=self._rank, direction="received")
+        # Layers over another number of ranks have loads of their own; gauges keep those of the last kind.
+        for num_ranks in dict.fromkeys(len(load) for load in loads):
+            alike = np.stack([load for load in loads if len(load) == num_ranks])
+            for expert_rank, load in enumerate(alike.mean(axis=0).tolist()):
+                self._sink.put(metrics.RANK_TOKENS, load, rank=self._rank, expert_rank=str(expert_rank))
+            self._sink.put(metrics.BALANCEDNESS, balancedness(torch.from_numpy(alike)), rank=self._rank)
 
     def on_eplb_event(self, event: Event) -> None:
         """A listener for an EPLB manager."""
@@ -193,3 +223,13 @@ class LayerMonitor(Listener):
             self._sink.put(metrics.EPLB_PLAN_SECONDS, event.seconds, rank=self._rank)
         elif isinstance(event, CommitReport):
             self._sink.put(metrics.EPLB_MOVES, event.experts_moved, rank=self._rank)
+
+
+def _count(choices: _Choices) -> tuple[np.ndarray, int]:
+    """(assignments to the experts of each rank, int64 `[R]`; rows that travel, a token once to each rank)."""
+    ids, num_ranks = choices.ids.numpy(), choices.ep_size
+    ranks = np.where(ids >= 0, choices.owners[np.maximum(ids, 0)], num_ranks)
+    goes_to = np.zeros((len(ids), num_ranks + 1), dtype=bool)
+    goes_to[np.arange(len(ids))[:, None], ranks] = True
+    rows = int(goes_to[:, :num_ranks].sum() - goes_to[:, choices.ep_rank].sum())
+    return np.bincount(ranks.ravel(), minlength=num_ranks + 1)[:num_ranks], rows

@@ -55,9 +55,15 @@ def test_a_scraper_reads_what_the_layers_did() -> None:
     layer = make_layer()
     with LayerMonitor(sink, rank=0, sample_every=2) as monitor, torch.inference_mode():
         for _ in range(4):
+            # Layers know of the monitor in the steps that it looks at, and in no others.
+            assert stages._listeners == ((monitor,) if monitor.sampled else ())
             layer(torch.randn(T, K), torch.randn(T, 8))
             monitor.end_step()
         seen = scrape(sink.port)
+        monitor.end_step()
+        with monitor.watching():
+            assert stages._listeners == (monitor,) and not monitor.sampled
+        assert not stages._listeners
     for stage in ("dispatch", "experts", "combine"):
         assert seen[f'moe_ep_{stage}_seconds_count{{rank="0"}}'] == 2
         assert seen[f'moe_ep_{stage}_seconds_bucket{{le="+Inf",rank="0"}}'] == 2
