@@ -19,11 +19,26 @@ def _list_of(parse: Parse) -> Parse:
     return lambda raw: tuple(parse(part) for part in raw.split(","))
 
 
+def _seconds(raw: str) -> float:
+    try:
+        value = float(raw)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError("it must be a number of seconds above 0")
+    return value
+
+
 def _routing(raw: str) -> str:
     from moe_ep.bench.workload import parse_routing
 
     parse_routing(raw)
     return raw
+
+
+def unfinished(path: Path) -> Path:
+    """Where rank 0 puts rows before all of them are there and go to `path`."""
+    return path.with_name(path.name + ".unfinished")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +59,11 @@ class ScalingConfig(GangConfig):
     ep_sizes: tuple[int, ...] = field(
         default=(), metadata=option(whole_numbers, "EP sizes; powers of two up to the number of workers")
     )
-    scaling: str = field(
-        default="weak",
+    scaling: tuple[str, ...] = field(
+        default=("weak",),
         metadata=option(
-            one_of("weak", "strong"), "weak: the tokens below are of each rank (the default); strong: of all together"
+            _list_of(one_of("weak", "strong")),
+            "weak: the tokens below are of each rank (the default), strong: of all together; or both",
         ),
     )
     decode_tokens: tuple[int, ...] = field(
@@ -77,8 +93,22 @@ class ScalingConfig(GangConfig):
             _list_of(one_of("off", "on")), "off (the default), on: one spare slot a rank, experts placed by their load"
         ),
     )
+    variant_tokens: tuple[int, ...] = field(
+        default=(),
+        metadata=option(
+            whole_numbers,
+            "tokens at which every --backend, --wire, --routing and --eplb is measured, in the first --scaling, and at "
+            "others the first of each; without it all at all",
+        ),
+    )
     chain: int = field(default=8, metadata=option(at_least(1), "steps in one repeat, each with other tokens (8)"))
     repeats: int = field(default=30, metadata=option(at_least(1), "repeats of the chain (30)"))
+    repeat_seconds: float = field(
+        default=0.25, metadata=option(_seconds, "that the repeats of a row may take; 5 are made in any case (0.25)")
+    )
+    seconds: float | None = field(
+        default=None, metadata=option(_seconds, "begin no row after so many; the rows until then are the result")
+    )
     seed: int = field(default=0, metadata=option(at_least(0), "of weights, tokens and choices (0)"))
     commit: str | None = field(
         default=None, metadata=option(str, "what to record where this does not run from a git checkout", "HASH")

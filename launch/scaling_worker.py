@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from moe_ep.bench.ahead import compile_kernels
 from moe_ep.bench.ceilings import Ceilings, measure_ceilings
 from moe_ep.bench.geometries import Geometry, of_model, preset
 from moe_ep.bench.layers import BenchLayers, make_weights
-from moe_ep.bench.results import facts
+from moe_ep.bench.results import append_line, facts
 from moe_ep.bench.scaling import measure_row, with_efficiency
 from moe_ep.bench.synthetic import SyntheticConfig
-from moe_ep.bench.workload import parse_routing
+from moe_ep.bench.timing import slowest_rank
+from moe_ep.bench.workload import parse_routing, recorded_ids
+from moe_ep.errors import ConfigError
 from moe_ep.launch import progress
 from moe_ep.launch.rank_env import RankEnv
-from moe_ep.launch.scaling_config import ScalingConfig
+from moe_ep.launch.scaling_config import ScalingConfig, unfinished
 from moe_ep.registry import ALL2ALL_BACKENDS
+
+logger = logging.getLogger(__name__)
 
 _PREFILL_CHAIN = 4
 
 
 class Setting(NamedTuple):
-    """One row to measure; num_tokens is of each rank."""
+    """What is measured; num_tokens is of each rank."""
 
     phase: str
-    asked_tokens: int
     num_tokens: int
     backend: str
     wire: str
     routing: str
     eplb: str
+
+
+class Asked(NamedTuple):
+    """A row that was asked for; rows of weak and strong scaling may have their setting in common."""
+
+    scaling: str
+    tokens: int
+    setting: Setting
 
 
 def run_scaling(rank_env: RankEnv, config: ScalingConfig, command: str) -> list[dict[str, Any]] | None:
@@ -42,80 +58,177 @@ def run_scaling(rank_env: RankEnv, config: ScalingConfig, command: str) -> list[
     Raises:
         WrongOutputError: a layer computes something else than its weights say.
     """
-    device = torch.device(rank_env.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    groups = {size: _group_of(rank_env.rank, rank_env.world_size, size) for size in config.ep_sizes}
+    started, device = time.monotonic(), torch.device(rank_env.device)
+    bench = _Bench(
+        config=config,
+        rank_env=rank_env,
+        device=device,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        groups={size: _group_of(rank_env.rank, rank_env.world_size, size) for size in config.ep_sizes},
+    )
+    geometries = _geometries(config, device)
     with torch.inference_mode():
-        ceilings = measure_ceilings(device, dtype)
-        about = _about(rank_env, config, command, ceilings)
-        rows: list[dict[str, Any]] = []
-        geometries = _geometries(config, device)
-        total = len(geometries) * sum(len(list(_settings(config, size))) for size in config.ep_sizes)
-        for geometry in geometries:
-            for size in config.ep_sizes:
-                weights = make_weights(geometry, size, device, config.seed)
-                for setting in _settings(config, size):
-                    progress.report("measuring", len(rows), total)
-                    # Balancing moves experts: weights of its own then.
-                    held = make_weights(geometry, size, device, config.seed) if setting.eplb == "on" else weights
-                    rows.append(
-                        _row(config, geometry, setting, size, rank_env.rank % size, groups[size], held, ceilings)
-                    )
-                    if device.type == "cuda":
-                        torch.cuda.empty_cache()
-        progress.report("measuring", total, total)
-    return [row | about for row in with_efficiency(rows)] if rank_env.rank == 0 else None
+        compile_kernels(
+            geometries, config.ep_sizes, bench.dtype, [_dtype_of(wire) for wire in config.wire], device,
+            share=(rank_env.local_rank, rank_env.local_world_size),
+        )  # fmt: skip
+        ceilings = measure_ceilings(device, bench.dtype)
+        plan = _plan(config, geometries, tell=rank_env.rank == 0)
+        rows = _Rows(
+            config, rank_env, _about(rank_env, config, command, ceilings), sum(len(asked) for *_, asked in plan)
+        )
+        for geometry, size, asked in plan:
+            weights = make_weights(geometry, size, device, config.seed)
+            measured: dict[Setting, dict[str, Any]] = {}
+            for row in asked:
+                if row.setting not in measured:
+                    if _is_over(config, started):
+                        return rows.finished()
+                    measured[row.setting] = bench.measure(geometry, row.setting, size, weights, ceilings)
+                about = {"geometry": geometry.name, "ep_size": size, "scaling": row.scaling}
+                rows.add(about | {"asked_tokens": row.tokens} | measured[row.setting])
+            weights.clear()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return rows.finished()
 
 
-def _row(
-    config: ScalingConfig,
-    geometry: Geometry,
-    setting: Setting,
-    ep_size: int,
-    ep_rank: int,
-    group: dist.ProcessGroup | None,
-    weights: list[SyntheticConfig],
-    ceilings: Ceilings,
-) -> dict[str, Any]:
-    layers = BenchLayers(
-        geometry,
-        ep_size=ep_size,
-        ep_rank=ep_rank,
-        group=group,
-        backend=setting.backend,
-        capacity=setting.num_tokens,
-        dtype=torch.bfloat16 if weights[0].device.type == "cuda" else torch.float32,
-        device=weights[0].device,
-        dispatch_dtype=torch.float8_e4m3fn if setting.wire == "fp8" else None,
-        eplb=setting.eplb == "on",
-        weights=weights,
+def _is_over(config: ScalingConfig, started: float) -> bool:
+    """Whether the time for rows is over, by the clock of the slowest rank."""
+    return config.seconds is not None and slowest_rank([time.monotonic() - started])[0] > config.seconds
+
+
+class _Rows:
+    """The rows so far. On rank 0 they are in a file too, which is there until the driver has written them: a gang that
+    fails has not measured in vain."""
+
+    def __init__(self, config: ScalingConfig, rank_env: RankEnv, about: dict[str, Any], total: int) -> None:
+        self._found: list[dict[str, Any]] = []
+        self._about, self._total, self._speaks = about, total, rank_env.rank == 0
+        self._path: Path | None = None
+        if self._speaks and config.json is not None and config.json.parent.is_dir():
+            self._path = unfinished(config.json)
+            self._path.unlink(missing_ok=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._found.append(row)
+        progress.report("measuring", len(self._found), self._total)
+        if self._path is not None:
+            append_line(self._path, row | self._about)
+
+    def finished(self) -> list[dict[str, Any]] | None:
+        """All rows, where this is rank 0."""
+        if not self._speaks:
+            return None
+        if len(self._found) < self._total:
+            logger.warning("--seconds are over: %d of %d rows were measured", len(self._found), self._total)
+        return [row | self._about for row in with_efficiency(self._found)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bench:
+    """What all rows have in common."""
+
+    config: ScalingConfig
+    rank_env: RankEnv
+    device: torch.device
+    dtype: torch.dtype
+    groups: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
+
+    def measure(
+        self,
+        geometry: Geometry,
+        setting: Setting,
+        ep_size: int,
+        weights: list[SyntheticConfig],
+        ceilings: Ceilings,
+    ) -> dict[str, Any]:
+        """One row; a collective step of all ranks."""
+        config, group, started = self.config, self.groups[ep_size], time.monotonic()
+        if setting.eplb == "on":
+            # Balancing moves experts: weights of its own then.
+            weights = make_weights(geometry, ep_size, self.device, config.seed)
+        layers = BenchLayers(
+            geometry,
+            ep_size=ep_size,
+            ep_rank=self.rank_env.rank % ep_size,
+            group=group,
+            backend=setting.backend,
+            capacity=setting.num_tokens,
+            dtype=self.dtype,
+            device=self.device,
+            dispatch_dtype=_dtype_of(setting.wire),
+            eplb=setting.eplb == "on",
+            weights=weights,
+        )
+        prefill = setting.phase == "prefill"
+        row = measure_row(
+            layers,
+            parse_routing(setting.routing),
+            setting.num_tokens,
+            ceilings,
+            chain=min(config.chain, _PREFILL_CHAIN) if prefill else config.chain,
+            repeats=max(5, config.repeats // 3) if prefill else config.repeats,
+            limit_s=config.repeat_seconds,
+            seed=config.seed,
+            group=group,
+        )
+        asked = setting._asdict() | {"asked_backend": setting.backend, "backend": _backend_of(layers)}
+        took = {"took_s": round(time.monotonic() - started, 2)}
+        return {key: value for key, value in asked.items() if key != "num_tokens"} | row | took
+
+
+def _plan(
+    config: ScalingConfig, geometries: Sequence[Geometry], *, tell: bool
+) -> list[tuple[Geometry, int, list[Asked]]]:
+    """(geometry, EP size, rows), those of the same weights together."""
+    plan = []
+    for geometry in geometries:
+        routings = _routings(config, geometry, tell=tell)
+        plan += [(geometry, size, list(_asked(config, routings, size))) for size in config.ep_sizes]
+    return plan
+
+
+def _asked(config: ScalingConfig, routings: Sequence[str], ep_size: int) -> Iterator[Asked]:
+    alone = ep_size == 1
+    choices = (
+        ("auto",) if alone else config.backend,
+        ("activations",) if alone else config.wire,
+        routings,
+        ("off",) if alone else config.eplb,
     )
-    prefill = setting.phase == "prefill"
-    row = measure_row(
-        layers,
-        parse_routing(setting.routing),
-        setting.num_tokens,
-        ceilings,
-        chain=min(config.chain, _PREFILL_CHAIN) if prefill else config.chain,
-        repeats=max(3, config.repeats // 3) if prefill else config.repeats,
-        seed=config.seed,
-        group=group,
-    )
-    asked = setting._asdict() | {"asked_backend": setting.backend, "backend": _backend_of(layers)}
-    about = {"geometry": geometry.name, "ep_size": ep_size, "scaling": config.scaling}
-    return about | {key: value for key, value in asked.items() if key != "num_tokens"} | row
-
-
-def _settings(config: ScalingConfig, ep_size: int) -> Iterator[Setting]:
     phases = (("decode", config.decode_tokens), ("prefill", config.prefill_tokens))
-    for backend in config.backend if ep_size > 1 else ("auto",):
-        for wire in config.wire if ep_size > 1 else ("activations",):
-            for routing, eplb in itertools.product(config.routing, config.eplb if ep_size > 1 else ("off",)):
-                for phase, counts in phases:
-                    for tokens in counts:
-                        each = tokens if config.scaling == "weak" else tokens // ep_size
-                        if each:
-                            yield Setting(phase, tokens, each, backend, wire, routing, eplb)
+    for scaling, values in itertools.product(config.scaling, itertools.product(*choices)):
+        limited = config.variant_tokens and values != tuple(names[0] for names in choices if names)
+        for phase, counts in phases:
+            for tokens in counts:
+                if limited and (tokens not in config.variant_tokens or scaling != config.scaling[0]):
+                    continue
+                each = tokens if scaling == "weak" else tokens // ep_size
+                if each:
+                    yield Asked(scaling, tokens, Setting(phase, each, *values))
+
+
+def _routings(config: ScalingConfig, geometry: Geometry, *, tell: bool) -> list[str]:
+    """Those that can be this geometry's; recorded choices are those of one model's experts."""
+    fitting = []
+    for name in config.routing:
+        recorded = parse_routing(name).recorded
+        try:
+            if recorded is not None:
+                recorded_ids(recorded, geometry.num_experts, geometry.top_k)
+        except ValueError as error:
+            if len(config.routing) == 1:
+                raise ConfigError(f"--routing is {name}: {error}") from None
+            if tell:
+                logger.warning("%s is measured without --routing %s: %s", geometry.name, name, error)
+        else:
+            fitting.append(name)
+    return fitting
+
+
+def _dtype_of(wire: str) -> torch.dtype | None:
+    return torch.float8_e4m3fn if wire == "fp8" else None
 
 
 def _geometries(config: ScalingConfig, device: torch.device) -> list[Geometry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from moe_ep.launch.gang import set_up_logging
 from moe_ep.launch.gang_choice import start_gang
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
 from moe_ep.launch.rank_env import RankEnv
-from moe_ep.launch.scaling_config import ScalingConfig
+from moe_ep.launch.scaling_config import ScalingConfig, unfinished
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -40,6 +41,10 @@ def main(args: argparse.Namespace) -> int:
     try:
         config = replace(config, ep_sizes=_ep_sizes(config, gang.world_size))
         results = gang.run(_work, config, args.shown)
+    except BaseException:
+        if config.json is not None and unfinished(config.json).exists():
+            print(f"the rows until then are in {unfinished(config.json)}", file=sys.stderr)
+        raise
     finally:
         gang.close()
     if gang.is_driver:
@@ -61,11 +66,11 @@ def _ep_sizes(config: ScalingConfig, world_size: int) -> tuple[int, ...]:
             f"--ep-sizes has {unfit[0]} and there are {world_size} workers; a size must divide them, so that groups of "
             f"it run side by side: pass such sizes, or other --ep-size workers"
         )
-    if config.scaling == "strong":
-        for tokens in (*config.decode_tokens, *config.prefill_tokens):
-            if tokens % max(sizes) and tokens >= max(sizes):
+    if "strong" in config.scaling:
+        for tokens, size in itertools.product((*config.decode_tokens, *config.prefill_tokens), sizes):
+            if tokens % size and tokens >= size:
                 raise OptionError(
-                    f"--scaling is strong and {tokens} tokens do not divide over {max(sizes)} ranks; pass multiples"
+                    f"--scaling is strong and {tokens} tokens do not divide over {size} ranks; pass multiples"
                 )
     return tuple(sorted(sizes))
 
@@ -77,5 +82,6 @@ def _tell(config: ScalingConfig, rows: list[dict[str, Any]]) -> None:
     if config.json is not None:
         for row in rows:
             append_line(config.json, row)
+        unfinished(config.json).unlink(missing_ok=True)
     print(as_text(rows))
     sys.stdout.flush()

@@ -128,8 +128,9 @@ class BenchLayers:
             number = (seed * 1_000_003 + call) * self.ep_size + self.ep_rank
             geometry = self.geometry
             logits = draw_logits(
-                routing, num_tokens, geometry.num_experts, geometry.top_k, seed=number, popularity_seed=popularity_seed
-            ).to(self.device)
+                routing, num_tokens, geometry.num_experts, geometry.top_k, seed=number,
+                popularity_seed=popularity_seed, device=self.device,
+            )  # fmt: skip
             generator = torch.Generator(self.device).manual_seed(number)
             rows = torch.randn(num_tokens, geometry.hidden_size, device=self.device, generator=generator)
             rows = rows.to(self.dtype)
@@ -141,7 +142,7 @@ class BenchLayers:
         """The output `[T, K]` of one of the copies."""
         return self.layers[index % len(self.layers)](batch.hidden_states, batch.router_logits)
 
-    def error(self, batch: Batch, num_rows: int = 4) -> float:
+    def error(self, batch: Batch, num_rows: int = 2) -> float:
         """mean |difference| / mean |reference| of the first rows of one call, from dequantized weights; collective."""
         output = self.call(0, batch)[:num_rows]
         rows = slice(num_rows)

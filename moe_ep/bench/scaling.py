@@ -52,6 +52,7 @@ def measure_row(
     *,
     chain: int,
     repeats: int,
+    limit_s: float | None = None,
     seed: int,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
@@ -60,6 +61,7 @@ def measure_row(
     Args:
         num_tokens: T of every rank.
         chain: calls in one repeat, each with other tokens and choices.
+        limit_s: that the repeats may take, as `time_calls` has it.
         group: the EP ranks of these layers; several such groups of the world run side by side.
 
     Raises:
@@ -73,13 +75,16 @@ def measure_row(
         torch.cuda.reset_peak_memory_stats(layers.device)
     graph = layers.device.type == "cuda" and layers.layers[0].prepare_finalize.supports_cuda_graph()
     call: Callable[[int], object] = lambda i: layers.call(i, batches[i])  # noqa: E731
-    times = time_calls(call, device=layers.device, chain=chain, repeats=repeats, graph=graph, together=_barrier)
+    times = time_calls(
+        call, device=layers.device, chain=chain, repeats=repeats, limit_s=limit_s, graph=graph, together=_barrier
+    )
     timing = timing_of(slowest_rank(times))
     stage_us = _stage_times(layers, call, chain, graph)
     load = _load(layers, batches, group)
     return {
         **_rates(layers, timing, num_tokens),
         "mode": "graph" if graph else "eager",
+        "repeats": len(times),
         "stages_us": {name: round(us, 2) for name, us in stage_us.items()},
         **_traffic(layers, stage_us, load, ceilings),
         **_floors(layers, timing, load, ceilings),

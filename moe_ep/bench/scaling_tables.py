@@ -9,7 +9,7 @@ from moe_ep.bench.results import markdown_table, table
 
 Row = dict[str, Any]
 
-_KIND = {"wire": "wire", "routing": "routing", "eplb": "EPLB"}
+_KIND = {"scaling": "scaling", "wire": "wire", "routing": "routing", "eplb": "EPLB"}
 _COLUMNS = {
     "geometry": "geometry", "ep_size": "EP", "phase": "phase", "tokens_per_rank": "T", "backend": "backend", **_KIND,
     "us": "us", "p99_us": "p99", "route_us": "route", "dispatch_us": "dispatch", "experts_us": "experts",

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 _WARM_UP = 3
+_LEAST_REPEATS = 5
 
 
 class Timing(NamedTuple):
@@ -48,24 +49,45 @@ def time_calls(
     device: torch.device,
     chain: int = 10,
     repeats: int = 20,
+    limit_s: float | None = None,
     graph: bool | None = None,
     together: Callable[[], object] = lambda: None,
 ) -> list[float]:
     """Microseconds of one call in each repeat of `chain` calls, call(0) to call(chain - 1).
 
     Args:
+        limit_s: fewer repeats than `repeats` where the slowest rank needs longer for them, and at least 5; a collective
+            step then.
         graph: capture the chain in a CUDA graph and time its replays; None does so on GPUs.
         together: what ranks do to begin together, such as a barrier; once before the repeats on GPUs, whose streams
             keep ranks in step from then on, and before every repeat on CPUs.
     """
     for i in range(_WARM_UP):
         call(i % chain)
-    if device.type != "cuda":
-        return [_time_on_cpu(call, chain, together) for _ in range(repeats)]
-    torch.cuda.synchronize(device)
-    replay = capture(call, chain) if graph is not False else lambda: [call(i) for i in range(chain)]
-    together()
-    return _time_on_gpu(replay, repeats, chain)
+    on_gpu = device.type == "cuda"
+    run: Callable[[], Any] = lambda: [call(i) for i in range(chain)]  # noqa: E731
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        run = capture(call, chain) if graph is not False else run
+        together()
+    if limit_s is not None:
+        repeats = _affordable(run, repeats, limit_s, on_gpu)
+    if on_gpu:
+        return _time_on_gpu(run, repeats, chain)
+    return [_time_on_cpu(run, chain, together) for _ in range(repeats)]
+
+
+def _affordable(run: Callable[[], Any], repeats: int, limit_s: float, on_gpu: bool) -> int:
+    """The number of repeats, the same on every rank."""
+    if on_gpu:
+        run()
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if on_gpu:
+        torch.cuda.synchronize()
+    took = slowest_rank([time.perf_counter() - start])[0]
+    return min(repeats, max(_LEAST_REPEATS, int(limit_s / took)))
 
 
 def capture(call: Callable[[int], object], chain: int) -> Callable[[], Any]:
@@ -77,11 +99,10 @@ def capture(call: Callable[[int], object], chain: int) -> Callable[[], Any]:
     return graph.replay
 
 
-def _time_on_cpu(call: Callable[[int], object], chain: int, together: Callable[[], object]) -> float:
+def _time_on_cpu(run: Callable[[], Any], chain: int, together: Callable[[], object]) -> float:
     together()
     start = time.perf_counter()
-    for i in range(chain):
-        call(i)
+    run()
     return (time.perf_counter() - start) / chain * 1e6
 
 

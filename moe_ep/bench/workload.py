@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,14 @@ def parse_routing(raw: str) -> Routing:
 
 
 def draw_logits(
-    routing: Routing, num_tokens: int, num_experts: int, top_k: int, *, seed: int, popularity_seed: int = 0
+    routing: Routing,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    seed: int,
+    popularity_seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Router logits f32 `[T, E]` whose top-k chooses as `routing` says, without repeats in a row.
 
@@ -51,18 +59,24 @@ def draw_logits(
     Raises:
         ValueError: recorded choices of another number of experts or another top_k.
     """
-    generator = torch.Generator().manual_seed(seed)
-    noise = -torch.log(-torch.log(torch.rand(num_tokens, num_experts, generator=generator).clamp_(1e-7, 1 - 1e-7)))
+    generator = torch.Generator(device).manual_seed(seed)
+    uniform = torch.rand(num_tokens, num_experts, generator=generator, device=device).clamp_(1e-7, 1 - 1e-7)
+    noise = uniform.log_().neg_().log_().neg_()
     if routing.recorded is not None:
-        ids = _recorded_ids(routing.recorded, num_experts, top_k)
-        rows = torch.randint(ids.size(0), (num_tokens,), generator=generator)
-        return noise.mul_(0.1).scatter_add_(1, ids[rows], torch.full((num_tokens, top_k), _CHOSEN))
+        ids = recorded_ids(routing.recorded, num_experts, top_k).to(device)
+        rows = torch.randint(ids.size(0), (num_tokens,), generator=generator, device=device)
+        return noise.mul_(0.1).scatter_add_(1, ids[rows], torch.full((num_tokens, top_k), _CHOSEN, device=device))
     ranks = torch.randperm(num_experts, generator=torch.Generator().manual_seed(popularity_seed))
-    return noise - routing.zipf * torch.log1p(ranks.float())
+    return noise - routing.zipf * torch.log1p(ranks.to(device, torch.float32))
 
 
-def _recorded_ids(path: Path, num_experts: int, top_k: int) -> torch.Tensor:
-    """int64 `[tokens, top_k]`: the first layer's choices, all arrays one after the other."""
+@functools.cache
+def recorded_ids(path: Path, num_experts: int, top_k: int) -> torch.Tensor:
+    """int64 `[tokens, top_k]`: the first layer's choices, all arrays one after the other.
+
+    Raises:
+        ValueError: no choices, or those of another number of experts or another top_k.
+    """
     with np.load(path, allow_pickle=False) as arrays:
         found = [arrays[name] for name in arrays.files if arrays[name].ndim == 3]
     if not found:

@@ -7,11 +7,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from moe_ep.bench.ceilings import Ceilings
+from moe_ep.bench.geometries import Geometry
 from moe_ep.bench.results import read_lines
+from moe_ep.errors import ConfigError
+from moe_ep.launch import scaling_worker
 from moe_ep.launch.cli import main
+from moe_ep.launch.rank_env import RankEnv
+from moe_ep.launch.scaling_config import ScalingConfig, unfinished
+from moe_ep.launch.scaling_worker import Setting
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--decode-tokens", "16", "--prefill-tokens", "none", "--chain", "2", "--repeats", "3", "--device", "cpu"]
@@ -47,11 +56,15 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(tmp_path: Path) ->
     under_torchrun = tmp_path / "torchrun.jsonl"
     done = run(
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "scripts/bench_ep_scaling.py",
-        *SMALL, "--json", str(under_torchrun),
+        *SMALL, "--scaling", "weak,strong", "--json", str(under_torchrun),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     others = read_lines(under_torchrun)
-    assert [(row["ep_size"], row["launcher"]) for row in others] == [(1, "torchrun"), (2, "torchrun")]
+    assert [(row["ep_size"], row["scaling"], row["tokens_per_rank"]) for row in others] == [
+        (1, "weak", 16), (1, "strong", 16), (2, "weak", 16), (2, "strong", 8)
+    ]  # fmt: skip
+    assert all(row["launcher"] == "torchrun" for row in others) and others[0]["us"] == others[1]["us"]
+    assert list(tmp_path.glob("*.unfinished")) == []
     assert all(other.keys() == rows[0].keys() for other in others)
 
     done = run(sys.executable, "-m", "moe_ep.launch", "plot", str(path), "--out", str(tmp_path))
@@ -66,6 +79,74 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(tmp_path: Path) ->
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+class Measured:
+    """In place of a row's measuring: says what was asked, and fails or takes its time where told."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.settings: list[Setting] = []
+        self._fails_at = fails_at
+
+    def __call__(self, geometry: Geometry, setting: Setting, ep_size: int, *others: object) -> dict[str, object]:
+        if len(self.settings) == self._fails_at:
+            raise RuntimeError("the machine burns")
+        self.settings.append(setting)
+        rates = {"tokens_per_s_per_gpu": 1.0, "us": 1.0, "stages_us": {}}
+        return setting._asdict() | {"asked_backend": "auto", "balancedness": 1.0} | rates
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, measured: Measured, **options: object) -> list[dict[str, Any]] | None:
+    ceilings = Ceilings(memory_bytes_per_s=1e9, flops_per_s=1e9, link_bytes_per_s=None)
+    monkeypatch.setattr(scaling_worker, "measure_ceilings", lambda *_: ceilings)
+    monkeypatch.setattr(scaling_worker._Bench, "measure", staticmethod(measured))
+    given = {"ep_sizes": (1, 2), "decode_tokens": (1, 8), "prefill_tokens": (64,), **options}
+    rank_env = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, source="none", device="cpu")
+    monkeypatch.setattr(scaling_worker, "_group_of", lambda *_: None)
+    return scaling_worker.run_scaling(rank_env, ScalingConfig(**given), "here")  # type: ignore[arg-type]
+
+
+def test_variants_are_measured_where_asked_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured()
+    rows = run_here(
+        monkeypatch, measured, scaling=("weak", "strong"), routing=("uniform", "zipf:1"), eplb=("off", "on"),
+        variant_tokens=(8,),
+    )  # fmt: skip
+    assert len(measured.settings) == (3 + 1) + (3 + 3 + 2)
+    assert rows is not None
+    of_two = [row for row in rows if row["ep_size"] == 2]
+    assert [(r["scaling"], r["asked_tokens"], r["num_tokens"]) for r in of_two if r["scaling"] == "strong"] == [
+        ("strong", 8, 4), ("strong", 64, 32)
+    ]  # fmt: skip
+    variants = [(r["routing"], r["eplb"]) for r in of_two if r["asked_tokens"] == 8 and r["scaling"] == "weak"]
+    assert sorted(variants) == sorted(itertools.product(("uniform", "zipf:1"), ("off", "on")))
+    assert {r["asked_tokens"] for r in rows if r["routing"] != "uniform"} == {8}
+
+
+def test_rows_outlive_a_failure_and_time_may_be_short(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    with pytest.raises(RuntimeError, match="burns"):
+        run_here(monkeypatch, Measured(fails_at=4), json=path)
+    assert [row["ep_size"] for row in read_lines(unfinished(path))] == [1, 1, 1, 2]
+    assert not path.exists()
+    assert run_here(monkeypatch, Measured(), json=path, seconds=1e-9) == []
+    assert "0 of 6 rows were measured" in caplog.text
+    assert not unfinished(path).exists()
+
+
+def test_routing_of_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "seen.npz"
+    np.savez(path, english=np.array([[[0, 1, 2, 3], [4, 5, 6, 15]]], dtype=np.uint8))
+    options = {"geometry": ("small", "mixtral-8x7b"), "ep_sizes": (1,), "decode_tokens": (1,), "prefill_tokens": ()}
+    rows = run_here(monkeypatch, Measured(), routing=("uniform", str(path)), **options)
+    assert rows is not None
+    assert [(r["geometry"], r["routing"]) for r in rows] == [
+        ("small", "uniform"), ("small", str(path)), ("mixtral-8x7b", "uniform")
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="the layer takes top-2 of 8"):
+        run_here(monkeypatch, Measured(), routing=(str(path),), **options)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -73,6 +154,7 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(tmp_path: Path) ->
         (["--ep-sizes", "3", "--ep-size", "4", "--launcher", "local"], "--ep-sizes has 3 and there are 4 workers"),
         (["--decode-tokens", "none", "--prefill-tokens", "none"], "are none; pass numbers"),
         (["--decode-tokens", "0"], "--decode-tokens is '0'; it must be whole numbers of at least 1"),
+        (["--seconds", "soon"], "--seconds is 'soon'; it must be a number of seconds above 0"),
         (["--routing", "zipf"], "--routing is 'zipf'; it must be uniform, zipf:S"),
         (["--scaling", "strong", "--decode-tokens", "6", "--launcher", "local"], "6 tokens do not divide over 4 ranks"),
     ],
