@@ -2,8 +2,8 @@
 
 One step of one layer on the busiest of R ranks, T tokens each, uniform routing, stages one after the other:
 
-    experts   max(active experts x bytes, rows x operations) at the rates of memory and of the matrix units, over the
-              share of the floor that the experts reach
+    experts   active experts x bytes at the memory's rate, and rows x operations at that of the matrix units, each over
+              the share of it that the experts reach; one after the other: dequantizing leaves little room to overlap
     dispatch  a latency, and the larger of the bytes over the links of a host and over the network, there
     combine   the same, back
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_ep.bench.geometries import Geometry
@@ -32,7 +32,7 @@ class Machine:
         link_bytes_per_s: out of one GPU to others of its host, all of them at once.
         network_bytes_per_s: out of one GPU to other hosts; a GPU has its own network card.
         link_latency_us, network_latency_us: of one dispatch or combine of hardly any bytes.
-        experts_efficiency: floor over time of the experts' stage.
+        memory_efficiency, compute_efficiency: shares of those rates that the experts reach.
         wire_efficiency: share of the links' rate that dispatch and combine reach.
         route_us: of router and mapping.
         memory_bytes: of one GPU.
@@ -45,7 +45,8 @@ class Machine:
     network_bytes_per_s: float = 50e9
     link_latency_us: float = 8.0
     network_latency_us: float = 20.0
-    experts_efficiency: float = 0.7
+    memory_efficiency: float = 0.94
+    compute_efficiency: float = 0.7
     wire_efficiency: float = 0.9
     route_us: float = 6.0
     memory_bytes: float = 141e9
@@ -122,10 +123,13 @@ def predict(
     per_rank = experts_per_rank(geometry, ep_size)
     there = K * wire_bytes + (4 * -(-K // 128) if wire_bytes == 1 else 0)
     rows_link, rows_network = rows_sent(geometry, ep_size, tokens_per_rank, machine.gpus_per_host, two_level)
-    experts_us, memory_bound, active = _experts(geometry, ep_size, tokens_per_rank, machine)
+    active = _active_experts(geometry, ep_size, tokens_per_rank)
+    weights_us, products_us = experts_floors_us(geometry, active, tokens_per_rank * geometry.top_k, machine)
+    weights_us, products_us = weights_us / machine.memory_efficiency, products_us / machine.compute_efficiency
+    experts_us = weights_us + products_us
     dispatch_us, parts = _wire(rows_link * there, rows_network * there, ep_size, machine)
     combine_us, _ = _wire(rows_link * K * 2, rows_network * K * 2, ep_size, machine)
-    shares = {"memory" if memory_bound else "compute": experts_us, **{name: 2 * us for name, us in parts.items()}}
+    shares = {"memory": weights_us, "compute": products_us, **{name: 2 * us for name, us in parts.items()}}
     step_us = machine.route_us + dispatch_us + experts_us + combine_us
     return Step(
         ep_size=ep_size,
@@ -161,14 +165,17 @@ def rows_sent(
     return num_tokens * (own + passed_on), num_tokens * over_network
 
 
-def _experts(geometry: Geometry, ep_size: int, num_tokens: int, machine: Machine) -> tuple[float, bool, float]:
-    """(microseconds, whether memory bounds them, experts of a rank that have tokens)."""
+def _active_experts(geometry: Geometry, ep_size: int, num_tokens: int) -> float:
+    """Experts of a rank that have tokens."""
     per_rank = experts_per_rank(geometry, ep_size)
-    missed = (1 - geometry.top_k / (per_rank * ep_size)) ** (ep_size * num_tokens)
-    active = per_rank * (1 - missed)
+    return per_rank * (1 - (1 - geometry.top_k / (per_rank * ep_size)) ** (ep_size * num_tokens))
+
+
+def experts_floors_us(geometry: Geometry, active: float, rows: float, machine: Machine) -> tuple[float, float]:
+    """(microseconds to read the active experts, microseconds of their rows' operations) at the machine's rates."""
     memory = active * geometry.bytes_per_expert / machine.memory_bytes_per_s
-    compute = num_tokens * geometry.top_k * geometry.flops_per_row / machine.flops_per_s
-    return max(memory, compute) / machine.experts_efficiency * 1e6, memory >= compute, active
+    compute = rows * geometry.flops_per_row / machine.flops_per_s
+    return memory * 1e6, compute * 1e6
 
 
 def _wire(link_bytes: float, network_bytes: float, ep_size: int, machine: Machine) -> tuple[float, dict[str, float]]:
@@ -182,11 +189,12 @@ def _wire(link_bytes: float, network_bytes: float, ep_size: int, machine: Machin
     return sum(parts.values()), parts
 
 
-def calibrated(machine: Machine, rows: Sequence[dict[str, Any]]) -> Machine:
-    """The machine with rates, latency and efficiency as measured by the rows of `moe-ep bench scaling`.
+def calibrated(machine: Machine, geometry: Geometry, rows: Sequence[dict[str, Any]]) -> Machine:
+    """The machine with rates, latency and efficiencies as measured by the geometry's rows of `moe-ep bench scaling`.
 
-    Ceilings are the rows' own; the efficiency of the experts is the median of floor over time of their stage, the
-    latency the least time of half a dispatch and combine, the wire's efficiency the best share of the link seen.
+    Ceilings are the rows' own. The two efficiencies of the experts, and latency and efficiency of the wire, are those
+    that leave the least squares of relative errors. A row's stages are scaled to add up to its step: events between
+    them take time too.
 
     Raises:
         ValueError: no rows, or rows of a single rank alone.
@@ -194,19 +202,45 @@ def calibrated(machine: Machine, rows: Sequence[dict[str, Any]]) -> Machine:
     several = [row for row in rows if row["ep_size"] > 1 and row.get("link_gb_per_s")]
     if not several:
         raise ValueError("there are no rows of more than one rank; measure at least EP size 2")
-    efficiencies = sorted(row["experts_floor_us"] / row["stages_us"]["experts"] for row in rows)
-    both_ways = [row["stages_us"]["dispatch"] + row["stages_us"]["combine"] for row in several]
-    latency = min(both_ways) / 2
-    return Machine(
-        gpus_per_host=machine.gpus_per_host,
+    machine = replace(
+        machine,
         memory_bytes_per_s=several[0]["memory_tb_per_s"] * 1e12,
         flops_per_s=several[0]["tflop_per_s"] * 1e12,
         link_bytes_per_s=several[0]["link_gb_per_s"] * 1e9,
-        network_bytes_per_s=machine.network_bytes_per_s,
+        route_us=sorted(_stage_us(row, "route") for row in rows)[len(rows) // 2],
+    )
+    floors = [
+        experts_floors_us(geometry, row["active_experts_max"], max(row["rows_per_rank"]), machine) for row in rows
+    ]
+    per_byte, per_operation = _fit(floors, [_stage_us(row, "experts") for row in rows])
+    wire_us = [_stage_us(row, "dispatch") + _stage_us(row, "combine") for row in several]
+    links = [(2.0, row["bytes_sent"] / machine.link_bytes_per_s * 1e6) for row in several]
+    latency, per_link_byte = _fit(links, wire_us)
+    return replace(
+        machine,
+        memory_efficiency=1 / per_byte,
+        compute_efficiency=1 / per_operation,
         link_latency_us=latency,
         network_latency_us=max(machine.network_latency_us, latency),
-        experts_efficiency=efficiencies[len(efficiencies) // 2],
-        wire_efficiency=min(1.0, max(row["link_share"] for row in several)),
-        route_us=sorted(row["stages_us"]["route"] for row in rows)[len(rows) // 2],
-        memory_bytes=machine.memory_bytes,
+        wire_efficiency=1 / per_link_byte,
     )
+
+
+def _stage_us(row: dict[str, Any], stage: str) -> float:
+    stages: dict[str, float] = row["stages_us"]
+    return stages.get(stage, 0.0) * float(row["us"]) / sum(stages.values())
+
+
+def _fit(terms: Sequence[tuple[float, float]], times: Sequence[float]) -> tuple[float, float]:
+    """Factors (a, b), above 0, of time = a x + b y with the least squares of (a x + b y) / time - 1."""
+    xs, ys = ([term[i] / time for term, time in zip(terms, times, strict=True)] for i in (0, 1))
+    xx, yy, xy = (sum(p * q for p, q in zip(u, v, strict=True)) for u, v in ((xs, xs), (ys, ys), (xs, ys)))
+    determinant = xx * yy - xy * xy
+    if determinant > 1e-9 * xx * yy:
+        a, b = (sum(xs) * yy - sum(ys) * xy) / determinant, (sum(ys) * xx - sum(xs) * xy) / determinant
+        if a > 0 and b > 0:
+            return a, b
+    # One number cannot be told from the other: both alike.
+    both = [x + y for x, y in zip(xs, ys, strict=True)]
+    factor = sum(both) / sum(value * value for value in both)
+    return factor, factor

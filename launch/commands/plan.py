@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
         rows = []
         if config.measured is not None:
             found = [row for row in read_lines(config.measured) if row.get("geometry") == geometry.name]
-            machine = calibrated(machine, found)
+            machine = calibrated(machine, geometry, found)
             print(_compared(config, geometry, machine, found))
             print()
         for tokens in config.tokens:
@@ -125,13 +125,23 @@ def _compared(config: PlanConfig, geometry: Geometry, machine: Machine, measured
     from moe_ep.bench.results import table
     from moe_ep.paper_model import predict
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for row in measured:
-        if row["routing"] != "uniform":
+        if row["routing"] != "uniform" or row.get("eplb") == "on":
             continue
         wire_bytes = 1 if row["wire"] == "fp8" else 2
         step = predict(geometry, row["ep_size"], row["tokens_per_rank"], machine, wire_bytes=wire_bytes)
         about = {"EP": row["ep_size"], "T": row["tokens_per_rank"], "backend": row["backend"], "wire": row["wire"]}
-        times = {"measured_us": row["us"], "predicted_us": step.step_us, "ratio": step.step_us / row["us"]}
-        rows.append(about | times)
-    return table(rows, {name: name.replace("_", " ") for name in rows[0]}) if rows else "no rows of uniform routing"
+        parts = {"route": step.route_us, "dispatch": step.dispatch_us, "experts": step.experts_us,
+                 "combine": step.combine_us}  # fmt: skip
+        times = {f"{name}_us": f"{us:.1f} ({row['stages_us'].get(name, 0.0):.1f})" for name, us in parts.items()}
+        rows.append(about | {"measured_us": row["us"], "predicted_us": step.step_us} | times
+                    | {"error_%": 100 * (step.step_us / row["us"] - 1)})  # fmt: skip
+    if not rows:
+        return "no rows of uniform routing"
+    errors = sorted(abs(row["error_%"]) for row in rows)
+    shown = table(rows, {name: name.replace("_", " ") for name in rows[0]})
+    return (
+        f"{shown}\nstages: predicted (measured, with the events between them); a predicted step is "
+        f"{errors[len(errors) // 2]:.0f} % off in the median of {len(rows)} rows and {errors[-1]:.0f} % at most"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,34 +76,55 @@ def test_replicas_fill_ranks_that_do_not_divide_the_experts() -> None:
         Machine(link_bytes_per_s=0)
 
 
-def measured_row(**other) -> dict:
+def rows_of(machine: Machine) -> list[dict[str, Any]]:
+    """Rows as a machine would give them that does just what the model says."""
+    return [row_of(machine, size, tokens) for size in (1, 2, 4) for tokens in (1, 8, 128, 4096)]
+
+
+def row_of(machine: Machine, ep_size: int, tokens: int) -> dict[str, Any]:
+    step = predict(DEEPSEEK, ep_size, tokens, machine)
+    stages = {name: getattr(step, f"{name}_us") for name in ("route", "dispatch", "experts", "combine")}
     return {
-        "geometry": "deepseek-v3", "ep_size": 4, "tokens_per_rank": 128, "routing": "uniform", "wire": "activations",
-        "backend": "x", "us": 500.0, "memory_tb_per_s": 4.0, "tflop_per_s": 800.0, "link_gb_per_s": 300.0,
-        "link_share": 0.5, "experts_floor_us": 300.0,
-        "stages_us": {"route": 5.0, "dispatch": 40.0, "experts": 400.0, "combine": 60.0},
-    } | other  # fmt: skip
+        "geometry": "deepseek-v3", "ep_size": ep_size, "tokens_per_rank": tokens, "routing": "uniform",
+        "wire": "activations", "backend": "x", "eplb": "off", "us": step.step_us, "memory_tb_per_s": 4.0,
+        "tflop_per_s": 800.0, "link_gb_per_s": 300.0 if ep_size > 1 else None, "bytes_sent": 2 * step.link_bytes,
+        "active_experts_max": step.active_experts, "rows_per_rank": [8.0 * tokens] * ep_size,
+        # Events between the stages take time of their own.
+        "stages_us": {name: 1.1 * us for name, us in stages.items()},
+    }  # fmt: skip
+
+
+MEASURED = Machine(
+    memory_bytes_per_s=4e12, flops_per_s=8e14, link_bytes_per_s=3e11, link_latency_us=14.0, network_latency_us=20.0,
+    memory_efficiency=0.9, compute_efficiency=0.6, wire_efficiency=0.5, route_us=7.0,
+)  # fmt: skip
 
 
 def test_rates_come_from_measurements() -> None:
-    rows = [measured_row(), measured_row(ep_size=1, link_gb_per_s=None)]
-    machine = calibrated(Machine(), rows)
-    assert (machine.memory_bytes_per_s, machine.flops_per_s, machine.link_bytes_per_s) == (4e12, 8e14, 3e11)
-    assert (machine.link_latency_us, machine.experts_efficiency, machine.wire_efficiency) == (50.0, 0.75, 0.5)
+    rows = rows_of(MEASURED)
+    found = calibrated(Machine(), DEEPSEEK, rows)
+    assert vars(found) == pytest.approx(vars(MEASURED))
+    alone = [row for row in rows if row["ep_size"] == 1]
     with pytest.raises(ValueError, match="no rows of more than one rank"):
-        calibrated(Machine(), rows[1:])
+        calibrated(Machine(), DEEPSEEK, alone)
+    # A single number of tokens cannot tell bytes from operations.
+    few = calibrated(Machine(), DEEPSEEK, [row_of(MEASURED, 4, 8)])
+    assert few.memory_efficiency == few.compute_efficiency
+    assert predict(DEEPSEEK, 4, 8, few).step_us == pytest.approx(rows[9]["us"])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, planned = tmp_path / "measured.jsonl", tmp_path / "plan.jsonl"
-    append_line(results, measured_row())
+    for row in rows_of(MEASURED):
+        append_line(results, row)
     options = ["--gpus", "8,64", "--tokens", "128", "--measured", str(results), "--json", str(planned)]
     assert main(["plan", *options]) == 0
     said = capsys.readouterr().out
-    assert "measured us" in said and "bottleneck" in said
+    assert "bottleneck" in said
+    assert "a predicted step is 0 % off in the median of 12 rows and 0 % at most" in said
     rows = read_lines(planned)
     assert [row["GPUs"] for row in rows] == [8, 64]
-    machine = calibrated(Machine(), read_lines(results))
+    machine = calibrated(Machine(), DEEPSEEK, read_lines(results))
     assert rows[0]["us"] == predict(DEEPSEEK, 8, 128, machine).step_us
     assert main(["plan", "--gpus", "12"]) == 2
     assert "ep_size is 12" in capsys.readouterr().err
