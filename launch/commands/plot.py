@@ -41,6 +41,7 @@ def main(args: argparse.Namespace) -> int:
     config = from_args(PlotConfig, args)
     from moe_ep.bench.plots import plot_scaling
     from moe_ep.bench.results import read_lines
+    from moe_ep.bench.scaling import with_efficiency
     from moe_ep.bench.scaling_tables import as_markdown
 
     path = Path(args.file).expanduser()
@@ -51,6 +52,9 @@ def main(args: argparse.Namespace) -> int:
         written = plot_scaling(rows, config.out)
     except ValueError as error:
         raise OptionError(f"FILE is {args.file!r}; {error}") from None
+    if any("efficiency" not in row for row in rows):
+        # A benchmark that was ended early has written none.
+        rows = with_efficiency(rows)
     tables = config.out / "tables.md"
     tables.write_text(as_markdown(rows), encoding="utf-8")
     print("\n".join(map(str, [*written, tables])))

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_ep.bench.scaling_tables import KIND, kind_of, of_most_alike
 from moe_ep.errors import missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 
 STAGES = ("route", "dispatch", "experts", "combine")
+_PHASES = ("decode", "prefill")
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LINES = ("-", "--", "-.", ":")
-_GREYS = ("0.15", "0.45", "0.65", "0.85")
+_SHADES = ("0.1", "0.45", "0.65")
+_GREYS = ("0.15", "0.5", "0.75", "0.9")
 _HATCHES = ("", "///", "...", "xxx")
+_WORDS = {"asked_tokens": "T ", "tokens_per_rank": "T ", "ep_size": "EP ", "eplb": "EPLB ", "wire": "wire "}
 
 
 def plot_scaling(rows: list[Row], folder: Path) -> list[Path]:
     """Writes a PNG of each kind for each geometry, and returns their paths.
 
-    scaling: tokens/s of all ranks against the EP size, with the ideal line. stages: microseconds of each stage, one bar
-    a size. latency: microseconds against tokens per rank. load: expert assignments of each rank over their mean.
+    scaling (weak) and strong: tokens/s of all ranks against the EP size, with the ideal line. stages: microseconds of
+    each stage, one bar a size and kind. latency: microseconds against tokens per rank. load: expert assignments of each
+    rank over their mean. Decode and prefill have a panel each; scaling and latency show the kind of backend, wire
+    dtype, routing and balancing that most rows have.
 
     Raises:
         ValueError: no rows of a scaling benchmark.
@@ -34,126 +41,163 @@ def plot_scaling(rows: list[Row], folder: Path) -> list[Path]:
         raise ValueError(
             "it holds no rows of a scaling benchmark; give a file that `moe-ep bench scaling --json` wrote"
         )
-    kinds: dict[str, Callable[[Axes, list[Row]], None]] = {
-        "scaling": _scaling, "stages": _stages, "latency": _latency, "load": _load
-    }  # fmt: skip
     written = []
     for geometry in sorted({row["geometry"] for row in rows}):
         mine = [row for row in rows if row["geometry"] == geometry]
-        for kind, draw in kinds.items():
-            path = folder / f"{geometry}-{kind}.png"
-            _save(path, f"{geometry}: {mine[0].get('gpu', '')}", draw, mine)
-            written.append(path)
+        weak, strong = ([row for row in mine if row["scaling"] == scaling] for scaling in ("weak", "strong"))
+        any_scaling = weak or strong
+        pictures: dict[str, tuple[Callable[[Axes, list[Row]], None], list[Row]]] = {
+            "scaling": (_scaling, of_most_alike(weak)),
+            "strong": (_scaling, [row for row in of_most_alike(strong) if row["asked_tokens"] >= _largest(strong)]),
+            "stages": (_stages, _at_one_size(any_scaling)),
+            "latency": (_latency, of_most_alike(any_scaling)),
+        }
+        title = f"{geometry}, {mine[0].get('gpu', '')}"
+        for kind, (draw, shown) in pictures.items():
+            if shown:
+                written.append(_save(folder / f"{geometry}-{kind}.png", title, draw, shown))
+        loads = [row for row in _at_one_size(any_scaling) if row["ep_size"] == _largest(any_scaling)]
+        figure = _figure(title)
+        _load(figure.add_subplot(), loads)
+        written.append(_write(figure, folder / f"{geometry}-load.png"))
     return written
 
 
-def _save(path: Path, title: str, draw: Callable[[Axes, list[Row]], None], rows: list[Row]) -> None:
+def _save(path: Path, title: str, draw: Callable[[Axes, list[Row]], None], rows: list[Row]) -> Path:
+    """One panel for each phase that there are rows of."""
+    phases = [phase for phase in _PHASES if any(row["phase"] == phase for row in rows)]
+    figure = _figure(title, len(phases))
+    for index, phase in enumerate(phases, 1):
+        axes = figure.add_subplot(1, len(phases), index)
+        draw(axes, [row for row in rows if row["phase"] == phase])
+        axes.set_title(phase, fontsize=9)
+        axes.tick_params(labelsize=8)
+    return _write(figure, path)
+
+
+def _figure(title: str, panels: int = 1) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise missing_extra("matplotlib", "bench", "a plot") from None
-    figure = Figure(figsize=(7.2, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    draw(axes, rows)
-    axes.set_title(title, fontsize=10)
-    figure.savefig(path, dpi=150)
+    figure = Figure(figsize=(5.0 + 4.2 * (panels - 1), 3.9), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _write(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, dpi=120)
+    return path
 
 
 def _scaling(axes: Axes, rows: list[Row]) -> None:
-    keys = ("phase", "asked_tokens", "asked_backend", "wire", "routing", "eplb")
-    for index, (name, series) in enumerate(_series(_with_one_rank(rows), "ep_size", keys)):
-        sizes, rates = zip(*((row["ep_size"], row["tokens_per_s"]) for row in series), strict=True)
-        axes.plot(sizes, rates, label=name, **_style(index))
-        axes.plot(sizes, [rates[0] / sizes[0] * size for size in sizes], color="0.8", linewidth=0.8, zorder=0)
-    axes.plot([], [], color="0.8", linewidth=0.8, label="ideal")
-    _logarithmic(axes, "EP size", "tokens/s, all ranks")
-    ticks = sorted({row["ep_size"] for row in rows})
-    axes.set_xticks(ticks, labels=list(map(str, ticks)))
+    sizes = sorted({row["ep_size"] for row in rows})
+    for index, (name, series) in enumerate(_series(rows, "ep_size", ("asked_tokens",))):
+        reached = [row["ep_size"] for row in series]
+        rates = [row["tokens_per_s"] for row in series]
+        axes.plot(reached, rates, label=name, **_style(index))
+        ideal = [rates[0] / reached[0] * size for size in sizes]
+        axes.plot(sizes, ideal, color="0.75", linewidth=0.8, zorder=0)
+    axes.plot([], [], color="0.75", linewidth=0.8, label="ideal")
+    _logarithmic(axes, "EP size", "tokens/s, all ranks", sizes)
 
 
 def _latency(axes: Axes, rows: list[Row]) -> None:
-    keys = ("ep_size", "asked_backend", "wire", "routing", "eplb")
-    for index, (name, series) in enumerate(_series(rows, "tokens_per_rank", keys)):
-        tokens, times = zip(*((row["tokens_per_rank"], row["us"]) for row in series), strict=True)
-        axes.plot(tokens, times, label=name, **_style(index))
-    _logarithmic(axes, "tokens per rank", "microseconds, slowest rank")
-    ticks = sorted({row["tokens_per_rank"] for row in rows})
-    axes.set_xticks(ticks, labels=list(map(str, ticks)))
+    for index, (name, series) in enumerate(_series(rows, "tokens_per_rank", ("ep_size",))):
+        axes.plot(
+            [row["tokens_per_rank"] for row in series], [row["us"] for row in series], label=name, **_style(index)
+        )
+    _logarithmic(
+        axes, "tokens per rank", "microseconds, slowest rank", sorted({row["tokens_per_rank"] for row in rows})
+    )
 
 
 def _stages(axes: Axes, rows: list[Row]) -> None:
-    """Bars of the largest decode batch, or of the smallest prefill where there is no decode."""
-    decode = [row for row in rows if row["phase"] == "decode"] or rows
-    tokens = (max if decode[0]["phase"] == "decode" else min)(row["asked_tokens"] for row in decode)
-    shown = sorted((row for row in decode if row["asked_tokens"] == tokens), key=lambda row: row["ep_size"])
-    start = [0.0] * len(shown)
+    start = [0.0] * len(rows)
     for stage, grey, hatch in zip(STAGES, _GREYS, _HATCHES, strict=True):
-        widths = [row["stages_us"].get(stage, 0.0) for row in shown]
-        axes.barh(range(len(shown)), widths, left=start, label=stage, color=grey, hatch=hatch, edgecolor="white")
+        widths = [row["stages_us"].get(stage, 0.0) for row in rows]
+        axes.barh(range(len(rows)), widths, left=start, label=stage, color=grey, hatch=hatch, edgecolor="white", lw=0.4)
         start = [left + width for left, width in zip(start, widths, strict=True)]
-    differing = [key for key in ("backend", "wire", "routing", "eplb") if len({row[key] for row in shown}) > 1]
-    labels = [", ".join(f"{_WORDS.get(key, '')}{row[key]}" for key in ("ep_size", *differing)) for row in shown]
-    axes.set_yticks(range(len(shown)), labels=labels, fontsize=8)
+    axes.barh(range(len(rows)), start, color="none", edgecolor="black", lw=0.6)
+    axes.set_yticks(range(len(rows)), labels=_labels(rows), fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel(f"microseconds of each stage, {tokens} tokens")
-    axes.legend(fontsize=8)
+    axes.set_xlabel(f"microseconds of each stage, {rows[0]['asked_tokens']} tokens", fontsize=8)
+    axes.legend(fontsize=7, loc="lower center", ncols=4, bbox_to_anchor=(0.5, 1.05), frameon=False)
 
 
 def _load(axes: Axes, rows: list[Row]) -> None:
-    """One line of the map a routing at the largest EP size, one column a rank."""
-    largest = max(row["ep_size"] for row in rows)
-    shown: dict[str, list[float]] = {}
-    for row in rows:
-        if row["ep_size"] == largest and sum(row["rows_per_rank"]):
-            mean = sum(row["rows_per_rank"]) / largest
-            name = f"{row['routing']}, {row['asked_tokens']} tokens, EPLB {row['eplb']}"
-            shown[name] = [load / mean for load in row["rows_per_rank"]]
+    """One line of the map a row, one column a rank."""
+    loads = [[load * len(row["rows_per_rank"]) / sum(row["rows_per_rank"]) for load in row["rows_per_rank"]]
+             for row in rows]  # fmt: skip
     # Even loads are mid grey; darker is more.
-    most = max(2.0, *(load for loads in shown.values() for load in loads))
-    image = axes.imshow(list(shown.values()), cmap="Greys", vmin=0.0, vmax=most, aspect="auto")
-    axes.set_yticks(range(len(shown)), labels=list(shown), fontsize=6)
-    axes.set_xticks(range(largest), labels=[f"r{rank}" for rank in range(largest)])
-    axes.figure.colorbar(image, ax=axes, label="expert assignments over their mean")
+    most = max(2.0, *(load for line in loads for load in line))
+    image = axes.imshow(loads, cmap="Greys", vmin=0.0, vmax=most, aspect="auto")
+    for line, shares in enumerate(loads):
+        for rank, load in enumerate(shares):
+            axes.text(rank, line, f"{load:.2f}", ha="center", va="center", fontsize=7,
+                      color="white" if load > most / 1.6 else "black")  # fmt: skip
+    names = [f"{row['phase']} {row['asked_tokens']}, {row['routing']}, EPLB {row['eplb']}" for row in rows]
+    axes.set_yticks(range(len(rows)), labels=names, fontsize=7)
+    axes.set_xticks(range(len(loads[0])), labels=[f"rank {rank}" for rank in range(len(loads[0]))], fontsize=8)
+    bar = axes.figure.colorbar(image, ax=axes)
+    bar.set_label("expert assignments over their mean", fontsize=8)
 
 
-def _with_one_rank(rows: list[Row]) -> list[Row]:
-    """The rows, those of one rank once for every backend and wire dtype: nothing travels there."""
-    keys = ("asked_backend", "wire", "eplb")
-    kinds = {tuple(row[key] for key in keys) for row in rows if row["ep_size"] > 1}
-    alone = [row for row in rows if row["ep_size"] == 1]
-    repeated = [row | dict(zip(keys, kind, strict=True)) for row in alone for kind in sorted(kinds)]
-    return [*(repeated or alone), *(row for row in rows if row["ep_size"] > 1)]
+def _at_one_size(rows: list[Row]) -> list[Row]:
+    """Of each phase the rows with the number of tokens of which most kinds were measured, the largest of such."""
+    chosen: list[Row] = []
+    for phase in _PHASES:
+        mine = [row for row in rows if row["phase"] == phase]
+        kinds = {row["asked_tokens"]: set[tuple[Any, ...]]() for row in mine}
+        for row in mine:
+            kinds[row["asked_tokens"]].add((row["ep_size"], *kind_of(row)))
+        if mine:
+            tokens = max(kinds, key=lambda number: (len(kinds[number]), number))
+            chosen += sorted((row for row in mine if row["asked_tokens"] == tokens), key=lambda row: row["ep_size"])
+    return chosen
 
 
-def _series(rows: list[Row], x: str, keys: tuple[str, ...]) -> Iterator[tuple[str, list[Row]]]:
-    """Rows that differ in x alone, named by what tells them from the other series."""
-    differing = [key for key in keys if len({row[key] for row in rows}) > 1]
+def _largest(rows: list[Row]) -> int:
+    return max((row["ep_size"] for row in rows), default=0)
+
+
+def _labels(rows: list[Row]) -> list[str]:
+    """What tells the rows apart."""
+    differing = [key for key in ("backend", *KIND[1:]) if len({row[key] for row in rows}) > 1]
+    return [", ".join(f"{_WORDS.get(key, '')}{row[key]}" for key in ("ep_size", *differing)) for row in rows]
+
+
+def _series(rows: list[Row], x: str, keys: tuple[str, ...]) -> list[tuple[str, list[Row]]]:
+    """Rows that differ in x alone, named by the keys."""
     series: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (*(row[key] for key in keys), row[x])):
         series.setdefault(tuple(row[key] for key in keys), []).append(row)
-    for values, members in series.items():
-        named = dict(zip(keys, values, strict=True))
-        name = ", ".join(f"{_WORDS.get(key, '')}{named[key]}" for key in differing) or "all"
-        yield name, sorted(members, key=lambda row: row[x])
-
-
-_WORDS = {"asked_tokens": "T ", "ep_size": "EP ", "eplb": "EPLB "}
+    return [
+        (", ".join(f"{_WORDS.get(key, '')}{value}" for key, value in zip(keys, values, strict=True)), members)
+        for values, members in series.items()
+    ]
 
 
 def _style(index: int) -> dict[str, Any]:
     return {
         "marker": _MARKS[index % len(_MARKS)],
         "linestyle": _LINES[index % len(_LINES)],
-        "color": _GREYS[index // len(_LINES) % 3],
-        "markersize": 4,
+        "color": _SHADES[index % len(_SHADES)],
+        "markersize": 4.5,
         "linewidth": 1.2,
     }
 
 
-def _logarithmic(axes: Axes, x: str, y: str) -> None:
+def _logarithmic(axes: Axes, x: str, y: str, ticks: list[int]) -> None:
+    from matplotlib.ticker import EngFormatter, LogLocator
+
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set_xticks(ticks, labels=list(map(str, ticks)))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.minorticks_off()
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
     axes.grid(True, which="major", color="0.92", linewidth=0.6)
-    axes.figure.legend(fontsize=6, loc="outside right upper")
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

@@ -33,11 +33,13 @@ class Load(NamedTuple):
         rows_per_rank: expert assignments of every rank, f64 `[R]`.
         active_experts: experts with tokens on the rank that has most.
         rows_sent: rows that leave a rank for another when a token goes once to each rank; the most of any rank.
+        assignments_sent: the same when it goes once to each expert.
     """
 
     rows_per_rank: torch.Tensor
     active_experts: float
     rows_sent: float
+    assignments_sent: float
 
 
 class WrongOutputError(MoeEpError, RuntimeError):
@@ -142,6 +144,7 @@ def _load(layers: BenchLayers, batches: list[Batch], group: dist.ProcessGroup | 
     num_ranks, device = layers.ep_size, layers.device
     owners = layers.owners.long().to(device)
     per_rank, active, sent = torch.zeros(num_ranks, dtype=torch.float64, device=device), 0.0, 0.0
+    assigned = 0.0
     for index, batch in enumerate(batches):
         choices = _Choices()
         with listening(choices):
@@ -150,14 +153,15 @@ def _load(layers: BenchLayers, batches: list[Batch], group: dist.ProcessGroup | 
         counts = torch.bincount(ids.flatten(), minlength=owners.numel())
         to = torch.zeros(ids.size(0), num_ranks, dtype=torch.bool, device=device).scatter_(1, owners[ids], True)
         sent += float(to.sum() - to[:, layers.ep_rank].sum())
+        assigned += float((owners[ids] != layers.ep_rank).sum())
         if group is not None:
             dist.all_reduce(counts, group=group)
         per_rank.index_add_(0, owners, counts.double())
         hit = torch.zeros(num_ranks, device=device).index_add_(0, owners, (counts > 0).float())
         active += float(hit.max())
     calls = len(batches)
-    most_sent = slowest_rank([sent / calls])[0]
-    return Load(per_rank.cpu() / calls, active / calls, most_sent)
+    most_sent, most_assigned = slowest_rank([sent / calls, assigned / calls])
+    return Load(per_rank.cpu() / calls, active / calls, most_sent, most_assigned)
 
 
 def _rates(layers: BenchLayers, timing: Timing, num_tokens: int) -> dict[str, Any]:
@@ -173,15 +177,19 @@ def _rates(layers: BenchLayers, timing: Timing, num_tokens: int) -> dict[str, An
 
 
 def _traffic(layers: BenchLayers, stage_us: dict[str, float], load: Load, ceilings: Ceilings) -> dict[str, Any]:
-    """Bytes that must leave the busiest sender, there and back, over the time of dispatch and combine."""
+    """Bytes that must leave the busiest sender, there and back, over the time of dispatch and combine.
+
+    wire: a token once to each rank; logical: once to each expert of other ranks.
+    """
     wire_us = stage_us.get("dispatch", 0.0) + stage_us.get("combine", 0.0)
-    logical = _bytes_both_ways(layers, load.rows_sent)
-    rate = logical / wire_us * 1e6 if wire_us and logical else 0.0
+    sent, logical = (_bytes_both_ways(layers, rows) for rows in (load.rows_sent, load.assignments_sent))
+    rate = sent / wire_us * 1e6 if wire_us and sent else 0.0
     link = ceilings.link_bytes_per_s
     return {
         "exposed_communication": round(wire_us / sum(stage_us.values()), 4) if any(stage_us.values()) else 0.0,
-        "bytes_sent": round(logical),
+        "bytes_sent": round(sent),
         "wire_gb_per_s": round(rate / 1e9, 2),
+        "logical_gb_per_s": round(rate * logical / sent / 1e9, 2) if sent else 0.0,
         "link_share": None if not link else round(rate / link, 4),
     }
 

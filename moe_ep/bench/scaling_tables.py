@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +19,34 @@ _COLUMNS = {
 }  # fmt: skip
 
 
+KIND = ("asked_backend", "wire", "routing", "eplb")
+
+
+def kind_of(row: Row) -> tuple[Any, ...]:
+    """What was chosen for the row beside its size."""
+    return tuple(row[key] for key in KIND)
+
+
+def of_most_alike(rows: Sequence[Row]) -> list[Row]:
+    """Those of the kind that most rows over several ranks have, and of one rank those with that routing."""
+    several = [row for row in rows if row["ep_size"] > 1] or rows
+    if not several:
+        return []
+    kind = dict(zip(KIND, Counter(map(kind_of, several)).most_common(1)[0][0], strict=True))
+    return [
+        row for row in rows
+        if all(row[key] == kind[key] for key in (("routing",) if row["ep_size"] == 1 else KIND))
+    ]  # fmt: skip
+
+
 def as_text(rows: Sequence[Row]) -> str:
     """All rows in one table."""
     return table(_shown(rows), _COLUMNS)
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """A section with a table for each geometry, without the columns in which no rows differ."""
-    shown, sections = _shown(rows), []
+    """A table of all geometries, then one for each with every row, without the columns in which no rows differ."""
+    shown, sections = _shown(rows), [f"## All\n\n{summary(rows)}\n"]
     columns = {
         key: title
         for key, title in _COLUMNS.items()
@@ -35,6 +56,23 @@ def as_markdown(rows: Sequence[Row]) -> str:
         mine = [row for row in shown if row["geometry"] == geometry]
         sections.append(f"## {geometry}\n\n{markdown_table(mine, columns)}\n")
     return "\n".join(sections)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Weak scaling of the kind that most rows have: microseconds at each EP size, and what became of the largest."""
+    weak = of_most_alike([row for row in rows if row["scaling"] == "weak"])
+    sizes = sorted({row["ep_size"] for row in weak})
+    lines: dict[tuple[Any, ...], Row] = {}
+    for row in sorted(weak, key=lambda row: row["ep_size"]):
+        key = (row["geometry"], row["phase"], row["asked_tokens"])
+        line = lines.setdefault(key, {"geometry": key[0], "phase": key[1], "T": key[2]})
+        line |= {f"EP {row['ep_size']}": row["us"], "efficiency": row["efficiency"], "floor": row["floor_over_time"]}
+    titles = {f"EP {size}": f"EP {size}, us" for size in sizes}
+    return markdown_table(
+        sorted(lines.values(), key=lambda line: (line["geometry"], line["phase"], line["T"])),
+        {"geometry": "geometry", "phase": "phase", "T": "T", **titles, "efficiency": "efficiency",
+         "floor": "floor/time"},
+    )  # fmt: skip
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
