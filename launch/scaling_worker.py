@@ -174,6 +174,7 @@ class _Bench:
             group=group,
         )
         asked = setting._asdict() | {"asked_backend": setting.backend, "backend": _backend_of(layers)}
+        asked["routing"] = Path(setting.routing).name
         took = {"took_s": round(time.monotonic() - started, 2)}
         return {key: value for key, value in asked.items() if key != "num_tokens"} | row | took
 
