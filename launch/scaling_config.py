@@ -32,8 +32,9 @@ def _seconds(raw: str) -> float:
 def _routing(raw: str) -> str:
     from moe_ep.bench.workload import parse_routing
 
-    parse_routing(raw)
-    return raw
+    # Workers may have another working directory.
+    recorded = parse_routing(raw).recorded
+    return raw if recorded is None else str(recorded)
 
 
 def unfinished(path: Path) -> Path:
