@@ -1,9 +1,11 @@
-"""The MoE layers of a decoding step of `moe-ep generate`, beside the same layers run alone by `moe-ep run --graphs`.
+"""The MoE layers of a decoding step of `moe-ep generate`, beside the same layers run alone.
 
 python scripts/bench_generate.py --launcher local --ep-size 4 [--tokens 8,32,128] [--json FILE]
 
 A Qwen3-MoE checkpoint is made (Qwen3-30B's sizes, int4, few layers, contents of no meaning) and removed. Each worker
-decodes as many sequences as it has tokens. A layer takes what its stages take, on the slowest rank.
+decodes as many sequences as it has tokens. A layer takes what its stages take, on the slowest rank. Alone means twice:
+by `moe-ep run --graphs`, whose tokens are others and choose other experts, and one after the other in a CUDA graph on
+the rows and choices that a decoding step gave them.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.run_config import RunConfig
 
 STAGES = ("route", "dispatch", "experts", "combine")
+WAYS = ("run", "alone", "generate")
 PROMPT = 4
 # By step and layer: milliseconds of each stage.
 Times = list[list[dict[str, float]]]
@@ -73,10 +76,10 @@ def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, An
                 verify=False,
             )
             alone = run_worker(rank_env, settings)
-            times, step_ms, replayed = _decode(rank_env, config, folder, tokens)
+            decoded = _decode(rank_env, config, folder, tokens)
             by_rank: list[Any] = [None] * rank_env.world_size
-            dist.all_gather_object(by_rank, {"run": alone.stage_ms, "generate": times, "step_ms": step_ms})
-            row = {"benchmark": "generate", "ep_size": rank_env.world_size, "tokens": tokens, "graph": replayed}
+            dist.all_gather_object(by_rank, {"run": alone.stage_ms} | decoded)
+            row = {"benchmark": "generate", "ep_size": rank_env.world_size, "tokens": tokens}
             row |= {"backend": alone.backend, "experts": alone.experts_name, "steps": config.steps}
             row |= {"model": str(config.model) if config.model else f"{config.geometry} {config.format}"}
             rows.append(row | compare(by_rank) | facts(seed=0, commit=config.commit))
@@ -85,10 +88,8 @@ def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, An
     return rows
 
 
-def _decode(
-    rank_env: RankEnv, config: GenerateBenchConfig, folder: Path, num_slots: int
-) -> tuple[Times, list[float], bool]:
-    """Times of the decoding steps of full slots, milliseconds of each whole step, and whether they were replayed."""
+def _decode(rank_env: RankEnv, config: GenerateBenchConfig, folder: Path, num_slots: int) -> dict[str, Any]:
+    """Decoding with full slots: times of the layers in it, and alone on the same rows, and of each whole step."""
     import torch
 
     import moe_ep
@@ -104,16 +105,20 @@ def _decode(
         decode_max_num_tokens=num_slots if on_gpu else None,
     )
     decoder = SlotDecoder(model, num_slots, PROMPT + config.steps + WARM_UP_PASSES, graphs=on_gpu)
-    recorders = _record_layers(decoder.steps.layers, device)
+    layers = decoder.steps.layers
+    recorders = _record_layers(layers, device)
     generator = torch.Generator().manual_seed(rank_env.rank)
     for slot in range(num_slots):
         with decoder.steps.step(PROMPT):
             first = decoder.prefill(slot, torch.randint(1, model.config.vocab_size, (PROMPT,), generator=generator))
             decoder.append(slot, first.argmax())
+    given: list[tuple[torch.Tensor, ...]] = []
+    # Of the first pass, which is eager.
+    hooks = [layer.register_forward_pre_hook(lambda layer, args: given.append(_copies(args))) for layer in layers]
     times: Times = []
     step_ms = []
     replayed = False
-    for _ in range(WARM_UP_PASSES + config.steps):
+    for number in range(WARM_UP_PASSES + config.steps):
         with decoder.steps.step(num_slots, can_replay=decoder.can_replay_decode) as step:
             started = time.perf_counter()
             decoder.append(slice(None), decoder.decode().argmax(-1))
@@ -121,12 +126,60 @@ def _decode(
                 torch.cuda.synchronize(device)
             step_ms.append((time.perf_counter() - started) * 1e3)
             replayed = step is not None and step.can_replay
+        if number == 0:
+            for hook in hooks:
+                hook.remove()
         # A graph's events have no time before its first replay.
         if replayed or not decoder.can_replay_decode:
-            durations = [recorders[layer].durations_ms() for layer in decoder.steps.layers]
-            times.append([{name: sum(spans) for name, spans in layer.items()} for layer in durations])
+            times.append(_stages_ms(recorders, layers))
+    with decoder.steps.pretending(num_slots):
+        alone = _alone(layers, given, recorders, config.steps, replayed)
     decoder.close()
-    return times[-config.steps :], step_ms[-config.steps :], replayed
+    return {
+        "generate": times[-config.steps :],
+        "alone": alone,
+        "step_ms": step_ms[-config.steps :],
+        "graph": replayed,
+    }
+
+
+def _alone(
+    layers: list[Any], given: list[tuple[Any, ...]], recorders: dict[Any, Any], steps: int, in_graph: bool
+) -> Times:
+    """Times of the layers one after the other, with nothing between them, each on what it was given."""
+    import torch
+    import torch.distributed as dist
+
+    def run() -> None:
+        for layer, args in zip(layers, given, strict=True):
+            layer(*args)
+
+    run()
+    graph = torch.cuda.CUDAGraph() if in_graph else None
+    if graph is not None:
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            run()
+    times: Times = []
+    for _ in range(steps):
+        dist.barrier()
+        if graph is None:
+            run()
+        else:
+            graph.replay()
+        times.append(_stages_ms(recorders, layers))
+    if graph is not None:
+        graph.reset()
+    return times
+
+
+def _copies(tensors: Any) -> tuple[Any, ...]:
+    return tuple(tensor.clone() for tensor in tensors)
+
+
+def _stages_ms(recorders: dict[Any, Any], layers: list[Any]) -> list[dict[str, float]]:
+    """Milliseconds of each stage of each layer's last pass."""
+    return [{name: sum(spans) for name, spans in recorders[layer].durations_ms().items()} for layer in layers]
 
 
 def _record_layers(layers: list[Any], device: Any) -> dict[Any, Any]:
@@ -174,9 +227,9 @@ def _checkpoint(rank_env: RankEnv, config: GenerateBenchConfig) -> Iterator[Path
 
 
 def compare(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over steps and layers of the slowest rank's microseconds, of both, and their ratio."""
-    row: dict[str, Any] = {}
-    for way in ("run", "generate"):
+    """Medians over steps and layers of the slowest rank's microseconds, each way, and decoding over the others."""
+    row: dict[str, Any] = {"graph": ranks[0]["graph"]}
+    for way in WAYS:
         by_rank: list[Times] = [rank[way] for rank in ranks]
         places = [(step, layer) for step in range(len(by_rank[0])) for layer in range(len(by_rank[0][0]))]
         for stage in STAGES:
@@ -184,7 +237,8 @@ def compare(ranks: list[dict[str, Any]]) -> dict[str, Any]:
             row[f"{way}_{stage}_us"] = round(statistics.median(slowest) * 1e3, 1)
         whole = [max(sum(times[s][x].values()) for times in by_rank) for s, x in places]
         row[f"{way}_us"] = round(statistics.median(whole) * 1e3, 1)
-    row["ratio"] = round(row["generate_us"] / row["run_us"], 3)
+    for way in ("run", "alone"):
+        row[f"over_{way}"] = round(row["generate_us"] / row[f"{way}_us"], 3)
     steps_ms = zip(*(rank["step_ms"] for rank in ranks), strict=True)
     return row | {"decode_step_us": round(statistics.median(max(step) for step in steps_ms) * 1e3, 1)}
 
@@ -195,10 +249,10 @@ def main() -> int:
     if results is not None:
         from moe_ep.bench.results import table
 
-        columns = {"ep_size": "EP", "tokens": "T", "graph": "graph", "backend": "backend", "run_us": "run"}
-        columns |= {"generate_us": "generate", "ratio": "ratio", "decode_step_us": "whole step"}
-        for way in ("run", "generate"):
-            columns |= {f"{way}_{stage}_us": f"{way} {stage}" for stage in STAGES}
+        columns = {"ep_size": "EP", "tokens": "T", "graph": "graph", "backend": "backend"}
+        columns |= {f"{way}_us": way for way in WAYS}
+        columns |= {"over_run": "/ run", "over_alone": "/ alone", "decode_step_us": "whole step"}
+        columns |= {f"{way}_{stage}_us": f"{way} {stage}" for way in WAYS for stage in STAGES}
         print(table(results[0], columns))
     return 0
 
