@@ -84,12 +84,11 @@ def pack_marlin(
         g_idx, order = torch.sort(g_idx, dim=1, stable=True)
         codes = codes.gather(2, order.unsqueeze(1).expand(codes.shape))
         sort_indices = order.to(torch.int32)
-    rows = row_order(codes.size(1), gated, codes.device)
-    per_lane = rows[_scale_order(codes.size(1), codes.device)]
-    # Eight codes at a time, which the columns are a multiple of.
-    packed = _pack_codes(codes.contiguous().view(torch.int64)[:, rows].view(torch.uint8), kind.bits)
+    per_lane = row_order(codes.size(1), gated, codes.device)[_scale_order(codes.size(1), codes.device)]
     return PackedWeights(
-        packed.view(codes.size(0), codes.size(2) // 16, codes.size(1) * 16 // kind.pack),
+        _packed_codes(codes.contiguous(), kind.bits, gated).view(
+            codes.size(0), codes.size(2) // 16, codes.size(1) * 16 // kind.pack
+        ),
         _reorder(scales.transpose(1, 2), per_lane),
         None if zero_points is None else _reorder(zero_points.transpose(1, 2), per_lane).to(scales.dtype),
         g_idx,
@@ -151,9 +150,24 @@ def _strips(num_rows: int) -> list[tuple[int, int]]:
     return [(0, whole)] * (whole > 0) + [(whole, num_rows - whole)] * (num_rows > whole)
 
 
-def _pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 `[E, out, in]` in packed row order -> int32 `[E, all]`."""
+def _packed_codes(codes: torch.Tensor, bits: int, gated: bool) -> torch.Tensor:
+    """uint8 `[E, out, in]`, contiguous -> int32 `[E, all]`; one kernel on CUDA, where Triton is installed."""
+    if codes.is_cuda and codes.numel():
+        try:
+            from moe_ep.kernels.marlin.triton_pack_codes import triton_pack_codes
+        except ImportError:
+            pass
+        else:
+            return triton_pack_codes(codes, bits, gated)
+    return pack_codes_reference(codes, bits, gated)
+
+
+def pack_codes_reference(codes: torch.Tensor, bits: int, gated: bool) -> torch.Tensor:
+    """The plain form of `triton_pack_codes`, on any device."""
     num_experts, _, num_columns = codes.shape
+    rows = row_order(codes.size(1), gated, codes.device)
+    # Eight codes at a time, which the columns are a multiple of.
+    codes = codes.view(torch.int64)[:, rows].view(torch.uint8)
     parts = []
     for first, count in _strips(codes.size(1)):
         height = min(count, STRIP)

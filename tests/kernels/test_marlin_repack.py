@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_ep.kernels.marlin.repack import PackedWeights, pack_marlin, row_order, unpack_marlin
+from moe_ep.kernels.marlin.repack import (
+    PackedWeights,
+    pack_codes_reference,
+    pack_marlin,
+    row_order,
+    unpack_marlin,
+)
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
 from moe_ep.scalar_type import scalar_types
 
@@ -146,3 +152,27 @@ def test_a_wrong_argument_is_named(change: dict, names: str) -> None:
     }
     with pytest.raises(ValueError, match=f"^{names} "):
         pack_marlin(**arguments)
+
+
+def check_triton(device: str) -> None:
+    from moe_ep.kernels.marlin import triton_pack_codes as fused
+
+    for bits in (4, 8):
+        for rows, columns, gated in ((64, 32, True), (192, 96, True), (32, 64, False), (160, 224, False)):
+            codes = torch.randint(0, 1 << bits, (2, rows, columns), dtype=torch.uint8)
+            packed = fused.triton_pack_codes(codes.to(device), bits, gated)
+            assert torch.equal(packed.cpu(), pack_codes_reference(codes, bits, gated))
+
+
+def test_triton_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    from moe_ep.kernels.marlin import triton_pack_codes as fused
+
+    kernel = interpreter.InterpretedFunction(fused._pack_codes_kernel.fn)
+    monkeypatch.setattr(fused, "_pack_codes_kernel", kernel)
+    check_triton("cpu")
+
+
+@pytest.mark.gpu
+def test_triton_on_a_gpu() -> None:
+    check_triton("cuda")
