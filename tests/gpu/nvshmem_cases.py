@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -30,6 +31,7 @@ from tests.dispatch.backend_cases import (
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
 
 NAME = "nvshmem_low_latency"
+_COMPILERS = 4
 BF16, F16 = torch.bfloat16, torch.float16
 # Those of the other backends, in the dtypes and hidden sizes that this one takes.
 SHARED_CASES = [
@@ -38,20 +40,22 @@ SHARED_CASES = [
     )
     for case in CASES
 ]
+_HIDDEN, _TOPK, _EXPERTS = (128, 2048, 2880, 7168), (1, 2, 8, 16), (8, 64, 256, 257)
+_TOKENS = ((0,), (7, 32, 1), (128,), (32, 0, 128, 1))
+# Every K with every top-k, and of both with every number of experts, tokens and wire: sums in the field of four.
+_PRODUCT = ((0, 0, 0, 0), (0, 1, 2, 3), (0, 2, 3, 1), (0, 3, 1, 2))
 GRID = [
-    Case(tokens=tokens, hidden_size=K, topk=topk, num_experts=E, capacity=128, dtype=BF16, fp8=fp8, seed=seed)
-    for seed, (tokens, K, topk, E, fp8) in enumerate(
-        [
-            ((0,), 128, 1, 8, False),
-            ((1,), 2048, 2, 8, False),
-            ((7, 0, 128, 1), 2880, 4, 64, False),
-            ((32, 17, 1, 0), 7168, 8, 256, False),
-            ((128,), 7168, 8, 256, False),
-            ((128, 3, 16, 17), 2048, 16, 257, True),
-            ((1,), 7168, 8, 256, True),
-            ((33, 128, 0, 16), 2880, 8, 64, True),
-        ]
+    Case(
+        tokens=_TOKENS[i ^ _PRODUCT[2][j]],
+        hidden_size=_HIDDEN[i],
+        topk=_TOPK[j],
+        num_experts=max(_EXPERTS[i ^ j], _TOPK[j]),
+        capacity=128,
+        dtype=BF16,
+        fp8=(i ^ _PRODUCT[3][j]) % 2 == 1,
+        seed=4 * i + j,
     )
+    for i, j in itertools.product(range(4), repeat=2)
 ]
 FACES = ("expanded", "by_reference")
 FORCE = "MOE_EP_NVSHMEM_FORCE_DEVICE_API"
@@ -75,15 +79,16 @@ WORLD_SIZES = [
 
 
 def compile_together(rank: int, world_size: int, cases: list[Case]) -> None:
-    """Kernels of all cases, each compiled by one rank."""
+    """Kernels of all cases, each compiled by one rank, several at a time."""
     device_api = world_size > 1 and os.environ.get(FORCE) == "1"
     sources = set()
     for case in cases:
         quant_config = FusedMoEQuantConfig(dispatch_dtype=torch.float8_e4m3fn if case.fp8 else None)
         layout = layout_of(make_setting(case, rank, world_size).config, quant_config, device_api)
         sources |= {kernel_source(name, layout, case.dtype) for name in KERNELS}
-    for source in sorted(sources, key=repr)[rank::world_size]:
-        jit.compile_ahead(source, torch.device("cuda", rank))
+    own = sorted(sources, key=repr)[rank::world_size]
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        list(pool.map(lambda source: jit.compile_ahead(source, torch.device("cuda", rank)), own))
     torch.distributed.barrier()
 
 

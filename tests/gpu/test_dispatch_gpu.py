@@ -14,11 +14,11 @@ from tests.dispatch.backend_cases import (
     Case,
     check_cases,
     check_interleaved,
-    expected_output,
     make_backend,
     make_setting,
     prepare_args,
 )
+from tests.gpu.captured import ROUTINGS, batched_results, check_replays, expert_ids
 from tests.ranks import ranks
 
 # NVLink multicast stays off, in the ranks too: they inherit this.
@@ -72,63 +72,18 @@ def test_batches_in_flight_do_not_mix(world_size: int, backend: str, mode: str) 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_captured_with_changing_routing(world_size: int, fp8: bool) -> None:
-    replays = ranks(world_size, "nccl").run(check_captured, fp8)
-    assert replays == [len(CAPTURED_ROUTINGS)] * world_size
-
-
-CAPTURED_ROUTINGS = ("random", "one_rank", "masked", "none", "one_expert", "repeated")
+    assert ranks(world_size, "nccl").run(check_captured, fp8) == [len(ROUTINGS)] * world_size
 
 
 def check_captured(rank: int, world_size: int, fp8: bool) -> int:
-    """One graph of prepare, a stand-in for batched experts and finalize; replayed with other routing and rows.
+    def make_step(setting, args, output):
+        backend, experts = make_backend(setting, "batched_all_to_all"), expert_ids(setting, output.device)
 
-    The stand-in reads the number of rows on the device and leaves NaN behind them, as a real one may.
-    """
-    device = f"cuda:{rank}"
-    settings = [
-        make_setting(
-            Case(tokens=(8, 3, 5), routing=routing, dtype=torch.bfloat16, hidden_size=256, fp8=fp8, seed=seed),
-            rank,
-            world_size,
-        )
-        for seed, routing in enumerate(CAPTURED_ROUTINGS)
-    ]
-    backend = make_backend(settings[0], "batched_all_to_all")
-    rows, weights, ids, num_ids, expert_map, on_input, quant_config = prepare_args(settings[0], device)
-    output = torch.empty_like(rows)
-    global_ids = torch.zeros(settings[0].config.num_local_experts, device=device)
-    for expert_id, local in settings[0].local.items():
-        global_ids[local] = expert_id
+        def step() -> None:
+            batch, _, meta, _, _ = backend.prepare(*args)
+            results = batched_results(experts, batch, meta.expert_num_tokens)
+            backend.finalize(output, results, args[1], args[2], False, TopKWeightAndReduceDelegate())
 
-    def step() -> None:
-        batch, _, meta, _, _ = backend.prepare(rows, weights, ids, num_ids, expert_map, on_input, quant_config)
-        factor, term = (1.0 + global_ids / 8.0)[:, None, None], global_ids[:, None, None]
-        belongs = torch.arange(batch.size(1), device=device) < meta.expert_num_tokens[:, None]
-        results = (batch.float() * factor + term).to(batch.dtype)
-        results = torch.where(belongs[:, :, None], results, float("nan"))
-        backend.finalize(output, results, weights, ids, on_input, TopKWeightAndReduceDelegate())
+        return step
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for setting in settings:
-        new = setting.inputs[rank]
-        rows.copy_(new.rows)
-        ids.copy_(new.ids)
-        weights.copy_(new.weights)
-        found = []
-        for _ in range(2):
-            output.fill_(float("nan"))
-            graph.replay()
-            found.append(output.cpu())
-        assert torch.equal(found[0], expected_output(setting, world_size)), setting.case
-        assert torch.equal(found[0], found[1])
-    torch.cuda.synchronize()
-    return len(settings)
+    return check_replays(rank, world_size, make_step, fp8)

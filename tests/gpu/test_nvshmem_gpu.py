@@ -9,6 +9,7 @@ import torch
 
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 from tests.dispatch.backend_cases import Case, expected_output, make_setting, prepare_args, run_experts
+from tests.gpu.captured import ROUTINGS, batched_results, check_replays, expert_ids
 from tests.gpu.nvshmem_cases import (
     ACROSS_HOSTS,
     BF16,
@@ -35,7 +36,7 @@ def test_ranks_out_of_reach(world_size: int) -> None:
     pool = ranks(world_size, "nccl")
     assert pool.run(across_hosts, check_cases, ACROSS_HOSTS, limit_s=250) == [2 * len(ACROSS_HOSTS)] * world_size
     for fp8 in (False, True):
-        assert pool.run(across_hosts, check_captured, "by_reference", fp8) == [len(CAPTURED_ROUTINGS)] * world_size
+        assert pool.run(across_hosts, check_captured, "by_reference", fp8) == [len(ROUTINGS)] * world_size
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -81,55 +82,26 @@ def check_interleaved(rank: int, world_size: int) -> bool:
     return True
 
 
-CAPTURED_ROUTINGS = ("random", "one_rank", "masked", "none", "one_expert", "repeated")
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_captured_with_changing_routing(world_size: int, face: str, fp8: bool) -> None:
-    assert ranks(world_size, "nccl").run(check_captured, face, fp8) == [len(CAPTURED_ROUTINGS)] * world_size
+    assert ranks(world_size, "nccl").run(check_captured, face, fp8) == [len(ROUTINGS)] * world_size
 
 
 def check_captured(rank: int, world_size: int, face: str, fp8: bool) -> int:
-    device = f"cuda:{rank}"
-    case = Case(tokens=(8, 3, 5), dtype=BF16, hidden_size=256, fp8=fp8)
-    settings = [
-        make_setting(replace(case, routing=routing, seed=seed), rank, world_size)
-        for seed, routing in enumerate(CAPTURED_ROUTINGS)
-    ]
-    backend = make(settings[0], face)
-    rows, weights, ids, num_ids, expert_map, on_input, quant_config = prepare_args(settings[0], device)
-    output = torch.empty_like(rows)
-    global_ids = torch.zeros(settings[0].config.num_local_experts, device=device)
-    for expert_id, local in settings[0].local.items():
-        global_ids[local] = expert_id
+    def make_step(setting, args, output):
+        backend, experts = make(setting, face), expert_ids(setting, output.device)
 
-    def step() -> None:
-        batch, _, meta, _, _ = backend.prepare(rows, weights, ids, num_ids, expert_map, on_input, quant_config)
-        held = torch.arange(batch.size(-2) if batch.dim() == 3 else meta.expert_row_ids.size(1), device=device)
-        held = held < meta.expert_num_tokens[:, None]
-        if batch.dim() == 2:
-            batch = batch[torch.where(held, meta.expert_row_ids, 0).long()]
-        factor, term = (1.0 + global_ids / 8.0)[:, None, None], global_ids[:, None, None]
-        results = torch.where(held[:, :, None], (batch.float() * factor + term).to(BF16), float("nan"))
-        backend.finalize(output, results, weights, ids, on_input, TopKWeightAndReduceDelegate())
+        def step() -> None:
+            batch, _, meta, _, _ = backend.prepare(*args)
+            counts, row_ids = meta.expert_num_tokens, meta.expert_row_ids
+            if row_ids is not None:
+                held = torch.arange(row_ids.size(1), device=output.device) < counts[:, None]
+                batch = batch[torch.where(held, row_ids, 0).long()]
+            results = batched_results(experts, batch, counts)
+            backend.finalize(output, results, args[1], args[2], False, TopKWeightAndReduceDelegate())
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for setting in settings:
-        inputs = setting.inputs[rank]
-        rows.copy_(inputs.rows)
-        ids.copy_(inputs.ids)
-        weights.copy_(inputs.weights)
-        output.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(output.cpu(), expected_output(setting, world_size)), setting.case
-    return len(settings)
+        return step
+
+    return check_replays(rank, world_size, make_step, fp8)

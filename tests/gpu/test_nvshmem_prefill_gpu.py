@@ -22,6 +22,7 @@ from tests.dispatch.backend_cases import (
     prepare_args,
     run_experts,
 )
+from tests.gpu.captured import ROUTINGS, check_replays
 from tests.ranks import RankPool, ranks
 
 # NVLink multicast stays off, in the ranks too: they inherit this.
@@ -126,9 +127,6 @@ def check_soak(rank: int, world_size: int, fp8: bool, num_batches: int = 300) ->
     return int(wrong)
 
 
-ROUTINGS = ("random", "one_rank", "masked", "none", "one_expert", "repeated")
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_captured_with_changing_routing(world_size: int, fp8: bool) -> None:
@@ -136,44 +134,24 @@ def test_captured_with_changing_routing(world_size: int, fp8: bool) -> None:
 
 
 def check_captured(rank: int, world_size: int, fp8: bool) -> int:
-    case = Case(tokens=(8, 3, 5), dtype=BF16, hidden_size=256, fp8=fp8)
-    settings = [
-        make_setting(replace(case, routing=routing, seed=seed), rank, world_size)
-        for seed, routing in enumerate(ROUTINGS)
-    ]
-    backend = make_backend(settings[0], NAME, exact_rows=False)
-    assert backend.supports_cuda_graph()
-    rows, weights, ids, *rest = prepare_args(settings[0], f"cuda:{rank}")
-    output = torch.empty_like(rows)
+    def make_step(setting, args, output):
+        backend = make_backend(setting, NAME, exact_rows=False)
+        assert backend.supports_cuda_graph()
 
-    def step() -> None:
-        received, _, _, its_ids, its_weights = backend.prepare(rows, weights, ids, *rest)
-        total = torch.zeros(received.shape, dtype=torch.float32, device=received.device)
-        for slot in range(its_ids.size(1)):
-            number = its_ids[:, slot, None]
-            result = (received.float() * (1.0 + number / 8.0) + number).to(BF16).float() * its_weights[:, slot, None]
-            total = torch.where(number >= 0, total + result, total)
-        backend.finalize(output, total.to(BF16), its_weights, its_ids, False, TopKWeightAndReduceNoOP())
+        def step() -> None:
+            received, _, _, ids, weights = backend.prepare(*args)
+            total = torch.zeros(received.shape, dtype=torch.float32, device=received.device)
+            for slot in range(ids.size(1)):
+                number = ids[:, slot, None]
+                result = (received.float() * (1.0 + number / 8.0) + number).to(BF16).float() * weights[:, slot, None]
+                total = torch.where(number >= 0, total + result, total)
+            backend.finalize(output, total.to(BF16), weights, ids, False, TopKWeightAndReduceNoOP())
+            if not torch.cuda.is_current_stream_capturing():
+                backend.check()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for setting in settings:
-        inputs = setting.inputs[rank]
-        rows.copy_(inputs.rows)
-        ids.copy_(inputs.ids)
-        weights.copy_(inputs.weights)
-        output.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(output.cpu(), expected_output(setting, world_size)), setting.case
-    backend.check()
-    return len(settings)
+        return step
+
+    return check_replays(rank, world_size, make_step, fp8)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

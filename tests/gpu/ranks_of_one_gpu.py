@@ -1,0 +1,123 @@
+"""Several EP ranks of the NVSHMEM backends in one process on one GPU: the kernels as they are, memory of one device.
+
+Ranks differ only in where their buffers lie, so a rank's symmetric block is a tensor of its own here and the others'
+pointers lead to it. Kernels of different ranks wait for each other, so each rank has a stream, and so few blocks that
+those of all ranks run together. What is not covered: NVLink, NVSHMEM itself, and processes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep.dispatch import torch_distributed
+from moe_ep.dispatch.nvshmem import arena, channel, high_throughput_block
+from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning
+from tests.dispatch.backend_cases import Case, Setting, make_backend, make_setting, prepare_args
+
+LOW_LATENCY = "nvshmem_low_latency"
+# Each running kernel has one behind it that has come up early, and experts need room beside them.
+_BLOCKS = 64
+
+
+class Host:
+    """The symmetric memory of all ranks: the n-th block that a rank reserves is the n-th of every other."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.blocks: list[list[torch.Tensor]] = []
+        self.taken: dict[int, int] = defaultdict(int)
+
+    def reserve(self, rank: int, nbytes: int, name: str) -> arena.Region:
+        number = self.taken[rank]
+        self.taken[rank] += 1
+        if number == len(self.blocks):
+            self.blocks.append([torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(self.num_ranks)])
+        pointers = [block.data_ptr() for block in self.blocks[number]]
+        table = torch.tensor(pointers, dtype=torch.int64, device=self.device)
+        return arena.Region(name, self.blocks[number][rank], table, tuple(range(self.num_ranks)))
+
+
+class RankArena:
+    """One rank's SymmetricArena."""
+
+    is_mapped = True
+
+    def __init__(self, host: Host, rank: int) -> None:
+        self.host, self.rank, self.world_size, self.device = host, rank, host.num_ranks, host.device
+
+    def reserve(self, nbytes: int, name: str) -> arena.Region:
+        return self.host.reserve(self.rank, nbytes, name)
+
+
+def on_one_gpu(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    """From here on backends of a process group find `num_ranks` ranks in this process, and agree with each other."""
+    host = Host(num_ranks)
+    arenas = [RankArena(host, rank) for rank in range(num_ranks)]
+    notes = SimpleNamespace(leave=lambda text: None, withdraw=lambda: None, read=dict)
+
+    def group_of(moe_config: Any, _: object) -> Any:
+        return SimpleNamespace(
+            rank=moe_config.ep_rank, size=num_ranks, group=moe_config.ep_rank, notes=notes, timeout_s=10
+        )
+
+    monkeypatch.setattr(torch_distributed, "RankGroup", group_of)
+    monkeypatch.setattr(arena.SymmetricArena, "of", lambda rank=None: arenas[rank])
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(range(num_ranks)))
+    for module in (channel, high_throughput_block):
+        monkeypatch.setattr(module, "agree", lambda name, members, facts: None)
+        monkeypatch.setattr(module, "meet", lambda name, members, text="", timeout_s=None: [text] * len(members))
+
+
+class Ranks:
+    """A backend for each rank, called as the ranks would call theirs, all together."""
+
+    def __init__(self, case: Case, num_ranks: int, backend: str, by_reference: bool = False, **options: object) -> None:
+        self.settings: list[Setting] = [make_setting(case, rank, num_ranks) for rank in range(num_ranks)]
+        blocks = _BLOCKS // num_ranks
+        few = {"tuning": Tuning(blocks=blocks)} if backend == LOW_LATENCY else {"num_sms": max(1, blocks // 2)}
+        self.backends: list[Any] = [make_backend(setting, backend, **few, **options) for setting in self.settings]
+        for each in self.backends:
+            if by_reference:
+                each.hand_over_row_ids()
+        self.streams = [torch.cuda.Stream() for _ in self.settings]
+        self.args = [prepare_args(setting, "cuda") for setting in self.settings]
+
+    def prepare(self) -> list[Any]:
+        pending = self._together(lambda rank: self.backends[rank]._begin(*self.args[rank]))
+        return self._together(lambda rank: pending[rank].receive())
+
+    def finalize(
+        self, results: Sequence[torch.Tensor], weights_and_ids: Sequence[tuple], reduce_impl: Any
+    ) -> list[torch.Tensor]:
+        outputs = [torch.full_like(args[0], float("nan")) for args in self.args]
+        self._together(
+            lambda rank: self.backends[rank].finalize(
+                outputs[rank], results[rank], *weights_and_ids[rank], self.settings[rank].case.on_input, reduce_impl
+            )
+        )
+        for each in self.backends:
+            each.check()
+        return outputs
+
+    def redraw(self, **changes: Any) -> None:
+        """Other tokens, routing or rows for the same backends."""
+        num_ranks = len(self.settings)
+        self.settings = [make_setting(replace(s.case, **changes), r, num_ranks) for r, s in enumerate(self.settings)]
+        self.args = [prepare_args(setting, "cuda") for setting in self.settings]
+
+    def _together(self, call: Callable[[int], Any]) -> list[Any]:
+        torch.cuda.synchronize()
+        found = []
+        for rank, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream):
+                found.append(call(rank))
+        torch.cuda.synchronize()
+        return found

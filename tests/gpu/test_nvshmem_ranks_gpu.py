@@ -1,0 +1,76 @@
+"""The NVSHMEM backends' kernels for more ranks than there are GPUs, on one of them: plain loops as the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
+from tests.dispatch.backend_cases import Case, check_batched, check_standard, expected_output, run_experts
+from tests.gpu.nvshmem_cases import BF16, expanded
+from tests.gpu.ranks_of_one_gpu import LOW_LATENCY, Ranks, on_one_gpu
+
+pytestmark = pytest.mark.gpu
+# Few kernels: top-k, K, the wire and the number of ranks are compiled in.
+CASES = {
+    "random": Case(dtype=BF16, hidden_size=256, topk=8, num_experts=10, tokens=(5, 0, 8, 1)),
+    "masked": Case(dtype=BF16, hidden_size=256, topk=8, num_experts=257, tokens=(8, 3), routing="masked", seed=1),
+    "one rank": Case(dtype=BF16, hidden_size=256, topk=8, num_experts=64, tokens=(1, 7, 0), routing="one_rank", seed=2),
+    "repeated": Case(dtype=BF16, hidden_size=256, topk=8, num_experts=8, tokens=(2,), routing="repeated", seed=3),
+}
+# More tokens than travel as packets, and rows whose last packet is not full.
+MANY = Case(dtype=BF16, hidden_size=2000, tokens=(70, 33, 1, 0), num_experts=9, topk=2, capacity=70)
+FACES = pytest.mark.parametrize("by_reference", [False, True], ids=["expanded", "by reference"])
+WIRES = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+
+
+@WIRES
+@FACES
+@pytest.mark.parametrize("num_ranks", [3, 8])
+def test_decode(monkeypatch: pytest.MonkeyPatch, num_ranks: int, by_reference: bool, fp8: bool) -> None:
+    on_one_gpu(monkeypatch, num_ranks)
+    for name, case in CASES.items():
+        check_decode(replace(case, fp8=fp8), name, num_ranks, by_reference)
+
+
+@WIRES
+@FACES
+def test_decode_of_many_tokens(monkeypatch: pytest.MonkeyPatch, by_reference: bool, fp8: bool) -> None:
+    on_one_gpu(monkeypatch, 8)
+    check_decode(replace(MANY, fp8=fp8), "many", 8, by_reference)
+
+
+def check_decode(case: Case, name: str, num_ranks: int, by_reference: bool) -> None:
+    ranks = Ranks(case, num_ranks, LOW_LATENCY, by_reference)
+    for seed in range(2):
+        ranks.redraw(seed=case.seed + 10 * seed)
+        batches = [expanded(result) for result in ranks.prepare()]
+        results = []
+        for setting, batch in zip(ranks.settings, batches, strict=True):
+            check_batched(setting, batch)
+            results.append(run_experts(setting, batch, "batched")[0])
+        outputs = ranks.finalize(results, [args[1:3] for args in ranks.args], TopKWeightAndReduceDelegate())
+        for setting, output in zip(ranks.settings, outputs, strict=True):
+            assert torch.equal(output.cpu(), expected_output(setting, num_ranks)), (name, setting.rank)
+
+
+@WIRES
+def test_prefill(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+    on_one_gpu(monkeypatch, 8)
+    for name, case in CASES.items():
+        ranks = Ranks(replace(case, fp8=fp8), 8, "nvshmem_high_throughput")
+        for seed in range(2):
+            ranks.redraw(seed=case.seed + 10 * seed)
+            received = ranks.prepare()
+            results = []
+            for setting, result in zip(ranks.settings, received, strict=True):
+                check_standard(setting, result, padded=False)
+                reduced = run_experts(setting, result, "noop")[0]
+                results.append(reduced if len(result[0]) else torch.empty_like(result[0]))
+            outputs = ranks.finalize(
+                results, [(result[4], result[3]) for result in received], TopKWeightAndReduceNoOP()
+            )
+            for setting, output in zip(ranks.settings, outputs, strict=True):
+                assert torch.equal(output.cpu(), expected_output(setting, 8)), (name, setting.rank)
