@@ -12,6 +12,8 @@ to each peer, for NVSHMEM those of a token once per rank. Every setting is check
 maximum over repeats of the maximum over ranks; eager settings also with dispatch and combine by themselves, each begun
 together by all ranks. The floor is the most bytes that leave a rank for others over the peer-to-peer bandwidth
 measured in the same run. --ranks, --hidden, --topk and --routing take lists. One JSON line a setting, then a table.
+Several commands for the same ranks share the processes and what starting them costs: put --then between their options;
+each is recorded as if it had been run by itself, and the first's --device, --commit and --json serve all.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import shlex
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,7 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from dispatch_steps import BY_REFERENCE, ONE_RANK, Setting, Workload, settings, usable_backends
+from dispatch_steps import BY_REFERENCE, ONE_RANK, Setting, Workload, compile_kernels, settings, usable_backends
 from dispatch_tables import markdown, text
 from dispatch_times import peer_bandwidth, raw_pair, time_halves, time_kernels, time_pairs
 
@@ -40,7 +44,20 @@ from moe_ep.bench.results import append_line, facts, read_lines
 from moe_ep.bench.workload import parse_routing
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_all(argv: Sequence[str]) -> list[argparse.Namespace]:
+    """The commands between --then, each with what it is recorded as."""
+    ends = [index for index, word in enumerate(argv) if word == "--then"]
+    found: list[argparse.Namespace] = []
+    for begin, end in zip([0, *(end + 1 for end in ends)], [*ends, len(argv)], strict=True):
+        args = parse(argv[begin:end])
+        first = found[0] if found else args
+        args.device, args.commit, args.json = first.device, first.commit, first.json
+        args.command = shlex.join(["python", sys.argv[0], *argv[begin:end]])
+        found.append(args)
+    return found
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     def numbers(raw: str) -> list[int]:
         return [int(part) for part in raw.split(",") if part]
 
@@ -127,39 +144,48 @@ def measure(
     }
 
 
-def run_rank(rank: int, size: int, args: argparse.Namespace, init_method: str, local_rank: int | None = None) -> None:
+def run_rank(
+    rank: int, size: int, commands: Sequence[argparse.Namespace], init_method: str, local_rank: int | None = None
+) -> None:
     device = torch.device("cpu")
-    if args.device == "cuda":
+    if commands[0].device == "cuda":
         device = torch.device("cuda", rank if local_rank is None else local_rank)
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
-    options = {"device_id": device} if args.device == "cuda" else {}
+    on_gpus = device.type == "cuda"
+    backend, options = ("cpu:gloo,cuda:nccl", {"device_id": device}) if on_gpus else ("gloo", {})
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, **options)
-    rows = run_shapes(args, rank, size, device)
-    if rank == 0:
-        print(text(rows))
+    if on_gpus:
+        compile_kernels(commands, rank, size, device)
+        dist.barrier()
+    bandwidth = peer_bandwidth(device)
+    rows = []
+    for args in commands:
+        rows.append(run_shapes(args, rank, size, device, bandwidth))
+        if rank == 0:
+            print(text(rows[-1]), flush=True)
     dist.barrier()
     if device.type == "cuda":
         close_arena()
     dist.destroy_process_group()
-    wrong = [row for row in rows if "error" in row]
-    if wrong:
-        sys.exit(f"{len(wrong)} of {len(rows)} settings are wrong; their rows say how")
+    wrong = ["error" in row for of_command in rows for row in of_command]
+    if any(wrong):
+        sys.exit(f"{sum(wrong)} of {len(wrong)} settings are wrong; their rows say how")
 
 
-def run_shapes(args: argparse.Namespace, rank: int, size: int, device: torch.device) -> list[dict[str, Any]]:
+def run_shapes(
+    args: argparse.Namespace, rank: int, size: int, device: torch.device, bandwidth: float
+) -> list[dict[str, Any]]:
     """The rows of every hidden size with every top-k and routing."""
-    bandwidth = peer_bandwidth(device)
     rows = []
     for hidden, topk, routing in itertools.product(args.hidden, args.topk, args.routing):
         shape = {"hidden": hidden, "topk": topk, "routing": routing}
         workload = Workload(argparse.Namespace(**{**vars(args), **shape}), rank, size, device)
         around = {
             "ranks": size, **shape, "experts": args.experts, "peer_bandwidth_gb_s": round(bandwidth / 1e9, 1),
-            **facts(seed=args.seed, commit=args.commit),
+            **facts(seed=args.seed, commit=args.commit, command=args.command),
         }  # fmt: skip
         rows += run_settings(workload, args, bandwidth, around)
     return rows
@@ -210,21 +236,26 @@ def close_arena() -> None:
     SymmetricArena.close()
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    if args.markdown is not None:
-        print(markdown(read_lines(args.markdown)))
+def main(argv: Sequence[str] | None = None) -> None:
+    commands = parse_all(sys.argv[1:] if argv is None else argv)
+    if commands[0].markdown is not None:
+        print(markdown(read_lines(commands[0].markdown)))
         return
-    args.backends = choose_backends(args)
+    by_size: dict[int, list[argparse.Namespace]] = {}
+    num_gpus = torch.cuda.device_count() if commands[0].device == "cuda" else None
+    for args in commands:
+        args.backends = choose_backends(args)
+        for size in args.ranks or [4 if num_gpus is None else num_gpus]:
+            by_size.setdefault(size, []).append(args)
     if "RANK" in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        run_rank(rank, size, args, "env://", int(os.environ.get("LOCAL_RANK", rank)))
+        run_rank(rank, size, commands, "env://", int(os.environ.get("LOCAL_RANK", rank)))
         return
-    for size in args.ranks or [torch.cuda.device_count() if args.device == "cuda" else 4]:
-        if args.device == "cuda" and size > torch.cuda.device_count():
-            sys.exit(f"--ranks is {size} and this machine has {torch.cuda.device_count()} GPUs; pass at most as many")
+    for size, of_size in by_size.items():
+        if num_gpus is not None and size > num_gpus:
+            sys.exit(f"--ranks is {size} and this machine has {num_gpus} GPUs; pass at most as many")
         with tempfile.TemporaryDirectory(prefix="bench_dispatch_") as rendezvous:
-            mp.spawn(run_rank, (size, args, f"file://{rendezvous}/store"), nprocs=size)
+            mp.spawn(run_rank, (size, of_size, f"file://{rendezvous}/store"), nprocs=size)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,9 @@ _ROOMY = "nvshmem_low_latency"
 _MOST_OF_DECODE = 1024
 # In graphs it hands over worst-case rows.
 _PREFILL = "nvshmem_high_throughput"
+
+
+_COMPILERS = 4
 
 
 class Setting(NamedTuple):
@@ -67,6 +72,28 @@ def settings(args: argparse.Namespace) -> list[Setting]:
                 several = args.num_sms if name == _PREFILL else [None]
                 made += [Setting(backend, fp8, num_tokens, num_tokens, False, num_sms) for num_sms in several]
     return made
+
+
+def compile_kernels(commands: Sequence[argparse.Namespace], rank: int, size: int, device: torch.device) -> None:
+    """Compiles this rank's share of what the NVSHMEM backends of all commands will ask for, several at a time."""
+    from moe_ep.dispatch.nvshmem import high_throughput_block as prefill
+    from moe_ep.dispatch.nvshmem import kernels as decode
+    from moe_ep.dispatch.nvshmem.layout import BatchLayout
+    from moe_ep.kernels import jit
+
+    sources = {}
+    for args in commands:
+        for hidden, topk, wire in itertools.product(args.hidden, args.topk, args.wires):
+            shape = {"num_ranks": size, "capacity": 1, "hidden_size": hidden, "topk": topk, "fp8": wire == "fp8"}
+            if any(backend.startswith(_ROOMY) for backend in args.backends):
+                small = BatchLayout(**shape)
+                sources |= {decode.kernel_source(name, small, DTYPE): None for name in decode.KERNELS}
+            if _PREFILL in args.backends:
+                sources |= {
+                    prefill.kernel_source(name, prefill.Layout(**shape), DTYPE): None for name in prefill.KERNELS
+                }
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        list(pool.map(lambda source: jit.compile_ahead(source, device), list(sources)[rank::size]))
 
 
 def usable_backends(device: torch.device) -> dict[str, str | None]:

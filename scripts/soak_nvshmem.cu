@@ -45,9 +45,12 @@ __device__ __forceinline__ u64 token_key(u64 pair, int source, int token) {
     return (pair * RANKS + source) * CAPACITY + token;
 }
 
-// Some slots are -1, and now and then all tokens go to few experts.
-__device__ __forceinline__ int id_of(u64 pair, int source, int token, int slot) {
-    const u32 experts = mix(pair, 7) % 64 == 0 ? 8 : EXPERTS, drawn = mix(token_key(pair, source, token), 100 + slot);
+// Now and then all tokens go to few experts.
+__device__ __forceinline__ u32 experts_of(u64 pair) { return mix(pair, 7) % 64 == 0 ? 8 : EXPERTS; }
+
+// Some slots are -1.
+__device__ __forceinline__ int id_of(u64 pair, u32 experts, int source, int token, int slot) {
+    const u32 drawn = mix(token_key(pair, source, token), 100 + slot);
     return drawn % 16 == 0 ? -1 : static_cast<int>(drawn / 16 % experts);
 }
 
@@ -55,11 +58,26 @@ __device__ __forceinline__ float weight_of(u64 pair, int source, int token, int 
     return static_cast<float>(mix(token_key(pair, source, token), 200 + slot) & 0xff) / 128.0f;
 }
 
-__device__ __forceinline__ float value_of(u64 pair, int source, int token, int column) {
+__device__ __forceinline__ u32 seed_of(u64 pair, int source, int token) { return mix(token_key(pair, source, token), 1000); }
+
+__device__ __forceinline__ float value_of(u32 row_seed, int column) {
     if (column % 128 == 0) {
         return 28.0f;
     }
-    return static_cast<float>(static_cast<int>(mix(token_key(pair, source, token), 1000 + column) % 31) - 15) / 16.0f;
+    // One hash for the token, then a short one a column.
+    u32 x = (row_seed ^ static_cast<u32>(column)) * 0x9e3779b1u;
+    x = (x ^ x >> 15) * 0x85ebca6bu;
+    return static_cast<float>(static_cast<int>((x >> 8) % 31) - 15) / 16.0f;
+}
+
+// Eight columns of a row at a time.
+constexpr int kColumns = 8;
+struct alignas(16) Bits {
+    u16 v[kColumns];
+};
+
+__device__ __forceinline__ Bits& bits_at(const u16* rows, u64 row, int column) {
+    return *reinterpret_cast<Bits*>(const_cast<u16*>(rows + row * HIDDEN + column));
 }
 
 __device__ __forceinline__ float factor_of(int expert) { return static_cast<float>(8 + expert % 8) / 8.0f; }
@@ -109,12 +127,19 @@ extern "C" __global__ void __launch_bounds__(kThreads) soak_make(const __grid_co
     if (token >= p.num_tokens) {
         return;
     }
-    for (int column = threadIdx.x; column < HIDDEN; column += kThreads) {
-        p.rows[static_cast<u64>(token) * HIDDEN + column] = to_bf16(value_of(pair, p.rank, token, column));
-        p.output[static_cast<u64>(token) * HIDDEN + column] = 0xffff;
+    const u32 seed = seed_of(pair, p.rank, token);
+    for (int column = kColumns * threadIdx.x; column < HIDDEN; column += kColumns * kThreads) {
+        Bits row, poison;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            row.v[i] = to_bf16(value_of(seed, column + i));
+            poison.v[i] = 0xffff;
+        }
+        bits_at(p.rows, token, column) = row;
+        bits_at(p.output, token, column) = poison;
     }
     if (threadIdx.x < TOPK) {
-        p.topk_ids[token * TOPK + threadIdx.x] = id_of(pair, p.rank, token, threadIdx.x);
+        p.topk_ids[token * TOPK + threadIdx.x] = id_of(pair, experts_of(pair), p.rank, token, threadIdx.x);
         p.weights[token * TOPK + threadIdx.x] = weight_of(pair, p.rank, token, threadIdx.x);
     }
 }
@@ -122,30 +147,39 @@ extern "C" __global__ void __launch_bounds__(kThreads) soak_make(const __grid_co
 // The rows that expert `expert` must have, in order, as numbers source * CAPACITY + token; a block's. Returns how many.
 __device__ __forceinline__ int expected_rows(const Params& p, u64 pair, int expert, int* list, int* counts) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int listed = 0;
+    const u32 experts = experts_of(pair);
+    int before_source[RANKS + 1] = {};
+#pragma unroll
     for (int source = 0; source < RANKS; ++source) {
-        const int tokens = tokens_of(p, source);
-        for (int start = 0; start < tokens; start += kThreads) {
-            const int token = start + threadIdx.x;
-            bool has = false;
-            for (int slot = 0; token < tokens && slot < TOPK; ++slot) {
-                has |= id_of(pair, source, token, slot) == expert;
-            }
-            const u32 which = __ballot_sync(~0u, has);
-            if (lane == 0) {
-                counts[warp] = __popc(which);
-            }
-            __syncthreads();
-            int before = listed + __popc(which & ((1u << lane) - 1));
-            for (int w = 0; w < kThreads / 32; ++w) {
-                before += w < warp ? counts[w] : 0;
-                listed += counts[w];
-            }
-            if (has) {
-                list[before] = source * CAPACITY + token;
-            }
-            __syncthreads();
+        before_source[source + 1] = before_source[source] + tokens_of(p, source);
+    }
+    int listed = 0;
+    for (int start = 0; start < before_source[RANKS]; start += kThreads) {
+        const int i = start + static_cast<int>(threadIdx.x);
+        int source = 0, first = 0;
+#pragma unroll
+        for (int rank = 1; rank < RANKS; ++rank) {
+            source = i >= before_source[rank] ? rank : source;
+            first = i >= before_source[rank] ? before_source[rank] : first;
         }
+        bool has = false;
+        for (int slot = 0; i < before_source[RANKS] && slot < TOPK; ++slot) {
+            has |= id_of(pair, experts, source, i - first, slot) == expert;
+        }
+        const u32 which = __ballot_sync(~0u, has);
+        if (lane == 0) {
+            counts[warp] = __popc(which);
+        }
+        __syncthreads();
+        int before = listed + __popc(which & ((1u << lane) - 1));
+        for (int w = 0; w < kThreads / 32; ++w) {
+            before += w < warp ? counts[w] : 0;
+            listed += counts[w];
+        }
+        if (has) {
+            list[before] = source * CAPACITY + i - first;
+        }
+        __syncthreads();
     }
     return listed;
 }
@@ -165,49 +199,79 @@ extern "C" __global__ void __launch_bounds__(kThreads) soak_experts(const __grid
             row = list[i];
             wrong += threadIdx.x == 0 && p.expert_row_ids[at] != list[i];
         }
-        for (int column = threadIdx.x; column < HIDDEN; column += kThreads) {
-            const float value = value_of(pair, source, token, column);
-            const u16 came = p.received[row * HIDDEN + column];
-            wrong += came != to_bf16(value);
-            p.results[at * HIDDEN + column] = to_bf16(from_bf16(came) * factor_of(expert));
+        const u32 seed = seed_of(pair, source, token);
+        for (int column = kColumns * threadIdx.x; column < HIDDEN; column += kColumns * kThreads) {
+            const Bits came = bits_at(p.received, row, column);
+            Bits result;
+#pragma unroll
+            for (int j = 0; j < kColumns; ++j) {
+                wrong += came.v[j] != to_bf16(value_of(seed, column + j));
+                result.v[j] = to_bf16(from_bf16(came.v[j]) * factor_of(expert));
+            }
+            bits_at(p.results, at, column) = result;
         }
     }
     const int rows = count > static_cast<int>(blockIdx.y) ? (count - 1 - blockIdx.y) / gridDim.y + 1 : 0;
     report(p, wrong, threadIdx.x == 0 ? rows : 0);
 }
 
+// A token's experts in the order in which they are added up: by rank, then by slot.
+struct Terms {
+    int count, ranks[TOPK];
+    float factors[TOPK], weights[TOPK];
+};
+
+__device__ __forceinline__ void list_terms(const Params& p, u64 pair, int token, int* owners, Terms& terms) {
+    const int slot = threadIdx.x, id = slot < TOPK ? id_of(pair, experts_of(pair), p.rank, token, slot) : -1;
+    if (slot < TOPK) {
+        owners[slot] = id < 0 ? RANKS : owner_of(id);
+    }
+    __syncthreads();
+    int before = 0, count = 0;
+    for (int other = 0; other < TOPK; ++other) {
+        before += owners[other] < owners[min(slot, TOPK - 1)] || (owners[other] == owners[min(slot, TOPK - 1)] && other < slot);
+        count += owners[other] < RANKS;
+    }
+    if (slot < TOPK) {
+        terms.count = count;
+        terms.ranks[before] = owners[slot];
+        terms.factors[before] = factor_of(id);
+        terms.weights[before] = weight_of(pair, p.rank, token, slot);
+    }
+    __syncthreads();
+}
+
+// What comes home of a number: the experts of a rank with their weights, and then the ranks.
+__device__ __forceinline__ u16 expected_output(float value, const Terms& terms) {
+    float total = 0.0f, sum = 0.0f;
+    for (int n = 0; n < terms.count; ++n) {
+        sum = __fadd_rn(sum, __fmul_rn(from_bf16(to_bf16(value * terms.factors[n])), terms.weights[n]));
+        if (n + 1 == terms.count || terms.ranks[n + 1] != terms.ranks[n]) {
+            total = __fadd_rn(total, from_bf16(to_bf16(sum)));
+            sum = 0.0f;
+        }
+    }
+    return to_bf16(total);
+}
+
 // Compares what came home. Grid: tokens.
 extern "C" __global__ void __launch_bounds__(kThreads) soak_check(const __grid_constant__ Params p) {
+    __shared__ int owners[TOPK];
+    __shared__ Terms terms;
     const u64 pair = pair_of(p);
     const int token = blockIdx.x;
-    __shared__ int owners[TOPK];
-    __shared__ float factors[TOPK], weights[TOPK];
     if (token >= p.num_tokens) {
         return;
     }
-    if (threadIdx.x < TOPK) {
-        const int id = id_of(pair, p.rank, token, threadIdx.x);
-        owners[threadIdx.x] = id < 0 ? -1 : owner_of(id);
-        factors[threadIdx.x] = factor_of(id);
-        weights[threadIdx.x] = weight_of(pair, p.rank, token, threadIdx.x);
-    }
-    __syncthreads();
+    list_terms(p, pair, token, owners, terms);
+    const u32 seed = seed_of(pair, p.rank, token);
     u32 wrong = 0;
-    for (int column = threadIdx.x; column < HIDDEN; column += kThreads) {
-        const float value = value_of(pair, p.rank, token, column);
-        float total = 0.0f;
-        for (int rank = 0; rank < RANKS; ++rank) {
-            float sum = 0.0f;
-            bool any = false;
-            for (int slot = 0; slot < TOPK; ++slot) {
-                if (owners[slot] == rank) {
-                    sum = __fadd_rn(sum, __fmul_rn(from_bf16(to_bf16(value * factors[slot])), weights[slot]));
-                    any = true;
-                }
-            }
-            total = any ? __fadd_rn(total, from_bf16(to_bf16(sum))) : total;
+    for (int column = kColumns * threadIdx.x; column < HIDDEN; column += kColumns * kThreads) {
+        const Bits came = bits_at(p.output, token, column);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            wrong += came.v[i] != expected_output(value_of(seed, column + i), terms);
         }
-        wrong += p.output[static_cast<u64>(token) * HIDDEN + column] != to_bf16(total);
     }
     report(p, wrong, threadIdx.x == 0);
 }

@@ -173,7 +173,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=7168, help="K")
     parser.add_argument("--experts", type=int, default=256, help="E")
     parser.add_argument("--topk", type=int, default=8, help="experts of a token")
-    parser.add_argument("--delay-us", type=float, default=20.0, help="most that a rank is late, every fourth pair")
+    parser.add_argument("--delay-us", type=float, default=10.0, help="most that a rank is late, every fourth pair")
     parser.add_argument("--seed", type=int, default=0, help="another one gives other batches")
     return parser.parse_args()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,11 @@ from types import ModuleType
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_dispatch.py"
+# A second command for the same processes.
+NARROW = [
+    "--ranks", "2", "--hidden", "32", "--experts", "10", "--topk", "3", "--graph-tokens", "1", "--eager-tokens", "",
+    "--repeats", "2", "--chain", "2", "--wires", "bf16", "--backends", "all_to_all",
+]  # fmt: skip
 NAMES = ("allgather_reducescatter", "all_to_all", "batched_all_to_all")
 
 
@@ -26,11 +32,13 @@ def test_rows(tmp_path: Path) -> None:
     command = [
         sys.executable, str(SCRIPT), "--device", "cpu", "--ranks", "2", "--hidden", "64", "--experts", "10",
         "--topk", "3", "--graph-tokens", "1", "--eager-tokens", "5", "--repeats", "2", "--chain", "2",
-        "--routing", "one_rank", "--json", str(rows_file),
+        "--routing", "one_rank", "--json", str(rows_file), "--then", *NARROW,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    *rows, narrow = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    assert (narrow["hidden"], narrow["backend"]) == (32, "all_to_all")
+    assert narrow["command"].endswith(f"bench_dispatch.py {shlex.join(NARROW)}")
     made = {(row["backend"], row["wire"], row["tokens_per_rank"]) for row in rows}
     assert made == {(name, wire, tokens) for name in NAMES for wire in ("bf16", "fp8") for tokens in (1, 5)}
     for row in rows:
@@ -42,7 +50,8 @@ def test_rows(tmp_path: Path) -> None:
     assert [leaving["allgather_reducescatter", tokens] for tokens in (1, 5)] == [2 * 128 + 24, 5 * (2 * 128 + 24)]
     assert [leaving["all_to_all", tokens] for tokens in (1, 5)] == [128 + 24, 5 * (128 + 24)]
     lines = done.stdout.splitlines()
-    assert lines[0].split()[:3] == ["backend", "wire", "T"] and len(lines) == 1 + len(rows)
+    assert lines[0].split()[:3] == lines[1 + len(rows)].split()[:3] == ["backend", "wire", "T"]
+    assert len(lines) == 1 + len(rows) + 2
 
 
 ROW = {
