@@ -1,17 +1,22 @@
-"""Every command that README and docs show is one that the command line and the scripts take."""
+"""Every command that README and docs show is run: here, by another test, or on GPUs as a page of benchmarks records."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from moe_ep.launch.cli import make_parser
+from moe_ep.eplb.simulate import zipf_trace
+from moe_ep.launch.cli import main, make_parser
+from tests.checkpoint.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+SCALING = BENCHMARKS / "scaling"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "docs" / "deploy").iterdir()))
 # What starts our own command line, whatever launches it.
 OURS = re.compile(
@@ -20,9 +25,51 @@ OURS = re.compile(
 SCRIPT = re.compile(r"(?:^|[\s`])scripts/(\w+\.py)([^`|]*)")
 
 
-def lines() -> Iterator[str]:
+# Run here, in a folder that holds what they name.
+HERE = {
+    "convert IN OUT --quantize int4",
+    "eplb report trace.npz --ep-size 16 --redundant 16 --out load.png",
+    "eplb simulate --routing trace.npz --ep-size 16 --redundant 16 --policies linear,deepseek,incremental",
+    "plan --geometry deepseek-v3 --measured results.jsonl",
+    "plan --geometry deepseek-v3 --tokens 64,4096 --gpus 8,32,128,512 --wire fp8",
+    "plan --tokens 128",
+    "plot results.jsonl --out plots/",
+}
+# Run by tests of their own, with smaller sizes.
+ELSEWHERE = {
+    "bench scaling --geometry qwen3-30b --routing uniform,zipf:0.5 --eplb off,on --json results.jsonl":
+        "bench/test_scaling.py::test_the_same_rows_from_every_launcher_and_their_pictures",
+    "bench scaling --json /tmp/r.jsonl": "launch/test_ray_job.py::test_a_job_measures_scaling",
+    "eplb simulate --routing zipf:0.5 --ep-size 32 --redundant 32 --step-tokens 1024":
+        "launch/test_eplb_command.py::test_simulate_prints_a_row_for_each_policy_and_rule",
+    "generate --model DIR --prompts FILE": "integrations/test_generate.py::test_the_command",
+    'run "$@"': "launch/test_torchrun_gang.py::test_ranks_that_srun_started",
+    "run --address auto --ep-size 16 --model /models/checkpoint --tokens-per-rank 128 --steps 50":
+        "launch/test_ray_job.py::test_a_job_of_a_bare_checkout",
+    "run --address auto --ep-size 16 --model DIR": "launch/test_ray_job.py::test_a_driver_joins_a_running_cluster",
+    "run --ep-size 4": "launch/test_ray_job.py::test_a_job_of_a_bare_checkout",
+    "run --eplb --routing zipf:0.8": "launch/test_run_eplb.py::test_experts_move_and_everything_is_verified",
+    "run --launcher local --ep-size 4": "launch/test_run.py::test_the_demo_checkpoint_is_verified",
+    "run --launcher torchrun --nnodes 2 --rdzv-endpoint HOST:29500 --ep-size 16":
+        "launch/test_torchrun_gang.py::test_two_agents_restart_after_a_failure",
+    "run --model DIR": "launch/test_run.py::test_two_torchrun_agents",
+    "run --model DIR --ep-size 8 --text FILE --tokens-per-rank 128 --steps 50 --json out.jsonl":
+        "launch/test_run.py::test_text_becomes_tokens_and_short_text_goes_round",
+    "run --model DIR --metrics-port 9100": "observability/test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
+    "run --model DIR --metrics-port 9100 --trace traces/":
+        "observability/test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
+    "run --model DIR --steps 4 --trace traces/": "observability/test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
+}  # fmt: skip
+# They need GPUs; what they gave is on these pages.
+ON_GPUS = {
+    "bench scaling --geometry deepseek-v3 --json results.jsonl": "scaling/README.md",
+    "tune --geometry deepseek-v3 --ep-size 8": "gemm.md",
+}
+
+
+def lines(pages: Sequence[Path] = PAGES) -> Iterator[str]:
     """Lines of code blocks and pieces of inline code, those ending in a backslash joined with the next."""
-    for page in PAGES:
+    for page in pages:
         text = page.read_text().replace("\\\n", " ")
         if page.suffix != ".md":
             yield from text.splitlines()
@@ -34,9 +81,9 @@ def lines() -> Iterator[str]:
         yield from (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", without))
 
 
-def our_commands() -> list[str]:
+def our_commands(pages: Sequence[Path] = PAGES) -> list[str]:
     found = set()
-    for line in lines():
+    for line in lines(pages):
         if match := OURS.search(line):
             prefix = "bench scaling " if "bench_ep_scaling" in match.group() else ""
             found.add(prefix + re.split(r"\s#|\s{2,}[a-z]|[\[…]|\.\.\. |;", line[match.end() :])[0].strip())
@@ -48,6 +95,44 @@ def test_moe_ep_takes_it(command: str) -> None:
     words = [word for word in shlex.split(command) if word not in ("$@", "...", "--help")]
     if len(words) > 1:  # else a command is only named
         make_parser().parse_args(words)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("commands")
+    make_checkpoint(made / "IN")
+    (made / "plots").mkdir()
+    shutil.copy(SCALING / "scaling_4xh200.jsonl", made / "results.jsonl")
+    shutil.copy(SCALING / "scaling_4xh200.jsonl", made)
+    zipf_trace(
+        num_layers=1, num_experts=32, top_k=2, exponent=0.5, num_steps=32, num_tokens=64, seed=0
+    ).save(made / "trace.npz")  # fmt: skip
+    return made
+
+
+@pytest.mark.parametrize("command", sorted(HERE))
+def test_it_runs(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(shlex.split(command)) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out
+
+
+def test_every_command_is_run_somewhere() -> None:
+    measured = set(our_commands([page for page in PAGES if BENCHMARKS in page.parents]))
+    shown = set(our_commands([page for page in PAGES if BENCHMARKS not in page.parents]))
+    named = {command for command in shown if len(command.replace("bench scaling", "bench").split()) == 1}
+    assert shown - named - {"run --help"} == HERE | set(ELSEWHERE) | set(ON_GPUS)
+    for test in ELSEWHERE.values():
+        file, name = test.split("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), test
+    for command, page in ON_GPUS.items():
+        said = (BENCHMARKS / page).read_text()
+        assert command.split(" --")[0] in said.replace("scripts/bench_ep_scaling.py", "bench scaling"), command
+        assert re.search(r"commit[: ]+[0-9a-f]{7}", said, re.IGNORECASE)
+    # Those of the benchmarks' pages are what was run there, and those pages say of which commit.
+    assert measured
 
 
 def test_every_command_is_shown() -> None:

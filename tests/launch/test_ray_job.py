@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_ep.bench.results import read_lines
 from tests.launch import jobs
 from tests.launch.test_ray_gang import session_pids
 
@@ -115,6 +116,18 @@ def test_the_example_job_ends_with_the_job_s_exit_code(head: Head) -> None:
     done = head.call(sys.executable, script, head.dashboard, *RUN, "--ep-size", "99")
     assert done.returncode == 1
     assert "moe-ep run: the gang asks for 99 CPUs (one a worker) and there are 2 free of 2 in the Ray" in done.stdout
+
+
+def test_a_job_measures_scaling(head: Head, checkout: Path, tmp_path: Path) -> None:
+    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", head.dashboard]
+    small = "--device cpu --ep-size 2 --decode-tokens 2 --prefill-tokens none --chain 1 --repeats 3 --json"
+    command = ["--working-dir", ".", "--", "python", "-m", "moe_ep.launch", "bench", "scaling", *small.split()]
+    done = head.call(*submit, *command, str(tmp_path / "rows.jsonl"), cwd=checkout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(row["ep_size"], row["launcher"]) for row in read_lines(tmp_path / "rows.jsonl")] == [
+        (1, "ray"),
+        (2, "ray"),
+    ]
 
 
 def test_a_driver_joins_a_running_cluster(head: Head) -> None:

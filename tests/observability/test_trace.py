@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 import json
 import socket
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from moe_ep.launch.cli import main
 from moe_ep.observability.trace import PREFIX, trace_to
 from moe_ep.stages import STAGES
 from tests.checkpoint.checkpoints import make_checkpoint
-from tests.observability.test_metrics import K, T, make_layer
+from tests.observability.test_metrics import K, T, make_layer, scrape
 from tests.ranks import ranks
 
 
@@ -56,11 +58,34 @@ def test_ranges_of_all_ranks_are_there_in_order_and_on_one_clock(tmp_path: Path)
     assert max(firsts) < min(seconds)
 
 
-def test_a_run_writes_a_trace_of_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+class Scraper(threading.Thread):
+    """Reads the metrics of a port as soon as there are any of a pass."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self.port, self.seen, self.over = port, dict[str, float](), threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.005) and not self.seen.get('moe_ep_combine_seconds_count{rank="0"}'):
+            with contextlib.suppress(OSError):
+                self.seen = scrape(self.port)
+
+
+def test_a_run_writes_a_trace_and_serves_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "model")
     options = ["--model", str(tmp_path / "model"), "--launcher", "local", "--device", "cpu", "--no-verify"]
-    options += ["--ep-size", "2", "--tokens-per-rank", "3", "--steps", "2"]
-    assert main(["run", *options, "--trace", str(tmp_path / "trace")]) == 0, capsys.readouterr().err
+    options += ["--ep-size", "2", "--tokens-per-rank", "3"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    scraper = Scraper(port)
+    scraper.start()
+    more = ["--steps", "4", "--metrics-port", str(port), "--trace", str(tmp_path / "trace")]
+    assert main(["run", *options, *more]) == 0, capsys.readouterr().err
+    scraper.over.set()
+    scraper.join()
+    for stage in ("dispatch", "experts", "combine"):
+        assert scraper.seen[f'moe_ep_{stage}_seconds_count{{rank="0"}}'] >= 1
     for rank in range(2):
         events = read_trace(tmp_path / "trace" / f"rank-{rank:03}.json.gz")
         seen = Counter(event["name"] for event in events if event["name"].startswith(PREFIX) and event["ph"] == "X")
@@ -72,5 +97,5 @@ def test_a_run_writes_a_trace_of_its_steps(tmp_path: Path, capsys: pytest.Captur
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["run", *options, "--metrics-port", str(port)]) == 1
+        assert main(["run", *options, "--metrics-port", str(port)]) != 0
     assert f"127.0.0.1:{port}, which it cannot listen at" in capsys.readouterr().err
