@@ -58,7 +58,8 @@ ELSEWHERE = {
     "run --model DIR --metrics-port 9100": "observability/test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
     "run --model DIR --metrics-port 9100 --trace traces/":
         "observability/test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
-    "run --model DIR --steps 4 --trace traces/": "observability/test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
+    "run --model DIR --steps 4 --trace traces/":
+        "observability/test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
 }  # fmt: skip
 # They need GPUs; what they gave is on these pages.
 ON_GPUS = {
