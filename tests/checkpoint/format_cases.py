@@ -73,8 +73,8 @@ def ct_weights(bits: int, kind: str, **more: Any) -> dict[str, Any]:
 
 def mixed(first: tuple[str, dict[str, Any]], second: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     groups = {
-        "group_0": {"targets": ["re:.*(gate|up)_proj$"], "format": first[0], "weights": first[1]},
-        "group_1": {"targets": [r"re:.*experts\.\d+\.down_proj"], "format": second[0], "weights": second[1]},
+        "group_0": {"targets": ["re:.*(gate_proj|up_proj|w1|w3)$"], "format": first[0], "weights": first[1]},
+        "group_1": {"targets": [r"re:.*experts\.\d+\.(down_proj|w2)"], "format": second[0], "weights": second[1]},
     }
     ignored = ["lm_head", "re:model.layers.0.mlp.*"]
     return {

@@ -1,8 +1,14 @@
-"""Every family in every format, loaded and run on one and on four processes, against the dequantized experts."""
+"""Every family in every format, loaded and run on one process and over ranks, against the dequantized experts.
+
+Every pair runs on one process, and on two or on four: on a checkerboard, so that every family and every format runs on
+both. What a pair has of its own is how a rank finds and reads its experts, which two ranks show as well as four; every
+format runs on 1, 2 and 4 processes in test_format_cases.py, and every family over ranks in test_transformers.py.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,22 +25,20 @@ from tests.checkpoint.format_cases import CASES, make_experts
 from tests.checkpoint.test_models import MODELS, config_of
 from tests.ranks import ranks
 
-# Ignored layers and fused tensors have tests of their own.
-FORMATS = [name for name, case in CASES.items() if case.fused is None and not case.files and not case.plain_layers]
+# Fused tensors belong to the families that write them: test_format_cases.py and test_models.py have those.
+FORMATS = [name for name, case in CASES.items() if case.fused is None]
 FAMILIES = [*MODELS, "kimi_k2"]
 PAIRS = [(family, format_name) for family in FAMILIES for format_name in FORMATS]
 Errors = dict[tuple[str, str], float]
 
 
 def pairs_over(world_size: int) -> list[tuple[str, str]]:
-    """All of them on one process; over ranks every sixth, so that every family and every format is there."""
-    if world_size == 1:
-        return PAIRS
+    """All of them on one process, half of them over 2 ranks and the other half over 4."""
     return [
         (family, format_name)
         for i, family in enumerate(FAMILIES)
         for j, format_name in enumerate(FORMATS)
-        if (i + j) % 6 == world_size
+        if world_size == 1 or (i + j) % 2 == (world_size == 4)
     ]
 
 
@@ -74,6 +78,8 @@ def write(directory: Path, family: str, format_name: str) -> None:
             plain[f"{prefix}_gate.weight"] = (1, K)
     tensors |= {name: (torch.randn(shape) * 0.2).bfloat16() for name, shape in plain.items() if name is not None}
     write_checkpoint(directory, config, tensors.items())
+    for file, content in case.files.items():
+        (directory / file).write_text(json.dumps(content))
 
 
 @pytest.fixture(scope="module")
