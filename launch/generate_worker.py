@@ -40,7 +40,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[st
     device = torch.device(rank_env.device)
     dtype = getattr(torch, DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "f32")])
     folder = config.model if config.model is not None else demo_checkpoint()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     started = time.perf_counter()
     model = _load(config, folder, device, dtype)
     load_s = time.perf_counter() - started

@@ -48,7 +48,7 @@ def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[s
 
     device = torch.device(rank_env.device)
     dtype = getattr(torch, DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "f32")])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
     tokens = {
         kind: [torch.tensor(tokenizer(text)["input_ids"][: config.max_tokens]) for text in several]
         for kind, several in texts.items()

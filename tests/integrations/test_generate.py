@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,24 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield make_demo_checkpoint(tmp_path_factory.mktemp("demo") / "model", progress=False)
 
 
+def add_code(folder: Path) -> Path:
+    """Puts code into a checkpoint and asks for it in every way that transformers knows; the file that it would make."""
+    trace = folder / "code-was-run"
+    (folder / "own.py").write_text(f"open({str(trace)!r}, 'w').close()\n")
+    for file, classes in (
+        ("config.json", ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")),
+        ("tokenizer_config.json", ("AutoTokenizer",)),
+    ):
+        settings = json.loads((folder / file).read_text())
+        settings["auto_map"] = {name: [None, "own.Own"] if "Token" in name else "own.Own" for name in classes}
+        (folder / file).write_text(json.dumps(settings))
+    return trace
+
+
 def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["def read(self, size):", "The list of", "import", "# A line", "return None"]
+    folder = shutil.copytree(demo, tmp_path / "model")
+    trace = add_code(folder)
     file, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     file.write_text(
         "".join(
@@ -102,9 +119,9 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         )
     )
     flags = ["--launcher", "local", "--ep-size", "2", "--device", "cpu", "--batch-size", "2", "--max-new-tokens", "10"]
-    assert main(["generate", "--model", str(demo), "--prompts", str(file), "--output", str(output), *flags]) == 0
+    assert main(["generate", "--model", str(folder), "--prompts", str(file), "--output", str(output), *flags]) == 0
     captured = capsys.readouterr()
-    assert not captured.out
+    assert not captured.out and not trace.exists()
     *lines, summary = [json.loads(line) for line in output.read_text().splitlines()]
     alone, tokenizer = load_alone(demo), transformers.AutoTokenizer.from_pretrained(demo)
     for index, (line, prompt) in enumerate(zip(lines, prompts, strict=True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.formats import GPTQConfig, dequantize, pack_gptq, quantize_int
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.eplb.config import EplbConfig
-from moe_ep.errors import ConfigError
+from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.integrations.hf_experts import find_experts
 from moe_ep.integrations.transformers import steps_of
 from moe_ep.methods import relative_error, tolerance
@@ -193,6 +194,21 @@ def test_a_model_without_experts_is_refused() -> None:
     config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
     with pytest.raises(ConfigError, match="LlamaForCausalLM and has no experts module"):
         moe_ep.parallelize(transformers.LlamaForCausalLM(config))
+
+
+def test_a_model_of_own_code_or_pickles_is_refused(tmp_path: Path) -> None:
+    make_model("Qwen3Moe").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    own = {"model_type": "own_moe", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings | own))
+    with pytest.raises(CheckpointError, match="model_type is 'own_moe'; it must be one of "):
+        moe_ep.parallelize(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"found pytorch_model\.bin; pickled weights are never loaded"):
+        moe_ep.parallelize(tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_gradients_are_refused() -> None:
