@@ -1,6 +1,7 @@
 """The command line, `moe-ep COMMAND`.
 
-Exit codes: 0 done, 1 failed (one message says why), 2 a wrong option, 130 ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 failed (one message says why), 2 a wrong option or options that do not go together, 130 ctrl-C,
+143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from moe_ep import __version__, env
-from moe_ep.errors import MoeEpError
+from moe_ep.errors import ConfigError, MoeEpError
+from moe_ep.launch import interrupts
 from moe_ep.launch.commands import bench, convert, doctor, eplb, generate, plan, plot, run, tune
 from moe_ep.launch.options import OptionError, Parser
 from moe_ep.registry import ALL2ALL_BACKENDS
@@ -32,30 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     args = make_parser().parse_args(argv)
     args.shown = shlex.join(["moe-ep", *(sys.argv[1:] if argv is None else argv)])
-    name = f"moe-ep {args.command}"
-    terminated = False
-
-    def terminate(number: int, frame: object) -> NoReturn:
-        nonlocal terminated
-        terminated = True
-        raise KeyboardInterrupt
-
-    # A job manager's SIGTERM unwinds like ctrl-C, so that gangs and placement groups are taken down.
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        _check_environment()
-        return args.main(args)
-    except KeyboardInterrupt:
-        print(f"{name}: {'terminated' if terminated else 'interrupted'}", file=sys.stderr)
-        return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
-    except OptionError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    except (MoeEpError, ImportError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with interrupts.raised_as_interrupt():
+        try:
+            _check_environment()
+            return args.main(args)
+        except KeyboardInterrupt:
+            number = interrupts.received() or signal.SIGINT
+            error, code = "terminated" if number == signal.SIGTERM else "interrupted", 128 + number
+        except (OptionError, ConfigError) as refusal:
+            error, code = str(refusal), 2
+        except (MoeEpError, ImportError) as failure:
+            error, code = str(failure), 1
+    print(f"{args.prog}: {error}", file=sys.stderr)
+    return code
 
 
 def _check_environment() -> None:

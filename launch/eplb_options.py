@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from moe_ep.launch.option_values import output_file
@@ -86,10 +86,10 @@ class EplbOptions:
         """Raises OptionError for an option that means nothing without --eplb."""
         if self.eplb:
             return
-        for name in ("num_redundant_experts", "eplb_interval", "load_placement", "save_placement"):
-            value = getattr(self, name)
-            if value is not None:
-                raise OptionError(f"{flag(name)} is {str(value)!r} without --eplb; add --eplb or leave it out")
+        for item in fields(EplbOptions):
+            value = getattr(self, item.name)
+            if item.name not in ("eplb", "routing", "record_routing") and value != item.default:
+                raise OptionError(f"{flag(item.name)} is {str(value)!r} without --eplb; add --eplb or leave it out")
 
     def redundant_experts(self, num_experts: int, ep_size: int) -> int | None:
         """Physical experts beyond `num_experts`; None without --eplb."""

@@ -20,12 +20,13 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
 from moe_ep import env
-from moe_ep.errors import DispatchTimeoutError, GangError, MoeEpError
+from moe_ep.errors import ConfigError, DispatchTimeoutError, GangError, MoeEpError, NoRoomError
+from moe_ep.launch import interrupts
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.rendezvous import destroy_process_group, init_process_group
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 # How long a failure that looks like the echo of another waits for that other to be reported.
 ECHO_GRACE_S = 3.0
+# Workers on CPUs wait for each other more than they compute, so more of them than cores is no mistake; many more is.
+WORKERS_PER_CORE = 16
 _ECHO = re.compile(
     r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|socketPoll|recvValue", re.IGNORECASE
 )
@@ -48,6 +51,7 @@ class WorkerFailure:
         cause: one line.
         traceback: of the exception, empty where the process died.
         echo: whether it looks like the consequence of a peer's failure.
+        refusal: whether the worker refused its settings: nothing is broken but what it was told to do.
     """
 
     rank: int
@@ -55,6 +59,7 @@ class WorkerFailure:
     cause: str
     traceback: str = ""
     echo: bool = False
+    refusal: bool = False
 
     def __str__(self) -> str:
         where = f"rank {self.rank} on node {self.node} failed: {self.cause}"
@@ -70,9 +75,10 @@ class Outcome:
 
 
 class Gang(ABC):
-    """Worker processes with ranks 0 to world_size - 1."""
+    """Worker processes with ranks 0 to world_size - 1, on devices of one kind: "cpu" or "cuda"."""
 
     world_size: int
+    device: str
 
     @property
     def is_driver(self) -> bool:
@@ -91,7 +97,8 @@ class Gang(ABC):
         workers. The workers start with the call and have ended when it returns, however it returns.
 
         Raises:
-            GangError: the machines cannot hold the gang, or a worker failed or died.
+            GangError: a worker failed or died.
+            ConfigError: a worker refused the settings it was given, or the machines cannot hold the gang.
         """
 
 
@@ -128,6 +135,7 @@ def failure_of(error: BaseException, rank: int, node: str | None = None) -> Work
         cause=str(error) if own else f"{type(error).__name__}: {error}".split("\n")[0],
         traceback="" if own else text,
         echo=isinstance(error, (DispatchTimeoutError, ConnectionError)) or bool(_ECHO.search(str(error))),
+        refusal=isinstance(error, ConfigError),
     )
 
 
@@ -151,15 +159,24 @@ def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
     return next((failure for failure in failures if not failure.echo), failures[0])
 
 
-def gang_error(failure: WorkerFailure) -> GangError:
-    return GangError(str(failure))
+def gang_error(failure: WorkerFailure) -> MoeEpError:
+    """The error that ends the gang; which rank was first to refuse the settings of all of them says nothing."""
+    return ConfigError(failure.cause) if failure.refusal else GangError(str(failure))
 
 
-def not_enough(kind: str, asked: int, there: str) -> GangError:
+def not_enough(kind: str, asked: int, there: str) -> NoRoomError:
     """The error for a gang that the machines cannot hold."""
-    return GangError(
+    return NoRoomError(
         f"the gang asks for {asked} {kind} (one a worker) and there are {there}; lower --ep-size or add machines"
     )
+
+
+def check_room(num_workers: int, device: str) -> None:
+    """Raises NoRoomError for more workers than this machine has GPUs, or than its cores can serve."""
+    if device == "cuda" and num_local_gpus() < num_workers:
+        raise not_enough("GPUs", num_workers, f"{num_local_gpus()} on this machine")
+    if device == "cpu" and num_workers > WORKERS_PER_CORE * num_cpus():
+        raise not_enough("CPUs", num_workers, f"{num_cpus()} here, each for at most {WORKERS_PER_CORE}")
 
 
 def num_cpus() -> int:
@@ -188,11 +205,25 @@ def num_local_gpus() -> int:
 
 
 def warm_fork_server() -> ForkServerContext:
-    """Where local workers are forked from: a process that has imported torch, which it begins to do now."""
+    """Where local workers are forked from: a process that has imported torch, which it begins to do now.
+
+    Neither it nor the workers hear ctrl-C: the driver does, and ends them.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
-    forkserver.ensure_running()
+    # Started with the server otherwise, where it would undo the next line.
+    resource_tracker.ensure_running()
+    with interrupts.unheard_by_children():
+        forkserver.ensure_running()
     return context
+
+
+def wait_for_fork_server(context: ForkServerContext) -> None:
+    """Returns when it forks at once. A driver that is interrupted while it waits for a worker leaves a broken one."""
+    with interrupts.held_back():
+        process = context.Process(target=int)
+        process.start()
+        process.join()
 
 
 def end_with(pid: int) -> None:

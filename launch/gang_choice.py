@@ -56,15 +56,19 @@ def start_gang(config: G) -> tuple[G, Gang]:
         OptionError: flags that contradict each other.
         GangError: the machines cannot hold the gang.
     """
-    _check_together(config)
     config = replace(config, launcher=_launcher(config))
+    _check_together(config)
     return config, _make_gang(config)
 
 
 def _check_together(config: GangConfig) -> None:
     """Flags that contradict each other, found before anything starts."""
-    if config.address and config.launcher not in (None, "ray"):
+    if config.address and config.launcher != "ray":
         raise OptionError(f"--address is {config.address!r} with --launcher {config.launcher}; only ray takes it")
+    if config.rdzv_endpoint and config.launcher != "torchrun":
+        raise OptionError(
+            f"--rdzv-endpoint is {config.rdzv_endpoint!r} with --launcher {config.launcher}; only torchrun takes it"
+        )
     if config.nnodes > 1 and config.launcher != "torchrun":
         raise OptionError(f"--nnodes is {config.nnodes}; more than one is for --launcher torchrun, Ray finds its nodes")
     if config.nnodes > 1 and not config.rdzv_endpoint:

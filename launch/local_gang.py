@@ -4,53 +4,61 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_ep.launch import progress
+from moe_ep.launch import interrupts, progress
 from moe_ep.launch.gang import (
     ECHO_GRACE_S,
     Gang,
     Outcome,
     WorkerFailure,
+    check_room,
     death_of,
     end_with,
     failure_of,
     first_cause,
     gang_error,
-    not_enough,
-    num_local_gpus,
     run_rank,
     use_loopback_for_gloo,
+    wait_for_fork_server,
     warm_fork_server,
 )
 from moe_ep.launch.rank_env import LOOPBACK, RankEnv
 from moe_ep.launch.rendezvous import listen_store
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+_POLL_S = 0.5
 
 
 class LocalGang(Gang):
     """`world_size` processes of this machine; rank i has GPU i where device is "cuda".
 
     They are forked from a server process that has imported torch once, and end when this process or the server does.
+
+    Raises:
+        NoRoomError: fewer GPUs here than ranks, or far fewer cores.
     """
 
     def __init__(self, world_size: int, device: str = "cpu", timeout_s: float | None = None) -> None:
-        if device == "cuda" and num_local_gpus() < world_size:
-            raise not_enough("GPUs", world_size, f"{num_local_gpus()} on this machine")
+        check_room(world_size, device)
         self.world_size = world_size
-        self._device = device
+        self.device = device
         self._timeout_s = timeout_s
         self._context = warm_fork_server()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         workers: dict[Connection, tuple[int, ForkServerProcess]] = {}
         display = progress.ProgressDisplay()
+        wait_for_fork_server(self._context)
         try:
             for rank in range(self.world_size):
                 ours, theirs = self._context.Pipe()
@@ -78,7 +86,7 @@ class LocalGang(Gang):
             local_rank=rank,
             local_world_size=self.world_size,
             source="local",
-            device=f"cuda:{rank}" if self._device == "cuda" else "cpu",
+            device=f"cuda:{rank}" if self.device == "cuda" else "cpu",
         )
 
 
@@ -91,7 +99,8 @@ def _watch(
     pending = dict(workers)
     deadline = float("inf")
     while pending and time.monotonic() < deadline:
-        for ready in wait(list(pending), timeout=min(deadline - time.monotonic(), 3600)):
+        interrupts.check()
+        for ready in wait(list(pending), timeout=min(deadline - time.monotonic(), _POLL_S)):
             connection: Connection = ready  # type: ignore[assignment]
             rank, process = pending[connection]
             try:
@@ -136,27 +145,29 @@ def _serve(
 ) -> None:
     """The worker process: finds its peers through rank 0's store, runs the function and answers."""
     end_with(driver_pid)
-    # ctrl-C reaches the whole foreground group; the driver hears it and ends the workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     use_loopback_for_gloo()
     if rank_env.rank == 0:
         progress.set_sink(lambda report: connection.send(("progress", report)))
-    store = None
     try:
-        if rank_env.rank == 0:
-            store = listen_store(LOOPBACK, timeout_s)
-            port = store.port
-            connection.send(("port", port))
-        else:
-            port = connection.recv()
-    except Exception as error:
-        connection.send(("outcome", Outcome(failure=failure_of(error, rank_env.rank))))
-        return
-    outcome = run_rank(replace(rank_env, master_port=port), fn, args, timeout_s, store)
-    progress.set_sink(None)
-    try:
-        connection.send(("outcome", outcome))
-    except Exception as error:
-        connection.send(("outcome", Outcome(failure=failure_of(error, rank_env.rank))))
+        try:
+            port, store = _meet(connection, rank_env.rank, timeout_s)
+            outcome = run_rank(replace(rank_env, master_port=port), fn, args, timeout_s, store)
+            progress.set_sink(None)
+            connection.send(("outcome", outcome))
+        except (EOFError, BrokenPipeError):
+            raise
+        except Exception as error:
+            connection.send(("outcome", Outcome(failure=failure_of(error, rank_env.rank))))
+    except (EOFError, BrokenPipeError):
+        os._exit(1)  # The driver is gone, or is ending the gang.
     # Rank 0 holds the store: nobody leaves before the driver has heard from everybody and ends the gang.
     threading.Event().wait()
+
+
+def _meet(connection: Connection, rank: int, timeout_s: float | None) -> tuple[int, dist.Store | None]:
+    """The port of rank 0's store, and on rank 0 the store."""
+    if rank != 0:
+        return connection.recv(), None
+    store = listen_store(LOOPBACK, timeout_s)
+    connection.send(("port", store.port))
+    return store.port, store

@@ -40,7 +40,7 @@ def _sink(rank_env: RankEnv, port: int, host: str) -> MetricsSink:
         endpoint = PrometheusSink(port, host)
     except OSError as error:
         raise ConfigError(
-            f"--metrics-port gives rank {rank_env.rank} {host}:{port}, which it cannot listen at "
-            f"({error.strerror}); choose a range of ports that is free"
+            f"--metrics-host and --metrics-port give rank {rank_env.rank} {host}:{port}, which it cannot listen at "
+            f"({error.strerror}); choose an address of this machine, and a range of ports that is free"
         ) from None
     return Sinks(endpoint, RaySink()) if rank_env.source == "ray" else endpoint

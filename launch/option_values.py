@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from pathlib import Path
+
+from moe_ep.launch.options import OptionError
 
 
 def checkpoint_folder(raw: str) -> Path:
     """A folder with a Hugging Face checkpoint, as an absolute path."""
     path = Path(raw).expanduser()
+    rule = "it must be a folder with a Hugging Face checkpoint"
     if not (path / "config.json").is_file():
-        raise ValueError("it must be a folder with a Hugging Face checkpoint, and there is no config.json in it")
+        raise ValueError(f"{rule}, and there is no config.json in it")
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{rule}, and its config.json cannot be read ({error})") from None
+    if not isinstance(config, dict) or not config:
+        raise ValueError(f"{rule}, and its config.json holds no JSON object with values")
     return path.absolute()
 
 
 def output_file(raw: str) -> Path:
     """A file to write, as an absolute path."""
-    path = Path(raw).expanduser()
-    if not raw or path.is_dir() or not path.absolute().parent.is_dir():
+    path = Path(raw).expanduser().absolute()
+    if not raw or path.is_dir() or not path.parent.is_dir():
         raise ValueError("it must be a file to write, in a folder that exists")
-    return path.absolute()
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise ValueError("it must be a file that may be written, and this user may not")
+    return path
 
 
 def new_folder(raw: str) -> Path:
@@ -28,6 +41,13 @@ def new_folder(raw: str) -> Path:
     if not raw or path.is_file() or not path.absolute().parent.is_dir():
         raise ValueError("it must be a folder to write into, or a new one in a folder that exists")
     return path.absolute()
+
+
+def host(raw: str) -> str:
+    """An address of this machine; empty would mean all of them."""
+    if not raw or any(letter.isspace() for letter in raw):
+        raise ValueError("it must be an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all")
+    return raw
 
 
 def port(raw: str) -> int:
@@ -62,5 +82,15 @@ def geometry_name(raw: str) -> str:
     from moe_ep.bench.geometries import PRESETS
 
     if raw not in PRESETS:
-        raise ValueError(f"{raw!r} is not one of {', '.join(PRESETS)}")
+        raise ValueError(f"it must be one of {', '.join(PRESETS)}")
     return raw
+
+
+def check_quantize(quantize: str, model: Path | None) -> None:
+    """Raises OptionError where --quantize is asked for experts that are quantized already."""
+    if quantize == "none":
+        return
+    if model is None:
+        raise OptionError(f"--quantize is {quantize!r}; the demo checkpoint is quantized already, pass --model")
+    if "quantization_config" in json.loads((model / "config.json").read_bytes()):
+        raise OptionError(f"--quantize is {quantize!r} and the experts of --model are quantized already; leave it out")

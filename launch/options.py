@@ -24,7 +24,16 @@ class OptionError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with the command line in one line, and exits with code 2."""
+    """Says what is wrong with the command line in one line, and exits with code 2; its result's `prog` is the command,
+    with its subcommand where it has some."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            # Here, where the subcommand is known: the parser above would say it of the whole program.
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        found.prog = getattr(found, "prog", self.prog)
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

@@ -17,7 +17,8 @@ from typing import Any
 import moe_ep
 from moe_ep import env
 from moe_ep.errors import GangError
-from moe_ep.launch.gang import not_enough, num_cpus
+from moe_ep.launch.gang import check_room, not_enough, num_cpus
+from moe_ep.launch.processes import children, end_trees
 
 # A worker of a running cluster gets these of the driver's variables; workers of a private one inherit them all.
 _PASSED_ON = ("MOE_EP_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TRITON_", "CUDA_MODULE_LOADING")
@@ -44,14 +45,15 @@ class Room:
     count: int
 
 
-def connect(address: str | None, num_workers: int) -> bool:
+def connect(address: str | None, num_workers: int, device: str = "auto") -> PrivateCluster | None:
     """Joins the cluster at `address`, the one this process belongs to, or else starts a private one on loopback.
 
     Returns:
-        Whether it started one.
+        The private one, which is the caller's to end.
 
     Raises:
         GangError: nothing answers at the address.
+        NoRoomError: a private cluster could not hold as many workers.
         ImportError: Ray is not installed.
     """
     address = address or os.environ.get("RAY_ADDRESS")
@@ -62,7 +64,7 @@ def connect(address: str | None, num_workers: int) -> bool:
             "--launcher ray needs Ray, which is not installed; run: pip install 'ray[default]'"
         ) from error
     if ray.is_initialized():
-        return False
+        return None
     talks = env.LOG_LEVEL.get() in ("DEBUG", "INFO")
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": talks}
     # Ray would print its own account of a dead worker on stdout; the gang's error says it.
@@ -74,11 +76,40 @@ def connect(address: str | None, num_workers: int) -> bool:
                 ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise GangError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}") from None
-        return False
-    with _loopback_cluster(), _environment(worker_variables()), _own_sigterm_handler():
-        # Workers wait for each other more than they compute, so more of them than cores is no mistake.
-        ray.init(address="local", num_cpus=max(num_cpus(), num_workers), include_dashboard=False, **quiet)
-    return True
+        return None
+    check_room(num_workers, "cuda" if device == "cuda" else "cpu")
+    return PrivateCluster(max(num_cpus(), num_workers), quiet)
+
+
+class PrivateCluster:
+    """A cluster on loopback that lives until `end`.
+
+    Where Ray is interrupted while it starts, it kills the raylet and leaves the agents that belong to it behind; so
+    the processes that it starts are looked after here.
+
+    Args:
+        options: more of `ray.init`'s.
+    """
+
+    def __init__(self, num_cpus: int, options: dict[str, Any]) -> None:
+        import ray
+
+        before = children(os.getpid())
+        try:
+            with _loopback_cluster(), _environment(worker_variables()), _own_sigterm_handler():
+                ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
+        except BaseException:
+            self._processes = children(os.getpid()) - before
+            self.end()
+            raise
+        self._processes = children(os.getpid()) - before
+
+    def end(self) -> None:
+        """Ends the cluster; nothing of it is left."""
+        import ray
+
+        with end_trees(self._processes):
+            ray.shutdown()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ep.errors import one_of
-from moe_ep.launch import progress, ray_cluster
+from moe_ep.launch import interrupts, progress, ray_cluster
 from moe_ep.launch.gang import (
     ECHO_GRACE_S,
     Gang,
@@ -59,7 +59,7 @@ class RayGang(Gang):
         if device not in ("auto", "cpu", "cuda"):
             raise ValueError(one_of("device", device, ("auto", "cpu", "cuda")))
         self._timeout_s = timeout_s
-        self._owns_cluster = ray_cluster.connect(address, world_size or default_world_size)
+        self._cluster = ray_cluster.connect(address, world_size or default_world_size, device)
         try:
             num_gpus = ray_cluster.total_of("GPU")
             if device == "auto":
@@ -74,11 +74,9 @@ class RayGang(Gang):
 
     def close(self) -> None:
         """Ends the private cluster, if there is one; `run` does it too."""
-        if self._owns_cluster:
-            import ray
-
-            ray.shutdown()
-            self._owns_cluster = False
+        if self._cluster is not None:
+            self._cluster.end()
+            self._cluster = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         actors: list[Any] = []
@@ -109,7 +107,7 @@ class RayGang(Gang):
         for slot in slots:
             strategy = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
             options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if self._resource == "GPU" else {"num_cpus": 1}
-            if not self._owns_cluster:
+            if self._cluster is None:
                 options["runtime_env"] = {"env_vars": ray_cluster.worker_variables()}
             actors.append(remote.options(**options, scheduling_strategy=strategy).remote())
         ips = [slot.node_ip for slot in slots]
@@ -155,6 +153,7 @@ class RayGang(Gang):
         failures: list[WorkerFailure] = []
         pending, deadline, asked = list(ranks), float("inf"), None
         while pending and time.monotonic() < deadline:
+            interrupts.check()
             ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_S)
             for ref in ready:
                 rank = ranks[ref]

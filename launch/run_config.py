@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moe_ep.launch.eplb_options import EplbOptions
 from moe_ep.launch.gang_choice import GangConfig
-from moe_ep.launch.option_values import checkpoint_folder, new_folder, output_file, port
+from moe_ep.launch.option_values import checkpoint_folder, host, new_folder, output_file, port
 from moe_ep.launch.options import at_least, one_of, one_of_these, option
 from moe_ep.registry import ALL2ALL_BACKENDS
 
@@ -79,7 +79,7 @@ class RunConfig(EplbOptions, GangConfig):
         metadata=option(port, "serve Prometheus metrics during the steps, at this + local rank", "PORT"),
     )
     metrics_host: str = field(
-        default="127.0.0.1", metadata=option(str, "address that metrics are served at (127.0.0.1)", "HOST")
+        default="127.0.0.1", metadata=option(host, "address that metrics are served at (127.0.0.1)", "HOST")
     )
     trace: Path | None = field(
         default=None, metadata=option(new_folder, "write a Perfetto trace of each rank's steps into this folder", "DIR")

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import tempfile
 import time
 import uuid
@@ -27,14 +26,14 @@ from moe_ep.launch.gang import (
     Gang,
     Outcome,
     WorkerFailure,
+    check_room,
     death_of,
     end_with,
     first_cause,
     gang_error,
-    not_enough,
-    num_local_gpus,
     run_rank,
     use_loopback_for_gloo,
+    wait_for_fork_server,
     warm_fork_server,
 )
 from moe_ep.launch.rank_env import RankEnv, resolve_rank_env
@@ -55,7 +54,7 @@ class TorchrunGang(Gang):
         max_restarts: how often torchrun starts the ranks again after a failure.
 
     Raises:
-        GangError: fewer GPUs here than ranks of this node.
+        NoRoomError: fewer GPUs here than ranks of this node, or far fewer cores.
     """
 
     def __init__(
@@ -75,11 +74,10 @@ class TorchrunGang(Gang):
         started = resolve_rank_env()
         self._env = started if started.source in ("torchrun", "slurm") else None
         num_local = self._env.local_world_size if self._env else num_local
-        if device == "cuda" and num_local_gpus() < num_local:
-            raise not_enough("GPUs", num_local, f"{num_local_gpus()} on this machine")
+        check_room(num_local, device)
         self.world_size = self._env.world_size if self._env else num_local * num_nodes
         self._num_local = num_local
-        self._device = device
+        self.device = device
         self._num_nodes = num_nodes
         self._rdzv_endpoint = rdzv_endpoint
         self._rdzv_id = rdzv_id if num_nodes > 1 else uuid.uuid4().hex
@@ -102,7 +100,7 @@ class TorchrunGang(Gang):
         return self._run_as_agent(fn, args)
 
     def _run_as_rank(self, rank_env: RankEnv, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-        outcome, speaks = _run_and_gather(rank_env, self._device, fn, args, self._timeout_s)
+        outcome, speaks = _run_and_gather(rank_env, self.device, fn, args, self._timeout_s)
         if outcome.failure is None:
             return outcome.value or []
         if not speaks:
@@ -118,7 +116,7 @@ class TorchrunGang(Gang):
         for name in list(logging.root.manager.loggerDict):
             if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-        warm_fork_server()
+        wait_for_fork_server(warm_fork_server())
         with tempfile.TemporaryDirectory(prefix="moe_ep_torchrun_") as logs:
             config = LaunchConfig(
                 min_nodes=self._num_nodes,
@@ -134,20 +132,23 @@ class TorchrunGang(Gang):
                 **_quick_shutdown(LaunchConfig),
             )
             handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
+            gathered: dict[int, Any] = {}
+            stopped_by = None
             try:
-                gathered = elastic_launch(config, _worker)(os.getpid(), self._device, self._timeout_s, fn, list(args))
+                gathered = elastic_launch(config, _worker)(os.getpid(), self.device, self._timeout_s, fn, list(args))
             except ChildFailedError as error:
                 raise gang_error(_first_failure(error)) from None
             except SignalException as error:
-                if error.sigval == signal.SIGINT:
-                    raise KeyboardInterrupt from None
-                sys.exit(128 + error.sigval)
+                stopped_by = error.sigval
             except Exception as error:
                 raise GangError(f"torchrun could not start the ranks: {type(error).__name__}: {error}") from None
             finally:
                 # The agent takes them over and leaves them so.
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
+        if stopped_by is not None:
+            signal.raise_signal(stopped_by)
+            raise GangError(f"torchrun ended the gang on {signal.Signals(stopped_by).name}")
         results = next((value for value in gathered.values() if value is not None), None)
         self._has_rank_0 = results is not None
         return results or []
@@ -160,6 +161,7 @@ def _worker(
     end_with(agent_pid)
     # The agent passes ctrl-C on, and waits for its workers to go.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     rank_env = resolve_rank_env()
     if rank_env.local_world_size == rank_env.world_size:
         use_loopback_for_gloo()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.config import FusedMoEConfig
-from moe_ep.errors import BackendUnavailableError
+from moe_ep.errors import BackendUnavailableError, ConfigError
 from moe_ep.process_groups import num_hosts
 from moe_ep.registry import ALL2ALL_BACKENDS
 
@@ -32,6 +32,7 @@ def choose_backend(backend: str, moe_config: FusedMoEConfig, process_group: dist
 
     Raises:
         ValueError: an unknown name; the known ones are listed.
+        ConfigError: no_ep for ranks that hold different tokens, none of which would reach the others' experts.
         BackendUnavailableError: the named backend cannot run on this machine.
     """
     ALL2ALL_BACKENDS.check(backend, also=("auto",))
@@ -42,6 +43,12 @@ def choose_backend(backend: str, moe_config: FusedMoEConfig, process_group: dist
         name, reason = backend, "it was asked for"
     else:
         name, reason = _best(moe_config, process_group)
+    if name == "no_ep" and moe_config.moe_parallel_config.use_all2all:
+        raise ConfigError(
+            f"all2all_backend is 'no_ep', which moves nothing, and ep_size is {moe_config.ep_size}, each rank with "
+            f"tokens of its own; choose one that moves them: "
+            f"{', '.join(other for other in ALL2ALL_BACKENDS if other != name)}"
+        )
     unusable = ALL2ALL_BACKENDS.load(name).unusable_reason()
     if unusable is not None:
         raise BackendUnavailableError(f"all2all_backend {name!r} cannot run here: {unusable}")

@@ -52,6 +52,10 @@ class ConfigError(ValueError, MoeEpError):
     """A combination of settings that can not be run, found before any work starts."""
 
 
+class NoRoomError(ConfigError, GangError):
+    """A gang that the machines cannot hold; the message says what it asks for and what is there."""
+
+
 def missing_extra(package: str, extra: str, needed_for: str) -> ImportError:
     """The ImportError for an optional dependency, with the pip line that brings it."""
     return ImportError(f"{needed_for} needs {package}, which is not installed; run: pip install 'moe_ep[{extra}]'")

@@ -11,7 +11,7 @@ import torch
 from moe_ep import backend_choice
 from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS, choose_backend
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
-from moe_ep.errors import BackendUnavailableError
+from moe_ep.errors import BackendUnavailableError, ConfigError
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 FEW, MANY = DECODE_MAX_NUM_TOKENS, DECODE_MAX_NUM_TOKENS + 1
@@ -123,3 +123,11 @@ def test_a_named_backend_that_cannot_run_is_refused(gpus: pytest.MonkeyPatch) ->
     )
     with pytest.raises(BackendUnavailableError, match="'nvshmem_low_latency' cannot run here: pip install it"):
         choose_backend("nvshmem_low_latency", config())
+
+
+def test_no_ep_is_refused_where_ranks_hold_different_tokens() -> None:
+    assert choose_backend("no_ep", config(ep_size=1)) == "no_ep"
+    same_tokens = FusedMoEParallelConfig.make(tp_size=4, ep_size=4)
+    assert choose_backend("no_ep", config(moe_parallel_config=same_tokens)) == "no_ep"
+    with pytest.raises(ConfigError, match=r"'no_ep', which moves nothing, and ep_size is 4.*: allgather_reducescatter"):
+        choose_backend("no_ep", config())

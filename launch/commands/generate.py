@@ -8,10 +8,12 @@ import sys
 from typing import Any
 
 from moe_ep.errors import missing_extra
+from moe_ep.files import write_text
 from moe_ep.launch.gang import set_up_logging
 from moe_ep.launch.gang_choice import start_gang
 from moe_ep.launch.generate_config import GenerateConfig, read_prompts
 from moe_ep.launch.generate_report import GenerationReport, RankGeneration
+from moe_ep.launch.option_values import check_quantize
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
 from moe_ep.launch.rank_env import RankEnv
 
@@ -34,6 +36,7 @@ def main(args: argparse.Namespace) -> int:
     set_up_logging()
     if importlib.util.find_spec("transformers") is None:
         raise missing_extra("transformers", "hf", "moe-ep generate")
+    check_quantize(config.quantize, config.model)
     prompts = _prompts(config)
     config, gang = start_gang(config)
     try:
@@ -73,7 +76,7 @@ def _prompts(config: GenerateConfig) -> list[dict[str, Any]]:
 def _tell(config: GenerateConfig, report: GenerationReport) -> None:
     lines = "".join(f"{line}\n" for line in report.json_lines())
     if config.output is not None:
-        config.output.write_text(lines, encoding="utf-8")
+        write_text(config.output, lines)
     else:
         sys.stdout.write(lines)
         sys.stdout.flush()

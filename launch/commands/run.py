@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from moe_ep.launch.gang import set_up_logging
+from moe_ep.files import write_text
+from moe_ep.launch.gang import Gang, set_up_logging
 from moe_ep.launch.gang_choice import start_gang
+from moe_ep.launch.option_values import check_quantize
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.report import RankReport, RunReport
@@ -33,11 +35,7 @@ def main(args: argparse.Namespace) -> int:
     config.check_eplb()
     config, gang = start_gang(config)
     try:
-        if len(config.tokens_per_rank) not in (1, gang.world_size):
-            raise OptionError(
-                f"--tokens-per-rank has {len(config.tokens_per_rank)} numbers; it must be one number, or one for each "
-                f"of the {gang.world_size} workers"
-            )
+        _check_fits(config, gang)
         if config.model is None:
             from moe_ep.checkpoint.demo import demo_checkpoint
 
@@ -62,28 +60,35 @@ def _work(rank_env: RankEnv, config: RunConfig) -> RankReport:
     return run_worker(rank_env, config)
 
 
+def _check_fits(config: RunConfig, gang: Gang) -> None:
+    """Options that this gang cannot serve, found before its workers start."""
+    if len(config.tokens_per_rank) not in (1, gang.world_size):
+        raise OptionError(
+            f"--tokens-per-rank has {len(config.tokens_per_rank)} numbers; it must be one number, or one for each "
+            f"of the {gang.world_size} workers"
+        )
+    if config.graphs and gang.device == "cpu":
+        raise OptionError("--graphs was given and the workers run on CPUs; CUDA graphs need GPUs, leave it out")
+    if config.metrics_port is not None and config.metrics_port + gang.world_size > 65536:
+        raise OptionError(
+            f"--metrics-port is {config.metrics_port}; with a port for each of {gang.world_size} workers it must be at "
+            f"most {65536 - gang.world_size}"
+        )
+
+
 def _check_together(config: RunConfig) -> None:
     """Options that contradict each other, found before anything starts."""
     if config.graphs and config.trace is not None:
         raise OptionError(
             "--trace shows what the host does between layers, and with --graphs it does nothing; drop one"
         )
-    if config.quantize != "none" and config.model is None:
-        raise OptionError(f"--quantize is {config.quantize!r}; the demo checkpoint is quantized already, pass --model")
-    if config.quantize != "none":
-        from moe_ep.checkpoint.directory import read_json
-
-        found = read_json(config.model / "config.json").get("quantization_config")  # type: ignore[operator]
-        if found is not None:
-            raise OptionError(
-                f"--quantize is {config.quantize!r} and the experts of --model are quantized already; leave it out"
-            )
+    check_quantize(config.quantize, config.model)
 
 
 def _tell(config: RunConfig, report: RunReport) -> int:
     print("\n".join(report.lines()), flush=True)
     if config.json is not None:
-        config.json.write_text("".join(f"{line}\n" for line in report.json_lines()))
+        write_text(config.json, "".join(f"{line}\n" for line in report.json_lines()))
     if config.verify and not report.verified:
         print(f"moe-ep run: {report.verification_line()}", file=sys.stderr)
         return 1

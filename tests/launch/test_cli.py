@@ -28,6 +28,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "no_text.json").write_text("[1, {}]")
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
+    for name, text in (("broken", "{"), ("empty", "[]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
     return tmp_path
 
 
@@ -36,6 +39,8 @@ def folder(tmp_path: Path) -> Path:
     [
         ("--model {}/nowhere", "--model is '{}/nowhere'; it must be a folder with a Hugging Face checkpoint"),
         ("--model {}", "there is no config.json in it"),
+        ("--model {}/broken", "and its config.json cannot be read (Expecting property name"),
+        ("--model {}/empty", "and its config.json holds no JSON object with values"),
         ("--launcher mpi", "--launcher is 'mpi'; it must be one of ray, torchrun, local"),
         ("--address nowhere", "--address is 'nowhere'; it must read HOST:PORT"),
         ("--address 10.0.0.1:99999", "it must read HOST:PORT"),
@@ -43,9 +48,11 @@ def folder(tmp_path: Path) -> Path:
         ("--nnodes 0", "--nnodes is '0'; it must be a whole number of at least 1"),
         ("--nnodes 2", "--nnodes is 2; more than one is for --launcher torchrun"),
         ("--nnodes 2 --launcher torchrun", "--nnodes is 2 without --rdzv-endpoint"),
+        ("--rdzv-endpoint h:1 --launcher local", "--rdzv-endpoint is 'h:1' with --launcher local; only torchrun"),
         ("--rdzv-endpoint here", "--rdzv-endpoint is 'here'; it must read HOST:PORT"),
         ("--nnodes 2 --launcher torchrun --rdzv-endpoint h:1 --ep-size 3", "--ep-size is 3; it must be a multiple of"),
         ("--ep-size 0", "--ep-size is '0'; it must be a whole number of at least 1"),
+        ("--ep-size 999999 --device cpu", "the gang asks for 999999 CPUs (one a worker) and there are "),
         ("--ep-size two", "--ep-size is 'two'; it must be a whole number"),
         ("--device tpu", "--device is 'tpu'; it must be one of auto, cpu, cuda"),
         ("--backend carrier_pigeon", "--backend is 'carrier_pigeon'; it must be one of auto, no_ep, allgather"),
@@ -64,8 +71,12 @@ def folder(tmp_path: Path) -> Path:
         ("--quantize int3", "--quantize is 'int3'; it must be one of none, int4"),
         ("--quantize int4", "the demo checkpoint is quantized already"),
         ("--quantize int4 --model {}/gptq", "the experts of --model are quantized already"),
+        ("--graphs --device cpu --launcher local", "--graphs was given and the workers run on CPUs"),
         ("--graphs --trace {}/trace", "--trace shows what the host does between layers"),
-        ("--verify maybe", "unrecognized arguments: maybe"),
+        ("--metrics-host=", "--metrics-host is ''; it must be an address of this machine"),
+        ("--metrics-port 65535 --device cpu --launcher local --ep-size 2", "it must be at most 65534"),
+        ("--eplb-synchronous", "--eplb-synchronous is 'True' without --eplb; add --eplb or leave it out"),
+        ("--verify maybe", "unrecognized arguments: maybe; see moe-ep run --help"),
         ("--seed -1", "--seed is '-1'; it must be a whole number of at least 0"),
         ("--json {}/nowhere/out.jsonl", "it must be a file to write, in a folder that exists"),
         ("--json {}", "it must be a file to write"),
@@ -88,12 +99,19 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(
     assert output.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["--fast"]])
-def test_no_command_or_an_unknown_one(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "prog"),
+    [([], "moe-ep"), (["fly"], "moe-ep"), (["--fast"], "moe-ep"), (["eplb", "report", "x", "y"], "moe-ep eplb report")],
+)
+def test_an_unknown_word_is_said_of_the_command_it_follows(
+    arguments: list[str], prog: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"{prog}: ") and error.endswith(f"; see {prog} --help\n")
+    assert error.count("\n") == 1
 
 
 def test_help_and_wrong_options_do_not_wait_for_torch_or_ray() -> None:
@@ -142,7 +160,7 @@ def test_inconsistent_launcher_variables_are_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert main(["run"]) == 1
+    assert main(["run"]) == 2
     assert "RANK set without WORLD_SIZE" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_ep.errors import GangError
-from moe_ep.launch import local_gang, progress
+from moe_ep.launch import gang, progress
 from moe_ep.launch.gang import num_cpus
 from moe_ep.launch.local_gang import LocalGang
 from tests.launch import jobs
@@ -62,7 +62,7 @@ def test_a_result_that_cannot_travel_is_a_failure() -> None:
 
 
 def test_too_few_gpus_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_gang, "num_local_gpus", lambda: 1)
+    monkeypatch.setattr(gang, "num_local_gpus", lambda: 1)
     with pytest.raises(GangError, match=r"asks for 2 GPUs \(one a worker\) and there are 1 on this machine"):
         LocalGang(2, "cuda")
 

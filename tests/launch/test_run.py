@@ -154,7 +154,7 @@ def test_a_checkpoint_that_lacks_a_tensor_ends_in_one_message(
 
 
 def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--launcher", "local", "--device", "cuda", "--ep-size", "99"]) == 1
+    assert main(["run", "--launcher", "local", "--device", "cuda", "--ep-size", "99"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("moe-ep run: the gang asks for 99 GPUs (one a worker) and there are ")
     assert error.count("\n") == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_ep.errors import GangError
-from moe_ep.launch import torchrun_gang
+from moe_ep.launch import gang
 from moe_ep.launch.torchrun_gang import TorchrunGang
 from tests.launch import jobs
 
@@ -43,7 +43,7 @@ def test_the_first_failure_is_named(how: str, cause: str, tmp_path: Path) -> Non
 
 
 def test_too_few_gpus_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun_gang, "num_local_gpus", lambda: 0)
+    monkeypatch.setattr(gang, "num_local_gpus", lambda: 0)
     with pytest.raises(GangError, match=r"asks for 2 GPUs \(one a worker\) and there are 0 on this machine"):
         TorchrunGang(2, "cuda")
 

@@ -1,0 +1,69 @@
+"""What ends a command early: ctrl-C, and a job manager's SIGTERM, which unwinds like it, so that gangs and placement
+groups are taken down."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+_received: int | None = None
+_held = False
+
+
+@contextlib.contextmanager
+def raised_as_interrupt() -> Iterator[None]:
+    """Either signal raises KeyboardInterrupt inside the block, where `received` says which it was."""
+    global _received
+    before = {number: signal.signal(number, _note) for number in _ENDING}
+    try:
+        yield
+    finally:
+        _received = None
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def received() -> int | None:
+    """The signal that came, if one did."""
+    return _received
+
+
+def check() -> None:
+    """KeyboardInterrupt if a signal came and work goes on: Python drops what is raised in a callback, as around a fork.
+
+    For loops that wait for workers, and not for what cleans up after them.
+    """
+    if _received is not None:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """A signal that comes inside the block is raised at its end."""
+    global _held
+    before, _held = _held, True
+    try:
+        yield
+    finally:
+        _held = before
+    check()
+
+
+@contextlib.contextmanager
+def unheard_by_children() -> Iterator[None]:
+    """Processes started inside the block never hear ctrl-C, which reaches the whole foreground group."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _note(number: int, frame: object) -> None:
+    global _received
+    _received = number
+    if not _held:
+        raise KeyboardInterrupt

@@ -1,0 +1,62 @@
+"""Processes below this one, as Linux tells of them; elsewhere there are none to see."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# A pid alone may be given to another process; with its start time, in clock ticks since boot, it is one for good.
+Process = tuple[int, int]
+
+
+def children(pid: int) -> set[Process]:
+    """The processes that `pid` started and that are still there."""
+    return {process for process, parent in _parents().items() if parent == pid}
+
+
+@contextlib.contextmanager
+def end_trees(roots: set[Process], limit_s: float = 2.0) -> Iterator[None]:
+    """Ends, after the block, the processes of these trees that are left: as they were found before it.
+
+    The block may end them in its own way; what it leaves has `limit_s` to go by itself, and is killed then.
+    """
+    doomed = _with_descendants(roots)
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + limit_s
+        while (left := doomed & _parents().keys()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid, _ in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _with_descendants(roots: set[Process]) -> set[Process]:
+    below: dict[int, list[Process]] = {}
+    for process, parent in _parents().items():
+        below.setdefault(parent, []).append(process)
+    found, todo = set(roots), list(roots)
+    while todo:
+        new = below.get(todo.pop()[0], [])
+        found.update(new)
+        todo += new
+    return found
+
+
+def _parents() -> dict[Process, int]:
+    """The parent of every living process of this machine."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The second field is the program's name in parentheses, which may hold anything.
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            parents[int(stat.parent.name), int(fields[19])] = int(fields[1])
+    return parents

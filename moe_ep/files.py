@@ -1,0 +1,31 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A name beside `path` to write the file at; it takes the place of `path` when the block ends, and is removed where
+    the block fails.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """The text in UTF-8, in place of what was there."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -1,0 +1,75 @@
+"""Signals that end a command, and what is left of the processes below it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from moe_ep.launch import interrupts
+from moe_ep.launch.processes import children, end_trees
+
+# Its child outlives it, unless somebody looks.
+_PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_python_drops_is_raised_at_the_next_check(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with interrupts.raised_as_interrupt():
+        interrupts.check()
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            assert interrupts.received() == number
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_is_held_back_comes_at_the_end() -> None:
+    done = False
+    with pytest.raises(KeyboardInterrupt), interrupts.raised_as_interrupt(), interrupts.held_back():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        done = True
+    assert done
+
+
+def test_nothing_is_left_of_a_tree_whose_root_died_first() -> None:
+    before = children(os.getpid())
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        orphan = int(parent.stdout.readline())
+        started = children(os.getpid()) - before
+        assert [pid for pid, _ in started] == [parent.pid]
+        assert [pid for pid, _ in children(parent.pid)] == [orphan]
+        with end_trees(started, limit_s=0.1):
+            parent.kill()
+            parent.wait()
+            os.kill(orphan, 0)
+        deadline = time.monotonic() + 5
+        while os.path.exists(f"/proc/{orphan}/stat") and _state(orphan) != "Z" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not os.path.exists(f"/proc/{orphan}/stat") or _state(orphan) == "Z"
+    finally:
+        parent.kill()
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"

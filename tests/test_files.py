@@ -1,0 +1,21 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_ep.files import replacing, write_text
+
+
+def test_a_file_changes_as_a_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    write_text(file, "first")
+    with pytest.raises(RuntimeError, match="on the way"), replacing(file) as partial:
+        partial.write_text("half of the sec")
+        assert file.read_text() == "first"
+        raise RuntimeError("on the way")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.jsonl", "first")]
+    write_text(file, "zweites, größer")
+    assert file.read_text(encoding="utf-8") == "zweites, größer"
