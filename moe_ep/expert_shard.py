@@ -90,7 +90,7 @@ class ExpertShard(nn.Module):
             intermediate_size_per_partition=self.moe_config.intermediate_size_per_partition,
             params_dtype=params_dtype,
         )
-        self._processed = False
+        self._processed = self._reloading = False
 
     def _check_redundancy(self, enable_eplb: bool) -> None:
         E, redundant, ep_size = self.num_experts, self.num_redundant_experts, self.parallel_config.ep_size
@@ -205,18 +205,40 @@ class ExpertShard(nn.Module):
         return bool(self.slots.of_id(physical_expert_id))
 
     def process_weights_after_loading(self) -> None:
-        """Brings the weights into the form that experts read; done once, by the first pass where nobody calls it.
+        """Brings loaded weights into the form that experts read; the first time by the first pass if nobody calls it.
 
         Raises:
             RuntimeError: loading has begun and something is missing.
         """
-        self.check_loaded()
+        self._check_complete()
         if not self._processed:
             self.quant_method.process_weights_after_loading(self)
-            self._processed = True
+            self._processed, self._reloading = True, False
+
+    def begin_reload(self) -> None:
+        """Makes room for weights of the checkpoint beside those in use, to load all experts or some of them again.
+
+        Load as the first time, then call `process_weights_after_loading`. What is loaded goes to the slots where its
+        experts are now, in place, so that CUDA graphs stay valid; the other experts stay as they are. Parameters that
+        are not packed, such as plain weights and biases, change while they are loaded. No pass may run in between.
+
+        Raises:
+            RuntimeError: loading has begun and something is missing.
+        """
+        self.process_weights_after_loading()
+        self.quant_method.begin_reload(self)
+        self.loader.reopen()
+        self._processed, self._reloading = False, True
 
     def check_loaded(self) -> None:
         """RuntimeError, naming what is missing, if loading has begun and not finished."""
+        self._check_complete()
+        if self._reloading:
+            raise RuntimeError(
+                f"the weights of {self.layer_name} are being loaded again; call process_weights_after_loading first"
+            )
+
+    def _check_complete(self) -> None:
         missing = self.loader.missing()
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

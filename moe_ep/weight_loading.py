@@ -105,6 +105,7 @@ class ExpertWeightLoader:
         self._loaded: set[_Piece] = set()
         self._pending: set[_Piece] | None = None
         self._closed = False
+        self._again = False
 
     def declare(self, param_name: str, param: nn.Parameter, layout: ParamLayout) -> None:
         """Makes `param` known under its name; it carries the name from here on."""
@@ -115,12 +116,26 @@ class ExpertWeightLoader:
         """Says that the parameters' storage is gone: what is loaded from here on is an error."""
         self._closed = True
 
+    def reopen(self) -> None:
+        """Says that there is storage again, for all experts or some: a slot is to get all of its tensors or none."""
+        self._closed, self._again = False, True
+        self._pending = None
+        self._loaded.clear()
+
+    @property
+    def slots_loaded_again(self) -> list[int] | None:
+        """The local slots that got something since `reopen`; None where that was never called."""
+        return sorted({slot for _, slot, _ in self._loaded}) if self._again else None
+
     def missing(self) -> list[str]:
         """What has not arrived, as "w13_weight of local expert 3 (shard w1)"; nothing before loading has begun."""
         if not self._pending:
             return []
+        again = self.slots_loaded_again
         return [
-            f"{param_name} of local expert {slot} (shard {shard})" for param_name, slot, shard in sorted(self._pending)
+            f"{param_name} of local expert {slot} (shard {shard})"
+            for param_name, slot, shard in sorted(self._pending)
+            if again is None or slot in again
         ]
 
     def load(
@@ -134,8 +149,8 @@ class ExpertWeightLoader:
             )
         if self._closed:
             raise RuntimeError(
-                f"{weight_name}: {param_name} of {self.name} was processed and freed already; load before "
-                f"process_weights_after_loading, or make a new layer"
+                f"{weight_name}: {param_name} of {self.name} was processed and freed already; call begin_reload to "
+                f"load again"
             )
         self._check_shard(weight_name, param_name, shard_id)
         if self._pending is None:

@@ -79,7 +79,15 @@ class FusedMoEMethodBase(ABC):
         """Adds the parameters `[num_experts, ...]` to the layer; ValueError for sizes that do not fit."""
 
     def process_weights_after_loading(self, layer: ExpertShard) -> None:
-        """Brings loaded parameters into the form the experts read; called once. Nothing to do for plain weights."""
+        """Brings loaded parameters into the form the experts read. Nothing to do for plain weights.
+
+        Called once, and again after each `begin_reload`: then what was loaded (`layer.loader.slots_loaded_again`) goes
+        into the tensors in use, in place.
+        """
+        return
+
+    def begin_reload(self, layer: ExpertShard) -> None:
+        """Has the layer take tensors of the checkpoint again; plain weights always do."""
         return
 
     @abstractmethod

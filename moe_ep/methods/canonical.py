@@ -7,6 +7,7 @@ their own layout. The layer holds that layout's fields `[El, ...]` of each GEMM 
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -42,13 +43,35 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: ExpertShard) -> None:
         """Unpacks both GEMMs, agrees on one number type, packs them for the experts, and frees what was loaded."""
-        w13, w2 = agree_on_type(self.unpack(layer, "w13"), self.unpack(layer, "w2"))
-        for name in [name for name, _ in layer.named_parameters(recurse=False) if not name.endswith("_bias")]:
+        params = {name: param for name, param in layer.named_parameters(recurse=False) if not name.endswith("_bias")}
+        again = layer.loader.slots_loaded_again
+        if again is not None:
+            for param in params.values():
+                param.data = param.data[again]
+        unpacked = () if again == [] else agree_on_type(self.unpack(layer, "w13"), self.unpack(layer, "w2"))
+        for name in params:
             delattr(layer, name)
-        for gemm, weights in zip(_GEMMS, (w13, w2), strict=True):
-            self._types[gemm] = (weights.quant_type_id, weights.group_size)
-        self._pack(layer, w13, w2)
         layer.loader.close()
+        if again is None:
+            for gemm, weights in zip(_GEMMS, unpacked, strict=True):
+                self._types[gemm] = (weights.quant_type_id, weights.group_size)
+            self._pack(layer, *unpacked)
+        elif unpacked:
+            self._pack_again(layer, *unpacked, again)
+
+    def begin_reload(self, layer: ExpertShard) -> None:
+        """Parameters as the checkpoint has them once more; biases stay those that the experts read."""
+        biases = {name: param for name, param in layer.named_parameters(recurse=False) if name.endswith("_bias")}
+        config = self.moe_config
+        self.create_weights(
+            layer,
+            num_experts=layer.slots.num_local,
+            hidden_size=config.hidden_dim,
+            intermediate_size_per_partition=config.intermediate_size_per_partition,
+            params_dtype=config.in_dtype,
+        )
+        for name, bias in biases.items():
+            layer.register_parameter(name, bias)
 
     def _pack(self, layer: ExpertShard, w13: CanonicalWeights, w2: CanonicalWeights) -> None:
         """Chooses the experts for where the weights are, and gives the layer the weights in their layout."""
@@ -59,6 +82,28 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             for field, tensor in packed._asdict().items():
                 if tensor is not None:
                     layer.register_buffer(f"{gemm}_processed_{field}", tensor)
+
+    def _pack_again(self, layer: ExpertShard, w13: CanonicalWeights, w2: CanonicalWeights, slots: list[int]) -> None:
+        """Puts the weights of some slots in the place of those in use, in the same layout."""
+        experts = EXPERTS.load(self.experts_names(layer)[FusedMoEActivationFormat.Standard])
+        device = self.gemm_weights(layer)[0].device
+        parts = [
+            CanonicalWeights._make(value.to(device) if isinstance(value, torch.Tensor) else value for value in part)
+            for part in (w13, w2)
+        ]
+        types = {gemm: (part.quant_type_id, part.group_size) for gemm, part in zip(_GEMMS, parts, strict=True)}
+        packed = dict(zip(_GEMMS, experts.pack_weights(*parts, self.moe_config), strict=True))
+        for gemm, field in itertools.product(_GEMMS, ExpertWeights._fields):
+            new, held = getattr(packed[gemm], field), _held(layer, gemm, field)
+            if types != self._types or (new is None) != (held is None):
+                raise ValueError(
+                    f"the weights that {layer.layer_name} was given again have another number type, or zero points or "
+                    f"an order of columns where those in use have none; load them into a new layer"
+                )
+            if held is not None:
+                for slot, expert in zip(slots, new, strict=True):
+                    held[slot].copy_(expert)
+        self.rebuild_derived_state(layer, slots)
 
     def experts_names(self, layer: ExpertShard) -> ExpertsNames:
         """Those that the weights were packed for; weights that moved to another device unpacked are packed there."""

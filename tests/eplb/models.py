@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -51,10 +52,12 @@ def make_layer(scheme: str = "plain", redundant: int = 0, **options: Any) -> Fus
     return FusedMoE(**(settings | SCHEMES[scheme] | options))
 
 
-def load_layer(layer: FusedMoE, seed: int) -> FusedMoE:
+def load_layer(layer: FusedMoE, seed: int, experts: Container[int] = range(E)) -> FusedMoE:
     """Whole numbers from -1 to 1, the same for the same seed on every rank, through the weight loader."""
     params = dict(layer.named_parameters())
     for physical in range(layer.num_experts + layer.num_redundant_experts):
+        if physical % layer.num_experts not in experts:
+            continue
         generator = torch.Generator().manual_seed(1000 * seed + physical % layer.num_experts)
         for shard, gemm, shape in (("w1", "w13", (N, K)), ("w2", "w2", (K, N))):
             weight = torch.randint(-1, 2, shape, generator=generator).float()

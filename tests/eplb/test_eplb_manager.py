@@ -35,7 +35,8 @@ from tests.eplb.models import (
 from tests.ranks import RankPool, ranks
 
 L = 3
-BACKENDS = [name for name in ALL2ALL_BACKENDS if name != "no_ep" and not name.startswith("nvshmem")]
+# Of this machine's CPUs, on any number of ranks.
+BACKENDS = [name for name in ALL2ALL_BACKENDS if not name.startswith(("no_ep", "nvshmem", "two_level"))]
 CONFIG = EplbConfig(
     first_plan=4, interval=10**6, rebalance_below=1.0, refine=False, commit_margin=1, timeout_s=20, planner="thread"
 )
@@ -235,24 +236,39 @@ def test_a_rank_that_dies_while_experts_move_ends_the_others() -> None:
 
 
 def reload(rank: int, world_size: int) -> None:
-    """Layers of one model, each quantized in its own way, move; then other weights are loaded into the plain ones, and
-    go where the experts are now."""
+    """Layers of one model, each quantized in its own way, move; then other weights of some experts are loaded, of all
+    but expert 0 in the end, and go where the experts are now, in place."""
     redundant = redundancy(world_size, 2)
     layers = [load_layer(make_layer(scheme, redundant), seed) for seed, scheme in enumerate(SCHEMES)]
     manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), "asynchronous": False}))
     manager.rearrange(random_placement(len(layers), E + redundant, seed=3))
-    again = [index for index, scheme in enumerate(SCHEMES) if scheme.startswith("plain")]
-    for indices, offset in ((range(len(layers)), 0), (again, 50)):
-        for index, scheme in ((index, list(SCHEMES)[index]) for index in indices):
-            layer = load_layer(layers[index], offset + index) if offset else layers[index]
-            fresh = fresh_weights(scheme, redundant, offset + index, manager.placement.host[index])
-            for got, wanted in zip(layer.expert_weights(), fresh, strict=True):
-                assert torch.equal(got, wanted)
+    for index, (scheme, layer) in enumerate(zip(SCHEMES, layers, strict=True)):
+        row = manager.placement.host[index]
+        old, new = (fresh_weights(scheme, redundant, seed, row) for seed in (index, 50 + index))
+        in_use = layer.expert_weights()
+        for loaded in (range(0), range(1, E, 2), range(1, E)):
+            layer.begin_reload()
+            load_layer(layer, 50 + index, loaded)
+            for tensor, before, after in zip(in_use, old, new, strict=True):
+                for slot, expert in enumerate(np.split(row, world_size)[rank]):
+                    assert torch.equal(tensor[slot], after[slot] if expert in loaded else before[slot])
     manager.close()
 
 
 def test_weights_loaded_after_a_move_go_to_the_present_owners() -> None:
     ranks(3).run(reload)
+
+
+def test_a_layer_that_is_loaded_again_does_not_run_half_loaded() -> None:
+    layer = load_layer(make_layer("GPTQ", ep_size=1), 0)
+    x, logits = inputs(4, seed=1)
+    layer.begin_reload()
+    with pytest.raises(RuntimeError, match="are being loaded again; call process_weights_after_loading first"):
+        layer(x, logits)
+    part = torch.zeros_like(layer.get_parameter("w2_qweight")[0])
+    layer.weight_loader(layer.get_parameter("w2_qweight"), part, "experts.3.w2.qweight", "w2", 3)
+    with pytest.raises(RuntimeError, match="not complete: w13_qweight of local expert 3"):
+        layer.process_weights_after_loading()
 
 
 def derived(rank: int, world_size: int) -> None:

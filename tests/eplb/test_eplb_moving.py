@@ -148,7 +148,7 @@ def test_layers_of_every_scheme_equal_a_fresh_load(world_size: int) -> None:
 
 
 def move_format(rank: int, world_size: int, name: str, directory: Path) -> None:
-    """A layer of a checkpoint, against one that was loaded into the new placement."""
+    """A layer of a checkpoint, against one that was loaded into the new placement; then it is loaded again there."""
     reader = CheckpointReader(directory)
     redundant = -FORMAT_E % world_size + world_size
     options = {"enable_eplb": True, "num_redundant_experts": redundant}
@@ -160,12 +160,19 @@ def move_format(rank: int, world_size: int, name: str, directory: Path) -> None:
     for layer in (moved, fresh):
         load_moe_layer(reader, model_spec(reader.config), 0, layer)
     rearrange_expert_weights([moved.expert_weights()], old, new)
-    for got, wanted in zip(moved.expert_weights(), fresh.expert_weights(), strict=True):
-        assert torch.equal(got.flatten().view(torch.uint8), wanted.flatten().view(torch.uint8))
+    in_use = [tensor.flatten().view(torch.uint8) for tensor in moved.expert_weights()]
+    wanted = [tensor.flatten().view(torch.uint8) for tensor in fresh.expert_weights()]
+    assert all(map(torch.equal, in_use, wanted))
+    set_placement(moved, new[0], FORMAT_E)
+    for tensor in in_use:
+        tensor.zero_()
+    moved.begin_reload()
+    load_moe_layer(reader, model_spec(reader.config), 0, moved)
+    assert all(map(torch.equal, in_use, wanted))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_format_of_a_checkpoint_moves_whole(name: str, tmp_path: Path) -> None:
+def test_every_format_of_a_checkpoint_moves_whole_and_is_loaded_again(name: str, tmp_path: Path) -> None:
     write_case(name, tmp_path)
     ranks(3).run(move_format, name, tmp_path)
 
