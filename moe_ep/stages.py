@@ -1,8 +1,8 @@
 """Where the time of a pass goes: named stages that listeners may watch, and that cost nothing when nobody does.
 
-The runtime marks route, dispatch, experts and combine with `with stage("dispatch"):`, and tells where tokens go with
-`tell_routing`. `record(device)` collects durations, with CUDA events on a GPU and the host clock elsewhere; metrics and
-traces (`moe_ep.observability`) listen too.
+The runtime marks route, dispatch, experts and combine with `with stage("dispatch"):`, and what balancing does
+too; `tell_routing` says where tokens go. `record(device)` collects durations of passes, with CUDA events on a GPU and the host
+clock elsewhere; metrics and traces (`moe_ep.observability`) listen too.
 
 Example:
     with stages.record(hidden_states.device) as recorder:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE
 
 STAGES = ("route", "dispatch", "experts", "combine")
+# What balancing does, on a thread of its own but for the last.
+EPLB_STAGES = ("eplb_plan", "eplb_transfer", "eplb_commit")
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -92,8 +94,11 @@ class StageRecorder(Listener):
         self._cuda = device.type == "cuda"
         self._spans: list[tuple[str, object, object]] = []
 
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return self._recorded(name) if name in STAGES else _NOTHING
+
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def _recorded(self, name: str) -> Iterator[None]:
         start = self._now()
         try:
             yield

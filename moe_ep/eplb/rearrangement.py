@@ -30,6 +30,7 @@ from moe_ep.eplb.recorder import ExpertLoadRecorder
 from moe_ep.eplb.step_gate import StepGate
 from moe_ep.eplb.transfer import digest, layer_stamp
 from moe_ep.errors import EplbError
+from moe_ep.stages import stage
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +110,9 @@ class Rearrangement:
         started = time.perf_counter()
         experts, size, transfer_s = self._fetched
         self._fetched = None
-        layer = self._mover.commit()
-        self._recorder.forget(layer)
+        with stage("eplb_commit"):
+            layer = self._mover.commit()
+            self._recorder.forget(layer)
         commit_s = time.perf_counter() - started
         self._tell(
             CommitReport(
@@ -138,7 +140,8 @@ class Rearrangement:
             plan=0 if job.target is None else digest(job.target),
         )
         started = time.perf_counter()
-        target, reason = (job.target, "") if job.counts is None else self._plan(job, job.counts)
+        with stage("eplb_plan"):
+            target, reason = (job.target, "") if job.counts is None else self._plan(job, job.counts)
         seconds = time.perf_counter() - started
         if target is None:
             self._tell(PlanReport(step=job.step, made=False, reason=reason, seconds=seconds))
@@ -188,8 +191,9 @@ class Rearrangement:
         started = time.perf_counter()
         cost, cause = self._mover.cost(layer, new), ""
         try:
-            if not self._mover.fetch(layer, new, layer_stamp(job.number, layer)):
-                cause = "with another checksum than they left with"
+            with stage("eplb_transfer"):
+                intact = self._mover.fetch(layer, new, layer_stamp(job.number, layer))
+            cause = "" if intact else "with another checksum than they left with"
         except EplbError:
             raise
         except (RuntimeError, TimeoutError) as error:

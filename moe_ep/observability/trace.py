@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
 
 from moe_ep.stages import Listener, listening
 
@@ -63,7 +64,10 @@ def trace_to(folder: Path, *, rank: int, group: dist.ProcessGroup | None = None)
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     shift_us = _clock_difference_us(group)
-    with torch.profiler.profile(activities=activities) as profile, listening(_Ranges(on_gpu)):
+    # Experts move on a thread of their own.
+    everywhere = _ExperimentalConfig(profile_all_threads=True)
+    profiler = torch.profiler.profile(activities=activities, experimental_config=everywhere)
+    with profiler as profile, listening(_Ranges(on_gpu)):
         yield path
     profile.export_chrome_trace(str(path))
     _align(path, rank, shift_us)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from moe_ep.eplb.placement_file import PlacementFile
 from moe_ep.eplb.trace import RoutingTrace
 from moe_ep.errors import EplbError
 from moe_ep.launch.cli import main
+from moe_ep.observability.trace import PREFIX
 from tests.checkpoint.checkpoints import make_checkpoint, qwen3_config
+from tests.observability.test_trace import read_trace
 
 E, L, STEPS, T = 8, 2, 6, 48
 LOCAL = f"--device cpu --launcher local --ep-size 2 --steps {STEPS} --tokens-per-rank {T}".split()
@@ -38,6 +41,7 @@ def test_experts_move_and_everything_is_verified(
 ) -> None:
     trace_file, placement_file = tmp_path / "trace.npz", tmp_path / "placement.json"
     outputs = ["--record-routing", str(trace_file), "--save-placement", str(placement_file)]
+    outputs += ["--trace", str(tmp_path / "ranges")]
     text, lines = run(capsys, model, tmp_path / "a.jsonl", "--eplb", "--routing", "zipf:1.5", *outputs)
     *steps, summary = lines
     assert summary["verify"]["passed"] is True
@@ -51,6 +55,11 @@ def test_experts_move_and_everything_is_verified(
     ]
     for word in ("EPLB: policy incremental, 2 redundant experts", "before  balancedness", "after   balancedness"):
         assert word in text
+
+    for rank in range(2):
+        ranges = Counter(event["name"] for event in read_trace(tmp_path / "ranges" / f"rank-{rank:03}.json.gz"))
+        assert ranges[PREFIX + "eplb_plan"] == 1
+        assert ranges[PREFIX + "eplb_transfer"] == ranges[PREFIX + "eplb_commit"] == L
 
     trace = RoutingTrace.load(trace_file)
     num_steps = sum(found["steps"] for found in phases.values())
