@@ -1,8 +1,8 @@
 """Where the time of a pass goes: named stages that listeners may watch, and that cost nothing when nobody does.
 
-The runtime marks route, dispatch, experts and combine with `with stage("dispatch"):`, and what balancing does
-too; `tell_routing` says where tokens go. `record(device)` collects durations of passes, with CUDA events on a GPU and the host
-clock elsewhere; metrics and traces (`moe_ep.observability`) listen too.
+The runtime marks route, dispatch, experts and combine with `with stage("dispatch"):`, and what balancing does too;
+`tell_routing` says where tokens go. `record(device)` collects durations of passes, with CUDA events on a GPU and the
+host clock elsewhere; metrics and traces (`moe_ep.observability`) listen too.
 
 Example:
     with stages.record(hidden_states.device) as recorder:
