@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ep.bench.scaling_tables import KIND, kind_of, of_most_alike
 from moe_ep.errors import missing_extra
+from moe_ep.stages import STAGES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-STAGES = ("route", "dispatch", "experts", "combine")
 _PHASES = ("decode", "prefill")
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _LINES = ("-", "--", "-.", ":")
@@ -86,7 +86,7 @@ def _figure(title: str, panels: int = 1) -> Figure:
 
 
 def _write(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
     return path
 
 
