@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from moe_ep.layer import FusedMoE
 from moe_ep.registry import ALL2ALL_BACKENDS
+from tests.checkpoint.checkpoints import make_checkpoint
 from tests.ranks import ranks
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -44,3 +47,21 @@ def test_the_example_backend_computes_what_the_layer_alone_does() -> None:
         alone = make_layer()
         for rank, output in enumerate(ranks(2).run(run_example)):
             torch.testing.assert_close(output, alone(*inputs(rank)), rtol=1e-5, atol=1e-5)
+
+
+def blocks_of(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_s_layer_runs_and_loads(tmp_path: Path) -> None:
+    layer_block, loading_block, *_ = blocks_of(EXAMPLES.parents[1] / "README.md")
+    names: dict[str, Any] = {}
+    # Smaller, as nobody wants to wait for it.
+    exec(layer_block.replace("num_experts=64", "num_experts=16").replace("64)", "16)"), names)
+    assert names["output"].shape == (128, 1024) and names["output"].isfinite().all()
+
+    make_checkpoint(tmp_path / "checkpoint")
+    names["layer"] = FusedMoE(4, 2, 64, 32, params_dtype=torch.bfloat16)
+    exec(loading_block.replace("path/to/checkpoint", str(tmp_path / "checkpoint")), names)
+    down = names["reader"].read("model.layers.0.mlp.experts.3.down_proj.weight")
+    assert torch.equal(names["layer"].w2_weight[3], down)
