@@ -7,7 +7,6 @@ A pass reads from top to bottom: forward -> torch.ops.moe_ep.moe_forward -> forw
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from moe_ep.expert_shard import ExpertShard
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
 from moe_ep.process_groups import is_initialized, largest_over_ranks, layer_groups
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
-from moe_ep.routing import check_router_weight_on_input, select_experts
+from moe_ep.routing import check_router_weight_on_input, check_routing, select_experts
 from moe_ep.stages import stage, tell_routing
 from moe_ep.weight_loading import ExpertMapping
 
@@ -130,6 +129,17 @@ class FusedMoE(ExpertShard):
             expert_mapping=expert_mapping,
             layer_name=unique_name(prefix),
         )
+        routing: dict[str, Any] = {
+            "top_k": top_k,
+            "use_grouped_topk": use_grouped_topk,
+            "num_expert_group": num_expert_group,
+            "topk_group": topk_group,
+            "custom_routing_function": custom_routing_function,
+            "scoring_func": scoring_func,
+            "zero_expert_num": zero_expert_num,
+            "zero_expert_type": zero_expert_type,
+        }
+        check_routing(num_experts + zero_expert_num, e_score_correction_bias=e_score_correction_bias, **routing)
         self.reduce_results = reduce_results
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.num_router_columns = num_experts + zero_expert_num
@@ -139,23 +149,14 @@ class FusedMoE(ExpertShard):
         # The bias stays the router's: it moves with the layer and is not saved with it.
         bias = None if e_score_correction_bias is None else e_score_correction_bias.detach()
         self.register_buffer("e_score_correction_bias", bias, persistent=False)
-        self._select_experts = partial(
-            select_experts,
-            top_k=top_k,
-            use_grouped_topk=use_grouped_topk,
-            renormalize=renormalize,
-            topk_group=topk_group,
-            num_expert_group=num_expert_group,
-            custom_routing_function=custom_routing_function,
-            scoring_func=scoring_func,
-            routed_scaling_factor=routed_scaling_factor,
-            zero_expert_num=zero_expert_num,
-            zero_expert_type=zero_expert_type,
-            num_fused_shared_experts=self.num_fused_shared_experts,
-            global_num_experts=self.moe_config.num_experts,
-            ep_rank=self.parallel_config.ep_rank,
-            ep_size=self.parallel_config.ep_size,
-        )
+        self._routing = routing | {
+            "renormalize": renormalize,
+            "routed_scaling_factor": routed_scaling_factor,
+            "num_fused_shared_experts": self.num_fused_shared_experts,
+            "global_num_experts": self.moe_config.num_experts,
+            "ep_rank": self.parallel_config.ep_rank,
+            "ep_size": self.parallel_config.ep_size,
+        }
         self.groups = layer_groups(self.parallel_config, process_group)
         self._modular_kernel: FusedMoEModularKernel | None = None
         self._prepare_finalize: FusedMoEPrepareAndFinalize | None = None
@@ -251,6 +252,12 @@ class FusedMoE(ExpertShard):
         if zero_expert_result is not None and self._takes_complete_terms:
             routed += zero_expert_result
         return shared, routed
+
+    def _select_experts(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor, **state: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`select_experts` with the layer's settings; a layer whose model routes by itself has another."""
+        return select_experts(hidden_states, router_logits, **self._routing, **state)
 
     @property
     def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:

@@ -81,19 +81,25 @@ def select_experts(
     Raises:
         ValueError: shapes, counts or names that do not fit together.
     """
-    num_columns = _check_logits(hidden_states, router_logits, top_k, scoring_func, e_score_correction_bias)
-    num_experts = _check_zero_experts(num_columns, zero_expert_num, zero_expert_type)
-    groups = _check_groups(use_grouped_topk, num_expert_group, topk_group, num_columns, top_k)
+    num_columns = _check_logits(hidden_states, router_logits)
+    groups = check_routing(
+        num_columns,
+        top_k,
+        use_grouped_topk=use_grouped_topk,
+        num_expert_group=num_expert_group,
+        topk_group=topk_group,
+        custom_routing_function=custom_routing_function,
+        scoring_func=scoring_func,
+        e_score_correction_bias=e_score_correction_bias,
+        zero_expert_num=zero_expert_num,
+        zero_expert_type=zero_expert_type,
+    )
+    num_experts = num_columns - zero_expert_num
     num_physical = _check_num_physical(global_num_experts, num_experts, expert_load_view if enable_eplb else None)
     if num_fused_shared_experts < 0:
         raise ValueError(f"num_fused_shared_experts is {num_fused_shared_experts}; it must be at least 0")
 
     if custom_routing_function is not None:
-        if use_grouped_topk or e_score_correction_bias is not None:
-            raise ValueError(
-                "custom_routing_function is given together with use_grouped_topk or e_score_correction_bias; it "
-                "replaces both, so leave them out"
-            )
         topk_weights, topk_ids = _custom_topk(
             custom_routing_function, hidden_states, router_logits, top_k, renormalize, routed_scaling_factor
         )
@@ -132,6 +138,51 @@ def select_experts(
     if num_fused_shared_experts:
         topk_weights, topk_ids = _append_shared_experts(topk_weights, topk_ids, num_physical, num_fused_shared_experts)
     return topk_weights, topk_ids.to(indices_type or torch.int32), zero_expert_result
+
+
+def check_routing(
+    num_columns: int,
+    top_k: int,
+    *,
+    use_grouped_topk: bool = False,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    custom_routing_function: TopK | None = None,
+    scoring_func: str = "softmax",
+    e_score_correction_bias: torch.Tensor | None = None,
+    zero_expert_num: int = 0,
+    zero_expert_type: str | None = None,
+) -> tuple[int, int]:
+    """Checks how tokens are to be routed, before there are any; the arguments are those of `select_experts`.
+
+    Args:
+        num_columns: of the router's logits, identity experts included.
+
+    Returns:
+        (number of groups, groups to keep); (1, 1) where experts are not grouped.
+
+    Raises:
+        ValueError: counts, names or a bias that do not fit together.
+    """
+    if not 1 <= top_k <= num_columns:
+        raise ValueError(
+            f"top_k is {top_k}; it must be at least 1 and at most the columns of router_logits ({num_columns})"
+        )
+    if scoring_func not in SCORING_FUNCS:
+        raise ValueError(one_of("scoring_func", scoring_func, SCORING_FUNCS))
+    bias = e_score_correction_bias
+    if bias is not None and bias.shape != (num_columns,):
+        raise ValueError(
+            f"e_score_correction_bias has shape {tuple(bias.shape)}; it must have one value for each column of "
+            f"router_logits, ({num_columns},)"
+        )
+    if custom_routing_function is not None and (use_grouped_topk or bias is not None):
+        raise ValueError(
+            "custom_routing_function is given together with use_grouped_topk or e_score_correction_bias; it replaces "
+            "both, so leave them out"
+        )
+    _check_zero_experts(num_columns, zero_expert_num, zero_expert_type)
+    return _check_groups(use_grouped_topk, num_expert_group, topk_group, num_columns, top_k)
 
 
 def check_router_weight_on_input(top_k: int) -> None:
@@ -192,32 +243,17 @@ def _append_shared_experts(
     return weights, torch.cat([topk_ids, shared_ids.expand(num_tokens, num_shared)], dim=1)
 
 
-def _check_logits(
-    hidden_states: torch.Tensor, router_logits: torch.Tensor, top_k: int, scoring_func: str, bias: torch.Tensor | None
-) -> int:
+def _check_logits(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> int:
     """The number of columns of the logits, once they are known to fit."""
     if router_logits.dim() != 2 or hidden_states.dim() != 2 or router_logits.size(0) != hidden_states.size(0):
         raise ValueError(
             f"router_logits has shape {tuple(router_logits.shape)} and hidden_states {tuple(hidden_states.shape)}; "
             f"they must be (T, E) and (T, K) with one T"
         )
-    num_columns = router_logits.size(1)
-    if not 1 <= top_k <= num_columns:
-        raise ValueError(
-            f"top_k is {top_k}; it must be at least 1 and at most the columns of router_logits ({num_columns})"
-        )
-    if scoring_func not in SCORING_FUNCS:
-        raise ValueError(one_of("scoring_func", scoring_func, SCORING_FUNCS))
-    if bias is not None and bias.shape != (num_columns,):
-        raise ValueError(
-            f"e_score_correction_bias has shape {tuple(bias.shape)}; it must have one value for each column of "
-            f"router_logits, ({num_columns},)"
-        )
-    return num_columns
+    return router_logits.size(1)
 
 
-def _check_zero_experts(num_columns: int, zero_expert_num: int, zero_expert_type: str | None) -> int:
-    """The number of logical routed experts E."""
+def _check_zero_experts(num_columns: int, zero_expert_num: int, zero_expert_type: str | None) -> None:
     if not 0 <= zero_expert_num < num_columns:
         raise ValueError(
             f"zero_expert_num is {zero_expert_num}; it must be at least 0 and below the columns of router_logits "
@@ -225,7 +261,6 @@ def _check_zero_experts(num_columns: int, zero_expert_num: int, zero_expert_type
         )
     if zero_expert_num and zero_expert_type not in ZERO_EXPERT_TYPES:
         raise ValueError(one_of("zero_expert_type", zero_expert_type, ZERO_EXPERT_TYPES))
-    return num_columns - zero_expert_num
 
 
 def _check_groups(

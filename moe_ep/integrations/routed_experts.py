@@ -50,7 +50,6 @@ class RoutedExperts(FusedMoE):
         super().__init__(**layer)
         # What travels in the place of router logits: the weights' bits, then the ids.
         self.num_router_columns = 2 * self.moe_config.experts_per_token
-        self._select_experts = self._take_choices  # type: ignore[assignment]
         self._coordinator = coordinator
         self._decode_max_num_tokens = decode_max_num_tokens
         self._decode_backend = decode_backend
@@ -88,7 +87,7 @@ class RoutedExperts(FusedMoE):
         nothing = torch.empty(0, self.moe_config.hidden_dim, dtype=self.moe_config.in_dtype, device=device)
         self(nothing, torch.empty(0, top_k, dtype=torch.int32, device=device), torch.empty(0, top_k, device=device))
 
-    def _take_choices(
+    def _select_experts(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
         choices: torch.Tensor,

@@ -2,12 +2,14 @@
 
 from moe_ep.methods.base import FusedMoEMethodBase, make_method, relative_error, tolerance
 from moe_ep.methods.online import ONLINE, OnlineFp8Config, OnlineIntConfig
+from moe_ep.methods.unquantized import UnquantizedFusedMoEMethod
 
 __all__ = [
     "ONLINE",
     "FusedMoEMethodBase",
     "OnlineFp8Config",
     "OnlineIntConfig",
+    "UnquantizedFusedMoEMethod",
     "make_method",
     "relative_error",
     "tolerance",

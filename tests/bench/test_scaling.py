@@ -31,7 +31,9 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_the_same_rows_from_every_launcher_and_their_pictures(tmp_path: Path) -> None:
+def test_the_same_rows_from_every_launcher_and_their_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "local.jsonl"
     done = run(
         *COMMAND, "--launcher", "local", "--ep-size", "2", "--routing", "uniform,zipf:2", "--eplb", "off,on",
@@ -70,11 +72,10 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(tmp_path: Path) ->
 
     # As a benchmark that was ended early leaves them.
     path.write_text("".join(json.dumps({k: row[k] for k in row if k != "efficiency"}) + "\n" for row in rows))
-    done = run(sys.executable, "-m", "moe_ep.launch", "plot", str(path), "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    assert main(["plot", str(path), "--out", str(tmp_path)]) == 0
     pictures = [tmp_path / f"small-{kind}.png" for kind in ("scaling", "stages", "latency", "load")]
     tables = tmp_path / "tables.md"
-    assert done.stdout.split() == list(map(str, [*pictures, tables]))
+    assert capsys.readouterr().out.split() == list(map(str, [*pictures, tables]))
     summary, own = tables.read_text().split("## small")
     assert [line.split(" | ")[:3] for line in summary.splitlines()[4:5]] == [["| small", "decode", "16"]]
     headings, _, *lines = own.strip().splitlines()
@@ -155,7 +156,7 @@ def test_routing_of_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--geometry", "gpt-5"], "--geometry is 'gpt-5'; 'gpt-5' is not one of deepseek-v3"),
+        (["--geometry", "gpt-5"], "--geometry is 'gpt-5'; it must be one of deepseek-v3"),
         (["--ep-sizes", "3", "--ep-size", "4", "--launcher", "local"], "--ep-sizes has 3 and there are 4 workers"),
         (["--decode-tokens", "none", "--prefill-tokens", "none"], "are none; pass numbers"),
         (["--decode-tokens", "0"], "--decode-tokens is '0'; it must be whole numbers of at least 1"),

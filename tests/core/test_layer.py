@@ -186,6 +186,8 @@ def test_repr_says_what_it_is() -> None:
         ({"num_redundant_experts": -1}, "num_redundant_experts -1; they must be at least 1 and 0"),
         ({"num_experts": 0}, "num_experts is 0"),
         ({"activation": "tanh"}, "activation is 'tanh'; it must be one of silu"),
+        ({"scoring_func": "tanh"}, "scoring_func is 'tanh'; it must be one of softmax, sigmoid"),
+        ({"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 1}, "num_expert_group is 4; it must divide"),
         ({"experts": "fast"}, "experts is 'fast'; it must be one of auto"),
         ({"all2all_backend": "pigeon", "ep_size": 1}, "all2all_backend is 'pigeon'; it must be one of auto, no_ep"),
         ({"expert_placement_strategy": "random"}, "expert_placement_strategy is 'random'"),
