@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from moe_ep.eplb.policy.packing import lightest_first
+
 Array = np.ndarray
 
 _HALF = np.float32(0.5)
@@ -109,7 +111,7 @@ def swap_pairs(place: Placement, target: Array, num_rounds: int) -> None:
         rows = rows[(worst > target[rows]) & (stale[rows] < 3)]
         if rows.size == 0:
             return
-        order = place.by_row[rows].argsort(axis=1)
+        order = lightest_first(place.by_row[rows])
         order += rows[:, None] * num_ranks
         heavy = order[:, : -half - 1 : -1]
         light = order[:, (np.arange(half) - turn) % half]
