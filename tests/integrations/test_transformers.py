@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,34 +31,41 @@ from tests.integrations.alone import load_alone
 from tests.integrations.hf_models import FAMILIES, SIZES, make_model
 from tests.ranks import ranks
 
+# Names that configurations have for it.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # (prompts, prompt length, steps of decoding) of each request, by rank: the last rank has none.
 REQUESTS: tuple[tuple[tuple[int, int, int], ...], ...] = (((2, 11, 3), (1, 3, 0)), ((1, 5, 7), (3, 9, 2)), ())
 
 
 def check_requests(rank: int, parallel: Any, alone: Any) -> None:
-    """Prefill and cached decoding of this rank's requests, step by step, against the whole model."""
-    # Each layer may add what one layer may be off by.
-    allowed = len(steps_of(parallel).layers) * tolerance(next(alone.parameters()).dtype)
+    """Prefill and cached decoding of this rank's requests against the whole model in f32.
+
+    The divided model may be off by what the whole one in its dtype is, and by what each layer may add.
+    """
+    dtype = next(alone.parameters()).dtype
+    models = (parallel, alone) if dtype == torch.float32 else (parallel, alone, copy.deepcopy(alone).float())
+    allowed = len(steps_of(parallel).layers) * tolerance(dtype)
     with torch.inference_mode(), moe_ep.serving(parallel):
         for number, (batch, length, num_steps) in enumerate(REQUESTS[rank]):
             torch.manual_seed(100 * rank + number)
             tokens = torch.randint(1, SIZES["vocab_size"], (batch, length))
-            caches: list[Any] = [None, None]
+            caches: list[Any] = [None] * len(models)
+            logits: list[list[torch.Tensor]] = [[] for _ in models]
             for _ in range(num_steps + 1):
-                outputs = [
-                    model(tokens, past_key_values=cache, use_cache=True)
-                    for model, cache in zip((parallel, alone), caches, strict=True)
-                ]
-                caches = [output.past_key_values for output in outputs]
-                got, expected = (output.logits for output in outputs)
-                assert relative_error(got, expected) < allowed
-                tokens = expected[:, -1:].argmax(-1)
+                for index, model in enumerate(models):
+                    output = model(tokens, past_key_values=caches[index], use_cache=True)
+                    caches[index] = output.past_key_values
+                    logits[index].append(output.logits)
+                tokens = logits[-1][-1][:, -1:].argmax(-1)
+            # Of all passes together: a single token's logits may be small, and its error in bf16 of any size.
+            got, rounded, *exact = (torch.cat(passes, dim=1) for passes in logits)
+            unavoidable = relative_error(rounded, exact[0]) if exact else 0.0
+            error = relative_error(got, exact[0] if exact else rounded)
+            assert error < unavoidable + allowed, f"{error:.2e} and alone {unavoidable:.2e}, request {number}"
 
 
-def from_model(
-    rank: int, world_size: int, family: str, dtype: torch.dtype, changes: dict[str, Any], options: dict[str, Any]
-) -> list[int]:
-    alone = make_model(family, dtype, **changes)
+def from_model(rank: int, world_size: int, family: str, options: dict[str, Any]) -> list[int]:
+    alone = make_model(family)
     parallel = moe_ep.parallelize(copy.deepcopy(alone), **options)
     check_requests(rank, parallel, alone)
     return [layer.moe_config.num_local_experts for layer in steps_of(parallel).layers]
@@ -65,16 +73,39 @@ def from_model(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_with_requests_of_their_own(family: str) -> None:
-    held = ranks(3).run(from_model, family, torch.float32, {}, {})
+    held = ranks(3).run(from_model, family, {})
     num_experts = [module.num_experts for _, module in find_experts(make_model(family))]
     assert [sum(layer) for layer in zip(*held, strict=True)] == num_experts
     assert max(map(max, held)) < min(num_experts)
 
 
-@pytest.mark.parametrize(("family", "num_experts"), [("Qwen3Moe", 7), ("GptOss", 6)])
-def test_bf16(family: str, num_experts: int) -> None:
+def in_int4(model: Any) -> Any:
+    """The model with its experts quantized to int4 and back."""
+    for _, experts in find_experts(model):
+        group_size = math.gcd(128, *experts.down_proj.shape[1:])
+        for param in (experts.gate_up_proj, experts.down_proj):
+            rows = param.data.mT if experts.is_transposed else param.data
+            rows = dequantize(quantize_int(rows.contiguous(), 4, group_size)).to(param.dtype)
+            param.data = rows.mT.contiguous() if experts.is_transposed else rows
+    return model
+
+
+def in_bf16(rank: int, world_size: int, family: str) -> None:
     # Tokens take every expert: where they take some, rounding may turn a choice, and the outputs have little in common.
-    ranks(3).run(from_model, family, torch.bfloat16, {"num_experts_per_tok": num_experts}, {})
+    num_experts = next(FAMILIES[family][key] for key in NUM_EXPERTS if key in FAMILIES[family])
+    changes = {"num_experts_per_tok": num_experts}
+    if "n_group" in FAMILIES[family]:
+        changes |= {"n_group": 1, "topk_group": 1}
+    for quantize in ("none", "int4"):
+        made = make_model(family, torch.bfloat16, **changes)
+        alone = copy.deepcopy(made)
+        parallel = moe_ep.parallelize(made, quantize=quantize)
+        check_requests(rank, parallel, in_int4(alone) if quantize == "int4" else alone)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_and_int4(family: str) -> None:
+    ranks(3).run(in_bf16, family)
 
 
 @pytest.mark.parametrize(
@@ -88,17 +119,13 @@ def test_bf16(family: str, num_experts: int) -> None:
     ids=lambda options: "-".join(map(str, options)),
 )
 def test_backends_and_balancing(options: dict[str, Any]) -> None:
-    ranks(3).run(from_model, "Qwen3Moe", torch.float32, {}, options)
+    ranks(3).run(from_model, "Qwen3Moe", options)
 
 
 def from_path(rank: int, world_size: int, folder: str, family: str, quantize: str) -> int:
     alone = make_model(family, hidden_size=64)
     parallel = moe_ep.parallelize(folder, dtype=torch.float32, quantize=quantize)
-    if quantize == "int4":
-        for _, experts in find_experts(alone):
-            for param in (experts.gate_up_proj, experts.down_proj):
-                param.data = dequantize(quantize_int(param.data, 4, 32))
-    check_requests(rank, parallel, alone)
+    check_requests(rank, parallel, in_int4(alone) if quantize == "int4" else alone)
     return steps_of(parallel).layers[0].moe_config.num_local_experts
 
 
