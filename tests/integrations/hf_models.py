@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 2,
     },
-    "Olmoe": {"num_experts": 6},
+    "Olmoe": {"num_experts": 6, "tie_word_embeddings": True},
     "DeepseekV2": {
         **MLA,
         **GROUPED,
