@@ -12,10 +12,10 @@ from moe_ep.kernels import jit
 
 _SOURCE = Path(__file__).parent / "cuda" / "eplb_map.cu"
 _WARP = 32
-# kWarpsAtOnce of the kernel.
-_WARPS_AT_ONCE = 8
-# Threads for experts beside those for slots, where a block has room for both.
-_EXPERT_THREADS = 256
+_LEAST_THREADS = 256
+_MOST_THREADS = 1024
+# Slots of a thread in tiles that the least threads can take one each, and in larger ones.
+_FEW_SLOTS, _MANY_SLOTS = 1, 4
 # A block that serves smaller GPUs too.
 _MAX_SHARED = 96 * 1024
 
@@ -24,17 +24,18 @@ class _MapParams(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("ids", "num_counted_on_device", "load", "table", "counts", "out")),
         *((name, ctypes.c_int) for name in ("num_counted", "tokens", "slots", "rows_per_tile", "experts", "width")),
-        *((name, ctypes.c_int) for name in ("max_replicated", "ranks", "ep_rank")),
+        *((name, ctypes.c_int) for name in ("row_stride", "column_stride", "max_replicated", "stride", "words")),
+        *((name, ctypes.c_int) for name in ("ranks", "ep_rank")),
         ("rank_factor", ctypes.c_uint),
-        *((name, ctypes.c_int) for name in ("slot_warps", "dividing", "id_bits", "label_bits")),
+        ("dividing", ctypes.c_int),
     )
 
 
-def kernel_source(ids: torch.dtype, maps: torch.dtype, out: torch.dtype) -> jit.KernelSource:
-    """The kernel for these integers, int32 or int64 each."""
+def kernel_source(ids: torch.dtype, maps: torch.dtype, out: torch.dtype, slots: int = _MANY_SLOTS) -> jit.KernelSource:
+    """The kernel for these integers, int32 or int64 each, and so many slots of a thread."""
     kinds = {"IDS_64": ids, "MAP_64": maps, "OUT_64": out}
     defines = tuple((name, str(int(dtype == torch.int64))) for name, dtype in kinds.items())
-    return jit.KernelSource(_SOURCE, "eplb_map", defines)
+    return jit.KernelSource(_SOURCE, "eplb_map", (*defines, ("SLOTS", str(slots))))
 
 
 def map_and_record(
@@ -48,22 +49,21 @@ def map_and_record(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Physical ids `[T, top_k]` of CUDA tensors; arguments as in `map_reference`, which takes what the kernel cannot:
-    more than 992 experts with several replicas or 1024 slots a row, or more experts than fit in shared memory."""
+    more than about 400 experts with several replicas, which do not fit in shared memory, or 1024 slots a row."""
     num_tokens, top_k = topk_ids.shape
     if topk_ids.numel() == 0:
         return torch.empty(num_tokens, top_k, dtype=dtype, device=topk_ids.device)
     num_experts, width = logical_to_physical_map.shape
     num_physical = expert_load_view.numel()
     max_replicated = min(max(num_physical - num_experts, 0), num_experts)
-    max_replicated += max_replicated % 2
-    slot_threads = -(-min(num_tokens, rows_per_tile(top_k)) * top_k // _WARP) * _WARP
-    slot_warps = -(-slot_threads // (_WARPS_AT_ONCE * _WARP)) * _WARPS_AT_ONCE
-    dividing = -(-max_replicated // _WARP) * _WARP
-    threads = max(slot_threads, dividing + _WARP)
-    threads = max(threads, min(threads + _EXPERT_THREADS, TILE_SLOTS))
+    tile_slots = min(num_tokens, rows_per_tile(top_k)) * top_k
+    stride, words = max_replicated | 1, -(-tile_slots // _WARP)
+    dividing = -(-max(max_replicated, 1) // _WARP) * _WARP
+    slots_each = _FEW_SLOTS if tile_slots <= _LEAST_THREADS else _MANY_SLOTS
+    threads = max(_LEAST_THREADS, -(-tile_slots // (_WARP * slots_each)) * _WARP, dividing + _WARP)
     num_levels = -(-num_physical // slots_per_rank)
-    shared_bytes = 2 * max_replicated * (13 + slot_warps) + 4 * (_WARP + 2 + num_levels) + 10 * num_experts
-    if threads > TILE_SLOTS or shared_bytes > _MAX_SHARED:
+    shared_bytes = 26 * max_replicated + 6 * words * stride + 4 * (_WARP + 2 + num_levels) + 10 * num_experts
+    if tile_slots > TILE_SLOTS or threads > _MOST_THREADS or shared_bytes > _MAX_SHARED:
         return map_reference(
             topk_ids,
             expert_load_view,
@@ -74,7 +74,7 @@ def map_and_record(
             slots_per_rank,
         ).to(dtype)
 
-    ids, table = _integers(topk_ids), _integers(logical_to_physical_map)
+    ids, table = _integers(topk_ids).contiguous(), _integers(logical_to_physical_map)
     counts = logical_replica_count.to(table.dtype).contiguous()
     load = expert_load_view if expert_load_view.is_contiguous() else expert_load_view.contiguous()
     on_device = num_counted.to(torch.int32) if isinstance(num_counted, torch.Tensor) else None
@@ -92,24 +92,29 @@ def map_and_record(
         rows_per_tile=rows_per_tile(top_k),
         experts=num_experts,
         width=width,
+        row_stride=table.stride(0),
+        column_stride=table.stride(1),
         max_replicated=max_replicated,
+        stride=stride,
+        words=words,
         ranks=num_levels,
         ep_rank=ep_rank,
         rank_factor=-(-(1 << 32) // slots_per_rank) % (1 << 32),
-        slot_warps=slot_warps,
         dividing=dividing,
-        id_bits=(num_experts - 1).bit_length(),
-        label_bits=max(max_replicated - 1, 0).bit_length(),
     )
-    kernel = jit.load(kernel_source(ids.dtype, table.dtype, out.dtype), ids.device)
+    # Both at once: a graph of another size may be captured next.
+    kernels = {
+        n: jit.load(kernel_source(ids.dtype, table.dtype, out.dtype, n), ids.device) for n in (_FEW_SLOTS, _MANY_SLOTS)
+    }
+    kernel = kernels[slots_each]
     kernel.allow_shared(shared_bytes)
     blocks = -(-num_tokens // rows_per_tile(top_k))
-    kernel.launch(params, (blocks, 1, 1), threads, shared_bytes)
+    kernel.launch(params, (blocks, 1, 1), threads, shared_bytes, early=True)
     if load is not expert_load_view:
         expert_load_view.copy_(load)
     return out.to(dtype)
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, int32 unless it is int64."""
-    return tensor.to(tensor.dtype if tensor.dtype == torch.int64 else torch.int32).contiguous()
+    """int32 unless it is int64."""
+    return tensor.to(tensor.dtype if tensor.dtype == torch.int64 else torch.int32)

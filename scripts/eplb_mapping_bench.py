@@ -13,6 +13,7 @@ from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.bench.workload import Routing, draw_logits
 from moe_ep.eplb import eplb_map_to_physical_and_record, rebalance_experts
 from moe_ep.eplb.filling import map_reference
+from moe_ep.eplb.placement_state import PlacementState
 
 Row = dict[str, Any]
 
@@ -26,8 +27,9 @@ def bench_map(arguments: argparse.Namespace) -> Iterator[Row]:
         raise SystemExit("the map bench needs a GPU, and torch sees none")
     for ep_size in (8, 32):
         frequency = _ids(100_000, arguments.seed).flatten().bincount(minlength=256)[None]
-        maps = rebalance_experts(frequency, 256 + ep_size, 1, 1, ep_size)
-        table, counts = (tensor[0].int().cuda() for tensor in (maps.logical_to_physical, maps.logical_replica_count))
+        slots = rebalance_experts(frequency, 256 + ep_size, 1, 1, ep_size).physical_to_logical
+        maps = PlacementState(slots.numpy(), 256, torch.device("cuda"))
+        table, counts = maps.logical_to_physical_map[0], maps.logical_replica_count[0]
         for num_tokens in (1, 32, 128, 1024, 4096, 16384):
             batches = [_ids(num_tokens, arguments.seed + i).int().cuda() for i in range(_COPIES)]
             load = torch.zeros(256 + ep_size, dtype=torch.int32, device="cuda")

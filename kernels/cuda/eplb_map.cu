@@ -3,11 +3,12 @@
 // Before: ids [tokens, slots] (logical, -1 for none), table [experts, width] (replicas, -1 padded), counts [experts].
 // After: out [tokens, slots] (physical), load [physical] grown by the number of each id of a row that is counted.
 //
-// A block does one tile of rows_per_tile rows, the first threads a slot each, the last ones an expert each. What can go
-// on meanwhile does: slots of experts with one replica are written before the others are divided, and while one warp
-// divides (as many as the experts with several replicas fill), the rest finds out which of its expert's slots each is.
-// All sums are of integers, so the order of the atomic additions does not show. The load gets one addition for each
-// expert or replica of a tile, however hot it is.
+// A block does one tile of rows_per_tile rows: thread t has slots t, t + threads and so on, and expert t. What can go on
+// meanwhile does: slots of experts with one replica are written before the others are divided, and while one warp
+// divides (as many as the experts with several replicas fill), the rest finds out how many of its expert's slots come
+// before each. The slots of an expert are bits, one word for 32 slots of the tile. All sums are of integers, so the
+// order of the atomic additions does not show. The load gets one addition for each expert or replica of a tile, however
+// hot it is. The kernel comes up while the one before it runs.
 //
 // Example: ids [[0, -1], [1, 0]], table [[0, 2], [1, -1]], counts [2, 1], one physical expert a rank. Expert 0 has two
 // tokens, which are divided 1 and 1; ranks 0 and 2 are level, and it stays so. Its first token (row 0) goes to 0, the
@@ -31,11 +32,11 @@ typedef int OutId;
 
 constexpr int kCandidates = 4;
 constexpr int kTurns = 6, kGroups = 3;
-constexpr int kWarpsAtOnce = 8;
-constexpr unsigned kRankStep = 0xC2B2AE35u, kTileStep = 0x9E3779B1u, kExpertStep = 0x85EBCA6Bu;
+constexpr int kSlots = SLOTS;  // of a thread, at most
+constexpr unsigned kExpertStep = 0x85EBCA6Bu;
 constexpr unsigned short kSingle = 0xFFFF;
 constexpr unsigned kAll = 0xFFFFFFFFu;
-constexpr int kNoLevel = 1 << 20;  // above every level
+constexpr int kNoLevel = 1 << 14;  // above every level and twice a tile
 
 struct Params {
     const Id* ids;
@@ -47,50 +48,54 @@ struct Params {
     int num_counted;
     int tokens, slots, rows_per_tile;
     int experts, width;
-    int max_replicated;  // experts that can have several replicas, rounded up to even
+    int row_stride, column_stride;  // of the table
+    int max_replicated;             // experts that can have several replicas
+    int stride;                     // max_replicated made odd
+    int words;                      // of 32 slots in a tile
     int ranks, ep_rank;
     unsigned rank_factor;  // ceil(2^32 / slots_per_rank), 0 where that is 1
-    int slot_warps;        // warps that have slots, rounded up to kWarpsAtOnce
-    int dividing;          // threads that divide: max_replicated rounded up to whole warps
-    int id_bits;           // experts - 1 has no more
-    int label_bits;        // max_replicated - 1 has no more
+    int dividing;          // threads that divide: max_replicated rounded up to whole warps, fewer than all
 };
 
 // Where things lie in shared memory. X is max_replicated.
 struct Shared {
     int4* candidates;        // [X] physical experts, -1 behind the last
     uint2* ends;             // [X] tokens of the first candidate, of the first two, of the first three, 16 bits each
-    unsigned short* before;  // [slot_warps, X] tokens of an expert in a warp, then in the warps before it
+    unsigned* mine;          // [words, stride] which slots are an expert's
     int* spare;              // [32] where lanes add that have nothing to add
     int* num_replicated;     // experts with several replicas
     int* level;              // [ranks] tokens that this tile sends to each rank
     int* num_tokens;         // [experts] counted tokens
     int* first;              // [experts] the first replica
+    unsigned short* before;  // [words, stride] an expert's slots in the words before
     unsigned short* expert;  // [X]
     unsigned short* label;   // [experts] place in the lists of X, kSingle for experts with one replica
 
     __device__ Shared(unsigned char* memory, const Params& p) {
         candidates = reinterpret_cast<int4*>(memory);
         ends = reinterpret_cast<uint2*>(candidates + p.max_replicated);
-        before = reinterpret_cast<unsigned short*>(ends + p.max_replicated);
-        spare = reinterpret_cast<int*>(before + p.max_replicated * p.slot_warps);
+        mine = reinterpret_cast<unsigned*>(ends + p.max_replicated);
+        spare = reinterpret_cast<int*>(mine + p.words * p.stride);
         num_replicated = spare + 32;
         level = num_replicated + 1;
         num_tokens = level + p.ranks + 1;
         first = num_tokens + p.experts;
-        expert = reinterpret_cast<unsigned short*>(first + p.experts);
+        before = reinterpret_cast<unsigned short*>(first + p.experts);
+        expert = before + p.words * p.stride;
         label = expert + p.max_replicated;
     }
 
-    // What is counted in, `before` to `num_tokens`, is one run of words. Behind the levels stands that of no rank.
+    // What is counted in, `mine` to `num_tokens`, is one run of words. Behind the levels stands that of no rank.
     __device__ __forceinline__ void clear(const Params& p) const {
-        int* word = reinterpret_cast<int*>(before);
-        const int* none = level + p.ranks;
+        int* none = level + p.ranks;
 #pragma unroll 1
-        for (int* at = word + threadIdx.x; at < first; at += blockDim.x) *at = at == none ? kNoLevel : 0;
-        if (threadIdx.x >= p.max_replicated) return;
-        candidates[threadIdx.x] = make_int4(-1, -1, -1, -1);
-        expert[threadIdx.x] = 0;
+        for (int* at = reinterpret_cast<int*>(mine) + threadIdx.x; at < first; at += blockDim.x) {
+            *at = at == none ? kNoLevel : 0;
+        }
+        for (int x = threadIdx.x; x < p.max_replicated; x += blockDim.x) {
+            candidates[x] = make_int4(-1, -1, -1, -1);
+            expert[x] = 0;
+        }
     }
 };
 
@@ -114,24 +119,29 @@ struct Row {
 
     __device__ __forceinline__ void load(const Params& p, int expert) {
         if (expert >= p.experts) return;
-        entries = p.table + static_cast<long long>(expert) * p.width;
+        entries = p.table + static_cast<long long>(expert) * p.row_stride;
         count = static_cast<int>(p.counts[expert]);
 #pragma unroll
-        for (int i = 0; i < kCandidates; ++i) leading[i] = i < p.width ? static_cast<int>(entries[i]) : -1;
+        for (int i = 0; i < kCandidates; ++i) {
+            leading[i] = i < p.width ? static_cast<int>(entries[i * p.column_stride]) : -1;
+        }
     }
 };
 
-// Writes what the tile has to know of an expert; if it has several replicas, its candidates, one on this rank first.
+// Writes what the tile has to know of an expert; if it has several replicas, its candidates, one on this rank first. A
+// warp together, experts behind the last included.
 __device__ __forceinline__ void enter_expert(const Params& p, const Shared& s, int expert, const Row& row) {
-    const int count = row.count;
-    s.first[expert] = row.leading[0];
-    s.label[expert] = kSingle;
+    const bool exists = expert < p.experts;
+    const int count = exists ? row.count : 0, lane = threadIdx.x % 32;
+    const unsigned replicated = __ballot_sync(kAll, count > 1);
+    int x = 0;
+    if (lane == 0 && replicated != 0) x = atomicAdd(s.num_replicated, __popc(replicated));
+    x = __shfl_sync(kAll, x, 0) + __popc(replicated & ((1u << lane) - 1));
+    if (exists) s.first[expert] = row.leading[0];
+    if (exists) s.label[expert] = count > 1 ? static_cast<unsigned short>(x) : kSingle;
     if (count <= 1) return;
-    const int x = atomicAdd(s.num_replicated, 1);
-    s.label[expert] = static_cast<unsigned short>(x);
     s.expert[x] = static_cast<unsigned short>(expert);
-    const unsigned seed = p.ep_rank * kRankStep + blockIdx.x * kTileStep + expert * kExpertStep;
-    const int start = static_cast<int>(__umulhi(seed, count));
+    const int start = static_cast<int>((p.ep_rank + blockIdx.x + __umulhi(expert * kExpertStep, count)) % count);
     int* list = reinterpret_cast<int*>(s.candidates + x);
     int own = kCandidates, own_candidate = -1, first_candidate = -1;
 #pragma unroll
@@ -139,7 +149,8 @@ __device__ __forceinline__ void enter_expert(const Params& p, const Shared& s, i
         if (i >= count) continue;
         int candidate = row.leading[i], place = i < start ? i - start + count : i - start;
         if (count > kCandidates) {
-            candidate = static_cast<int>(row.entries[start + i < count ? start + i : start + i - count]);
+            const int column = start + i < count ? start + i : start + i - count;
+            candidate = static_cast<int>(row.entries[column * p.column_stride]);
             place = i;
         }
         list[place] = candidate;
@@ -161,12 +172,10 @@ __device__ __forceinline__ void sync_first(int threads) {
     }
 }
 
-// A barrier of all threads but the first.
-__device__ __forceinline__ void sync_rest(int threads) { asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory"); }
-
 // How an expert's tokens are divided over its candidates; thread x has the expert of place x in the lists.
 struct Division {
     int total, group;
+    int4 candidates;
     int* spare;
     int* level[kCandidates];   // of each candidate's rank, to read
     int* target[kCandidates];  // the same to add to, the spare word where there is no candidate
@@ -176,7 +185,7 @@ struct Division {
     __device__ __forceinline__ Division(const Params& p, const Shared& s, int x) {
         const bool exists = x < p.max_replicated;
         const int expert = exists ? s.expert[x] : 0;
-        const int4 candidates = exists ? s.candidates[x] : make_int4(-1, -1, -1, -1);
+        candidates = exists ? s.candidates[x] : make_int4(-1, -1, -1, -1);
         const int candidate[kCandidates] = {candidates.x, candidates.y, candidates.z, candidates.w};
         total = candidate[0] >= 0 ? s.num_tokens[expert] : 0;
         group = expert % kGroups;
@@ -194,26 +203,23 @@ struct Division {
         }
     }
 
-    // The shares that leave the fullest level as low as can be, given what else is at each. A level is filled at all if
-    // raising the others to it takes no more than there is, which is never so for kNoLevel.
+    // The shares that leave the fullest level as low as can be, given what else is at each. Water over the lowest k levels
+    // alone would stand at (total + their sum) / k; it stands at the least of these, and covers what is not above it.
     __device__ __forceinline__ void fill(int (&levels)[kCandidates]) const {
-        bool active[kCandidates];
-        int sum = total, filled = 0;
+        const int low = min(levels[0], levels[1]), high = max(levels[0], levels[1]);
+        const int low2 = min(levels[2], levels[3]), high2 = max(levels[2], levels[3]);
+        const int least = min(low, low2), most = max(high, high2);
+        const int middle = max(low, low2), middle2 = min(high, high2);
+        const int one = total + least, two = one + min(middle, middle2), three = two + max(middle, middle2);
+        const int surface = min(min(one, two >> 1), min(divide_by_few(three, 3), (three + most) >> 2));
+        int rest = total;
+#pragma unroll
+        for (int i = 0; i < kCandidates; ++i) rest -= max(surface - levels[i], 0);
 #pragma unroll
         for (int i = 0; i < kCandidates; ++i) {
-            int needed = 0;
-#pragma unroll
-            for (int k = 0; k < kCandidates; ++k) needed += max(levels[i] - levels[k], 0);
-            active[i] = needed <= total;
-            sum += active[i] ? levels[i] : 0;
-            filled += active[i];
-        }
-        const int surface = divide_by_few(sum, filled);
-        int rest = sum - surface * filled;
-#pragma unroll
-        for (int i = 0; i < kCandidates; ++i) {
-            levels[i] = active[i] ? surface - levels[i] + (rest > 0) : 0;
-            rest -= active[i];
+            const int room = surface - levels[i];
+            levels[i] = max(room, 0) + (room >= 0 && rest > 0);
+            rest -= room >= 0;
         }
     }
 
@@ -239,97 +245,102 @@ struct Division {
         }
     }
 
-    __device__ __forceinline__ void store(const Shared& s, int x) const {
+    // For the slots of the expert to see, and adds its tokens to the load.
+    __device__ __forceinline__ void store(const Params& p, const Shared& s, int x) const {
         const int second = share[0] + share[1], third = second + share[2];
         s.ends[x] = make_uint2(share[0] | second << 16, third);
+        const int candidate[kCandidates] = {candidates.x, candidates.y, candidates.z, candidates.w};
+#pragma unroll
+        for (int i = 0; i < kCandidates; ++i) {
+            if (share[i] > 0) atomicAdd(p.load + candidate[i], share[i]);
+        }
     }
 };
 
-// Which lanes have the same key, of those where it counts.
-__device__ __forceinline__ unsigned lanes_alike(int key, bool counts, int bits) {
-    unsigned same = __ballot_sync(kAll, counts);
-    if (same == 0) return 0;
+// How many slots of experts first, first + step and so on come before each word; a warp together.
+__device__ __forceinline__ void sum_before(const Params& p, const Shared& s, int first, int step) {
+    const int lane = threadIdx.x % 32, num_replicated = *s.num_replicated;
+    const bool has_word = lane < p.words;
+    const int row = has_word ? lane * p.stride : 0;
 #pragma unroll 1
-    for (int bit = 0; bit < bits; ++bit) {
-        const bool one = key >> bit & 1;
-        const unsigned ones = __ballot_sync(kAll, one);
-        same &= one ? ones : ~ones;
-    }
-    return same;
-}
-
-// Turns the tokens of an expert in each warp into those in the warps before it.
-__device__ __forceinline__ void sum_before(const Params& p, const Shared& s, int x) {
-    unsigned short* entry = s.before + x;
-    int total = 0;
-#pragma unroll 1
-    for (int warp = 0; warp < p.slot_warps; warp += kWarpsAtOnce) {
-        int amount[kWarpsAtOnce];
+    for (int x = first; x < num_replicated; x += step) {
+        const int amount = has_word ? __popc(s.mine[row + x]) : 0;
+        int sum = amount;
 #pragma unroll
-        for (int i = 0; i < kWarpsAtOnce; ++i) amount[i] = entry[i * p.max_replicated];
-#pragma unroll
-        for (int i = 0; i < kWarpsAtOnce; ++i) {
-            entry[i * p.max_replicated] = static_cast<unsigned short>(total);
-            total += amount[i];
+        for (int far = 1; far < 32; far *= 2) {
+            const int other = __shfl_up_sync(kAll, sum, far);
+            sum += lane >= far ? other : 0;
         }
-        entry += kWarpsAtOnce * p.max_replicated;
+        if (has_word) s.before[row + x] = static_cast<unsigned short>(sum - amount);
     }
 }
 
-// Adds an expert's tokens to the load of each candidate.
-__device__ __forceinline__ void record(const Params& p, const Shared& s, int x) {
-    const uint2 ends = s.ends[x];
-    const int end[kCandidates] = {
-        static_cast<int>(ends.x & 0xFFFF), static_cast<int>(ends.x >> 16), static_cast<int>(ends.y),
-        s.num_tokens[s.expert[x]]};
-    const int* candidate = reinterpret_cast<const int*>(s.candidates + x);
-#pragma unroll
-    for (int i = 0; i < kCandidates; ++i) {
-        const int share = end[i] - (i > 0 ? end[i - 1] : 0);
-        if (share > 0) atomicAdd(p.load + candidate[i], share);
-    }
+// The next kernel may come up; all that the kernels before have written is seen from here on.
+__device__ __forceinline__ void wait_for_previous_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1) eplb_map(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char memory[];
     const Shared s(memory, p);
-    const int thread = threadIdx.x, threads = blockDim.x, last = threads - 1 - thread, lane = thread % 32;
-
-    const int tile_slots = p.rows_per_tile * p.slots;
-    const long long slot = static_cast<long long>(blockIdx.x) * tile_slots + thread;
-    const bool exists = thread < tile_slots && slot < static_cast<long long>(p.tokens) * p.slots;
-    const int id = exists ? static_cast<int>(p.ids[slot]) : -1;
-    const int num_counted = p.num_counted_on_device ? *p.num_counted_on_device : p.num_counted;
-    Row row;
-    row.load(p, last);
+    const int thread = threadIdx.x, threads = blockDim.x, lane = thread % 32;
     s.clear(p);
     __syncthreads();
+    wait_for_previous_kernels();
 
-#pragma unroll 1
-    for (int expert = last; expert < p.experts;) {
-        enter_expert(p, s, expert, row);
-        expert += threads;
-        row.load(p, expert);
+    const int tile_slots = p.rows_per_tile * p.slots;
+    const long long start = static_cast<long long>(blockIdx.x) * tile_slots;
+    const long long all_slots = static_cast<long long>(p.tokens) * p.slots;
+    const int num_slots = static_cast<int>(min(all_slots - start, static_cast<long long>(tile_slots)));
+    const Id* ids = p.ids + start;
+    OutId* out = p.out + start;
+    int id[kSlots];
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+        const int slot = thread + j * threads;
+        id[j] = slot < num_slots ? static_cast<int>(ids[slot]) : -1;
     }
-    const bool counted = id >= 0 && slot < static_cast<long long>(num_counted) * p.slots;
-    if (counted) atomicAdd(s.num_tokens + id, 1);
-    const bool divides = thread < p.dividing;
-    unsigned same = divides ? lanes_alike(id, counted, p.id_bits) : 0;
+    const int num_counted = p.num_counted_on_device ? *p.num_counted_on_device : p.num_counted;
+    const long long counted_slots = static_cast<long long>(num_counted) * p.slots - start;
+#pragma unroll 1
+    for (int expert = thread; expert - lane < p.experts; expert += threads) {
+        Row row;
+        row.load(p, expert);
+        enter_expert(p, s, expert, row);
+    }
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+        if (id[j] >= 0 && thread + j * threads < counted_slots) atomicAdd(s.num_tokens + id[j], 1);
+    }
     __syncthreads();
 
-    const unsigned short x = id >= 0 ? s.label[id] : kSingle;
-    if (exists && x == kSingle) p.out[slot] = id >= 0 ? s.first[id] : -1;
 #pragma unroll 1
-    for (int expert = last; expert < p.experts; expert += threads) {
+    for (int expert = thread; expert < p.experts; expert += threads) {
         const int amount = s.label[expert] == kSingle ? s.num_tokens[expert] : 0, physical = s.first[expert];
         if (amount == 0) continue;
         atomicAdd(s.level + rank_of(p, physical), amount);
         atomicAdd(p.load + physical, amount);
     }
-    const bool ranked = counted && x != kSingle;
-    unsigned short* in_warp = s.before + thread / 32 * p.max_replicated + x;
-    if (divides) {
-        if (ranked && same >> lane == 1) *in_warp = static_cast<unsigned short>(__popc(same));
+    int x[kSlots], first[kSlots];
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+        x[j] = s.label[max(id[j], 0)];
+        first[j] = id[j] >= 0 ? s.first[id[j]] : -1;
+    }
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+        const int slot = thread + j * threads;
+        if (id[j] < 0) x[j] = kSingle;
+        if (x[j] == kSingle) {
+            if (slot < num_slots) out[slot] = first[j];
+        } else if (slot < counted_slots) {
+            atomicOr(s.mine + slot / 32 * p.stride + x[j], 1u << lane);
+        }
+    }
+    if (thread < p.dividing) {
         Division division(p, s, thread);
         __syncthreads();  // the levels are complete
         if (p.dividing == 32) {
@@ -337,23 +348,27 @@ extern "C" __global__ void __launch_bounds__(1024, 1) eplb_map(const __grid_cons
         } else {
             division.take_turns<false>(p.dividing);
         }
-        if (thread < p.max_replicated) division.store(s, thread);
+        if (thread < p.max_replicated) division.store(p, s, thread);
     } else {
         __syncthreads();
-        same = lanes_alike(x, ranked, p.label_bits);
-        if (ranked && same >> lane == 1) *in_warp = static_cast<unsigned short>(__popc(same));
-        sync_rest(threads - p.dividing);
-        for (int i = last; i < *s.num_replicated; i += threads - p.dividing) sum_before(p, s, i);
+        sum_before(p, s, (thread - p.dividing) / 32, (threads - p.dividing) / 32);
     }
     __syncthreads();
 
-    for (int i = last; i < *s.num_replicated; i += threads) record(p, s, i);
-    if (x == kSingle) return;
-    int at = 0;
-    if (counted) {
-        const int left = *in_warp + __popc(same & ((1u << lane) - 1));
-        const uint2 ends = s.ends[x];
-        at = (left >= (ends.x & 0xFFFF)) + (left >= ends.x >> 16) + (left >= ends.y);
+    int replica[kSlots];  // of a slot whose expert has several; read for all of them at once
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+        const int slot = thread + j * threads;
+        const bool counted = x[j] != kSingle && slot < counted_slots;
+        const int at = counted ? slot / 32 * p.stride + x[j] : 0;
+        const int left = counted ? s.before[at] + __popc(s.mine[at] & ((1u << lane) - 1)) : -1;
+        const uint2 ends = s.ends[counted ? x[j] : 0];
+        const int end = ends.x & 0xFFFF, second = ends.x >> 16, third = ends.y;
+        replica[j] = (left >= end) + (left >= second) + (left >= third);
     }
-    p.out[slot] = reinterpret_cast<const int*>(s.candidates + x)[at];
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+        const int slot = thread + j * threads;
+        if (x[j] != kSingle) out[slot] = reinterpret_cast<const int*>(s.candidates + x[j])[replica[j]];
+    }
 }

@@ -7,8 +7,9 @@ this halves the unevenness that chance leaves in a batch, and it follows experts
 
 The rule, for a tile of at most 1024 slots (rows of top_k), all in integers:
 
-1. Candidates of an expert are up to 4 of its replicas in table order, from a start that depends on rank, tile and
-   expert; a replica on this rank changes places with the first.
+1. Candidates of an expert are up to 4 of its replicas in table order, from a start that goes round with rank and tile,
+   so that of the ranks that send it one token each replica gets its share; a replica on this rank changes places with
+   the first.
 2. An expert's tokens are divided evenly, the first candidates getting the remainder.
 3. In six turns, every third expert each time: take an expert's tokens off its ranks and fill them in again, so that the
    fullest of these ranks is as low as can be; a remainder goes to the first candidates. All experts of a turn look at
@@ -26,7 +27,7 @@ import torch
 TILE_SLOTS = 1024
 MAX_CANDIDATES = 4
 NUM_TURNS, NUM_GROUPS = 6, 3
-RANK_STEP, TILE_STEP, EXPERT_STEP = 0xC2B2AE35, 0x9E3779B1, 0x85EBCA6B
+EXPERT_STEP = 0x85EBCA6B
 _WORD = (1 << 32) - 1
 
 
@@ -108,7 +109,7 @@ def _candidates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Physical experts `[tiles, E, C]` to choose from, in order, and which of them exist."""
     expert = torch.arange(replicas.numel(), device=table.device)
-    start = (((rank * RANK_STEP + tile * TILE_STEP + expert * EXPERT_STEP) & _WORD) * replicas) >> 32
+    start = rank + tile + (((expert * EXPERT_STEP) & _WORD) * replicas >> 32)
     place = torch.arange(min(table.size(1), MAX_CANDIDATES), device=table.device)
     column = (start[..., None] + place) % replicas[:, None]
     candidates = torch.take_along_dim(table[None], column, dim=2)

@@ -18,7 +18,8 @@ class PlacementState:
     Attributes:
         physical_to_logical_map: int32 `[L, P]`.
         logical_to_physical_map: int32 `[L, E, P - E + 1]`, -1 padded: as wide as an expert can have replicas, so that
-            no placement needs other tensors.
+            no placement needs other tensors. The first replicas of all experts are neighbours in memory, then the
+            second ones, and so on: that is how the mapping kernel reads them.
         logical_replica_count: int32 `[L, E]`.
         host: physical_to_logical, int64 `[L, P]` in numpy; replaced, never changed in place.
     """
@@ -58,6 +59,6 @@ class PlacementState:
         padded = np.pad(table, ((0, 0), (0, 0), (0, width - table.shape[2])), constant_values=-1)
         return (
             torch.from_numpy(physical_to_logical.astype(np.int32)),
-            torch.from_numpy(padded.astype(np.int32)),
+            torch.from_numpy(padded.astype(np.int32).transpose(0, 2, 1).copy()).transpose(1, 2),
             torch.from_numpy(counts.astype(np.int32)),
         )

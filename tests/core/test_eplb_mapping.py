@@ -38,7 +38,7 @@ def map_tile_by_hand(
     tokens = {e: sum(row.count(e) for row in rows[:num_counted]) for e in range(len(mapping))}
     for e in tokens:
         count = int(counts[e])
-        start = ((ep_rank * 0xC2B2AE35 + tile * 0x9E3779B1 + e * 0x85EBCA6B) % 2**32) * count >> 32
+        start = ep_rank + tile + (e * 0x85EBCA6B % 2**32 * count >> 32)
         slots[e] = [int(mapping[e, (start + i) % count]) for i in range(min(count, 4))]
         own = [i for i, slot in enumerate(slots[e]) if slot // slots_per_rank == ep_rank]
         if own:

@@ -88,8 +88,8 @@ def sorted_items(weight: Array, counts: Array) -> tuple[Array, Array]:
 def lightest_first(loads: Array) -> Array:
     """The places of positive loads float32 `[X, R]` in rising order, int64 `[X, R]`.
 
-    Place and load are sorted as one word, as in `sorted_items`: loads that differ by less than about one part in 2^23 / R
-    count as equal, and equal ones come in the order of their places.
+    Place and load are sorted as one word, as in `sorted_items`. Loads closer than one part in 2^22 / R are equal and
+    come in the order of their places.
     """
     mask = np.int32((1 << max(loads.shape[1] - 1, 1).bit_length()) - 1)
     key = loads.view(np.int32) & ~mask
