@@ -165,7 +165,13 @@ DAMAGED: dict[str, tuple[str, Change, str]] = {
         f"{EXPERT}.weight_g_idx: expected what the other half of w13 has",
     ),
     "fewer experts": ("awq", setting(_num_experts=3), "expected 3 experts as config.json says, found 4; expert 3"),
+    "more experts": (
+        "awq",
+        setting(_num_experts=5),
+        "expected 5 experts as config.json says, found 4; expert 4 is missing",
+    ),
     "fewer fused experts": ("mxfp4 gpt-oss", setting(_num_local_experts=3), r"expected shape \(3, 64, 32\), found \(4"),
+    "more fused experts": ("mxfp4 gpt-oss", setting(_num_local_experts=5), r"expected shape \(5, 64, 32\), found \(4"),
     "unknown method": ("awq", setting(quant_method="exl3"), "quant_method is 'exl3'; it must be one of gptq, awq, "),
     "AWQ gemv": ("awq", setting(version="gemv"), "version is 'gemv'; it must be one of gemm"),
     "AWQ of 3 bits": ("awq", setting(bits=3), "bits is 3; it must be one of 4"),
