@@ -15,7 +15,7 @@ _WARP = 32
 _LEAST_THREADS = 256
 _MOST_THREADS = 1024
 # Slots of a thread in tiles that the least threads can take one each, and in larger ones.
-_FEW_SLOTS, _MANY_SLOTS = 1, 4
+_FEW_SLOTS, _MANY_SLOTS = 1, 2
 # A block that serves smaller GPUs too.
 _MAX_SHARED = 96 * 1024
 

@@ -84,7 +84,7 @@ def test_putting_columns_in_order_compiles_without_spills(phase: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize(("dtype", "slots"), [(torch.int32, 1), (torch.int64, 4)])
+@pytest.mark.parametrize(("dtype", "slots"), [(torch.int32, 1), (torch.int64, 2)])
 def test_eplb_map_compiles_without_spills(arch: str, dtype: torch.dtype, slots: int) -> None:
     resources = jit.compile_only(eplb_map.kernel_source(dtype, dtype, dtype, slots), arch)
     assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
