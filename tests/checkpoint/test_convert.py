@@ -114,7 +114,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     assert "experts in int4" in capsys.readouterr().out
     before = {file: file.read_bytes() for file in (tmp_path / "out").iterdir()}
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert "out: it exists already and is not written over" in capsys.readouterr().err
     assert before == {file: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     for wrong, sentence in (
