@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_ep.launch.gang_choice import GangConfig
-from moe_ep.launch.option_values import checkpoint_folder, output_file
-from moe_ep.launch.options import at_least, one_of, one_of_these, option
-from moe_ep.launch.run_config import DTYPES
-from moe_ep.registry import ALL2ALL_BACKENDS
+from moe_ep.launch.model_options import ModelConfig
+from moe_ep.launch.option_values import output_file
+from moe_ep.launch.options import at_least, option
 
 
 def _prompts_file(raw: str) -> Path:
@@ -22,15 +20,9 @@ def _prompts_file(raw: str) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(GangConfig):
+class GenerateConfig(ModelConfig):
     """The settings of one generation; the flags of `moe-ep generate` are these fields."""
 
-    model: Path | None = field(
-        default=None,
-        metadata=option(
-            checkpoint_folder, "checkpoint folder; without it a small Qwen3-MoE checkpoint is made once and used", "DIR"
-        ),
-    )
     prompts: Path | None = field(
         default=None,
         metadata=option(
@@ -47,22 +39,6 @@ class GenerateConfig(GangConfig):
         default=64, metadata=option(at_least(1), "most tokens that a prompt is continued by (64)")
     )
     batch_size: int = field(default=8, metadata=option(at_least(1), "sequences that a worker decodes together (8)"))
-    backend: str = field(
-        default="auto",
-        metadata=option(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS)), "dispatch backend, or auto (the default)"),
-    )
-    dtype: str | None = field(
-        default=None,
-        metadata=option(
-            one_of(*DTYPES), "of activations and plain weights: f32, f16 or bf16; bf16 on GPUs, f32 on CPUs"
-        ),
-    )
-    quantize: str = field(
-        default="none",
-        metadata=option(
-            one_of("none", "int4", "int8", "fp8"), "quantize plain experts on load to int4, int8 or fp8 (none)"
-        ),
-    )
     eplb: bool = field(default=False, metadata=option(None, "balance the experts over workers while they decode"))
     redundant_experts: int = field(
         default=0, metadata=option(at_least(0), "replicas of experts in every layer, for --eplb (0)")

@@ -26,8 +26,8 @@ from moe_ep.launch import progress
 from moe_ep.launch.facts import backend_name, device_name, peak_memory, versions
 from moe_ep.launch.generate_config import GenerateConfig
 from moe_ep.launch.generate_report import RankGeneration
+from moe_ep.launch.model_options import torch_dtype
 from moe_ep.launch.rank_env import RankEnv
-from moe_ep.launch.run_config import DTYPES
 
 
 def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[str]) -> RankGeneration:
@@ -38,7 +38,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[st
         ConfigError: a model that cannot be divided or decoded in slots, a prompt without tokens.
     """
     device = torch.device(rank_env.device)
-    dtype = getattr(torch, DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "f32")])
+    dtype = torch_dtype(config.dtype, device)
     folder = config.model if config.model is not None else demo_checkpoint()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     started = time.perf_counter()

@@ -6,8 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
-
-from moe_ep.launch.options import OptionError
+from typing import Any
 
 
 def checkpoint_folder(raw: str) -> Path:
@@ -17,12 +16,17 @@ def checkpoint_folder(raw: str) -> Path:
     if not (path / "config.json").is_file():
         raise ValueError(f"{rule}, and there is no config.json in it")
     try:
-        config = json.loads((path / "config.json").read_bytes())
+        config = read_model_config(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{rule}, and its config.json cannot be read ({error})") from None
     if not isinstance(config, dict) or not config:
         raise ValueError(f"{rule}, and its config.json holds no JSON object with values")
     return path.absolute()
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint, as far as options go into it: without torch, which `moe_ep.checkpoint` needs."""
+    return json.loads((folder / "config.json").read_bytes())
 
 
 def output_file(raw: str) -> Path:
@@ -84,13 +88,3 @@ def geometry_name(raw: str) -> str:
     if raw not in PRESETS:
         raise ValueError(f"it must be one of {', '.join(PRESETS)}")
     return raw
-
-
-def check_quantize(quantize: str, model: Path | None) -> None:
-    """Raises OptionError where --quantize is asked for experts that are quantized already."""
-    if quantize == "none":
-        return
-    if model is None:
-        raise OptionError(f"--quantize is {quantize!r}; the demo checkpoint is quantized already, pass --model")
-    if "quantization_config" in json.loads((model / "config.json").read_bytes()):
-        raise OptionError(f"--quantize is {quantize!r} and the experts of --model are quantized already; leave it out")

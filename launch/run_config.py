@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_ep.launch.eplb_options import EplbOptions
-from moe_ep.launch.gang_choice import GangConfig
-from moe_ep.launch.option_values import checkpoint_folder, host, new_folder, output_file, port
-from moe_ep.launch.options import at_least, one_of, one_of_these, option
-from moe_ep.registry import ALL2ALL_BACKENDS
-
-DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+from moe_ep.launch.model_options import ModelConfig
+from moe_ep.launch.option_values import host, new_folder, output_file, port
+from moe_ep.launch.options import at_least, option
 
 
 def _text_file(raw: str) -> Path:
@@ -35,19 +32,9 @@ def _token_counts(raw: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(EplbOptions, GangConfig):
+class RunConfig(EplbOptions, ModelConfig):
     """The settings of one run; the flags of `moe-ep run` are these fields."""
 
-    model: Path | None = field(
-        default=None,
-        metadata=option(
-            checkpoint_folder, "checkpoint folder; without it a small Qwen3-MoE checkpoint is made once and used", "DIR"
-        ),
-    )
-    backend: str = field(
-        default="auto",
-        metadata=option(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS)), "dispatch backend, or auto (the default)"),
-    )
     tokens_per_rank: tuple[int, ...] = field(
         default=(64,),
         metadata=option(_token_counts, "tokens of each worker in a step (64), or one number a worker: 64,0,17,32", "T"),
@@ -57,18 +44,6 @@ class RunConfig(EplbOptions, GangConfig):
         default=None,
         metadata=option(
             _text_file, "text or JSON with strings to take the tokens from; otherwise they are drawn", "FILE"
-        ),
-    )
-    dtype: str | None = field(
-        default=None,
-        metadata=option(
-            one_of(*DTYPES), "of activations and plain weights: f32, f16 or bf16; bf16 on GPUs, f32 on CPUs"
-        ),
-    )
-    quantize: str = field(
-        default="none",
-        metadata=option(
-            one_of("none", "int4", "int8", "fp8"), "quantize plain experts on load to int4, int8 or fp8 (none)"
         ),
     )
     graphs: bool = field(default=False, metadata=option(None, "run the measured steps as a CUDA graph, on GPUs"))

@@ -24,11 +24,12 @@ from moe_ep.launch import progress
 from moe_ep.launch.balancing import Balancing
 from moe_ep.launch.facts import backend_name, device_name, peak_memory, versions
 from moe_ep.launch.inputs import TokenSource
+from moe_ep.launch.model_options import torch_dtype
 from moe_ep.launch.observing import observing
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.report import RankReport
 from moe_ep.launch.routing_source import RoutingSource
-from moe_ep.launch.run_config import DTYPES, RunConfig
+from moe_ep.launch.run_config import RunConfig
 from moe_ep.launch.steps import MeasuredSteps
 from moe_ep.observability.monitor import LayerMonitor
 from moe_ep.stack import MoEBlock, MoEStack
@@ -44,7 +45,7 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
         ValueError: settings that do not fit the model.
     """
     device = torch.device(rank_env.device)
-    dtype = getattr(torch, DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "f32")])
+    dtype = torch_dtype(config.dtype, device)
     with CheckpointReader(_model(config)) as reader, torch.inference_mode():
         spec = model_spec(reader.config)
         started = time.perf_counter()

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_ep.launch.gang_choice import GangConfig, start_gang
+from moe_ep.launch.model_options import DTYPES, torch_dtype
 from moe_ep.launch.option_values import checkpoint_folder
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
 from moe_ep.launch.rank_env import RankEnv
-from moe_ep.launch.run_config import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[s
     from moe_ep.integrations.transformers import steps_of
 
     device = torch.device(rank_env.device)
-    dtype = getattr(torch, DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "f32")])
+    dtype = torch_dtype(config.dtype, device)
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
     tokens = {
         kind: [torch.tensor(tokenizer(text)["input_ids"][: config.max_tokens]) for text in several]

@@ -13,7 +13,6 @@ from moe_ep.launch.gang import set_up_logging
 from moe_ep.launch.gang_choice import start_gang
 from moe_ep.launch.generate_config import GenerateConfig, read_prompts
 from moe_ep.launch.generate_report import GenerationReport, RankGeneration
-from moe_ep.launch.option_values import check_quantize
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
 from moe_ep.launch.rank_env import RankEnv
 
@@ -36,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     set_up_logging()
     if importlib.util.find_spec("transformers") is None:
         raise missing_extra("transformers", "hf", "moe-ep generate")
-    check_quantize(config.quantize, config.model)
+    config.check_quantize()
     prompts = _prompts(config)
     config, gang = start_gang(config)
     try:

@@ -8,7 +8,6 @@ import sys
 from moe_ep.files import write_text
 from moe_ep.launch.gang import Gang, set_up_logging
 from moe_ep.launch.gang_choice import start_gang
-from moe_ep.launch.option_values import check_quantize
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.report import RankReport, RunReport
@@ -82,7 +81,7 @@ def _check_together(config: RunConfig) -> None:
         raise OptionError(
             "--trace shows what the host does between layers, and with --graphs it does nothing; drop one"
         )
-    check_quantize(config.quantize, config.model)
+    config.check_quantize()
 
 
 def _tell(config: RunConfig, report: RunReport) -> int:

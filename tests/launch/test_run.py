@@ -18,6 +18,7 @@ import pytest
 from moe_ep.launch.cli import main
 from moe_ep.registry import ALL2ALL_BACKENDS
 from tests.checkpoint.checkpoints import make_checkpoint
+from tests.checkpoint.test_real_layer import text_moe
 from tests.launch import jobs
 from tests.launch.test_ray_gang import session_pids
 
@@ -225,12 +226,10 @@ def test_two_torchrun_agents(tmp_path: Path) -> None:
     assert check_lines(lines, 2, 16)["launcher"] == "torchrun"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_trained_model_and_real_text(world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, text = os.environ.get("MOE_EP_TEST_MODEL"), os.environ.get("MOE_EP_TEST_TEXT")
-    if not model or not text:
-        pytest.skip("MOE_EP_TEST_MODEL and MOE_EP_TEST_TEXT name no checkpoint and text")
-    arguments = f"--model {model} --text {text} --device cpu --launcher local --ep-size {world_size}".split()
+@pytest.mark.skipif(text_moe() is None, reason="text-moe is not here; MOE_EP_TEXT_MOE names its folder")
+def test_a_trained_model_and_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("The ship left the harbour before dawn, and nobody on the quay knew where to.")
+    arguments = f"--model {text_moe()} --text {tmp_path}/text.txt --device cpu --launcher local --ep-size 2".split()
     _, lines = run(capsys, tmp_path / "out.jsonl", *arguments)
     assert lines[-1]["verify"]["passed"] is True
 
