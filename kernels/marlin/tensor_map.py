@@ -14,12 +14,12 @@ import torch
 from moe_ep.kernels import jit
 
 NUM_BYTES = 128
-_BOX_ROWS, _BOX_COLUMNS = 64, 64  # kBoxTokens and kHalfColumns of cuda/prefill_stage.cuh
+_BOX_ROWS, _BOX_COLUMNS = 32, 64  # kBoxTokens and kHalfColumns of cuda/prefill_stage.cuh
 
 
 @functools.lru_cache(maxsize=1024)
 def encode(address: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> bytes:
-    """The map of a contiguous matrix of 16-bit floats, copied 64 x 64 at a time with swizzle 128; beyond it lie zeros.
+    """The map of a contiguous matrix of 16-bit floats, copied in boxes of 32 x 64, swizzle 128; beyond it lie zeros.
 
     Raises:
         ImportError: cuda-core is missing.

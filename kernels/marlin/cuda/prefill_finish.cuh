@@ -10,9 +10,8 @@ DEVICE float4* piece_sums(const ExpertsParams& p, int phase, int piece) {
 }
 
 // The sums of a tile's later pieces, left by other blocks, added in order.
-template <int kTokens>
-DEVICE void add_pieces(const ExpertsParams& p, Schedule& s, const Segment& g, Sums<kTokens>& sums) {
-  constexpr int kTogether = kTokens % 64 ? 4 : 8;  // of 8 tokens each, whose loads are under way at once
+DEVICE void add_pieces(const ExpertsParams& p, Schedule& s, const Segment& g, Sums& sums) {
+  constexpr int kTogether = 8;  // of 8 tokens each, whose loads are under way at once
   for (int piece = g.piece + 1; piece < (int)gridDim.x; piece++) {
     Position start = s.piece[g.phase][piece], end = s.piece[g.phase][piece + 1];
     if (start.tile > g.tile || start.step == 0) return;
@@ -21,8 +20,8 @@ DEVICE void add_pieces(const ExpertsParams& p, Schedule& s, const Segment& g, Su
     named_barrier<1, kConsumerThreads>();
     const float4* from = piece_sums(p, g.phase, piece);
 #pragma unroll
-    for (int first = 0; first < kTokens / 8; first += kTogether) {
-      if (8 * first >= g.tokens) continue;
+    for (int first = 0; first < kTileTokens / 8; first += kTogether) {
+      if (8 * first >= g.tokens) break;
       float4 v[kTogether][2];
 #pragma unroll
       for (int n = 0; n < 2 * kTogether; n++) v[n / 2][n % 2] = __ldcg(from + (2 * first + n) * kConsumerThreads);
@@ -36,13 +35,12 @@ DEVICE void add_pieces(const ExpertsParams& p, Schedule& s, const Segment& g, Su
   }
 }
 
-template <int kTokens>
-DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, Sums<kTokens>& sums) {
+DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, Sums& sums) {
   wait_for_previous_kernels();  // `partials` is theirs, too
   float4* to = piece_sums(p, g.phase, g.piece);
 #pragma unroll
-  for (int j = 0; j < kTokens / 8; j++) {
-    if (8 * j >= g.tokens) continue;
+  for (int j = 0; j < kTileTokens / 8; j++) {
+    if (8 * j >= g.tokens) break;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const float* sum = &sums[i][4 * j];
@@ -80,8 +78,8 @@ DEVICE Affine load_affine(const GemmParams& gemm, int expert, int first, int g) 
 }
 
 // 16 outputs (gated) or 32 of a warp for every token: scaled, activated, transposed to token-major, stored.
-template <int kTokens, bool kActivate>
-DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, Sums<kTokens>& sums) {
+template <bool kActivate>
+DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, Sums& sums) {
   constexpr bool kGate = kActivate && kGated;
   const GemmParams& gemm = p.gemm[kActivate ? 0 : 1];
   int width = kGate ? gemm.rows / 2 : gemm.rows, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -91,8 +89,8 @@ DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, Su
   Affine affine[2] = {load_affine<kGate>(gemm, g.expert, first, lane / 4),
                       load_affine<kGate>(gemm, g.expert, first + 16, lane / 4)};
 #pragma unroll
-  for (int j = 0; j < kTokens / 8; j++) {
-    if (8 * j >= g.tokens) continue;
+  for (int j = 0; j < kTileTokens / 8; j++) {
+    if (8 * j >= g.tokens) break;
     u32 out[2][2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -133,17 +131,16 @@ DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, Su
 }
 
 // All that a tile's sums go through once its steps are done here.
-template <int kTokens>
-DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment& g, Sums<kTokens>& sums) {
+DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment& g, Sums& sums) {
   if (g.from > 0) {
-    leave_piece<kTokens>(p, g, sums);
+    leave_piece(p, g, sums);
     return;
   }
-  if (g.to < shared.schedule.phase[g.phase].steps) add_pieces<kTokens>(p, shared.schedule, g, sums);
+  if (g.to < shared.schedule.phase[g.phase].steps) add_pieces(p, shared.schedule, g, sums);
   if (g.phase == 1) {
-    store_tile<kTokens, false>(p, shared.schedule, g, sums);
+    store_tile<false>(p, shared.schedule, g, sums);
   } else {
-    store_tile<kTokens, true>(p, shared.schedule, g, sums);
+    store_tile<true>(p, shared.schedule, g, sums);
     fence_proxy_async_global();
     named_barrier<1, kConsumerThreads>();
     if (threadIdx.x == 0) {

@@ -27,7 +27,7 @@ DEVICE void load_codes(const CodeSource& source, int step, Ring& ring, u64 polic
   int scale_bytes = source.rows * kScaleBytes;
   u64* full = ring.full();
   barrier_arrive_expecting(full, source.rows * columns * kBits / 8 + groups * scale_bytes * (kHasZeros ? 2 : 1));
-  u32 to = shared_address(ring.data());
+  u32 to = shared_address(ring.codes());
   const u8* from = source.codes + step * kStripBytes;
   int whole = source.rows / 64;
 #pragma unroll
@@ -55,7 +55,7 @@ DEVICE void load_codes(const CodeSource& source, int step, Ring& ring, u64 polic
 }
 
 // One thread claims items and tells the other warps their segments, one after the other, as it begins to load them.
-DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring& codes, int ticket) {
+DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring& ring, int ticket) {
   int total = shared.schedule.phase[0].items + shared.schedule.phase[1].items;
   // Codes that several tiles of tokens read should stay in L2; otherwise nobody reads them again.
   u64 policy = shared.schedule.largest <= kTileTokens ? policy_evict_first() : policy_evict_normal();
@@ -74,9 +74,9 @@ DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring& code
       announce(g);
       CodeSource source(p.gemm[g.phase], g);
       for (int step = g.from; step < g.to; step++) {
-        codes.wait_empty();
-        load_codes(source, step, codes, policy);
-        codes.advance();
+        ring.wait_empty();
+        load_codes(source, step, ring, policy);
+        ring.advance();
       }
     });
     ticket = atomicAdd(p.sync, 1);
@@ -94,7 +94,7 @@ DEVICE void wait_for_hidden(const ExpertsParams& p, Shared& shared, int expert) 
 }
 
 // Tokens that lie one after the other, by tensor copies of one thread. The last may be other experts', or nobody's.
-DEVICE void load_tokens(const PrefillParams& params, Shared& shared, const Segment& g, Ring& tokens) {
+DEVICE void load_tokens(const PrefillParams& params, Shared& shared, const Segment& g, Ring& ring) {
   const ExpertsParams& p = params.experts;
   int row = g.first_token;
   if (g.phase == 1) {
@@ -106,15 +106,15 @@ DEVICE void load_tokens(const PrefillParams& params, Shared& shared, const Segme
   }
   int boxes = (tile_tokens(g.tokens) + kBoxTokens - 1) / kBoxTokens;
   for (int step = g.from; step < g.to; step++) {
-    tokens.wait_empty();
-    barrier_arrive_expecting(tokens.full(), 2 * boxes * kBoxBytes);
-    barrier_arrive(tokens.full(), kTokenWarps * 32 - 1);
+    ring.wait_empty();
+    barrier_arrive_expecting(ring.full(), 2 * boxes * kBoxBytes);
+    barrier_arrive(ring.full(), kTokenWarps * 32 - 1);
     for (int i = 0; i < 2 * boxes; i++) {
-      u32 to = shared_address(tokens.data()) + i % 2 * kTokenHalf + i / 2 * kBoxBytes;
+      u32 to = shared_address(ring.tokens()) + i % 2 * kTokenHalf + i / 2 * kBoxBytes;
       int column = step * kStepColumns + i % 2 * kHalfColumns;
-      tensor_copy(to, &params.tokens[g.phase], column, row + i / 2 * kBoxTokens, tokens.full());
+      tensor_copy(to, &params.tokens[g.phase], column, row + i / 2 * kBoxTokens, ring.full());
     }
-    tokens.advance();
+    ring.advance();
   }
 }
 
@@ -124,7 +124,7 @@ DEVICE i64 gathered_row(const ExpertsParams& p, Schedule& s, int expert, int i) 
 }
 
 // A thread copies the same 16-byte chunk of every twelfth row; where those rows start is found once a tile.
-DEVICE void gather_tokens(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& tokens) {
+DEVICE void gather_tokens(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& ring) {
   constexpr int kApart = 4 * kTokenWarps;
   int lane = threadIdx.x % 32, first = (threadIdx.x / 32 - kWeightWarp - 1) * 4 + lane / 8, chunk = lane % 8;
   int columns = p.gemm[0].columns;
@@ -134,29 +134,29 @@ DEVICE void gather_tokens(const ExpertsParams& p, Shared& shared, const Segment&
   }
   __syncwarp();
   for (int step = g.from; step < g.to; step++) {
-    tokens.wait_empty();
+    ring.wait_empty();
     for (int half = 0; half < 2; half++) {
       int column = step * kStepColumns + half * kHalfColumns + chunk * 8;
-      u32 valid = column < columns ? 16 : 0, to = shared_address(tokens.data()) + half * kTokenHalf;
+      u32 valid = column < columns ? 16 : 0, to = shared_address(ring.tokens()) + half * kTokenHalf;
 #pragma unroll 4
       for (int row = first; row < g.tokens; row += kApart) {
         copy_async_16(to + row * 128 + (chunk ^ row % 8) * 16, shared.gathered[row] + (valid ? column : 0), valid);
       }
     }
-    barrier_arrive_on_copies(tokens.full());
-    tokens.advance();
+    barrier_arrive_on_copies(ring.full());
+    ring.advance();
   }
 }
 
-DEVICE void run_token_warps(const PrefillParams& params, Shared& shared, Ring& tokens) {
+DEVICE void run_token_warps(const PrefillParams& params, Shared& shared, Ring& ring) {
   const ExpertsParams& p = params.experts;
   for_each_segment(shared, [&](const Segment g) {
     if (are_gathered(p, g.phase)) {
-      gather_tokens(p, shared, g, tokens);
+      gather_tokens(p, shared, g, ring);
     } else if (threadIdx.x == 32 * (kWeightWarp + 1)) {
-      load_tokens(params, shared, g, tokens);
+      load_tokens(params, shared, g, ring);
     } else {
-      for (int step = g.from; step < g.to; step++) tokens.advance();
+      for (int step = g.from; step < g.to; step++) ring.advance();
     }
     __syncwarp();
   });

@@ -4,9 +4,11 @@
 #include "prefill_stage.cuh"
 #include "wgmma.cuh"
 
-// Sums of a lane: [half of the warpgroup's 128 rows][8 tokens][row g, row g + 8][two tokens].
+// Sums of a lane: [half of the warpgroup's 128 rows][8 tokens][row g, row g + 8][two tokens]. While they are made they
+// take the registers of their own tokens only.
 template <int kTokens>
-using Sums = float[2][kTokens / 2];
+using SumsOf = float[2][kTokens / 2];
+typedef SumsOf<kTileTokens> Sums;
 
 // What a lane needs for 64 columns of its warp's rows: two pieces of 16 rows, one for each half of the warpgroup's
 // rows, so that a warp's outputs are neighbours.
@@ -55,46 +57,69 @@ DEVICE void dequantize_codes(const Codes& codes, Weights& weights) {
   }
 }
 
-// All steps of a segment, half a step's columns at a time. While they are multiplied, the next codes are read and the
-// next tokens waited for; the two warpgroups have the tensor cores in turn, as they come. Few instructions beside
-// dequantization matter: they take issue slots that the products leave little of.
 template <int kTokens>
-DEVICE void multiply_steps(Sums<kTokens>& sums, int steps, bool one_group, bool gathered, Ring& ring, Ring& tokens) {
+DEVICE void multiply_half(SumsOf<kTokens>& sums, const Weights& weights, u32 tokens) {
+  u64 descriptor = kDescriptorHigh << 32 | tokens;
+  wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < 8; n++) wgmma<kTokens>(sums[n % 2], weights[n], descriptor + n / 2 * 2);
+  wgmma_commit();
+}
+
+// All steps of a segment, half a step's columns at a time. While they are multiplied, the next codes are read and,
+// where there are registers for it, dequantized; the two warpgroups have the tensor cores in turn, as they come. An
+// instruction beside the products costs about 1.7 cycles. Unused sums become zero, or the compiler keeps too many
+// registers.
+template <int kTokens>
+DEVICE void multiply_steps(Sums& result, int steps, bool one_group, bool gathered, Ring& ring) {
+  constexpr bool kAhead = kTokens < kTileTokens;
   bool leader = threadIdx.x % 32 == 0;
   CodeReader reader(one_group);
   Codes codes;
-  u32 operand;
-  auto begin_step = [&] {
-    ring.wait_full();
-    reader.read<0>(codes, ring.data());
-    tokens.wait_full();
-    if (gathered) fence_proxy_async();  // they were written by ordinary copies and are read by the tensor cores
-    operand = __shfl_sync(~0u, shared_address(tokens.data()), 0);  // the compiler sees that it is the same for all
-  };
-  auto multiply = [&](u32 from) {
-    Weights weights;
-    dequantize_codes(codes, weights);
-    u64 descriptor = wgmma_descriptor(from);
-    wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < 8; n++) wgmma<kTokens>(sums[n % 2], weights[n], descriptor + n / 2 * 2);
-    wgmma_commit();
-  };
+  SumsOf<kTokens> sums;
+  Weights weights[kAhead ? 2 : 1];
+  // The compiler sees that it is the same for all lanes.
+  u32 first = __shfl_sync(~0u, wgmma_descriptor(shared_address(ring.memory)), 0);
 #pragma unroll
   for (int i = 0; i < kTokens; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
-  begin_step();
-  for (int step = 0; step < steps; step++) {
-    multiply(operand);
-    reader.read<1>(codes, ring.data());
+  ring.wait_full();
+  reader.read<0>(codes, ring.codes());
+  dequantize_codes(codes, weights[0]);
+  while (true) {
+    if (gathered) fence_proxy_async();  // tokens were written by ordinary copies and are read by the tensor cores
+    u32 operand = first + ring.stage * (kTokenStage / 16);
+    multiply_half<kTokens>(sums, weights[0], operand);
+    reader.read<1>(codes, ring.codes());
+    if (kAhead) dequantize_codes(codes, weights[kAhead]);
     wgmma_wait<0>();
-    multiply(operand + kTokenHalf);
-    __syncwarp();
-    if (leader) barrier_arrive(ring.empty());
+    if (!kAhead) dequantize_codes(codes, weights[0]);
+    multiply_half<kTokens>(sums, weights[kAhead], operand + kTokenHalf / 16);
+    u64* empty = ring.empty();
     ring.advance();
-    int done = tokens.stage;
-    tokens.advance();
-    if (step + 1 < steps) begin_step();
+    bool more = --steps > 0;
+    if (more) {
+      ring.wait_full();
+      reader.read<0>(codes, ring.codes());
+      if (kAhead) dequantize_codes(codes, weights[0]);
+    }
     wgmma_wait<0>();
-    if (leader) barrier_arrive(&tokens.barriers->empty[done]);
+    __syncwarp();
+    if (leader) barrier_arrive(empty);
+    if (!more) break;
+    if (!kAhead) dequantize_codes(codes, weights[0]);
+  }
+#pragma unroll
+  for (int i = 0; i < kTileTokens; i++) {
+    int half = i / (kTileTokens / 2), j = i % (kTileTokens / 2);
+    result[half][j] = j < kTokens / 2 ? sums[half][j % (kTokens / 2)] : 0.0f;
+  }
+}
+
+DEVICE void multiply_segment(Sums& sums, const Segment& g, bool one_group, bool gathered, Ring& ring) {
+  switch (tile_tokens(g.tokens)) {
+    case 32: return multiply_steps<32>(sums, g.to - g.from, one_group, gathered, ring);
+    case 64: return multiply_steps<64>(sums, g.to - g.from, one_group, gathered, ring);
+    case 96: return multiply_steps<96>(sums, g.to - g.from, one_group, gathered, ring);
+    default: return multiply_steps<128>(sums, g.to - g.from, one_group, gathered, ring);
   }
 }

@@ -8,7 +8,7 @@
 //   8          claims items (prefill_schedule.cuh) and streams codes and scales with bulk copies
 //   9 to 11    load the tokens' rows, and wait for w13's tiles before they read `hidden`: one thread by tensor copies,
 //              or all of them chunk by chunk where the rows are gathered
-// Shared memory holds two rings, of codes with scales and of tokens, 128 columns a stage. Codes run ahead: those of w2
+// Shared memory holds a ring of stages of 128 columns, each with codes, scales and tokens. Codes run ahead: those of w2
 // stream in while the last of w13 is computed. Sums are made in a fixed order: same input, same bits.
 //
 // Layouts: repack.py draws the weights; stages are described at `Ring`.
@@ -16,31 +16,18 @@
 #include "prefill_finish.cuh"
 #include "prefill_producers.cuh"
 
-template <int kTokens>
-DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& codes, Ring& tokens) {
-  Sums<kTokens> sums;
-  const GemmParams& gemm = p.gemm[g.phase];
-  multiply_steps<kTokens>(sums, g.to - g.from, gemm.groups == 1, are_gathered(p, g.phase), codes, tokens);
-  finish_segment<kTokens>(p, shared, g, sums);
-}
-
-DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring& codes, Ring& tokens) {
+DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring& ring) {
   for_each_segment(shared, [&](const Segment& g) {
-    switch (tile_tokens(g.tokens)) {
-      case 32: return compute_segment<32>(p, shared, g, codes, tokens);
-      case 64: return compute_segment<64>(p, shared, g, codes, tokens);
-      case 96: return compute_segment<96>(p, shared, g, codes, tokens);
-      default: return compute_segment<128>(p, shared, g, codes, tokens);
-    }
+    Sums sums;
+    multiply_segment(sums, g, p.gemm[g.phase].groups == 1, are_gathered(p, g.phase), ring);
+    finish_segment(p, shared, g, sums);
   });
 }
 
 DEVICE void init_barriers(Shared& shared) {
-  for (int i = 0; i < kMaxStages; i++) {
-    barrier_init(&shared.codes.full[i], 1);
-    barrier_init(&shared.codes.empty[i], kConsumerWarps);
-    barrier_init(&shared.tokens.full[i], kTokenWarps * 32);
-    barrier_init(&shared.tokens.empty[i], kConsumerWarps);
+  for (int i = 0; i < kStages; i++) {
+    barrier_init(&shared.full[i], 1 + kTokenWarps * 32);
+    barrier_init(&shared.empty[i], kConsumerWarps);
   }
   for (int i = 0; i < kSegments; i++) {
     barrier_init(&shared.segment_full[i], 1);
@@ -67,7 +54,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_c
   extern __shared__ __align__(1024) u8 memory[];
   if (nothing_to_do(p)) return;
   let_next_kernel_come();
-  Shared& shared = *reinterpret_cast<Shared*>(memory + kTokenStages * kTokenStage);
+  Ring ring(memory);
+  Shared& shared = ring.shared;
   int ticket = threadIdx.x == kWeightWarp * 32 ? atomicAdd(p.sync, 1) : 0;
   if (threadIdx.x < 32) {
     make_tables(shared.schedule, p, threadIdx.x);
@@ -77,30 +65,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_c
   __syncthreads();
   make_pieces(shared.schedule, p.num_experts);
   __syncthreads();
-  u32 dynamic_bytes;
-  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(dynamic_bytes));
-  u32 tables_bytes = (sizeof(Shared) + 4 * (p.num_experts + 1) * sizeof(int) + 127) / 128 * 128;
-  u8* codes_at = reinterpret_cast<u8*>(&shared) + tables_bytes;
-  int code_stages = min((int)(memory + dynamic_bytes - codes_at) / kCodeStage, kMaxStages);
-  Ring tokens(shared.tokens, memory, kTokenStage, kTokenStages);
-  Ring codes(shared.codes, codes_at, kCodeStage, code_stages);
   if (p.gemm[0].columns % kStepColumns || p.gemm[1].columns % kStepColumns) {
     // A last step of fewer columns multiplies what lies behind them by zero: it must be a number.
-    uint4* words = reinterpret_cast<uint4*>(codes_at);
-    for (int i = threadIdx.x; i < code_stages * kCodeStage / 16; i += kThreads) words[i] = make_uint4(0, 0, 0, 0);
+    uint4* words = reinterpret_cast<uint4*>(ring.codes());
+    for (int i = threadIdx.x; i < kStages * kCodeStage / 16; i += kThreads) words[i] = make_uint4(0, 0, 0, 0);
     fence_proxy_async();
   }
   __syncthreads();
   if (threadIdx.x < kConsumerThreads) {
     registers_grow<216>();
-    run_consumers(p, shared, codes, tokens);
+    run_consumers(p, shared, ring);
   } else {
     registers_shrink<72>();
     if (threadIdx.x / 32 == kWeightWarp) {
-      if (threadIdx.x % 32 == 0) run_weight_thread(p, shared, codes, ticket);
+      if (threadIdx.x % 32 == 0) run_weight_thread(p, shared, ring, ticket);
       __syncwarp();
     } else {
-      run_token_warps(params, shared, tokens);
+      run_token_warps(params, shared, ring);
     }
   }
   leave(p, shared);

@@ -1,4 +1,4 @@
-// What the warps of a block share: two rings of stages, the segments, the flags, and their sizes; and the parameters.
+// What the warps of a block share: a ring of stages, the segments, the flags, and their sizes; and the parameters.
 #pragma once
 #include "dequant.cuh"
 #include "prefill_schedule.cuh"
@@ -15,13 +15,12 @@ constexpr int kStripBytes = 64 * kStepColumns * kBits / 8;  // codes of 64 rows
 constexpr int kCodeBytes = kStrips * kStripBytes;
 constexpr int kScaleRow = kTileRows * kScaleBytes;
 constexpr int kCodeStage = kCodeBytes + (SCALES_PER_STEP * kScaleRow * (kHasZeros ? 2 : 1) + 127) / 128 * 128;
-constexpr int kMaxStages = 16;
 
 constexpr int kHalfColumns = kStepColumns / 2;
 constexpr int kTokenHalf = kTileTokens * kHalfColumns * 2;  // half a stage of tokens
 constexpr int kTokenStage = 2 * kTokenHalf;
-constexpr int kTokenStages = kBits == 8 ? 3 : 4;  // what is left of shared memory is for codes
-constexpr int kBoxTokens = 64;  // rows of one tensor copy
+constexpr int kStages = kBits == 8 ? 3 : 4;
+constexpr int kBoxTokens = 32;  // rows of one tensor copy
 constexpr int kBoxBytes = kBoxTokens * kHalfColumns * 2;
 constexpr int kSegments = 4;  // known ahead
 
@@ -44,12 +43,8 @@ DEVICE int* piece_flag(const ExpertsParams& p, int phase, int piece) {
   return p.sync + 2 + p.num_experts + phase * kMaxBlocks + piece;
 }
 
-struct Barriers {
-  u64 full[kMaxStages], empty[kMaxStages];
-};
-
 struct Shared {
-  Barriers codes, tokens;
+  u64 full[kStages], empty[kStages];
   u64 segment_full[kSegments], segment_empty[kSegments];
   Segment segment[kSegments];
   const u16* gathered[kTileTokens];  // where the rows of a tile start
@@ -57,23 +52,27 @@ struct Shared {
   Schedule schedule;
 };
 
-// Stages of one kind. Codes of 128 columns: [strip][32 columns][16 rows][lane], then scales [group][256], then zero
-// points alike. Tokens of 64 columns, then of the next 64, as the tensor cores read them: 128 bytes a row, 16-byte
-// chunk c of row r at place c ^ (r % 8).
+static_assert(kStages * (kTokenStage + kCodeStage) + sizeof(Shared) + 8192 <= 232448, "no room for experts' tables");
+
+// Where a warp is in the ring of stages, 128 columns each. Codes: [strip][32 columns][16 rows][lane], then scales
+// [group][256], then zero points alike. Tokens, which lie apart: 64 columns, then the next 64, as the tensor cores read
+// them: 128 bytes a row, 16-byte chunk c of row r at place c ^ (r % 8).
 struct Ring {
-  Barriers* barriers;
-  u8* base;
-  int stage_bytes, num_stages;
+  Shared& shared;
+  u8* memory;  // the tokens of all stages, then the codes of all stages, then Shared
   int stage = 0, parity = 0;
-  DEVICE Ring(Barriers& b, u8* base, int stage_bytes, int num_stages)
-      : barriers(&b), base(base), stage_bytes(stage_bytes), num_stages(num_stages) {}
-  DEVICE u8* data() { return base + stage * stage_bytes; }
-  DEVICE u64* full() { return &barriers->full[stage]; }
-  DEVICE u64* empty() { return &barriers->empty[stage]; }
+  DEVICE explicit Ring(u8* memory) : shared(shared_of(memory)), memory(memory) {}
+  DEVICE static Shared& shared_of(u8* memory) {
+    return *reinterpret_cast<Shared*>(memory + kStages * (kTokenStage + kCodeStage));
+  }
+  DEVICE u8* tokens() { return memory + stage * kTokenStage; }
+  DEVICE u8* codes() { return memory + kStages * kTokenStage + stage * kCodeStage; }
+  DEVICE u64* full() { return &shared.full[stage]; }
+  DEVICE u64* empty() { return &shared.empty[stage]; }
   DEVICE void wait_full() { barrier_wait(full(), parity); }
   DEVICE void wait_empty() { barrier_wait(empty(), parity ^ 1); }
   DEVICE void advance() {
-    if (++stage == num_stages) {
+    if (++stage == kStages) {
       stage = 0;
       parity ^= 1;
     }

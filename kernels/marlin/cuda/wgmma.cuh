@@ -13,10 +13,9 @@ DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// Descriptor of a swizzled operand at a shared address; 16 columns further on is 2 more.
-DEVICE u64 wgmma_descriptor(u32 address) {
-  return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
+// Descriptor of a swizzled operand at a shared address, its low half; 16 columns further on is 2 more.
+constexpr u64 kDescriptorHigh = 0x40000040;
+DEVICE u32 wgmma_descriptor(u32 address) { return (address & 0x3ffff) >> 4 | 1u << 16; }
 
 template <int kTokens>
 DEVICE void wgmma(float* d, const u32* a, u64 b);
