@@ -37,6 +37,9 @@ from moe_ep.eplb.rules import RULES, Layout
 Array = np.ndarray
 Row = dict[str, Any]
 
+# Orders of the experts, and placements, that replica rules are tried on.
+_ORDERS = 4
+
 
 def zipf(num_layers: int, num_experts: int, exponent: float, rng: np.random.Generator) -> Array:
     """Loads `[L, E]` by Zipf's law with a mean of one, each layer in an order of its own."""
@@ -188,27 +191,34 @@ def step_loads(chosen: Array, num_slots: int, num_ranks: int) -> Array:
 
 
 def bench_rules(arguments: argparse.Namespace) -> Iterator[Row]:
-    """256 experts, top-8, Zipf 0.5, one spare slot a rank, the plan made for the true frequencies."""
-    rng = np.random.default_rng(arguments.seed)
-    log_load = np.log(zipf(1, 256, 0.5, rng)[0])
-
-    def draw(num_tokens: int) -> Array:
-        return np.argpartition(-(log_load + rng.gumbel(size=(num_tokens, 256))), 8, axis=1)[:, :8]
-
-    frequency = np.bincount(draw(100_000).ravel(), minlength=256)[None]
-    for num_ranks, tokens, num_steps in ((32, 1, 400), (32, 32, 60), (8, 1, 400), (8, 32, 200), (8, 128, 60)):
-        num_slots = 256 + num_ranks
-        slots = plan(frequency, num_slots, num_ranks)[0]
-        ranks = np.repeat(np.arange(num_ranks), tokens)
-        steps = np.stack([draw(ranks.size) for _ in range(num_steps)])
-        for name, chosen in run_rules(steps, ranks, slots, 256, num_ranks).items():
-            loads = step_loads(chosen, num_slots, num_ranks)
-            stays = (chosen // (num_slots // num_ranks) == ranks[:, None]).mean()
-            ratio = loads.max(axis=1) / loads.mean(axis=1)
+    """256 experts, top-8, Zipf 0.5, one spare slot a rank, planned for the true frequencies; several orders of the
+    experts, each with a placement of its own."""
+    for num_ranks, tokens, num_steps in ((32, 1, 500), (32, 32, 60), (8, 1, 400), (8, 32, 200), (8, 128, 40)):
+        num_slots, ranks = 256 + num_ranks, np.repeat(np.arange(num_ranks), tokens)
+        ratios: dict[str, list[Array]] = {}
+        stays: dict[str, list[float]] = {}
+        for order in range(_ORDERS):
+            rng = np.random.default_rng((arguments.seed, order))
+            log_load = np.log(zipf(1, 256, 0.5, rng)[0])
+            draws = [_draw(log_load, 5_000, rng).ravel() for _ in range(20)]
+            slots = plan(np.bincount(np.concatenate(draws), minlength=256)[None], num_slots, num_ranks)[0]
+            steps = np.stack([_draw(log_load, ranks.size, rng) for _ in range(num_steps)])
+            for name, chosen in run_rules(steps, ranks, slots, 256, num_ranks).items():
+                loads = step_loads(chosen, num_slots, num_ranks)
+                ratios.setdefault(name, []).append(loads.max(axis=1) / loads.mean(axis=1))
+                stays.setdefault(name, []).append((chosen // (num_slots // num_ranks) == ranks[:, None]).mean())
+        for name, parts in ratios.items():
+            ratio = np.concatenate(parts)
             yield {
-                "ranks": num_ranks, "tokens per rank": tokens, "rule": name, "max / mean": round(ratio.mean(), 3),
-                "stays on the rank %": round(100 * stays, 1), "steps": num_steps,
+                "ranks": num_ranks, "tokens per rank": tokens, "rule": name, "max / mean": round(ratio.mean(), 4),
+                "standard error": round(ratio.std() / ratio.size**0.5, 4),
+                "stays on the rank %": round(100 * np.mean(stays[name]), 1), "steps": ratio.size,
             }  # fmt: skip
+
+
+def _draw(log_load: Array, num_tokens: int, rng: np.random.Generator) -> Array:
+    """Eight experts a token, without replacement."""
+    return np.argpartition(-(log_load + rng.gumbel(size=(num_tokens, log_load.size))), 8, axis=1)[:, :8]
 
 
 def count_steps(ids: Array, num_experts: int, tokens: int) -> Array:

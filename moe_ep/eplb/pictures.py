@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from moe_ep.eplb.policy.maps import Array
 from moe_ep.errors import missing_extra
 
+# Brightest at so many times the mean and beyond; the same in all panels, so that they compare.
+_LIMITS = {"slot": 3.0, "rank": 2.0}
+# Cells of so many ranks and layers have room for their numbers.
+_MOST_NUMBERED = 16
+
 
 def draw_load(panels: dict[str, Array], num_ranks: int, title: str, path: Path) -> None:
     """Writes a PNG with a row of two heat maps for each panel: tokens of each slot, and of each rank, over the mean.
+
+    Brightness alone tells the load, so that it can be read in grey; thin lines part the ranks' slots, and ranks are
+    numbered where there is room.
 
     Args:
         panels: by title, tokens of each slot `[L, P]`, slots in rank order.
@@ -23,18 +32,39 @@ def draw_load(panels: dict[str, Array], num_ranks: int, title: str, path: Path) 
         from matplotlib.figure import Figure
     except ImportError:
         raise missing_extra("matplotlib", "bench", "a heat map") from None
-    figure = Figure(figsize=(12, 2.2 + 2.2 * len(panels)), layout="constrained")
+    figure = Figure(figsize=(12, 1.2 + 2.6 * len(panels)), layout="constrained")
     figure.suptitle(title, fontsize=10)
     grid = figure.subplots(len(panels), 2, squeeze=False, width_ratios=(3, 2))
+    images = {}
     for row, (name, slots) in zip(grid, panels.items(), strict=True):
         ranks = slots.reshape(slots.shape[0], num_ranks, -1).sum(axis=2)
-        for axes, loads, what in ((row[0], slots, "physical expert"), (row[1], ranks, "rank")):
-            mean = np.maximum(loads.mean(axis=1, keepdims=True), 1e-12)
-            # Beyond these a cell is as bright or dark as can be; the same scale in all rows, so that they compare.
-            limit = 3.0 if what == "physical expert" else 2.0
-            image = axes.imshow(loads / mean, aspect="auto", interpolation="nearest", vmin=0, vmax=limit, cmap="magma")
-            axes.set_title(f"{name}: tokens of each {what} over the layer's mean", fontsize=9)
-            axes.set_xlabel(what)
-            axes.set_ylabel("layer")
-            figure.colorbar(image, ax=axes)
+        evenness = ranks.mean(axis=1).sum() / max(ranks.max(axis=1).sum(), 1)
+        images["slot"] = _draw(row[0], slots, "slot", f"{name}: physical experts")
+        images["rank"] = _draw(
+            row[1], ranks, "rank", f"{name}: ranks, balancedness over all steps together {evenness:.2f}"
+        )
+        for rank in range(1, num_ranks):
+            row[0].axvline(rank * slots.shape[1] / num_ranks - 0.5, color="white", linewidth=0.6)
+    for column, (what, image) in enumerate(images.items()):
+        label = f"tokens of a {what} / mean of its layer"
+        figure.colorbar(image, ax=grid[:, column], extend="max", location="bottom", shrink=0.7, label=label)
     figure.savefig(path, dpi=130)
+
+
+def _draw(axes: Any, loads: Array, what: str, title: str) -> Any:
+    """Loads `[L, X]` over the mean of each row."""
+    from matplotlib.ticker import MaxNLocator
+
+    relative = loads / np.maximum(loads.mean(axis=1, keepdims=True), 1e-12)
+    limit = _LIMITS[what]
+    image = axes.imshow(relative, aspect="auto", interpolation="nearest", vmin=0, vmax=limit, cmap="magma")
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel("physical expert, by rank" if what == "slot" else what)
+    axes.set_ylabel("layer")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    if what == "rank" and max(loads.shape) <= _MOST_NUMBERED:
+        for (layer, rank), value in np.ndenumerate(relative):
+            color = "black" if value > 0.6 * limit else "white"
+            axes.text(rank, layer, f"{value:.2f}", ha="center", va="center", fontsize=6, color=color)
+    return image
