@@ -25,6 +25,8 @@ from moe_ep.errors import CheckpointError
 
 BATCH_BYTES = 8 << 20
 READ_THREADS = 4
+# So much is read by the caller: starting threads would take longer.
+FEW_BYTES = 1 << 20
 _ALIGNMENT = 64
 
 
@@ -164,7 +166,8 @@ class CheckpointReader:
         batches = _make_batches(infos)
         if not batches:
             return
-        pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="moe_ep-read")
+        few = sum(batch.nbytes for batch in batches) <= FEW_BYTES
+        pool = None if few else ThreadPoolExecutor(READ_THREADS, thread_name_prefix="moe_ep-read")
         pending: deque[tuple[_Batch, torch.Tensor, list[Future[None]]]] = deque()
         rest = iter(batches)
         bytes_ahead = 0
@@ -187,16 +190,22 @@ class CheckpointReader:
                 # Otherwise the buffer would stay alive during the next wait.
                 del buffer, pieces
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
 
-    def _submit(self, pool: ThreadPoolExecutor, batch: _Batch, buffer: torch.Tensor) -> list[Future[None]]:
-        """Fills the buffer in pieces, so that several threads read one large tensor."""
+    def _submit(self, pool: ThreadPoolExecutor | None, batch: _Batch, buffer: torch.Tensor) -> list[Future[None]]:
+        """Fills the buffer in pieces, so that several threads read one large tensor; at once without a pool."""
         view = _as_bytes(buffer)
-        return [
-            pool.submit(self._fill, batch.file, offset + start, view[position + start : position + min(end, nbytes)])
+        pieces = [
+            (offset + start, view[position + start : position + min(start + BATCH_BYTES, nbytes)])
             for offset, position, nbytes in batch.runs
-            for start, end in ((start, start + BATCH_BYTES) for start in range(0, nbytes, BATCH_BYTES))
+            for start in range(0, nbytes, BATCH_BYTES)
         ]
+        if pool is not None:
+            return [pool.submit(self._fill, batch.file, *piece) for piece in pieces]
+        for piece in pieces:
+            self._fill(batch.file, *piece)
+        return []
 
     def _buffer(self, nbytes: int, reuse: bool) -> torch.Tensor:
         """Room for a batch: a spare buffer, or a new one in the place of a spare one that is too small."""

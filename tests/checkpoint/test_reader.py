@@ -108,6 +108,7 @@ def test_read_many_reads_neighbours_at_once_and_nothing_else(tmp_path: Path, mon
 
 def test_read_many_in_small_batches_over_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(reader_module, "FEW_BYTES", 0)
     tensors = make_checkpoint(tmp_path)
     reader = CheckpointReader(tmp_path)
     read = list(reader.read_many(tensors))
@@ -118,6 +119,7 @@ def test_read_many_in_small_batches_over_shards(tmp_path: Path, monkeypatch: pyt
 
 def test_read_many_with_reused_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(reader_module, "FEW_BYTES", 0)
     tensors = make_checkpoint(tmp_path)
     reader = CheckpointReader(tmp_path)
     for _ in range(2):
@@ -131,6 +133,7 @@ def test_read_many_with_reused_buffers(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_read_many_can_be_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(reader_module, "FEW_BYTES", 0)
     make_checkpoint(tmp_path)
     reader = CheckpointReader(tmp_path)
     for _ in reader.read_many(reader.names()):
