@@ -35,6 +35,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         moe_config: shapes, placement and, in max_num_tokens, the capacity per rank; the same on every rank.
         quant_config: its dispatch_dtype is that of rows on the wire, on every rank; None leaves it to prepare's.
         process_group: the EP ranks in ep_rank order; None for the default group.
+        owners: int32 `[E + shared]`, the rank of the group that each id goes to; None for that of the placement.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -47,15 +48,20 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         moe_config: FusedMoEConfig,
         quant_config: FusedMoEQuantConfig | None = None,
         process_group: dist.ProcessGroup | None = None,
+        owners: torch.Tensor | None = None,
     ) -> None:
         self.moe_config, self.quant_config = moe_config, quant_config
         self.ranks = RankGroup(moe_config, process_group)
-        self._owners = expert_owner_table(
-            moe_config.ep_size,
-            moe_config.num_experts,
-            moe_config.moe_parallel_config.expert_placement_strategy,
-            moe_config.num_fused_shared_experts,
-            moe_config.ep_rank,
+        self._owners = (
+            owners
+            if owners is not None
+            else expert_owner_table(
+                moe_config.ep_size,
+                moe_config.num_experts,
+                moe_config.moe_parallel_config.expert_placement_strategy,
+                moe_config.num_fused_shared_experts,
+                moe_config.ep_rank,
+            )
         )
         num_local_experts = int((self._owners == moe_config.ep_rank).sum())
         if moe_config.num_local_experts != num_local_experts:

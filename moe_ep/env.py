@@ -115,7 +115,14 @@ NVSHMEM_TIMEOUT_S = EnvVar(
     meaning="seconds that a kernel of the NVSHMEM backends waits for another rank before it ends with an error; off: "
     "without end",
 )
+RANKS_PER_HOST = EnvVar(
+    name="MOE_EP_RANKS_PER_HOST",
+    parse=_positive_int,
+    default=0,
+    meaning="so many ranks each are taken for a host of their own (for tests of several hosts on one); 0: none are",
+)
 
 ALL: tuple[EnvVar, ...] = (
-    ALL2ALL_BACKEND, CACHE_DIR, CHUNK_SIZE, DISPATCH_TIMEOUT_S, LOG_LEVEL, NVSHMEM_FORCE_DEVICE_API, NVSHMEM_TIMEOUT_S
+    ALL2ALL_BACKEND, CACHE_DIR, CHUNK_SIZE, DISPATCH_TIMEOUT_S, LOG_LEVEL, NVSHMEM_FORCE_DEVICE_API, NVSHMEM_TIMEOUT_S,
+    RANKS_PER_HOST,
 )  # fmt: skip

@@ -9,11 +9,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from moe_ep import env
 from moe_ep.config import FusedMoEParallelConfig
 
 # Subgroups made here, by the group they divide and tp_size: a model of sixty layers makes them once.
 _tp_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
-_num_hosts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_hosts: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[str, ...]]] = WeakKeyDictionary()
 
 
 class LayerGroups(NamedTuple):
@@ -65,16 +66,29 @@ def largest_over_ranks(value: int, group: dist.ProcessGroup | None, device: torc
     return int(number)
 
 
-def num_hosts(process_group: dist.ProcessGroup | None = None) -> int:
-    """Machines that the group's ranks are on, by their names; a collective step of them, on first use."""
+def host_name() -> str:
+    """This machine's name, with a number behind it where MOE_EP_RANKS_PER_HOST makes several hosts of one."""
+    name, ranks_per_host = platform.node(), env.RANKS_PER_HOST.get()
+    return f"{name}#{dist.get_rank() // ranks_per_host}" if ranks_per_host else name
+
+
+def hosts_of(process_group: dist.ProcessGroup | None = None) -> tuple[str, ...]:
+    """The host of each of the group's ranks; a collective step of them, on first use."""
     group = process_group or dist.group.WORLD
     if group is None:
-        return 1
-    if group not in _num_hosts:
+        return (platform.node(),)
+    known = _hosts.setdefault(group, {})
+    ranks_per_host = env.RANKS_PER_HOST.get()
+    if ranks_per_host not in known:
         names = [""] * dist.get_world_size(group)
-        dist.all_gather_object(names, platform.node(), group=group)
-        _num_hosts[group] = len(set(names))
-    return _num_hosts[group]
+        dist.all_gather_object(names, host_name(), group=group)
+        known[ranks_per_host] = tuple(names)
+    return known[ranks_per_host]
+
+
+def num_hosts(process_group: dist.ProcessGroup | None = None) -> int:
+    """Machines that the group's ranks are on, by their names; a collective step of them, on first use."""
+    return len(set(hosts_of(process_group)))
 
 
 def _tp_group(sizes: FusedMoEParallelConfig, group: dist.ProcessGroup) -> dist.ProcessGroup | None:

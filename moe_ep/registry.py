@@ -85,6 +85,10 @@ ALL2ALL_BACKENDS = Registry(
             "moe_ep.dispatch.nvshmem.high_throughput:HighThroughputPrepareFinalize",
             "GPUs of one host write rows where the others' experts read them, few SMs; prefill",
         ),
+        "two_level": Entry(
+            "moe_ep.dispatch.two_level:TwoLevelPrepareFinalize",
+            "a token travels once to each host, then to that host's ranks; prefill across hosts",
+        ),
     },
 )
 

@@ -36,7 +36,16 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from dispatch_steps import BY_REFERENCE, ONE_RANK, Setting, Workload, compile_kernels, settings, usable_backends
+from dispatch_steps import (
+    BY_REFERENCE,
+    ONE_RANK,
+    TWO_LEVEL,
+    Setting,
+    Workload,
+    compile_kernels,
+    settings,
+    usable_backends,
+)
 from dispatch_tables import markdown, text
 from dispatch_times import peer_bandwidth, raw_pair, time_halves, time_kernels, time_pairs
 
@@ -215,14 +224,14 @@ def run_settings(
 
 
 def choose_backends(args: argparse.Namespace) -> list[str]:
-    """Those that were asked for, or all that run here.
+    """Those that were asked for, or all that run here and are for one host.
 
     Raises:
         SystemExit: one that was asked for cannot run.
     """
     usable = usable_backends(torch.device(args.device))
     if args.backends is None:
-        return [name for name, reason in usable.items() if reason is None]
+        return [name for name, reason in usable.items() if reason is None and name != TWO_LEVEL]
     refused = [f"{name}: {usable.get(name, 'unknown')}" for name in args.backends if usable.get(name, "") is not None]
     if refused:
         sys.exit(f"--backends {'; '.join(refused)}; choose of {', '.join(usable)}")

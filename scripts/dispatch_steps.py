@@ -28,6 +28,8 @@ BY_REFERENCE = ":by_reference"
 # is not asked for more tokens: its experts' results would take tens of gigabytes.
 _ROOMY = "nvshmem_low_latency"
 _MOST_OF_DECODE = 1024
+# Of several hosts; measured where it is asked for.
+TWO_LEVEL = "two_level"
 # In graphs it hands over worst-case rows.
 _PREFILL = "nvshmem_high_throughput"
 
@@ -193,6 +195,7 @@ class Workload:
         unquantized = FusedMoEQuantConfig.unquantized()
         batched = backend.activation_format() is FusedMoEActivationFormat.BatchedExperts
         reduce_impl = TopKWeightAndReduceDelegate() if batched else TopKWeightAndReduceNoOP()
+        by_host = backend.by_host if setting.name == TWO_LEVEL else [range(self.size)]
         # Of rows by reference the experts make what the combine takes, here beforehand.
         results: list[torch.Tensor] = []
 
@@ -209,7 +212,7 @@ class Workload:
             backend.finalize(output, arrived, *its, False, reduce_impl)
 
         def is_wrong() -> torch.Tensor:
-            expected = self._expected(rows, weights, ids, setting.fp8, batched)
+            expected = self._expected(rows, weights, ids, setting.fp8, batched, by_host)
             return torch.tensor(not torch.equal(output, expected), dtype=torch.int32, device=self.device)
 
         check = getattr(backend, "check", lambda: None)
@@ -218,21 +221,34 @@ class Workload:
         )
 
     def _expected(
-        self, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, fp8: bool, batched: bool
+        self,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        fp8: bool,
+        batched: bool,
+        by_host: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        """The output where experts hand back their rows: weighted per slot when batched, once a rank when not."""
+        """The output where experts hand back their rows: weighted per slot when batched, once a rank when not.
+
+        Args:
+            by_host: ranks that are added up, and rounded, before the others.
+        """
         if fp8:
             rows = dequantize_rows(quantize_rows(rows), rows.size(1), DTYPE)
         owners, has = owner_of(ids, self.owners), destinations(ids, self.owners, self.size)
         total = torch.zeros(rows.shape, device=self.device)
-        for rank in range(self.size):
-            part = torch.where(has[:, rank, None], rows, 0).float()
-            if batched:
-                part.zero_()
-                for slot in range(ids.size(1)):
-                    weighted = rows.float() * weights[:, slot, None]
-                    part += torch.where(owners[:, slot, None] == rank, weighted, 0.0)
-            total += part.to(DTYPE).float()
+        for ranks in by_host:
+            of_host = torch.zeros_like(total)
+            for rank in ranks:
+                part = torch.where(has[:, rank, None], rows, 0).float()
+                if batched:
+                    part.zero_()
+                    for slot in range(ids.size(1)):
+                        weighted = rows.float() * weights[:, slot, None]
+                        part += torch.where(owners[:, slot, None] == rank, weighted, 0.0)
+                of_host += part.to(DTYPE).float()
+            total += of_host.to(DTYPE).float()
         return total.to(DTYPE)
 
     def bytes_per_peer(self, setting: Setting) -> tuple[list[int], list[int]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from moe_ep import env
 from moe_ep.dispatch.nvshmem import device_api
 from moe_ep.dispatch.nvshmem.meeting import meet
 from moe_ep.errors import BackendUnavailableError, missing_extra
+from moe_ep.process_groups import host_name
 
 logger = logging.getLogger(__name__)
 
@@ -150,10 +150,10 @@ class _Library:
         import numpy as np
         from cuda.core import Device
 
-        self.hosts = meet("start of NVSHMEM", self.world, socket.gethostname())
+        self.hosts = meet("start of NVSHMEM", self.world, host_name())
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
         os.environ.setdefault("NVSHMEM_CUMEM_GRANULARITY", str(_GRANULARITY))
-        if len(set(self.hosts)) == 1:
+        if len({host.split("#")[0] for host in self.hosts}) == 1:
             os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
         rank = dist.get_rank()
         uid = core.get_unique_id(empty=rank != 0)
@@ -193,7 +193,9 @@ class _Library:
         """Where the copy of another rank is mapped, 0 where it cannot be or must not."""
         if pe == dist.get_rank():
             return pointer
-        return 0 if env.NVSHMEM_FORCE_DEVICE_API.get() else int(self._bindings.ptr(pointer, pe))
+        if env.NVSHMEM_FORCE_DEVICE_API.get() or self.hosts[pe] != self.hosts[dist.get_rank()]:
+            return 0
+        return int(self._bindings.ptr(pointer, pe))
 
     def close(self) -> None:
         try:

@@ -34,7 +34,6 @@ from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 
-MAX_RANKS = 8
 # Within 5 % of the best on 4 H200 (docs/benchmarks/nvshmem.md); e4m3 rows are made and read by instructions.
 DEFAULT_NUM_SMS = 24
 DEFAULT_NUM_SMS_FP8 = 48
@@ -62,7 +61,8 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
     Args:
         moe_config: in_dtype f16 or bf16, K a multiple of 16; capacity is its max_num_tokens.
         quant_config: its dispatch_dtype is that of rows on the wire.
-        process_group: the EP ranks, at most 8 that reach each other's memory.
+        process_group: the EP ranks, at most 8.
+        owners: int32 `[E + shared]`, the rank of the group that each id goes to; None for that of the placement.
         num_sms: SMs that move rows; None for what is nearly the best.
         batches_in_flight: batches that may be between prepare and finalize; each has symmetric memory of its own.
         exact_rows: hand over the rows that arrived; False for all R * max_num_tokens, as CUDA graphs need.
@@ -71,17 +71,20 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         ValueError: what the kernels cannot do, or ranks that are configured differently.
     """
 
+    MAX_RANKS = 8
+
     def __init__(
         self,
         *,
         moe_config: FusedMoEConfig,
         quant_config: FusedMoEQuantConfig | None = None,
         process_group: dist.ProcessGroup | None = None,
+        owners: torch.Tensor | None = None,
         num_sms: int | None = None,
         batches_in_flight: int = 1,
         exact_rows: bool = True,
     ) -> None:
-        super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group)
+        super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group, owners=owners)
         _check_supported(moe_config)
         if num_sms is None:
             is_fp8 = quant_config is not None and quant_config.dispatch_dtype is not None
@@ -238,8 +241,9 @@ def _layout(
 
 
 def _check_supported(moe_config: FusedMoEConfig) -> None:
+    most = HighThroughputPrepareFinalize.MAX_RANKS
     rules = (
-        (moe_config.ep_size <= MAX_RANKS, "ep_size", moe_config.ep_size, f"be at most {MAX_RANKS}"),
+        (moe_config.ep_size <= most, "ep_size", moe_config.ep_size, f"be at most {most}"),
         (moe_config.hidden_dim % 16 == 0, "hidden_dim", moe_config.hidden_dim, "be a multiple of 16"),
         (moe_config.in_dtype is not torch.float32, "in_dtype", moe_config.in_dtype, "be torch.float16 or bfloat16"),
     )

@@ -1,0 +1,264 @@
+"""Across hosts in two levels: a token goes once to each host over the network, and from there over NVLink.
+
+Two backends of the Standard format, one inside the other. `across` joins the ranks of the same place on every host; for
+it an expert lies on a host. `within` joins the ranks of one host and passes on what came. So a token that has experts
+on several ranks of another host crosses the network once, to the rank of its sender's place, and the results of a host
+are added up there before one row goes back. docs/across_hosts.md has the traffic on paper.
+
+Example: 2 hosts of 2 ranks; a token of rank 0 with experts on ranks 2 and 3 goes to rank 2 (place 0 of the other host),
+which keeps a copy and sends one to rank 3; rank 2 adds both results and sends one row to rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
+from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
+from moe_ep.dispatch.batch import OpenBatches
+from moe_ep.errors import ConfigError
+from moe_ep.expert_map import expert_owner_table
+from moe_ep.process_groups import hosts_of
+from moe_ep.registry import ALL2ALL_BACKENDS
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
+
+_PREFERRED, _ANYWHERE = "nvshmem_high_throughput", "all_to_all"
+
+
+class Grid(NamedTuple):
+    """Where ranks are.
+
+    Attributes:
+        members: `[H][L]`, the group's ranks by host and place; hosts in the order of their first ranks.
+        host, place: of this rank.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    host: int
+    place: int
+
+    @classmethod
+    def of(cls, hosts: Sequence[str], rank: int) -> Grid:
+        """The grid of ranks whose hosts these are.
+
+        Example: hosts ["a", "b", "a", "b"] and rank 3 give ((0, 2), (1, 3)), host 1, place 1.
+
+        Raises:
+            ConfigError: hosts with different numbers of ranks.
+        """
+        by_host: dict[str, list[int]] = {}
+        for index, name in enumerate(hosts):
+            by_host.setdefault(name, []).append(index)
+        members = tuple(map(tuple, by_host.values()))
+        sizes = [len(of_host) for of_host in members]
+        if len(set(sizes)) > 1:
+            raise ConfigError(
+                f"all2all_backend is 'two_level' and the hosts have {', '.join(map(str, sizes))} ranks; it needs the "
+                f"same number on each, choose 'all_to_all' for other gangs"
+            )
+        host = list(by_host).index(hosts[rank])
+        return cls(members, host, members[host].index(rank))
+
+    @property
+    def across(self) -> tuple[int, ...]:
+        """The ranks of this one's place, by host."""
+        return tuple(of_host[self.place] for of_host in self.members)
+
+    @property
+    def within(self) -> tuple[int, ...]:
+        """The ranks of this one's host, by place."""
+        return self.members[self.host]
+
+    def owners(self, owners: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the rank that has each id, int32: its host, and its place on this one, -1 where it is on another."""
+        hosts, places = (torch.empty(sum(map(len, self.members)), dtype=torch.int32) for _ in range(2))
+        for host, ranks in enumerate(self.members):
+            hosts[list(ranks)] = host
+            places[list(ranks)] = torch.arange(len(ranks), dtype=torch.int32)
+        host_of, place_of = hosts[owners.long()], places[owners.long()]
+        return host_of, torch.where(host_of == self.host, place_of, -1)
+
+
+class _Groups(NamedTuple):
+    grid: Grid
+    across: dist.ProcessGroup
+    within: dist.ProcessGroup
+
+
+# By the group that they divide, and its hosts: layers share them.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _Groups]] = WeakKeyDictionary()
+
+
+def _groups_of(group: dist.ProcessGroup) -> _Groups:
+    hosts = hosts_of(group)
+    made = _groups.setdefault(group, {})
+    if hosts not in made:
+        grid, members = Grid.of(hosts, dist.get_rank(group)), dist.get_process_group_ranks(group)
+        across, within = (
+            dist.new_group(
+                [members[rank] for rank in ranks], use_local_synchronization=True, group_desc=f"moe_ep_{name}"
+            )
+            for name, ranks in (("across_hosts", grid.across), ("within_host", grid.within))
+        )
+        made[hosts] = _Groups(grid, across, within)
+    return made[hosts]
+
+
+class _Handle(NamedTuple):
+    """What came across: its ids and weights, and how many rows."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    num_rows: int
+
+
+class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
+    """Standard format across hosts with the same number of ranks each; prefill.
+
+    Rows arrive ordered by (place, host, token) of their sources. They are quantized, where asked, for the network
+    alone. The combine adds the experts of a rank, the ranks of a host in the order of their places, and the hosts in
+    theirs, each sum in f32 and rounded to the activations' dtype: deterministic, one rounding more than `all_to_all`.
+
+    Args:
+        moe_config, quant_config, process_group: as for all backends.
+        levels: backends of the Standard format across hosts and within one; None for nvshmem_high_throughput, or
+            all_to_all where that cannot run.
+
+    Attributes:
+        by_host: the ranks of each host, by place.
+
+    Raises:
+        ConfigError: hosts with different numbers of ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        moe_config: FusedMoEConfig,
+        quant_config: FusedMoEQuantConfig | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        levels: tuple[str, str] | None = None,
+    ) -> None:
+        group = process_group or dist.distributed_c10d._get_default_group()
+        grid, *groups = _groups_of(group)
+        config = moe_config
+        owners = expert_owner_table(
+            config.ep_size,
+            config.num_experts,
+            config.moe_parallel_config.expert_placement_strategy,
+            config.num_fused_shared_experts,
+            config.ep_rank,
+        )
+        if levels is None:
+            levels = (_choose(config, len(grid.members)), _choose(config, len(grid.within)))
+        # What comes across are the rows of every host's rank of this place.
+        capacities = (config.max_num_tokens, config.max_num_tokens * len(grid.members))
+        ranks = ((grid.host, len(grid.members)), (grid.place, len(grid.within)))
+        wires = (quant_config, FusedMoEQuantConfig.unquantized())
+        self._across, self._within = (
+            _level(name, config, rank, size, capacity, table, wire, its_group)
+            for name, (rank, size), capacity, table, wire, its_group in zip(
+                levels, ranks, capacities, grid.owners(owners), wires, groups, strict=True
+            )
+        )
+        self._num_ranks, self.by_host = config.ep_size, grid.members
+        self._open: OpenBatches[_Handle] = OpenBatches()
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        return ALL2ALL_BACKENDS.load(_ANYWHERE).unusable_reason()
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        return torch.int32
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return self._across.max_num_tokens_per_rank()
+
+    def num_dispatchers(self) -> int:
+        return self._num_ranks
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        """DispatchTimeoutError where a wait of a kernel that has ended was in vain; waits for nothing."""
+        for level in (self._across, self._within):
+            getattr(level, "check", lambda: None)()
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+    ) -> PrepareResult:
+        rows, _, _, ids, weights = self._across.prepare(
+            a1, topk_weights, topk_ids, num_experts, None, apply_router_weight_on_input, quant_config
+        )
+        result = self._within.prepare(
+            rows, weights, ids, num_experts, expert_map, False, FusedMoEQuantConfig.unquantized()
+        )
+        self._open.put(result[3], _Handle(ids, weights, len(rows)))
+        return result
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> None:
+        came = self._open.take(topk_ids)
+        of_host = output.new_empty((came.num_rows, output.size(1)))
+        self._within.finalize(
+            of_host, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        )
+        self._across.finalize(
+            output, of_host, came.weights, came.ids, apply_router_weight_on_input, TopKWeightAndReduceNoOP()
+        )
+
+
+def _choose(moe_config: FusedMoEConfig, num_ranks: int) -> str:
+    preferred: Any = ALL2ALL_BACKENDS.load(_PREFERRED)
+    fits = moe_config.in_dtype is not torch.float32 and moe_config.hidden_dim % 16 == 0
+    if fits and num_ranks <= preferred.MAX_RANKS and preferred.unusable_reason() is None:
+        return _PREFERRED
+    return _ANYWHERE
+
+
+def _level(
+    name: str,
+    moe_config: FusedMoEConfig,
+    rank: int,
+    size: int,
+    capacity: int,
+    owners: torch.Tensor,
+    quant_config: FusedMoEQuantConfig | None,
+    group: dist.ProcessGroup,
+) -> Any:
+    """A backend whose ranks are hosts, or the ranks of one."""
+    parallel = replace(
+        FusedMoEParallelConfig.make(ep_size=size, rank=rank),
+        expert_placement_strategy=moe_config.moe_parallel_config.expert_placement_strategy,
+    )
+    config = replace(
+        moe_config,
+        moe_parallel_config=parallel,
+        num_local_experts=int((owners == rank).sum()),
+        max_num_tokens=capacity,
+    )
+    return ALL2ALL_BACKENDS.load(name)(moe_config=config, quant_config=quant_config, process_group=group, owners=owners)

@@ -1,0 +1,79 @@
+"""two_level against plain loops, with hosts of two ranks each made of one; what CPU and GPU tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
+from tests.dispatch.backend_cases import (
+    Case,
+    Setting,
+    make_backend,
+    make_setting,
+    owner_of,
+    prepare_args,
+    rank_sum,
+    run_experts,
+    sent_row,
+)
+
+RANKS_PER_HOST = 2
+Handed = tuple[torch.Tensor, TopKWeightAndReduce]
+
+
+def expected_output(setting: Setting, world_size: int) -> torch.Tensor:
+    """Ranks of a host are added up and rounded, then hosts."""
+    rows = setting.inputs[setting.rank].rows
+    output = torch.zeros_like(rows)
+    for token in range(len(rows)):
+        total = torch.zeros(rows.size(1))
+        for first in range(0, world_size, RANKS_PER_HOST):
+            parts = [rank_sum(setting, setting.rank, token, first + place) for place in range(RANKS_PER_HOST)]
+            of_host = torch.zeros(rows.size(1))
+            for part in parts:
+                of_host = of_host if part is None else of_host + part.float()
+            total = total + of_host.to(rows.dtype).float()
+        output[token] = total.to(rows.dtype)
+    return output
+
+
+def check_arrived(setting: Setting, world_size: int, rows: torch.Tensor, ids: torch.Tensor) -> None:
+    """Rows and ids, by (place, host, token)."""
+    index = 0
+    for place in range(RANKS_PER_HOST):
+        for source in range(place, world_size, RANKS_PER_HOST):
+            for token, its_ids in enumerate(setting.inputs[source].ids.tolist()):
+                owners = [owner_of(setting, source, expert_id) for expert_id in its_ids]
+                if setting.rank in owners:
+                    here = [i if owner == setting.rank else -1 for i, owner in zip(its_ids, owners, strict=True)]
+                    assert ids[index].tolist() == here
+                    assert torch.equal(rows[index].cpu(), sent_row(setting, source, token))
+                    index += 1
+    assert len(rows) == len(ids) == index
+
+
+def check_two_level(
+    rank: int, world_size: int, cases: Sequence[Case], device: str, levels: tuple[str, str] | None
+) -> int:
+    """All cases, each twice with the same bits; how many there were."""
+    os.environ["MOE_EP_RANKS_PER_HOST"] = str(RANKS_PER_HOST)
+    device = f"cuda:{rank}" if device == "cuda" else device
+    try:
+        for case in cases:
+            setting = make_setting(case, rank, world_size)
+            backend = make_backend(setting, "two_level", levels=levels)
+            args = prepare_args(setting, device)
+            for _ in range(2):
+                result = backend.prepare(*args)
+                check_arrived(setting, world_size, result[0], result[3])
+                results, reduce_impl = run_experts(setting, result, "noop")
+                output = torch.full_like(args[0], float("nan"))
+                backend.finalize(output, results, result[4], result[3], case.on_input, reduce_impl)
+                assert torch.equal(output.cpu(), expected_output(setting, world_size)), case
+            backend.check()
+    finally:
+        del os.environ["MOE_EP_RANKS_PER_HOST"]
+    return len(cases)
