@@ -5,8 +5,9 @@ The protocol, for each batch in flight (cuda/protocol.cuh and low_latency.cuh ho
     epoch   the batch's number, in the upper half of the ticket counters of its buffers, on each rank's own device. The
             dispatch sets the combine's counters to its epoch and the combine the dispatch's to the next, so nothing
             on the host counts, and a captured graph may be replayed.
-    flags   everything a peer writes carries the epoch: in each line, or in a flag that is released behind a row. Epochs
-            only grow, so what is left of earlier batches is never taken for new, and nothing needs to be cleared.
+    flags   everything a peer writes carries the epoch: in each line or packet, or in a flag that is released behind a
+            row. Epochs only grow, so what is left of earlier batches is never taken for new, and nothing needs to be
+            cleared.
     rows    are written for a next batch only after this rank's combine, which waited for a result for every row that it
             had sent; by then the peer had read them. Results are written only after the owner's header came, which it
             sent behind its own combine before.
@@ -147,5 +148,6 @@ class Channel:
             **self.layout.offsets,
             rank=self.ranks.rank,
             capacity=self.layout.capacity,
-            line_tokens=self.layout.line_tokens,
+            row_packet_tokens=self.layout.row_packet_tokens,
+            result_packet_tokens=self.layout.result_packet_tokens,
         )

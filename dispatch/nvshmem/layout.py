@@ -8,20 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_ep.kernels.quantize import GROUP_SIZE, quantized_row_bytes
+from moe_ep.kernels.quantize import quantized_row_bytes
 
 _ALIGNMENT = 512
 _LINE_BYTES = 16
 # Batches between prepare and finalize that have buffers of their own.
 BATCHES_IN_FLIGHT = 2
-# Up to so many tokens of a rank travel as lines: data and flag in one store, twice the bytes.
-LINE_TOKENS = 16
+# Results of up to so many tokens of a rank, and its rows of 16 bits, travel as packets, with a flag in every 128 bytes.
+PACKET_TOKENS = 32
 # As cuda/low_latency.cuh describes them.
 BUFFERS = (
-    "header", "meta", "row_flags", "result_flags", "rows", "results", "row_lines", "result_lines", "meta_outbox",
+    "header", "meta", "row_flags", "result_flags", "rows", "results", "row_packets", "result_packets", "meta_outbox",
     "outbox",
 )  # fmt: skip
 _LOCALS_OF_LINE, _WEIGHTS_OF_LINE = 4, 2
+# A warp stores four packets at a time.
+_PACKET_BYTES, _DATA_OF_PACKET, _PACKETS_OF_WARP = 128, 112, 4
 
 
 def align(num_bytes: int, alignment: int = _ALIGNMENT) -> int:
@@ -38,6 +40,10 @@ def offsets_of(sizes: dict[str, int]) -> dict[str, int]:
     return found
 
 
+def _packet_bytes(num_bytes: int) -> int:
+    return _PACKETS_OF_WARP * _PACKET_BYTES * -(-num_bytes // (_PACKETS_OF_WARP * _DATA_OF_PACKET))
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
     """Buffers of one batch, the same on every rank.
@@ -48,6 +54,8 @@ class BatchLayout:
         num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
         fp8: rows travel as e4m3 codes with scales.
         device_api: some ranks are out of each other's reach and NVSHMEM's device library puts what goes to them.
+        row_packets_up_to, result_packets_up_to: tokens of a rank whose rows of 16 bits, and whose results, travel as
+            packets; rows in e4m3 always do, but to ranks out of reach.
     """
 
     num_ranks: int
@@ -56,10 +64,18 @@ class BatchLayout:
     topk: int
     fp8: bool
     device_api: bool = False
+    row_packets_up_to: int = PACKET_TOKENS
+    result_packets_up_to: int = PACKET_TOKENS
 
     @property
-    def line_tokens(self) -> int:
-        return 0 if self.device_api else min(LINE_TOKENS, self.capacity)
+    def row_packet_tokens(self) -> int:
+        if self.device_api:
+            return 0
+        return self.capacity if self.fp8 else min(self.row_packets_up_to, self.capacity)
+
+    @property
+    def result_packet_tokens(self) -> int:
+        return 0 if self.device_api else min(self.result_packets_up_to, self.capacity)
 
     @property
     def meta_lines(self) -> int:
@@ -70,25 +86,24 @@ class BatchLayout:
         return align(quantized_row_bytes(self.hidden_size), 16) if self.fp8 else 2 * self.hidden_size
 
     @property
-    def lines_of_row(self) -> int:
-        if self.fp8:
-            return self.hidden_size // 8 + -(-self.hidden_size // GROUP_SIZE)
-        return self.hidden_size // 4
+    def row_packet_bytes(self) -> int:
+        """Of a row as packets; those of fp8 have their scales beside the epochs."""
+        return _packet_bytes((1 if self.fp8 else 2) * self.hidden_size)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Bytes of each buffer, in the order in which they lie."""
-        rows, line_rows = self.num_ranks * self.capacity, self.num_ranks * self.line_tokens
+        rows = self.num_ranks * self.capacity
         meta, outgoing = 2 * _LINE_BYTES * self.meta_lines * rows, int(self.device_api)
         sizes = (
             16 * self.num_ranks,
             meta,
             8 * rows,
             8 * rows,
-            self.row_bytes * rows,
+            self.row_bytes * rows * int(self.device_api or not self.fp8),
             2 * self.hidden_size * rows,
-            _LINE_BYTES * self.lines_of_row * line_rows,
-            _LINE_BYTES * (self.hidden_size // 4) * line_rows,
+            self.row_packet_bytes * self.num_ranks * self.row_packet_tokens,
+            _packet_bytes(2 * self.hidden_size) * self.num_ranks * self.result_packet_tokens,
             meta * outgoing,
             2 * self.hidden_size * rows * outgoing,
         )

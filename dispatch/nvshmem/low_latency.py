@@ -155,7 +155,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
             out = new((max_rows, layout.hidden_size), dtype=config.in_dtype)
         rows = self._channel.rows(index, config.in_dtype) if out is None else out
         num_tokens = batch.topk_ids.size(0)
-        split = 1 if self.by_reference else max(1, self.tuning.list_blocks // max(El, 1))
+        split = 1 if self.by_reference else self._blocks_of_expert(num_tokens)
         params = dispatch_type(layout.num_ranks)(
             common=self._common(index, batch.topk_ids),
             rows=batch.rows.data_ptr(),
@@ -169,7 +169,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
             split=split,
             take_parts=self.tuning.take_parts,
         )
-        to_send = 1 + num_tokens * self.tuning.line_parts
+        to_send = 1 + num_tokens * self.tuning.packet_parts
         to_receive = El * split
         if self.by_reference:
             expected = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks
@@ -203,11 +203,11 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
             positions=handle.positions.data_ptr(),
             output=output.data_ptr(),
             weighted=int(not apply_router_weight_on_input),
-            line_output_parts=self.tuning.line_output_parts,
+            packet_output_parts=self.tuning.packet_output_parts,
             row_output_parts=self.tuning.row_output_parts,
         )
-        to_send = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks * self.tuning.line_parts
-        to_receive = num_tokens * max(self.tuning.line_output_parts, self.tuning.row_output_parts)
+        to_send = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks * self.tuning.packet_parts
+        to_receive = num_tokens * max(self.tuning.packet_output_parts, self.tuning.row_output_parts)
         held = (handle, output, fused_expert_output)
         launch = Halves(
             self._kernels["low_latency_combine"], params, to_send, to_receive, self.tuning.blocks, held,
@@ -215,13 +215,18 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         )  # fmt: skip
         return Pending(launch.receive, launch.receive, launch.send)
 
+    def _blocks_of_expert(self, num_tokens: int) -> int:
+        """How many list the same expert and share its rows: one for each that it has where routing is even."""
+        rows = num_tokens * self._layout.num_ranks * self._layout.topk // self._owner_table.numel()
+        return max(1, min(self.tuning.list_blocks // max(self.moe_config.num_local_experts, 1), rows))
+
     def _common(self, index: int, topk_ids: torch.Tensor) -> Any:
         common = self._channel.common(index)
         common.topk_ids = topk_ids.data_ptr()
         common.owners = self._owner_table.data_ptr()
         common.num_ids = self._owner_table.numel()
         common.num_tokens = topk_ids.size(0)
-        common.line_parts = self.tuning.line_parts
+        common.packet_parts, common.packet_tasks = self.tuning.packet_parts, self.tuning.packet_tasks
         return common
 
     def _check_batch(self, batch: Batch) -> None:

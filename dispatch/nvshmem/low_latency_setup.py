@@ -17,18 +17,20 @@ class Tuning:
     """How work is divided; any values give the same bits.
 
     Attributes:
-        line_parts: blocks that share sending a row in lines.
+        packet_parts: blocks that share sending a row as packets, at most.
+        packet_tasks: such parts in all, about: where there are many rows each has fewer.
         take_parts: warps that share bringing a received row to where it is read by reference.
-        line_output_parts, row_output_parts: blocks that share adding up one token that came in lines or as rows.
+        packet_output_parts, row_output_parts: blocks that share adding up one token that came as packets or rows.
         expected_tokens: how many the other ranks are taken to have at least where blocks are counted; what they do have
             is known on the device alone.
-        list_blocks: blocks that list experts where received rows are copied, about.
+        list_blocks: blocks that list experts where received rows are copied, at most.
         blocks: of a kernel, at most.
     """
 
-    line_parts: int = 8
+    packet_parts: int = 8
+    packet_tasks: int = 512
     take_parts: int = 8
-    line_output_parts: int = 4
+    packet_output_parts: int = 4
     row_output_parts: int = 2
     expected_tokens: int = 4
     list_blocks: int = 264

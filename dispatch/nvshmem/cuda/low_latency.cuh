@@ -1,24 +1,25 @@
 // The buffers of one batch of low-latency dispatch and combine, and what both kernels know of them.
 //
 // Every rank has the same buffers at the same offsets (layout.py computes them); part [s] of each belongs to the rank s
-// that writes it. R ranks, capacity C tokens a rank, H slots a token (HIDDEN columns K, TOPK experts). Tokens of a rank
-// that has at most `line_tokens` of them travel as lines (protocol.cuh), those of the others as plain rows with a flag.
+// that writes it. R ranks, capacity C tokens a rank, H slots a token (HIDDEN columns K, TOPK experts). Rows in e4m3, rows
+// of a rank that has at most `row_packet_tokens` tokens, and results for one that has at most `result_packet_tokens`,
+// travel as packets (protocol.cuh); others as plain rows with a flag.
 //
-//   header         [2, R]         u64 {tokens of s, epoch}; even and odd epochs take turns
-//   meta           [2, R, C, M]   lines, likewise: four local experts of 16 bits in each of the first, two weights in
-//                                 each of the others; 0xffff for slots that are not for this rank
-//   row_flags      [R, C, 2]      u32, the epoch when that half of the row is there
-//   result_flags   [R, C, 2]      u32, the same for results on their way home
-//   rows           [R, C]         row_bytes each, codes with scales behind them in fp8
-//   results        [R, C]         2 K bytes each
-//   row_lines      [R, L, ...]    rows as lines: vector i is lines i and K/8 + i in bf16; in fp8 line i, and line
-//                                 K/8 + g holds the scale of group g
-//   result_lines   [R, L, ...]    results as lines, as in bf16
+//   header          [2, R]         u64 {tokens of s, epoch}; even and odd epochs take turns
+//   meta            [2, R, C, M]   lines, likewise: four local experts of 16 bits in each of the first, two weights in
+//                                  each of the others; 0xffff for slots that are not for this rank
+//   row_flags       [R, C, 2]      u32, the epoch when that half of the row is there
+//   result_flags    [R, C, 2]      u32, the same for results on their way home
+//   rows            [R, C]         row_bytes each, codes with scales behind them in fp8
+//   results         [R, C]         2 K bytes each
+//   row_packets     [R, L, ...]    rows as packets; in fp8 the words of a packet's line are the scales of the groups that
+//                                  its first code belongs to and of the next
+//   result_packets  [R, L, ...]    results as packets
 //
-// Where some ranks are out of reach nothing travels as lines, and what goes to those ranks is put from
+// Where some ranks are out of reach nothing travels as packets, and what goes to those ranks is put from
 //
-//   meta_outbox    [2, R, C, M]   meta for rank s
-//   outbox         [R, C]         2 K bytes each: rows of this rank in its own part, results for rank s in the others
+//   meta_outbox     [2, R, C, M]   meta for rank s
+//   outbox          [R, C]         2 K bytes each: rows of this rank in its own part, results for rank s in the others
 #pragma once
 
 #include "device_api.cuh"
@@ -30,7 +31,13 @@ constexpr int kRowParts = 2;  // of a row with flags
 constexpr int kVectors = HIDDEN / kColumns;
 constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;
 constexpr int kRowBytes = FP8 ? (HIDDEN + 4 * kGroups + 15) / 16 * 16 : 2 * HIDDEN;
-constexpr int kRowLines = FP8 ? kVectors + kGroups : 2 * kVectors;
+// A warp moves so many packets at a time; rows have a multiple of that.
+constexpr int kWarpPackets = 32 / kPacketThreads, kGroupPackets = kThreads / kPacketThreads;
+__device__ constexpr int packets_of(int vectors) {
+    return (vectors + kWarpPackets * kPacketVectors - 1) / (kWarpPackets * kPacketVectors) * kWarpPackets;
+}
+constexpr int kResultPackets = packets_of(kVectors);
+constexpr int kRowPackets = packets_of(FP8 ? kVectors / 2 : kVectors);
 constexpr int kLocalsOfLine = 4, kWeightsOfLine = 2;
 constexpr int kLocalLines = (TOPK + kLocalsOfLine - 1) / kLocalsOfLine;
 constexpr int kMetaLines = kLocalLines + (TOPK + kWeightsOfLine - 1) / kWeightsOfLine;
@@ -48,13 +55,20 @@ struct Counters {
 
 struct Buffers {
     u64 peers[RANKS];  // address of each rank's buffers, 0 where it is out of reach
-    u64 header, meta, row_flags, result_flags, rows, results, row_lines, result_lines, meta_outbox, outbox;
+    u64 header, meta, row_flags, result_flags, rows, results, row_packets, result_packets, meta_outbox, outbox;
     int pes[RANKS];  // NVSHMEM's numbers
     u32 reachable;   // bit r: rank r is within reach
     int rank;
     int capacity;
-    int line_tokens;
+    int row_packet_tokens, result_packet_tokens;
 
+    // Of a rank with so many tokens. All of those in e4m3 do: they have to be made plain anyway.
+    __device__ __forceinline__ bool rows_are_packets(int tokens) const {
+        return !DEVICE_API && (FP8 || tokens <= row_packet_tokens);
+    }
+    __device__ __forceinline__ bool results_are_packets(int tokens) const {
+        return !DEVICE_API && tokens <= result_packet_tokens;
+    }
     __device__ __forceinline__ bool reaches(int peer) const { return !DEVICE_API || (reachable >> peer & 1); }
     __device__ __forceinline__ u8* at(int peer, u64 offset) const {
         return reinterpret_cast<u8*>(peers[peer]) + offset;
@@ -83,14 +97,14 @@ struct Buffers {
     __device__ __forceinline__ u8* result(int peer, int source, int token) const {
         return at(peer, results + 2ull * HIDDEN * index(source, token));
     }
-    __device__ __forceinline__ u64 line_index(int source, int token) const {
-        return static_cast<u64>(source) * line_tokens + token;
+    // This thread's vector of a packet.
+    __device__ __forceinline__ u8* row_packet(int peer, int source, int token, int packet) const {
+        const u64 row = static_cast<u64>(source) * row_packet_tokens + token;
+        return at(peer, row_packets + kPacketBytes * (row * kRowPackets + packet) + sizeof(Vec) * packet_slot());
     }
-    __device__ __forceinline__ u8* row_line(int peer, int source, int token, int line) const {
-        return at(peer, row_lines + 16 * (line_index(source, token) * kRowLines + line));
-    }
-    __device__ __forceinline__ u8* result_line(int peer, int source, int token, int line) const {
-        return at(peer, result_lines + 16 * (line_index(source, token) * 2 * kVectors + line));
+    __device__ __forceinline__ u8* result_packet(int peer, int source, int token, int packet) const {
+        const u64 row = static_cast<u64>(source) * result_packet_tokens + token;
+        return at(peer, result_packets + kPacketBytes * (row * kResultPackets + packet) + sizeof(Vec) * packet_slot());
     }
     __device__ __forceinline__ u8* out_of(int part, int token) const {
         return at(rank, outbox + 2ull * HIDDEN * index(part, token));
@@ -106,7 +120,11 @@ struct Common {
     int num_ids;
     int num_tokens;
     int phases;
-    int line_parts;  // of a row that travels as lines
+    int packet_parts, packet_tasks;  // parts of a row that is sent as packets, and tasks that all of them are about
+
+    __device__ __forceinline__ int packet_parts_of(int rows) const {
+        return max(1, min(packet_parts, packet_tasks / max(rows, 1)));
+    }
 
     __device__ __forceinline__ u32 alive() const { return limits.status->alive; }
 
@@ -130,6 +148,12 @@ struct Common {
 // Where the part of a row begins that one group or warp moves, in vectors; a whole scale's group at least.
 __device__ __forceinline__ int part_begin(int part, int parts) {
     return min(kVectors, (kGroups * part + parts - 1) / parts * kScaleVectors);
+}
+
+// The same in packets, in steps of kStep.
+template <int kStep>
+__device__ __forceinline__ int packet_begin(int part, int parts, int packets) {
+    return min(packets, (packets + kStep - 1) / kStep * part / parts * kStep);
 }
 
 __device__ __forceinline__ u64 both(u32 epoch) { return static_cast<u64>(epoch) << 32 | epoch; }

@@ -15,7 +15,7 @@ struct Params {
     const int* positions;  // as the dispatch wrote them
     u8* output;
     int weighted;  // 0 where the weights were applied to the input
-    int line_output_parts, row_output_parts;  // of a token, each added up by a group of its own
+    int packet_output_parts, row_output_parts;  // of a token, each added up by a group of its own
 };
 
 struct Shared {
@@ -86,78 +86,68 @@ __device__ __forceinline__ Vec weighted_sum(const Params& p, const Slots& slots,
     return pack(sum);
 }
 
+// A part of a result to where a flag, or a put, follows.
+__device__ __forceinline__ void send_plain(const Params& p, const Slots& slots, int begin, int end, Vec* there) {
+    for (int base = begin; base < end; base += kThreads) {
+        const int i = base + threadIdx.x;
+        const Vec v = weighted_sum(p, slots, i, i < end);
+        if (i < end) {
+            there[i] = v;
+        }
+    }
+}
+
+// A part of a result as packets.
+__device__ __forceinline__ void send_packets(const Params& p, const Slots& slots, int source, int token, int part, int parts,
+                                             u32 epoch) {
+    const Buffers& b = p.common.buffers;
+    const int end = packet_begin<kWarpPackets>(part + 1, parts, kResultPackets);
+    const int begin = packet_begin<kWarpPackets>(part, parts, kResultPackets);
+    for (int packet = begin + threadIdx.x / kPacketThreads; packet < end; packet += kGroupPackets) {
+        const int i = packet * kPacketVectors + packet_slot();
+        const bool is_data = packet_slot() < kPacketVectors;
+        const Vec v = weighted_sum(p, slots, i, is_data && i < kVectors);
+        store_packets(b.result_packet(source, b.rank, token, packet), is_data ? v : Vec{0, epoch, 0, epoch});
+    }
+}
+
 __device__ __forceinline__ void send(const Params& p, const Shared& shared, int task, int parts, u32 epoch, u32 alive) {
     const Buffers& b = p.common.buffers;
     const int part = task % parts;
     const int token = task / parts / RANKS, source = (b.rank + task / parts) % RANKS;
-    const bool is_within_reach = b.reaches(source);
-    if (token >= shared.tokens[source] || !(alive >> source & 1) || (!is_within_reach && part > 0)) {
+    if (token >= shared.tokens[source] || !(alive >> source & 1)) {
         return;
     }
-    parts = is_within_reach ? parts : 1;
     const Slots slots = slots_of(p, source, token, epoch);
     if (!slots.present) {
         return;
     }
-    const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
-    const bool as_lines = shared.tokens[source] <= b.line_tokens;
-    Vec* there = reinterpret_cast<Vec*>(is_within_reach ? b.result(source, b.rank, token) : b.out_of(source, token));
-    for (int base = begin; base < end; base += kThreads) {
-        const int i = base + threadIdx.x;
-        const Vec v = weighted_sum(p, slots, i, i < end);
-        if (i < end && as_lines) {
-            store_line(b.result_line(source, b.rank, token, i), v.x, v.y, epoch);
-            store_line(b.result_line(source, b.rank, token, kVectors + i), v.z, v.w, epoch);
-        } else if (i < end) {
-            there[i] = v;
-        }
+    if (b.results_are_packets(shared.tokens[source])) {
+        send_packets(p, slots, source, token, part, parts, epoch);
+        return;
     }
 #if DEVICE_API
-    if (!is_within_reach) {
-        u64* flags = b.result_flags_of(b.rank, b.rank, token);
-        void* home = b.result(b.rank, b.rank, token);
-        put_from_outbox<Senders>(b, 1u << source, home, there, 2 * HIDDEN, flags, both(epoch));
+    if (!b.reaches(source)) {
+        if (part == 0) {
+            u8* from = b.out_of(source, token);
+            send_plain(p, slots, 0, kVectors, reinterpret_cast<Vec*>(from));
+            u64* flags = b.result_flags_of(b.rank, b.rank, token);
+            void* home = b.result(b.rank, b.rank, token);
+            put_from_outbox<Senders>(b, 1u << source, home, from, 2 * HIDDEN, flags, both(epoch));
+        }
         return;
     }
 #endif
-    if (!as_lines) {
-        Senders::sync();
-        if (threadIdx.x == 0) {
-            u64* flags = b.result_flags_of(source, b.rank, token);
-            store_release(reinterpret_cast<u32*>(flags) + part, epoch);
-        }
+    const int begin = part_begin(part, kRowParts), end = part_begin(part + 1, kRowParts);
+    send_plain(p, slots, begin, end, reinterpret_cast<Vec*>(b.result(source, b.rank, token)));
+    Senders::sync();
+    if (threadIdx.x == 0) {
+        u64* flags = b.result_flags_of(source, b.rank, token);
+        store_release(reinterpret_cast<u32*>(flags) + part, epoch);
     }
 }
 
 constexpr int kAtOnce = RANKS < 4 ? RANKS : 4;  // ranks whose results are on their way together
-
-// One half of a vector of each rank's result that travelled as lines, added in rank order.
-__device__ __forceinline__ void add_lines(const Params& p, Waits& wait, int token, u32 ranks, int line_number,
-                                          float (&sum)[4]) {
-    const Buffers& b = p.common.buffers;
-#pragma unroll 1
-    for (int from = 0; from < RANKS; from += kAtOnce) {
-        Vec line[kAtOnce];
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-            if (from + j < RANKS && ranks >> (from + j) & 1) {
-                line[j] = load_shared_vec(b.result_line(b.rank, from + j, token, line_number));
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-            const int rank = from + j;
-            if (rank < RANKS && ranks >> rank & 1 &&
-                (is_of(line[j], wait.epoch) ||
-                 wait.for_line(b.result_line(b.rank, rank, token, line_number), rank, line[j]))) {
-                sum[0] = __fadd_rn(sum[0], low_half(line[j].x));
-                sum[1] = __fadd_rn(sum[1], high_half(line[j].x));
-                sum[2] = __fadd_rn(sum[2], low_half(line[j].z));
-                sum[3] = __fadd_rn(sum[3], high_half(line[j].z));
-            }
-        }
-    }
-}
 
 // One vector of each rank's result that is there, added in rank order.
 __device__ __forceinline__ Vec sum_of_rows(const Params& p, int token, u32 ranks, int i) {
@@ -182,17 +172,36 @@ __device__ __forceinline__ Vec sum_of_rows(const Params& p, int token, u32 ranks
     return pack(sum);
 }
 
-// A part of one token, from lines: every thread waits for what it adds.
-__device__ __forceinline__ void receive_lines(const Params& p, Waits& wait, int token, int begin, int end, u32 ranks) {
+// A part of one token, from packets: every warp waits for what it adds, in rank order.
+__device__ __forceinline__ void receive_packets(const Params& p, Waits& wait, int token, int part, int parts, u32 ranks) {
+    const Buffers& b = p.common.buffers;
     Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
-    for (int i = begin + threadIdx.x % kThreads; i < end; i += kThreads) {
-        float low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
-        add_lines(p, wait, token, ranks, i, low);
-        add_lines(p, wait, token, ranks, kVectors + i, high);
-        output[i] = Vec{pack_halves(low[0], low[1]), pack_halves(low[2], low[3]), pack_halves(high[0], high[1]),
-                        pack_halves(high[2], high[3])};
+    const int end = packet_begin<kWarpPackets>(part + 1, parts, kResultPackets);
+    const int begin = packet_begin<kWarpPackets>(part, parts, kResultPackets);
+    for (int packet = begin + threadIdx.x % kThreads / kPacketThreads; packet < end; packet += kGroupPackets) {
+        Floats sum{};
+#pragma unroll 1
+        for (int from = 0; from < RANKS; from += kAtOnce) {
+            Vec v[kAtOnce];
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                if (from + j < RANKS && ranks >> (from + j) & 1) {
+                    v[j] = load_packets(b.result_packet(b.rank, from + j, token, packet));
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                if (from + j < RANKS && ranks >> (from + j) & 1 &&
+                    wait.for_packets(b.result_packet(b.rank, from + j, token, packet), from + j, v[j])) {
+                    accumulate(sum, v[j], 1.0f);
+                }
+            }
+        }
+        const int i = packet * kPacketVectors + packet_slot();
+        if (packet_slot() < kPacketVectors && i < kVectors) {
+            output[i] = pack(sum);
+        }
     }
-    __syncwarp();
 }
 
 // A part of one token, from rows: one warp waits for the group.
@@ -244,7 +253,7 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     for (int rank = 0; rank < RANKS; ++rank) {
         most = max(most, shared.tokens[rank]);
     }
-    const int parts = most <= b.line_tokens ? c.line_parts : kRowParts;
+    const int parts = b.results_are_packets(most) ? c.packet_parts_of(most * RANKS) : kRowParts;
     const u32 total = most * RANKS * parts;
     while (static_cast<u32>(ticket) < total) {
         send(p, shared, static_cast<int>(static_cast<u32>(ticket)), parts, epoch, alive);
@@ -254,20 +263,20 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
 
 __device__ __forceinline__ void receive_all(const Params& p, Shared& shared) {
     const Common& c = p.common;
-    const bool as_lines = c.num_tokens <= c.buffers.line_tokens;
-    const int parts = as_lines ? p.line_output_parts : p.row_output_parts, total = c.num_tokens * parts;
+    const bool as_packets = c.buffers.results_are_packets(c.num_tokens);
+    const int parts = as_packets ? p.packet_output_parts : p.row_output_parts, total = c.num_tokens * parts;
     const u32 epoch = static_cast<u32>(*reinterpret_cast<volatile u64*>(&c.counters->combine) >> 32);
     Waits wait(c.limits, epoch);
     const u32 alive = c.alive();
     int turn = 0;
     for (int task = blockIdx.x; task < total; task += gridDim.x, turn ^= 1) {
         const int part = task % parts, token = task / parts;
-        const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
         int owner;
         const u32 ranks = c.destinations(token, alive, owner);
-        if (as_lines) {
-            receive_lines(p, wait, token, begin, end, ranks);
+        if (as_packets) {
+            receive_packets(p, wait, token, part, parts, ranks);
         } else {
+            const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
             receive_rows(p, wait, shared, turn, token, begin, end, ranks);
         }
     }

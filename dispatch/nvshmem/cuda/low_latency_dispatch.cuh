@@ -22,11 +22,19 @@ struct Params {
 constexpr int kMetaTokens = 16;  // whose slots one task sends
 constexpr int kListed = 2 * kThreads;
 
+// Packets whose codes a group makes together: of whole groups of columns that share a scale.
+constexpr int kStagedPackets = 16;
+constexpr int kStagedVectors = kStagedPackets * kPacketVectors * 2;
+
 struct Arrival {
     int source, token, position;  // position: its row of the expert
 };
 
 struct Shared {
+#if FP8
+    alignas(16) uint2 codes[kStagedVectors];
+    float scales[kStagedVectors / kScaleVectors + 1];
+#endif
     u64 ticket;
     int before[RANKS + 1];    // tokens of the ranks before each
     int warp_counts[kWarps];  // rows of the expert, and in the upper half those that this group takes

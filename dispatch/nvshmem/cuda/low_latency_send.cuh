@@ -13,37 +13,32 @@ __device__ __forceinline__ void store_codes(u8* row, Codes codes, float scale, i
 #endif
 
 // One vector of a row, in registers, to every rank that is to have it.
-__device__ __forceinline__ void put(const Buffers& b, Vec v, int i, bool is_inside, bool as_lines, int token, u32 ranks,
-                                    u32 epoch) {
+__device__ __forceinline__ void put(const Buffers& b, Vec v, int i, bool is_inside, int token, u32 ranks) {
 #if FP8
     float scale;
     const Codes codes = quantize(unpack(v), scale);
-    const bool has_scale = i % kScaleVectors == 0;
 #endif
-#pragma unroll
+#pragma unroll 1
     for (int step = 1; step <= RANKS; ++step) {
         const int peer = (b.rank + step) % RANKS;
-        if (!is_inside || !(ranks >> peer & 1)) {
-            continue;
-        }
-        if (as_lines) {
-#if FP8
-            store_line(b.row_line(peer, b.rank, token, i), codes.low, codes.high, epoch);
-            if (has_scale) {
-                const int line = kVectors + i / kScaleVectors;
-                store_line(b.row_line(peer, b.rank, token, line), __float_as_uint(scale), 0, epoch);
-            }
-#else
-            store_line(b.row_line(peer, b.rank, token, i), v.x, v.y, epoch);
-            store_line(b.row_line(peer, b.rank, token, kVectors + i), v.z, v.w, epoch);
-#endif
-        } else {
+        if (is_inside && ranks >> peer & 1) {
             u8* row = b.row(peer, b.rank, token);
 #if FP8
             store_codes(row, codes, scale, i);
 #else
             reinterpret_cast<Vec*>(row)[i] = v;
 #endif
+        }
+    }
+}
+
+// A packet of each eight of threads to every rank that is to have it.
+__device__ __forceinline__ void put_packets(const Buffers& b, Vec v, int packet, int token, u32 ranks) {
+#pragma unroll 1
+    for (int step = 1; step <= RANKS; ++step) {
+        const int peer = (b.rank + step) % RANKS;
+        if (ranks >> peer & 1) {
+            store_packets(b.row_packet(peer, b.rank, token, packet), v);
         }
     }
 }
@@ -85,14 +80,22 @@ __device__ __forceinline__ void send_header(const Common& c, int peer, u32 epoch
     store_shared_u64(c.buffers.header_of(peer, c.buffers.rank, epoch), static_cast<u64>(epoch) << 32 | c.num_tokens);
 }
 
+__device__ __forceinline__ const Vec* row_of(const Params& p, int token) {
+    return reinterpret_cast<const Vec*>(p.rows + 2ull * HIDDEN * token);
+}
+
+// The ranks within reach that have an expert of the token.
+__device__ __forceinline__ u32 reached_by(const Common& c, int token, u32 alive) {
+    int owner;
+    return c.destinations(token, alive, owner) & (DEVICE_API ? c.buffers.reachable : ~0u);
+}
+
 // A part of a token to every rank that has one of its experts; what it needs is read before it is known who that is.
-__device__ __forceinline__ void send(const Params& p, int task, int parts, u32 epoch, u32 alive) {
+__device__ __forceinline__ void send_plain(const Params& p, int token, int part, u32 epoch, u32 alive) {
     constexpr int kAhead = 2;
     const Buffers& b = p.common.buffers;
-    const int part = task % parts, token = task / parts;
-    const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
-    const Vec* row = reinterpret_cast<const Vec*>(p.rows + 2ull * HIDDEN * token);
-    const bool as_lines = p.common.num_tokens <= b.line_tokens;
+    const int begin = part_begin(part, kRowParts), end = part_begin(part + 1, kRowParts);
+    const Vec* row = row_of(p, token);
     Vec v[kAhead];
     auto load = [&](int base) {
 #pragma unroll
@@ -102,8 +105,7 @@ __device__ __forceinline__ void send(const Params& p, int task, int parts, u32 e
         }
     };
     load(begin);
-    int owner;
-    const u32 ranks = p.common.destinations(token, alive, owner) & (DEVICE_API ? b.reachable : ~0u);
+    const u32 ranks = reached_by(p.common, token, alive);
     for (int base = begin; base < end; base += kAhead * kThreads) {
         if (base > begin) {
             load(base);
@@ -111,17 +113,64 @@ __device__ __forceinline__ void send(const Params& p, int task, int parts, u32 e
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) {
             const int i = base + j * kThreads + threadIdx.x;
-            put(b, v[j], i, i < end, as_lines, token, ranks, epoch);
+            put(b, v[j], i, i < end, token, ranks);
         }
     }
-    if (!as_lines) {
+    Senders::sync();
+    if (threadIdx.x < RANKS && ranks >> threadIdx.x & 1) {
+        u64* flags = b.row_flags_of(threadIdx.x, b.rank, token);
+        store_release(reinterpret_cast<u32*>(flags) + part, epoch);
+    }
+}
+
+#if FP8
+// The same as packets: the codes are made a vector a thread, and put together from shared memory.
+__device__ __forceinline__ void send_packets(const Params& p, Shared& shared, int token, int part, int parts, u32 epoch,
+                                             u32 alive) {
+    const int end = packet_begin<kStagedPackets / 2>(part + 1, parts, kRowPackets);
+    const Vec* row = row_of(p, token);
+    u32 ranks = 0;
+    for (int base = packet_begin<kStagedPackets / 2>(part, parts, kRowPackets); base < end; base += kStagedPackets) {
+        const int i = 2 * kPacketVectors * base + threadIdx.x;
+        const bool is_staged = threadIdx.x < kStagedVectors;
+        const Vec v = is_staged && i < min(kVectors, 2 * kPacketVectors * end) ? row[i] : Vec{0, 0, 0, 0};
+        ranks = ranks ? ranks : reached_by(p.common, token, alive);
+        float scale;
+        const Codes codes = quantize(unpack(v), scale);
         Senders::sync();
-        if (threadIdx.x < RANKS && ranks >> threadIdx.x & 1) {
-            u64* flags = b.row_flags_of(threadIdx.x, b.rank, token);
-            store_release(reinterpret_cast<u32*>(flags) + part, epoch);
+        if (is_staged) {
+            shared.codes[threadIdx.x] = make_uint2(codes.low, codes.high);
+            if (threadIdx.x % kScaleVectors == 0) {
+                shared.scales[threadIdx.x / kScaleVectors] = scale;
+            }
+        }
+        Senders::sync();
+        const int packet = threadIdx.x / kPacketThreads, vector = packet * kPacketVectors + packet_slot();
+        if (packet < kStagedPackets && base + packet < end) {
+            const int group = packet * kPacketVectors / (kScaleVectors / 2);
+            Vec out{__float_as_uint(shared.scales[group]), epoch, __float_as_uint(shared.scales[group + 1]), epoch};
+            if (packet_slot() < kPacketVectors) {
+                out = reinterpret_cast<const Vec*>(shared.codes)[vector];
+            }
+            put_packets(p.common.buffers, out, base + packet, token, ranks);
         }
     }
 }
+#else
+__device__ __forceinline__ void send_packets(const Params& p, Shared&, int token, int part, int parts, u32 epoch, u32 alive) {
+    const int begin = packet_begin<kWarpPackets>(part, parts, kRowPackets);
+    const int end = packet_begin<kWarpPackets>(part + 1, parts, kRowPackets);
+    const Vec* row = row_of(p, token);
+    u32 ranks = 0;
+    for (int packet = begin + threadIdx.x / kPacketThreads; packet < end; packet += kGroupPackets) {
+        const int i = packet * kPacketVectors + packet_slot();
+        const bool is_data = packet_slot() < kPacketVectors && i < kVectors;
+        const Vec v = is_data ? row[i] : Vec{0, epoch, 0, epoch};
+        ranks = ranks ? ranks : reached_by(p.common, token, alive);
+        put_packets(p.common.buffers, v, packet, token, ranks);
+    }
+}
+#endif
 
 #if DEVICE_API
 // Header and slots of all tokens to one rank out of reach.
@@ -150,7 +199,7 @@ __device__ __forceinline__ void put_row(const Params& p, int token, u32 epoch, u
     if (!ranks) {
         return;
     }
-    const Vec* row = reinterpret_cast<const Vec*>(p.rows + 2ull * HIDDEN * token);
+    const Vec* row = row_of(p, token);
     u8* from = b.out_of(b.rank, token);
     for (int base = 0; base < kVectors; base += kThreads) {
         const int i = base + threadIdx.x;
@@ -197,7 +246,8 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     const Buffers& b = c.buffers;
     Tickets<Senders> tickets(&c.counters->dispatch, &shared.ticket);
     const u32 alive = c.alive();
-    const int parts = c.num_tokens <= b.line_tokens ? c.line_parts : kRowParts;
+    const bool as_packets = b.rows_are_packets(c.num_tokens);
+    const int parts = as_packets ? c.packet_parts_of(c.num_tokens) : kRowParts;
     const int meta_tasks = (c.num_tokens + kMetaTokens - 1) / kMetaTokens;
 #if DEVICE_API
     const u32 total = put_tasks(c) + meta_tasks + c.num_tokens * parts;
@@ -226,8 +276,13 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
 #endif
         if (left < meta_tasks) {
             send_meta(p, left, epoch, alive);
+            continue;
+        }
+        const int part = (left - meta_tasks) % parts, token = (left - meta_tasks) / parts;
+        if (as_packets) {
+            send_packets(p, shared, token, part, parts, epoch, alive);
         } else {
-            send(p, left - meta_tasks, parts, epoch, alive);
+            send_plain(p, token, part, epoch, alive);
         }
     }
 }

@@ -3,109 +3,132 @@
 
 #include "low_latency_dispatch.cuh"
 
-// The lines of a token's local experts.
-struct Locals {
-    Vec lines[kLocalLines];
-
-    __device__ __forceinline__ u32 of(int slot) const {
-        const Vec& line = lines[slot / kLocalsOfLine];
-        return (slot % 4 < 2 ? line.x : line.z) >> (slot % 2 * 16) & 0xffff;
-    }
-};
-
-__device__ __forceinline__ bool read_locals(const Buffers& b, Waits& wait, int source, int token, Locals& locals) {
+// The slots, as bits, of a token whose local expert `is_wanted`; none where they did not come in time.
+template <typename Wanted>
+__device__ __forceinline__ u32 slots_where(const Buffers& b, Waits& wait, int source, int token, const Wanted& is_wanted) {
+    constexpr int kAtOnce = kLocalLines == 2 ? 2 : 1;  // lines on their way
     const u8* at = b.meta_of(b.rank, source, token, wait.epoch);
+    u32 slots = 0;
+#pragma unroll 1
+    for (int first = 0; first < kLocalLines; first += kAtOnce) {
+        Vec lines[kAtOnce];
 #pragma unroll
-    for (int n = 0; n < kLocalLines; ++n) {
-        locals.lines[n] = load_shared_vec(at + 16 * n);
-    }
-    bool came = true;
+        for (int n = 0; n < kAtOnce; ++n) {
+            lines[n] = load_shared_vec(at + 16 * min(first + n, kLocalLines - 1));
+        }
 #pragma unroll
-    for (int n = 0; n < kLocalLines; ++n) {
-        came = came && (is_of(locals.lines[n], wait.epoch) || wait.for_line(at + 16 * n, source, locals.lines[n]));
-    }
-    return came;
-}
-
-// What is read of a row for one vector: itself, or its codes, and where it travelled as lines the second line.
-struct Raw {
-    Vec first, second;
-};
-
-template <bool kAsLines>
-__device__ __forceinline__ Raw load_raw(const Buffers& b, int source, int token, int i) {
-    Raw raw;
-    if (kAsLines) {
-        raw.first = load_shared_vec(b.row_line(b.rank, source, token, i));
-        raw.second = load_shared_vec(b.row_line(b.rank, source, token, kVectors + (FP8 ? i / kScaleVectors : i)));
-        return raw;
-    }
-    const u8* row = b.row(b.rank, source, token);
-#if FP8
-    const uint2 codes = __ldcv(reinterpret_cast<const uint2*>(row) + i);
-    raw.first.x = codes.x;
-    raw.first.z = codes.y;
-    raw.second.x = __ldcv(reinterpret_cast<const u32*>(row + HIDDEN) + i / kScaleVectors);
-#else
-    raw.first = load_shared_vec(row + 16ull * i);
-#endif
-    return raw;
-}
-
-// The vector as the experts take it; false where it did not come in time.
-template <bool kAsLines>
-__device__ __forceinline__ bool finish_raw(const Buffers& b, Waits& wait, int source, int token, int i, Raw& raw,
-                                           Vec& v) {
-    if (kAsLines) {
-        const u8* first = b.row_line(b.rank, source, token, i);
-        const u8* second = b.row_line(b.rank, source, token, kVectors + (FP8 ? i / kScaleVectors : i));
-        if ((!is_of(raw.first, wait.epoch) && !wait.for_line(first, source, raw.first)) ||
-            (!is_of(raw.second, wait.epoch) && !wait.for_line(second, source, raw.second))) {
-            return false;
+        for (int n = 0; n < kAtOnce; ++n) {
+            const int line = min(first + n, kLocalLines - 1);
+            if (!is_of(lines[n], wait.epoch) && !wait.for_line(at + 16 * line, source, lines[n])) {
+                return 0;
+            }
+            const u32 four[kLocalsOfLine] = {lines[n].x & 0xffff, lines[n].x >> 16, lines[n].z & 0xffff, lines[n].z >> 16};
+#pragma unroll
+            for (int i = 0; i < kLocalsOfLine; ++i) {
+                slots |= is_wanted(four[i]) ? 1u << (line * kLocalsOfLine + i) : 0u;
+            }
         }
     }
-#if FP8
-    v = dequantize(Codes{raw.first.x, raw.first.z}, __uint_as_float(raw.second.x));
-#else
-    v = kAsLines ? Vec{raw.first.x, raw.first.z, raw.second.x, raw.second.z} : raw.first;
-#endif
-    return true;
+    return slots;
 }
 
-// A warp brings a part of a row to where the experts read it.
-template <bool kAsLines>
-__device__ __forceinline__ void move_row(const Buffers& b, Waits& wait, int source, int token, int begin, int end,
-                                         Vec* there) {
-    constexpr int kAhead = kAsLines ? 2 : 4;
+// What is read of a row for one vector: itself, or its codes and their scale.
+struct Raw {
+    Vec data;
+
+    Raw() = default;
+    __device__ __forceinline__ Raw(const u8* row, int i) {
+#if FP8
+        const uint2 codes = __ldcv(reinterpret_cast<const uint2*>(row) + i);
+        data.x = codes.x;
+        data.y = codes.y;
+        data.z = __ldcv(reinterpret_cast<const u32*>(row + HIDDEN) + i / kScaleVectors);
+#else
+        data = load_shared_vec(row + 16ull * i);
+#endif
+    }
+
+    // As the experts take it.
+    __device__ __forceinline__ Vec plain() const {
+        return FP8 ? dequantize(Codes{data.x, data.y}, __uint_as_float(data.z)) : data;
+    }
+};
+
+// A warp brings a part of a row that is there to where the experts read it.
+__device__ __forceinline__ void move_plain(const u8* row, int begin, int end, Vec* there) {
+    constexpr int kAhead = 4;
     for (int base = begin + threadIdx.x % 32; base < end; base += kAhead * 32) {
         Raw raw[kAhead];
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) {
             if (base + j * 32 < end) {
-                raw[j] = load_raw<kAsLines>(b, source, token, base + j * 32);
+                raw[j] = Raw(row, base + j * 32);
             }
         }
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) {
-            const int i = base + j * 32;
-            Vec v;
-            if (i < end && finish_raw<kAsLines>(b, wait, source, token, i, raw[j], v)) {
-                there[i] = v;
+            if (base + j * 32 < end) {
+                there[base + j * 32] = raw[j].plain();
             }
         }
     }
     __syncwarp();
 }
 
+// This thread's vector of a packet as the experts take it.
+__device__ __forceinline__ void unpack_packet(Vec v, int packet, Vec* there) {
+    const int vector = packet * kPacketVectors + packet_slot();
+#if FP8
+    constexpr int kGroupVectors = kScaleVectors / 2;  // of sixteen codes
+    const u32 first = __shfl_sync(kAllLanes, v.x, threadIdx.x % 32 | kPacketVectors);
+    const u32 next = __shfl_sync(kAllLanes, v.z, threadIdx.x % 32 | kPacketVectors);
+    const bool is_of_first = vector / kGroupVectors == packet * kPacketVectors / kGroupVectors;
+    const float scale = __uint_as_float(is_of_first ? first : next);
+    if (packet_slot() < kPacketVectors && vector < kVectors / 2) {
+        there[2 * vector] = dequantize(Codes{v.x, v.y}, scale);
+        there[2 * vector + 1] = dequantize(Codes{v.z, v.w}, scale);
+    }
+#else
+    if (packet_slot() < kPacketVectors && vector < kVectors) {
+        there[vector] = v;
+    }
+#endif
+}
+
+// A warp waits for packets of a row, and brings them to where the experts read it.
+__device__ __forceinline__ void move_packets(const Buffers& b, Waits& wait, int source, int token, int begin, int end,
+                                             Vec* there) {
+    constexpr int kAhead = FP8 ? 2 : 4;
+    const int in_warp = threadIdx.x % 32 / kPacketThreads;
+    const u8* at = b.row_packet(b.rank, source, token, begin + in_warp);
+    for (int base = begin; base < end; base += kAhead * kWarpPackets, at += kAhead * kWarpPackets * kPacketBytes) {
+        Vec v[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            if (base + j * kWarpPackets < end) {
+                v[j] = load_packets(at + j * kWarpPackets * kPacketBytes);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            if (base + j * kWarpPackets < end && wait.for_packets(at + j * kWarpPackets * kPacketBytes, source, v[j])) {
+                unpack_packet(v[j], base + j * kWarpPackets + in_warp, there);
+            }
+        }
+    }
+}
+
 // A warp waits for a row, and moves a part of it to `there` unless that is null and it lies where it is read.
-__device__ __forceinline__ void take_row(const Buffers& b, Waits& wait, bool as_lines, int source, int token, int part,
+__device__ __forceinline__ void take_row(const Buffers& b, Waits& wait, bool as_packets, int source, int token, int part,
                                          int parts, u8* there) {
-    const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
-    if (as_lines) {
+    if (as_packets) {
+        const int begin = packet_begin<kWarpPackets>(part, parts, kRowPackets);
+        const int end = packet_begin<kWarpPackets>(part + 1, parts, kRowPackets);
         u8* to = there ? there : b.row(b.rank, source, token);
-        move_row<true>(b, wait, source, token, begin, end, reinterpret_cast<Vec*>(to));
+        move_packets(b, wait, source, token, begin, end, reinterpret_cast<Vec*>(to));
     } else if (__all_sync(kAllLanes, wait_for_row(b, wait, b.row_flags_of(b.rank, source, token), source)) && there) {
-        move_row<false>(b, wait, source, token, begin, end, reinterpret_cast<Vec*>(there));
+        const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
+        move_plain(b.row(b.rank, source, token), begin, end, reinterpret_cast<Vec*>(there));
     }
 }
 
@@ -135,8 +158,8 @@ __device__ __forceinline__ void take_listed(const Params& p, Waits& wait, Shared
         const int n = shared.begins[source] + task / parts / RANKS;
         if (n < shared.begins[source + 1]) {
             const Arrival a = shared.arrivals[n];
-            const bool as_lines = shared.tokens_of(source) <= b.line_tokens;
-            take_row(b, wait, as_lines, source, a.token, part, parts, p.out + 2 * HIDDEN * (first + a.position));
+            const bool as_packets = b.rows_are_packets(shared.tokens_of(source));
+            take_row(b, wait, as_packets, source, a.token, part, parts, p.out + 2 * HIDDEN * (first + a.position));
         }
     }
     Receivers::sync();
@@ -149,7 +172,7 @@ __device__ __forceinline__ void take_all(const Params& p, Waits& wait, const Sha
     bool moves = p.out != nullptr;
     for (int source = 0; source < RANKS; ++source) {
         most = max(most, shared.tokens_of(source));
-        moves |= shared.tokens_of(source) <= b.line_tokens;
+        moves |= shared.tokens_of(source) > 0 && b.rows_are_packets(shared.tokens_of(source));
     }
     const int parts = moves ? p.take_parts : 1;
     // Groups that have no expert to list go first.
@@ -157,18 +180,11 @@ __device__ __forceinline__ void take_all(const Params& p, Waits& wait, const Sha
     const int first = threadIdx.x % kThreads / 32 * groups + group;
     for (int task = first; task < most * parts * RANKS; task += groups * kWarps) {
         const int source = task % RANKS, part = task / RANKS % parts, token = task / RANKS / parts;
-        Locals locals;
-        if (token >= shared.tokens_of(source) || !read_locals(b, wait, source, token, locals)) {
-            continue;
-        }
-        bool has_expert = false;
-#pragma unroll
-        for (int slot = 0; slot < TOPK; ++slot) {
-            has_expert |= locals.of(slot) != kNotHere;
-        }
-        if (has_expert) {
+        const auto is_here = [](u32 local) { return local != kNotHere; };
+        const bool is_listed = token < shared.tokens_of(source) && slots_where(b, wait, source, token, is_here);
+        if (__all_sync(kAllLanes, is_listed)) {
             u8* there = p.out ? p.out + 2 * HIDDEN * b.index(source, token) : nullptr;
-            take_row(b, wait, shared.tokens_of(source) <= b.line_tokens, source, token, part, parts, there);
+            take_row(b, wait, b.rows_are_packets(shared.tokens_of(source)), source, token, part, parts, there);
         }
     }
 }
@@ -219,14 +235,8 @@ __device__ __forceinline__ void list_expert(const Params& p, Waits& wait, Shared
             source = i >= shared.before[rank] ? rank : source;
         }
         const int token = i - shared.before[source], row = source * b.capacity + token;
-        u32 slots = 0;
-        Locals locals;
-        if (i < total && read_locals(b, wait, source, token, locals)) {
-#pragma unroll
-            for (int slot = 0; slot < TOPK; ++slot) {
-                slots |= locals.of(slot) == static_cast<u32>(expert) ? 1u << slot : 0u;
-            }
-        }
+        const auto is_its = [=](u32 local) { return local == static_cast<u32>(expert); };
+        const u32 slots = i < total ? slots_where(b, wait, source, token, is_its) : 0;
         __syncwarp();
         const bool is_mine = slots && p.expert_row_ids == nullptr && token % p.split == part;
         const u32 have = __ballot_sync(kAllLanes, slots != 0), mine = __ballot_sync(kAllLanes, is_mine);
@@ -255,13 +265,11 @@ __device__ __forceinline__ void list_expert(const Params& p, Waits& wait, Shared
         listed += all & 0xffff;
         to_take += all >> 16;
         Receivers::sync();
-        if (to_take > kListed - kThreads) {
+        const bool is_last = start + kThreads >= total;
+        if (p.expert_row_ids == nullptr && (is_last || to_take > kListed - kThreads)) {
             take_listed(p, wait, shared, to_take, expert);
             to_take = 0;
         }
-    }
-    if (p.expert_row_ids == nullptr) {
-        take_listed(p, wait, shared, to_take, expert);
     }
     if (thread == 0 && part == 0) {
         p.expert_num_tokens[expert] = listed;

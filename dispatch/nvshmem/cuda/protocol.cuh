@@ -53,6 +53,26 @@ __device__ __forceinline__ void store_line(void* at, u32 a, u32 b, u32 epoch) {
 
 __device__ __forceinline__ bool is_of(Vec line, u32 epoch) { return line.y == epoch && line.w == epoch; }
 
+// A packet: 128 bytes that eight neighbouring threads store with one instruction and load with one: a vector each of
+// seven, and of the eighth a line that holds two words more. Over NVLink between GPUs of one host such a store arrives
+// whole (what NCCL's LL128 protocol stands on), so the line is there last, and one flag serves 112 bytes.
+constexpr int kPacketBytes = 128;
+constexpr int kPacketVectors = 7;
+constexpr int kPacketThreads = 8;
+
+__device__ __forceinline__ int packet_slot() { return threadIdx.x % kPacketThreads; }
+
+// Each thread's vector of four packets; for whole warps, which must not have come apart.
+__device__ __forceinline__ Vec load_packets(const void* at) {
+    __syncwarp();
+    return load_shared_vec(at);
+}
+
+__device__ __forceinline__ void store_packets(void* at, Vec v) {
+    __syncwarp();
+    store_shared_vec(at, v);
+}
+
 // What a rank keeps to itself for all of its buffers.
 struct Status {
     u32 failed;  // a wait of this rank has ended without what it waited for
@@ -99,6 +119,20 @@ public:
             line = load_shared_vec(at);
             return is_of(line, epoch);
         });
+    }
+
+    // Each thread's vector of a packet, `v` where it was loaded before; for whole warps, whose threads get one answer.
+    __device__ __forceinline__ bool for_packets(const void* at, int peer, Vec& v) {
+        for (u32 spin = 1; !__all_sync(~0u, packet_slot() < kPacketVectors || is_of(v, epoch)); ++spin) {
+            if (spin % kSpins == 0 && __any_sync(~0u, is_over(peer))) {
+                return false;
+            }
+            if (spin > kImpatient) {
+                __nanosleep(kPauseNs);
+            }
+            v = load_packets(at);
+        }
+        return true;
     }
 
     const u32 epoch;
