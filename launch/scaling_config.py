@@ -108,7 +108,7 @@ class ScalingConfig(GangConfig):
         default=0.25, metadata=option(_seconds, "that the repeats of a row may take; 5 are made in any case (0.25)")
     )
     seconds: float | None = field(
-        default=None, metadata=option(_seconds, "begin no row after so many; the rows until then are the result")
+        default=None, metadata=option(_seconds, "measure no further row after so many; variants come last")
     )
     seed: int = field(default=0, metadata=option(at_least(0), "of weights, tokens and choices (0)"))
     commit: str | None = field(

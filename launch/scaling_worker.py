@@ -45,8 +45,13 @@ class Setting(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A row that was asked for; rows of weak and strong scaling may have their setting in common."""
+    """A row that was asked for; rows of weak and strong scaling may have their setting in common.
 
+    Attributes:
+        order: its place among all rows, which are not measured in that order.
+    """
+
+    order: int
     scaling: str
     tokens: int
     setting: Setting
@@ -77,16 +82,20 @@ def run_scaling(rank_env: RankEnv, config: ScalingConfig, command: str) -> list[
         rows = _Rows(
             config, rank_env, _about(rank_env, config, command, ceilings), sum(len(asked) for *_, asked in plan)
         )
+        measured: dict[tuple[str, int, Setting], dict[str, Any]] = {}
+        is_over = False
         for geometry, size, asked in plan:
-            weights = make_weights(geometry, size, device, config.seed)
-            measured: dict[Setting, dict[str, Any]] = {}
+            weights: list[SyntheticConfig] = []
             for row in asked:
-                if row.setting not in measured:
-                    if _is_over(config, started):
-                        return rows.finished()
-                    measured[row.setting] = bench.measure(geometry, row.setting, size, weights, ceilings)
+                key = (geometry.name, size, row.setting)
+                if key not in measured:
+                    is_over = is_over or _is_over(config, started)
+                    if is_over:
+                        continue
+                    weights = weights or make_weights(geometry, size, device, config.seed)
+                    measured[key] = bench.measure(geometry, row.setting, size, weights, ceilings)
                 about = {"geometry": geometry.name, "ep_size": size, "scaling": row.scaling}
-                rows.add(about | {"asked_tokens": row.tokens} | measured[row.setting])
+                rows.add(row.order, about | {"asked_tokens": row.tokens} | measured[key])
             weights.clear()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -103,15 +112,15 @@ class _Rows:
     fails has not measured in vain."""
 
     def __init__(self, config: ScalingConfig, rank_env: RankEnv, about: dict[str, Any], total: int) -> None:
-        self._found: list[dict[str, Any]] = []
+        self._found: dict[int, dict[str, Any]] = {}
         self._about, self._total, self._speaks = about, total, rank_env.rank == 0
         self._path: Path | None = None
         if self._speaks and config.json is not None and config.json.parent.is_dir():
             self._path = unfinished(config.json)
             self._path.unlink(missing_ok=True)
 
-    def add(self, row: dict[str, Any]) -> None:
-        self._found.append(row)
+    def add(self, order: int, row: dict[str, Any]) -> None:
+        self._found[order] = row
         progress.report("measuring", len(self._found), self._total)
         if self._path is not None:
             append_line(self._path, row | self._about)
@@ -122,7 +131,7 @@ class _Rows:
             return None
         if len(self._found) < self._total:
             logger.warning("--seconds are over: %d of %d rows were measured", len(self._found), self._total)
-        return [row | self._about for row in with_efficiency(self._found)]
+        return [row | self._about for row in with_efficiency([row for _, row in sorted(self._found.items())])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,15 +191,21 @@ class _Bench:
 def _plan(
     config: ScalingConfig, geometries: Sequence[Geometry], *, tell: bool
 ) -> list[tuple[Geometry, int, list[Asked]]]:
-    """(geometry, EP size, rows), those of the same weights together."""
-    plan = []
+    """(geometry, EP size, rows), those of the same weights together: of every geometry first what others are compared
+    with, then variants and other scaling, which a limit of time may cut."""
+    first, later, order = [], [], itertools.count()
     for geometry in geometries:
         routings = _routings(config, geometry, tell=tell)
-        plan += [(geometry, size, list(_asked(config, routings, size))) for size in config.ep_sizes]
-    return plan
+        for size in config.ep_sizes:
+            asked = list(_asked(config, routings, size, order))
+            kind = asked[0].setting[2:] if asked else ()
+            base = [row for row in asked if row.scaling == config.scaling[0] and row.setting[2:] == kind]
+            first.append((geometry, size, base))
+            later.append((geometry, size, [row for row in asked if row not in base]))
+    return first + later
 
 
-def _asked(config: ScalingConfig, routings: Sequence[str], ep_size: int) -> Iterator[Asked]:
+def _asked(config: ScalingConfig, routings: Sequence[str], ep_size: int, order: Iterator[int]) -> Iterator[Asked]:
     alone = ep_size == 1
     choices = (
         ("auto",) if alone else config.backend,
@@ -207,7 +222,7 @@ def _asked(config: ScalingConfig, routings: Sequence[str], ep_size: int) -> Iter
                     continue
                 each = tokens if scaling == "weak" else tokens // ep_size
                 if each:
-                    yield Asked(scaling, tokens, Setting(phase, each, *values))
+                    yield Asked(next(order), scaling, tokens, Setting(phase, each, *values))
 
 
 def _routings(config: ScalingConfig, geometry: Geometry, *, tell: bool) -> list[str]:

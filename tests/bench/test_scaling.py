@@ -116,7 +116,9 @@ def test_variants_are_measured_where_asked_and_nothing_twice(monkeypatch: pytest
         monkeypatch, measured, scaling=("weak", "strong"), routing=("uniform", "zipf:1"), eplb=("off", "on"),
         variant_tokens=(8,),
     )  # fmt: skip
-    assert len(measured.settings) == (3 + 1) + (3 + 3 + 2)
+    # What variants are compared with comes first, at every EP size.
+    assert len(measured.settings) == (3 + 3) + 1 + (3 + 2)
+    assert {(s.routing, s.eplb) for s in measured.settings[:6]} == {("uniform", "off")}
     assert rows is not None
     of_two = [row for row in rows if row["ep_size"] == 2]
     assert [(r["scaling"], r["asked_tokens"], r["num_tokens"]) for r in of_two if r["scaling"] == "strong"] == [
