@@ -5,8 +5,9 @@
 
 floor = max(weight bytes / 4.3 TB/s, FLOPs / 790 TFLOP/s); what this GPU reaches is measured in the same run and printed
 above the table. Every case is compared with weights dequantized to f32 before it is timed. Timing: ten calls in a CUDA
-graph (three for long ones), the median over replays; weights that fit the L2 cache are copied and taken in turn, so
-that they are read from memory. Buffers hold 128 rows an expert, or 1024 where more than 128 are used (peers: anywhere).
+graph (three for long ones), two bursts of seven replays after rests, the median (gemm_timing.py); weights that fit the
+L2 cache are copied and taken in turn, so that they are read from memory. Buffers hold 128 rows an expert, or 1024
+where more than 128 are used (peers: anywhere).
 
 Beside uniform rows: rows that follow Zipf's law with exponent 0.5 over three quarters of the experts, the others empty,
 against the same number of rows spread evenly over the same experts; and DeepSeek-V3's experts of one of eight ranks
@@ -31,11 +32,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gemm_timing import timed
 
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.bench.ceilings import measure_ceilings
 from moe_ep.bench.results import append_line, facts, table
-from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.kernels.marlin import functional
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
 from moe_ep.kernels.marlin.plain import dequantize_packed
@@ -49,7 +50,7 @@ RELATIVE_ERROR = 0.01
 PEERS = ("humming", "vllm", "vllm_best")
 COLUMNS = {
     "shape": "shape", "rows": "rows", "us": "us", "p99_us": "p99", "floor_us": "floor", "floor_over_time": "floor/time",
-    "relative_error": "error", "humming": "humming", "vllm": "vLLM", "vllm_best": "vLLM best",
+    "clock_mhz": "MHz", "relative_error": "error", "humming": "humming", "vllm": "vLLM", "vllm_best": "vLLM best",
 }  # fmt: skip
 
 
@@ -167,10 +168,10 @@ def run_shape(name: str, shape: Shape, cases: list[tuple[str, list[int]]]) -> li
         if not error < RELATIVE_ERROR:
             raise RuntimeError(f"{name} with rows {label} is wrong: relative error {error}")
         floor = shape.floor_us(counts)
-        times = time_calls(call, device=rows.device, chain=10 if floor < 500 else 3, repeats=15)
-        timing = timing_of(times)
+        timing = timed(call, rows.device)
         row = {"shape": name, "rows": label, "us": timing.median, "p99_us": timing.p99, "floor_us": floor}
-        results.append(row | {"floor_over_time": floor / timing.median, "relative_error": error})
+        row |= {"floor_over_time": floor / timing.median, "clock_mhz": timing.clock_mhz, "relative_error": error}
+        results.append(row)
     return results
 
 

@@ -25,8 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from gemm_timing import timed
 
-from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.scalar_type import scalar_types
 
 CACHE_BYTES = 150e6  # weights below this are copied until they exceed it
@@ -178,8 +178,7 @@ def run_shape(peer: Humming | Vllm, shape: Shape, row_counts: list[int], compile
             if compile_only:
                 call(0)
                 continue
-            chain = 10 if rows < 256 else 3
-            times[name] = timing_of(time_calls(call, device=device, chain=chain, repeats=7)).median
+            times[name] = timed(call, device).median
         print(json.dumps({"shape": shape, "rows": rows, "us": peer.named(times)}), flush=True)
 
 

@@ -35,7 +35,7 @@ PEERS = {"humming": "Humming", "vllm": "vLLM", "vllm_best": "vLLM, best block"}
 WANTED_OF_PEERS = {"humming": (1.0, 1.2), "vllm": (1.85, 2.7)}
 COLUMNS = {
     "rows": "rows/expert", "us": "us", "p99_us": "p99 us", "floor_us": "floor us", "share": "floor/time",
-    "wanted": "wanted", "error": "error",
+    "wanted": "wanted", "mhz": "MHz", "error": "error",
 }  # fmt: skip
 
 
@@ -57,6 +57,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
         **times,
         "share": f"{row['floor_over_time']:.2f}",
         "wanted": None if wanted is None else f"{wanted:.2f}",
+        "mhz": f"{row['clock_mhz']:.0f}" if "clock_mhz" in row else None,
         "error": f"{row['relative_error']:.4f}",
     }
 
@@ -71,7 +72,7 @@ def wanted_share(row: dict[str, Any]) -> float | None:
 def shape_table(rows: list[dict[str, Any]]) -> str:
     some = [shown(row) for row in rows if row["rows"].isdecimal()]
     peers = {key: name for key, name in PEERS.items() if any(key in row for row in some)}
-    columns = {key: name for key, name in COLUMNS.items() if key != "wanted" or some[0]["wanted"] is not None}
+    columns = {key: name for key, name in COLUMNS.items() if some[0][key] is not None}
     return markdown_table(some, columns | peers)
 
 

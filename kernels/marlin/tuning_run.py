@@ -20,7 +20,7 @@ ROWS = (1, 4, 8, 12, 16, 20, 24, 28, 32)
 _CAPACITY = 128
 # Weights below this are copied until they exceed it, so that they come from memory.
 _CACHE_BYTES = 150e6
-_NEXT_TO_NOTHING = 0.01
+_NEXT_TO_NOTHING = 0.03
 
 
 def measure(
