@@ -49,7 +49,7 @@ DEVICE void add_teams(const Lane<kTokens, kTeams>& me, Shared& shared, int segme
   if (me.lane == 0) barrier_arrive(&shared.exchange_free);
 }
 
-// The sums of a tile's later pieces, left by other blocks, added in order; the tokens' warps have waited for them.
+// The sums of a tile's later pieces, left by other blocks, added in order.
 template <int kTokens>
 DEVICE void add_pieces(const ExpertsParams& p, const Schedule& s, const Segment& g, float (&total)[kTokens / 2]) {
   constexpr int kAtOnce = 64 / kTokens;  // loads in flight: a tile of many columns has many pieces
@@ -88,6 +88,7 @@ DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, const float (&
 template <int kTokens, int kTeams>
 DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment& g, int segment, float4* exchange,
                            const float (&sums)[kTeams][kTokens / 2]) {
+  constexpr float kUnit = takes_raw(kTokens) ? kRawUnit : kUnfold;
   Lane<kTokens, kTeams> me;
   float total[kTokens / 2];
   add_teams<kTokens, kTeams>(me, shared, segment, exchange, sums, total);
@@ -96,11 +97,14 @@ DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment
     leave_piece<kTokens>(p, g, total);
     return;
   }
-  if (g.to < shared.schedule.steps[g.phase]) add_pieces<kTokens>(p, shared.schedule, g, total);
+  if (g.to < shared.schedule.steps[g.phase]) {
+    barrier_wait(&shared.segment_pieces[segment % kSegments], segment / kSegments & 1);
+    add_pieces<kTokens>(p, shared.schedule, g, total);
+  }
   if (first >= p.gemm[g.phase].rows) return;
   if (g.phase == 0) {
-    store_rows<kTokens, true>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnfold);
+    store_rows<kTokens, true>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnit);
   } else {
-    store_rows<kTokens, false>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnfold);
+    store_rows<kTokens, false>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnit);
   }
 }

@@ -1,7 +1,7 @@
 // The warps that do not compute: one streams weights, two copy the tokens' rows, one sets flags.
 #pragma once
 #include "activation.cuh"
-#include "decode_stage.cuh"
+#include "decode_prepare.cuh"
 
 // ---- the weights' warp ----
 
@@ -55,9 +55,15 @@ DEVICE void clear_scales(const ExpertsParams& p, Ring ring) {
   __syncwarp();
 }
 
-DEVICE int claim_ticket(const ExpertsParams& p, const Shared& shared) {
-  u64 ticket = atomicAdd(reinterpret_cast<u64*>(p.sync), 1ull);
-  return (int)((u32)ticket - (u32)(shared.launch - 1) * kTicketsPerBlock * gridDim.x);
+DEVICE u64 draw_tickets(const ExpertsParams& p, u32 count) {
+  return atomicAdd(reinterpret_cast<u64*>(p.sync), (u64)count);
+}
+
+// The first one's number within its launch.
+DEVICE int ticket_number(const ExpertsParams& p, u64 ticket, u32 count) {
+  u32 number = (u32)ticket % kTicketsPerLaunch, all = 3 * gridDim.x;
+  if (number + count == all) draw_tickets(p, kTicketsPerLaunch - all);
+  return (int)number;
 }
 
 // `ticket` is the first one, claimed already; lane 0 has it.
@@ -80,7 +86,7 @@ DEVICE void run_weight_warp(const ExpertsParams& p, Shared& shared, Ring ring, i
       if (elected()) load_weights(p, shared, g, ring, policy);
       __syncwarp();
     });
-    if (lane == 0) ticket = claim_ticket(p, shared);
+    if (lane == 0) ticket = ticket_number(p, draw_tickets(p, 1), 1);
     ticket = __shfl_sync(~0u, ticket, 0);
   }
   publish(Segment{});
@@ -125,41 +131,59 @@ DEVICE void wait_for_pieces(const ExpertsParams& p, Shared& shared, const Segmen
   __syncwarp();
 }
 
-// A thread copies the same 16-byte chunk of every fourth row: two rows a warp, side by side.
+// By kWarps warps, `thread` counted over them: each copies the same 16-byte chunk of every second or fourth of at most
+// kRows rows.
+template <int kWarps, int kRows>
+DEVICE void copy_tokens(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& ring, u32 thread,
+                        u64* arrived) {
+  constexpr int kChunks = kStepColumns / 8, kRowsAtOnce = kWarps * 32 / kChunks;
+  const GemmParams& gemm = p.gemm[g.phase];
+  int lane = thread % 32, chunk = thread % kChunks, first = thread / kChunks, num_rows = g.rows - first;
+  u32 place = chunk / 8 * ring.token_rows * 128 + first * 128 + (chunk ^ first) % 8 * 16;
+  // A lane finds where one row begins, in 16-byte chunks, which 32 bits can count.
+  u32 start = lane < g.rows ? (u32)input_row(p, g, lane) * (u32)(gemm.columns / 8) : 0;
+  u32 from[kRows / kRowsAtOnce];
+#pragma unroll
+  for (int i = 0; i < kRows / kRowsAtOnce; i++) from[i] = __shfl_sync(~0u, start, first + i * kRowsAtOnce) + chunk;
+  int ready = g.phase == 0 ? g.to : g.from;
+  for (int step = g.from; step < g.to; step++, ring.advance(1)) {
+    if (step >= ready) ready = wait_for_hidden(p, shared, g, step);
+    barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    u32 to = shared_address(ring.tokens()) + place, valid = step * kStepColumns + chunk * 8 < gemm.columns ? 16 : 0;
+    const uint4* input = reinterpret_cast<const uint4*>(gemm.input) + (valid ? step * (kStepColumns / 8) : 0);
+    asm volatile("" : "+l"(input));  // so that addresses are found when they are needed: there are many
+#pragma unroll
+    for (int i = 0; i < kRows / kRowsAtOnce; i++) {
+      int row = i * kRowsAtOnce;
+      if (row >= num_rows) break;
+      copy_async_16((to ^ row % 8 * 16) + row * 128, input + from[i], valid);
+    }
+    barrier_arrive_on_copies(&arrived[ring.stage]);
+  }
+}
+
+// Two warps: both copy, or where codes are raw one copies and the other prepares what has landed.
 DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring ring) {
-  constexpr int kChunks = kStepColumns / 8, kRowsAtOnce = kTokenWarps * 32 / kChunks;
-  int thread = threadIdx.x - 32 * kTokenWarp, lane = thread % 32, chunk = thread % kChunks, first = thread / kChunks;
-  u32 place = chunk / 8 * ring.token_rows * 128 + first * 128;
-  u32 chunks[2] = {(chunk ^ first) % 8 * 16u, (chunk ^ first + kRowsAtOnce) % 8 * 16u};  // of every other row
-  for_each_segment(shared, shared.segment_empty, [&](const Segment& g, int) {
-    const GemmParams& gemm = p.gemm[g.phase];
-    // A lane finds where one row begins, in 16-byte chunks, which 32 bits can count.
-    u32 start = lane < g.rows ? (u32)input_row(p, g, lane) * (u32)(gemm.columns / 8) : 0;
-    u32 from[kFewRows / kRowsAtOnce];
-#pragma unroll
-    for (int i = 0; i < kFewRows / kRowsAtOnce; i++) {
-      from[i] = __shfl_sync(~0u, start, first + i * kRowsAtOnce) + chunk;
-    }
-    bool shared_tile = g.from == 0 && g.to < shared.schedule.steps[g.phase];
-    int ready = g.phase == 0 ? g.to : g.from, num_rows = g.rows - first;
-    for (int step = g.from; step < g.to; step++, ring.advance(1)) {
-      if (step >= ready) ready = wait_for_hidden(p, shared, g, step);
-      if (shared_tile && step == g.to - 1) wait_for_pieces(p, shared, g, lane);
-      barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-      u32 to[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++) to[i] = shared_address(ring.tokens()) + place + chunks[i];
-      u32 valid = step * kStepColumns + chunk * 8 < gemm.columns ? 16 : 0;
-      const uint4* input = reinterpret_cast<const uint4*>(gemm.input) + (valid ? step * (kStepColumns / 8) : 0);
-      asm volatile("" : "+l"(input));  // so that addresses are found when they are needed: there are many
-#pragma unroll
-      for (int i = 0; i < kFewRows / kRowsAtOnce; i++) {
-        int row = i * kRowsAtOnce;
-        if (row >= num_rows) break;
-        copy_async_16(to[i % 2] + row * 128, input + from[i], valid);
+  u32 parities = 0;  // of every stage's `landed`, which not every filling of a stage takes part in
+  for_each_segment(shared, shared.segment_empty, [&](const Segment& g, int number) {
+    u32 thread = threadIdx.x - 32 * kTokenWarp;
+    asm volatile("" : "+r"(thread));  // so that what follows from it is found for every segment, not kept meanwhile
+    if (!takes_raw(tile_tokens(g.rows))) {
+      copy_tokens<kTokenWarps, kFewRows>(p, shared, g, ring, thread, shared.full);
+    } else if (thread < 32) {
+      copy_tokens<1, 8>(p, shared, g, ring, thread, shared.landed);
+    } else {
+      for (int step = g.from; step < g.to; step++, ring.advance(1)) {
+        barrier_wait(&shared.landed[ring.stage], parities >> ring.stage & 1);
+        parities ^= 1u << ring.stage;
+        prepare_tokens(ring, shared.starts[ring.stage]);
+        __syncwarp();
+        if (thread == 32) barrier_arrive(&shared.full[ring.stage], 32 * kTokenWarps);
       }
-      barrier_arrive_on_copies(&shared.full[ring.stage]);
     }
+    if (thread >= 32) return;
+    if (g.from == 0 && g.to < shared.schedule.steps[g.phase]) wait_for_pieces(p, shared, g, thread);
+    if (thread == 0) barrier_arrive(&shared.segment_pieces[number % kSegments]);
   });
 }
 

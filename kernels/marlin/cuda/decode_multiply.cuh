@@ -1,10 +1,10 @@
-// One stage of weights, dequantized in full, times a few tokens, added to a tile's sums, by one team of warps.
+// One stage of weights, dequantized in full or as raw codes, times a few tokens, added to a tile's sums, by one team of
+// warps.
 //
 // The consumer warps form kTeams teams that take the steps of a tile in turn: a warp has kTeams blocks of 16 rows, so
 // that a team covers the tile. More teams read the tokens less often and have more time for a stage.
 #pragma once
-#include "decode_stage.cuh"
-#include "mma.cuh"
+#include "decode_prepare.cuh"
 #include "prefill_dequant.cuh"
 
 template <int kTokens, int kTeams>
@@ -21,7 +21,7 @@ struct Lane {
     tokens = kTokens == 8 ? row * 128 + (lane / 8 ^ row) * 16
                           : (lane / 16 * 8 + row) * 128 + (lane / 8 % 2 ^ row) * 16;
     scales = (block * 16 + lane / 4 * 2) * kScaleBytes;
-    asm volatile("" : "+r"(codes), "+r"(tokens), "+r"(scales));  // kept rather than found again for every stage
+    asm volatile("" : "+r"(team), "+r"(codes), "+r"(tokens), "+r"(scales));  // found once for every segment
   }
   DEVICE int first_row(int i) const { return (warp * kTeams + i) * 16; }  // of the tile
 };
@@ -66,6 +66,47 @@ DEVICE void multiply_stage(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams
 #pragma unroll
         for (int j = 0; j < kTokens / 8; j++) mma(&sums[i][4 * j], a, b[k][j][0], b[k][j][1]);
       }
+    }
+  }
+}
+
+// The same of 8 tokens with raw codes: the stage's sums first, which are then scaled.
+template <int kTeams>
+DEVICE void multiply_raw(const Lane<8, kTeams>& me, float (&sums)[kTeams][4], const Ring& ring, const float* starts) {
+  const u8* codes = ring.codes() + me.codes;
+  const u8* scales = ring.scales() + me.scales;
+  u32 tokens = shared_address(ring.tokens()) + me.tokens, words[kTeams][2 * kWords], b[2][2];
+  float stage_sums[kTeams][4];
+  constexpr int kAtOnce = kBits == 4 ? 8 : 2;  // products of 16 columns: words of eight bits take more registers
+  float4 start = kSumTokens ? *reinterpret_cast<const float4*>(starts + me.lane % 4 * 4) : make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < kTeams; i++) {
+    float zero[2] = {1.0f, 1.0f};
+    if constexpr (kHasZeros) load_raw_zeros(scales + kScaleRow + i * 16 * kScaleBytes, zero);
+    stage_sums[i][0] = start.x * zero[0], stage_sums[i][1] = start.y * zero[0];
+    stage_sums[i][2] = start.z * zero[1], stage_sums[i][3] = start.w * zero[1];
+  }
+#pragma unroll kAtOnce
+  for (int k = 0; k < 8; k++) {
+#pragma unroll
+    for (int i = 0; i < kTeams && k % 2 == 0; i++) load_words(words[i], codes + (k / 2 * 4 + i) * kPieceBytes);
+    if (k % 2 == 0) load_matrices(b[0], (tokens ^ k % 4 * 32) + k / 4 * ring.token_rows * 128);
+#pragma unroll
+    for (int i = 0; i < kTeams; i++) {
+      u32 a[4];
+      raw_pairs(&words[i][k % 2 * kWords], a);
+      mma(stage_sums[i], a, b[k % 2][0], b[k % 2][1]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kTeams; i++) {
+    float scale[2];
+    load_raw_scales(scales + i * 16 * kScaleBytes, scale);
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+      float v = stage_sums[i][m];
+      if (kNibbles && m >= 2) v -= stage_sums[i][m - 2];
+      sums[i][m] = fmaf(scale[m / 2], v, sums[i][m]);
     }
   }
 }

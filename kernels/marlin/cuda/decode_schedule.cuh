@@ -2,12 +2,14 @@
 //
 // A tile is 256 weight rows of one expert, all its tokens; a step is 128 columns of it. The tiles of a phase (w13, then
 // w2) lie one after the other, expert by expert, and their steps are cut into one piece a block, all of equal cost. A
-// piece may begin and end inside a tile: the block that has a tile's first step adds up the pieces that follow.
+// piece may begin and end inside a tile: the block that has a tile's first step adds up the pieces that follow. Pieces
+// of few tiles are cut between tiles, where the longest one is then little longer than the mean.
 //
 // A block claims pieces by tickets, those of w13 first and the last piece of either phase first, so a piece only waits
-// for pieces of earlier tickets, whose blocks are running: nothing depends on how many blocks are resident. A launch
-// draws 3 tickets a block (pieces of both phases, and one each that says there is no more), so tickets count launches
-// too: flags hold the number of the launch that set them and are never cleared.
+// for pieces of earlier tickets, whose blocks are running: nothing depends on how many blocks are resident. Blocks draw
+// 3 tickets each (pieces of both phases, and one each that says there is no more), whoever draws the last one also what
+// is missing to a round number, so tickets count launches too: flags hold the number of the launch that set them and
+// are never cleared.
 //
 // Example: 3 tiles of 4 steps on 2 blocks: the pieces are steps 0..5 and 6..11, tile 1 is shared. The block that draws
 // steps 6..11 leaves the sum of tile 1's steps 2, 3 first thing; the other adds it to tile 1's steps 0, 1.
@@ -17,10 +19,11 @@
 constexpr int kTileRows = 256;
 constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
-constexpr int kTicketsPerBlock = 3;  // a piece of either phase, and one that says there is no more
+constexpr int kMostIdle = 5;         // steps: what adding up over blocks takes, where it cannot be done early
+constexpr u32 kTicketsPerLaunch = 4 * kMaxBlocks;
 
 // Tokens a tile is computed for, and the relative time of one of its steps as measured on an H200.
-DEVICE int tile_tokens(int rows) { return (rows + 7) / 8 * 8; }
+DEVICE constexpr int tile_tokens(int rows) { return (rows + 7) / 8 * 8; }
 DEVICE int step_cost(int rows) { return 3 + tile_tokens(rows) / 8; }
 
 struct Schedule {
@@ -41,6 +44,12 @@ struct Segment {
   int active, expert, rows, first_row;  // whose: place in the list of active experts, and what stands there
   int row_tile, from, to;               // which tile, and which of its steps
 };
+
+// a / b, both at least 0 and the quotient below 2^21, in a third of the time.
+DEVICE int quotient(int a, int b) {
+  int q = (int)__fdividef((float)a, (float)b), rest = a - q * b;
+  return q + (rest >= b) - (rest < 0);
+}
 
 // Sum over the lanes before this one.
 DEVICE int sum_before(int value, int lane) {
@@ -76,8 +85,8 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
   if (lane == 0) s.num_active = active, s.largest = largest;
 }
 
-// All threads, once there are tables: cuts either phase into pieces of equal cost, or of equal length where they are so
-// short that some could get no step at all.
+// All threads, once there are tables: cuts either phase into whole tiles, into pieces of equal cost, or of equal length
+// where they are so short that some could get no step at all.
 DEVICE void cut_phases(Schedule& s) {
   int blocks = gridDim.x;
   for (int i = threadIdx.x; i < 2 * (blocks + 1); i += blockDim.x) {
@@ -85,9 +94,15 @@ DEVICE void cut_phases(Schedule& s) {
     int expert_steps = s.row_tiles[phase] * s.steps[phase];
     Schedule::Active last = s.active()[s.num_active - 1];
     int total = (last.cost_before + last.cost) * expert_steps, all = s.num_active * expert_steps;
+    int tiles = s.num_active * s.row_tiles[phase], most = tiles > blocks ? 2 : 1;
+    bool alike = last.cost_before + last.cost == s.num_active * step_cost(s.largest);
+    if (alike && tiles <= 2 * blocks && most * s.steps[phase] - quotient(all, blocks) <= kMostIdle) {
+      s.start[phase][piece] = quotient(piece * tiles, blocks) * s.steps[phase];
+      continue;
+    }
     bool even = total < 2 * step_cost(kFewRows) * blocks;
     if (even) total = all;
-    int before = piece * (total / blocks) + min(piece, total % blocks);
+    int share = quotient(total, blocks), before = piece * share + min(piece, total - share * blocks);
     if (even || piece == blocks) {
       s.start[phase][piece] = even ? before : all;
       continue;
@@ -97,7 +112,7 @@ DEVICE void cut_phases(Schedule& s) {
       if (next < s.num_active && s.active()[next].cost_before * expert_steps <= before) expert = next;
     }
     Schedule::Active a = s.active()[expert];
-    s.start[phase][piece] = expert * expert_steps + (before - a.cost_before * expert_steps) / a.cost;
+    s.start[phase][piece] = expert * expert_steps + quotient(before - a.cost_before * expert_steps, a.cost);
   }
 }
 
@@ -110,8 +125,8 @@ DEVICE void cut_piece(Schedule& s, int ticket, Work work) {
   int at = s.piece_start(g.phase, g.piece), end = s.piece_start(g.phase, g.piece + 1);
   int steps = s.steps[g.phase], row_tiles = s.row_tiles[g.phase];
   for (; at < end; at += g.to - g.from) {
-    int tile = at / steps;
-    g.active = tile / row_tiles;
+    int tile = quotient(at, steps);
+    g.active = quotient(tile, row_tiles);
     g.row_tile = tile - g.active * row_tiles;
     g.from = at - tile * steps;
     g.to = min(steps, g.from + end - at);

@@ -5,7 +5,8 @@
 // The weights are operand A (from packed codes, in registers), the tokens operand B (8, 16, 24 or 32 of them), so that
 // a few rows cost little padding. The warps of a block:
 //   0          claims pieces (decode_schedule.cuh) and streams packed weights and scales with bulk copies
-//   1, 2       copy the tokens' rows, wherever they are, and wait for w13's tiles before they read `hidden`
+//   1, 2       copy the tokens' rows, wherever they are, and wait for w13's tiles before they read `hidden`; of a few
+//              tokens one prepares them (decode_prepare.cuh)
 //   3          tells other blocks what is stored
 //   4 to 19    in teams: multiply, add up over teams and blocks, apply bias and activation
 // Shared memory is a ring of stages of 128 columns: codes of 256 rows, their scales, the tokens. Its depth follows the
@@ -33,7 +34,13 @@ DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segmen
     // Another team may not have had this stage's last filling yet: that must be over before the next is waited for.
     barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
     barrier_wait(&shared.full[ring.stage], ring.parity);
-    if (present) multiply_stage<kTokens, kTeams>(me, sums, ring);
+    if (present) {
+      if constexpr (takes_raw(kTokens)) {
+        multiply_raw<kTeams>(me, sums, ring, shared.starts[ring.stage]);
+      } else {
+        multiply_stage<kTokens, kTeams>(me, sums, ring);
+      }
+    }
     __syncwarp();
     if (me.lane == 0) barrier_arrive(&shared.empty[ring.stage], kReleases / me.kTeamWarps);
     ring.advance(kTeams);
@@ -73,12 +80,14 @@ DEVICE void init_barriers(Shared& shared) {
   for (int i = 0; i < kMaxStages; i++) {
     barrier_init(&shared.full[i], 1 + 32 * kTokenWarps);
     barrier_init(&shared.empty[i], kReleases);
+    barrier_init(&shared.landed[i], 32);
   }
 #pragma unroll
   for (int i = 0; i < kSegments; i++) {
     barrier_init(&shared.segment_full[i], 1);
     barrier_init(&shared.segment_done[i], kConsumerWarps);
     barrier_init(&shared.segment_empty[i], kTokenWarps + 1);
+    barrier_init(&shared.segment_pieces[i], 1);
   }
   barrier_init(&shared.exchange_free, kConsumerWarps);
   asm volatile("fence.mbarrier_init.release.cluster;");
@@ -86,14 +95,14 @@ DEVICE void init_barriers(Shared& shared) {
 
 // The first ticket, in lane 0, and what follows from it and the row counts.
 DEVICE int start_launch(const ExpertsParams& p, Shared& shared, int lane) {
-  u64* tickets = reinterpret_cast<u64*>(p.sync);
-  u64 ticket = lane == 0 ? atomicAdd(tickets, 1ull) : 0;
+  u64 ticket = lane == 0 ? draw_tickets(p, 1) : 0;
   make_tables(shared.schedule, p, lane);
   __syncwarp();
-  if (lane == 0 && shared.schedule.largest == 0) atomicAdd(tickets, kTicketsPerBlock - 1ull);  // all at once
-  u64 launch = ticket / (kTicketsPerBlock * gridDim.x);
-  if (lane == 0) shared.launch = (int)launch + 1;
-  return (int)(ticket - launch * (kTicketsPerBlock * gridDim.x));
+  if (lane != 0) return 0;
+  shared.launch = (int)(ticket / kTicketsPerLaunch) + 1;
+  int number = ticket_number(p, ticket, 1);
+  if (shared.schedule.largest == 0) ticket_number(p, draw_tickets(p, 2), 2);  // all at once
+  return number;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_constant__ ExpertsParams p) {

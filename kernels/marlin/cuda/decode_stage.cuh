@@ -1,7 +1,7 @@
 // What the warps of a block share: the ring of stages, the tickets, the flags, and their sizes.
 #pragma once
 #include "decode_schedule.cuh"
-#include "dequant.cuh"
+#include "raw_codes.cuh"
 
 constexpr int kStrips = kTileRows / 64;
 constexpr int kPieceBytes = 512 * kBits / 8;                // 16 rows x 32 columns
@@ -22,8 +22,11 @@ constexpr int kReleases = 8;                                // arrivals that emp
 
 struct Shared {
   u64 full[kMaxStages], empty[kMaxStages];
+  u64 landed[kMaxStages];         // tokens that must be prepared
   u64 segment_full[kSegments], segment_done[kSegments], segment_empty[kSegments];
+  u64 segment_pieces[kSegments];  // other blocks have left the sums that complete the tile
   u64 exchange_free;
+  __align__(16) float starts[kMaxStages][16];  // see raw_codes.cuh; of 8 tokens
   Segment segment[kSegments];
   int launch;  // number of this launch
   Schedule schedule;

@@ -25,3 +25,10 @@ DEVICE void load_matrices(u32* out, u32 address) {
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(address));
 }
+
+// Writes what load_matrices reads, from sm_90 on.
+DEVICE void store_matrices(u32 address, const u32* in) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(in[0]),
+               "r"(in[1]), "r"(in[2]), "r"(in[3])
+               : "memory");
+}
