@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,9 @@ _CAPACITY = 128
 # Weights below this are copied until they exceed it, so that they come from memory.
 _CACHE_BYTES = 150e6
 _NEXT_TO_NOTHING = 0.03
+# Short bursts after rests: a GPU at its power limit lowers its clock after 50 ms.
+_REST_S = 0.1
+_REPEATS = 7
 
 
 def measure(
@@ -62,7 +66,8 @@ def measure(
         times: dict[str, Any] = {"rows": count}
         for name, few in (("few_us", MOST_FEW_ROWS), ("many_us", 0)):
             with tuning.forced(few):
-                times[name] = timing_of(time_calls(call, device=device)).median
+                time.sleep(_REST_S)
+                times[name] = timing_of(time_calls(call, device=device, repeats=_REPEATS)).median
             report(2 * len(found) + 1 + (name == "many_us"), 2 * len(ROWS))
         found.append(times)
     return found
