@@ -1,9 +1,9 @@
 // The buffers of one batch of low-latency dispatch and combine, and what both kernels know of them.
 //
 // Every rank has the same buffers at the same offsets (layout.py computes them); part [s] of each belongs to the rank s
-// that writes it. R ranks, capacity C tokens a rank, H slots a token (HIDDEN columns K, TOPK experts). Rows in e4m3, rows
-// of a rank that has at most `row_packet_tokens` tokens, and results for one that has at most `result_packet_tokens`,
-// travel as packets (protocol.cuh); others as plain rows with a flag.
+// that writes it. R ranks, capacity C tokens a rank, H slots a token (HIDDEN columns K, TOPK experts). Rows in e4m3,
+// rows of a rank that has at most `row_packet_tokens` tokens, and results for one that has at most
+// `result_packet_tokens`, travel as packets (protocol.cuh); others as plain rows with a flag.
 //
 //   header          [2, R]         u64 {tokens of s, epoch}; even and odd epochs take turns
 //   meta            [2, R, C, M]   lines, likewise: four local experts of 16 bits in each of the first, two weights in
@@ -12,8 +12,8 @@
 //   result_flags    [R, C, 2]      u32, the same for results on their way home
 //   rows            [R, C]         row_bytes each, codes with scales behind them in fp8
 //   results         [R, C]         2 K bytes each
-//   row_packets     [R, L, ...]    rows as packets; in fp8 the words of a packet's line are the scales of the groups that
-//                                  its first code belongs to and of the next
+//   row_packets     [R, L, ...]    rows as packets; in fp8 the words of a packet's line are the scales of the group
+//                                  that its first code belongs to, and of the next
 //   result_packets  [R, L, ...]    results as packets
 //
 // Where some ranks are out of reach nothing travels as packets, and what goes to those ranks is put from

@@ -98,8 +98,8 @@ __device__ __forceinline__ void send_plain(const Params& p, const Slots& slots, 
 }
 
 // A part of a result as packets.
-__device__ __forceinline__ void send_packets(const Params& p, const Slots& slots, int source, int token, int part, int parts,
-                                             u32 epoch) {
+__device__ __forceinline__ void send_packets(const Params& p, const Slots& slots, int source, int token, int part,
+                                             int parts, u32 epoch) {
     const Buffers& b = p.common.buffers;
     const int end = packet_begin<kWarpPackets>(part + 1, parts, kResultPackets);
     const int begin = packet_begin<kWarpPackets>(part, parts, kResultPackets);
@@ -173,7 +173,8 @@ __device__ __forceinline__ Vec sum_of_rows(const Params& p, int token, u32 ranks
 }
 
 // A part of one token, from packets: every warp waits for what it adds, in rank order.
-__device__ __forceinline__ void receive_packets(const Params& p, Waits& wait, int token, int part, int parts, u32 ranks) {
+__device__ __forceinline__ void receive_packets(const Params& p, Waits& wait, int token, int part, int parts,
+                                                u32 ranks) {
     const Buffers& b = p.common.buffers;
     Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
     const int end = packet_begin<kWarpPackets>(part + 1, parts, kResultPackets);
@@ -205,8 +206,8 @@ __device__ __forceinline__ void receive_packets(const Params& p, Waits& wait, in
 }
 
 // A part of one token, from rows: one warp waits for the group.
-__device__ __forceinline__ void receive_rows(const Params& p, Waits& wait, Shared& shared, int turn, int token, int begin,
-                                             int end, u32 ranks) {
+__device__ __forceinline__ void receive_rows(const Params& p, Waits& wait, Shared& shared, int turn, int token,
+                                             int begin, int end, u32 ranks) {
     const Buffers& b = p.common.buffers;
     const int thread = threadIdx.x % kThreads;
     if (thread < 32) {

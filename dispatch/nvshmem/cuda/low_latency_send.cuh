@@ -157,7 +157,8 @@ __device__ __forceinline__ void send_packets(const Params& p, Shared& shared, in
     }
 }
 #else
-__device__ __forceinline__ void send_packets(const Params& p, Shared&, int token, int part, int parts, u32 epoch, u32 alive) {
+__device__ __forceinline__ void send_packets(const Params& p, Shared&, int token, int part, int parts, u32 epoch,
+                                             u32 alive) {
     const int begin = packet_begin<kWarpPackets>(part, parts, kRowPackets);
     const int end = packet_begin<kWarpPackets>(part + 1, parts, kRowPackets);
     const Vec* row = row_of(p, token);

@@ -5,7 +5,8 @@
 
 // The slots, as bits, of a token whose local expert `is_wanted`; none where they did not come in time.
 template <typename Wanted>
-__device__ __forceinline__ u32 slots_where(const Buffers& b, Waits& wait, int source, int token, const Wanted& is_wanted) {
+__device__ __forceinline__ u32 slots_where(const Buffers& b, Waits& wait, int source, int token,
+                                           const Wanted& is_wanted) {
     constexpr int kAtOnce = kLocalLines == 2 ? 2 : 1;  // lines on their way
     const u8* at = b.meta_of(b.rank, source, token, wait.epoch);
     u32 slots = 0;
@@ -22,7 +23,8 @@ __device__ __forceinline__ u32 slots_where(const Buffers& b, Waits& wait, int so
             if (!is_of(lines[n], wait.epoch) && !wait.for_line(at + 16 * line, source, lines[n])) {
                 return 0;
             }
-            const u32 four[kLocalsOfLine] = {lines[n].x & 0xffff, lines[n].x >> 16, lines[n].z & 0xffff, lines[n].z >> 16};
+            const Vec& v = lines[n];
+            const u32 four[kLocalsOfLine] = {v.x & 0xffff, v.x >> 16, v.z & 0xffff, v.z >> 16};
 #pragma unroll
             for (int i = 0; i < kLocalsOfLine; ++i) {
                 slots |= is_wanted(four[i]) ? 1u << (line * kLocalsOfLine + i) : 0u;
@@ -119,8 +121,8 @@ __device__ __forceinline__ void move_packets(const Buffers& b, Waits& wait, int 
 }
 
 // A warp waits for a row, and moves a part of it to `there` unless that is null and it lies where it is read.
-__device__ __forceinline__ void take_row(const Buffers& b, Waits& wait, bool as_packets, int source, int token, int part,
-                                         int parts, u8* there) {
+__device__ __forceinline__ void take_row(const Buffers& b, Waits& wait, bool as_packets, int source, int token,
+                                         int part, int parts, u8* there) {
     if (as_packets) {
         const int begin = packet_begin<kWarpPackets>(part, parts, kRowPackets);
         const int end = packet_begin<kWarpPackets>(part + 1, parts, kRowPackets);
@@ -132,8 +134,8 @@ __device__ __forceinline__ void take_row(const Buffers& b, Waits& wait, bool as_
     }
 }
 
-// The rows on the group's list, each by a warp, or by several where there are few; the sources in turns, since each sends
-// in the order of its tokens.
+// The rows on the group's list, each by a warp, or by several where there are few; the sources in turns, since each
+// sends in the order of its tokens.
 __device__ __forceinline__ void take_listed(const Params& p, Waits& wait, Shared& shared, int count, int expert) {
     const Buffers& b = p.common.buffers;
     const int thread = threadIdx.x % kThreads;

@@ -1,4 +1,5 @@
-// How ranks talk through each other's memory: loads and stores that peers see, waits with a deadline, and who does what in a kernel.
+// How ranks talk through each other's memory: loads and stores that peers see, waits with a deadline, and who does what
+// in a kernel.
 #pragma once
 
 typedef unsigned char u8;
@@ -186,7 +187,9 @@ private:
 // One half of a block: the one sends and the other receives, so that waiting never keeps anything from being sent.
 template <int kBarrier, int kSize>
 struct Group {
-    __device__ __forceinline__ static void sync() { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kSize) : "memory"); }
+    __device__ __forceinline__ static void sync() {
+        asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kSize) : "memory");
+    }
 };
 
 // Sending is handed out in order: tickets of one counter, whose upper half is the batch's epoch. Any block that runs can
