@@ -7,6 +7,7 @@ import torch
 
 from moe_ep.eplb import eplb_map_to_physical_and_record
 from moe_ep.eplb.recorder import ExpertLoadRecorder
+from tests.eplb.models import inputs, load_layer, make_layer
 from tests.kernels.eplb_cases import CASES, Case, check_mapping
 
 pytestmark = pytest.mark.gpu
@@ -44,3 +45,21 @@ def test_in_a_cuda_graph_with_a_changing_number_of_tokens() -> None:
         assert torch.equal(physical.cpu(), expected)
         assert torch.equal(recorder.snapshot()[-1, 1].cpu(), expected_load)
     assert recorder.snapshot()[:, 0].sum() == 0
+
+
+@pytest.mark.parametrize("scheme", ["quantized on load", "GPTQ, act-order and zero points"])
+def test_packed_weights_are_loaded_again_in_place(scheme: str) -> None:
+    layer, fresh = (
+        load_layer(make_layer(scheme, ep_size=1, params_dtype=torch.bfloat16), seed).cuda() for seed in (1, 2)
+    )
+    x, logits = (tensor.cuda() for tensor in inputs(8, seed=0))
+    x = x.bfloat16()
+    expected = fresh(x, logits)
+    assert not torch.equal(layer(x, logits), expected)
+    addresses = [tensor.data_ptr() for tensor in layer.expert_weights()]
+    layer.begin_reload()
+    load_layer(layer, 2)
+    for got, wanted in zip(layer.expert_weights(), fresh.expert_weights(), strict=True):
+        assert torch.equal(got, wanted)
+    assert [tensor.data_ptr() for tensor in layer.expert_weights()] == addresses
+    assert torch.equal(layer(x, logits), expected)
