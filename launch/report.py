@@ -1,4 +1,4 @@
-"""What a run says: a table on the terminal, and JSON lines."""
+"""What a run found, of all ranks together, and as JSON lines; `report_lines` is its form on the terminal."""
 
 from __future__ import annotations
 
@@ -131,6 +131,7 @@ class RunReport:
             "step_ms": {
                 "median": percentile([self.step_ms(step) for step in steps], 0.5),
                 "p99": percentile([self.step_ms(step) for step in steps], 0.99),
+                "max": max(self.step_ms(step) for step in steps),
             },
             "tokens_per_s": num_tokens * len(steps) / total_s,
             "balancedness": first.overall_balancedness,
@@ -191,48 +192,6 @@ class RunReport:
                 yield json.dumps(line, allow_nan=False)
         yield json.dumps(self.summary(), allow_nan=False)
 
-    def lines(self) -> Iterator[str]:
-        """What goes to the terminal."""
-        summary = self.summary()
-        model = summary["model"]
-        yield (
-            f"model: {model['path']}, {model['family']}, {len(self.layers)} MoE layers, {model['num_experts']} "
-            f"experts, top-{model['top_k']}, hidden {model['hidden_size']}, intermediate {model['intermediate_size']}, "
-            f"quantization {model['quantization']}"
-        )
-        yield (
-            f"gang: {len(self.ranks)} worker(s), launcher {self.config.launcher}, backend {summary['backend']}, "
-            f"experts {summary['experts']}, {summary['dtype']}, on {', '.join(summary['devices'])}"
-        )
-        yield "placement:"
-        for rank in self.ranks:
-            yield (
-                f"  rank {rank.rank}: {len(rank.experts)} experts of every layer ({_ranges(rank.experts)}), "
-                f"{rank.num_tokens} tokens a step, node {rank.node}, {rank.device}"
-            )
-        yield from self._load_lines()
-        yield f"ms per stage and layer, slowest rank, {summary['steps']} steps:"
-        yield f"  {'':<9}{'median':>10}{'p99':>10}{'max':>10}"
-        for stage, ms in summary["ms"].items():
-            yield f"  {stage:<9}{ms['median']:>10.3f}{ms['p99']:>10.3f}{ms['max']:>10.3f}"
-        yield f"  whole step: median {summary['step_ms']['median']:.3f}, p99 {summary['step_ms']['p99']:.3f}"
-        yield f"tokens/s: {summary['tokens_per_s']:,.0f}"
-        yield f"balancedness: {summary['balancedness']:.3f}"
-        if summary["eplb"] is not None:
-            yield from eplb_lines(summary["eplb"])
-        held = ", ".join(f"{size / 2**20:,.0f}" for size in summary["memory_bytes_per_rank"])
-        yield f"memory per rank (MiB): {held}; loaded in {summary['load_s']:.2f} s"
-        yield self.verification_line()
-
-    def _load_lines(self) -> Iterator[str]:
-        yield "tokens per rank (expert assignments in a step, mean over steps):"
-        width = max(7, *(len(f"{load:.0f}") + 1 for layer in self.mean_loads() for load in layer))
-        yield f"  {'layer':<6}" + "".join(f"{f'r{rank.rank}':>{width}}" for rank in self.ranks) + f"{'mean/max':>10}"
-        for layer, loads in zip(self.layers, self.mean_loads(), strict=True):
-            yield (
-                f"  {layer:<6}" + "".join(f"{load:>{width}.0f}" for load in loads) + f"{_mean_over_max(loads):>10.3f}"
-            )
-
     def verification_line(self) -> str:
         if not self.errors:
             return "verification: off"
@@ -242,25 +201,6 @@ class RunReport:
             f"{verdict}: maximum relative error {worst:.2e} (layer {layer}) against the plain reference without expert "
             f"parallelism, {self.ranks[0].dtype} allows {self.tolerance:.0e}"
         )
-
-
-def eplb_lines(eplb: dict[str, Any]) -> Iterator[str]:
-    """What balancing did, for the terminal."""
-    how = "beside the steps" if eplb["asynchronous"] else "between two steps"
-    yield (
-        f"EPLB: policy {eplb['policy']}, {eplb['num_redundant_experts']} redundant experts, plans made "
-        f"{eplb['plans_made']}, skipped {eplb['plans_skipped']}"
-    )
-    for phase, found in eplb["phases"].items():
-        yield (
-            f"  {phase:<7} balancedness {found['balancedness']:.3f}, {found['tokens_per_s']:,.0f} tokens/s, "
-            f"{found['steps']} steps"
-        )
-    yield (
-        f"  moved {eplb['experts_moved']} experts ({eplb['bytes_moved'] / 2**20:,.1f} MiB) to other ranks {how}, "
-        f"{eplb['layers_changed']} layers changed; plan {eplb['plan_s']:.3f} s, transfer {eplb['transfer_s']:.3f} s, "
-        f"commit {eplb['commit_s']:.3f} s"
-    )
 
 
 def commit() -> str | None:
@@ -275,18 +215,3 @@ def commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return asked.stdout.strip()
-
-
-def _mean_over_max(loads: Sequence[float]) -> float:
-    return sum(loads) / len(loads) / max(loads) if any(loads) else 1.0
-
-
-def _ranges(ids: Sequence[int]) -> str:
-    """Ascending numbers, runs joined: 0-7, 9."""
-    parts: list[list[int]] = []
-    for number in ids:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in parts) or "none"

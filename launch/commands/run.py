@@ -11,6 +11,7 @@ from moe_ep.launch.gang_choice import start_gang
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.report import RankReport, RunReport
+from moe_ep.launch.report_lines import terminal_lines
 from moe_ep.launch.run_config import RunConfig
 
 
@@ -85,7 +86,7 @@ def _check_together(config: RunConfig) -> None:
 
 
 def _tell(config: RunConfig, report: RunReport) -> int:
-    print("\n".join(report.lines()), flush=True)
+    print("\n".join(terminal_lines(report)), flush=True)
     if config.json is not None:
         write_text(config.json, "".join(f"{line}\n" for line in report.json_lines()))
     if config.verify and not report.verified:

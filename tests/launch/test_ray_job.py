@@ -107,7 +107,7 @@ def test_a_job_of_a_bare_checkout(head: Head, checkout: Path) -> None:
     command = ["--working-dir", ".", "--", "python", "-m", "moe_ep.launch", *RUN, "--ep-size", "2"]
     done = head.call(*submit, *command, cwd=checkout)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "gang: 2 worker(s), launcher ray" in done.stdout
+    assert "gang    2 workers, launcher ray" in done.stdout
     assert "verified: maximum relative error" in done.stdout
 
 

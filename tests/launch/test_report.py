@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moe_ep.launch.report import RankReport, RunReport, percentile
+from moe_ep.launch.report_lines import terminal_lines
 from moe_ep.launch.run_config import RunConfig, read_texts
 
 
@@ -65,7 +66,7 @@ def test_percentile(values: list[float], share: float, expected: float) -> None:
 def test_times_are_those_of_the_slowest_rank() -> None:
     summary = report({1: 1e-6}, {3: 2e-6}).summary()
     assert summary["ms"]["dispatch"] == {"median": 12.0, "p99": 24.0, "max": 24.0}
-    assert summary["step_ms"] == {"median": 100.0, "p99": 201.0}
+    assert summary["step_ms"] == {"median": 100.0, "p99": 201.0, "max": 201.0}
     assert summary["tokens_per_s"] == pytest.approx(30 * 2 / 0.301)
     assert summary["verify"] == {"max_relative_error": 2e-6, "tolerance": 1e-4, "passed": True}
 
@@ -97,11 +98,21 @@ def test_verified_means_every_layer_within_tolerance(
 
 
 def test_lines_of_the_terminal() -> None:
-    text = "\n".join(report({1: 1e-6}, {3: 2e-6}).lines())
-    assert "rank 1: 2 experts of every layer (3, 5), 20 tokens a step, node n, cpu" in text
-    assert "rank 0: 3 experts of every layer (0-2)" in text
-    assert ["3", "60", "0", "0.500"] in [line.split() for line in text.splitlines()]
-    assert max(map(len, text.splitlines())) <= 160
+    text = "\n".join(terminal_lines(report({1: 1e-6}, {3: 2e-6})))
+    rows = [line.split() for line in text.splitlines()]
+    assert ["0", "0-2", "(3)", "10", "1", "MiB", "n,", "cpu"] in rows
+    assert ["1", "3,", "5", "(2)", "20", "1", "MiB", "n,", "cpu"] in rows
+    assert ["3", "60", "0", "0.500"] in rows
+    assert ["whole", "step", "100.000", "201.000", "201.000"] in rows
+    assert max(map(len, text.splitlines())) <= 140
+
+
+def test_the_load_of_many_ranks_is_its_least_mean_and_most() -> None:
+    loads = [[list(range(40))] * 2] * 2
+    ranks = [account(rank % 2, {1: 1e-6, 3: 1e-6}, loads=loads) for rank in range(40)]
+    rows = [line.split() for line in terminal_lines(RunReport(RunConfig(launcher="local"), "moe-ep run", ranks))]
+    assert ["layer", "least", "mean", "most", "mean/max"] in rows
+    assert ["3", "0", "20", "39", "0.500"] in rows
 
 
 def test_a_failed_verification_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:

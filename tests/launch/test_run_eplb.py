@@ -95,7 +95,7 @@ def test_a_trace_of_another_model_ends_in_one_message(
     zeros = np.zeros(4, dtype=np.int32)
     trace = RoutingTrace(ids=ids, layer=zeros, step=zeros, rank=zeros, num_experts=E, model="another")
     trace.save(tmp_path / "trace.npz")
-    assert main(["run", "--model", str(model), *LOCAL, "--routing", f"recorded:{tmp_path / 'trace.npz'}"]) == 1
+    assert main(["run", "--model", str(model), *LOCAL, "--routing", f"recorded:{tmp_path / 'trace.npz'}"]) == 2
     error = capsys.readouterr().err
     assert "the routing trace is of 'another' with 8 experts and the model is 'qwen3_moe " in error
     assert error.count("\n") == 1
@@ -125,7 +125,7 @@ def test_options_that_cannot_be(arguments: str, message: str, capsys: pytest.Cap
 
 
 def test_redundancy_that_does_not_divide(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--model", str(model), *LOCAL, "--eplb", "--num-redundant-experts", "3"]) == 1
+    assert main(["run", "--model", str(model), *LOCAL, "--eplb", "--num-redundant-experts", "3"]) == 2
     error = capsys.readouterr().err
     assert "num_experts (8) + redundant (3) must be a multiple of ep_size (2); pass num_redundant_experts=4" in error
     assert error.count("\n") == 1
