@@ -59,7 +59,7 @@ DEVICE u64 draw_tickets(const ExpertsParams& p, u32 count) {
   return atomicAdd(reinterpret_cast<u64*>(p.sync), (u64)count);
 }
 
-// The first one's number within its launch.
+// The number within its launch of the first of the tickets drawn.
 DEVICE int ticket_number(const ExpertsParams& p, u64 ticket, u32 count) {
   u32 number = (u32)ticket % kTicketsPerLaunch, all = 3 * gridDim.x;
   if (number + count == all) draw_tickets(p, kTicketsPerLaunch - all);
