@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 import torch
 
@@ -26,7 +27,8 @@ FAMILIES: tuple[ExpertsNames, ...] = (
 def choose_experts(
     asked: str, moe_config: FusedMoEConfig, weights: tuple[CanonicalWeights, ...], device: torch.device
 ) -> ExpertsNames:
-    """The registry's name for each activation format; what "auto" chose, and why, is logged.
+    """The registry's name for each activation format; what "auto" chose, and why, is logged: with a warning where
+    quantized experts on a GPU must do without its kernels.
 
     Args:
         asked: "auto" or a registry name, which then stands for both formats.
@@ -49,5 +51,14 @@ def choose_experts(
         if refusal is None:
             logger.info("experts %s: the best that computes this layer", name)
             return family
+        unusable = EXPERTS.load(name).unusable_reason()
+        if weights and device.type == "cuda" and unusable is not None:
+            _warn_once(f"quantized experts run in plain torch on {device}, many times slower than {name}: {unusable}")
         logger.info("experts %s are not for this layer: %s", name, refusal)
     raise BackendUnavailableError("no experts can compute this layer; name some with experts=")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Said for the first layer of many."""
+    logger.warning(message)

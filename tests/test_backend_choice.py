@@ -12,7 +12,8 @@ from moe_ep import backend_choice
 from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS, choose_backend
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_ep.errors import BackendUnavailableError, ConfigError
-from moe_ep.registry import ALL2ALL_BACKENDS
+from moe_ep.experts_choice import FAMILIES, choose_experts
+from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 
 FEW, MANY = DECODE_MAX_NUM_TOKENS, DECODE_MAX_NUM_TOKENS + 1
 
@@ -131,3 +132,18 @@ def test_no_ep_is_refused_where_ranks_hold_different_tokens() -> None:
     assert choose_backend("no_ep", config(moe_parallel_config=same_tokens)) == "no_ep"
     with pytest.raises(ConfigError, match=r"'no_ep', which moves nothing, and ep_size is 4.*: allgather_reducescatter"):
         choose_backend("no_ep", config())
+
+
+def test_a_missing_package_of_the_gpu_experts_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mend = "cuda-core is not installed; run: pip install it"
+    monkeypatch.setattr(EXPERTS.load("marlin"), "unusable_reason", classmethod(lambda cls: mend))
+    monkeypatch.setattr(EXPERTS.load("marlin"), "refuses", classmethod(lambda cls, *layer: mend))
+    monkeypatch.setattr(EXPERTS.load("reference"), "refuses", classmethod(lambda cls, *layer: None))
+    weights: tuple = (object(), object())
+    for device in ("cpu", "cuda:0", "cuda:0"):
+        assert choose_experts("auto", config(), weights, torch.device(device)) is FAMILIES[-1]
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        f"quantized experts run in plain torch on cuda:0, many times slower than marlin: {mend}"
+    ]
