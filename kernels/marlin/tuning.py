@@ -11,14 +11,13 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from moe_ep import env
+from moe_ep.files import write_text
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
 
@@ -85,8 +84,8 @@ def _chosen(device_name: str, problem: Problem) -> int:
 def rule(problem: Problem) -> int:
     """What is taken for a shape that nobody has measured.
 
-    On an H200 the kernel for many rows is the faster one from 25 rows on with 4-bit integers of three models' shapes,
-    and the slower one at 32 rows with mxfp4 (docs/benchmarks/gemm.md).
+    On an H200 the kernel for many rows is the faster one from 25 rows on with 4-bit integers of four models' shapes,
+    and no faster at 32 rows with mxfp4 (docs/benchmarks/gemm.md).
     """
     return 24 if problem.weights.startswith("uint4") else MOST_FEW_ROWS
 
@@ -105,10 +104,7 @@ def remember(path: Path, device_name: str, problem: Problem, rows: int) -> None:
     known = read_table(path) if path.exists() else {}
     known.setdefault(device_name, {})[problem.key] = {"few_rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-        json.dump(known, file, indent=1, sort_keys=True)
-        file.write("\n")
-    os.replace(file.name, path)
+    write_text(path, json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
 def read_table(path: Path) -> Table:
