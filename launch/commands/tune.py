@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
         raise BackendUnavailableError(
-            f"moe-ep tune needs a Hopper GPU (compute capability 9.0) and torch sees {found}: "
+            f"needs a Hopper GPU (compute capability 9.0) and torch sees {found}: "
             f"only its kernels have something to choose"
         )
     from moe_ep.bench.results import table
