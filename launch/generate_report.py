@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_ep.checkout import checkout_commit
 from moe_ep.launch.generate_config import GenerateConfig
-from moe_ep.launch.report import commit, percentile
+from moe_ep.launch.report import percentile
 
 
 @dataclass
@@ -90,7 +91,7 @@ class GenerationReport:
             "load_s": max(rank.load_s for rank in self.ranks),
             "memory_bytes_per_rank": [rank.memory_bytes for rank in self.ranks],
             "versions": first.versions,
-            "commit": commit(),
+            "commit": checkout_commit(),
             "command": self.command,
         }
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import moe_ep
+from moe_ep.checkout import checkout_commit
 from moe_ep.launch.run_config import RunConfig
 
 STAGES = ("route", "dispatch", "experts", "combine")
@@ -151,7 +149,7 @@ class RunReport:
             "routing": self.config.routing,
             "devices": sorted({rank.device_name for rank in self.ranks}),
             "versions": first.versions,
-            "commit": commit(),
+            "commit": checkout_commit(),
             "command": self.command,
         }
 
@@ -201,17 +199,3 @@ class RunReport:
             f"{verdict}: maximum relative error {worst:.2e} (layer {layer}) against the plain reference without expert "
             f"parallelism, {self.ranks[0].dtype} allows {self.tolerance:.0e}"
         )
-
-
-def commit() -> str | None:
-    """The commit of the checkout this runs from, if it is one."""
-    root = Path(moe_ep.__path__[0]).resolve().parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        asked = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return asked.stdout.strip()

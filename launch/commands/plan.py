@@ -72,26 +72,21 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def main(args: argparse.Namespace) -> int:
     config = from_args(PlanConfig, args)
     from moe_ep.bench.geometries import preset
-    from moe_ep.bench.results import append_line, read_lines, table
-    from moe_ep.paper_model import Machine, calibrated
+    from moe_ep.bench.results import as_line, table
+    from moe_ep.files import write_text
+    from moe_ep.paper_model import Machine
 
     geometry = preset(config.geometry)
     machine = Machine(gpus_per_host=config.gpus_per_host, network_bytes_per_s=config.network_gb_per_s * 1e9)
+    if config.measured is not None:
+        machine, compared = _calibrated(config, config.measured, geometry, machine)
+        print(compared, end="\n\n")
     try:
-        rows = []
-        if config.measured is not None:
-            found = [row for row in read_lines(config.measured) if row.get("geometry") == geometry.name]
-            machine = calibrated(machine, geometry, found)
-            print(_compared(config, geometry, machine, found))
-            print()
-        for tokens in config.tokens:
-            rows += [_row(config, geometry, machine, size, tokens) for size in config.gpus]
-    except (KeyError, ValueError) as error:
-        raise OptionError(f"this cannot be planned: {error}") from None
+        rows = [_row(config, geometry, machine, size, tokens) for tokens in config.tokens for size in config.gpus]
+    except ValueError as error:
+        raise OptionError(f"--gpus is {','.join(map(str, config.gpus))}: {error}") from None
     if config.json is not None:
-        config.json.unlink(missing_ok=True)
-        for row in rows:
-            append_line(config.json, row | {"machine": asdict(machine)})
+        write_text(config.json, "".join(as_line(row | {"machine": asdict(machine)}) for row in rows))
     rates = ", ".join(f"{name} {value:.4g}" for name, value in asdict(machine).items())
     print(f"{geometry.name}, {config.wire} rows; {rates}")
     print(table(rows, {name: name.replace("_", " ") for name in rows[0]}))
@@ -120,7 +115,22 @@ def _row(config: PlanConfig, geometry: Geometry, machine: Machine, ep_size: int,
     }
 
 
-def _compared(config: PlanConfig, geometry: Geometry, machine: Machine, measured: list[dict[str, Any]]) -> str:
+def _calibrated(config: PlanConfig, path: Path, geometry: Geometry, machine: Machine) -> tuple[Machine, str]:
+    """The machine by the measured rows, and those rows beside their prediction."""
+    from moe_ep.bench.results import read_lines
+    from moe_ep.paper_model import calibrated
+
+    try:
+        found = [row for row in read_lines(path) if row.get("geometry") == geometry.name]
+        machine = calibrated(machine, geometry, found)
+        return machine, _compared(geometry, machine, found)
+    except KeyError as error:
+        raise OptionError(f"--measured is {path}; its rows lack {error}, as an older benchmark's do") from None
+    except ValueError as error:
+        raise OptionError(f"--measured is {path}; of {geometry.name} {error}") from None
+
+
+def _compared(geometry: Geometry, machine: Machine, measured: list[dict[str, Any]]) -> str:
     """Prediction beside measurement, for every measured row of uniform routing."""
     from moe_ep.bench.results import table
     from moe_ep.paper_model import predict

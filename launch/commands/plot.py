@@ -43,6 +43,7 @@ def main(args: argparse.Namespace) -> int:
     from moe_ep.bench.results import read_lines
     from moe_ep.bench.scaling import with_efficiency
     from moe_ep.bench.scaling_tables import as_markdown
+    from moe_ep.files import write_text
 
     path = Path(args.file).expanduser()
     if not path.is_file():
@@ -56,6 +57,6 @@ def main(args: argparse.Namespace) -> int:
         # A benchmark that was ended early has written none.
         rows = with_efficiency(rows)
     tables = config.out / "tables.md"
-    tables.write_text(as_markdown(rows), encoding="utf-8")
+    write_text(tables, as_markdown(rows))
     print("\n".join(map(str, [*written, tables])))
     return 0

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 import moe_ep
+from moe_ep.checkout import checkout_commit
 
 
 def facts(*, seed: int, commit: str | None = None, command: str | None = None) -> dict[str, Any]:
@@ -41,35 +41,29 @@ def facts(*, seed: int, commit: str | None = None, command: str | None = None) -
     }
 
 
-def checkout_commit() -> str | None:
-    """The commit of the checkout this code runs from, with "-dirty" where files differ; None outside one."""
-    root = Path(moe_ep.__path__[0]).resolve().parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        asked = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return asked.stdout.strip()
+def as_line(row: dict[str, Any]) -> str:
+    """One JSON line; NaN and infinity become null, as JSON has neither."""
+    return json.dumps(_finite(row)) + "\n"
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Adds one JSON line; NaN and infinity become null, as JSON has neither."""
+    """Adds one JSON line to a file."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(_finite(row)) + "\n")
+        file.write(as_line(row))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines.
 
     Raises:
-        ValueError: a line that is no JSON object; names file and line.
+        ValueError: no text, or a line that is no JSON object; names file and line.
     """
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text of JSON lines; give a file that a benchmark wrote") from None
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:

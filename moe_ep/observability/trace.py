@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _ExperimentalConfig
 
+from moe_ep.files import replacing
 from moe_ep.stages import Listener, listening
 
 PREFIX = "moe_ep."
@@ -69,8 +70,14 @@ def trace_to(folder: Path, *, rank: int, group: dist.ProcessGroup | None = None)
     profiler = torch.profiler.profile(activities=activities, experimental_config=everywhere)
     with profiler as profile, listening(_Ranges(on_gpu)):
         yield path
-    profile.export_chrome_trace(str(path))
-    _align(path, rank, shift_us)
+    with replacing(path) as partial:
+        # The profiler compresses what is named so.
+        recorded = partial.with_suffix(".json.gz")
+        try:
+            profile.export_chrome_trace(str(recorded))
+            _align(recorded, partial, rank, shift_us)
+        finally:
+            recorded.unlink(missing_ok=True)
 
 
 def _clock_difference_us(group: dist.ProcessGroup | None) -> float:
@@ -85,9 +92,9 @@ def _clock_difference_us(group: dist.ProcessGroup | None) -> float:
     return 0.0 if mine[0] == first[0] else (mine[1] - first[1]) / 1e3
 
 
-def _align(path: Path, rank: int, shift_us: float) -> None:
-    """Puts the times on rank 0's clock, and numbers and names the processes so that those of ranks stay apart."""
-    with gzip.open(path, "rt") as file:
+def _align(recorded: Path, path: Path, rank: int, shift_us: float) -> None:
+    """Writes the trace with times on rank 0's clock, and processes named and numbered apart from others."""
+    with gzip.open(recorded, "rt") as file:
         trace = json.load(file)
     events = trace["traceEvents"]
     numbers: dict[str, int] = {}

@@ -63,3 +63,9 @@ def test_efficiency_is_against_the_smallest_size_of_its_kind() -> None:
     assert [made["efficiency"] for made in with_efficiency(rows)] == [0.5, 1.0, 0.8]
     rows = [row(2, "x", 50.0), row(2, "y", 80.0), row(4, "y", 60.0), row(4, "y", 9.0, asked_tokens=1)]
     assert [made["efficiency"] for made in with_efficiency(rows)] == [1.0, 1.0, 0.75, 1.0]
+
+
+def test_what_is_no_text_is_said(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"rows.jsonl is no text of JSON lines"):
+        read_lines(tmp_path / "rows.jsonl")
