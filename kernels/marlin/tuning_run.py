@@ -21,7 +21,7 @@ ROWS = (1, 4, 8, 12, 16, 20, 24, 28, 32)
 _CAPACITY = 128
 # Weights below this are copied until they exceed it, so that they come from memory.
 _CACHE_BYTES = 150e6
-_NEXT_TO_NOTHING = 0.03
+_NEXT_TO_NOTHING = 0.02
 # Short bursts after rests: a GPU at its power limit lowers its clock after 50 ms.
 _REST_S = 0.1
 _REPEATS = 7
