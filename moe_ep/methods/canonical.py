@@ -82,6 +82,8 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             for field, tensor in packed._asdict().items():
                 if tensor is not None:
                     layer.register_buffer(f"{gemm}_processed_{field}", tensor)
+                elif _held(layer, gemm, field) is not None:  # of the layout before, on another device
+                    delattr(layer, f"{gemm}_processed_{field}")
 
     def _pack_again(self, layer: ExpertShard, w13: CanonicalWeights, w2: CanonicalWeights, slots: list[int]) -> None:
         """Puts the weights of some slots in the place of those in use, in the same layout."""

@@ -12,8 +12,11 @@ from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.formats.plain import quantize_int
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import BackendUnavailableError
+from moe_ep.experts_choice import FAMILIES
+from moe_ep.kernels.marlin import MarlinExperts
 from moe_ep.layer import FusedMoE
 from moe_ep.methods import OnlineIntConfig, make_method, relative_error, tolerance
+from moe_ep.methods.canonical import CanonicalFusedMoEMethod
 from moe_ep.scalar_type import scalar_types
 from tests.core.moe_oracle import Weights, load, make_inputs, make_weights, run_moe
 
@@ -211,6 +214,23 @@ def test_experts_are_chosen_when_the_weights_are_processed() -> None:
         make_layer(config, checkpoint, experts="marlin").process_weights_after_loading()
     with pytest.raises(BackendUnavailableError, match="these are plain"):
         make_layer(None, experts="marlin").modular_kernel  # noqa: B018
+
+
+def test_packing_for_other_experts_leaves_nothing_of_the_layout_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GPTQConfig(bits=4, group_size=32, desc_act=True, sym=False)
+    layer = make_layer(config, make_checkpoint(config))
+    layer.process_weights_after_loading()
+    method = layer.quant_method
+    assert isinstance(method, CanonicalFusedMoEMethod)
+    canonical = method._canonical(layer, "w13"), method._canonical(layer, "w2")
+    monkeypatch.setattr("moe_ep.methods.canonical.choose_experts", lambda *_: FAMILIES[0])
+    method._pack(layer, *canonical)  # as where the layer went to a GPU after its weights were processed
+    packed = MarlinExperts.pack_weights(*canonical, layer.moe_config)
+    for gemm, weights in zip(("w13", "w2"), packed, strict=True):
+        held = {name for name, _ in layer.named_buffers(recurse=False) if name.startswith(gemm)}
+        assert held == {f"{gemm}_processed_{name}" for name, value in weights._asdict().items() if value is not None}
+    assert packed[0].g_idx is None
+    assert canonical[0].g_idx is not None
 
 
 @pytest.mark.parametrize("config", [*CONFIGS.values(), OnlineIntConfig()], ids=[*CONFIGS, "on load"])
