@@ -31,7 +31,6 @@ typedef int OutId;
 #endif
 
 constexpr int kCandidates = 4;
-constexpr int kColumns = 8;  // of the table that are read for every expert, before it is known how many it has
 constexpr int kTurns = 6, kGroups = 3;
 constexpr int kSlots = SLOTS;  // of a thread, at most
 constexpr unsigned kExpertStep = 0x85EBCA6Bu;
@@ -112,18 +111,18 @@ __device__ __forceinline__ int divide_by_few(int a, int b) {
     return a * factor >> 16;
 }
 
-// A row of the table as if it had at most kColumns replicas, all loads under way at once.
+// A row of the table as if it had at most kCandidates replicas, all loads under way at once.
 struct Row {
     const MapEntry* entries;
     int count;
-    int leading[kColumns];
+    int leading[kCandidates];
 
     __device__ __forceinline__ void load(const Params& p, int expert) {
         if (expert >= p.experts) return;
         entries = p.table + static_cast<long long>(expert) * p.row_stride;
         count = static_cast<int>(p.counts[expert]);
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
+        for (int i = 0; i < kCandidates; ++i) {
             leading[i] = i < p.width ? static_cast<int>(entries[i * p.column_stride]) : -1;
         }
     }
@@ -145,19 +144,19 @@ __device__ __forceinline__ void enter_expert(const Params& p, const Shared& s, i
     const int start = static_cast<int>((p.ep_rank + blockIdx.x + __umulhi(expert * kExpertStep, count)) % count);
     int* list = reinterpret_cast<int*>(s.candidates + x);
     int own = kCandidates, own_candidate = -1, first_candidate = -1;
-    const auto enter = [&](int column, int candidate) {
-        const int place = column < start ? column - start + count : column - start;
-        if (place >= kCandidates) return;
+#pragma unroll
+    for (int i = 0; i < kCandidates; ++i) {
+        if (i >= count) continue;
+        int candidate = row.leading[i], place = i < start ? i - start + count : i - start;
+        if (count > kCandidates) {
+            const int column = start + i < count ? start + i : start + i - count;
+            candidate = static_cast<int>(row.entries[column * p.column_stride]);
+            place = i;
+        }
         list[place] = candidate;
         if (place == 0) first_candidate = candidate;
         if (rank_of(p, candidate) == p.ep_rank && place < own) own = place, own_candidate = candidate;
-    };
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-        if (i < count) enter(i, row.leading[i]);
     }
-#pragma unroll 1
-    for (int i = kColumns; i < count; ++i) enter(i, static_cast<int>(row.entries[i * p.column_stride]));
     if (own == kCandidates) return;
     list[own] = first_candidate;
     list[0] = own_candidate;
