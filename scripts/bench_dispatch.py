@@ -136,7 +136,7 @@ def measure(
     )
     dist.all_reduce(leaving, op=dist.ReduceOp.MAX)
     # Backends that send the same bytes share the time of the collectives.
-    key = (int(leaving), setting.num_tokens, graph)
+    key = (int(leaving), setting.fp8, setting.num_tokens, graph)
     if key not in raw_times:
         raw_times[key] = time_pairs(raw_pair(there, back, device), device, **how)
     raw = raw_times[key]
