@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_ep.files import write_text
 from moe_ep.launch.option_values import output_file
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
 
@@ -118,7 +119,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def main_simulate(args: argparse.Namespace) -> int:
     config = from_args(SimulateConfig, args)
-    from moe_ep.bench.results import append_line, facts, table
+    from moe_ep.bench.results import as_line, facts, table
     from moe_ep.eplb.rules import RULES
     from moe_ep.eplb.simulate import LINEAR, compare, zipf_trace
     from moe_ep.registry import EPLB_POLICIES
@@ -127,6 +128,7 @@ def main_simulate(args: argparse.Namespace) -> int:
     _check_names("--rules", config.rules, tuple(RULES))
     try:
         if config.routing.startswith("zipf:"):
+            _scene(config).num_slots(config.experts)  # refuses before the choices are drawn
             if config.top_k > config.experts:
                 raise OptionError(f"--top-k is {config.top_k}; it must be at most the {config.experts} of --experts")
             trace = zipf_trace(
@@ -146,9 +148,8 @@ def main_simulate(args: argparse.Namespace) -> int:
     print(_describe(trace, config))
     print(table(rows, {name: name for name in rows[0]}))
     if config.json is not None:
-        about = facts(seed=config.seed, command=args.shown)
-        for row in rows:
-            append_line(config.json, about | {"trace": trace.model, "ep_size": config.ep_size, **row})
+        about = facts(seed=config.seed, command=args.shown) | {"trace": trace.model, "ep_size": config.ep_size}
+        write_text(config.json, "".join(as_line(about | row) for row in rows))
     return 0
 
 

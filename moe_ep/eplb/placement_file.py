@@ -17,6 +17,7 @@ import numpy as np
 
 from moe_ep.eplb.policy.maps import Array, check_placement
 from moe_ep.errors import EplbError
+from moe_ep.files import write_text
 
 if TYPE_CHECKING:
     from moe_ep.checkpoint.reader import CheckpointReader
@@ -51,10 +52,7 @@ class PlacementFile:
             "num_experts": self.num_experts,
             "physical_to_logical": self.physical_to_logical.tolist(),
         }
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        partial.write_text(json.dumps(content | {"checksum": _checksum(content)}) + "\n", encoding="utf-8")
-        partial.replace(target)
+        write_text(path, json.dumps(content | {"checksum": _checksum(content)}) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PlacementFile:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_ep.eplb.policy.maps import Array
+from moe_ep.files import replacing
 
 _ROWS = ("layer", "step", "rank")
 _NAMES = ("ids", *_ROWS, "num_experts", "model")
@@ -82,9 +83,9 @@ class RoutingTrace:
         return np.bincount(flat, minlength=shape[0] * shape[1] * shape[2]).reshape(shape)
 
     def save(self, path: Path | str) -> None:
-        """Writes the .npz file."""
+        """Writes the .npz file; one that is there is replaced whole or not at all."""
         kind = np.int16 if self.num_experts <= np.iinfo(np.int16).max else np.int32
-        with open(path, "wb") as file:
+        with replacing(path) as partial, partial.open("wb") as file:
             np.savez_compressed(
                 file,
                 ids=self.ids.astype(kind),
@@ -149,5 +150,5 @@ def read_arrays(path: Path | str) -> dict[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (ValueError, AttributeError, zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{path} cannot be read as an .npz file: {error}") from None
+    except (ValueError, AttributeError, zipfile.BadZipFile, EOFError):
+        raise ValueError(f"{path} cannot be read as an .npz file of plain numbers: it is none, or damaged") from None
