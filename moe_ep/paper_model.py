@@ -32,7 +32,8 @@ class Machine:
         link_bytes_per_s: out of one GPU to others of its host, all of them at once.
         network_bytes_per_s: out of one GPU to other hosts; a GPU has its own network card.
         link_latency_us, network_latency_us: of one dispatch or combine of hardly any bytes.
-        memory_efficiency, compute_efficiency: shares of those rates that the experts reach.
+        memory_efficiency, compute_efficiency: shares of those rates that the experts reach; that of memory may be above
+            1, since its rate is that of reads and writes, and experts hardly write.
         wire_efficiency: share of the links' rate that dispatch and combine reach.
         route_us: of router and mapping.
         memory_bytes: of one GPU.
@@ -45,8 +46,8 @@ class Machine:
     network_bytes_per_s: float = 50e9
     link_latency_us: float = 8.0
     network_latency_us: float = 20.0
-    memory_efficiency: float = 0.94
-    compute_efficiency: float = 0.7
+    memory_efficiency: float = 1.15
+    compute_efficiency: float = 0.82
     wire_efficiency: float = 0.9
     route_us: float = 6.0
     memory_bytes: float = 141e9

@@ -136,9 +136,13 @@ def _compared(geometry: Geometry, machine: Machine, measured: list[dict[str, Any
     from moe_ep.paper_model import predict
 
     rows: list[dict[str, Any]] = []
+    seen = set()
     for row in measured:
-        if row["routing"] != "uniform" or row.get("eplb") == "on":
+        # Weak and strong scaling have measurements in common.
+        same = tuple(row.get(key) for key in ("phase", "ep_size", "tokens_per_rank", "backend", "wire", "us"))
+        if row["routing"] != "uniform" or row.get("eplb") == "on" or same in seen:
             continue
+        seen.add(same)
         wire_bytes = 1 if row["wire"] == "fp8" else 2
         step = predict(geometry, row["ep_size"], row["tokens_per_rank"], machine, wire_bytes=wire_bytes)
         about = {"EP": row["ep_size"], "T": row["tokens_per_rank"], "backend": row["backend"], "wire": row["wire"]}

@@ -122,7 +122,8 @@ def _stages(axes: Axes, rows: list[Row]) -> None:
     axes.set_yticks(range(len(rows)), labels=_labels(rows), fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel(f"microseconds of each stage, {rows[0]['asked_tokens']} tokens", fontsize=8)
-    axes.legend(fontsize=7, loc="lower center", ncols=4, bbox_to_anchor=(0.5, 1.05), frameon=False)
+    if axes is axes.figure.axes[0]:
+        axes.figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=4)
 
 
 def _load(axes: Axes, rows: list[Row]) -> None:
@@ -162,8 +163,10 @@ def _largest(rows: list[Row]) -> int:
 
 
 def _labels(rows: list[Row]) -> list[str]:
-    """What tells the rows apart."""
-    differing = [key for key in ("backend", *KIND[1:]) if len({row[key] for row in rows}) > 1]
+    """What tells the rows apart; the backend where there are several at one size."""
+    several = len({(row["ep_size"], row["asked_backend"]) for row in rows}) > len({row["ep_size"] for row in rows})
+    keys = ("asked_backend" if several else "wire", *KIND[1:])
+    differing = [key for key in dict.fromkeys(keys) if len({row[key] for row in rows}) > 1]
     return [", ".join(f"{_WORDS.get(key, '')}{row[key]}" for key in ("ep_size", *differing)) for row in rows]
 
 

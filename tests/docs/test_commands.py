@@ -32,7 +32,7 @@ HERE = {
     "eplb simulate --routing trace.npz --ep-size 16 --redundant 16 --policies linear,deepseek,incremental",
     "plan --geometry deepseek-v3 --measured results.jsonl",
     "plan --geometry deepseek-v3 --tokens 64,4096 --gpus 8,32,128,512 --wire fp8",
-    "plan --tokens 128",
+    "plan --measured scaling_4xh200.jsonl --tokens 128",
     "plot results.jsonl --out plots/",
 }
 # Run by tests of their own, with smaller sizes.
@@ -64,6 +64,7 @@ ELSEWHERE = {
 # They need GPUs; what they gave is on these pages.
 ON_GPUS = {
     "bench scaling --geometry deepseek-v3 --json results.jsonl": "scaling/README.md",
+    "bench scaling --launcher ray --ep-size 4 --geometry deepseek-v3": "scaling/README.md",
     "tune --geometry deepseek-v3 --ep-size 8": "gemm.md",
 }
 
