@@ -34,16 +34,16 @@ _loaded: dict[tuple[KernelSource, int], Kernel] = {}
 
 
 @dataclass(frozen=True)
-class Library:
-    """A device library that a kernel is linked with.
+class Archive:
+    """Device code that a kernel is linked with.
 
     Attributes:
-        archive: the static library.
+        path: the .a file.
         include_paths: of its headers, and of those that they include.
         start: makes loaded code ready; called once for each kernel, with its cuda.core.ObjectCode.
     """
 
-    archive: Path
+    path: Path
     include_paths: tuple[Path, ...]
     start: Callable[[Any], object]
 
@@ -56,13 +56,13 @@ class KernelSource:
         path: the .cu file; its own headers are the .cuh files beside it.
         entry: name of the `extern "C" __global__` function.
         defines: (name, value) pairs, passed as -D.
-        library: what it is linked with; None for nothing.
+        archive: what it is linked with; None for nothing.
     """
 
     path: Path
     entry: str
     defines: tuple[tuple[str, str], ...] = ()
-    library: Library | None = None
+    archive: Archive | None = None
 
 
 class Resources(NamedTuple):
@@ -97,8 +97,8 @@ class Kernel:
     def __init__(self, source: KernelSource, device: torch.device) -> None:
         driver = driver_bindings()
         code = _object_code_type().from_cubin(_cubin(source, _arch_of(device)), name=source.entry)
-        if source.library is not None:
-            source.library.start(code)
+        if source.archive is not None:
+            source.archive.start(code)
         self._code = code  # keeps the module loaded
         self._driver = driver
         self._device = device
@@ -236,24 +236,24 @@ def _cubin(source: KernelSource, arch: str) -> bytes:
 
 
 def _compile(source: KernelSource, arch: str, log: io.StringIO | None = None) -> Any:
-    """A cubin, linked where the kernel has a library; what ptxas reports goes into the log."""
+    """A cubin, linked where the kernel has an archive; what ptxas reports goes into the log."""
     core = _cuda_core()
     program = core.Program(source.path.read_text(), "c++", _options(source, arch, report=log is not None))
     code = program.compile("cubin", logs=log)
-    if source.library is None:
+    if source.archive is None:
         return code
-    archive = core.ObjectCode.from_library(str(source.library.archive))
-    return core.Linker(code, archive, options=core.LinkerOptions(arch=arch)).link("cubin")
+    archived = core.ObjectCode.from_library(str(source.archive.path))
+    return core.Linker(code, archived, options=core.LinkerOptions(arch=arch)).link("cubin")
 
 
 def _options(source: KernelSource, arch: str, report: bool = False) -> Any:
-    library = source.library
-    linked = {} if library is None else {"relocatable_device_code": True, "device_as_default_execution_space": True}
+    archive = source.archive
+    linked = {} if archive is None else {"relocatable_device_code": True, "device_as_default_execution_space": True}
     return _cuda_core().ProgramOptions(
         name=source.path.name,
         arch=arch,
         std="c++17",
-        include_path=[str(source.path.parent), *map(str, () if library is None else library.include_paths)],
+        include_path=[str(source.path.parent), *map(str, () if archive is None else archive.include_paths)],
         define_macro=list(source.defines),
         ptxas_options=["-v"] if report else None,
         **linked,
@@ -261,13 +261,13 @@ def _options(source: KernelSource, arch: str, report: bool = False) -> Any:
 
 
 def _surroundings(source: KernelSource) -> bytes:
-    """A digest of own headers, the library, and the version of cuda.core; the key itself holds NVRTC's."""
+    """A digest of own headers, the archive, and the version of cuda.core; the key itself holds NVRTC's."""
     digest = hashlib.sha256(_cuda_core().__version__.encode())
     for header in sorted(source.path.parent.glob("*.cuh")):
         digest.update(header.name.encode() + b"\0" + header.read_bytes())
-    if source.library is not None:
-        archive = source.library.archive
-        digest.update(f"{archive}\0{archive.stat().st_size}\0{archive.stat().st_mtime_ns}".encode())
+    if source.archive is not None:
+        path, status = source.archive.path, source.archive.path.stat()
+        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}".encode())
     return digest.digest()
 
 

@@ -59,6 +59,12 @@ def _positive_int(raw: str) -> int:
     return int(raw)
 
 
+def _whole_number(raw: str) -> int:
+    if not raw.isdecimal():
+        raise ValueError("it must be a whole number of at least 0")
+    return int(raw)
+
+
 def _switch(raw: str) -> bool:
     if raw not in ("0", "1"):
         raise ValueError("it must be 0 or 1")
@@ -117,7 +123,7 @@ NVSHMEM_TIMEOUT_S = EnvVar(
 )
 RANKS_PER_HOST = EnvVar(
     name="MOE_EP_RANKS_PER_HOST",
-    parse=_positive_int,
+    parse=_whole_number,
     default=0,
     meaning="so many ranks each are taken for a host of their own (for tests of several hosts on one); 0: none are",
 )

@@ -74,16 +74,16 @@ class SymmetricArena:
         device: the CUDA device.
     """
 
-    def __init__(self, library: _Library, process_group: dist.ProcessGroup) -> None:
-        self._library = library
+    def __init__(self, runtime: _Runtime, process_group: dist.ProcessGroup) -> None:
+        self._runtime = runtime
         self._pes = dist.get_process_group_ranks(process_group)
         self.rank, self.world_size = dist.get_rank(process_group), len(self._pes)
-        self.device = library.device
+        self.device = runtime.device
 
     @property
     def is_mapped(self) -> bool:
         """Whether the group's ranks are on one host, so that each can have the others' memory mapped."""
-        hosts = {self._library.hosts[pe] for pe in self._pes}
+        hosts = {self._runtime.hosts[pe] for pe in self._pes}
         return len(hosts) == 1 and (self.world_size == 1 or not env.NVSHMEM_FORCE_DEVICE_API.get())
 
     @classmethod
@@ -96,11 +96,11 @@ class SymmetricArena:
             DispatchTimeoutError: the other ranks did not come.
         """
         group = process_group or dist.distributed_c10d._get_default_group()
-        library = _library()
+        runtime = _runtime()
         members = tuple(dist.get_process_group_ranks(group))
-        if members not in library.arenas:
-            library.arenas[members] = cls(library, group)
-        return library.arenas[members]
+        if members not in runtime.arenas:
+            runtime.arenas[members] = cls(runtime, group)
+        return runtime.arenas[members]
 
     @torch.inference_mode(False)
     def reserve(self, nbytes: int, name: str) -> Region:
@@ -111,14 +111,14 @@ class SymmetricArena:
             DispatchTimeoutError: some rank did not come.
             torch.OutOfMemoryError: there is not that much left.
         """
-        local = self._library.allocate(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, name)
-        pointers = [self._library.peer_pointer(local.data_ptr(), pe) for pe in self._pes]
+        local = self._runtime.allocate(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, name)
+        pointers = [self._runtime.peer_pointer(local.data_ptr(), pe) for pe in self._pes]
         return Region(name, local, torch.tensor(pointers, dtype=torch.int64, device=self.device), tuple(self._pes))
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of all blocks of this process, free ones that were not given back yet included."""
-        return sum(block.nbytes for block in self._library.blocks)
+        return sum(block.nbytes for block in self._runtime.blocks)
 
     @staticmethod
     def close() -> None:
@@ -127,13 +127,13 @@ class SymmetricArena:
         Tensors of the arena must not be used any more. Where a rank does not come, nothing is given back: the memory
         goes with the process. Does nothing where there is no arena.
         """
-        global _the_library
-        library, _the_library = _the_library, None
-        if library is not None:
-            library.close()
+        global _the_runtime
+        runtime, _the_runtime = _the_runtime, None
+        if runtime is not None:
+            runtime.close()
 
 
-class _Library:
+class _Runtime:
     """NVSHMEM in this process."""
 
     def __init__(self) -> None:
@@ -216,19 +216,19 @@ class _Library:
             self._bindings.free(block.pointer)
 
 
-_the_library: _Library | None = None
+_the_runtime: _Runtime | None = None
 
 
-def _library() -> _Library:
-    global _the_library
-    if _the_library is None:
-        _the_library = _Library()
-    elif _the_library.device.index != torch.cuda.current_device():
+def _runtime() -> _Runtime:
+    global _the_runtime
+    if _the_runtime is None:
+        _the_runtime = _Runtime()
+    elif _the_runtime.device.index != torch.cuda.current_device():
         raise ValueError(
-            f"the current CUDA device is {torch.cuda.current_device()} and NVSHMEM runs on {_the_library.device.index} "
+            f"the current CUDA device is {torch.cuda.current_device()} and NVSHMEM runs on {_the_runtime.device.index} "
             f"in this process; use one device per process, set with torch.cuda.set_device"
         )
-    return _the_library
+    return _the_runtime
 
 
 def _nvshmem() -> tuple[Any, Any]:

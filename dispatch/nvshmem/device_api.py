@@ -1,4 +1,4 @@
-"""NVSHMEM's device library for kernels that reach ranks whose memory is not mapped here: where it is, and its start.
+"""NVSHMEM's device code for kernels that reach ranks whose memory is not mapped here: where it is, and its start.
 
 cuda/device_api.cuh has what kernels call. Such a kernel is compiled with DEVICE_API=1 and linked with
 `libnvshmem_device.a`, which takes some seconds once; without unmapped ranks kernels need none of it.
@@ -19,7 +19,7 @@ _started: list[Any] = []
 
 
 @functools.cache
-def device_library() -> jit.Library:
+def device_archive() -> jit.Archive:
     """What kernels with DEVICE_API=1 are linked with.
 
     Raises:
@@ -32,14 +32,14 @@ def device_library() -> jit.Library:
     found = importlib.util.find_spec("nvidia.nvshmem")
     home = None if found is None else Path(next(iter(found.submodule_search_locations or ())))
     if home is None or not (home / "lib" / "libnvshmem_device.a").exists():
-        raise missing_extra("nvidia-nvshmem-cu13", "cuda", "NVSHMEM's device library")
+        raise missing_extra("nvidia-nvshmem-cu13", "cuda", "NVSHMEM's device code")
     include_paths = [home / "include"]
     for name in _HEADERS:
         directory = cuda.pathfinder.find_nvidia_header_directory(name)
         if directory is None:
-            raise missing_extra(f"the headers of nvidia-cuda-{name}", "cuda", "NVSHMEM's device library")
+            raise missing_extra(f"the headers of nvidia-cuda-{name}", "cuda", "NVSHMEM's device code")
         include_paths.append(Path(directory))
-    return jit.Library(home / "lib" / "libnvshmem_device.a", tuple(include_paths), _start)
+    return jit.Archive(home / "lib" / "libnvshmem_device.a", tuple(include_paths), _start)
 
 
 def _start(code: Any) -> None:

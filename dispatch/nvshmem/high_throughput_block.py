@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.dispatch.nvshmem import arena
-from moe_ep.dispatch.nvshmem.device_api import device_library
+from moe_ep.dispatch.nvshmem.device_api import device_archive
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
 from moe_ep.dispatch.nvshmem.layout import align, offsets_of
 from moe_ep.dispatch.nvshmem.meeting import agree, meet
@@ -125,8 +125,8 @@ def kernel_source(name: str, layout: Layout, dtype: torch.dtype) -> jit.KernelSo
     }
     entry = f"high_throughput_{name}"
     path = Path(__file__).parent / "cuda" / f"{entry}.cu"
-    library = device_library() if layout.device_api else None
-    return jit.KernelSource(path, entry, tuple((key, str(value)) for key, value in defines.items()), library)
+    archive = device_archive() if layout.device_api else None
+    return jit.KernelSource(path, entry, tuple((key, str(value)) for key, value in defines.items()), archive)
 
 
 _blocks: WeakKeyDictionary[arena.SymmetricArena, WeakValueDictionary[str, Block]] = WeakKeyDictionary()

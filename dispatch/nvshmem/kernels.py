@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moe_ep.dispatch.nvshmem.device_api import device_library
+from moe_ep.dispatch.nvshmem.device_api import device_archive
 from moe_ep.dispatch.nvshmem.layout import BUFFERS, BatchLayout
 from moe_ep.kernels import jit
 
@@ -32,8 +32,8 @@ def kernel_source(name: str, layout: BatchLayout, dtype: torch.dtype) -> jit.Ker
         "DEVICE_API": int(layout.device_api),
     }
     path = Path(__file__).parent / "cuda" / f"{name}.cu"
-    library = device_library() if layout.device_api else None
-    return jit.KernelSource(path, name, tuple((key, str(value)) for key, value in defines.items()), library)
+    archive = device_archive() if layout.device_api else None
+    return jit.KernelSource(path, name, tuple((key, str(value)) for key, value in defines.items()), archive)
 
 
 class Halves:

@@ -26,9 +26,6 @@ from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, check_supported, l
 from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
-# A block lists each expert alone where there is at most one row for so many of them.
-_EXPERTS_OF_ROW = 4
-
 
 @dataclass(frozen=True)
 class _Handle:
@@ -219,11 +216,9 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         return Pending(launch.receive, launch.receive, launch.send)
 
     def _blocks_of_expert(self, num_tokens: int) -> int:
-        """How many list the same expert and share its rows: one where most experts have no row."""
-        slots = num_tokens * self._layout.num_ranks * self._layout.topk
-        if _EXPERTS_OF_ROW * slots <= self._owner_table.numel():
-            return 1
-        return max(1, self.tuning.list_blocks // max(self.moe_config.num_local_experts, 1))
+        """How many list the same expert and share its rows: one for each that it has where routing is even."""
+        rows = num_tokens * self._layout.num_ranks * self._layout.topk // self._owner_table.numel()
+        return max(1, min(self.tuning.list_blocks // max(self.moe_config.num_local_experts, 1), rows))
 
     def _common(self, index: int, topk_ids: torch.Tensor) -> Any:
         common = self._channel.common(index)

@@ -121,7 +121,11 @@ def _calibrated(config: PlanConfig, path: Path, geometry: Geometry, machine: Mac
     from moe_ep.paper_model import calibrated
 
     try:
-        found = [row for row in read_lines(path) if row.get("geometry") == geometry.name]
+        rows = read_lines(path)
+    except ValueError as error:
+        raise OptionError(f"--measured is no result of a benchmark: {error}") from None
+    found = [row for row in rows if row.get("geometry") == geometry.name]
+    try:
         machine = calibrated(machine, geometry, found)
         return machine, _compared(geometry, machine, found)
     except KeyError as error:

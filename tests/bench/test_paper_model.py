@@ -130,3 +130,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "ep_size is 12" in capsys.readouterr().err
     assert main(["plan", "--measured", str(tmp_path / "none")]) == 2
     assert "there is none" in capsys.readouterr().err
+    (tmp_path / "text").write_text("# not rows\n")
+    assert main(["plan", "--measured", str(tmp_path / "text")]) == 2
+    assert "--measured is no result of a benchmark: " in capsys.readouterr().err

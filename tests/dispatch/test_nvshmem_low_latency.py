@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_ep.bench.geometries import preset
-from moe_ep.dispatch.nvshmem.device_api import device_library
+from moe_ep.dispatch.nvshmem.device_api import device_archive
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
 from moe_ep.dispatch.nvshmem.kernels import KERNELS, kernel_source
 from moe_ep.dispatch.nvshmem.layout import BatchLayout
@@ -45,7 +45,7 @@ def test_kernels_compile(layout: BatchLayout, dtype: torch.dtype, arch: str) -> 
 def test_kernels_across_hosts_compile() -> None:
     pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     try:
-        device_library()
+        device_archive()
     except ImportError as error:
         pytest.skip(str(error))
     layout = BatchLayout(num_ranks=16, capacity=8, hidden_size=128, topk=2, fp8=True, device_api=True)
