@@ -1,9 +1,10 @@
 """Launches Hopper's kernels: both GEMMs of the experts, with the activation between them, in one.
 
 Experts of few rows are one kernel's, those of more another's; how many are few is in tuning.py, and which expert is
-whose is decided on the device. What a launch needs beside its inputs is small: flags (never cleared, or zero before and
-after: no memset), and room for the sums of tiles that several blocks share, at most 2 x blocks x 256 x tokens of a tile
-floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens, 2 MB for tiles of 8.
+whose is decided on the device from the rows of all (cuda/threshold.cuh). What a launch needs beside its inputs is
+small: flags (never cleared, or zero before and after: no memset), and room for the sums of tiles that several blocks
+share, at most 2 x blocks x 256 x tokens of a tile floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens, 2 MB for
+tiles of 8.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _TILE_ROWS = 256
 _MAX_BLOCKS = 256
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
+# What it costs to begin with the second kernel where both have rows, in few_cost() of cuda/threshold.cuh times steps of
+# a block: 25 us.
+_BEGIN_ANEW = 200
 
 
 class _ManyParams(ctypes.Structure):
@@ -96,9 +100,10 @@ def launch(
     params.partials = partials.data_ptr()
     params.max_tile_tokens = _tile_tokens(params.max_rows)
     # Where the kernel for few rows can do all of them, it is launched alone.
-    params.few_rows = tuning.MOST_FEW_ROWS
+    params.few_rows, params.second_kernel = tuning.MOST_FEW_ROWS, 0
     if params.max_rows > tuning.MOST_FEW_ROWS:
         params.few_rows = tuning.few_rows(_device_name(index), tuning.problem_of(w13, w2, kind))
+        params.second_kernel = 0 if tuning.is_forced() else _second_kernel(w13, w2, index)
     for few_rows in (True, False) if params.max_rows > params.few_rows else (True,):
         source = kernel_source(kind, act_dtype, w13.scales.dtype, per_step, activation, few_rows)
         kernel = jit.load(source, device)
@@ -118,6 +123,12 @@ def _many_params(params: ExpertsParams, act_dtype: torch.dtype) -> _ManyParams:
         if phase == 1 or params.row_ids is None:
             many.tokens[phase][:] = tensor_map.encode(gemm.input, num_rows, gemm.columns, act_dtype)
     return many
+
+
+def _second_kernel(w13: Weights, w2: Weights, device_index: int) -> int:
+    """What beginning with the second kernel costs, in times that an expert takes for one step of a tile."""
+    steps = sum(-(-w.num_rows // _TILE_ROWS) * -(-w.num_columns // _STEP_COLUMNS) for w in (w13, w2))
+    return -(-_BEGIN_ANEW * _num_blocks(device_index) // steps)
 
 
 def _tile_tokens(max_rows: int) -> int:

@@ -71,6 +71,7 @@ class ExpertsParams(ctypes.Structure):
         ("sorted", ctypes.c_int),
         ("max_tile_tokens", ctypes.c_int),
         ("few_rows", ctypes.c_int),
+        ("second_kernel", ctypes.c_int),
     )
 
 

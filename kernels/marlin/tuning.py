@@ -61,6 +61,11 @@ def few_rows(device_name: str, problem: Problem) -> int:
     return _chosen(device_name, problem) if _forced is None else _forced
 
 
+def is_forced() -> bool:
+    """Whether `forced` chooses: then an expert's own rows decide alone."""
+    return _forced is not None
+
+
 @contextmanager
 def forced(rows: int) -> Iterator[None]:
     """Launches meanwhile take these rows as few, whatever the tables say."""

@@ -14,7 +14,7 @@
 // Example: 3 tiles of 4 steps on 2 blocks: the pieces are steps 0..5 and 6..11, tile 1 is shared. The block that draws
 // steps 6..11 leaves the sum of tile 1's steps 2, 3 first thing; the other adds it to tile 1's steps 0, 1.
 #pragma once
-#include "params.cuh"
+#include "threshold.cuh"
 
 constexpr int kTileRows = 256;
 constexpr int kStepColumns = 128;
@@ -22,9 +22,8 @@ constexpr int kMaxBlocks = 256;
 constexpr int kMostIdle = 5;         // steps: what adding up over blocks takes, where it cannot be done early
 constexpr u32 kTicketsPerLaunch = 4 * kMaxBlocks;
 
-// Tokens a tile is computed for, and the relative time of one of its steps as measured on an H200.
+// Tokens a tile is computed for.
 DEVICE constexpr int tile_tokens(int rows) { return (rows + 7) / 8 * 8; }
-DEVICE int step_cost(int rows) { return 3 + tile_tokens(rows) / 8; }
 
 struct Schedule {
   int num_active, largest;         // experts that have a few rows, and the most rows one of them has
@@ -63,12 +62,12 @@ DEVICE int sum_before(int value, int lane) {
 
 // One warp lists the experts.
 DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
-  int active = 0, all = 0, cost = 0, largest = 0;
+  int few_rows = agreed_few_rows(p, lane), active = 0, all = 0, cost = 0, largest = 0;
   for (int base = 0; base < p.num_experts; base += 32) {
     int e = base + lane;
     int rows = e < p.num_experts ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
-    bool few = rows > 0 && rows <= p.few_rows;
-    int own = few ? step_cost(rows) : 0;
+    bool few = rows > 0 && rows <= few_rows;
+    int own = few ? few_cost(rows) : 0;
     int rows_before = all + sum_before(rows, lane), before = cost + sum_before(own, lane);
     u32 votes = __ballot_sync(~0u, few);
     if (few) s.active()[active + __popc(votes & ((1u << lane) - 1))] = {e, rows, rows_before, own, before};
@@ -95,12 +94,12 @@ DEVICE void cut_phases(Schedule& s) {
     Schedule::Active last = s.active()[s.num_active - 1];
     int total = (last.cost_before + last.cost) * expert_steps, all = s.num_active * expert_steps;
     int tiles = s.num_active * s.row_tiles[phase], most = tiles > blocks ? 2 : 1;
-    bool alike = last.cost_before + last.cost == s.num_active * step_cost(s.largest);
+    bool alike = last.cost_before + last.cost == s.num_active * few_cost(s.largest);
     if (alike && tiles <= 2 * blocks && most * s.steps[phase] - quotient(all, blocks) <= kMostIdle) {
       s.start[phase][piece] = quotient(piece * tiles, blocks) * s.steps[phase];
       continue;
     }
-    bool even = total < 2 * step_cost(kFewRows) * blocks;
+    bool even = total < 2 * few_cost(kFewRows) * blocks;
     if (even) total = all;
     int share = quotient(total, blocks), before = piece * share + min(piece, total - share * blocks);
     if (even || piece == blocks) {

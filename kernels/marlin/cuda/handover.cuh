@@ -4,18 +4,18 @@
 // therefore read the row counts and its input at once; it waits for the first before it writes to scratch of both, and
 // before it ends.
 #pragma once
-#include "params.cuh"
+#include "threshold.cuh"
 
 // Until the kernels before this one have ended and their stores are seen.
 DEVICE void wait_for_previous_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 DEVICE void let_next_kernel_come() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// In the kernel for many rows, all threads: whether no expert has so many.
-DEVICE bool nothing_to_do(const ExpertsParams& p) {
+// In the kernel for many rows, each warp for itself: whether no expert has more than `few_rows`.
+DEVICE bool nothing_to_do(const ExpertsParams& p, int few_rows) {
   bool many = false;
-  for (int e = threadIdx.x; e < p.num_experts; e += blockDim.x) many |= p.num_tokens[e] > p.few_rows;
-  many = __syncthreads_or(many);
+  for (int e = threadIdx.x % 32; e < p.num_experts; e += 32) many |= p.num_tokens[e] > few_rows;
+  many = __any_sync(~0u, many);
   if (!many && blockIdx.x == 0) wait_for_previous_kernels();  // one block keeps the order of kernels
   return !many;
 }

@@ -30,5 +30,6 @@ struct ExpertsParams {
   int ids_divisor;          // input row = id / ids_divisor
   int sorted;               // row_ids lists all rows one expert after the other, and outputs go to row `id`
   int max_tile_tokens;      // what `partials` has room for
-  int few_rows;             // an expert of up to so many rows is decode_sm90.cu's, at most kFewRows
+  int few_rows;             // an expert of up to so many rows is decode_sm90.cu's, at most kFewRows (threshold.cuh)
+  int second_kernel;        // what it costs that both kernels run; 0: few_rows holds whatever the rows are
 };

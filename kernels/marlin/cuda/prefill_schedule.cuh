@@ -13,10 +13,10 @@
 // Example: 3 tiles of 4 steps on 2 blocks: the pieces are steps 0..5 and 6..11, tile 1 is shared. Block A claims steps
 // 6..11 and leaves the sum of tile 1's steps 2, 3 for block B, which has tile 0 and adds it to tile 1's steps 0, 1.
 #pragma once
-#include "params.cuh"
+#include "threshold.cuh"
 
 constexpr int kTileRows = 256;
-constexpr int kTileTokens = 128;
+constexpr int kTileTokens = kManyTileTokens;
 constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
 
@@ -25,9 +25,6 @@ constexpr int kSplitSteps = 5;
 
 // Tokens a tile is computed for: the least size that there is a matrix product for.
 DEVICE int tile_tokens(int rows) { return min((rows + 31) / 32, kTileTokens / 32) * 32; }
-
-// Relative time of a step, as measured on an H200.
-DEVICE int step_cost(int tokens) { return 2 + tokens / 32; }
 
 struct Position {
   int tile, step;
@@ -54,19 +51,14 @@ struct Segment {
   int piece;                                         // number of the piece it is in, -1 for a whole tile
 };
 
-DEVICE int expert_cost(int rows) {
-  int rest = rows % kTileTokens;
-  return rows / kTileTokens * step_cost(kTileTokens) + (rest ? step_cost(tile_tokens(rest)) : 0);
-}
-
 // One warp fills the tables: prefix sums over the experts, 32 at a time.
-DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
+DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int lane) {
   int n = p.num_experts, sums[3] = {0, 0, 0}, largest = 0;
   for (int base = 0; base < n; base += 32) {
     int e = base + lane;
     int all = e < n ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
-    int rows = all > p.few_rows ? all : 0;
-    int own[3] = {all, (rows + kTileTokens - 1) / kTileTokens, expert_cost(rows)};
+    int rows = all > few_rows ? all : 0;
+    int own[3] = {all, (rows + kTileTokens - 1) / kTileTokens, many_cost(rows)};
     largest = max(largest, rows);
     if (e < n) s.rows()[e] = rows;
 #pragma unroll
@@ -111,8 +103,8 @@ DEVICE int cost_before_tile(Schedule& s, int n, int phase, int tile) {
   int e = find_expert(s.tile_start(n), n, row_tiles, tile);
   int token_tiles = s.tile_start(n)[e + 1] - s.tile_start(n)[e], rest = tile - s.tile_start(n)[e] * row_tiles;
   int cost = s.cost_start(n)[e + 1] - s.cost_start(n)[e];
-  return (s.cost_start(n)[e] * row_tiles + rest / token_tiles * cost + rest % token_tiles * step_cost(kTileTokens)) *
-         steps;
+  int own = rest / token_tiles * cost + rest % token_tiles * many_tile_cost(kTileTokens);
+  return (s.cost_start(n)[e] * row_tiles + own) * steps;
 }
 
 DEVICE Position position_of_cost(Schedule& s, int n, int phase, int cost) {
@@ -120,12 +112,12 @@ DEVICE Position position_of_cost(Schedule& s, int n, int phase, int cost) {
   if (cost >= s.cost_start(n)[n] * row_tiles * steps) return {s.tile_start(n)[n] * row_tiles, 0};
   int e = find_expert(s.cost_start(n), n, row_tiles * steps, cost);
   int rest = cost - s.cost_start(n)[e] * row_tiles * steps;
-  int row_cost = (s.cost_start(n)[e + 1] - s.cost_start(n)[e]) * steps, full_cost = step_cost(kTileTokens) * steps;
+  int row_cost = (s.cost_start(n)[e + 1] - s.cost_start(n)[e]) * steps, full_cost = many_tile_cost(kTileTokens) * steps;
   int token_tiles = s.tile_start(n)[e + 1] - s.tile_start(n)[e], row_tile = rest / row_cost;
   rest -= row_tile * row_cost;
   int token_tile = min(rest / full_cost, token_tiles - 1);
   int tokens = min(s.rows()[e] - token_tile * kTileTokens, kTileTokens);
-  int step = (rest - token_tile * full_cost) / step_cost(tile_tokens(tokens));
+  int step = (rest - token_tile * full_cost) / many_tile_cost(tokens);
   return {s.tile_start(n)[e] * row_tiles + row_tile * token_tiles + token_tile, step};
 }
 

@@ -2,7 +2,7 @@
 //
 //   hidden[r, :] = activation(w13[e] x[r] + bias1[e]),  out[r, :] = w2[e] hidden[r] + bias2[e]   for every row r of e
 //
-// Experts of up to kFewRows rows are left to decode_sm90.cu. Weights are operand A of the tensor cores, dequantized
+// Experts of few rows are left to decode_sm90.cu (threshold.cuh). Weights are operand A of the tensor cores, dequantized
 // in registers, tokens operand B in shared memory. The warps of a block:
 //   0 to 7     two warpgroups of 128 weight rows x up to 128 tokens: dequantize, multiply, apply bias and activation
 //   8          claims items (prefill_schedule.cuh) and streams codes and scales with bulk copies
@@ -52,13 +52,14 @@ DEVICE void leave(const ExpertsParams& p, Shared& shared) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_constant__ PrefillParams params) {
   const ExpertsParams& p = params.experts;
   extern __shared__ __align__(1024) u8 memory[];
-  if (nothing_to_do(p)) return;
+  int few_rows = agreed_few_rows(p, threadIdx.x % 32);
+  if (nothing_to_do(p, few_rows)) return;
   let_next_kernel_come();
   Ring ring(memory);
   Shared& shared = ring.shared;
   int ticket = threadIdx.x == kWeightWarp * 32 ? atomicAdd(p.sync, 1) : 0;
   if (threadIdx.x < 32) {
-    make_tables(shared.schedule, p, threadIdx.x);
+    make_tables(shared.schedule, p, few_rows, threadIdx.x);
   } else if (threadIdx.x == 32) {
     init_barriers(shared);
   }

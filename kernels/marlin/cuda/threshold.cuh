@@ -1,0 +1,46 @@
+// Which of the two kernels computes an expert, decided from the row counts of all, alike in both kernels.
+//
+// Where all experts have as many rows, those of up to p.few_rows are faster in decode_sm90.cu, those of more in
+// prefill_sm90.cu. Where rows lie on both sides, both kernels run, one after the other, and the second begins with
+// nothing loaded. So one of them computes all experts where what it loses on those of the other side is less than
+// p.second_kernel, what beginning anew costs.
+//
+// Example, Qwen3-30B's shape, where beginning anew costs 183: of 15 experts of 8 rows and one of 25, decode_sm90.cu loses
+// 7 - 6 with the one and computes all. Of 15 experts of 8 rows and one of 200, prefill_sm90.cu loses 6 - 4 with each of
+// the 15 and computes all. Fifteen hundred experts of 8 rows it would leave to the other.
+#pragma once
+#include "params.cuh"
+
+constexpr int kManyTileTokens = 128;  // rows that prefill_sm90.cu computes at once
+
+// Time that an expert takes for 256 weight rows x 128 columns, as measured on an H200; about 235 cycles each.
+DEVICE int few_cost(int rows) { return 3 + (rows + 7) / 8; }
+DEVICE int many_tile_cost(int tokens) { return 4 + (tokens + 31) / 32 * 2; }
+DEVICE int many_cost(int rows) {
+  int rest = rows % kManyTileTokens;
+  return rows / kManyTileTokens * many_tile_cost(kManyTileTokens) + (rest ? many_tile_cost(rest) : 0);
+}
+
+// One warp: up to how many rows an expert is decode_sm90.cu's in this launch: p.few_rows, kFewRows or none.
+DEVICE int agreed_few_rows(const ExpertsParams& p, int lane) {
+  if (p.second_kernel == 0) return p.few_rows;
+  int largest = 0, loss_of_few = 0, loss_of_many = 0;
+  bool few = false;
+  for (int e = lane; e < p.num_experts; e += 32) {
+    int rows = min(max(p.num_tokens[e], 0), p.max_rows), more = few_cost(rows) - many_cost(rows);
+    if (rows > p.few_rows) {
+      loss_of_few += more;
+    } else if (rows > 0) {
+      loss_of_many -= more;
+      few = true;
+    }
+    largest = max(largest, rows);
+  }
+  largest = __reduce_max_sync(~0u, largest);
+  if (largest <= p.few_rows || !__any_sync(~0u, few)) return p.few_rows;
+  loss_of_few = __reduce_add_sync(~0u, loss_of_few);
+  loss_of_many = __reduce_add_sync(~0u, loss_of_many);
+  bool all_few = largest <= kFewRows && loss_of_few <= loss_of_many;
+  if ((all_few ? loss_of_few : loss_of_many) >= p.second_kernel) return p.few_rows;
+  return all_few ? kFewRows : 0;
+}
