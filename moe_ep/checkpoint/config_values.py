@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-from moe_ep.errors import CheckpointError
+from moe_ep.errors import CheckpointError, one_of
 
 Config = dict[str, Any]
+V = TypeVar("V")
+
+# No size or count of a model is larger; a damaged number would be allocated before it is compared with a file.
+_MOST = 1 << 20
 
 
 def required(config: Config, *keys: str) -> Any:
@@ -18,10 +24,36 @@ def required(config: Config, *keys: str) -> Any:
 
 
 def positive(config: Config, *keys: str) -> int:
-    """The same, where it is a whole number of at least 1; CheckpointError for any other."""
-    value = required(config, *keys)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(
-            f"config.json: {' or '.join(keys)}: expected a whole number of at least 1, found {value!r}"
-        )
+    """The same, where it is a whole number of at least 1 that a model can have; CheckpointError for any other."""
+    return _checked_whole(required(config, *keys), " or ".join(keys), 1)
+
+
+def whole(config: Config, key: str, default: int, least: int = 0) -> int:
+    """A whole number from `least` on; the default where the key is missing or null."""
+    value = config.get(key)
+    return default if value is None else _checked_whole(value, key, least)
+
+
+def number(config: Config, key: str, default: float | None = None) -> float:
+    """A finite number; the default, where there is one, if the key is missing or null."""
+    value = required(config, key) if default is None else config.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise CheckpointError(f"config.json: {key}: expected a finite number, found {value!r}")
+    return float(value)
+
+
+def one_known(key: str, value: object, known: Mapping[str, V]) -> V:
+    """What is known under the value's name; CheckpointError with the known names for any other value."""
+    if not isinstance(value, str) or value not in known:
+        raise CheckpointError(f"config.json: {one_of(key, value, list(known))}")
+    return known[value]
+
+
+def _checked_whole(value: Any, name: str, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise CheckpointError(f"config.json: {name}: expected a whole number of at least {least}, found {value!r}")
+    if value > _MOST:
+        raise CheckpointError(f"config.json: {name}: expected at most {_MOST}, found {value}")
     return value

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from moe_ep.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, MoEActivation
-from moe_ep.checkpoint.config_values import Config, positive, required
+from moe_ep.checkpoint.config_values import Config, number, one_known, positive, required, whole
 from moe_ep.checkpoint.spec import RoutingSpec, SharedExpertsSpec
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.sparse_mixer import sparse_mixer
@@ -24,10 +24,7 @@ _ACTIVATIONS = {
 
 
 def named_activation(config: Config) -> MoEActivation:
-    name = required(config, "hidden_act")
-    if name not in _ACTIVATIONS:
-        raise CheckpointError(f"config.json: {one_of('hidden_act', name, list(_ACTIVATIONS))}")
-    return _ACTIVATIONS[name]
+    return one_known("hidden_act", required(config, "hidden_act"), _ACTIVATIONS)
 
 
 def swigluoai(config: Config) -> MoEActivation:
@@ -45,22 +42,24 @@ def all_layers(config: Config) -> tuple[int, ...]:
 
 def sparse_step_layers(config: Config) -> tuple[int, ...]:
     """Qwen: every `decoder_sparse_step`-th layer, less those listed as dense."""
-    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    dense, step = config.get("mlp_only_layers") or [], whole(config, "decoder_sparse_step", 1, least=1)
+    if not isinstance(dense, list):
+        raise CheckpointError(f"config.json: mlp_only_layers: expected a list of layers, found {dense!r}")
     return tuple(i for i in all_layers(config) if i not in dense and (i + 1) % step == 0)
 
 
 def layers_after_dense(config: Config) -> tuple[int, ...]:
     """DeepSeek: the first layers are dense, and of the rest every `moe_layer_freq`-th has experts."""
-    first, step = config.get("first_k_dense_replace") or 0, config.get("moe_layer_freq", 1)
+    first, step = whole(config, "first_k_dense_replace", 0), whole(config, "moe_layer_freq", 1, least=1)
     return tuple(i for i in all_layers(config) if i >= first and i % step == 0)
 
 
 def layers_between(config: Config) -> tuple[int, ...]:
     """Ernie: every `moe_layer_interval`-th layer from a first to a last one."""
-    last, step = config.get("moe_layer_end_index", -1), config.get("moe_layer_interval", 1)
-    layers = all_layers(config)
-    last = layers[-1] if last in (None, -1) else last
-    return tuple(i for i in layers if config.get("moe_layer_start_index", 1) <= i <= last and (i + 1) % step == 0)
+    first, step = whole(config, "moe_layer_start_index", 1), whole(config, "moe_layer_interval", 1, least=1)
+    layers, last = all_layers(config), whole(config, "moe_layer_end_index", -1, least=-1)
+    last = layers[-1] if last == -1 else last
+    return tuple(i for i in layers if first <= i <= last and (i + 1) % step == 0)
 
 
 def softmax_routing(config: Config) -> RoutingSpec:
@@ -80,7 +79,7 @@ def biased_sigmoid(config: Config) -> RoutingSpec:
 
 
 def phi_routing(config: Config) -> RoutingSpec:
-    mixer = partial(sparse_mixer, jitter_eps=float(config.get("router_jitter_noise", 0.01)))
+    mixer = partial(sparse_mixer, jitter_eps=number(config, "router_jitter_noise", 0.01))
     return RoutingSpec(renormalize=False, custom_routing_function=mixer)
 
 
@@ -112,7 +111,7 @@ def deepseek_routing(topk_method: str, scoring_func: str, renormalize: bool) -> 
             use_grouped_topk=grouped,
             num_expert_group=positive(config, "n_group") if grouped else None,
             topk_group=positive(config, "topk_group") if grouped else None,
-            routed_scaling_factor=float(required(config, "routed_scaling_factor")),
+            routed_scaling_factor=number(config, "routed_scaling_factor"),
             has_correction_bias=method == "noaux_tc",
         )
 
@@ -124,14 +123,14 @@ def no_shared_experts(config: Config) -> None:
 
 
 def gated_shared_expert(config: Config) -> SharedExpertsSpec | None:
-    size = config.get("shared_expert_intermediate_size") or 0
+    size = whole(config, "shared_expert_intermediate_size", 0)
     if not size:
         return None
     return SharedExpertsSpec(module="shared_expert", num_experts=1, intermediate_size=size, has_gate=True)
 
 
 def deepseek_shared_experts(config: Config) -> SharedExpertsSpec | None:
-    count = config.get("n_shared_experts") or 0
+    count = whole(config, "n_shared_experts", 0)
     if not count:
         return None
     size = count * positive(config, "moe_intermediate_size")
@@ -143,7 +142,7 @@ def ernie_shared_experts(config: Config) -> SharedExpertsSpec | None:
         raise CheckpointError(
             "config.json: use_bias: expected false, found true; shared experts with biases do not load"
         )
-    count = config.get("moe_num_shared_experts") or 0
+    count = whole(config, "moe_num_shared_experts", 0)
     if not count:
         return None
     size = count * positive(config, "moe_intermediate_size")

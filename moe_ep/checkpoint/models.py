@@ -14,9 +14,9 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint import family_rules as rules
-from moe_ep.checkpoint.config_values import Config, positive, required
+from moe_ep.checkpoint.config_values import Config, number, one_known, positive
 from moe_ep.checkpoint.spec import MoEModelSpec, Projections, RoutingSpec, SharedExpertsSpec
-from moe_ep.errors import CheckpointError, one_of
+from moe_ep.errors import CheckpointError
 
 __all__ = ["FAMILIES", "MoEModelSpec", "Projections", "RoutingSpec", "SharedExpertsSpec", "model_spec"]
 
@@ -27,9 +27,7 @@ def model_spec(config: Config) -> MoEModelSpec:
     Raises:
         CheckpointError: an unknown model_type (the known ones are listed), a missing key, or values that can not be.
     """
-    family = FAMILIES.get(config.get("model_type", ""))
-    if family is None:
-        raise CheckpointError(f"config.json: {one_of('model_type', config.get('model_type'), sorted(FAMILIES))}")
+    family = one_known("model_type", config.get("model_type"), dict(sorted(FAMILIES.items())))
     model_type, config = config["model_type"], family.text_config(config)
     spec = MoEModelSpec(
         family=model_type,
@@ -37,7 +35,7 @@ def model_spec(config: Config) -> MoEModelSpec:
         num_hidden_layers=positive(config, "num_hidden_layers"),
         vocab_size=positive(config, "vocab_size"),
         dtype=_dtype(config),
-        rms_norm_eps=float(required(config, "rms_norm_eps")),
+        rms_norm_eps=number(config, "rms_norm_eps"),
         moe_layers=family.moe_layers(config),
         num_experts=positive(config, *_NUM_EXPERTS),
         top_k=positive(config, "num_experts_per_tok", "moe_k"),
@@ -61,9 +59,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 def _dtype(config: Config) -> torch.dtype:
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name not in _DTYPES:
-        raise CheckpointError(f"config.json: {one_of('dtype', name, list(_DTYPES))}")
-    return _DTYPES[name]
+    return one_known("dtype", name, _DTYPES)
 
 
 def _check(spec: MoEModelSpec) -> None:

@@ -109,7 +109,7 @@ def parse_json_object(raw: bytes, what: str) -> dict[str, Any]:
 
     try:
         value = json.loads(raw, object_pairs_hook=without_duplicates)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what}: expected JSON, found bytes that do not parse: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{what}: expected a JSON object, found a {type(value).__name__}")
@@ -132,11 +132,11 @@ def _tensor_info(file: Path, name: str, entry: Any, data_start: int) -> TensorIn
         raise CheckpointError(
             f"{file}: tensor {name}: expected a header entry with dtype, shape and data_offsets, found {entry!r}"
         )
-    dtype = DTYPES.get(entry.get("dtype"))
-    if dtype is None:
+    if entry.get("dtype") not in tuple(DTYPES):
         raise CheckpointError(
             f"{file}: tensor {name}: expected a dtype among {', '.join(DTYPES)}, found {entry.get('dtype')!r}"
         )
+    dtype = DTYPES[entry["dtype"]]
     begin, end = offsets
     expected = math.prod(shape) * dtype.itemsize
     if end - begin != expected:

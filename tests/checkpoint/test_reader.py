@@ -155,6 +155,12 @@ HEADERS = {
     "not JSON": (b"\xff\xfe{{{", b"", r"header: expected JSON"),
     "not an object": ([1, 2], b"", r"header: expected a JSON object, found a list"),
     "entry is no object": ({"x": 3}, b"", r"tensor x: expected a header entry .*found 3"),
+    "dtype is a list": (
+        {"x": {**entry("F32", [1], 0, 4), "dtype": []}},
+        bytes(4),
+        r"expected a dtype among .*found \[\]",
+    ),
+    "a number too long to read": (b'{"x": ' + b"1" * 5000 + b"}", b"", r"header: expected JSON"),
     "negative size": ({"x": entry("F32", [-1], 0, 4)}, bytes(4), r"tensor x: expected a header entry"),
     "unknown dtype": ({"x": entry("F3", [1], 0, 4)}, bytes(4), r"tensor x: expected a dtype among BF16.*found 'F3'"),
     "shape and range": ({"x": entry("F32", [2], 0, 4)}, bytes(4), r"tensor x: expected 8 bytes .*\(4 bytes\)"),

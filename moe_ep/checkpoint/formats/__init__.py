@@ -39,6 +39,8 @@ ModelQuantization = QuantizationConfig | ModuleSchemes
 def _gptq(values: Mapping[str, Any]) -> ModelQuantization:
     config = GPTQConfig.from_dict(values)
     exceptions = values.get("dynamic") or {}
+    if not isinstance(exceptions, Mapping):
+        raise CheckpointError(f"config.json: quantization_config: dynamic: expected an object, found {exceptions!r}")
     # GPTQModel: "-:" and an expression for modules that are plain, "+:" or nothing for other settings of some.
     changed = [name for name in exceptions if not name.startswith("-:")]
     if changed:
@@ -83,8 +85,11 @@ def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
     Raises:
         CheckpointError: a quant_method that is not known (the known ones are listed), or one with bad settings.
     """
-    values = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if values is None:
+    text_config = config.get("text_config")
+    values = config.get("quantization_config")
+    if not values and isinstance(text_config, Mapping):
+        values = text_config.get("quantization_config")
+    if not values:
         return None
     if not isinstance(values, Mapping):
         raise CheckpointError(f"config.json: quantization_config: expected an object, found {values!r}")

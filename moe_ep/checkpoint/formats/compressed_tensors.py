@@ -38,7 +38,8 @@ def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     Raises:
         CheckpointError: a format, strategy or number of bits that is not known, sparse weights, or no groups.
     """
-    sparsity = (values.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = values.get("sparsity_config") or {}
+    sparsity = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
     if sparsity != "dense":
         raise CheckpointError(f"{_WHERE}sparsity_config: {one_of('format', sparsity, ['dense'])}")
     groups = values.get("config_groups")

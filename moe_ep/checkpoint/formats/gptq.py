@@ -63,9 +63,9 @@ class GPTQConfig(QuantizationConfig):
     checkpoint_format: str = "gptq"
 
     def __post_init__(self) -> None:
-        if self.bits not in _SYMMETRIC:
+        if self.bits not in tuple(_SYMMETRIC):
             raise ValueError(one_of("bits", self.bits, [str(known) for known in _SYMMETRIC]))
-        if self.checkpoint_format not in _STORED_LESS:
+        if self.checkpoint_format not in tuple(_STORED_LESS):
             raise ValueError(one_of("checkpoint_format", self.checkpoint_format, list(_STORED_LESS)))
         if not isinstance(self.group_size, int) or (self.group_size < 1 and self.group_size != -1):
             raise ValueError(f"group_size is {self.group_size!r}; it must be -1 (all columns) or at least 1")

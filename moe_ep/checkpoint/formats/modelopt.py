@@ -24,7 +24,7 @@ def modelopt_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     """The scheme of a checkpoint; CheckpointError for another algorithm or group size."""
     where = "config.json: quantization_config: "
     algorithm = values.get("quant_algo")
-    if algorithm not in _ALGORITHMS:
+    if algorithm not in tuple(_ALGORITHMS):
         raise CheckpointError(where + one_of("quant_algo", algorithm, list(_ALGORITHMS)))
     group_size = values.get("group_size") or NVFP4_GROUP
     if algorithm == "NVFP4" and group_size != NVFP4_GROUP:

@@ -24,6 +24,8 @@ class ModulePatterns:
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
+        if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+            raise CheckpointError(f"config.json: quantization_config: expected a list of modules, found {patterns!r}")
         self._exact: set[str] = set()
         self._expressions: list[re.Pattern[str]] = []
         for pattern in patterns:

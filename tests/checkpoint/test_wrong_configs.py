@@ -1,0 +1,65 @@
+"""Configurations with a wrong value anywhere: read as they are, or refused in one sentence; never another error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from moe_ep.checkpoint import model_spec
+from moe_ep.checkpoint.formats import quantization_config
+from moe_ep.errors import CheckpointError
+from tests.checkpoint.format_cases import CASES
+from tests.checkpoint.test_models import MODELS, config_of
+
+WRONG: tuple[Any, ...] = (None, "x", -1, 0, 0.5, float("nan"), [], {}, [1], [[]], {"a": 1}, True, 10**30)
+
+
+def wrong_everywhere(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The configuration with one value replaced, for each place in it and each wrong value."""
+    for path in places(config):
+        for value in WRONG:
+            changed = copy.deepcopy(config)
+            part: Any = changed
+            for key in path[:-1]:
+                part = part[key]
+            part[path[-1]] = value
+            yield f"{'.'.join(map(str, path))} = {value!r}", changed
+
+
+def places(value: Any) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield (key,)
+            yield from ((key, *rest) for rest in places(value[key]))
+
+
+def is_read_or_refused(read: Any, config: dict[str, Any]) -> bool:
+    try:
+        read(config)
+    except CheckpointError as error:
+        return "\n" not in str(error)
+    return True
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_of_families(family: str) -> None:
+    config = config_of(family)
+    model_spec(config)
+    for what, changed in wrong_everywhere(config):
+        assert is_read_or_refused(model_spec, changed), what
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_of_formats(name: str) -> None:
+    def read(config: dict[str, Any]) -> None:
+        quantization = quantization_config(config)
+        if quantization is not None:
+            quantization.of_module("model.layers.0.mlp.experts.0.gate_proj")
+
+    config = {"quantization_config": CASES[name].quantization, "text_config": {"quantization_config": {}}}
+    read(config)
+    for what, changed in wrong_everywhere(config):
+        assert is_read_or_refused(read, changed), what
