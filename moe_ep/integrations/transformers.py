@@ -244,11 +244,14 @@ def _make_steps_together(model: Any, steps: StepCoordinator) -> None:
         nonlocal begun
         if begun:
             begun = False
-            steps.end()
+            if output is None:  # The pass failed.
+                steps.current = None
+            else:
+                steps.end()
 
     model._moe_ep_steps = steps
     model.base_model.register_forward_pre_hook(before, with_kwargs=True)
-    model.base_model.register_forward_hook(after)
+    model.base_model.register_forward_hook(after, always_call=True)
 
 
 def _num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

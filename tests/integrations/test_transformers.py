@@ -245,6 +245,19 @@ def test_gradients_are_refused() -> None:
         parallel(inputs_embeds=embedded)
 
 
+def test_a_pass_that_fails_leaves_no_step_behind() -> None:
+    model = moe_ep.parallelize(make_model("Qwen3Moe"))
+    steps, seen = steps_of(model), []
+    steps.layers[0].register_forward_pre_hook(lambda layer, args: seen.append(steps.current))
+    with torch.inference_mode():
+        with pytest.raises(IndexError):
+            model(torch.full((1, 1), SIZES["vocab_size"]))
+        assert steps.current is None
+        model(torch.ones(2, 3, dtype=torch.int64))
+    assert [step.num_tokens for step in seen] == [(6,)]
+    assert steps.current is None
+
+
 def test_a_model_that_was_not_divided_is_refused() -> None:
     with pytest.raises(ValueError, match="pass moe_ep.parallelize's"):
         steps_of(make_model("Qwen3Moe"))
