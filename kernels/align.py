@@ -6,6 +6,8 @@ rising order. Plain torch on any device; on CUDA tensors one kernel each makes t
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
 from typing import TypeVar
 
 import torch
@@ -67,19 +69,24 @@ def moe_align_block_size(
     return sorted_ids, expert_ids, used
 
 
-def sort_slots_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots of each expert, one expert after the other and each expert's in rising order, without padding.
+def sort_slots_by_expert(
+    topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of each local expert, one expert after the other and each expert's in rising order, without padding.
 
     Example: ids [[1, -1], [0, 1]], 2 experts: slots [2, 0, 3, ?], counts [1, 2].
 
     Args:
-        topk_ids: integer `[T, top_k]`; ids that are no expert (see moe_align_block_size) appear nowhere.
+        topk_ids: integer `[T, top_k]`, global ids; those that are no expert (see moe_align_block_size) appear nowhere.
+        num_experts: local experts.
+        expert_map: integer `[global experts]`, global -> local, -1 where not local; None: ids are local ones.
 
     Returns:
         (slots int32 `[T * top_k]`, those behind the last expert's meaning nothing; counts int32 `[num_experts]`).
     """
-    slots, _, counts, _ = _align(topk_ids, 1, num_experts, topk_ids.numel(), None, None, wants_blocks=False)
-    return slots, counts
+    num_ids = num_experts if expert_map is None else expert_map.numel()
+    slots, _, counts, _ = _align(topk_ids, 1, num_ids, topk_ids.numel(), expert_map, None, wants_blocks=False)
+    return slots, counts[:num_experts]
 
 
 def batched_moe_align_block_size(
@@ -134,12 +141,20 @@ def _align(
     wants_blocks: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As cuda_align, where it runs; the plain form makes the expert ids wanted or not."""
-    if topk_ids.is_cuda and jit.unusable_reason() is None:
-        from moe_ep.kernels.cuda_align import MAX_EXPERTS, cuda_align
-
-        if num_experts <= MAX_EXPERTS:
-            return cuda_align(topk_ids, block_size, num_experts, length, key_map, names, wants_blocks=wants_blocks)
+    align = _cuda_align() if topk_ids.is_cuda else None
+    if align is not None and num_experts <= align.MAX_EXPERTS:
+        return align.cuda_align(topk_ids, block_size, num_experts, length, key_map, names, wants_blocks=wants_blocks)
     return align_reference(topk_ids, block_size, num_experts, length, key_map, names)
+
+
+@cache
+def _cuda_align() -> ModuleType | None:
+    """The kernel's module, or None where it cannot run."""
+    if jit.unusable_reason() is not None:
+        return None
+    from moe_ep.kernels import cuda_align
+
+    return cuda_align
 
 
 def align_reference(

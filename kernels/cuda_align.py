@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from pathlib import Path
 
 import torch
@@ -36,6 +37,7 @@ class _AlignParams(ctypes.Structure):
     )
 
 
+@functools.cache
 def kernel_source(ids: torch.dtype, blocks: int) -> jit.KernelSource:
     """The kernel for int32 or int64 ids, with one block or a cluster of them (from sm_90 on)."""
     return jit.KernelSource(_SOURCE, "align", (("IDS_64", str(int(ids == torch.int64))), ("BLOCKS", str(blocks))))
@@ -67,7 +69,7 @@ def cuda_align(
     sorted_ids, expert_ids, num_tokens, used = (
         ids.new_empty(size, dtype=torch.int32) for size in (length, num_blocks, num_experts, 1)
     )
-    has_clusters = torch.cuda.get_device_capability(ids.device) >= (9, 0)
+    has_clusters = jit.capability(ids.device.index) >= (9, 0)
     blocks = _CLUSTER if numel > _MANY_SLOTS and has_clusters else 1
     warps = min(_MAX_WARPS, _most_warps(num_experts, blocks), -(-numel // (blocks * _ROUNDS * _WARP)))
     warps = max(_MIN_WARPS, warps // _MIN_WARPS * _MIN_WARPS)

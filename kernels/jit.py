@@ -99,14 +99,16 @@ class Kernel:
         code = _object_code_type().from_cubin(_cubin(source, _arch_of(device)), name=source.entry)
         if source.archive is not None:
             source.archive.start(code)
+        self.entry = source.entry
         self._code = code  # keeps the module loaded
         self._driver = driver
         self._device = device
         handle = code.get_kernel(source.entry).handle
         self._function = checked(driver.cuKernelGetFunction(handle))
         self._context = checked(driver.cuCtxGetCurrent())
-        self._capability = torch.cuda.get_device_capability(device)
         self._shared_bytes = 0
+        # What was launched before, by grid, block, shared memory, `early` and stream.
+        self._configs: dict[tuple[tuple[int, int, int], int, int, bool, int], Any] = {}
 
     def allow_shared(self, num_bytes: int) -> None:
         """Raises the dynamic shared memory a launch may ask for; call before capture."""
@@ -129,37 +131,46 @@ class Kernel:
             early: let it come up before the kernel before it has ended (programmatic dependent launch, from Hopper on);
                 the kernel must wait for that one itself, with griddepcontrol.wait.
         """
-        if torch.cuda.current_device() != self._device.index:
+        index = self._device.index
+        if torch.cuda.current_device() != index:
             with torch.cuda.device(self._device):
                 return self.launch(params, grid, block, shared_bytes, early)
+        key = (grid, block, shared_bytes, early, current_stream(index))
+        config = self._configs.get(key)
+        if config is None:
+            config = self._configs[key] = self._config(*key)
         pointer = ctypes.c_void_p(ctypes.addressof(params))
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        parameters = ctypes.addressof(pointer)
-        call: Callable[..., Any]
-        if early and self._capability >= (9, 0):
-            config = self._early_config(grid, block, shared_bytes, stream)
-            call = functools.partial(self._driver.cuLaunchKernelEx, config, self._function, parameters, 0)
-        else:
-            arguments = (self._function, *grid, block, 1, 1, shared_bytes, stream, parameters, 0)
-            call = functools.partial(self._driver.cuLaunchKernel, *arguments)
-        result = call()
+        arguments = (config, self._function, ctypes.addressof(pointer), 0)
+        result = self._driver.cuLaunchKernelEx(*arguments)
         if result[0] == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             # A thread that has not used the GPU yet has no current context.
             checked(self._driver.cuCtxSetCurrent(self._context))
-            result = call()
+            result = self._driver.cuLaunchKernelEx(*arguments)
         checked(result)
         return None
 
-    def _early_config(self, grid: tuple[int, int, int], block: int, shared_bytes: int, stream: int) -> Any:
-        attribute = self._driver.CUlaunchAttribute()
-        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
+    def _config(self, grid: tuple[int, int, int], block: int, shared_bytes: int, early: bool, stream: int) -> Any:
         config = self._driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes, config.hStream = shared_bytes, stream
-        config.attrs, config.numAttrs = [attribute], 1
+        if early and capability(self._device.index) >= (9, 0):
+            attribute = self._driver.CUlaunchAttribute()
+            attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
         return config
+
+
+@functools.cache
+def capability(device_index: int) -> tuple[int, int]:
+    """The compute capability of a GPU; (9, 0) is Hopper."""
+    return torch.cuda.get_device_capability(device_index)
+
+
+def current_stream(device_index: int) -> int:
+    """The handle of the stream that is current on a GPU, as Triton asks for it: torch makes no object for it."""
+    return torch._C._cuda_getCurrentRawStream(device_index)  # type: ignore[attr-defined]
 
 
 def load(source: KernelSource, device: torch.device) -> Kernel:

@@ -37,7 +37,7 @@ from gemm_timing import timed
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.bench.ceilings import measure_ceilings
 from moe_ep.bench.results import append_line, facts, table
-from moe_ep.kernels.marlin import functional
+from moe_ep.kernels.marlin import compute
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
 from moe_ep.kernels.marlin.plain import dequantize_packed
 from moe_ep.kernels.marlin.types import weight_type
@@ -272,7 +272,7 @@ def main() -> None:
     if "vllm" in options.peers and options.vllm_library is None:
         parser.error("--peers vllm needs --vllm-library")
     if options.ampere_only:
-        functional.run_experts = partial(functional.run_experts, ampere_only=True)
+        compute.run_experts = partial(compute.run_experts, ampere_only=True)
     torch.manual_seed(options.seed)
     device = torch.device("cuda", torch.cuda.current_device())
     ceilings = measure_ceilings(device, torch.bfloat16)

@@ -14,6 +14,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin.flags import stream_flags
+from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import (
     ACTIVATION_NUMBERS,
     CUDA,
@@ -90,31 +91,36 @@ def group_columns(weights: Weights) -> int:
 def launch(
     output: torch.Tensor,
     hidden_states: torch.Tensor,
-    w13: Weights,
-    w2: Weights,
+    pair: WeightPair,
     rows: Rows,
-    kind: WeightType,
-    activation: MoEActivation,
     hidden: torch.Tensor,
     partials: torch.Tensor,
 ) -> None:
     """Computes every expert's rows; arguments as gemm.run_experts."""
-    hidden_states, rows = in_packed_order(output, hidden_states, w13, rows)
-    params = experts_params(hidden_states, hidden, output, w13, w2, rows)
+    hidden_states, rows = in_packed_order(output, hidden_states, pair.w13, rows)
+    params = experts_params(hidden_states, hidden, output, pair, rows)
     params.partials, params.max_tile_tokens = partials.data_ptr(), _tile_tokens(rows.max_rows)
     max_slices = partials.numel() // (_TILE_ROWS * params.max_tile_tokens)
-    params.sync = stream_flags(hidden.device, "ampere_gemm", max_slices).data_ptr()
-    for phase, weights in enumerate((w13, w2)):
+    params.sync = stream_flags(pair.device, "ampere_gemm", max_slices).data_ptr()
+    sms, shared_of_sm = _sizes(pair.device.index or 0)
+    for phase, (weights, kernel, shared) in enumerate(pair.once(_kernels)):
         if phase == 1 and weights.sort_indices is not None:
             _gather(params, weights, 1, hidden, hidden)
-        source = kernel_source(kind, hidden.dtype, weights.scales.dtype, group_columns(weights), phase, activation)
-        shared = _shared_bytes(kind, weights, params.num_experts)
-        kernel = jit.load(source, hidden.device)
-        kernel.allow_shared(shared)
         groups = None if weights.g_idx is None else weights.g_idx.data_ptr()
-        sms, shared_of_sm = _sizes(hidden.device.index or 0)
         blocks = max(1, min(_BLOCKS_PER_SM, shared_of_sm // (shared + 1024)))
         kernel.launch(_AmpereParams(params, groups, max_slices), (sms * blocks, 1, 1), _THREADS, shared)
+
+
+def _kernels(pair: WeightPair) -> list[tuple[Weights, jit.Kernel, int]]:
+    """The weights of w13 and w2, each with its kernel and the shared memory that it is launched with."""
+    found = []
+    for phase, weights in enumerate((pair.w13, pair.w2)):
+        columns = group_columns(weights)
+        source = kernel_source(pair.kind, pair.act_dtype, weights.scales.dtype, columns, phase, pair.activation)
+        kernel, shared = jit.load(source, pair.device), _shared_bytes(pair.kind, weights, pair.num_experts)
+        kernel.allow_shared(shared)
+        found.append((weights, kernel, shared))
+    return found
 
 
 def partials_numel(max_rows: int, device: torch.device) -> int:

@@ -5,31 +5,29 @@ from __future__ import annotations
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import WeightType
-from moe_ep.kernels.marlin.weights import Weights, check_activation_dtype, check_weights
+from moe_ep.kernels.marlin.weights import check_activation_dtype, check_weights
 
 
 def check_weight_pair(
     kind: WeightType,
     activation: MoEActivation,
-    hidden_states: torch.Tensor,
+    act_dtype: torch.dtype,
     is_k_full: bool,
     first: tuple,
     second: tuple,
-) -> tuple[Weights, Weights]:
-    """Both GEMMs' weights, checked against each other and against the activations.
+) -> WeightPair:
+    """Both GEMMs' weights, checked against each other, for activations of one dtype.
 
     `first` and `second` are (qweight, scales, zeros, bias, alphas, g_idx, sort_indices) of w1 and w2.
 
     Raises:
         ValueError: naming the argument that does not fit.
     """
-    check_activation_dtype(hidden_states.dtype)
-    dtype = hidden_states.dtype
-    w13 = check_weights(1, kind, dtype, activation.is_gated, is_k_full, *first)
-    w2 = check_weights(2, kind, dtype, False, is_k_full, *second)
-    if hidden_states.size(-1) != w13.num_columns:
-        raise ValueError(f"hidden_states has {hidden_states.size(-1)} columns; w1 takes {w13.num_columns}")
+    check_activation_dtype(act_dtype)
+    w13 = check_weights(1, kind, act_dtype, activation.is_gated, is_k_full, *first)
+    w2 = check_weights(2, kind, act_dtype, False, is_k_full, *second)
     if w2.qweight.size(0) != w13.qweight.size(0) or w2.num_rows != w13.num_columns:
         raise ValueError(
             f"w2 holds {w2.qweight.size(0)} experts of {w2.num_rows} rows; "
@@ -38,6 +36,7 @@ def check_weight_pair(
     hidden = w13.num_rows // 2 if activation.is_gated else w13.num_rows
     if w2.num_columns != hidden:
         raise ValueError(f"w2 has {w2.num_columns} columns; w1 with {activation} gives {hidden}")
+    pair = WeightPair(kind, activation, act_dtype, w13, w2)
     for which, weights in enumerate((w13, w2), start=1):
         for name, tensor in zip(
             (f"w{which}", f"w{which}_scale", f"w{which}_zeros", f"bias{which}", f"global_scale{which}", f"g_idx{which}",
@@ -45,14 +44,17 @@ def check_weight_pair(
             weights[:7],
             strict=True,
         ):  # fmt: skip
-            _check_device(name, tensor, hidden_states)
-    return w13, w2
+            if tensor is not None and tensor.device != pair.device:
+                raise ValueError(f"{name} is on {tensor.device} and w1 on {pair.device}; move one")
+    return pair
 
 
-def check_rows(
-    hidden_states: torch.Tensor, counts: torch.Tensor, num_experts: int, row_ids: torch.Tensor | None
+def check_batch(
+    pair: WeightPair, hidden_states: torch.Tensor, counts: torch.Tensor, row_ids: torch.Tensor | None
 ) -> None:
-    """ValueError unless the batched rows, their counts and their ids fit together."""
+    """ValueError unless the batched rows, their counts and their ids fit the weights and each other."""
+    num_experts = pair.num_experts
+    _check_rows(pair, hidden_states)
     if counts.dtype != torch.int32 or counts.shape != (num_experts,):
         raise ValueError(
             f"expert_num_tokens is {counts.dtype} {tuple(counts.shape)}; it must be int32 ({num_experts},)"
@@ -65,8 +67,6 @@ def check_rows(
             f"hidden_states has shape {tuple(hidden_states.shape)}; it must be "
             f"{f'({num_experts}, max_tokens, K)' if row_ids is None else '(num_rows, K) with expert_row_ids'}"
         )
-    if not hidden_states.is_contiguous():
-        raise ValueError("hidden_states is not contiguous; pass hidden_states.contiguous()")
     if row_ids is not None and (
         row_ids.dtype != torch.int32 or row_ids.dim() != 2 or row_ids.size(0) != num_experts
         or not row_ids.is_contiguous()
@@ -78,11 +78,12 @@ def check_rows(
 
 
 def check_tokens(
-    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, on_input: bool
+    pair: WeightPair, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, on_input: bool
 ) -> None:
-    """ValueError unless tokens, ids and router weights fit together."""
-    if hidden_states.dim() != 2 or not hidden_states.is_contiguous():
-        raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; it must be [T, K], contiguous")
+    """ValueError unless tokens, ids and router weights fit the weights and each other."""
+    _check_rows(pair, hidden_states)
+    if hidden_states.dim() != 2:
+        raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; it must be [T, K]")
     if topk_ids.dim() != 2 or topk_ids.size(0) != hidden_states.size(0) or topk_ids.is_floating_point():
         raise ValueError(
             f"topk_ids is {topk_ids.dtype} {tuple(topk_ids.shape)}; it must hold integers, one row for each of the "
@@ -100,6 +101,15 @@ def check_tokens(
             f"apply_router_weight_on_input needs top_k 1 and topk_ids has {topk_ids.size(1)} columns; "
             f"apply the weights on the output instead"
         )
+
+
+def _check_rows(pair: WeightPair, hidden_states: torch.Tensor) -> None:
+    if hidden_states.size(-1) != pair.w13.num_columns:
+        raise ValueError(f"hidden_states has {hidden_states.size(-1)} columns; w1 takes {pair.w13.num_columns}")
+    if hidden_states.device != pair.device:
+        raise ValueError(f"hidden_states is on {hidden_states.device} and w1 on {pair.device}; move one")
+    if not hidden_states.is_contiguous():
+        raise ValueError("hidden_states is not contiguous; pass hidden_states.contiguous()")
 
 
 def _check_device(name: str, tensor: torch.Tensor | None, hidden_states: torch.Tensor) -> None:

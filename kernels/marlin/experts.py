@@ -7,8 +7,6 @@ and up rows: they never leave the kernel.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from moe_ep.activation import MoEActivation
@@ -21,10 +19,12 @@ from moe_ep.contracts import (
     FusedMoEPermuteExpertsUnpermute,
 )
 from moe_ep.kernels import jit
-from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
+from moe_ep.kernels.marlin.checks import check_batch, check_tokens, check_weight_pair
+from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens
 from moe_ep.kernels.marlin.gemm import partials_numel
 from moe_ep.kernels.marlin.packing import has_all_groups, not_packed_reason, pack_experts
-from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES
+from moe_ep.kernels.marlin.pair import WeightPair
+from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, weight_type
 from moe_ep.scalar_type import ScalarType
 from moe_ep.topk_weight_and_reduce import (
     TopKWeightAndReduce,
@@ -68,22 +68,13 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
                 (quant.w2_group_size, quant.w2_scale, moe_config.intermediate_size_per_partition),
             )
         )
-        self._companions: dict[str, Any] = {
-            "bias1": quant.w1_bias,
-            "bias2": quant.w2_bias,
-            "w1_scale": quant.w1_scale,
-            "w2_scale": quant.w2_scale,
-            "quant_type_id": quant.quant_type_id,
-            "w1_zeros": quant.w1_zp,
-            "w2_zeros": quant.w2_zp,
-            "global_scale1": quant.g1_alphas,
-            "global_scale2": quant.g2_alphas,
-            "g_idx1": w13_g_idx,
-            "g_idx2": w2_g_idx,
-            "sort_indices1": w13_g_idx_sort_indices,
-            "sort_indices2": w2_g_idx_sort_indices,
-            "is_k_full": is_k_full,
-        }
+        self._kind, self._is_k_full = weight_type(quant.quant_type_id), is_k_full
+        # Scales, zero points, biases, global scales, g_idx and sort indices of each GEMM.
+        self._companions = (
+            (quant.w1_scale, quant.w1_zp, quant.w1_bias, quant.g1_alphas, w13_g_idx, w13_g_idx_sort_indices),
+            (quant.w2_scale, quant.w2_zp, quant.w2_bias, quant.g2_alphas, w2_g_idx, w2_g_idx_sort_indices),
+        )
+        self._pair: WeightPair | None = None
         self._device = quant.w1_scale.device
 
     @classmethod
@@ -127,6 +118,24 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         """(E, M, N, K, topk), N the intermediate size: packed w2 has N / 16 in its second dimension."""
         M = a1.size(1) if a1.dim() == 3 else a1.size(0)
         return w1.size(0), M, w2.size(1) * 16, a1.size(-1), topk_ids.size(-1)
+
+    def _weights(
+        self, w1: torch.Tensor, w2: torch.Tensor, activation: MoEActivation | str, act_dtype: torch.dtype
+    ) -> WeightPair:
+        """The weights with their companions; checked again only where they are not those of the last pass."""
+        pair = self._pair
+        if (
+            pair is None
+            or pair.w13.qweight is not w1
+            or pair.w2.qweight is not w2
+            or pair.activation != activation
+            or pair.act_dtype != act_dtype
+        ):
+            act = MoEActivation.parse(activation)
+            first, second = self._companions
+            parts = ((w1, *first), (w2, *second))
+            pair = self._pair = check_weight_pair(self._kind, act, act_dtype, self._is_k_full, *parts)
+        return pair
 
     def _partials(self, max_rows: int) -> int:
         """Numbers of the activations' dtype that shared tiles need."""
@@ -211,20 +220,10 @@ class BatchedMarlinExperts(_MarlinExpertsBase):
                 "prepare step returns it"
             )
         # With apply_router_weight_on_input the rows were weighted before they were dispatched.
-        batched_fused_marlin_moe(
-            hidden_states,
-            expert_tokens_meta.expert_num_tokens,
-            w1,
-            w2,
-            activation=activation,
-            global_num_experts=global_num_experts,
-            expert_map=expert_map,
-            intermediate_cache13=workspace13,
-            intermediate_cache2=workspace2,
-            output=output,
-            expert_row_ids=expert_tokens_meta.expert_row_ids,
-            **self._companions,
-        )
+        pair = self._weights(w1, w2, activation, hidden_states.dtype)
+        counts, row_ids = expert_tokens_meta.expert_num_tokens, expert_tokens_meta.expert_row_ids
+        check_batch(pair, hidden_states, counts, row_ids)
+        compute_batch(pair, output, hidden_states, counts, row_ids, workspace13, workspace2)
 
 
 class MarlinExperts(_MarlinExpertsBase):
@@ -271,19 +270,8 @@ class MarlinExperts(_MarlinExpertsBase):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
+        pair = self._weights(w1, w2, activation, hidden_states.dtype)
+        check_tokens(pair, hidden_states, topk_weights, topk_ids, apply_router_weight_on_input)
         # With apply_router_weight_on_input the rows were weighted before they were dispatched: weights of 1 here.
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        fused_marlin_moe(
-            hidden_states,
-            w1,
-            w2,
-            topk_weights=weights,
-            topk_ids=topk_ids,
-            activation=activation,
-            global_num_experts=global_num_experts,
-            expert_map=expert_map,
-            intermediate_cache13=workspace13,
-            intermediate_cache2=workspace2,
-            output=output,
-            **self._companions,
-        )
+        compute_tokens(pair, output, hidden_states, weights, topk_ids, expert_map, workspace13, workspace2)

@@ -12,15 +12,10 @@ from collections.abc import Callable
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.kernels.align import sort_slots_by_expert
-from moe_ep.kernels.marlin.checks import check_rows, check_tokens, check_weight_pair
-from moe_ep.kernels.marlin.gemm import partials_numel, run_experts
-from moe_ep.kernels.marlin.params import Rows
-from moe_ep.kernels.marlin.plain import ActivationFunction, compute_expert
-from moe_ep.kernels.marlin.types import WeightType, weight_type
-from moe_ep.kernels.marlin.weights import Weights
-from moe_ep.kernels.mul_sum import moe_fused_mul_sum
-from moe_ep.kernels.reference import to_local_ids
+from moe_ep.kernels.marlin.checks import check_batch, check_tokens, check_weight_pair
+from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens
+from moe_ep.kernels.marlin.plain import ActivationFunction
+from moe_ep.kernels.marlin.types import weight_type
 
 _SILU = MoEActivation.SILU
 
@@ -83,43 +78,26 @@ def batched_fused_marlin_moe(
         raise ValueError(
             "apply_router_weight_on_input is True; batched rows come without weights, apply them before dispatch"
         )
-    kind, act = weight_type(quant_type_id), MoEActivation.parse(activation)
-    num_experts = w1.size(0)
-    w13_weights, w2_weights = check_weight_pair(
-        kind, act, hidden_states, is_k_full,
+    act = MoEActivation.parse(activation)
+    pair = check_weight_pair(
+        weight_type(quant_type_id), act, hidden_states.dtype, is_k_full,
         (w1, w1_scale, w1_zeros, bias1, global_scale1, g_idx1, sort_indices1),
         (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2),
     )  # fmt: skip
-    check_rows(hidden_states, expert_num_tokens, num_experts, expert_row_ids)
+    check_batch(pair, hidden_states, expert_num_tokens, expert_row_ids)
     max_rows = hidden_states.size(1) if expert_row_ids is None else expert_row_ids.size(1)
-    shape = (num_experts, max_rows, w13_weights.num_columns)
+    shape = (pair.num_experts, max_rows, pair.w13.num_columns)
     output = _output(output, shape, hidden_states, inplace and expert_row_ids is None)
-    if max_rows == 0 or num_experts == 0:
-        return output
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and output.numel():
         torch.ops.moe_ep.batched_marlin_experts(
             output, hidden_states, expert_num_tokens, w1, w2, bias1, bias2, w1_scale, w2_scale, quant_type_id,
             act.value, global_scale1, global_scale2, g_idx1, g_idx2, sort_indices1, sort_indices2, w1_zeros, w2_zeros,
             is_k_full, expert_row_ids,
         )  # fmt: skip
         return output
-    if hidden_states.is_cuda:
-        run_experts(
-            output,
-            hidden_states,
-            w13_weights,
-            w2_weights,
-            Rows(expert_num_tokens, max_rows, expert_row_ids),
-            kind,
-            act,
-            _scratch(intermediate_cache2, num_experts * max_rows * w2_weights.num_columns, hidden_states),
-            _partials(intermediate_cache13, max_rows, hidden_states, 0),
-        )
-        return output
-    for expert in range(num_experts):
-        count = min(int(expert_num_tokens[expert]), max_rows)
-        rows = hidden_states[expert] if expert_row_ids is None else hidden_states[expert_row_ids[expert, :count].long()]
-        output[expert, :count] = compute_expert(rows[:count], w13_weights, w2_weights, kind, expert, act)
+    compute_batch(
+        pair, output, hidden_states, expert_num_tokens, expert_row_ids, intermediate_cache13, intermediate_cache2
+    )
     return output
 
 
@@ -174,88 +152,35 @@ def fused_marlin_moe(
     Raises:
         ValueError: a wrong dtype, shape, type id, group size, or something missing; nothing was launched.
     """
-    kind, act = weight_type(quant_type_id), MoEActivation.parse(activation)
+    act = MoEActivation.parse(activation)
     if input_dtype not in (None, hidden_states.dtype) or not (input_global_scale1 is input_global_scale2 is None):
         raise ValueError(
             f"input_dtype is {input_dtype}; activations are multiplied in their own dtype ({hidden_states.dtype}), "
             f"pass None and no input_global_scale"
         )
-    w13_weights, w2_weights = check_weight_pair(
-        kind, act, hidden_states, is_k_full,
+    pair = check_weight_pair(
+        weight_type(quant_type_id), act, hidden_states.dtype, is_k_full,
         (w1, w1_scale, w1_zeros, bias1, global_scale1, g_idx1, sort_indices1),
         (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2),
     )  # fmt: skip
-    check_tokens(hidden_states, topk_weights, topk_ids, apply_router_weight_on_input)
-    num_tokens, topk = topk_ids.shape
+    check_tokens(pair, hidden_states, topk_weights, topk_ids, apply_router_weight_on_input)
     output = _output(output, tuple(hidden_states.shape), hidden_states, inplace)
-    if num_tokens == 0:
-        return output
-    if torch.compiler.is_compiling() and activation_func is None and moe_sum is None:
+    own_steps = activation_func is not None or moe_sum is not None
+    if torch.compiler.is_compiling() and output.numel() and not own_steps:
         torch.ops.moe_ep.marlin_experts(
             output, hidden_states, w1, w2, bias1, bias2, w1_scale, w2_scale, topk_weights, topk_ids, quant_type_id,
             apply_router_weight_on_input, act.value, expert_map, global_scale1, global_scale2, g_idx1, g_idx2,
             sort_indices1, sort_indices2, w1_zeros, w2_zeros, is_k_full,
         )  # fmt: skip
         return output
-    rows = hidden_states
     if apply_router_weight_on_input:
-        rows = (hidden_states.float() * topk_weights).to(hidden_states.dtype)
-    local_ids = to_local_ids(topk_ids, expert_map)
-    slots_numel = num_tokens * topk * w13_weights.num_columns
-    slots = _scratch(intermediate_cache13, slots_numel, hidden_states).view(num_tokens, topk, -1)
-    if activation_func is None and hidden_states.is_cuda:
-        run_experts(
-            slots,
-            rows,
-            w13_weights,
-            w2_weights,
-            sort_by_expert(local_ids, w1.size(0)),
-            kind,
-            act,
-            _scratch(intermediate_cache2, num_tokens * topk * w2_weights.num_columns, hidden_states),
-            _partials(intermediate_cache13, num_tokens * topk, hidden_states, slots_numel),
-        )
-    else:
-        _plain_slots(slots, rows, local_ids, w13_weights, w2_weights, kind, act, activation_func)
-    factor = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-    if moe_sum is None:
-        moe_fused_mul_sum(slots, factor, output, local_ids)
-    else:
-        weighted = torch.where(local_ids[..., None] >= 0, slots.float() * factor[..., None], 0.0)
-        moe_sum(weighted.to(slots.dtype), output)
+        hidden_states = (hidden_states.float() * topk_weights).to(hidden_states.dtype)
+        topk_weights = torch.ones_like(topk_weights)
+    compute_tokens(
+        pair, output, hidden_states, topk_weights, topk_ids, expert_map, intermediate_cache13, intermediate_cache2,
+        activation_func, moe_sum,
+    )  # fmt: skip
     return output
-
-
-def sort_by_expert(local_ids: torch.Tensor, num_experts: int) -> Rows:
-    """Slots `[T, topk]` of the local experts, one expert after the other and in slot order; no host synchronisation.
-
-    Example: ids [[1, -1], [0, 1]], 2 experts: counts [1, 2], slots 2, 0, 3 (and what is behind them means nothing).
-    """
-    slots, counts = sort_slots_by_expert(local_ids, num_experts)
-    return Rows(counts, local_ids.numel(), slots, local_ids.size(1), is_sorted=True)
-
-
-def _plain_slots(
-    slots: torch.Tensor,
-    rows: torch.Tensor,
-    local_ids: torch.Tensor,
-    w13: Weights,
-    w2: Weights,
-    kind: WeightType,
-    activation: MoEActivation,
-    activation_func: ActivationFunction | None,
-) -> None:
-    """Every slot's row through its expert; on a GPU every expert takes all rows, so that shapes are static."""
-    for expert in range(w13.qweight.size(0)):
-        chosen = local_ids == expert
-        if not rows.is_cuda:
-            tokens, places = chosen.nonzero(as_tuple=True)
-            if tokens.numel():
-                result = compute_expert(rows[tokens], w13, w2, kind, expert, activation, activation_func)
-                slots[tokens, places] = result.to(slots.dtype)
-            continue
-        result = compute_expert(rows, w13, w2, kind, expert, activation, activation_func).to(slots.dtype)
-        slots.copy_(torch.where(chosen[..., None], result[:, None, :], slots))
 
 
 def _output(
@@ -270,20 +195,3 @@ def _output(
             f"output is {output.dtype} {tuple(output.shape)}; it must be {hidden_states.dtype} {shape}, contiguous"
         )
     return output
-
-
-def _scratch(given: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-    """`numel` numbers of `like`'s dtype, from the given buffer where it has them."""
-    if given is not None and given.dtype == like.dtype and given.is_contiguous() and given.numel() >= numel:
-        return given.view(-1)[:numel]
-    return like.new_empty(numel)
-
-
-def _partials(given: torch.Tensor | None, max_rows: int, like: torch.Tensor, used: int) -> torch.Tensor:
-    """f32 scratch for shared tiles, from the given buffer behind its first `used` numbers where it has room."""
-    numel = partials_numel(max_rows, like.device)
-    start = -(-used // 128) * 128
-    fits = given is not None and given.dtype == like.dtype and given.is_contiguous()
-    if given is not None and fits and given.numel() >= start + 2 * numel:
-        return given.view(-1)[start : start + 2 * numel].view(torch.float32)
-    return torch.empty(numel, dtype=torch.float32, device=like.device)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.activation import MoEActivation
 from moe_ep.errors import BackendUnavailableError
+from moe_ep.kernels import jit
 from moe_ep.kernels.marlin import ampere, hopper
+from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import Rows, experts_params
-from moe_ep.kernels.marlin.types import WeightType
-from moe_ep.kernels.marlin.weights import Weights
 
 _HOPPER = (9, 0)
 _OLDEST = (8, 0)
@@ -21,25 +20,15 @@ _OLDEST = (8, 0)
 
 def partials_numel(max_rows: int, device: torch.device) -> int:
     """f32 numbers a launch needs as scratch, beside the activation's output."""
-    kernels = hopper if torch.cuda.get_device_capability(device) == _HOPPER else ampere
+    kernels = hopper if jit.capability(device.index or 0) == _HOPPER else ampere
     return kernels.partials_numel(max_rows, device)
-
-
-def hopper_serves(w13: Weights, w2: Weights) -> bool:
-    """Whether Hopper's kernels compute this: groups in order and equally far apart, and w2's columns as w13's rows."""
-    if w2.sort_indices is not None or not (w13.has_regular_groups and w2.has_regular_groups):
-        return False
-    return hopper.have_one_spacing(w13, w2)
 
 
 def run_experts(
     output: torch.Tensor,
     hidden_states: torch.Tensor,
-    w13: Weights,
-    w2: Weights,
+    pair: WeightPair,
     rows: Rows,
-    kind: WeightType,
-    activation: MoEActivation,
     hidden: torch.Tensor,
     partials: torch.Tensor,
     ampere_only: bool = False,
@@ -57,19 +46,25 @@ def run_experts(
         BackendUnavailableError: the GPU is older than sm_80.
         ValueError: rows that do not begin at a multiple of 16 bytes.
     """
-    device = hidden_states.device
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _OLDEST:
-        raise BackendUnavailableError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; packed "
-            f"experts need 8.0 (A100) or newer, choose experts='reference' on this GPU"
-        )
     for name, tensor in (("hidden_states", hidden_states), ("output", output)):
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} does not begin at a multiple of 16 bytes; pass a copy of it")
-    if ampere_only or capability != _HOPPER or not hopper_serves(w13, w2):
-        ampere.launch(output, hidden_states, w13, w2, rows, kind, activation, hidden, partials)
+    if ampere_only or not pair.once(_hopper_serves):
+        ampere.launch(output, hidden_states, pair, rows, hidden, partials)
         return
-    hidden_states, rows = ampere.in_packed_order(output, hidden_states, w13, rows)
-    params = experts_params(hidden_states, hidden, output, w13, w2, rows)
-    hopper.launch(params, w13, w2, kind, activation, hidden.dtype, partials)
+    hidden_states, rows = ampere.in_packed_order(output, hidden_states, pair.w13, rows)
+    hopper.launch(experts_params(hidden_states, hidden, output, pair, rows), pair, partials)
+
+
+def _hopper_serves(pair: WeightPair) -> bool:
+    """Whether it is Hopper whose kernels compute this: groups in order and equally far apart, and w2's columns as w13's
+    rows. BackendUnavailableError for GPUs that no kernels are for."""
+    capability, w13, w2 = torch.cuda.get_device_capability(pair.device), pair.w13, pair.w2
+    if capability < _OLDEST:
+        raise BackendUnavailableError(
+            f"{torch.cuda.get_device_name(pair.device)} has compute capability {capability[0]}.{capability[1]}; packed "
+            f"experts need 8.0 (A100) or newer, choose experts='reference' on this GPU"
+        )
+    if capability != _HOPPER or w2.sort_indices is not None:
+        return False
+    return w13.has_regular_groups and w2.has_regular_groups and hopper.have_one_spacing(w13, w2)

@@ -18,6 +18,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin import tensor_map, tuning
 from moe_ep.kernels.marlin.flags import stream_flags
+from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import ACTIVATION_NUMBERS, CUDA, ExpertsParams, type_number
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
@@ -80,39 +81,57 @@ def partials_numel(max_rows: int, device: torch.device) -> int:
     return 2 * _num_blocks(device.index or 0) * _TILE_ROWS * _tile_tokens(max_rows)
 
 
-def launch(
-    params: ExpertsParams,
-    w13: Weights,
-    w2: Weights,
-    kind: WeightType,
-    activation: MoEActivation,
-    act_dtype: torch.dtype,
-    partials: torch.Tensor,
-) -> None:
+def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor) -> None:
     """Computes every expert's rows.
 
     Args:
         params: all but flags and partial sums.
         partials: f32 scratch, partials_numel.
     """
-    device, index = partials.device, partials.device.index or 0
-    per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))
+    common = pair.once(_Common)
     params.partials = partials.data_ptr()
     params.max_tile_tokens = _tile_tokens(params.max_rows)
     # Where the kernel for few rows can do all of them, it is launched alone.
     params.few_rows, params.second_kernel = tuning.MOST_FEW_ROWS, 0
     if params.max_rows > tuning.MOST_FEW_ROWS:
-        params.few_rows = tuning.few_rows(_device_name(index), tuning.problem_of(w13, w2, kind))
-        params.second_kernel = 0 if tuning.is_forced() else _second_kernel(w13, w2, index)
+        params.few_rows = tuning.few_rows(common.device_name, common.problem)
+        params.second_kernel = 0 if tuning.is_forced() else common.second_kernel
     for few_rows in (True, False) if params.max_rows > params.few_rows else (True,):
-        source = kernel_source(kind, act_dtype, w13.scales.dtype, per_step, activation, few_rows)
-        kernel = jit.load(source, device)
-        kernel.allow_shared(_max_shared_bytes(index))
-        num_flags = 2 + 2 * _MAX_BLOCKS + params.num_experts * -(-w13.num_rows // _TILE_ROWS)
-        params.sync = stream_flags(device, source.entry, num_flags).data_ptr()
+        kernel = common.kernel(few_rows)
+        params.sync = stream_flags(common.device, kernel.entry, common.num_flags).data_ptr()
         threads = _FEW_THREADS if few_rows else _MANY_THREADS
-        told = params if few_rows else _many_params(params, act_dtype)
-        kernel.launch(told, (_num_blocks(index), 1, 1), threads, _max_shared_bytes(index), early=True)
+        told = params if few_rows else _many_params(params, pair.act_dtype)
+        kernel.launch(told, (common.num_blocks, 1, 1), threads, common.shared_bytes, early=True)
+
+
+class _Common:
+    """What all launches for the same weights have in common.
+
+    Attributes:
+        second_kernel: what beginning with it costs, in times that an expert takes for one step of a tile.
+    """
+
+    def __init__(self, pair: WeightPair) -> None:
+        w13, w2 = pair.w13, pair.w2
+        self.device, index = pair.device, pair.device.index or 0
+        self.device_name = torch.cuda.get_device_name(index)
+        self.problem = tuning.problem_of(w13, w2, pair.kind)
+        self.num_blocks, self.shared_bytes = _num_blocks(index), _max_shared_bytes(index)
+        self.num_flags = 2 + 2 * _MAX_BLOCKS + pair.num_experts * -(-w13.num_rows // _TILE_ROWS)
+        steps = sum(-(-w.num_rows // _TILE_ROWS) * -(-w.num_columns // _STEP_COLUMNS) for w in (w13, w2))
+        self.second_kernel = -(-_BEGIN_ANEW * self.num_blocks // steps)
+        per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))
+        numbers = (pair.kind, pair.act_dtype, w13.scales.dtype, per_step, pair.activation)
+        self._sources = {few_rows: kernel_source(*numbers, few_rows) for few_rows in (True, False)}
+        self._kernels: dict[bool, jit.Kernel] = {}
+
+    def kernel(self, few_rows: bool) -> jit.Kernel:
+        """The kernel for few or many rows, loaded when it is first asked for."""
+        kernel = self._kernels.get(few_rows)
+        if kernel is None:
+            kernel = self._kernels[few_rows] = jit.load(self._sources[few_rows], self.device)
+            kernel.allow_shared(self.shared_bytes)
+        return kernel
 
 
 def _many_params(params: ExpertsParams, act_dtype: torch.dtype) -> _ManyParams:
@@ -121,14 +140,9 @@ def _many_params(params: ExpertsParams, act_dtype: torch.dtype) -> _ManyParams:
     num_rows = params.max_rows if params.sorted else params.num_experts * params.max_rows
     for phase, gemm in enumerate(params.gemm):
         if phase == 1 or params.row_ids is None:
-            many.tokens[phase][:] = tensor_map.encode(gemm.input, num_rows, gemm.columns, act_dtype)
+            encoded = tensor_map.encode(gemm.input, num_rows, gemm.columns, act_dtype)
+            ctypes.memmove(many.tokens[phase], encoded, tensor_map.NUM_BYTES)
     return many
-
-
-def _second_kernel(w13: Weights, w2: Weights, device_index: int) -> int:
-    """What beginning with the second kernel costs, in times that an expert takes for one step of a tile."""
-    steps = sum(-(-w.num_rows // _TILE_ROWS) * -(-w.num_columns // _STEP_COLUMNS) for w in (w13, w2))
-    return -(-_BEGIN_ANEW * _num_blocks(device_index) // steps)
 
 
 def _tile_tokens(max_rows: int) -> int:
@@ -139,11 +153,6 @@ def _tile_tokens(max_rows: int) -> int:
 @functools.cache
 def _num_blocks(device_index: int) -> int:
     return min(torch.cuda.get_device_properties(device_index).multi_processor_count, _MAX_BLOCKS)
-
-
-@functools.cache
-def _device_name(device_index: int) -> str:
-    return torch.cuda.get_device_name(device_index)
 
 
 @functools.cache

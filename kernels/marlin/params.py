@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
 from moe_ep.scalar_type import scalar_types
@@ -76,11 +77,14 @@ class ExpertsParams(ctypes.Structure):
 
 
 def experts_params(
-    input: torch.Tensor, hidden: torch.Tensor, output: torch.Tensor, w13: Weights, w2: Weights, rows: Rows
+    input: torch.Tensor, hidden: torch.Tensor, output: torch.Tensor, pair: WeightPair, rows: Rows
 ) -> ExpertsParams:
     """All but flags and partial sums, which only some kernels have."""
     params = rows_params(rows)
-    params.gemm[0], params.gemm[1] = _gemm(w13, input, hidden), _gemm(w2, hidden, output)
+    params.gemm = pair.once(_gemms)
+    first, second = params.gemm
+    first.input, first.output = input.data_ptr(), hidden.data_ptr()
+    second.input, second.output = hidden.data_ptr(), output.data_ptr()
     return params
 
 
@@ -107,15 +111,18 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _gemm(weights: Weights, input: torch.Tensor, output: torch.Tensor) -> GemmParams:
+def _gemms(pair: WeightPair) -> Any:
+    """Both GEMMs without input and output."""
+    return (GemmParams * 2)(*(_gemm(weights) for weights in (pair.w13, pair.w2)))
+
+
+def _gemm(weights: Weights) -> GemmParams:
     return GemmParams(
         weights=weights.qweight.data_ptr(),
         scales=weights.scales.data_ptr(),
         zeros=pointer(weights.zeros),
         bias=pointer(weights.bias),
         alphas=pointer(weights.alphas),
-        input=input.data_ptr(),
-        output=output.data_ptr(),
         columns=weights.num_columns,
         rows=weights.num_rows,
         groups=weights.scales.size(1),

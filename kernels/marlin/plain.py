@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
+from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.repack import PackedWeights, unpack_marlin
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights, group_size_of
@@ -45,15 +46,10 @@ def dequantize_packed(weights: Weights, kind: WeightType, expert: int) -> torch.
 
 
 def compute_expert(
-    rows: torch.Tensor,
-    w13: Weights,
-    w2: Weights,
-    kind: WeightType,
-    expert: int,
-    activation: MoEActivation,
-    activation_func: ActivationFunction | None = None,
+    rows: torch.Tensor, pair: WeightPair, expert: int, activation_func: ActivationFunction | None = None
 ) -> torch.Tensor:
     """rows `[n, K]` through one expert, f32 `[n, K]`."""
+    kind, w13, w2, activation = pair.kind, pair.w13, pair.w2, pair.activation
     bias1, bias2 = (None if w.bias is None else w.bias[expert].float() for w in (w13, w2))
     gate_up = F.linear(rows.float(), dequantize_packed(w13, kind, expert), bias1)
     if activation_func is None:

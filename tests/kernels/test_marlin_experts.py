@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.errors import BackendUnavailableError
+from moe_ep.kernels.marlin.compute import sort_by_expert
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts, MarlinExperts
-from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe, sort_by_expert
+from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
 from moe_ep.kernels.marlin.gemm import run_experts
+from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import Rows
 from moe_ep.kernels.marlin.repack import PackedWeights, pack_marlin
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
@@ -360,7 +362,7 @@ def test_a_gpu_older_than_sm_80_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     rows, none = torch.zeros(E, ROWS, K).bfloat16(), torch.empty(0)
     numbers = Rows(torch.zeros(E, dtype=torch.int32), ROWS)
     with pytest.raises(BackendUnavailableError, match=r"an old GPU has compute capability 7.5; .* need 8.0"):
-        run_experts(rows, rows, *weights, numbers, kind, MoEActivation.SILU, none, none)
+        run_experts(rows, rows, WeightPair(kind, MoEActivation.SILU, rows.dtype, *weights), numbers, none, none)
 
 
 def test_nvfp4_asks_for_its_global_scale() -> None:

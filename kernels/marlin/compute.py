@@ -1,0 +1,123 @@
+"""The experts on rows and weights that were checked, on a GPU by kernels and elsewhere in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moe_ep.kernels.align import sort_slots_by_expert
+from moe_ep.kernels.marlin.gemm import partials_numel, run_experts
+from moe_ep.kernels.marlin.pair import WeightPair
+from moe_ep.kernels.marlin.params import Rows
+from moe_ep.kernels.marlin.plain import ActivationFunction, compute_expert
+from moe_ep.kernels.mul_sum import moe_fused_mul_sum
+from moe_ep.kernels.reference import to_local_ids
+
+SumFunction = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def compute_batch(
+    pair: WeightPair,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    expert_num_tokens: torch.Tensor,
+    expert_row_ids: torch.Tensor | None,
+    intermediate_cache13: torch.Tensor | None,
+    intermediate_cache2: torch.Tensor | None,
+) -> None:
+    """`batched_fused_marlin_moe` into `output` `[El, max_tokens, K]`."""
+    num_experts, max_rows = output.size(0), output.size(1)
+    if max_rows == 0 or num_experts == 0:
+        return
+    if hidden_states.is_cuda:
+        rows = Rows(expert_num_tokens, max_rows, expert_row_ids)
+        hidden = _scratch(intermediate_cache2, num_experts * max_rows * pair.w2.num_columns, hidden_states)
+        partials = _partials(intermediate_cache13, max_rows, hidden_states)
+        run_experts(output, hidden_states, pair, rows, hidden, partials)
+        return
+    for expert in range(num_experts):
+        count = min(int(expert_num_tokens[expert]), max_rows)
+        if expert_row_ids is None:
+            found = hidden_states[expert, :count]
+        else:
+            found = hidden_states[expert_row_ids[expert, :count].long()]
+        output[expert, :count] = compute_expert(found, pair, expert)
+
+
+def compute_tokens(
+    pair: WeightPair,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    intermediate_cache13: torch.Tensor | None,
+    intermediate_cache2: torch.Tensor | None,
+    activation_func: ActivationFunction | None = None,
+    moe_sum: SumFunction | None = None,
+) -> None:
+    """`fused_marlin_moe` into `output` `[T, K]`, with weights on the output."""
+    num_tokens, topk = topk_ids.shape
+    if num_tokens == 0:
+        return
+    slots_numel = num_tokens * topk * pair.w13.num_columns
+    slots = _scratch(intermediate_cache13, slots_numel, hidden_states).view(num_tokens, topk, -1)
+    if activation_func is None and hidden_states.is_cuda:
+        rows = sort_by_expert(topk_ids, pair.num_experts, expert_map)
+        hidden = _scratch(intermediate_cache2, num_tokens * topk * pair.w2.num_columns, hidden_states)
+        partials = _partials(intermediate_cache13, num_tokens * topk, hidden_states, slots_numel)
+        run_experts(slots, hidden_states, pair, rows, hidden, partials)
+    else:
+        _plain_slots(slots, hidden_states, to_local_ids(topk_ids, expert_map), pair, activation_func)
+    if moe_sum is None:
+        moe_fused_mul_sum(slots, topk_weights, output, topk_ids, expert_map)
+    else:
+        is_local = to_local_ids(topk_ids, expert_map)[..., None] >= 0
+        moe_sum(torch.where(is_local, slots.float() * topk_weights[..., None], 0.0).to(slots.dtype), output)
+
+
+def sort_by_expert(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None = None) -> Rows:
+    """Slots `[T, topk]` of the local experts, one expert after the other and in slot order; no host synchronisation.
+
+    Example: ids [[1, -1], [0, 1]], 2 experts: counts [1, 2], slots 2, 0, 3 (and what is behind them means nothing).
+    """
+    slots, counts = sort_slots_by_expert(topk_ids, num_experts, expert_map)
+    return Rows(counts, topk_ids.numel(), slots, topk_ids.size(1), is_sorted=True)
+
+
+def _plain_slots(
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    local_ids: torch.Tensor,
+    pair: WeightPair,
+    activation_func: ActivationFunction | None,
+) -> None:
+    """Every slot's row through its expert; on a GPU every expert takes all rows, so that shapes are static."""
+    for expert in range(pair.num_experts):
+        chosen = local_ids == expert
+        if not rows.is_cuda:
+            tokens, places = chosen.nonzero(as_tuple=True)
+            if tokens.numel():
+                result = compute_expert(rows[tokens], pair, expert, activation_func)
+                slots[tokens, places] = result.to(slots.dtype)
+            continue
+        result = compute_expert(rows, pair, expert, activation_func).to(slots.dtype)
+        slots.copy_(torch.where(chosen[..., None], result[:, None, :], slots))
+
+
+def _scratch(given: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
+    """`numel` numbers of `like`'s dtype, from the given buffer where it has them."""
+    if given is not None and given.dtype == like.dtype and given.is_contiguous() and given.numel() >= numel:
+        return given.view(-1)[:numel]
+    return like.new_empty(numel)
+
+
+def _partials(given: torch.Tensor | None, max_rows: int, like: torch.Tensor, used: int = 0) -> torch.Tensor:
+    """f32 scratch for shared tiles, from the given buffer behind its first `used` numbers where it has room."""
+    numel = partials_numel(max_rows, like.device)
+    start = -(-used // 128) * 128
+    fits = given is not None and given.dtype == like.dtype and given.is_contiguous()
+    if given is not None and fits and given.numel() >= start + 2 * numel:
+        return given.view(-1)[start : start + 2 * numel].view(torch.float32)
+    return torch.empty(numel, dtype=torch.float32, device=like.device)
