@@ -13,18 +13,14 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
+from moe_ep.job_store import job_store, roll_call
+
 logger = logging.getLogger(__name__)
 
-_ROLL_CALL_S = 2.0
 _WATCH_INTERVAL_S = 1.0
 _watchers: WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = WeakKeyDictionary()
 # Notes of this process that stand; any backend of a group that takes part again withdraws the group's.
 _standing: set[str] = set()
-
-
-def _store() -> dist.Store:
-    """The store that the default group met in; every rank of every group reaches it."""
-    return dist.distributed_c10d._get_default_store()
 
 
 class Notes:
@@ -36,43 +32,35 @@ class Notes:
 
     def leave(self, text: str) -> None:
         """Tells the others that this rank does not take part, and why."""
-        key = self._key("refused", self._rank)
+        key = self._key(self._rank)
         _standing.add(key)
         try:
-            _store().set(key, text)
+            job_store().set(key, text)
         except RuntimeError as error:
             logger.error("rank %d could not tell the others that it refuses a batch: %s", self._rank, error)
 
     def withdraw(self) -> None:
         """This rank takes part again."""
-        key = self._key("refused", self._rank)
+        key = self._key(self._rank)
         if key in _standing:
             _standing.remove(key)
-            _store().set(key, "")
+            job_store().set(key, "")
 
     def read(self) -> dict[int, str]:
         """The notes of the other ranks."""
-        return {rank: text for rank in self._others() if (text := self._get(self._key("refused", rank)))}
+        others = (rank for rank in range(self._size) if rank != self._rank)
+        return {rank: text for rank in others if (text := self._get(self._key(rank)))}
 
-    def roll_call(self, limit_s: float = _ROLL_CALL_S) -> list[int]:
-        """The ranks whose collective did not fail too within `limit_s`: dead, stuck, or elsewhere."""
-        _store().set(self._key("stopped", self._rank), "1")
-        deadline = time.monotonic() + limit_s
-        absent = self._others()
-        while absent and time.monotonic() < deadline:
-            absent = [rank for rank in absent if not self._get(self._key("stopped", rank))]
-            time.sleep(0.02)
-        return absent
+    def roll_call(self) -> list[int]:
+        """The ranks whose collective did not fail too: dead, stuck, or elsewhere."""
+        return roll_call(self._prefix, self._rank, self._size)
 
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank != self._rank]
-
-    def _key(self, kind: str, rank: int) -> str:
-        return f"{self._prefix}/{kind}/{rank}"
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/refused/{rank}"
 
     @staticmethod
     def _get(key: str) -> str:
-        store = _store()
+        store = job_store()
         return store.get(key).decode() if store.check([key]) else ""
 
 

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.errors import EplbError
+from moe_ep.job_store import job_store, roll_call
 
 logger = logging.getLogger(__name__)
 
-_ROLL_CALL_S = 2.0
+_OTHERS_WORD_S = 2.0
 
 
 class SideChannel:
@@ -92,7 +93,7 @@ class SideChannel:
         if self._error is None:
             if self._group is not None:
                 try:
-                    text = _store().compare_set(f"{self._prefix}/error", "", text).decode() or text
+                    text = job_store().compare_set(f"{self._prefix}/error", "", text).decode() or text
                 except RuntimeError as error:
                     logger.error("the other ranks cannot be told that EPLB failed: %s", error)
             self._error = EplbError(text)
@@ -100,7 +101,7 @@ class SideChannel:
 
     def failed_elsewhere(self, text: str) -> EplbError:
         """The error to raise where other ranks know more: theirs, or this text if they leave none soon."""
-        deadline = time.monotonic() + _ROLL_CALL_S
+        deadline = time.monotonic() + _OTHERS_WORD_S
         while self.heard() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return self.failed(text)
@@ -110,8 +111,8 @@ class SideChannel:
         if self._error is None and self._group is not None and dist.is_initialized():
             key = f"{self._prefix}/error"
             try:
-                if _store().check([key]):
-                    self._error = EplbError(_store().get(key).decode())
+                if job_store().check([key]):
+                    self._error = EplbError(job_store().get(key).decode())
             except RuntimeError as error:
                 self._error = EplbError(f"the store of the ranks cannot be reached any more: {error}")
         return self._error
@@ -135,17 +136,10 @@ class SideChannel:
         """The ranks that do not fail too within a short while."""
         if self._group is None:
             return []
-        absent = [rank for rank in range(self.size) if rank != self.rank]
         try:
-            store = _store()
-            store.set(f"{self._prefix}/stopped/{self.rank}", "1")
-            deadline = time.monotonic() + _ROLL_CALL_S
-            while absent and time.monotonic() < deadline:
-                absent = [rank for rank in absent if not store.check([f"{self._prefix}/stopped/{rank}"])]
-                time.sleep(0.02)
+            return roll_call(self._prefix, self.rank, self.size)
         except RuntimeError:
             return []
-        return absent
 
 
 def new_group(process_group: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup:
@@ -158,11 +152,6 @@ def new_group(process_group: dist.ProcessGroup, backend: str, timeout_s: float) 
         use_local_synchronization=len(members) < dist.get_world_size(),
         group_desc="moe_ep_eplb",
     )
-
-
-def _store() -> dist.Store:
-    """The store that the default group met in; every rank of every group reaches it."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def _shown(value: int) -> str:
