@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_ep import env
-from moe_ep.errors import one_of
+from moe_ep.eplb.policy.objective import OBJECTIVES
+from moe_ep.errors import ConfigError, one_of
 from moe_ep.registry import EPLB_POLICIES
 
-OBJECTIVES = ("tokens", "active_experts", "auto")
 PLANNERS = ("process", "thread")
 TRANSPORTS = ("auto", "peer_copies", "messages")
 
@@ -71,6 +71,13 @@ class EplbConfig:
         for name, allowed in (("objective", OBJECTIVES), ("planner", PLANNERS), ("transport", TRANSPORTS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(one_of(name, getattr(self, name), allowed))
+
+    def check_model(self, num_experts: int, num_ranks: int) -> None:
+        """Raises ConfigError unless hosts divide these EP ranks, and groups these logical experts."""
+        if num_ranks % self.num_nodes:
+            raise ConfigError(f"num_nodes is {self.num_nodes}; it must divide the EP ranks ({num_ranks})")
+        if num_experts % self.num_groups:
+            raise ConfigError(f"num_groups is {self.num_groups}; it must divide the experts of a layer ({num_experts})")
 
     def deadline_s(self) -> float:
         """Seconds an exchange may take."""

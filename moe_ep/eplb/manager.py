@@ -52,7 +52,7 @@ class EPLBManager:
         totals: what was done so far.
 
     Raises:
-        ConfigError: layers that cannot be balanced together.
+        ConfigError: layers that cannot be balanced together, or settings that do not fit them.
         EplbError: the ranks were given different layers, settings or placements.
     """
 
@@ -68,6 +68,7 @@ class EPLBManager:
         self.totals = EplbTotals()
         self._listener = listener
         first = _check_layers(layers)
+        self.config.check_model(first.num_experts, first.parallel_config.ep_size)
         for layer in layers:
             # Weights that are packed on a GPU are packed by now, and are not replaced any more.
             _ = layer.modular_kernel

@@ -45,7 +45,7 @@ class LayerMover:
     ) -> None:
         self._layers, self._placement = list(layers), placement
         self._rank, self._num_ranks = channel.rank, channel.size
-        self._ranks_per_host = max(1, channel.size // config.num_nodes)
+        self._ranks_per_host = channel.size // config.num_nodes
         self._timeout_s = channel.timeout_s
         self._experts = [ExpertRows(layer.expert_weights()) for layer in self._layers]
         channel.agree(

@@ -139,10 +139,8 @@ class Rearrangement:
             placement=digest(self._placement.host),
             plan=0 if job.target is None else digest(job.target),
         )
-        started = time.perf_counter()
         with stage("eplb_plan"):
-            target, reason = (job.target, "") if job.counts is None else self._plan(job, job.counts)
-        seconds = time.perf_counter() - started
+            target, reason, seconds = (job.target, "", 0.0) if job.counts is None else self._plan(job, job.counts)
         if target is None:
             self._tell(PlanReport(step=job.step, made=False, reason=reason, seconds=seconds))
             return None
@@ -160,8 +158,8 @@ class Rearrangement:
         )
         return target
 
-    def _plan(self, job: Job, counts: torch.Tensor) -> tuple[Array | None, str]:
-        """Rank 0 plans from the sum over ranks; the others learn the result."""
+    def _plan(self, job: Job, counts: torch.Tensor) -> tuple[Array | None, str, float]:
+        """Rank 0 plans from the sum over ranks; the others learn the result: (plan or None, why none, seconds)."""
         total = self._channel.sum("the load", self._mover.to_host(counts)).long()
         load = measure_load(total, self._channel.size, job.step)
         self._tell(load)
@@ -174,18 +172,22 @@ class Rearrangement:
             )
         old = self._placement.host
         message = torch.zeros(1 + old.size, dtype=torch.int64)
-        reason = "EP rank 0 made no plan"
+        reason, seconds = "EP rank 0 made no plan", 0.0
         if self._channel.rank == 0:
+            started = time.perf_counter()
             sizes = (self._placement.num_experts, self._channel.size)
             if self._planner is None:
                 plan, reason = make_plan(total, load, old, *sizes, self._config)
             else:
                 plan, reason = self._planner.make_plan(total, old, *sizes, self._config, self._channel.timeout_s)
+            seconds = time.perf_counter() - started
             if plan is not None:
                 message[0] = 1
                 message[1:] = torch.from_numpy(plan).flatten()
         self._channel.broadcast("the plan", message)
-        return (message[1:].view(old.shape).numpy(), "") if message[0] else (None, reason)
+        if not message[0]:
+            return None, reason, seconds
+        return message[1:].view(old.shape).numpy(), "", seconds
 
     def _move_layer(self, job: Job, layer: int, new: Array, asynchronous: bool) -> None:
         started = time.perf_counter()

@@ -220,7 +220,8 @@ class LayerMonitor(Listener):
         if isinstance(event, LoadReport):
             self._sink.put(metrics.BALANCEDNESS, event.balancedness, rank=self._rank)
         elif isinstance(event, PlanReport):
-            self._sink.put(metrics.EPLB_PLAN_SECONDS, event.seconds, rank=self._rank)
+            if event.seconds:  # Only the rank that planned knows them.
+                self._sink.put(metrics.EPLB_PLAN_SECONDS, event.seconds, rank=self._rank)
         elif isinstance(event, CommitReport):
             self._sink.put(metrics.EPLB_MOVES, event.experts_moved, rank=self._rank)
 

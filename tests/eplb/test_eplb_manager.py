@@ -18,7 +18,7 @@ from moe_ep.eplb.events import CommitReport, LoadReport, PlanReport
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.planner_process import PlannerProcess
 from moe_ep.eplb.transfer import MessageTransport
-from moe_ep.errors import EplbError
+from moe_ep.errors import ConfigError, EplbError
 from moe_ep.layer import FusedMoE
 from moe_ep.registry import ALL2ALL_BACKENDS
 from tests.eplb.models import (
@@ -313,7 +313,7 @@ def counted(rank: int, world_size: int) -> list[Any]:
 
 
 def test_events_and_totals() -> None:
-    load, plan, *commits = ranks(2).run(counted)[0]
+    (load, plan, *commits), (_, elsewhere, *_) = ranks(2).run(counted)
     assert isinstance(load, LoadReport) and isinstance(plan, PlanReport)
     assert (load.step, load.num_steps) == (2, 2)
     # Two ranks count alike: layer 0 gives 24 to rank 0, layers 1 and 2 give 12 to each rank.
@@ -321,6 +321,8 @@ def test_events_and_totals() -> None:
     assert load.balancedness == 36 / 48
     assert (load.max_tokens, load.mean_tokens, load.active_experts) == (16.0, 12.0, pytest.approx(4 / 3))
     assert plan.made and plan.num_layers == len(commits) == 1
+    # Rank 0 plans, and the others wait for it.
+    assert plan.seconds > 0 and elsewhere.seconds == 0
     assert (commits[0].step, commits[0].layer) == (2, 0)
     assert sum(event.experts_moved for event in commits) == plan.experts_moved
     assert sum(event.bytes_moved for event in commits) == plan.bytes_moved
@@ -348,6 +350,20 @@ def test_steps_that_count_nothing_are_told_once(caplog: pytest.LogCaptureFixture
     manager.plan_now()
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "EPLB counted no tokens in 4 steps; CUDA graphs that were captured before" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_nodes": 2}, r"num_nodes is 2; it must divide the EP ranks \(1\)"),
+        ({"num_groups": 3}, rf"num_groups is 3; it must divide the experts of a layer \({E}\)"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_refused_before_it_serves(
+    settings: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EPLBManager(make_model(1, ep_size=1), EplbConfig(**{**vars(CONFIG), **settings}))
 
 
 def test_when_a_plan_is_due() -> None:

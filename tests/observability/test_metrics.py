@@ -122,6 +122,7 @@ def test_balancing_is_told() -> None:
         )
     )
     monitor.on_eplb_event(PlanReport(step=8, made=True, seconds=0.25))
+    monitor.on_eplb_event(PlanReport(step=8, made=False, reason="another rank plans"))
     monitor.on_eplb_event(
         CommitReport(step=12, layer=0, experts_moved=5, bytes_moved=40, transfer_s=0.1, commit_s=0.01)
     )
