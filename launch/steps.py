@@ -19,6 +19,7 @@ from moe_ep.launch.inputs import TokenSource
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.report import RankReport
 from moe_ep.launch.routing_source import RoutingSource
+from moe_ep.passes import one_pass
 from moe_ep.stack import MoEStack
 
 
@@ -72,14 +73,15 @@ def pass_through(stack: MoEStack, x: torch.Tensor, logits: Sequence[torch.Tensor
     """One pass through every layer, each timed."""
     inputs: list[torch.Tensor] = []
     recorders = []
-    for position, block in enumerate(stack.layers()):
-        with stages.record(x.device) as recorder:
-            x = block(
-                x,
-                lambda layer, hidden_states, output: inputs.append(hidden_states),
-                None if logits is None else logits[position],
-            )
-        recorders.append(recorder)
+    with one_pass((block.moe for block in stack.layers()), x.size(0)):
+        for position, block in enumerate(stack.layers()):
+            with stages.record(x.device) as recorder:
+                x = block(
+                    x,
+                    lambda layer, hidden_states, output: inputs.append(hidden_states),
+                    None if logits is None else logits[position],
+                )
+            recorders.append(recorder)
     return Passed(inputs, recorders)
 
 

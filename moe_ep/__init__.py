@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         make_experts,
         make_prepare_finalize,
     )
+    from moe_ep.passes import one_pass
     from moe_ep.routing import select_experts
     from moe_ep.topk_weight_and_reduce import (
         TopKWeightAndReduce,
@@ -50,6 +51,7 @@ _HOME = {
     "FusedMoEPrepareAndFinalize": "modular_kernel",
     "make_experts": "modular_kernel",
     "make_prepare_finalize": "modular_kernel",
+    "one_pass": "passes",
     "parallelize": "integrations.transformers",
     "serve": "integrations.transformers",
     "serving": "integrations.transformers",
@@ -82,6 +84,7 @@ __all__ = [
     "get_compressed_expert_map",
     "make_experts",
     "make_prepare_finalize",
+    "one_pass",
     "parallelize",
     "select_experts",
     "serve",

@@ -18,7 +18,8 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.custom_ops import register_layer, unique_name
 from moe_ep.expert_shard import ExpertShard
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
-from moe_ep.process_groups import is_initialized, largest_over_ranks, layer_groups
+from moe_ep.passes import most_tokens
+from moe_ep.process_groups import is_initialized, layer_groups
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.routing import check_router_weight_on_input, check_routing, select_experts
 from moe_ep.stages import stage, tell_routing
@@ -219,6 +220,11 @@ class FusedMoE(ExpertShard):
         shared = [shared for shared, _ in chunks if shared is not None]
         return torch.cat(shared) if shared else None, torch.cat([routed for _, routed in chunks])
 
+    @property
+    def asks_for_tokens(self) -> bool:
+        """Whether its ranks must know how many tokens the others have."""
+        return self.groups.ep is not None and self.prepare_finalize.max_num_tokens_per_rank() is not None
+
     def _num_chunks(self, num_tokens: int, capacity: int, device: torch.device) -> int:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             if num_tokens > capacity:
@@ -227,7 +233,7 @@ class FusedMoE(ExpertShard):
                     f"capture at most {capacity}, or make the layer with a larger max_num_tokens"
                 )
             return 1
-        return max(1, -(-largest_over_ranks(num_tokens, self.groups.ep, device) // capacity))
+        return max(1, -(-most_tokens(num_tokens, self.groups.ep) // capacity))
 
     def _forward_tokens(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor

@@ -1,9 +1,11 @@
-"""The process groups of a layer, and the one number its ranks must agree on."""
+"""The process groups of a layer, and what its ranks must agree on."""
 
 from __future__ import annotations
 
 import platform
-from typing import NamedTuple
+from collections.abc import Hashable
+from datetime import timedelta
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +16,10 @@ from moe_ep.config import FusedMoEParallelConfig
 
 # Subgroups made here, by the group they divide and tp_size: a model of sixty layers makes them once.
 _tp_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
-_hosts: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[str, ...]]] = WeakKeyDictionary()
+# None where a group takes tensors of the host itself.
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
+# What the ranks of a group answered, by the question.
+_answers: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 class LayerGroups(NamedTuple):
@@ -54,16 +59,36 @@ def layer_groups(
     return LayerGroups(group if sizes.use_ep else None, _tp_group(sizes, group))
 
 
-def largest_over_ranks(value: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
-    """The largest `value` of the group's ranks; `value` itself without a group.
-
-    The number travels as the layer's rows do, over NCCL where they are on GPUs; the host waits for it.
-    """
+def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
+    """The largest `value` of the group's ranks; `value` itself without a group. Nobody waits for a GPU."""
     if group is None:
         return value
-    number = torch.tensor(value, dtype=torch.int64, device=device)
-    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    number = torch.tensor(value, dtype=torch.int64)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=_host_group(group))
     return int(number)
+
+
+def answers_of_ranks(question: Hashable, mine: Any, process_group: dist.ProcessGroup | None = None) -> tuple[Any, ...]:
+    """What each of the group's ranks has to say, by rank; a collective step of them when it is first asked.
+
+    Args:
+        question: the same on every rank; a rank's answer to it never changes.
+        mine: this rank's answer, anything that can be pickled.
+    """
+    group = process_group or dist.group.WORLD
+    known = _answers.setdefault(group, {})  # type: ignore[arg-type]
+    if question not in known:
+        answers = [mine] * dist.get_world_size(group)
+        dist.all_gather_object(answers, mine, group=group)
+        known[question] = tuple(answers)
+    return known[question]
+
+
+def timeout_of(process_group: dist.ProcessGroup) -> timedelta | None:
+    """The shortest deadline of the group's transports, which groups of some of its ranks should have too."""
+    devices = [pair.partition(":")[0] for pair in dist.get_backend_config(process_group).split(",")]
+    options = [getattr(process_group._get_backend(torch.device(device)), "options", None) for device in devices]
+    return min((option._timeout for option in options if option is not None), default=None)
 
 
 def host_name() -> str:
@@ -74,21 +99,26 @@ def host_name() -> str:
 
 def hosts_of(process_group: dist.ProcessGroup | None = None) -> tuple[str, ...]:
     """The host of each of the group's ranks; a collective step of them, on first use."""
-    group = process_group or dist.group.WORLD
-    if group is None:
+    if not is_initialized():
         return (platform.node(),)
-    known = _hosts.setdefault(group, {})
-    ranks_per_host = env.RANKS_PER_HOST.get()
-    if ranks_per_host not in known:
-        names = [""] * dist.get_world_size(group)
-        dist.all_gather_object(names, host_name(), group=group)
-        known[ranks_per_host] = tuple(names)
-    return known[ranks_per_host]
+    return answers_of_ranks(("host", env.RANKS_PER_HOST.get()), host_name(), process_group)
 
 
 def num_hosts(process_group: dist.ProcessGroup | None = None) -> int:
     """Machines that the group's ranks are on, by their names; a collective step of them, on first use."""
     return len(set(hosts_of(process_group)))
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks for tensors in host memory; a collective step of them, on first use."""
+    if group not in _host_groups:
+        made = None
+        if not any(pair.startswith("cpu:") for pair in dist.get_backend_config(group).split(",")):
+            members = dist.get_process_group_ranks(group)
+            is_part = len(members) < dist.get_world_size()
+            made = dist.new_group(members, backend="gloo", use_local_synchronization=is_part, group_desc="moe_ep_host")
+        _host_groups[group] = made
+    return _host_groups[group] or group
 
 
 def _tp_group(sizes: FusedMoEParallelConfig, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
@@ -101,6 +131,9 @@ def _tp_group(sizes: FusedMoEParallelConfig, group: dist.ProcessGroup) -> dist.P
         members = dist.get_process_group_ranks(group)
         first = sizes.dp_rank * sizes.tp_size
         made[sizes.tp_size] = dist.new_group(
-            members[first : first + sizes.tp_size], use_local_synchronization=True, group_desc="moe_ep_tp"
+            members[first : first + sizes.tp_size],
+            timeout=timeout_of(group),
+            use_local_synchronization=True,
+            group_desc="moe_ep_tp",
         )
     return made[sizes.tp_size]

@@ -32,6 +32,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError, one_of
 from moe_ep.layer import FusedMoE
 from moe_ep.methods.online import ONLINE, OnlineConfig
+from moe_ep.passes import one_pass
 from moe_ep.routing import select_experts
 from moe_ep.shared_experts import SharedExperts
 from moe_ep.stages import stage
@@ -214,8 +215,9 @@ class MoEStack(nn.Module):
         Args:
             router_logits: of each layer f32 `[T, E]`, in place of its router's.
         """
-        for position, block in enumerate(self.layers()):
-            x = block(x, observer, None if router_logits is None else router_logits[position])
+        with one_pass((block.moe for block in self.layers()), x.size(0)):
+            for position, block in enumerate(self.layers()):
+                x = block(x, observer, None if router_logits is None else router_logits[position])
         return x
 
 

@@ -16,6 +16,7 @@ from moe_ep.bench.workload import Routing
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.errors import MoeEpError
 from moe_ep.methods.base import tolerance
+from moe_ep.passes import one_pass
 from moe_ep.stages import Listener, listening
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def measure_row(
 ) -> dict[str, Any]:
     """Checks, times and accounts for one layer; a collective step of all ranks of the world.
 
+    The ranks agree on their tokens before, as for a pass of a model, and not in every call.
+
     Args:
         num_tokens: T of every rank.
         chain: calls in one repeat, each with other tokens and choices.
@@ -69,6 +72,21 @@ def measure_row(
     Raises:
         WrongOutputError: the output differs from the reference by more than its dtype allows.
     """
+    with one_pass(layers.layers, num_tokens):
+        return _measure(layers, routing, num_tokens, ceilings, chain, repeats, limit_s, seed, group)
+
+
+def _measure(
+    layers: BenchLayers,
+    routing: Routing,
+    num_tokens: int,
+    ceilings: Ceilings,
+    chain: int,
+    repeats: int,
+    limit_s: float | None,
+    seed: int,
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
     batches = layers.batches(routing, num_tokens, chain, seed)
     if layers.eplb:
         layers.balance(layers.batches(routing, num_tokens, chain, seed + 1, popularity_seed=seed))

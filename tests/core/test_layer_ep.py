@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from moe_ep.layer import FusedMoE
 from moe_ep.methods import OnlineIntConfig, relative_error, tolerance
+from moe_ep.passes import one_pass
 from moe_ep.registry import ALL2ALL_BACKENDS
 from moe_ep.shared_experts import SharedExperts
 from tests.core.moe_oracle import Weights, load, make_inputs, make_weights, run_moe
@@ -81,8 +82,13 @@ def over_ranks(rank: int, world_size: int, backend: str, options: dict[str, Any]
     assert layer.parallel_config.ep_size == world_size
     assert layer.must_reduce_shared_expert_outputs()
     inputs = inputs_of(layer, tokens[rank], seed=rank)
-    for _ in range(2):
-        check(layer(*inputs), alone(*inputs), options)
+    output = layer(*inputs)
+    check(output, alone(*inputs), options)
+    with one_pass([layer], tokens[rank]):
+        assert torch.equal(layer(*inputs), output)
+        if layer.asks_for_tokens and tokens[rank] == max(tokens):
+            with pytest.raises(ValueError, match=rf"{tokens[rank] + 1} tokens and the ranks agreed on at most"):
+                layer(*inputs_of(layer, tokens[rank] + 1, seed=rank))
 
 
 @pytest.mark.parametrize("case", CASES)
