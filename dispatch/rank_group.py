@@ -10,6 +10,7 @@ process, or make a new group.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,6 +22,7 @@ from moe_ep import env
 from moe_ep.config import FusedMoEConfig
 from moe_ep.dispatch.notes import Notes, watch
 from moe_ep.errors import DispatchTimeoutError
+from moe_ep.process_groups import timeout_of
 
 # A wait on the host spins for this long, then sleeps in small steps.
 _SPIN_S = 2e-3
@@ -53,7 +55,8 @@ class RankGroup:
                 f"the EP ranks"
             )
         self.notes = Notes(self.group)
-        self.timeout_s = min([env.DISPATCH_TIMEOUT_S.get(), *_timeouts(self.group)])
+        of_group = timeout_of(self.group)
+        self.timeout_s = min(env.DISPATCH_TIMEOUT_S.get(), math.inf if of_group is None else of_group.total_seconds())
 
     def steps(self, name: str, device: torch.device) -> Steps:
         """The collective steps of one dispatch or combine."""
@@ -152,10 +155,3 @@ class HostCopy:
             if waited > _SPIN_S:
                 time.sleep(_SLEEP_S)
         return self._numbers.tolist()
-
-
-def _timeouts(group: dist.ProcessGroup) -> list[float]:
-    """The timeouts of the group's transports, in seconds."""
-    devices = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
-    options = [getattr(group._get_backend(torch.device(device)), "options", None) for device in devices]
-    return [option._timeout.total_seconds() for option in options if option is not None]

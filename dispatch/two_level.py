@@ -24,7 +24,7 @@ from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinaliz
 from moe_ep.dispatch.batch import OpenBatches
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
-from moe_ep.process_groups import hosts_of
+from moe_ep.process_groups import answers_of_ranks, hosts_of, timeout_of
 from moe_ep.registry import ALL2ALL_BACKENDS
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 
@@ -102,7 +102,10 @@ def _groups_of(group: dist.ProcessGroup) -> _Groups:
         grid, members = Grid.of(hosts, dist.get_rank(group)), dist.get_process_group_ranks(group)
         across, within = (
             dist.new_group(
-                [members[rank] for rank in ranks], use_local_synchronization=True, group_desc=f"moe_ep_{name}"
+                [members[rank] for rank in ranks],
+                timeout=timeout_of(group),
+                use_local_synchronization=True,
+                group_desc=f"moe_ep_{name}",
             )
             for name, ranks in (("across_hosts", grid.across), ("within_host", grid.within))
         )
@@ -156,7 +159,7 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
             config.ep_rank,
         )
         if levels is None:
-            levels = (_choose(config, len(grid.members)), _choose(config, len(grid.within)))
+            levels = (_choose(config, len(grid.members), group), _choose(config, len(grid.within), group))
         # What comes across are the rows of every host's rank of this place.
         capacities = (config.max_num_tokens, config.max_num_tokens * len(grid.members))
         ranks = ((grid.host, len(grid.members)), (grid.place, len(grid.within)))
@@ -232,12 +235,12 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
         )
 
 
-def _choose(moe_config: FusedMoEConfig, num_ranks: int) -> str:
+def _choose(moe_config: FusedMoEConfig, num_ranks: int, group: dist.ProcessGroup) -> str:
+    """The backend of a level of so many ranks, the same on all ranks of the group."""
     preferred: Any = ALL2ALL_BACKENDS.load(_PREFERRED)
     fits = moe_config.in_dtype is not torch.float32 and moe_config.hidden_dim % 16 == 0
-    if fits and num_ranks <= preferred.MAX_RANKS and preferred.unusable_reason() is None:
-        return _PREFERRED
-    return _ANYWHERE
+    runs_everywhere = all(answers_of_ranks(("runs", _PREFERRED), preferred.unusable_reason() is None, group))
+    return _PREFERRED if fits and num_ranks <= preferred.MAX_RANKS and runs_everywhere else _ANYWHERE
 
 
 def _level(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from moe_ep import env
-from moe_ep.config import FusedMoEConfig
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_ep.errors import BackendUnavailableError, ConfigError
-from moe_ep.process_groups import num_hosts
+from moe_ep.process_groups import answers_of_ranks, num_hosts
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 logger = logging.getLogger(__name__)
@@ -65,23 +66,32 @@ def _best(moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -
     bound = "at most" if is_small else "above"
     size = f"a capacity of {capacity} tokens per rank ({bound} {DECODE_MAX_NUM_TOKENS})"
     name = "nvshmem_low_latency" if is_small else "nvshmem_high_throughput"
-    obstacle = _nvshmem_obstacle(name, moe_config, process_group)
+    obstacle = _obstacle_of_any(name, moe_config, process_group)
     if obstacle is None:
         return name, f"GPUs of one host that reach each other's memory, and {size}"
     instead = "batched_all_to_all" if is_small else "all_to_all"
     return instead, f"NCCL, and {size}; not {name}: {obstacle}"
 
 
-def _nvshmem_obstacle(name: str, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -> str | None:
-    """Why an NVSHMEM backend is not for these ranks; None where it is."""
+def _obstacle_of_any(name: str, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -> str | None:
+    """Why an NVSHMEM backend is not for these ranks, as all of them see it: this rank's obstacle, or another's."""
+    if num_hosts(process_group) > 1:
+        return "the ranks are on several hosts"
+    mine = _nvshmem_obstacle(name, moe_config)
+    layer = replace(moe_config, num_local_experts=0, moe_parallel_config=FusedMoEParallelConfig())
+    obstacles = answers_of_ranks(("obstacle", name, layer), mine, process_group)
+    others = (f"EP rank {rank}: {text}" for rank, text in enumerate(obstacles) if text is not None)
+    return mine if mine is not None else next(others, None)
+
+
+def _nvshmem_obstacle(name: str, moe_config: FusedMoEConfig) -> str | None:
+    """Why an NVSHMEM backend is not for this rank; None where it is."""
     if moe_config.in_dtype is torch.float32 or moe_config.hidden_dim % 16 or moe_config.ep_size > _NVSHMEM_MAX_RANKS:
         return f"it takes f16 or bf16 rows of a multiple of 16 columns, and at most {_NVSHMEM_MAX_RANKS} ranks"
     backend = ALL2ALL_BACKENDS.load(name)
     unusable = backend.unusable_reason()
     if unusable is not None:
         return unusable
-    if num_hosts(process_group) > 1:
-        return "the ranks are on several hosts"
     here, visible = torch.cuda.current_device(), torch.cuda.device_count()
     if any(not torch.cuda.can_device_access_peer(here, peer) for peer in range(visible) if peer != here):
         return "not all GPUs of this host reach each other's memory"

@@ -41,7 +41,7 @@ class RankPool:
 
     def __init__(self, world_size: int, backend: str = "gloo", timeout_s: float = 60) -> None:
         _context.set_forkserver_preload(_preloaded())
-        self.world_size = world_size
+        self.world_size, self.timeout_s = world_size, timeout_s
         self._rendezvous = tempfile.NamedTemporaryFile(prefix="moe_ep_ranks_")  # noqa: SIM115
         address = f"file://{self._rendezvous.name}"
         self._connections: list[Connection] = []

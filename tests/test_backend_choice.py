@@ -14,6 +14,7 @@ from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_ep.errors import BackendUnavailableError, ConfigError
 from moe_ep.experts_choice import FAMILIES, choose_experts
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
+from tests.ranks import ranks
 
 FEW, MANY = DECODE_MAX_NUM_TOKENS, DECODE_MAX_NUM_TOKENS + 1
 
@@ -46,6 +47,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(backend_choice.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(backend_choice, "_backend_names", lambda group: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(backend_choice, "num_hosts", lambda group: 1)
+    monkeypatch.setattr(backend_choice, "answers_of_ranks", lambda question, mine, group: (mine,))
     for name in ("nvshmem_low_latency", "nvshmem_high_throughput"):
         monkeypatch.setattr(ALL2ALL_BACKENDS.load(name), "unusable_reason", classmethod(lambda cls: None))
     return monkeypatch
@@ -109,6 +111,25 @@ def test_what_stands_in_the_way_is_said(
     found, logged = chosen(caplog, made)
     assert found == instead
     assert f"not {refused}: " in logged and logged.endswith(why)
+
+
+def one_cannot(rank: int, world_size: int) -> tuple[str, str]:
+    """What a rank chooses, and why, where the package is missing on rank 1 alone."""
+    with pytest.MonkeyPatch.context() as machine:
+        machine.setattr(torch.cuda, "is_available", lambda: True)
+        machine.setattr(backend_choice, "_backend_names", lambda group: "cpu:gloo,cuda:nccl")
+        reason = "pip install it" if rank == 1 else None
+        machine.setattr(backend_choice, "_nvshmem_obstacle", lambda name, moe_config: reason)
+        first = backend_choice._best(config(world_size), None)
+        assert backend_choice._best(config(world_size), None) == first
+        return first
+
+
+def test_all_ranks_choose_alike() -> None:
+    chosen = ranks(2).run(one_cannot)
+    assert [name for name, _ in chosen] == ["batched_all_to_all"] * 2
+    assert chosen[0][1].endswith("not nvshmem_low_latency: EP rank 1: pip install it")
+    assert chosen[1][1].endswith("not nvshmem_low_latency: pip install it")
 
 
 def test_elsewhere(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from moe_ep.dispatch.two_level import Grid
 from moe_ep.errors import ConfigError
-from tests.dispatch.backend_cases import CASES
+from tests.dispatch.backend_cases import CASES, Case, make_backend, make_setting
 from tests.dispatch.two_level_cases import check_two_level
 from tests.ranks import ranks
 
@@ -27,6 +27,18 @@ def test_ranks_are_found_by_host_and_place() -> None:
 def test_hosts_of_different_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match="the hosts have 2, 1 ranks; it needs the same number on each"):
         Grid.of(["a", "a", "b"], 0)
+
+
+def deadlines_of_levels(rank: int, world_size: int) -> list[float]:
+    with pytest.MonkeyPatch.context() as machine:
+        machine.setenv("MOE_EP_RANKS_PER_HOST", "2")
+        backend = make_backend(make_setting(Case(), rank, world_size), "two_level", levels=LEVELS)
+    return [level.ranks.timeout_s for level in (backend._across, backend._within)]  # type: ignore[attr-defined]
+
+
+def test_levels_have_the_deadline_of_the_group() -> None:
+    pool = ranks(4)
+    assert pool.run(deadlines_of_levels) == [[pool.timeout_s] * 2] * 4
 
 
 def test_two_hosts_of_two_ranks_against_plain_loops() -> None:
