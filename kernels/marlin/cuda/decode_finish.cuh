@@ -35,7 +35,7 @@ DEVICE void add_teams(const Lane<kTokens, kTeams>& me, Shared& shared, int segme
       }
     }
   }
-  named_barrier<1, kConsumerThreads>();
+  named_barrier<kSumsBarrier, kConsumerThreads>();
 #pragma unroll
   for (int t = 1; t < kTeams; t++) {
     int other = (me.team + t) % kTeams;

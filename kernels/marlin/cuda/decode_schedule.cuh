@@ -19,11 +19,13 @@
 constexpr int kTileRows = 256;
 constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
-constexpr int kMostIdle = 5;         // steps: what adding up over blocks takes, where it cannot be done early
 constexpr u32 kTicketsPerLaunch = 4 * kMaxBlocks;
 
 // Tokens a tile is computed for.
 DEVICE constexpr int tile_tokens(int rows) { return (rows + 7) / 8 * 8; }
+
+// Steps that blocks may idle so that no tile is shared: what adding up over blocks takes, as measured.
+DEVICE int most_idle(int rows) { return rows <= 8 ? 5 : 2; }
 
 struct Schedule {
   int num_active, largest;         // experts that have a few rows, and the most rows one of them has
@@ -84,44 +86,50 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
   if (lane == 0) s.num_active = active, s.largest = largest;
 }
 
-// All threads, once there are tables: cuts either phase into whole tiles, into pieces of equal cost, or of equal length
-// where they are so short that some could get no step at all.
-DEVICE void cut_phases(Schedule& s) {
-  int blocks = gridDim.x;
-  for (int i = threadIdx.x; i < 2 * (blocks + 1); i += blockDim.x) {
-    int phase = i > blocks, piece = i - phase * (blocks + 1), expert = 0;
-    int expert_steps = s.row_tiles[phase] * s.steps[phase];
-    Schedule::Active last = s.active()[s.num_active - 1];
-    int total = (last.cost_before + last.cost) * expert_steps, all = s.num_active * expert_steps;
-    int tiles = s.num_active * s.row_tiles[phase], most = tiles > blocks ? 2 : 1;
-    bool alike = last.cost_before + last.cost == s.num_active * few_cost(s.largest);
-    if (alike && tiles <= 2 * blocks && most * s.steps[phase] - quotient(all, blocks) <= kMostIdle) {
-      s.start[phase][piece] = quotient(piece * tiles, blocks) * s.steps[phase];
-      continue;
-    }
-    bool even = total < 2 * few_cost(kFewRows) * blocks;
-    if (even) total = all;
-    int share = quotient(total, blocks), before = piece * share + min(piece, total - share * blocks);
-    if (even || piece == blocks) {
-      s.start[phase][piece] = even ? before : all;
-      continue;
-    }
-    for (int stride = 1 << (31 - __clz(s.num_active)); stride > 0; stride /= 2) {
-      int next = expert + stride;
-      if (next < s.num_active && s.active()[next].cost_before * expert_steps <= before) expert = next;
-    }
-    Schedule::Active a = s.active()[expert];
-    s.start[phase][piece] = expert * expert_steps + quotient(before - a.cost_before * expert_steps, a.cost);
+// Where a piece begins if all are equally long, or whole tiles where that leaves blocks idle for few steps.
+DEVICE int even_start(int tiles, int steps, int piece, int most_idle) {
+  int blocks = gridDim.x, all = tiles * steps, share = quotient(all, blocks), most = tiles > blocks ? 2 : 1;
+  if (tiles <= 2 * blocks && most * steps - share <= most_idle) return quotient(piece * tiles, blocks) * steps;
+  return piece * share + min(piece, all - share * blocks);
+}
+
+// Where a piece begins, once there are tables: pieces are whole tiles, of equal cost, or of equal length where they are
+// so short that some could get no step at all.
+DEVICE int find_start(Schedule& s, int phase, int piece) {
+  int blocks = gridDim.x, tiles = s.num_active * s.row_tiles[phase], expert_steps = s.row_tiles[phase] * s.steps[phase];
+  Schedule::Active last = s.active()[s.num_active - 1];
+  int costs = last.cost_before + last.cost, total = costs * expert_steps;
+  bool alike = costs == s.num_active * few_cost(s.largest);
+  if (alike || total < 2 * few_cost(kFewRows) * blocks) {
+    return even_start(tiles, s.steps[phase], piece, alike ? most_idle(s.largest) : -1);
+  }
+  if (piece == blocks) return s.num_active * expert_steps;
+  int share = quotient(total, blocks), before = piece * share + min(piece, total - share * blocks), expert = 0;
+  for (int stride = 1 << (31 - __clz(s.num_active)); stride > 0; stride /= 2) {
+    int next = expert + stride;
+    if (next < s.num_active && s.active()[next].cost_before * expert_steps <= before) expert = next;
+  }
+  Schedule::Active a = s.active()[expert];
+  return expert * expert_steps + quotient(before - a.cost_before * expert_steps, a.cost);
+}
+
+// By num_threads threads: where all pieces begin.
+DEVICE void cut_phases(Schedule& s, int thread, int num_threads) {
+  int pieces = gridDim.x + 1;
+  for (int i = thread; i < 2 * pieces; i += num_threads) {
+    int phase = i >= pieces, piece = i - phase * pieces;
+    s.start[phase][piece] = find_start(s, phase, piece);
   }
 }
 
-// Calls work(segment) for every tile, or part of one, of a ticket's piece.
+// One warp: calls work(segment) for every tile, or part of one, of a ticket's piece. Needs the tables, not `start`.
 template <typename Work>
 DEVICE void cut_piece(Schedule& s, int ticket, Work work) {
   Segment g;
   g.phase = ticket >= (int)gridDim.x;
   g.piece = (int)gridDim.x * (1 + g.phase) - 1 - ticket;
-  int at = s.piece_start(g.phase, g.piece), end = s.piece_start(g.phase, g.piece + 1);
+  int mine = find_start(s, g.phase, g.piece + threadIdx.x % 2);
+  int at = __shfl_sync(~0u, mine, 0), end = __shfl_sync(~0u, mine, 1);
   int steps = s.steps[g.phase], row_tiles = s.row_tiles[g.phase];
   for (; at < end; at += g.to - g.from) {
     int tile = quotient(at, steps);

@@ -4,7 +4,7 @@
 //
 // The weights are operand A (from packed codes, in registers), the tokens operand B (8, 16, 24 or 32 of them), so that
 // a few rows cost little padding. The warps of a block:
-//   0          claims pieces (decode_schedule.cuh) and streams packed weights and scales with bulk copies
+//   0          starts (decode_start.cuh), claims pieces (decode_schedule.cuh), streams weights and scales by bulk copies
 //   1, 2       copy the tokens' rows, wherever they are, and wait for w13's tiles before they read `hidden`; of a few
 //              tokens one prepares them (decode_prepare.cuh)
 //   3          tells other blocks what is stored
@@ -12,7 +12,7 @@
 // Shared memory is a ring of stages of 128 columns: codes of 256 rows, their scales, the tokens. Its depth follows the
 // largest tile there is, so that a few rows leave room for many weights in flight. Weights run ahead of the tokens:
 // those of w2 stream in while the last of w13 is computed. Sums are made in a fixed order: same input, same bits.
-#include "decode_loads.cuh"
+#include "decode_start.cuh"
 #include "decode_finish.cuh"
 #include "handover.cuh"
 
@@ -71,55 +71,34 @@ DEVICE Ring make_ring(u8* start, u32 free_bytes, int largest, float4** exchange)
   ring.base = start + used;
   ring.token_rows = largest <= 8 ? 8 : (largest + 15) / 16 * 16;
   ring.stage_bytes = kCodeBytes + kScaleStage + ring.token_rows * 2 * kStepColumns;
-  ring.num_stages = min((int)((free_bytes - used) / ring.stage_bytes), kMaxStages);
+  ring.num_stages = min(quotient(free_bytes - used, ring.stage_bytes), kMaxStages);
   return ring;
-}
-
-DEVICE void init_barriers(Shared& shared) {
-#pragma unroll
-  for (int i = 0; i < kMaxStages; i++) {
-    barrier_init(&shared.full[i], 1 + 32 * kTokenWarps);
-    barrier_init(&shared.empty[i], kReleases);
-    barrier_init(&shared.landed[i], 32);
-  }
-#pragma unroll
-  for (int i = 0; i < kSegments; i++) {
-    barrier_init(&shared.segment_full[i], 1);
-    barrier_init(&shared.segment_done[i], kConsumerWarps);
-    barrier_init(&shared.segment_empty[i], kTokenWarps + 1);
-    barrier_init(&shared.segment_pieces[i], 1);
-  }
-  barrier_init(&shared.exchange_free, kConsumerWarps);
-  asm volatile("fence.mbarrier_init.release.cluster;");
-}
-
-// The first ticket, in lane 0, and what follows from it and the row counts.
-DEVICE int start_launch(const ExpertsParams& p, Shared& shared, int lane) {
-  u64 ticket = lane == 0 ? draw_tickets(p, 1) : 0;
-  make_tables(shared.schedule, p, lane);
-  __syncwarp();
-  if (lane != 0) return 0;
-  shared.launch = (int)(ticket / kTicketsPerLaunch) + 1;
-  int number = ticket_number(p, ticket, 1);
-  if (shared.schedule.largest == 0) ticket_number(p, draw_tickets(p, 2), 2);  // all at once
-  return number;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_constant__ ExpertsParams p) {
   extern __shared__ __align__(1024) u8 memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   int warp = threadIdx.x / 32, ticket = 0;
-  wait_for_previous_kernels();
-  let_next_kernel_come();
   if (warp == kWeightWarp) {
-    ticket = start_launch(p, shared, threadIdx.x % 32);
+    prefetch_weights(p, threadIdx.x);
   } else if (threadIdx.x == 32 * kFirstConsumer) {
     init_barriers(shared);
   }
   __syncthreads();
+  wait_for_previous_kernels();
+  let_next_kernel_come();
+  // The weights' warp asks for its first weights as soon as there are tables; the others cut both phases meanwhile.
+  if (warp == kWeightWarp) {
+    ticket = start_launch(p, shared, threadIdx.x);
+    named_arrive<kTablesBarrier, kThreads>();
+  } else {
+    named_barrier<kTablesBarrier, kThreads>();
+  }
   if (shared.schedule.largest == 0) return;  // all experts have more rows, or none
-  cut_phases(shared.schedule);
-  __syncthreads();
+  if (warp != kWeightWarp) {
+    cut_phases(shared.schedule, threadIdx.x - 32, kThreads - 32);
+    named_barrier<kCutBarrier, kThreads - 32>();
+  }
   u32 dynamic_bytes;
   asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(dynamic_bytes));
   u32 used = (sizeof(Shared) + p.num_experts * sizeof(Schedule::Active) + 127) / 128 * 128;

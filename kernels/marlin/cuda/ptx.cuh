@@ -53,6 +53,12 @@ DEVICE void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
+// Counts this thread among those that named_barrier<kId, kThreads> waits for, and goes on.
+template <int kId, int kThreads>
+DEVICE void named_arrive() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+
 // True in one thread of the warp, always the same one; the compiler then knows that there is only one.
 DEVICE bool elected() {
   u32 chosen;
@@ -84,6 +90,11 @@ DEVICE void bulk_copy(u32 to, const void* from, u32 num_bytes, u64* barrier, u64
       "[%0], [%1], %2, [%3], %4;" ::"r"(to),
       "l"(from), "r"(num_bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
+}
+
+// Into the L2 cache only; a multiple of 16 bytes.
+DEVICE void bulk_prefetch(const void* from, u32 num_bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
 }
 
 // 16 bytes; what lies behind valid_bytes (0 or 16) is written as zero.

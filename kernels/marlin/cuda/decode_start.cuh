@@ -1,0 +1,49 @@
+// What comes before the first copy of a launch: barriers, weights called into L2, the first ticket, tables.
+#pragma once
+#include "decode_loads.cuh"
+
+constexpr int kPrefetchSteps = 3;
+
+DEVICE void init_barriers(Shared& shared) {
+#pragma unroll
+  for (int i = 0; i < kMaxStages; i++) {
+    barrier_init(&shared.full[i], 1 + 32 * kTokenWarps);
+    barrier_init(&shared.empty[i], kReleases);
+    barrier_init(&shared.landed[i], 32);
+  }
+#pragma unroll
+  for (int i = 0; i < kSegments; i++) {
+    barrier_init(&shared.segment_full[i], 1);
+    barrier_init(&shared.segment_done[i], kConsumerWarps);
+    barrier_init(&shared.segment_empty[i], kTokenWarps + 1);
+    barrier_init(&shared.segment_pieces[i], 1);
+  }
+  barrier_init(&shared.exchange_free, kConsumerWarps);
+  asm volatile("fence.mbarrier_init.release.cluster;");
+}
+
+// One warp, before anything of this launch is known: the first steps of a piece of w13, cut as if all experts had as
+// many rows. Which block will have that piece does not matter, and memory has nothing else to do.
+DEVICE void prefetch_weights(const ExpertsParams& p, int lane) {
+  const GemmParams& gemm = p.gemm[0];
+  int row_tiles = (gemm.rows + kTileRows - 1) / kTileRows, steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
+  int tiles = p.num_experts * row_tiles, at = even_start(tiles, steps, blockIdx.x, most_idle(1));
+  int tile = quotient(at, steps), step = at - tile * steps, expert = quotient(tile, row_tiles);
+  int first = (tile - expert * row_tiles) * kTileRows + lane * 64;
+  int columns = min(gemm.columns - step * kStepColumns, kPrefetchSteps * kStepColumns);
+  if (tile >= tiles || lane >= kStrips || first + 64 > gemm.rows) return;
+  const u8* strip = gemm.weights + ((i64)expert * gemm.rows + first) * gemm.columns * kBits / 8;
+  bulk_prefetch(strip + (i64)step * kStripBytes, columns * 64 * kBits / 8);
+}
+
+// The first ticket, in lane 0, and what follows from it and the row counts.
+DEVICE int start_launch(const ExpertsParams& p, Shared& shared, int lane) {
+  u64 ticket = lane == 0 ? draw_tickets(p, 1) : 0;
+  make_tables(shared.schedule, p, lane);
+  __syncwarp();
+  if (lane != 0) return 0;
+  shared.launch = (int)(ticket / kTicketsPerLaunch) + 1;
+  int number = ticket_number(p, ticket, 1);
+  if (shared.schedule.largest == 0) ticket_number(p, draw_tickets(p, 2), 2);  // all at once
+  return number;
+}
