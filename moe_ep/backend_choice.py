@@ -86,9 +86,10 @@ def _obstacle_of_any(name: str, moe_config: FusedMoEConfig, process_group: dist.
 
 def _nvshmem_obstacle(name: str, moe_config: FusedMoEConfig) -> str | None:
     """Why an NVSHMEM backend is not for this rank; None where it is."""
-    if moe_config.in_dtype is torch.float32 or moe_config.hidden_dim % 16 or moe_config.ep_size > _NVSHMEM_MAX_RANKS:
-        return f"it takes f16 or bf16 rows of a multiple of 16 columns, and at most {_NVSHMEM_MAX_RANKS} ranks"
     backend = ALL2ALL_BACKENDS.load(name)
+    columns, is_f32 = backend.hidden_size_multiple, moe_config.in_dtype is torch.float32
+    if is_f32 or moe_config.hidden_dim % columns or moe_config.ep_size > _NVSHMEM_MAX_RANKS:
+        return f"it takes f16 or bf16 rows of a multiple of {columns} columns, and at most {_NVSHMEM_MAX_RANKS} ranks"
     unusable = backend.unusable_reason()
     if unusable is not None:
         return unusable

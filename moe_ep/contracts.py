@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -78,6 +78,9 @@ PrepareResult = tuple[
 
 class FusedMoEPrepareAndFinalize(ABC):
     """Moves rows to the ranks that hold their experts, and the results back."""
+
+    # Rows have a multiple of so many columns.
+    hidden_size_multiple: ClassVar[int] = 1
 
     @classmethod
     def unusable_reason(cls) -> str | None:

@@ -7,11 +7,13 @@ Everything here is computed once, on the host, and is the same on every rank up 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from moe_ep.errors import one_of
+from moe_ep.registry import ALL2ALL_BACKENDS
 
 if TYPE_CHECKING:
     from moe_ep.config import FusedMoEParallelConfig, FusedMoEQuantConfig
@@ -133,26 +135,28 @@ def maybe_roundup_hidden_size(
 ) -> int:
     """The hidden size a layer must allocate so that its experts and its backend can run.
 
-    Packed weights come in groups of 32 input columns; plain experts take any size, and the dispatch backends of the
-    registry move rows of any size. So a multiple of 32 is never changed.
+    Packed weights come in groups of 32 input columns and plain experts take any size; a dispatch backend that is named
+    may ask for a multiple (`hidden_size_multiple`, of ours 16 at most), and "auto" finds one for any size. So a
+    multiple of 32 is never changed by what is ours.
 
     Args:
         hidden_size: K of the model.
-        act_dtype: dtype of the activations; no backend of ours depends on it.
+        act_dtype: dtype of the activations; nothing of ours depends on it.
         quant_config: of the experts; None for plain weights.
-        parallel_config: names the dispatch backend; none of ours asks for more.
+        parallel_config: names the dispatch backend.
 
     Returns:
         The smallest sufficient size, at least `hidden_size`.
 
     Raises:
-        ValueError: a hidden size that is not positive.
+        ValueError: a hidden size that is not positive, or an unknown backend.
     """
     if hidden_size < 1:
         raise ValueError(f"hidden_size is {hidden_size}; it must be at least 1")
-    if quant_config is None or not quant_config.is_quantized:
-        return hidden_size
-    return -(-hidden_size // _PACKED_COLUMNS) * _PACKED_COLUMNS
+    multiple = _PACKED_COLUMNS if quant_config is not None and quant_config.is_quantized else 1
+    if parallel_config.use_all2all and parallel_config.all2all_backend != "auto":
+        multiple = math.lcm(multiple, ALL2ALL_BACKENDS.load(parallel_config.all2all_backend).hidden_size_multiple)
+    return -(-hidden_size // multiple) * multiple
 
 
 def _owners(ep_size: int, num_experts: int, strategy: str) -> torch.Tensor:

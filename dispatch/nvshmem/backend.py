@@ -32,6 +32,7 @@ class Meeting(Protocol):
 class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     """A backend whose kernels write into the other ranks' memory; `_meeting` is set by the subclass."""
 
+    hidden_size_multiple = 16
     _meeting: Meeting
 
     @classmethod

@@ -118,11 +118,13 @@ def test_bad_arguments(arguments: tuple, message: str) -> None:
 
 
 @pytest.mark.parametrize("hidden_size", [1, 31, 32, 33, 2880, 2889, 7168])
-def test_hidden_size_is_rounded_only_for_packed_weights(hidden_size: int) -> None:
-    parallel = FusedMoEParallelConfig()
+@pytest.mark.parametrize("backend", ["auto", "all_to_all", "nvshmem_low_latency", "two_level"])
+def test_hidden_size_is_rounded_only_as_weights_and_backend_need(hidden_size: int, backend: str) -> None:
+    parallel = FusedMoEParallelConfig.make(ep_size=2, all2all_backend=backend)
+    multiple = 16 if backend == "nvshmem_low_latency" else 1
     packed = FusedMoEQuantConfig(quant_type_id=scalar_types.uint4b8.id, group_size=32)
     plain_size = maybe_roundup_hidden_size(hidden_size, torch.bfloat16, None, parallel)
-    assert plain_size == hidden_size
+    assert plain_size % multiple == 0 and 0 <= plain_size - hidden_size < multiple
     packed_size = maybe_roundup_hidden_size(hidden_size, torch.bfloat16, packed, parallel)
     assert packed_size % 32 == 0 and 0 <= packed_size - hidden_size < 32
 
