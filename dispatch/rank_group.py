@@ -138,11 +138,17 @@ class HostCopy:
 
     def __init__(self, numbers: torch.Tensor, ranks: RankGroup, name: str) -> None:
         self._ranks, self._name = ranks, name
-        self._numbers, self._event = numbers, None
+        self._source, self._numbers, self._event = numbers, numbers, None
         if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
+            with torch.inference_mode(False):  # whoever starts it again may do so outside
+                self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._event = torch.cuda.Event()
+        self.start()
+
+    def start(self) -> None:
+        """Sends the numbers as they are now on the current stream; once more where they were taken before."""
+        if self._event is not None:
+            self._numbers.copy_(self._source, non_blocking=True)
             self._event.record()
 
     def get(self) -> Sequence:

@@ -24,7 +24,7 @@ def choose_blocks(num_tokens: int, hidden_size: int, element_size: int) -> tuple
     num_warps = 4
     while num_warps > 1 and (
         per_warp * num_warps // 2 >= hidden_size
-        or num_tokens * triton.cdiv(hidden_size, per_warp * num_warps) < _ENOUGH_PROGRAMS
+        or num_tokens * -(-hidden_size // (per_warp * num_warps)) < _ENOUGH_PROGRAMS
     ):
         num_warps //= 2
     return per_warp * num_warps, num_warps
@@ -96,7 +96,7 @@ def triton_mul_sum(
     num_tokens, topk, hidden_size = inputs.shape
     block, num_warps = choose_blocks(num_tokens, hidden_size, inputs.element_size())
     with torch.cuda.device_of(inputs):
-        _mul_sum_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+        _mul_sum_kernel[(num_tokens, -(-hidden_size // block))](
             inputs,
             topk_weights,
             topk_ids,

@@ -166,10 +166,11 @@ class FusedMoEModularKernel(nn.Module):
         def shapes(num_rows: int) -> tuple[tuple[int, ...], ...]:
             return experts.workspace_shapes(num_rows, N, K, topk, global_num_experts, E, meta, activation)
 
-        scratch13, scratch2, _ = shapes(chunk)
+        scratch13, scratch2, shape = shapes(chunk)
+        shape = shape if chunk == M else shapes(M)[2]
         dtype = experts.workspace_dtype(act_dtype)
         workspace13, workspace2, output = workspace_manager().get(
-            [(scratch13, dtype), (scratch2, dtype), (shapes(M)[2], dtype)], rows.device
+            [(scratch13, dtype), (scratch2, dtype), (shape, dtype)], rows.device
         )
         if standard and M == 0:
             return output

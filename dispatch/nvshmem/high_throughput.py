@@ -97,6 +97,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         self._layout = _layout(moe_config, quant_config, batches_in_flight, device_api)
         facts = facts_of(moe_config, fp8=self._layout.fp8, device_api=device_api, batches_in_flight=batches_in_flight)
         self._block = self._meeting = Block.of(self._layout, self.ranks, moe_config.in_dtype, facts)
+        self._on_host: dict[BatchParts, HostCopy] = {}
         device = torch.device("cuda", torch.cuda.current_device())
         self._kernels = {
             name: jit.load(kernel_source(name, self._layout, moe_config.in_dtype), device) for name in KERNELS
@@ -155,7 +156,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         number = parts.number
         where = [batch.topk_ids, batch.owners, parts.slots]
         self._launch("plan", parts, where, [batch.owners.numel(), num_tokens])
-        on_host = HostCopy(parts.total, self.ranks, "dispatch") if self.exact_rows else None
+        on_host = self._copy_total(parts) if self.exact_rows else None
         tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
         self._launch(
             "dispatch", parts, tensors, [batch.owners.numel(), num_tokens, 0 if self.exact_rows else layout.max_rows]
@@ -204,6 +205,15 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         self._launch("combine", handle.parts, [rows, handle.parts.slots, output], [handle.num_tokens])
         handle.parts.is_open = False
         return Pending(lambda: None, lambda: None)
+
+    def _copy_total(self, parts: BatchParts) -> HostCopy:
+        """The rows that arrive, on their way to the host."""
+        copy = self._on_host.get(parts)
+        if copy is None:
+            copy = self._on_host[parts] = HostCopy(parts.total, self.ranks, "dispatch")
+        else:
+            copy.start()
+        return copy
 
     def _launch(self, name: str, parts: BatchParts, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
         params = params_type(self._layout.num_ranks, len(tensors), len(numbers))()
