@@ -18,7 +18,6 @@ from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.run_config import RunConfig
 from moe_ep.stack import MoEStack
 
-PHASES = ("before", "moving", "after")
 _NEVER = 10**9
 
 

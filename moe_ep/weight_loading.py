@@ -53,29 +53,11 @@ class ParamLayout:
     optional: bool = False
 
 
-def weight_layout(gemm: str, *, transposed: bool = False) -> ParamLayout:
-    """Of a matrix `[out, in]` of one expert, or `[in, out]` transposed; packed dimensions are divided alike."""
-    out_dim, in_dim = (1, 0) if transposed else (0, 1)
+def weight_layout(gemm: str) -> ParamLayout:
+    """Of a matrix `[out, in]` of one expert; packed dimensions are divided alike."""
     if gemm == "w13":
-        return ParamLayout(gemm=gemm, halves_dim=out_dim, tp_dim=out_dim)
-    return ParamLayout(gemm=gemm, tp_dim=in_dim)
-
-
-def scale_layout(kind: FusedMoeWeightScaleSupported, gemm: str, *, transposed: bool = False) -> ParamLayout:
-    """Of scales or zero points of one expert: `[]` (`[2]` in w13), `[out, 1]`, `[out, groups]`, `[blocks, blocks]`."""
-    layout = weight_layout(gemm, transposed=transposed)
-    divided = {
-        FusedMoeWeightScaleSupported.TENSOR: (),
-        FusedMoeWeightScaleSupported.CHANNEL: ("w13",),
-        FusedMoeWeightScaleSupported.GROUP: ("w13", "w2"),
-        FusedMoeWeightScaleSupported.BLOCK: ("w13", "w2"),
-    }
-    return layout if gemm in divided[kind] else ParamLayout(gemm=gemm, halves_dim=layout.halves_dim)
-
-
-def input_index_layout(gemm: str) -> ParamLayout:
-    """Of one number for each input column, such as g_idx; gate and up share it."""
-    return ParamLayout(gemm=gemm, tp_dim=0 if gemm == "w2" else None, optional=True)
+        return ParamLayout(gemm=gemm, halves_dim=0, tp_dim=0)
+    return ParamLayout(gemm=gemm, tp_dim=1)
 
 
 def bias_layout(gemm: str) -> ParamLayout:

@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
     geometry = preset(config.geometry)
     machine = Machine(gpus_per_host=config.gpus_per_host, network_bytes_per_s=config.network_gb_per_s * 1e9)
     if config.measured is not None:
-        machine, compared = _calibrated(config, config.measured, geometry, machine)
+        machine, compared = _calibrated(config.measured, geometry, machine)
         print(compared, end="\n\n")
     try:
         rows = [_row(config, geometry, machine, size, tokens) for tokens in config.tokens for size in config.gpus]
@@ -115,7 +115,7 @@ def _row(config: PlanConfig, geometry: Geometry, machine: Machine, ep_size: int,
     }
 
 
-def _calibrated(config: PlanConfig, path: Path, geometry: Geometry, machine: Machine) -> tuple[Machine, str]:
+def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machine, str]:
     """The machine by the measured rows, and those rows beside their prediction."""
     from moe_ep.bench.results import read_lines
     from moe_ep.paper_model import calibrated

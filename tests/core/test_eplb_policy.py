@@ -23,7 +23,7 @@ from moe_ep.eplb.policy.maps import (
 from moe_ep.eplb.policy.objective import objective_window
 from moe_ep.eplb.policy.packing import greedy_counts, pack, sorted_items
 from moe_ep.eplb.policy.refine import meetings
-from moe_ep.eplb.policy.relabel import agree_with, match
+from moe_ep.eplb.policy.relabel import match, renumber
 from moe_ep.eplb.policy.rotate import mend_heavy
 from moe_ep.registry import EPLB_POLICIES
 
@@ -293,7 +293,7 @@ def test_maps_by_hand():
     assert table.tolist() == [[[1, -1], [0, 2]]]
     assert counts.tolist() == [[1, 2]]
     assert keep_slots(np.array([[3, 1, 2]]), np.array([[2, 5, 3]]), 1).tolist() == [[3, 5, 2]]
-    assert agree_with(np.array([[2, 0, 1]]), np.array([[0, 1, 3]]), 4, 3).tolist() == [[3, 0, 1]]
+    assert renumber(np.array([[2, 0, 1]]), np.array([[0, 1, 3]]), 4, 3).tolist() == [[3, 0, 1]]
     old, new = np.array([[0, 1, 2, 3], [0, 0, 1, 2]]), np.array([[1, 0, 2, 0], [1, 2, 1, 2]])
     assert experts_moved(old, new, 2).tolist() == [1, 2]
     assert initial_placement(1, 3, 5).tolist() == [[0, 1, 2, 0, 1]]

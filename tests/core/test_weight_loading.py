@@ -11,15 +11,11 @@ from moe_ep.expert_slots import ExpertSlots, initial_physical_to_logical
 from moe_ep.layer import FusedMoE
 from moe_ep.weight_loading import (
     ExpertWeightLoader,
-    FusedMoeWeightScaleSupported,
     ParamLayout,
     bias_layout,
-    input_index_layout,
-    scale_layout,
     weight_layout,
 )
 
-Kind = FusedMoeWeightScaleSupported
 E, K, N = 4, 16, 24
 
 
@@ -40,27 +36,34 @@ def numbered(*shape: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
 
 
+def laid_out(gemm: str, out_dim: int | None = None, in_dim: int | None = None) -> ParamLayout:
+    """A parameter with outputs along one dimension and inputs along another, of which w13 is divided by the outputs."""
+    if gemm == "w13":
+        return ParamLayout(gemm=gemm, halves_dim=out_dim, tp_dim=out_dim)
+    return ParamLayout(gemm=gemm, tp_dim=in_dim)
+
+
 # kind of parameter, its layout, one expert's slot on one rank of two, the tensor on disk, and (dim of halves, TP dim).
 W13_CASES = {
     "weight": (weight_layout("w13"), (2 * N // 2, K), (N, K), 0, 0),
-    "transposed": (weight_layout("w13", transposed=True), (K, 2 * N // 2), (K, N), 1, 1),
+    "transposed": (laid_out("w13", 1, 0), (K, 2 * N // 2), (K, N), 1, 1),
     "bias": (bias_layout("w13"), (2 * N // 2,), (N,), 0, 0),
-    "tensor scale": (scale_layout(Kind.TENSOR, "w13"), (2,), (), 0, None),
-    "channel scale": (scale_layout(Kind.CHANNEL, "w13"), (2 * N // 2, 1), (N, 1), 0, 0),
-    "group scale": (scale_layout(Kind.GROUP, "w13"), (2 * N // 2, K // 8), (N, K // 8), 0, 0),
-    "transposed group scale": (scale_layout(Kind.GROUP, "w13", transposed=True), (2, N), (2, N), 1, 1),
-    "block scale": (scale_layout(Kind.BLOCK, "w13"), (2 * 3, 2), (6, 2), 0, 0),
-    "g_idx": (input_index_layout("w13"), (K,), (K,), None, None),
+    "tensor scale": (ParamLayout(gemm="w13", halves_dim=0), (2,), (), 0, None),
+    "channel scale": (laid_out("w13", 0), (2 * N // 2, 1), (N, 1), 0, 0),
+    "group scale": (laid_out("w13", 0, 1), (2 * N // 2, K // 8), (N, K // 8), 0, 0),
+    "transposed group scale": (laid_out("w13", 1, 0), (2, N), (2, N), 1, 1),
+    "block scale": (laid_out("w13", 0, 1), (2 * 3, 2), (6, 2), 0, 0),
+    "g_idx": (laid_out("w13", in_dim=0), (K,), (K,), None, None),
 }
 W2_CASES = {
     "weight": (weight_layout("w2"), (K, N // 2), (K, N), 1),
-    "transposed": (weight_layout("w2", transposed=True), (N // 2, K), (N, K), 0),
-    "tensor scale": (scale_layout(Kind.TENSOR, "w2"), (), (1,), None),
-    "channel scale": (scale_layout(Kind.CHANNEL, "w2"), (K, 1), (K, 1), None),
-    "group scale": (scale_layout(Kind.GROUP, "w2"), (K, 3), (K, 6), 1),
-    "transposed group scale": (scale_layout(Kind.GROUP, "w2", transposed=True), (3, K), (6, K), 0),
-    "block scale": (scale_layout(Kind.BLOCK, "w2"), (2, 3), (2, 6), 1),
-    "g_idx": (input_index_layout("w2"), (N // 2,), (N,), 0),
+    "transposed": (laid_out("w2", 1, 0), (N // 2, K), (N, K), 0),
+    "tensor scale": (laid_out("w2"), (), (1,), None),
+    "channel scale": (laid_out("w2", 0), (K, 1), (K, 1), None),
+    "group scale": (laid_out("w2", 0, 1), (K, 3), (K, 6), 1),
+    "transposed group scale": (laid_out("w2", 1, 0), (3, K), (6, K), 0),
+    "block scale": (laid_out("w2", 0, 1), (2, 3), (2, 6), 1),
+    "g_idx": (laid_out("w2", in_dim=0), (N // 2,), (N,), 0),
 }
 
 
@@ -231,7 +234,7 @@ def test_refuses_what_is_not_an_expert_parameter() -> None:
 
 def test_gate_and_up_must_agree_on_what_they_share() -> None:
     loader = make_loader()
-    param = declare(loader, "w13_g_idx", (E, K), input_index_layout("w13"))
+    param = declare(loader, "w13_g_idx", (E, K), laid_out("w13", in_dim=0))
     loader.load(param, numbered(K), "gate.g_idx", "w1", 0)
     with pytest.raises(ValueError, match="up.g_idx: expected what the other half of w13 has"):
         loader.load(param, numbered(K) + 1, "up.g_idx", "w3", 0)

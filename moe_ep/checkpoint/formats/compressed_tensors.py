@@ -18,6 +18,7 @@ from moe_ep.checkpoint.formats.modules import ModuleSchemes
 from moe_ep.checkpoint.formats.pack_quantized import PackQuantizedConfig
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of
+from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 METHOD = "compressed-tensors"
 FORMATS = (
@@ -98,11 +99,11 @@ def _scale_shape(weights: Mapping[str, Any]) -> ScaleShape:
     if strategy not in STRATEGIES:
         raise CheckpointError(one_of("strategy", strategy, STRATEGIES))
     if strategy in ("tensor", "channel"):
-        return ScaleShape(strategy)
+        return ScaleShape(Kind(strategy))
     if strategy == "block":
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
             raise CheckpointError(f"block_structure is {block!r}; it must be two positive whole numbers")
-        return ScaleShape("block", rows=block[0], columns=block[1])
+        return ScaleShape(Kind.BLOCK, rows=block[0], columns=block[1])
     if not isinstance(group_size, int) or group_size < 1:
         raise CheckpointError(f"group_size is {group_size!r}; with strategy {strategy} it must be at least 1")
-    return ScaleShape("group", columns=group_size)
+    return ScaleShape(Kind.GROUP, columns=group_size)

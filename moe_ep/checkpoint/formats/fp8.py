@@ -22,6 +22,7 @@ from moe_ep.checkpoint.formats.layout import FLOATS, QuantizationConfig, TensorL
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.scalar_type import scalar_types
+from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,10 @@ class Float8Config(QuantizationConfig):
             raise CheckpointError(where + one_of("fmt", kind, ["e4m3"]))
         block = values.get("weight_block_size")
         if block is None:
-            return cls(scale=ScaleShape("tensor"))
+            return cls(scale=ScaleShape(Kind.TENSOR))
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
             raise CheckpointError(f"{where}weight_block_size is {block!r}; it must be two positive whole numbers")
-        return cls(scale=ScaleShape("block", rows=block[0], columns=block[1]), scale_name="weight_scale_inv")
+        return cls(scale=ScaleShape(Kind.BLOCK, rows=block[0], columns=block[1]), scale_name="weight_scale_inv")
 
     @property
     def column_block(self) -> int:

@@ -169,11 +169,10 @@ def unpack_gptq(
         ValueError: tensors whose shapes or dtypes do not belong together.
         CheckpointError: zero points or groups that no writer means.
     """
-    num_columns, num_rows = qweight.shape[-2] * config.pack_factor, qweight.shape[-1]
-    groups = scales.shape[-2]
+    num_columns, groups = qweight.shape[-2] * config.pack_factor, scales.shape[-2]
     _check_shapes(qweight, qzeros, scales, g_idx, config, num_columns)
     codes = unpack_words(qweight.transpose(-1, -2), config.bits)
-    zero_points = None if qzeros is None else _zero_points(qzeros, config, num_rows)
+    zero_points = None if qzeros is None else _zero_points(qzeros, config)
     g_idx = None if g_idx is None else _needed_g_idx(g_idx, config, groups)
     types = _SYMMETRIC if zero_points is None else _ASYMMETRIC
     return CanonicalWeights(
@@ -215,7 +214,7 @@ def pack_gptq(weights: CanonicalWeights, config: GPTQConfig) -> GPTQTensors:
     )
 
 
-def _zero_points(qzeros: torch.Tensor, config: GPTQConfig, num_rows: int) -> torch.Tensor | None:
+def _zero_points(qzeros: torch.Tensor, config: GPTQConfig) -> torch.Tensor | None:
     """uint8 `[..., N, G]`, or None where all are in the middle."""
     stored = unpack_words(qzeros, config.bits).transpose(-1, -2).contiguous()
     stored_less = _STORED_LESS[config.checkpoint_format]

@@ -15,9 +15,13 @@ from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of
+from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 METHOD = "modelopt"
-_ALGORITHMS: dict[str, QuantizationConfig] = {"NVFP4": MODELOPT_NVFP4, "FP8": Float8Config(scale=ScaleShape("tensor"))}
+_ALGORITHMS: dict[str, QuantizationConfig] = {
+    "NVFP4": MODELOPT_NVFP4,
+    "FP8": Float8Config(scale=ScaleShape(Kind.TENSOR)),
+}
 
 
 def modelopt_schemes(values: Mapping[str, Any]) -> ModuleSchemes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_ep.checkpoint.formats.layout import Role, TensorLayout
+from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 
 @dataclass(frozen=True)
@@ -14,26 +15,26 @@ class ScaleShape:
     """The scales of a matrix `[N, K]`.
 
     Attributes:
-        kind: tensor (one), channel (`[N, 1]`), group (`[N, ceil(K / columns)]`) or block
+        kind: TENSOR (one), CHANNEL (`[N, 1]`), GROUP (`[N, ceil(K / columns)]`) or BLOCK
             (`[ceil(N / rows), ceil(K / columns)]`).
         columns: input columns that share a scale; 1 where they all do.
         rows: output rows that share one, of a block.
     """
 
-    kind: str
+    kind: Kind
     columns: int = 1
     rows: int = 1
 
     @property
     def group_size(self) -> int:
         """As in `CanonicalWeights`."""
-        return self.columns if self.kind in ("group", "block") else -1
+        return self.columns if self.kind in (Kind.GROUP, Kind.BLOCK) else -1
 
     def shape(self, num_rows: int, num_columns: int) -> tuple[int, ...]:
         """On disk; the last block of a side may be smaller."""
-        if self.kind == "tensor":
+        if self.kind is Kind.TENSOR:
             return (1,)
-        if self.kind == "channel":
+        if self.kind is Kind.CHANNEL:
             return (num_rows, 1)
         return (-(-num_rows // self.rows), -(-num_columns // self.columns))
 
@@ -50,14 +51,14 @@ class ScaleShape:
             self.shape(num_rows, num_columns),
             role=Role.GROUPS,
             out_dim=0,
-            in_dim=1 if self.kind in ("group", "block") else None,
+            in_dim=1 if self.kind in (Kind.GROUP, Kind.BLOCK) else None,
             held=held,
         )
 
     def per_row(self, scales: torch.Tensor, num_rows: int) -> torch.Tensor:
         """`[..., N, G]`, from scales with any leading dimensions."""
-        if self.kind == "tensor":
+        if self.kind is Kind.TENSOR:
             return scales.unsqueeze(-1).expand(*scales.shape[:-1], num_rows, 1).contiguous()
-        if self.kind == "block":
+        if self.kind is Kind.BLOCK:
             return scales.repeat_interleave(self.rows, dim=-2)[..., :num_rows, :].contiguous()
         return scales

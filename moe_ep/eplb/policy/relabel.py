@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_ep.eplb.policy.maps import keep_slots, slots_by_expert
+from moe_ep.eplb.policy.maps import slots_by_expert
 
 Array = np.ndarray
 
@@ -15,18 +15,12 @@ _ROWS = 32
 _MEETINGS = 3
 
 
-def agree_with(old: Array, new: Array, num_experts: int, num_ranks: int) -> Array:
-    """The placement `new` `[X, P]` with its ranks renumbered, and slots reordered, to agree with `old` `[X, P]`.
-
-    Example with one slot on each of three ranks: old [2, 0, 1], new [0, 1, 3] gives [3, 0, 1].
-    """
-    return keep_slots(old, renumber(old, new, num_experts, num_ranks), num_ranks)
-
-
 def renumber(old: Array, new: Array, num_experts: int, num_ranks: int) -> Array:
-    """The same with the slots of a rank as they come.
+    """The placement `new` `[X, P]`, its ranks renumbered to agree with `old` `[X, P]`, slots of a rank as they come.
 
     Ranks are interchangeable, so this changes nothing about balance. An old slot of -1 holds nothing.
+
+    Example with one slot on each of three ranks: old [2, 0, 1], new [0, 1, 3] gives [3, 0, 1].
     """
     parts = [slice(at, at + _ROWS) for at in range(0, max(len(new), 1), _ROWS)]
     return np.concatenate([_renumber_rows(old[part], new[part], num_experts, num_ranks) for part in parts])
