@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, embed_rows
-from moe_ep.errors import CheckpointError
+from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.launch.run_config import RunConfig, read_texts
 
 
@@ -14,6 +14,7 @@ class TokenSource:
 
     Raises:
         CheckpointError: a text is asked for and the checkpoint has no tokenizer.
+        ConfigError: the tokenizer makes no tokens of the text.
     """
 
     def __init__(
@@ -46,10 +47,15 @@ class TokenSource:
         file = self._reader.directory / "tokenizer.json"
         if not file.is_file():
             raise CheckpointError(f"{file}: expected the checkpoint's tokenizer, found none; leave --text out")
-        tokenizer = Tokenizer.from_file(str(file))
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # of no class of its own
+            raise CheckpointError(f"{file}: expected a tokenizer, found a file that is none: {error}") from None
         ids: list[int] = []
         for text in read_texts(config.text):  # type: ignore[arg-type]
             ids += tokenizer.encode(text, add_special_tokens=False).ids
             if len(ids) >= num_steps * self._stride:
                 break
+        if not ids:
+            raise ConfigError(f"--text is {config.text}, and the checkpoint's tokenizer makes no tokens of it")
         return torch.tensor(ids)

@@ -24,9 +24,9 @@ from moe_ep.bench.timing import slowest_rank
 from moe_ep.bench.workload import parse_routing, recorded_ids
 from moe_ep.errors import ConfigError
 from moe_ep.launch import progress
+from moe_ep.launch.facts import backend_name
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.scaling_config import ScalingConfig, unfinished
-from moe_ep.registry import ALL2ALL_BACKENDS
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,8 @@ class _Bench:
             seed=config.seed,
             group=group,
         )
-        asked = setting._asdict() | {"asked_backend": setting.backend, "backend": _backend_of(layers)}
+        chosen = backend_name(layers.layers[0].prepare_finalize)
+        asked = setting._asdict() | {"asked_backend": setting.backend, "backend": chosen}
         asked["routing"] = Path(setting.routing).name
         took = {"took_s": round(time.monotonic() - started, 2)}
         return {key: value for key, value in asked.items() if key != "num_tokens"} | row | took
@@ -267,12 +268,6 @@ def _group_of(rank: int, world_size: int, size: int) -> dist.ProcessGroup | None
         if first <= rank < first + size:
             mine = made
     return mine
-
-
-def _backend_of(layers: BenchLayers) -> str:
-    backend = type(layers.layers[0].prepare_finalize)
-    target = f"{backend.__module__}:{backend.__name__}"
-    return next((name for name in ALL2ALL_BACKENDS if ALL2ALL_BACKENDS[name].target == target), target)
 
 
 def _about(rank_env: RankEnv, config: ScalingConfig, command: str, ceilings: Ceilings) -> dict[str, Any]:

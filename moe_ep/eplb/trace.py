@@ -7,6 +7,7 @@ one token in one layer. Ids are logical, so a trace says nothing about placement
 from __future__ import annotations
 
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,5 +151,5 @@ def read_arrays(path: Path | str) -> dict[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (ValueError, AttributeError, zipfile.BadZipFile, EOFError):
+    except (ValueError, TypeError, zipfile.BadZipFile, zlib.error, EOFError):
         raise ValueError(f"{path} cannot be read as an .npz file of plain numbers: it is none, or damaged") from None

@@ -71,6 +71,14 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("no archive")
     with pytest.raises(ValueError, match=r"text.npz cannot be read as an .npz file"):
         RoutingTrace.load(tmp_path / "text.npz")
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    np.savez_compressed(tmp_path / "damaged.npz", ids=np.arange(9999))
+    damaged = bytearray((tmp_path / "damaged.npz").read_bytes())
+    damaged[100:140] = b"\xff" * 40
+    (tmp_path / "damaged.npz").write_bytes(damaged)
+    for name in ("array.npy", "damaged.npz"):
+        with pytest.raises(ValueError, match=f"{name} cannot be read as an .npz file"):
+            RoutingTrace.load(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         RoutingTrace.load(tmp_path / "none.npz")
 

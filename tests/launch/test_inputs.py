@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from moe_ep.checkpoint import CheckpointReader, model_spec
-from moe_ep.errors import CheckpointError
+from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.launch.inputs import TokenSource
 from moe_ep.launch.run_config import RunConfig
 from tests.checkpoint.checkpoints import make_checkpoint
@@ -64,6 +64,16 @@ def test_text_is_dealt_out_in_order_and_goes_round(reader: CheckpointReader, tmp
         for rank in (0, 1, 2)
     ]
     assert dealt == [[0, 1], [], [2, 3, 4], [5, 6], [], [7, 8, 9], [0, 1], [], [2, 3, 4]]
+
+
+def test_a_text_of_which_the_tokenizer_makes_nothing_is_refused(reader: CheckpointReader, tmp_path: Path) -> None:
+    Tokenizer(models.BPE()).save(str(reader.directory / "tokenizer.json"))
+    (tmp_path / "text").write_text("w0")
+    with pytest.raises(ConfigError, match=r"text, and the checkpoint's tokenizer makes no tokens of it"):
+        source(reader, 0, 1, text=tmp_path / "text")
+    (reader.directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: expected a tokenizer, found a file that is none"):
+        source(reader, 0, 1, text=tmp_path / "text")
 
 
 def test_a_text_needs_the_checkpoint_s_tokenizer(reader: CheckpointReader, tmp_path: Path) -> None:
