@@ -56,7 +56,13 @@ class WorkspaceManager:
         key = (device, stream)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < num_bytes:
-            buffer = self._borrow(num_bytes, device) if capturing else self._grow(num_bytes, device)
+            if capturing:
+                buffer = self._borrow(num_bytes, device)
+            else:
+                # Its memory, if no graph needs it, is there for the larger one.
+                del buffer
+                self._buffers.pop(key, None)
+                buffer = self._grow(num_bytes, device)
             self._buffers[key] = buffer
         if capturing and all(buffer is not kept for kept in self._captured):
             self._captured.append(buffer)

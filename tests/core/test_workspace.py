@@ -29,6 +29,14 @@ def test_smaller_requests_reuse_and_larger_ones_grow():
     assert manager.num_bytes() == 2 * held
 
 
+def test_a_buffer_that_is_too_small_is_given_back_before_a_larger_one_is_taken(monkeypatch: pytest.MonkeyPatch):
+    manager, grow, held = WorkspaceManager(), WorkspaceManager._grow, []
+    manager.get([((1024,), torch.float32)], CPU)
+    monkeypatch.setattr(manager, "_grow", lambda *size: held.append(manager.num_bytes()) or grow(*size))
+    manager.get([((2048,), torch.float32)], CPU)
+    assert held == [0]
+
+
 @pytest.mark.gpu
 def test_capture_borrows_the_warm_buffer_keeps_it_and_never_allocates():
     device = torch.device("cuda", torch.cuda.current_device())
