@@ -115,11 +115,6 @@ class SymmetricArena:
         pointers = [self._runtime.peer_pointer(local.data_ptr(), pe) for pe in self._pes]
         return Region(name, local, torch.tensor(pointers, dtype=torch.int64, device=self.device), tuple(self._pes))
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of all blocks of this process, free ones that were not given back yet included."""
-        return sum(block.nbytes for block in self._runtime.blocks)
-
     @staticmethod
     def close() -> None:
         """Gives back every block and ends NVSHMEM; collective over the default group, before it is destroyed.

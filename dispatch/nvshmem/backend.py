@@ -1,15 +1,18 @@
-"""What the backends on symmetric memory have in common: failures, ranks that are left out, what ranks must agree on."""
+"""What the backends on symmetric memory have in common: what they take, failures, ranks that are left out, what ranks
+must agree on."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
 from moe_ep.config import FusedMoEConfig
+from moe_ep.dispatch.batch import Batch
 from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
+from moe_ep.dispatch.nvshmem.kernels import Shape
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels import jit
 
@@ -30,10 +33,20 @@ class Meeting(Protocol):
 
 
 class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
-    """A backend whose kernels write into the other ranks' memory; `_meeting` is set by the subclass."""
+    """A backend whose kernels write into the other ranks' memory; `_meeting` and `_layout` are set by the subclass.
 
+    Attributes:
+        NAME: of the backend.
+        INSTEAD: a backend that takes what this one refuses.
+        MAX_RANKS: of a group.
+    """
+
+    NAME: ClassVar[str]
+    INSTEAD: ClassVar[str]
+    MAX_RANKS: ClassVar[int]
     hidden_size_multiple = 16
     _meeting: Meeting
+    _layout: Shape
 
     @classmethod
     def unusable_reason(cls) -> str | None:
@@ -61,6 +74,32 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         )
         owners = self._owners_of(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
         return (lost[owners] & (topk_ids >= 0)).any(dim=1)
+
+    def _check_config(self) -> None:
+        """ValueError where the kernels cannot do what the configuration asks for."""
+        config, most, multiple = self.moe_config, self.MAX_RANKS, self.hidden_size_multiple
+        rules = (
+            (config.ep_size <= most, "ep_size", config.ep_size, f"be at most {most}"),
+            (config.num_local_experts < 1 << 16, "num_local_experts", config.num_local_experts, "be below 65536"),
+            (config.hidden_dim % multiple == 0, "hidden_dim", config.hidden_dim, f"be a multiple of {multiple}"),
+            (config.in_dtype is not torch.float32, "in_dtype", config.in_dtype, "be torch.float16 or bfloat16"),
+        )
+        for holds, name, value, rule in rules:
+            if not holds:
+                raise ValueError(
+                    f"{name} is {value}; for {self.NAME} it must {rule}; all2all_backend='{self.INSTEAD}' has no such "
+                    f"rule"
+                )
+
+    def _check_batch(self, batch: Batch) -> None:
+        """ValueError where the batch is of another shape than the kernels were compiled for."""
+        shape = (batch.rows.size(1), batch.topk_ids.size(1), batch.rows.dtype, batch.quantized)
+        made_for = (self._layout.hidden_size, self._layout.topk, self.moe_config.in_dtype, self._layout.fp8)
+        if shape != made_for:
+            raise ValueError(
+                f"the batch has (K, topk, dtype, fp8 on the wire) {shape} and {self.NAME} was made for {made_for}; "
+                f"give the backend the configuration of the batches"
+            )
 
 
 def facts_of(moe_config: FusedMoEConfig, *, fp8: bool, device_api: bool, batches_in_flight: int) -> dict[str, object]:

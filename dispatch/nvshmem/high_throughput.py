@@ -71,7 +71,10 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         ValueError: what the kernels cannot do, or ranks that are configured differently.
     """
 
+    NAME = NAME
+    INSTEAD = "all_to_all"
     MAX_RANKS = 8
+    _layout: Layout
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         exact_rows: bool = True,
     ) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group, owners=owners)
-        _check_supported(moe_config)
+        self._check_config()
         if num_sms is None:
             is_fp8 = quant_config is not None and quant_config.dispatch_dtype is not None
             num_sms = DEFAULT_NUM_SMS_FP8 if is_fp8 else DEFAULT_NUM_SMS
@@ -222,16 +225,6 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         params.numbers[:] = numbers
         self._kernels[name].launch(params, (1 if name == "plan" else self.num_sms, 1, 1), _THREADS)
 
-    def _check_batch(self, batch: Batch) -> None:
-        layout, config = self._layout, self.moe_config
-        shape = (batch.rows.size(1), batch.topk_ids.size(1), batch.rows.dtype, batch.quantized)
-        made_for = (layout.hidden_size, layout.topk, config.in_dtype, layout.fp8)
-        if shape != made_for:
-            raise ValueError(
-                f"the batch has (K, topk, dtype, fp8 on the wire) {shape} and {NAME} was made for {made_for}; give the "
-                f"backend the configuration of the batches"
-            )
-
 
 def _layout(
     moe_config: FusedMoEConfig,
@@ -248,17 +241,3 @@ def _layout(
         device_api=device_api,
         batches_in_flight=batches_in_flight,
     )
-
-
-def _check_supported(moe_config: FusedMoEConfig) -> None:
-    most = HighThroughputPrepareFinalize.MAX_RANKS
-    rules = (
-        (moe_config.ep_size <= most, "ep_size", moe_config.ep_size, f"be at most {most}"),
-        (moe_config.hidden_dim % 16 == 0, "hidden_dim", moe_config.hidden_dim, "be a multiple of 16"),
-        (moe_config.in_dtype is not torch.float32, "in_dtype", moe_config.in_dtype, "be torch.float16 or bfloat16"),
-    )
-    for holds, name, value, rule in rules:
-        if not holds:
-            raise ValueError(
-                f"{name} is {value}; for {NAME} it must {rule}; all2all_backend='all_to_all' has no such rule"
-            )

@@ -9,7 +9,6 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -17,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import env
-from moe_ep.dispatch.nvshmem import arena
-from moe_ep.dispatch.nvshmem.device_api import device_archive
+from moe_ep.dispatch.nvshmem import arena, kernels
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
 from moe_ep.dispatch.nvshmem.layout import align, offsets_of
 from moe_ep.dispatch.nvshmem.meeting import agree, meet
@@ -115,18 +113,7 @@ class Layout:
 
 def kernel_source(name: str, layout: Layout, dtype: torch.dtype) -> jit.KernelSource:
     """One of KERNELS for batches of that layout and dtype."""
-    defines = {
-        "HIDDEN": layout.hidden_size,
-        "TOPK": layout.topk,
-        "RANKS": layout.num_ranks,
-        "FP8": int(layout.fp8),
-        "ACT_BF16": int(dtype == torch.bfloat16),
-        "DEVICE_API": int(layout.device_api),
-    }
-    entry = f"high_throughput_{name}"
-    path = Path(__file__).parent / "cuda" / f"{entry}.cu"
-    archive = device_archive() if layout.device_api else None
-    return jit.KernelSource(path, entry, tuple((key, str(value)) for key, value in defines.items()), archive)
+    return kernels.kernel_source(f"high_throughput_{name}", layout, dtype)
 
 
 _blocks: WeakKeyDictionary[arena.SymmetricArena, WeakValueDictionary[str, Block]] = WeakKeyDictionary()

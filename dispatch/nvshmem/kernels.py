@@ -1,4 +1,5 @@
-"""The two low-latency kernels as the host sees them: sources, parameters, and launches in one or two halves."""
+"""Kernels of the NVSHMEM backends as the host sees them: their sources, and of the two low-latency ones parameters, and
+launches in one or two halves."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from moe_ep.dispatch.nvshmem.device_api import device_archive
-from moe_ep.dispatch.nvshmem.layout import BUFFERS, BatchLayout
+from moe_ep.dispatch.nvshmem.layout import BUFFERS
 from moe_ep.kernels import jit
 
 SEND, RECEIVE = 1, 2
@@ -21,8 +22,23 @@ _THREADS = 512
 WARPS = _THREADS // 64
 
 
-def kernel_source(name: str, layout: BatchLayout, dtype: torch.dtype) -> jit.KernelSource:
-    """One of KERNELS for batches of that layout and dtype."""
+class Shape(Protocol):
+    """What is compiled into a kernel; layout.py and high_throughput_block.py say more."""
+
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def topk(self) -> int: ...
+    @property
+    def fp8(self) -> bool: ...
+    @property
+    def device_api(self) -> bool: ...
+
+
+def kernel_source(name: str, layout: Shape, dtype: torch.dtype) -> jit.KernelSource:
+    """The kernel of cuda/{name}.cu for batches of that layout and dtype."""
     defines = {
         "HIDDEN": layout.hidden_size,
         "TOPK": layout.topk,
@@ -116,7 +132,7 @@ def dispatch_type(num_ranks: int) -> Any:
             ("common", common_type(num_ranks)),
             *((name, ctypes.c_void_p) for name in pointers),
             ("num_local_experts", ctypes.c_int),
-            ("split", ctypes.c_int),
+            ("shares", ctypes.c_int),
             ("take_parts", ctypes.c_int),
         )
 

@@ -7,6 +7,7 @@ what they do; `channel` has the protocol.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,8 @@ from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, facts_of
 from moe_ep.dispatch.nvshmem.channel import Channel
 from moe_ep.dispatch.nvshmem.kernels import KERNELS, WARPS, Halves, combine_type, dispatch_type, kernel_source
-from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT
-from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, check_supported, layout_of, local_indices
+from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
+from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, layout_of, local_indices
 from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
@@ -53,6 +54,11 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         ValueError: what the kernels cannot do, or ranks that are configured differently.
     """
 
+    NAME = "nvshmem_low_latency"
+    INSTEAD = "batched_all_to_all"
+    MAX_RANKS = 16
+    _layout: BatchLayout
+
     def __init__(
         self,
         *,
@@ -62,7 +68,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         tuning: Tuning | None = None,
     ) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group)
-        check_supported(moe_config)
+        self._check_config()
         self.tuning = tuning or Tuning()
         self.by_reference = False
         symmetric = arena.SymmetricArena.of(self.ranks.group)
@@ -155,7 +161,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
             out = new((max_rows, layout.hidden_size), dtype=config.in_dtype)
         rows = self._channel.rows(index, config.in_dtype) if out is None else out
         num_tokens = batch.topk_ids.size(0)
-        split = 1 if self.by_reference else self._blocks_of_expert(num_tokens)
+        shares = 1 if self.by_reference else self._blocks_of_expert(num_tokens)
         params = dispatch_type(layout.num_ranks)(
             common=self._common(index, batch.topk_ids),
             rows=batch.rows.data_ptr(),
@@ -166,11 +172,11 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
             expert_row_ids=None if row_ids is None else row_ids.data_ptr(),
             positions=positions.data_ptr(),
             num_local_experts=El,
-            split=split,
+            shares=shares,
             take_parts=self.tuning.take_parts,
         )
         to_send = 1 + num_tokens * self.tuning.packet_parts
-        to_receive = El * split
+        to_receive = El * shares
         if self.by_reference:
             expected = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks
             to_receive += -(-expected * self.tuning.take_parts // WARPS)
@@ -216,9 +222,10 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         return Pending(launch.receive, launch.receive, launch.send)
 
     def _blocks_of_expert(self, num_tokens: int) -> int:
-        """How many list the same expert and share its rows: one for each that it has where routing is even."""
-        rows = num_tokens * self._layout.num_ranks * self._layout.topk // self._owner_table.numel()
-        return max(1, min(self.tuning.list_blocks // max(self.moe_config.num_local_experts, 1), rows))
+        """How many list the same expert and share its rows: one for each that the fullest has where routing is even."""
+        rows = num_tokens * self._layout.num_ranks * self._layout.topk / self._owner_table.numel()
+        fullest = int(rows + 3 * math.sqrt(rows))  # of a few hundred: three standard deviations above the mean
+        return max(1, min(self.tuning.list_blocks // max(self.moe_config.num_local_experts, 1), fullest))
 
     def _common(self, index: int, topk_ids: torch.Tensor) -> Any:
         common = self._channel.common(index)
@@ -228,16 +235,6 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         common.num_tokens = topk_ids.size(0)
         common.packet_parts, common.packet_tasks = self.tuning.packet_parts, self.tuning.packet_tasks
         return common
-
-    def _check_batch(self, batch: Batch) -> None:
-        layout, config = self._layout, self.moe_config
-        shape = (batch.rows.size(1), batch.topk_ids.size(1), batch.rows.dtype, batch.quantized)
-        made_for = (layout.hidden_size, layout.topk, config.in_dtype, layout.fp8)
-        if shape != made_for:
-            raise ValueError(
-                f"the batch has (K, topk, dtype, fp8 on the wire) {shape} and nvshmem_low_latency was made for "
-                f"{made_for}; give the backend the configuration of the batches"
-            )
 
     def _check_results(
         self, handle: _Handle, output: torch.Tensor, results: torch.Tensor, reduce_impl: TopKWeightAndReduce

@@ -1,4 +1,4 @@
-"""What low-latency backends are made with: the shapes they take, what ranks must agree on, how work is divided."""
+"""What low-latency backends are made with: their buffers, where experts are, how work is divided."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.nvshmem.layout import BatchLayout
-
-MAX_RANKS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +60,3 @@ def layout_of(
         fp8=quant_config is not None and quant_config.dispatch_dtype is not None,
         device_api=device_api,
     )
-
-
-def check_supported(moe_config: FusedMoEConfig) -> None:
-    rules = (
-        (moe_config.ep_size <= MAX_RANKS, "ep_size", moe_config.ep_size, f"be at most {MAX_RANKS}"),
-        (moe_config.num_local_experts < 1 << 16, "num_local_experts", moe_config.num_local_experts, "be below 65536"),
-        (moe_config.hidden_dim % 16 == 0, "hidden_dim", moe_config.hidden_dim, "be a multiple of 16"),
-        (moe_config.in_dtype is not torch.float32, "in_dtype", moe_config.in_dtype, "be torch.float16 or bfloat16"),
-    )
-    for holds, name, value, rule in rules:
-        if not holds:
-            raise ValueError(
-                f"{name} is {value}; for nvshmem_low_latency it must {rule}; all2all_backend='batched_all_to_all' "
-                f"has no such rule"
-            )

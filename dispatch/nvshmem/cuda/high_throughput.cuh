@@ -1,4 +1,5 @@
-// What the three kernels of a prefill batch share: the symmetric block (high_throughput_block.py computes the offsets) and its flags.
+// What the three kernels of a prefill batch share: the symmetric block (high_throughput_block.py computes the offsets)
+// and its flags.
 //
 //   counts       [2, R, 4] lines: how many rows source s sends to each rank, two numbers a line
 //   done         [R]       lines: source s has written all of its rows here, where no row has a flag
@@ -7,16 +8,17 @@
 //   ids, weights, rows   [R * C]: what arrives, ordered by (source, token), without gaps
 //   results      [C * min(R, TOPK)]: rows on their way home, by (rank that computed, token), without gaps
 //
-// A rank posts its counts of a batch when it is done with the batch before, in stream order. Nobody writes here before
-// that, so blocks are used again without a barrier. Every line and flag carries the batch's epoch. Even and odd epochs
-// have their own counts: a rank that posts those of epoch e + 2 has everybody's of e + 1, and those were posted by ranks
-// that had read the ones of e.
+// A rank posts its counts of a batch when it is done with the batch before, in stream order. Nobody writes here
+// before that, so blocks are used again without a barrier. Every line and flag carries the batch's epoch. Even and
+// odd epochs have their own counts: a rank that posts those of epoch e + 2 has everybody's of e + 1, and those were
+// posted by ranks that had read the ones of e.
 //
 // With DEVICE_API nobody's memory need be mapped here: counts travel as signals, and rows, with their ids and weights
 // behind them, as puts out of staged copies, from which each rank makes the parts that its experts read.
 //
-// Dispatch of such and of e4m3 rows, and combine: half of a block's warps send, the other half take what arrives, row by row, and
-// the first join the second when everything is sent. Sending waits for nobody, so taking may wait for everybody.
+// Dispatch of such and of e4m3 rows, and combine: half of a block's warps send, the other half take what arrives, row
+// by row, and the first join the second when everything is sent. Sending waits for nobody, so taking may wait for
+// everybody.
 #pragma once
 
 #include "device_api.cuh"
@@ -56,7 +58,9 @@ struct Common {
     int rank;
     int pes[RANKS];  // NVSHMEM's numbers of the ranks
 
-    __device__ __forceinline__ u8* at(int peer, u64 offset) const { return reinterpret_cast<u8*>(peers[peer]) + offset; }
+    __device__ __forceinline__ u8* at(int peer, u64 offset) const {
+        return reinterpret_cast<u8*>(peers[peer]) + offset;
+    }
     __device__ __forceinline__ u8* counts_of(int peer, int source, int line, u32 epoch) const {
         return at(peer, counts + 16ull * ((epoch % 2 * RANKS + source) * kLinesOfCounts + line));
     }
@@ -118,7 +122,7 @@ __device__ __forceinline__ void put_row(
 }
 #endif
 
-// A warp's numbers out of a counter that the batch's first kernel has set to 0; the one after next is on its way already.
+// A warp's numbers out of a counter that the batch's first kernel has set to 0; the one after next is on its way.
 class Turns {
 public:
     __device__ __forceinline__ explicit Turns(u32* counter) : counter_(counter) { draw(); }

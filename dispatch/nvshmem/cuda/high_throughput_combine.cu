@@ -45,15 +45,7 @@ __device__ __forceinline__ void send_results(const Params& p, int first, int war
     }
 }
 
-__device__ __forceinline__ void add(Floats& sum, Vec v) {
-    const Floats f = unpack(v);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-        sum.v[i] = __fadd_rn(sum.v[i], f.v[i]);
-    }
-}
-
-// The sum of the rows at the addresses that lanes hold, those of `ranks`, in order; two rows are on their way at a time.
+// The sum of the rows at the addresses that lanes hold, those of `ranks`, in order; two are on their way at a time.
 __device__ __forceinline__ void sum_rows(u32 ranks, u64 address, u8* output) {
     constexpr int kSums = 2;
     for (int start = threadIdx.x % 32; start < (kVectors + 31) / 32 * 32; start += 32 * kSums) {
@@ -98,7 +90,8 @@ __device__ __forceinline__ void take_tokens(const Params& p, u32 epoch) {
         u64 address = 0;
         bool came = true;
         if (slot >= 0 && lane == c.rank) {
-            address = reinterpret_cast<u64>(p.results) + static_cast<u64>(kResultBytes) * (slot + c.placement->send[lane]);
+            const u64 row = slot + c.placement->send[lane];
+            address = reinterpret_cast<u64>(p.results) + kResultBytes * row;
         } else if (slot >= 0) {
             address = reinterpret_cast<u64>(c.at(c.rank, c.results)) + static_cast<u64>(kResultBytes) * slot;
             came = await_flag(wait, c.flag_of(c.rank, c.result_flags, slot), lane);

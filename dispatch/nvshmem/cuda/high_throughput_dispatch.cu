@@ -1,8 +1,8 @@
-// Rows to the ranks of their experts: a warp reads a token once, quantizes it where asked, and writes it to each of them.
+// Rows to the ranks of their experts: a warp reads a token once, quantizes it where asked, and writes it to each rank.
 //
 // Before: rows [T, HIDDEN]. After: at each rank the rows of its tokens, by (source, token), with their ids and weights.
-// Plain rows are read where they arrive. Quantized ones, and such as were put, are turned into plain ones in `out` as they
-// come.
+// Plain rows are read where they arrive. Quantized ones, and such as were put, are turned into plain ones in `out` as
+// they come.
 #include "high_throughput.cuh"
 
 struct Params {
@@ -225,8 +225,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispat
     const int warp = threadIdx.x / 32, warps = gridDim.x * kOfBlock, first = warp * gridDim.x + blockIdx.x;
     const u32 epoch = c.current_epoch();
     int* ids = reinterpret_cast<int*>(c.at(c.rank, c.ids));
-    const u64 end = static_cast<u64>(p.max_rows) * TOPK, threads = static_cast<u64>(gridDim.x) * kThreads;
-    for (u64 i = static_cast<u64>(c.placement->total) * TOPK + blockIdx.x * kThreads + threadIdx.x; i < end; i += threads) {
+    const u64 begin = static_cast<u64>(c.placement->total) * TOPK, end = static_cast<u64>(p.max_rows) * TOPK;
+    for (u64 i = begin + blockIdx.x * kThreads + threadIdx.x; i < end; i += gridDim.x * kThreads) {
         ids[i] = -1;
     }
     const bool sends = warp < kOfBlock && !c.failed();

@@ -1,4 +1,5 @@
-// The first kernel of a prefill batch: which token goes where, and in one exchange of counts, where everybody's rows begin.
+// The first kernel of a prefill batch: which token goes where, and in one exchange of counts, where everybody's rows
+// begin.
 //
 // Before: topk_ids [T, TOPK], owners [num_ids] (-1 for ranks that take no part). After: slots [T, RANKS], the row of
 // each token among all that this rank sends, ordered by (rank, token), -1 for none; and the placement.
@@ -91,7 +92,7 @@ __device__ __forceinline__ void write_slots(const Params& p, const Shared& share
 
 // Tells this rank's counts to everybody that takes part.
 __device__ __forceinline__ void post_counts(const Common& c, const Shared& shared, u32 epoch) {
-    const int peer = static_cast<int>(threadIdx.x) / kLinesOfCounts, line = static_cast<int>(threadIdx.x) % kLinesOfCounts;
+    const int thread = static_cast<int>(threadIdx.x), peer = thread / kLinesOfCounts, line = thread % kLinesOfCounts;
     if (peer < RANKS && c.alive(peer)) {
         const u32 a = shared.counts[c.rank][2 * line], b = shared.counts[c.rank][2 * line + 1];
 #if DEVICE_API
@@ -108,7 +109,7 @@ __device__ __forceinline__ void post_counts(const Common& c, const Shared& share
 
 // Everybody's counts; zeros of those that take no part.
 __device__ __forceinline__ void await_counts(const Common& c, Shared& shared, u32 epoch) {
-    const int peer = static_cast<int>(threadIdx.x) / kLinesOfCounts, line = static_cast<int>(threadIdx.x) % kLinesOfCounts;
+    const int thread = static_cast<int>(threadIdx.x), peer = thread / kLinesOfCounts, line = thread % kLinesOfCounts;
     if (peer < RANKS && peer != c.rank) {
         Wait<PHASE_DISPATCH> wait(c.limits, epoch);
         Vec came{};

@@ -24,7 +24,7 @@ struct Shared {
     u32 ranks[2];       // whose results of a token are there; two tokens take turns
 };
 
-__device__ __forceinline__ void accumulate(Floats& sum, Vec v, float weight) {
+__device__ __forceinline__ void add_weighted(Floats& sum, Vec v, float weight) {
     const Floats f = unpack(v);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ Vec weighted_sum(const Params& p, const Slots& slots,
 #pragma unroll
         for (int d = 0; d < kDeep; ++d) {
             if (is_there[d]) {
-                accumulate(sum, v[d], weight[d]);
+                add_weighted(sum, v[d], weight[d]);
             }
         }
     }
@@ -147,11 +147,10 @@ __device__ __forceinline__ void send(const Params& p, const Shared& shared, int 
     }
 }
 
-constexpr int kAtOnce = RANKS < 4 ? RANKS : 4;  // ranks whose results are on their way together
-
-// One vector of each rank's result that is there, added in rank order.
-__device__ __forceinline__ Vec sum_of_rows(const Params& p, int token, u32 ranks, int i) {
-    const Buffers& b = p.common.buffers;
+// The results of `ranks` added in rank order, as load(rank) gives them; of those alone for which came(rank, v) holds.
+template <typename Load, typename Came>
+__device__ __forceinline__ Vec sum_of(u32 ranks, const Load& load, const Came& came) {
+    constexpr int kAtOnce = RANKS < 4 ? RANKS : 4;  // on their way together
     Floats sum{};
 #pragma unroll 1
     for (int from = 0; from < RANKS; from += kAtOnce) {
@@ -159,13 +158,13 @@ __device__ __forceinline__ Vec sum_of_rows(const Params& p, int token, u32 ranks
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
             if (from + j < RANKS && ranks >> (from + j) & 1) {
-                v[j] = load_shared_vec(b.result(b.rank, from + j, token) + 16ull * i);
+                v[j] = load(from + j);
             }
         }
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-            if (from + j < RANKS && ranks >> (from + j) & 1) {
-                accumulate(sum, v[j], 1.0f);
+            if (from + j < RANKS && ranks >> (from + j) & 1 && came(from + j, v[j])) {
+                add(sum, v[j]);
             }
         }
     }
@@ -180,27 +179,13 @@ __device__ __forceinline__ void receive_packets(const Params& p, Waits& wait, in
     const int end = packet_begin<kWarpPackets>(part + 1, parts, kResultPackets);
     const int begin = packet_begin<kWarpPackets>(part, parts, kResultPackets);
     for (int packet = begin + threadIdx.x % kThreads / kPacketThreads; packet < end; packet += kGroupPackets) {
-        Floats sum{};
-#pragma unroll 1
-        for (int from = 0; from < RANKS; from += kAtOnce) {
-            Vec v[kAtOnce];
-#pragma unroll
-            for (int j = 0; j < kAtOnce; ++j) {
-                if (from + j < RANKS && ranks >> (from + j) & 1) {
-                    v[j] = load_packets(b.result_packet(b.rank, from + j, token, packet));
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < kAtOnce; ++j) {
-                if (from + j < RANKS && ranks >> (from + j) & 1 &&
-                    wait.for_packets(b.result_packet(b.rank, from + j, token, packet), from + j, v[j])) {
-                    accumulate(sum, v[j], 1.0f);
-                }
-            }
-        }
+        const auto at = [&](int rank) { return b.result_packet(b.rank, rank, token, packet); };
+        const Vec v = sum_of(
+            ranks, [&](int rank) { return load_packets(at(rank)); },
+            [&](int rank, Vec& v) { return wait.for_packets(at(rank), rank, v); });
         const int i = packet * kPacketVectors + packet_slot();
         if (packet_slot() < kPacketVectors && i < kVectors) {
-            output[i] = pack(sum);
+            output[i] = v;
         }
     }
 }
@@ -223,7 +208,9 @@ __device__ __forceinline__ void receive_rows(const Params& p, Waits& wait, Share
     ranks = shared.ranks[turn];
     Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
     for (int i = begin + thread; i < end; i += kThreads) {
-        output[i] = sum_of_rows(p, token, ranks, i);
+        output[i] = sum_of(
+            ranks, [&](int rank) { return load_shared_vec(b.result(b.rank, rank, token) + 16ull * i); },
+            [](int, const Vec&) { return true; });
     }
     __syncwarp();
 }

@@ -15,7 +15,7 @@ struct Params {
     int* expert_row_ids;  // null for the expanded form
     int* positions;
     int num_local_experts;
-    int split;       // groups that list the same expert and share the copying of its rows, in the expanded form
+    int shares;      // groups that list the same expert and bring a part of each of its rows, in the expanded form
     int take_parts;  // of a row that is brought to where the experts read it, by reference
 };
 
@@ -27,7 +27,7 @@ constexpr int kStagedPackets = 16;
 constexpr int kStagedVectors = kStagedPackets * kPacketVectors * 2;
 
 struct Arrival {
-    int source, token, position;  // position: its row of the expert
+    int source, token;
 };
 
 struct Shared {
@@ -37,7 +37,7 @@ struct Shared {
 #endif
     u64 ticket;
     int before[RANKS + 1];    // tokens of the ranks before each
-    int warp_counts[kWarps];  // rows of the expert, and in the upper half those that this group takes
+    int warp_counts[kWarps];  // rows of the expert among the tokens that each warp has read
     Arrival arrivals[kListed];
     int begins[RANKS + 1];  // of each source in arrivals
 

@@ -58,7 +58,7 @@ struct Raw {
 
 // A warp brings a part of a row that is there to where the experts read it.
 __device__ __forceinline__ void move_plain(const u8* row, int begin, int end, Vec* there) {
-    constexpr int kAhead = 4;
+    constexpr int kAhead = 3;
     for (int base = begin + threadIdx.x % 32; base < end; base += kAhead * 32) {
         Raw raw[kAhead];
 #pragma unroll
@@ -134,9 +134,11 @@ __device__ __forceinline__ void take_row(const Buffers& b, Waits& wait, bool as_
     }
 }
 
-// The rows on the group's list, each by a warp, or by several where there are few; the sources in turns, since each
-// sends in the order of its tokens.
-__device__ __forceinline__ void take_listed(const Params& p, Waits& wait, Shared& shared, int count, int expert) {
+// The group's share of the rows on its list, `count` of the expert's from number `first` on: of each row that share of
+// its columns, by a warp, or by several where there are few; the sources in turns, since each sends in the order of its
+// tokens.
+__device__ __forceinline__ void take_listed(const Params& p, Waits& wait, Shared& shared, int expert, int share,
+                                            int first, int count) {
     const Buffers& b = p.common.buffers;
     const int thread = threadIdx.x % kThreads;
     for (int n = thread; n < count; n += kThreads) {
@@ -153,15 +155,14 @@ __device__ __forceinline__ void take_listed(const Params& p, Waits& wait, Shared
     for (int source = 0; count > 0 && source < RANKS; ++source) {
         most = max(most, shared.begins[source + 1] - shared.begins[source]);
     }
-    const u64 first = static_cast<u64>(expert) * RANKS * b.capacity;
-    const int parts = max(1, kWarps / max(count, 1));
+    const int parts = (kWarps + p.shares - 1) / p.shares;
     for (int task = thread / 32; task < most * RANKS * parts; task += kWarps) {
-        const int part = task % parts, source = task / parts % RANKS;
+        const int part = share * parts + task % parts, source = task / parts % RANKS;
         const int n = shared.begins[source] + task / parts / RANKS;
         if (n < shared.begins[source + 1]) {
-            const Arrival a = shared.arrivals[n];
             const bool as_packets = b.rows_are_packets(shared.tokens_of(source));
-            take_row(b, wait, as_packets, source, a.token, part, parts, p.out + 2 * HIDDEN * (first + a.position));
+            u8* there = p.out + 2ull * HIDDEN * (expert * RANKS * b.capacity + first + n);
+            take_row(b, wait, as_packets, source, shared.arrivals[n].token, part, p.shares * parts, there);
         }
     }
     Receivers::sync();
@@ -222,13 +223,13 @@ __device__ __forceinline__ void read_headers(const Params& p, Waits& wait, Share
     Receivers::sync();
 }
 
-// Reads every source's slots and lists the rows of one expert; in the expanded form also takes them.
-__device__ __forceinline__ void list_expert(const Params& p, Waits& wait, Shared& shared, int expert, int part) {
+// Reads every source's slots and lists the rows of one expert; in the expanded form also takes a share of each.
+__device__ __forceinline__ void list_expert(const Params& p, Waits& wait, Shared& shared, int expert, int share) {
     const Buffers& b = p.common.buffers;
+    const bool expands = p.expert_row_ids == nullptr;
     const int thread = threadIdx.x % kThreads, warp = thread / 32, lane = thread % 32;
-    const u32 lanes_before = (1u << lane) - 1;
     const int total = shared.before[RANKS], max_rows = RANKS * b.capacity;
-    int listed = 0, to_take = 0;
+    int listed = 0, taken = 0;
     for (int start = 0; start < total; start += kThreads) {
         const int i = start + thread;
         int source = 0;
@@ -240,40 +241,36 @@ __device__ __forceinline__ void list_expert(const Params& p, Waits& wait, Shared
         const auto is_its = [=](u32 local) { return local == static_cast<u32>(expert); };
         const u32 slots = i < total ? slots_where(b, wait, source, token, is_its) : 0;
         __syncwarp();
-        const bool is_mine = slots && p.expert_row_ids == nullptr && token % p.split == part;
-        const u32 have = __ballot_sync(kAllLanes, slots != 0), mine = __ballot_sync(kAllLanes, is_mine);
+        const u32 have = __ballot_sync(kAllLanes, slots != 0);
         if (lane == 0) {
-            shared.warp_counts[warp] = __popc(mine) << 16 | __popc(have);
+            shared.warp_counts[warp] = __popc(have);
         }
         Receivers::sync();
-        int before = 0, all = 0;
+        int position = listed + __popc(have & ((1u << lane) - 1));
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
-            before += w < warp ? shared.warp_counts[w] : 0;
-            all += shared.warp_counts[w];
+            position += w < warp ? shared.warp_counts[w] : 0;
+            listed += shared.warp_counts[w];
         }
-        const int position = listed + (before & 0xffff) + __popc(have & lanes_before);
-        if (slots && part == 0) {
-            if (p.expert_row_ids) {
+        if (slots && share == 0) {
+            if (!expands) {
                 p.expert_row_ids[static_cast<u64>(expert) * max_rows + position] = row;
             }
             for (u32 left = slots; left; left &= left - 1) {
                 p.positions[row * TOPK + __ffs(left) - 1] = position;
             }
         }
-        if (is_mine) {
-            shared.arrivals[to_take + (before >> 16) + __popc(mine & lanes_before)] = Arrival{source, token, position};
+        if (slots && expands) {
+            shared.arrivals[position - taken] = Arrival{source, token};
         }
-        listed += all & 0xffff;
-        to_take += all >> 16;
         Receivers::sync();
         const bool is_last = start + kThreads >= total;
-        if (p.expert_row_ids == nullptr && (is_last || to_take > kListed - kThreads)) {
-            take_listed(p, wait, shared, to_take, expert);
-            to_take = 0;
+        if (expands && (is_last || listed - taken > kListed - kThreads)) {
+            take_listed(p, wait, shared, expert, share, taken, listed - taken);
+            taken = listed;
         }
     }
-    if (thread == 0 && part == 0) {
+    if (thread == 0 && share == 0) {
         p.expert_num_tokens[expert] = listed;
     }
 }
@@ -281,7 +278,7 @@ __device__ __forceinline__ void list_expert(const Params& p, Waits& wait, Shared
 __device__ __forceinline__ void receive_all(const Params& p, Shared& shared) {
     const Common& c = p.common;
     const bool by_reference = p.expert_row_ids != nullptr;
-    const int lists = p.num_local_experts * p.split;
+    const int lists = p.num_local_experts * p.shares;
     if (!by_reference && static_cast<int>(blockIdx.x) >= lists) {
         return;
     }
@@ -289,7 +286,7 @@ __device__ __forceinline__ void receive_all(const Params& p, Shared& shared) {
     Waits wait(c.limits, epoch);
     read_headers(p, wait, shared, c.alive());
     for (int task = blockIdx.x; task < lists; task += gridDim.x) {
-        list_expert(p, wait, shared, task / p.split, task % p.split);
+        list_expert(p, wait, shared, task / p.shares, task % p.shares);
     }
     if (by_reference) {
         take_all(p, wait, shared);

@@ -54,6 +54,14 @@ __device__ __forceinline__ Vec pack(const Floats& f) {
                pack_halves(f.v[6], f.v[7])};
 }
 
+__device__ __forceinline__ void add(Floats& sum, Vec v) {
+    const Floats f = unpack(v);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+        sum.v[i] = __fadd_rn(sum.v[i], f.v[i]);
+    }
+}
+
 // Two codes, x in the lower byte; to nearest, ties to even; magnitudes are at most 448, or NaN.
 #if __CUDA_ARCH__ >= 890
 __device__ __forceinline__ u32 to_e4m3(float x, float y) {
@@ -82,7 +90,8 @@ __device__ __forceinline__ u32 to_e4m3(float x, float y) { return to_e4m3(x) | t
 // Two codes as floats, that in the lower byte first; exact.
 #if __CUDA_ARCH__ >= 890
 __device__ __forceinline__ void from_e4m3(u32 pair, float& low, float& high) {
-    asm("{.reg .b32 both; .reg .b16 l, h; cvt.rn.f16x2.e4m3x2 both, %2; mov.b32 {l, h}, both; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+    asm("{.reg .b32 both; .reg .b16 l, h; cvt.rn.f16x2.e4m3x2 both, %2; mov.b32 {l, h}, both;"
+        " cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
         : "=f"(low), "=f"(high)
         : "h"(static_cast<unsigned short>(pair)));
 }
@@ -90,7 +99,7 @@ __device__ __forceinline__ void from_e4m3(u32 pair, float& low, float& high) {
 __device__ __forceinline__ float from_e4m3(u32 code) {
     const u32 magnitude = code & 0x7f;
     const float value = __uint_as_float(magnitude << 20) * 1.329227995784916e36f;  // 2^120 mends the exponent's bias
-    return __uint_as_float((code & 0x80) << 24 | __float_as_uint(magnitude == 0x7f ? __uint_as_float(0x7fc00000) : value));
+    return __uint_as_float((code & 0x80) << 24 | (magnitude == 0x7f ? 0x7fc00000 : __float_as_uint(value)));
 }
 
 __device__ __forceinline__ void from_e4m3(u32 pair, float& low, float& high) {
@@ -99,8 +108,8 @@ __device__ __forceinline__ void from_e4m3(u32 pair, float& low, float& high) {
 }
 #endif
 
-// x / y by the rounded inverse of y, refined once. Of 16-bit x, and of y = 448 or y = a 16-bit number / 448, the code (or
-// the scale) made of it is that of the rounded quotient: every pair of mantissas and 24 exponents were tried.
+// x / y by the rounded inverse of y, refined once. Of 16-bit x, and of y = 448 or y = a 16-bit number / 448, the code
+// (or the scale) made of it is that of the rounded quotient: every pair of mantissas and 24 exponents were tried.
 __device__ __forceinline__ float divide(float x, float y, float inverse) {
     const float q = __fmul_rn(x, inverse);
     return __fmaf_rn(__fmaf_rn(-q, y, x), inverse, q);

@@ -192,9 +192,9 @@ struct Group {
     }
 };
 
-// Sending is handed out in order: tickets of one counter, whose upper half is the batch's epoch. Any block that runs can
-// send everything, so no block waits for one that cannot start, whatever else occupies the GPU. Receiving is divided
-// beforehand: what does not run yet only waits for what some rank's running blocks send.
+// Sending is handed out in order: tickets of one counter, whose upper half is the batch's epoch. Any block that runs
+// can send everything, so no block waits for one that cannot start, whatever else occupies the GPU. Receiving is
+// divided beforehand: what does not run yet only waits for what some rank's running blocks send.
 template <typename Sync>
 class Tickets {
 public:
