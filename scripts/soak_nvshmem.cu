@@ -1,7 +1,8 @@
-// Batches whose every bit can be computed anywhere from (pair, rank, token, column), and kernels that check all of them.
+// Batches whose every bit can be computed anywhere from (pair, rank, token, column), and kernels that check them all.
 //
-// Rows are multiples of 1/16 that e4m3 codes hold exactly, with the same largest magnitude in each group of 128 columns,
-// and expert e multiplies by (8 + e % 8) / 8: dispatched rows and experts' results have no rounding, in fp8 as in bf16.
+// Rows are multiples of 1/16 that e4m3 codes hold exactly, with the same largest magnitude in each group of 128
+// columns, and expert e multiplies by (8 + e % 8) / 8: dispatched rows and experts' results have no rounding, in fp8
+// as in bf16.
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -58,7 +59,9 @@ __device__ __forceinline__ float weight_of(u64 pair, int source, int token, int 
     return static_cast<float>(mix(token_key(pair, source, token), 200 + slot) & 0xff) / 128.0f;
 }
 
-__device__ __forceinline__ u32 seed_of(u64 pair, int source, int token) { return mix(token_key(pair, source, token), 1000); }
+__device__ __forceinline__ u32 seed_of(u64 pair, int source, int token) {
+    return mix(token_key(pair, source, token), 1000);
+}
 
 __device__ __forceinline__ float value_of(u32 row_seed, int column) {
     if (column % 128 == 0) {
@@ -228,8 +231,9 @@ __device__ __forceinline__ void list_terms(const Params& p, u64 pair, int token,
     }
     __syncthreads();
     int before = 0, count = 0;
+    const int owner = owners[min(slot, TOPK - 1)];
     for (int other = 0; other < TOPK; ++other) {
-        before += owners[other] < owners[min(slot, TOPK - 1)] || (owners[other] == owners[min(slot, TOPK - 1)] && other < slot);
+        before += owners[other] < owner || (owners[other] == owner && other < slot);
         count += owners[other] < RANKS;
     }
     if (slot < TOPK) {

@@ -77,9 +77,23 @@ def on_one_gpu(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
 
 
 class Ranks:
-    """A backend for each rank, called as the ranks would call theirs, all together."""
+    """A backend for each rank, called as the ranks would call theirs, all together.
 
-    def __init__(self, case: Case, num_ranks: int, backend: str, by_reference: bool = False, **options: object) -> None:
+    Args:
+        in_halves: each kernel is launched in two halves, and no rank receives before all have sent. Then nobody waits
+            for a kernel beside its own, and a tool may let them run one by one.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        num_ranks: int,
+        backend: str,
+        by_reference: bool = False,
+        in_halves: bool = False,
+        **options: object,
+    ) -> None:
+        self.in_halves = in_halves
         self.settings: list[Setting] = [make_setting(case, rank, num_ranks) for rank in range(num_ranks)]
         blocks = _BLOCKS // num_ranks
         few = {"tuning": Tuning(blocks=blocks)} if backend == LOW_LATENCY else {"num_sms": max(1, blocks // 2)}
@@ -92,17 +106,23 @@ class Ranks:
 
     def prepare(self) -> list[Any]:
         pending = self._together(lambda rank: self.backends[rank]._begin(*self.args[rank]))
+        if self.in_halves:
+            self._together(lambda rank: pending[rank].start())
         return self._together(lambda rank: pending[rank].receive())
 
     def finalize(
         self, results: Sequence[torch.Tensor], weights_and_ids: Sequence[tuple], reduce_impl: Any
     ) -> list[torch.Tensor]:
         outputs = [torch.full_like(args[0], float("nan")) for args in self.args]
-        self._together(
-            lambda rank: self.backends[rank].finalize(
-                outputs[rank], results[rank], *weights_and_ids[rank], self.settings[rank].case.on_input, reduce_impl
-            )
-        )
+
+        def call(rank: int) -> Any:
+            each, on_input = self.backends[rank], self.settings[rank].case.on_input
+            finalize = each.finalize_async if self.in_halves else each.finalize
+            return finalize(outputs[rank], results[rank], *weights_and_ids[rank], on_input, reduce_impl)
+
+        begun = self._together(call)
+        if self.in_halves:
+            self._together(lambda rank: begun[rank][1]())
         for each in self.backends:
             each.check()
         return outputs

@@ -20,7 +20,9 @@ CASES = {
     "one rank": Case(dtype=BF16, hidden_size=256, topk=8, num_experts=64, tokens=(1, 7, 0), routing="one_rank", seed=2),
     "repeated": Case(dtype=BF16, hidden_size=256, topk=8, num_experts=8, tokens=(2,), routing="repeated", seed=3),
 }
-# More tokens than travel as packets, and rows whose last packet is not full.
+# More tokens than travel as packets, and few.
+SMALL = replace(CASES["random"], tokens=(33, 2, 0), capacity=40)
+# The same, and rows whose last packet is not full.
 MANY = Case(dtype=BF16, hidden_size=2000, tokens=(70, 33, 1, 0), num_experts=9, topk=2, capacity=70)
 FACES = pytest.mark.parametrize("by_reference", [False, True], ids=["expanded", "by reference"])
 WIRES = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
@@ -42,8 +44,16 @@ def test_decode_of_many_tokens(monkeypatch: pytest.MonkeyPatch, by_reference: bo
     check_decode(replace(MANY, fp8=fp8), "many", 8, by_reference)
 
 
-def check_decode(case: Case, name: str, num_ranks: int, by_reference: bool) -> None:
-    ranks = Ranks(case, num_ranks, LOW_LATENCY, by_reference)
+@WIRES
+@FACES
+def test_decode_in_halves(monkeypatch: pytest.MonkeyPatch, by_reference: bool, fp8: bool) -> None:
+    # What scripts/sanitize.sh runs.
+    on_one_gpu(monkeypatch, 3)
+    check_decode(replace(SMALL, fp8=fp8), "small", 3, by_reference, in_halves=True)
+
+
+def check_decode(case: Case, name: str, num_ranks: int, by_reference: bool, in_halves: bool = False) -> None:
+    ranks = Ranks(case, num_ranks, LOW_LATENCY, by_reference, in_halves)
     for seed in range(2):
         ranks.redraw(seed=case.seed + 10 * seed)
         batches = [expanded(result) for result in ranks.prepare()]
@@ -57,10 +67,11 @@ def check_decode(case: Case, name: str, num_ranks: int, by_reference: bool) -> N
 
 
 @WIRES
-def test_prefill(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
-    on_one_gpu(monkeypatch, 8)
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+def test_prefill(monkeypatch: pytest.MonkeyPatch, num_ranks: int, fp8: bool) -> None:
+    on_one_gpu(monkeypatch, num_ranks)
     for name, case in CASES.items():
-        ranks = Ranks(replace(case, fp8=fp8), 8, "nvshmem_high_throughput")
+        ranks = Ranks(replace(case, fp8=fp8), num_ranks, "nvshmem_high_throughput")
         for seed in range(2):
             ranks.redraw(seed=case.seed + 10 * seed)
             received = ranks.prepare()
@@ -73,4 +84,4 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
                 results, [(result[4], result[3]) for result in received], TopKWeightAndReduceNoOP()
             )
             for setting, output in zip(ranks.settings, outputs, strict=True):
-                assert torch.equal(output.cpu(), expected_output(setting, 8)), (name, setting.rank)
+                assert torch.equal(output.cpu(), expected_output(setting, num_ranks)), (name, setting.rank)
