@@ -82,16 +82,17 @@ DEVICE void run_weight_warp(const ExpertsParams& p, Shared& shared, Ring ring, i
   clear_scales(p, ring);
   for (ticket = __shfl_sync(~0u, ticket, 0); ticket < 2 * (int)gridDim.x;) {
     Ring first = ring;
-    bool loaded = false;
+    int loaded = 0;
     cut_piece(shared.schedule, ticket, [&](const Segment& g) {
-      loaded = true;
+      loaded += g.to - g.from;
       publish(g);
       if (elected()) load_weights(p, shared, g, ring, policy);
       __syncwarp();
     });
     // A block may take a second piece of w2 once `hidden` is there for its first one: by then every other block that
-    // runs has asked for its weights of w13, and has had a piece of w2 too.
-    if (loaded && ticket >= (int)gridDim.x && elected()) barrier_wait(&shared.empty[first.stage], first.parity);
+    // runs has asked for its weights of w13, and has had a piece of w2 too. Loads of more than a ring have waited so.
+    bool waits = ticket >= (int)gridDim.x && loaded > 0 && loaded <= ring.num_stages;
+    if (waits && elected()) barrier_wait(&shared.empty[first.stage], first.parity);
     __syncwarp();
     if (lane == 0) ticket = ticket_number(p, draw_tickets(p, 1), 1);
     ticket = __shfl_sync(~0u, ticket, 0);
