@@ -178,6 +178,9 @@ def test_ids_are_valid_and_distinct_whatever_the_logits_hold(scoring_func: str, 
     )[1]
     for row in ids.tolist():
         assert len(set(row)) == 3 and all(0 <= expert < 8 for expert in row)
+    if bias is None:
+        # Of the groups with inf and 2 the largest, and NaN behind what is smallest.
+        assert ids[3].tolist() == [4, 3, 2]
 
 
 def test_sigmoid_scores_that_are_all_zero_give_zero_weights() -> None:

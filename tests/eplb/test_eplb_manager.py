@@ -17,6 +17,7 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import CommitReport, LoadReport, PlanReport
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.planner_process import PlannerProcess
+from moe_ep.eplb.recorder import ExpertLoadRecorder
 from moe_ep.eplb.transfer import MessageTransport
 from moe_ep.errors import ConfigError, EplbError
 from moe_ep.layer import FusedMoE
@@ -341,6 +342,21 @@ def test_one_rank_has_nothing_to_exchange() -> None:
     for _ in range(5):
         manager.step()
     assert not manager.busy
+
+
+def test_the_recorded_steps_come_oldest_first() -> None:
+    recorder = ExpertLoadRecorder(num_layers=2, num_physical_experts=3, window_size=3, device="cpu")
+    assert recorder.snapshot().shape == (0, 2, 3)
+    for step in range(1, 6):
+        recorder.expert_load_pass.add_(step)
+        recorder.end_step()
+        held = range(max(1, step - 2), step + 1)
+        assert recorder.snapshot()[:, 1, 2].tolist() == list(held)
+    recorder.forget(1)
+    assert recorder.snapshot()[:, :, 0].tolist() == [[3, 0], [4, 0], [5, 0]]
+    recorder.expert_load_pass.add_(1)
+    recorder.discard_pass()
+    assert not recorder.expert_load_pass.any()
 
 
 def test_steps_that_count_nothing_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
