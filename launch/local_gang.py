@@ -58,6 +58,7 @@ class LocalGang(Gang):
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         workers: dict[Connection, tuple[int, ForkServerProcess]] = {}
         display = progress.ProgressDisplay()
+        display.say(f"starting {progress.workers(self.world_size)}")
         wait_for_fork_server(self._context)
         try:
             for rank in range(self.world_size):

@@ -1,7 +1,8 @@
 """Progress of work that happens in workers, shown where the user looks.
 
 A worker calls `report(label, done, total)`; the gang that started it decides where that goes: over its pipe or
-actor to the driver, which draws it with `ProgressDisplay`, or straight to the terminal.
+actor to the driver, which draws it with `ProgressDisplay`, or straight to the terminal. What comes before the first
+report, the gang says itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 Progress = tuple[str, int, int]
 # Work that ends sooner than this is not worth a bar.
 _QUIET_S = 2.0
+_CLEAR_LINE = "\r\x1b[2K"
 
 _sink: Callable[[Progress], None] | None = None
 
@@ -31,32 +33,57 @@ def set_sink(sink: Callable[[Progress], None] | None) -> None:
 
 
 class ProgressDisplay:
-    """Draws reports as one bar a label on stderr; silent where stderr is no terminal."""
+    """One line on stderr, gone when the work is: a sentence, then a bar a label; silent where stderr is no terminal."""
 
     def __init__(self) -> None:
         self._on = sys.stderr.isatty()
+        self._said = False
         self._label = ""
         self._started = 0.0
         self._bar: Any = None
+
+    def say(self, text: str) -> None:
+        """Shows what is waited for until a bar or another sentence takes its place."""
+        if self._on:
+            self.close()
+            sys.stderr.write(f"{_CLEAR_LINE}{text} ...")
+            sys.stderr.flush()
+            self._said = True
 
     def __call__(self, progress: Progress) -> None:
         label, done, total = progress
         if not self._on:
             return
         if label != self._label:
-            self.close()
+            self._end_bar()
             self._label, self._started = label, time.monotonic()
         if self._bar is None:
             if time.monotonic() - self._started < _QUIET_S or done >= total:
                 return
             from tqdm import tqdm
 
+            self._clear()
             self._bar = tqdm(total=total, desc=label, leave=False, file=sys.stderr)
         self._bar.n = done
         self._bar.refresh()
 
     def close(self) -> None:
-        """Ends the bar that is being drawn."""
+        """Leaves nothing on the line."""
+        self._end_bar()
+        self._clear()
+
+    def _end_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
         self._bar, self._label = None, ""
+
+    def _clear(self) -> None:
+        if self._said:
+            sys.stderr.write(_CLEAR_LINE)
+            sys.stderr.flush()
+            self._said = False
+
+
+def workers(count: int) -> str:
+    """How many, in words."""
+    return f"{count} worker{'' if count == 1 else 's'}"

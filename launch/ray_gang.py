@@ -59,8 +59,11 @@ class RayGang(Gang):
         if device not in ("auto", "cpu", "cuda"):
             raise ValueError(one_of("device", device, ("auto", "cpu", "cuda")))
         self._timeout_s = timeout_s
-        self._cluster = ray_cluster.connect(address, world_size or default_world_size, device)
+        self._cluster: ray_cluster.PrivateCluster | None = None
+        self._display = progress.ProgressDisplay()
         try:
+            self._display.say("waiting for Ray")
+            self._cluster = ray_cluster.connect(address, world_size or default_world_size, device)
             num_gpus = ray_cluster.total_of("GPU")
             if device == "auto":
                 device = "cuda" if num_gpus else "cpu"
@@ -74,21 +77,21 @@ class RayGang(Gang):
 
     def close(self) -> None:
         """Ends the private cluster, if there is one; `run` does it too."""
+        self._display.close()
         if self._cluster is not None:
             self._cluster.end()
             self._cluster = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         actors: list[Any] = []
-        display = progress.ProgressDisplay()
+        self._display.say(f"starting {progress.workers(self.world_size)}")
         try:
             with ray_cluster.slots(self._resource, self.world_size) as slots:
                 try:
-                    return self._watch(*self._start(slots, actors), fn, args, display)
+                    return self._watch(*self._start(slots, actors), fn, args)
                 finally:
                     _end(actors)
         finally:
-            display.close()
             self.close()
 
     def _check_room(self) -> None:
@@ -140,7 +143,6 @@ class RayGang(Gang):
         ips: list[str],
         fn: Callable[..., Any],
         args: tuple[Any, ...],
-        display: progress.ProgressDisplay,
     ) -> list[Any]:
         """Waits until every rank has answered, or one has failed."""
         import ray
@@ -166,7 +168,7 @@ class RayGang(Gang):
                 break
             if failures:
                 deadline = min(deadline, time.monotonic() + ECHO_GRACE_S)
-            asked = _show_progress(actors[0], asked, display)
+            asked = _show_progress(actors[0], asked, self._display)
         if failures:
             raise gang_error(first_cause(failures))
         return [results[rank] for rank in range(len(actors))]

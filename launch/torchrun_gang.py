@@ -116,6 +116,8 @@ class TorchrunGang(Gang):
         for name in list(logging.root.manager.loggerDict):
             if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
+        display = progress.ProgressDisplay()
+        display.say(f"starting {progress.workers(self._num_local)}")
         wait_for_fork_server(warm_fork_server())
         with tempfile.TemporaryDirectory(prefix="moe_ep_torchrun_") as logs:
             config = LaunchConfig(
@@ -143,6 +145,7 @@ class TorchrunGang(Gang):
             except Exception as error:
                 raise GangError(f"torchrun could not start the ranks: {type(error).__name__}: {error}") from None
             finally:
+                display.close()
                 # The agent takes them over and leaves them so.
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
