@@ -37,15 +37,15 @@ DEVICE void init_barriers(Shared& shared) {
 }
 
 // The last block to finish leaves all flags zero for the next launch.
-DEVICE void leave(const ExpertsParams& p, Shared& shared) {
+DEVICE void leave(const ExpertsParams& p) {
   __syncthreads();
+  bool is_last = false;
   if (threadIdx.x == 0) {
     wait_for_previous_kernels();  // keeps the order of kernels
     __threadfence();
-    shared.last_block = atomicAdd(p.sync + 1, 1) == (int)gridDim.x - 1;
+    is_last = atomicAdd(p.sync + 1, 1) == (int)gridDim.x - 1;
   }
-  __syncthreads();
-  if (!shared.last_block) return;
+  if (!__syncthreads_or(is_last)) return;
   for (int i = threadIdx.x; i < 2 + p.num_experts + 2 * kMaxBlocks; i += blockDim.x) p.sync[i] = 0;
 }
 
@@ -85,5 +85,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_c
       run_token_warps(params, shared, ring);
     }
   }
-  leave(p, shared);
+  leave(p);
 }

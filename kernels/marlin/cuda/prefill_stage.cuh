@@ -48,7 +48,6 @@ struct Shared {
   u64 segment_full[kSegments], segment_empty[kSegments];
   Segment segment[kSegments];
   const u16* gathered[kTileTokens];  // where the rows of a tile start
-  int last_block;
   Schedule schedule;
 };
 
