@@ -79,8 +79,8 @@ class SimulateConfig(SceneConfig):
     experts: int = field(default=256, metadata=option(at_least(1), "experts, where choices are drawn; 256"))
     top_k: int = field(default=8, metadata=option(at_least(1), "choices of a token, where they are drawn; 8"))
     steps: int = field(default=32, metadata=option(at_least(2), "steps, where choices are drawn; 32"))
-    expert_bytes: int = field(
-        default=44_040_192, metadata=option(at_least(1), "bytes of an expert; 44040192, DeepSeek-V3's in 8 bits")
+    expert_bytes: int | None = field(
+        default=None, metadata=option(at_least(1), "bytes of an expert, to say how many are moved; not said without it")
     )
     seed: int = field(default=0, metadata=option(at_least(0), "of choices that are drawn; 0"))
     json: Path | None = field(default=None, metadata=option(output_file, "write a JSON line for each row", "FILE"))

@@ -87,10 +87,40 @@ def main(args: argparse.Namespace) -> int:
         raise OptionError(f"--gpus is {','.join(map(str, config.gpus))}: {error}") from None
     if config.json is not None:
         write_text(config.json, "".join(as_line(row | {"machine": asdict(machine)}) for row in rows))
-    rates = ", ".join(f"{name} {value:.4g}" for name, value in asdict(machine).items())
-    print(f"{geometry.name}, {config.wire} rows; {rates}")
-    print(table(rows, {name: name.replace("_", " ") for name in rows[0]}))
+    print(_assumed(config, geometry, machine))
+    print(table(rows, _COLUMNS))
     return 0
+
+
+# Key of a row -> its heading on the terminal.
+_COLUMNS = {
+    "GPUs": "GPUs",
+    "T": "T",
+    "us": "us a layer",
+    "dispatch_us": "dispatch",
+    "experts_us": "experts",
+    "combine_us": "combine",
+    "bottleneck": "bottleneck",
+    "active_experts": "active experts",
+    "GiB_of_weights": "GiB of experts",
+    "fits": "fits",
+    "tokens_per_s": "tokens/s",
+    "tokens_per_s_per_GPU": "of one GPU",
+}
+
+
+def _assumed(config: PlanConfig, geometry: Geometry, machine: Machine) -> str:
+    """What the prediction rests on, in lines for people; --json has every number of it."""
+    return (
+        f"{geometry.name}, {config.wire} rows, T tokens a rank, uniform routing; tokens/s through all "
+        f"{geometry.num_layers} MoE layers, without attention\n"
+        f"GPU      {machine.memory_bytes / 1e9:.0f} GB, {machine.memory_bytes_per_s / 1e9:,.4g} GB/s and "
+        f"{machine.flops_per_s / 1e12:,.3g} TFLOP/s, of which experts reach {machine.memory_efficiency:.2f} and "
+        f"{machine.compute_efficiency:.2f}; routing {machine.route_us:,.4g} us\n"
+        f"links    {machine.link_bytes_per_s / 1e9:,.4g} GB/s a GPU in hosts of {machine.gpus_per_host}, of which "
+        f"{machine.wire_efficiency:.2f} are reached; latency {machine.link_latency_us:,.4g} us\n"
+        f"network  {machine.network_bytes_per_s / 1e9:,.4g} GB/s a GPU; latency {machine.network_latency_us:,.4g} us\n"
+    )
 
 
 def _row(config: PlanConfig, geometry: Geometry, machine: Machine, ep_size: int, tokens: int) -> dict[str, Any]:

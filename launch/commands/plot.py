@@ -6,21 +6,18 @@ import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_ep.launch.option_values import new_folder
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args, option
-
-
-def _folder(raw: str) -> Path:
-    path = Path(raw).expanduser()
-    if not path.is_dir():
-        raise ValueError("it must be a folder that exists")
-    return path
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlotConfig:
     """The settings of `moe-ep plot`."""
 
-    out: Path = field(default=Path(), metadata=option(_folder, "folder for the files; the current one", "DIR"))
+    out: Path = field(
+        default=Path(),
+        metadata=option(new_folder, "folder for the files, made where it is missing; the current one", "DIR"),
+    )
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -50,6 +47,7 @@ def main(args: argparse.Namespace) -> int:
         raise OptionError(f"FILE is {args.file!r}; it must be a file that a benchmark wrote, and there is none")
     try:
         rows = read_lines(path)
+        config.out.mkdir(exist_ok=True)
         written = plot_scaling(rows, config.out)
     except ValueError as error:
         raise OptionError(f"FILE is {args.file!r}; {error}") from None

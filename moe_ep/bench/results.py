@@ -77,10 +77,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
-    """Rows as text, right-aligned; `columns` gives the heading of each key, "-" stands for what a row lacks."""
-    cells = [list(columns.values()), *[[_cell(row.get(key)) for key in columns] for row in rows]]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    """Rows as text, words to the left and numbers to the right; `columns` gives the heading of each key, "-" stands for
+    what a row lacks."""
+    columns_of_cells = []
+    for key, heading in columns.items():
+        cells = [heading, *[_cell(row.get(key)) for row in rows]]
+        width = max(map(len, cells))
+        words = all(cell[:1].isalpha() for cell in cells[1:])
+        columns_of_cells.append([cell.ljust(width) if words else cell.rjust(width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns_of_cells, strict=True))
 
 
 def markdown_table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
@@ -96,6 +101,8 @@ def markdown_table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> s
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if not isinstance(value, float):
         return str(value)
     return f"{value:.3g}" if abs(value) < 10 else f"{value:,.1f}" if abs(value) < 10_000 else f"{value:,.0f}"

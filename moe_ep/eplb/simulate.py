@@ -165,9 +165,12 @@ def measure(trace: RoutingTrace, scene: Scene, slots: Array, rule: str) -> Outco
 
 
 def compare(
-    trace: RoutingTrace, scene: Scene, policies: list[str], rules: list[str], expert_bytes: int
+    trace: RoutingTrace, scene: Scene, policies: list[str], rules: list[str], expert_bytes: int | None = None
 ) -> Iterator[dict[str, object]]:
     """A row for each policy and rule; "linear" is the placement before any plan.
+
+    Args:
+        expert_bytes: of one expert; with it a row says how many GB are moved.
 
     Raises:
         ValueError: unknown names, or a scene that does not fit the trace.
@@ -186,7 +189,7 @@ def compare(
                 "active experts": round(outcome.active_experts, 1),
                 "stays on its rank %": round(100 * outcome.stays, 1),
                 "experts moved": moved,
-                "GB moved": round(moved * expert_bytes / 1e9, 2),
+                **({} if expert_bytes is None else {"GB moved": round(moved * expert_bytes / 1e9, 2)}),
             }
 
 

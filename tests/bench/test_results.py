@@ -43,7 +43,7 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
 def test_table() -> None:
     rows = [{"name": "a", "us": 12.345}, {"name": "long", "us": 1234567.0, "more": 1}]
     lines = table(rows, {"name": "name", "us": "us", "more": "more"}).splitlines()
-    assert lines == ["name         us  more", "   a       12.3     -", "long  1,234,567     1"]
+    assert lines == ["name         us  more", "a          12.3     -", "long  1,234,567     1"]
 
 
 def test_facts_name_what_is_needed_to_compare() -> None:

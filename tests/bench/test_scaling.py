@@ -72,9 +72,10 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(
 
     # As a benchmark that was ended early leaves them.
     path.write_text("".join(json.dumps({k: row[k] for k in row if k != "efficiency"}) + "\n" for row in rows))
-    assert main(["plot", str(path), "--out", str(tmp_path)]) == 0
-    pictures = [tmp_path / f"small-{kind}.png" for kind in ("scaling", "stages", "latency", "load")]
-    tables = tmp_path / "tables.md"
+    plots = tmp_path / "plots"
+    assert main(["plot", str(path), "--out", str(plots)]) == 0
+    pictures = [plots / f"small-{kind}.png" for kind in ("scaling", "stages", "latency", "load")]
+    tables = plots / "tables.md"
     assert capsys.readouterr().out.split() == list(map(str, [*pictures, tables]))
     summary, own = tables.read_text().split("## small")
     assert [line.split(" | ")[:3] for line in summary.splitlines()[4:5]] == [["| small", "decode", "16"]]
