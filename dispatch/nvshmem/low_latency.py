@@ -7,7 +7,6 @@ what they do; `channel` has the protocol.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -222,10 +221,8 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         return Pending(launch.receive, launch.receive, launch.send)
 
     def _blocks_of_expert(self, num_tokens: int) -> int:
-        """How many list the same expert and share its rows: one for each that the fullest has where routing is even."""
-        rows = num_tokens * self._layout.num_ranks * self._layout.topk / self._owner_table.numel()
-        fullest = int(rows + 3 * math.sqrt(rows))  # of a few hundred: three standard deviations above the mean
-        return max(1, min(self.tuning.list_blocks // max(self.moe_config.num_local_experts, 1), fullest))
+        rows = num_tokens * self._layout.num_ranks * self._layout.topk
+        return self.tuning.blocks_of_expert(rows / self._owner_table.numel(), self.moe_config.num_local_experts)
 
     def _common(self, index: int, topk_ids: torch.Tensor) -> Any:
         common = self._channel.common(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,16 @@ class Tuning:
     expected_tokens: int = 4
     list_blocks: int = 264
     blocks: int = 264
+
+    def blocks_of_expert(self, mean_rows: float, num_local_experts: int) -> int:
+        """How many blocks list the same expert and share its rows: one for each row that the fullest expert has.
+
+        Args:
+            mean_rows: rows of an expert on average; the fullest of a few hundred has three standard deviations more
+                where routing is even.
+        """
+        fullest = int(mean_rows + 3 * math.sqrt(mean_rows))
+        return max(1, min(self.list_blocks // max(num_local_experts, 1), fullest))
 
 
 def local_indices(owners: torch.Tensor) -> torch.Tensor:

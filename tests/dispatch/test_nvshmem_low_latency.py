@@ -15,7 +15,7 @@ from moe_ep.dispatch.nvshmem.device_api import device_archive
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
 from moe_ep.dispatch.nvshmem.kernels import KERNELS, kernel_source
 from moe_ep.dispatch.nvshmem.layout import BatchLayout
-from moe_ep.dispatch.nvshmem.low_latency_setup import local_indices
+from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, local_indices
 from moe_ep.dispatch.nvshmem.meeting import agree, meet
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.kernels import jit
@@ -75,6 +75,11 @@ def test_buffers_do_not_overlap_and_are_aligned(fp8: bool, topk: int, device_api
 def test_symmetric_memory_at_deepseeks_shape_is_below_80_mb() -> None:
     assert DEEPSEEK.symmetric_bytes == 2 * DEEPSEEK.batch_bytes < 80e6
     assert replace(DEEPSEEK, fp8=True).symmetric_bytes < 60e6
+
+
+def test_an_expert_has_a_block_for_each_row_of_the_fullest() -> None:
+    asked = ((0.0, 64), (0.125, 64), (1.0, 64), (1.0, 32), (16.0, 32), (16.0, 300))
+    assert [Tuning().blocks_of_expert(rows, experts) for rows, experts in asked] == [1, 1, 4, 4, 8, 1]
 
 
 def test_experts_of_a_rank_are_numbered_in_the_order_of_their_ids() -> None:
