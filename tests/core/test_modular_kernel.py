@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
+from moe_ep.dispatch.no_ep import NoEPPrepareFinalize
+from moe_ep.kernels.reference import ReferenceExperts
 from moe_ep.modular_kernel import (
     ExpertTokensMetadata,
     FusedMoEModularKernel,
@@ -78,6 +80,29 @@ def test_chunking_changes_no_bit(monkeypatch, chunk):
     monkeypatch.setenv("MOE_EP_CHUNK_SIZE", chunk)
     # A matrix product of fewer rows may sum in another order; the split itself must lose nothing.
     torch.testing.assert_close(kernel()(x, w1, w2, weights, ids), whole)
+
+
+@pytest.mark.parametrize("chunk", ["4", "100"])
+def test_a_chunk_gets_its_rows_scales_and_metadata_go_with_the_whole(monkeypatch, chunk):
+    """Of a backend that hands over scales and counts, as none of ours does in this format."""
+    x, w1, w2, weights, ids = problem(10)
+    scales, meta, seen = torch.rand(10, 1), ExpertTokensMetadata.make_from_list([5] * E, "cpu"), []
+
+    class Scaled(NoEPPrepareFinalize):
+        def prepare(self, *args):
+            rows, _, _, ids, weights = super().prepare(*args)
+            return rows, scales, meta, ids, weights
+
+    class Experts(ReferenceExperts):
+        def apply(self, output, hidden_states, *args):
+            seen.append((args[7], args[11]))
+            super().apply(output, hidden_states, *args)
+
+    monkeypatch.setenv("MOE_EP_CHUNK_SIZE", chunk)
+    got = FusedMoEModularKernel(Scaled(moe_config=moe_config()), Experts(moe_config()))(x, w1, w2, weights, ids)
+    torch.testing.assert_close(got, plain_moe(x, w1, w2, weights, ids))
+    assert torch.equal(torch.cat([part for part, _ in seen]), scales)
+    assert [part for _, part in seen] == ([meta] if chunk == "100" else [None] * 3)
 
 
 def test_shared_experts_come_beside_the_routed():
