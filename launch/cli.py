@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             error, code = "terminated" if number == signal.SIGTERM else "interrupted", 128 + number
         except (OptionError, ConfigError) as refusal:
             error, code = str(refusal), 2
-        except (MoeEpError, ImportError) as failure:
+        except (MoeEpError, ImportError, OSError) as failure:
             error, code = str(failure), 1
     print(f"{args.prog}: {error}", file=sys.stderr)
     return code

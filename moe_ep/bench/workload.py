@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moe_ep.eplb.trace import read_arrays
+
 _CHOSEN = 8.0
 
 
@@ -75,10 +77,9 @@ def recorded_ids(path: Path, num_experts: int, top_k: int) -> torch.Tensor:
     """int64 `[tokens, top_k]`: the first layer's choices, all arrays one after the other.
 
     Raises:
-        ValueError: no choices, or those of another number of experts or another top_k.
+        ValueError: a file without choices, or those of another number of experts or another top_k.
     """
-    with np.load(path, allow_pickle=False) as arrays:
-        found = [arrays[name] for name in arrays.files if arrays[name].ndim == 3]
+    found = [array for array in read_arrays(path).values() if array.ndim == 3]
     if not found:
         raise ValueError(f"{path} has no array of choices [layer, token, top_k]; give a file of recorded routing")
     ids = np.concatenate([choices[0] for choices in found])

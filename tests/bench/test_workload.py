@@ -43,6 +43,9 @@ def test_recorded_choices_are_replayed(tmp_path: Path) -> None:
     assert {tuple(row) for row in ids.tolist()} == {(0, 5), (1, 3), (2, 7)}
     with pytest.raises(ValueError, match="has top-2 choices of at least 8 experts, and the layer takes top-2 of 6"):
         draw_logits(routing, 4, 6, 2, seed=0)
+    (tmp_path / "damaged.npz").write_bytes((tmp_path / "seen.npz").read_bytes()[:-40])
+    with pytest.raises(ValueError, match=r"damaged.npz cannot be read as an .npz file"):
+        draw_logits(parse_routing(str(tmp_path / "damaged.npz")), 4, 8, 2, seed=0)
 
 
 @pytest.mark.parametrize("raw", ["zipf", "zipf:-1", "skewed", "/nowhere/seen.npz"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from moe_ep import registry
 from moe_ep.launch.cli import main
+from moe_ep.launch.commands import doctor
 from moe_ep.launch.commands.doctor import examine, why_unusable
 from moe_ep.launch.options import flag
 from moe_ep.launch.run_config import RunConfig
@@ -162,6 +164,15 @@ def test_inconsistent_launcher_variables_are_one_sentence(
     monkeypatch.setenv("RANK", "0")
     assert main(["run"]) == 2
     assert "RANK set without WORLD_SIZE" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def write(args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "out.json")
+
+    monkeypatch.setattr(doctor, "main", write)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "moe-ep doctor: [Errno 28] No space left on device: 'out.json'\n"
 
 
 def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
