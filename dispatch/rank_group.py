@@ -64,6 +64,20 @@ class RankGroup:
             watch(self.group)
         return Steps(self, name, device)
 
+    def wait_for_sizes(self, name: str, have_come: Callable[[], bool]) -> None:
+        """Waits on the host; DispatchTimeoutError where they have not come before the deadline.
+
+        Args:
+            name: of the step that waits.
+        """
+        start = time.monotonic()
+        while not have_come():
+            waited = time.monotonic() - start
+            if waited > self.timeout_s:
+                raise self.failed(name, "the GPU is still waiting for the ranks' sizes")
+            if waited > _SPIN_S:
+                time.sleep(_SLEEP_S)
+
     def failed(self, name: str, cause: str) -> DispatchTimeoutError:
         """The error for a step that failed or took too long, with the ranks at fault where somebody can tell."""
         story = f"the {name} did not finish on EP rank {self.rank} (deadline {self.timeout_s:g} s)"
@@ -138,26 +152,15 @@ class HostCopy:
 
     def __init__(self, numbers: torch.Tensor, ranks: RankGroup, name: str) -> None:
         self._ranks, self._name = ranks, name
-        self._source, self._numbers, self._event = numbers, numbers, None
+        self._numbers, self._event = numbers, None
         if numbers.is_cuda:
-            with torch.inference_mode(False):  # whoever starts it again may do so outside
-                self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
-        self.start()
-
-    def start(self) -> None:
-        """Sends the numbers as they are now on the current stream; once more where they were taken before."""
-        if self._event is not None:
-            self._numbers.copy_(self._source, non_blocking=True)
             self._event.record()
 
     def get(self) -> Sequence:
         """The numbers as (nested) lists; DispatchTimeoutError where they do not come before the deadline."""
-        start = time.monotonic()
-        while self._event is not None and not self._event.query():
-            waited = time.monotonic() - start
-            if waited > self._ranks.timeout_s:
-                raise self._ranks.failed(self._name, "the GPU is still waiting for the ranks' sizes")
-            if waited > _SPIN_S:
-                time.sleep(_SLEEP_S)
+        if self._event is not None:
+            self._ranks.wait_for_sizes(self._name, self._event.query)
         return self._numbers.tolist()

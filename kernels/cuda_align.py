@@ -37,7 +37,6 @@ class _AlignParams(ctypes.Structure):
     )
 
 
-@functools.cache
 def kernel_source(ids: torch.dtype, blocks: int) -> jit.KernelSource:
     """The kernel for int32 or int64 ids, with one block or a cluster of them (from sm_90 on)."""
     return jit.KernelSource(_SOURCE, "align", (("IDS_64", str(int(ids == torch.int64))), ("BLOCKS", str(blocks))))
@@ -89,11 +88,19 @@ def cuda_align(
         run=-(-numel // (blocks * warps * _WARP)) * _WARP,
         key_bits=(num_experts - 1).bit_length(),
     )
-    kernel = jit.load(kernel_source(ids.dtype, blocks), ids.device)
-    shared_bytes = _shared_bytes(num_experts, warps, blocks)
-    kernel.allow_shared(_MAX_SHARED)
-    kernel.launch(params, (blocks, 1, 1), warps * _WARP, shared_bytes)
+    kernel = _kernels(ids.dtype, ids.device)[blocks]
+    kernel.launch(params, (blocks, 1, 1), warps * _WARP, _shared_bytes(num_experts, warps, blocks))
     return sorted_ids, expert_ids, num_tokens, used
+
+
+@functools.cache
+def _kernels(ids: torch.dtype, device: torch.device) -> dict[int, jit.Kernel]:
+    """The kernels by their blocks; both, since a captured pass may have more slots than the one before it."""
+    found = {}
+    for blocks in (1, _CLUSTER) if jit.capability(device.index) >= (9, 0) else (1,):
+        found[blocks] = jit.load(kernel_source(ids, blocks), device)
+        found[blocks].allow_shared(_MAX_SHARED)
+    return found
 
 
 def _shared_bytes(num_experts: int, warps: int, blocks: int) -> int:

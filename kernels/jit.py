@@ -27,6 +27,7 @@ import torch
 
 from moe_ep import env
 from moe_ep.errors import BackendUnavailableError, missing_extra
+from moe_ep.workspace import current_stream
 
 _MIN_CAPABILITY = (8, 0)
 _lock = threading.Lock()
@@ -135,7 +136,7 @@ class Kernel:
         if torch.cuda.current_device() != index:
             with torch.cuda.device(self._device):
                 return self.launch(params, grid, block, shared_bytes, early)
-        key = (grid, block, shared_bytes, early, current_stream(index))
+        key = (grid, block, shared_bytes, early, current_stream(self._device))
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = self._config(*key)
@@ -166,11 +167,6 @@ class Kernel:
 def capability(device_index: int) -> tuple[int, int]:
     """The compute capability of a GPU; (9, 0) is Hopper."""
     return torch.cuda.get_device_capability(device_index)
-
-
-def current_stream(device_index: int) -> int:
-    """The handle of the stream that is current on a GPU, as Triton asks for it: torch makes no object for it."""
-    return torch._C._cuda_getCurrentRawStream(device_index)  # type: ignore[attr-defined]
 
 
 def load(source: KernelSource, device: torch.device) -> Kernel:

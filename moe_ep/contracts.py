@@ -111,6 +111,11 @@ class FusedMoEPrepareAndFinalize(ABC):
         """Whether a step can be captured: static shapes, no host synchronisation."""
         return False
 
+    def most_rows(self) -> int | None:
+        """Rows that prepare hands over under CUDA-graph capture, where eager passes get those that arrived; scratch for
+        so many is made in either case. None where both are the same."""
+        return None
+
     def hand_over_row_ids(self) -> None:
         """The experts take rows by reference (expert_row_ids): hand them over so where that saves a copy."""
         return

@@ -176,8 +176,13 @@ class FusedMoE(ExpertShard):
 
         Raises:
             ValueError: shapes or dtypes that do not fit the layer; under CUDA-graph capture, T above the capacity.
-            RuntimeError: weights that are only partly loaded.
+            RuntimeError: weights that are only partly loaded, or gradients that are asked for.
         """
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or router_logits.requires_grad):
+            raise RuntimeError(
+                f"the experts of {self.layer_name} are for inference and have no backward; call the model under "
+                f"torch.inference_mode() or torch.no_grad()"
+            )
         if self.shared_experts is None:
             return torch.ops.moe_ep.moe_forward(hidden_states, router_logits, self.layer_name)
         shared, routed = torch.ops.moe_ep.moe_forward_shared(hidden_states, router_logits, self.layer_name)
@@ -268,7 +273,12 @@ class FusedMoE(ExpertShard):
     @property
     def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
         """The backend that moves rows for this layer."""
-        return self._prepare_finalize or self._make_prepare_finalize()
+        if self._prepare_finalize is not None:
+            return self._prepare_finalize
+        try:
+            return self._make_prepare_finalize()
+        except AttributeError as error:
+            raise RuntimeError(f"the backend of {self.layer_name} cannot be made: {error}") from error
 
     def _make_prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
         if self._spans_ranks() and not is_initialized():
@@ -288,9 +298,13 @@ class FusedMoE(ExpertShard):
         """The backend and the experts, joined when the weights are ready."""
         kernel = self._modular_kernel
         if kernel is None:
-            self.process_weights_after_loading()
-            experts = self.quant_method.select_gemm_impl(self.prepare_finalize, self)
-            kernel = FusedMoEModularKernel(self.prepare_finalize, experts, self.shared_experts)
+            try:
+                self.process_weights_after_loading()
+                experts = self.quant_method.select_gemm_impl(self.prepare_finalize, self)
+                kernel = FusedMoEModularKernel(self.prepare_finalize, experts, self.shared_experts)
+            except AttributeError as error:
+                # A module takes it for a missing property of its own.
+                raise RuntimeError(f"the experts of {self.layer_name} cannot be made: {error}") from error
             # Not as a submodule: the shared experts are the layer's already, and would be saved twice.
             self.__dict__["_modular_kernel"] = kernel
         return kernel

@@ -26,7 +26,7 @@ from moe_ep.contracts import (
 )
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.stages import stage
-from moe_ep.workspace import workspace_manager
+from moe_ep.workspace import Request, num_bytes, workspace_manager
 
 __all__ = [
     "ExpertTokensMetadata",
@@ -68,6 +68,7 @@ class FusedMoEModularKernel(nn.Module):
         self.prepare_finalize = prepare_finalize
         self.fused_experts = fused_experts
         self.shared_experts = shared_experts
+        self._most_rows = prepare_finalize.most_rows()
         self._side_stream: torch.cuda.Stream | None = None
 
     def forward(
@@ -161,16 +162,21 @@ class FusedMoEModularKernel(nn.Module):
         experts = self.fused_experts
         E, M, N, K, topk = experts.moe_problem_size(rows, w1, w2, ids)
         standard = experts.activation_format() is FusedMoEActivationFormat.Standard
-        chunk = min(M, env.CHUNK_SIZE.get()) if standard and experts.supports_chunking() else M
-
-        def shapes(num_rows: int) -> tuple[tuple[int, ...], ...]:
-            return experts.workspace_shapes(num_rows, N, K, topk, global_num_experts, E, meta, activation)
-
-        scratch13, scratch2, shape = shapes(chunk)
-        shape = shape if chunk == M else shapes(M)[2]
         dtype = experts.workspace_dtype(act_dtype)
+        limit = env.CHUNK_SIZE.get() if standard and experts.supports_chunking() else None
+        chunk = M if limit is None else min(M, limit)
+
+        def requests(num_rows: int) -> list[Request]:
+            """Scratch for a chunk of so many rows, and the output of them all."""
+            sizes = (N, K, topk, global_num_experts, E, meta, activation)
+            rows_at_once = num_rows if limit is None else min(num_rows, limit)
+            scratch13, scratch2, shape = experts.workspace_shapes(rows_at_once, *sizes)
+            if rows_at_once < num_rows:
+                shape = experts.workspace_shapes(num_rows, *sizes)[2]
+            return [(scratch13, dtype), (scratch2, dtype), (shape, dtype)]
+
         workspace13, workspace2, output = workspace_manager().get(
-            [(scratch13, dtype), (scratch2, dtype), (shape, dtype)], rows.device
+            requests(M), rows.device, 0 if self._most_rows is None else num_bytes(requests(self._most_rows))
         )
         if standard and M == 0:
             return output
@@ -204,6 +210,7 @@ class FusedMoEModularKernel(nn.Module):
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream(shared_input.device)
         self._side_stream.wait_stream(torch.cuda.current_stream(shared_input.device))
+        shared_input.record_stream(self._side_stream)
         with torch.cuda.stream(self._side_stream):
             return self.shared_experts(shared_input)
 

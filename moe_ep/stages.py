@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE
 
 STAGES = ("route", "dispatch", "experts", "combine")
-# What balancing does, on a thread of its own but for the last.
-EPLB_STAGES = ("eplb_plan", "eplb_transfer", "eplb_commit")
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -29,18 +29,20 @@ class WorkspaceManager:
         self._buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
         self._captured: list[torch.Tensor] = []
 
-    def get(self, requests: Sequence[Request], device: torch.device) -> list[torch.Tensor]:
+    def get(self, requests: Sequence[Request], device: torch.device, least_bytes: int = 0) -> list[torch.Tensor]:
         """Uninitialised tensors of the given shapes and dtypes, side by side in the scratch of this stream.
+
+        Args:
+            least_bytes: make the scratch at least so large, for later requests.
 
         Raises:
             RuntimeError: under CUDA-graph capture, when no buffer is large enough.
         """
         offsets, end = [], 0
-        for shape, dtype in requests:
+        for request in requests:
             offsets.append(end)
-            num_bytes = math.prod(shape) * dtype.itemsize
-            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        buffer = self._buffer(end, device)
+            end += num_bytes([request])
+        buffer = self._buffer(max(end, least_bytes), device)
         return [
             buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
             for start, (shape, dtype) in zip(offsets, requests, strict=True)
@@ -52,8 +54,7 @@ class WorkspaceManager:
 
     def _buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        key = (device, stream)
+        key = (device, current_stream(device) if device.type == "cuda" else 0)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < num_bytes:
             if capturing:
@@ -81,6 +82,18 @@ class WorkspaceManager:
             f"a pass under CUDA-graph capture needs {num_bytes} bytes of scratch and no buffer of that size is there; "
             f"run one pass of the same size before capturing"
         )
+
+
+def num_bytes(requests: Sequence[Request]) -> int:
+    """Bytes that `get` takes for these tensors."""
+    sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in requests)
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+
+
+def current_stream(device: torch.device) -> int:
+    """The handle of the stream that is current on a GPU; torch makes no object for it, which would take longer."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch._C._cuda_getCurrentRawStream(index)  # type: ignore[attr-defined]
 
 
 _manager = WorkspaceManager()

@@ -152,7 +152,7 @@ class Workload:
         self._backends.clear()
 
     def backend_of(self, setting: Setting) -> FusedMoEPrepareAndFinalize:
-        key = (setting.name, setting.fp8, setting.capacity, setting.graph)
+        key = (setting.name, setting.fp8, setting.capacity)
         if key not in self._backends:
             config = FusedMoEConfig(
                 num_experts=self.args.experts,
@@ -165,9 +165,8 @@ class Workload:
                 max_num_tokens=setting.capacity,
             )
             quant_config = FusedMoEQuantConfig(dispatch_dtype=torch.float8_e4m3fn if setting.fp8 else None)
-            options = {"exact_rows": False} if setting.name == _PREFILL and setting.graph else {}
             cls = ALL2ALL_BACKENDS.load(setting.name)
-            self._backends[key] = cls(moe_config=config, quant_config=quant_config, **options)
+            self._backends[key] = cls(moe_config=config, quant_config=quant_config)
         backend: Any = self._backends[key]
         if setting.name == _ROOMY:
             backend.by_reference = setting.backend.endswith(BY_REFERENCE)

@@ -29,7 +29,6 @@ from moe_ep.dispatch.nvshmem.high_throughput_block import (
     kernel_source,
     params_type,
 )
-from moe_ep.dispatch.rank_group import HostCopy
 from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
@@ -53,8 +52,8 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
 
     Rows, ids and weights are those of `all_to_all`, bit for bit and always in one order, and so is what the combine
     leaves. They are views of memory that is valid until `batches_in_flight` more batches were prepared by layers of
-    this shape. The host waits for one number, the rows that arrive, while they travel. Without `exact_rows` it waits
-    for nothing: all R * max_num_tokens rows are returned, with ids of -1 where none arrived.
+    this shape. The host waits for one number, the rows that arrive, while they travel. Without `exact_rows`, and under
+    CUDA-graph capture, it waits for nothing: all R * max_num_tokens rows are returned, ids of -1 where none arrived.
 
     Every wait ends after MOE_EP_NVSHMEM_TIMEOUT_S, and the next call (or `check`) raises DispatchTimeoutError.
 
@@ -65,7 +64,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         owners: int32 `[E + shared]`, the rank of the group that each id goes to; None for that of the placement.
         num_sms: SMs that move rows; None for what is nearly the best.
         batches_in_flight: batches that may be between prepare and finalize; each has symmetric memory of its own.
-        exact_rows: hand over the rows that arrived; False for all R * max_num_tokens, as CUDA graphs need.
+        exact_rows: hand over the rows that arrived where no CUDA graph is captured; False for all R * max_num_tokens.
 
     Raises:
         ValueError: what the kernels cannot do, or ranks that are configured differently.
@@ -100,7 +99,6 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         self._layout = _layout(moe_config, quant_config, batches_in_flight, device_api)
         facts = facts_of(moe_config, fp8=self._layout.fp8, device_api=device_api, batches_in_flight=batches_in_flight)
         self._block = self._meeting = Block.of(self._layout, self.ranks, moe_config.in_dtype, facts)
-        self._on_host: dict[BatchParts, HostCopy] = {}
         device = torch.device("cuda", torch.cuda.current_device())
         self._kernels = {
             name: jit.load(kernel_source(name, self._layout, moe_config.in_dtype), device) for name in KERNELS
@@ -124,7 +122,10 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         return FusedMoEActivationFormat.Standard
 
     def supports_cuda_graph(self) -> bool:
-        return not self.exact_rows
+        return True
+
+    def most_rows(self) -> int | None:
+        return self._layout.max_rows
 
     def prepare_async(
         self,
@@ -149,27 +150,17 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
     def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, _Handle]]:
         self.check()
         self._check_batch(batch)
-        if self.exact_rows and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{NAME} with exact_rows needs the number of rows on the host and cannot be captured in a CUDA graph; "
-                f"make it with exact_rows=False"
-            )
-        layout, num_tokens = self._layout, batch.topk_ids.size(0)
+        exact = self.exact_rows and not torch.cuda.is_current_stream_capturing()
+        layout, num_tokens, num_ids = self._layout, batch.topk_ids.size(0), batch.owners.numel()
         parts = self._block.take()
         number = parts.number
-        where = [batch.topk_ids, batch.owners, parts.slots]
-        self._launch("plan", parts, where, [batch.owners.numel(), num_tokens])
-        on_host = self._copy_total(parts) if self.exact_rows else None
+        where = [batch.topk_ids, batch.owners, parts.slots, parts.arriving if exact else None]
+        self._launch("plan", parts, where, [num_ids, num_tokens, number])
         tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
-        self._launch(
-            "dispatch", parts, tensors, [batch.owners.numel(), num_tokens, 0 if self.exact_rows else layout.max_rows]
-        )
+        self._launch("dispatch", parts, tensors, [num_ids, num_tokens, 0 if exact else layout.max_rows])
 
         def receive() -> tuple[PrepareResult, _Handle]:
-            rows = layout.max_rows
-            if on_host is not None:
-                rows = on_host.get()[0]
-                self.check()
+            rows = self._arrived(parts, number) if exact else layout.max_rows
             result = (parts.rows[:rows], None, None, parts.ids[:rows], parts.weights[:rows])
             return result, _Handle(parts, number, num_tokens, rows)
 
@@ -209,19 +200,18 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         handle.parts.is_open = False
         return Pending(lambda: None, lambda: None)
 
-    def _copy_total(self, parts: BatchParts) -> HostCopy:
-        """The rows that arrive, on their way to the host."""
-        copy = self._on_host.get(parts)
-        if copy is None:
-            copy = self._on_host[parts] = HostCopy(parts.total, self.ranks, "dispatch")
-        else:
-            copy.start()
-        return copy
+    def _arrived(self, parts: BatchParts, number: int) -> int:
+        """Waits on the host for the number of rows, while they travel."""
+        self.ranks.wait_for_sizes("dispatch", lambda: parts.rows_of(number) is not None)
+        self.check()
+        return parts.rows_of(number) or 0
 
-    def _launch(self, name: str, parts: BatchParts, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
+    def _launch(
+        self, name: str, parts: BatchParts, tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]
+    ) -> None:
         params = params_type(self._layout.num_ranks, len(tensors), len(numbers))()
         params.common = parts.common
-        params.pointers[:] = [tensor.data_ptr() for tensor in tensors]
+        params.pointers[:] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         params.numbers[:] = numbers
         self._kernels[name].launch(params, (1 if name == "plan" else self.num_sms, 1, 1), _THREADS)
 

@@ -211,6 +211,7 @@ class Block:
         for parts in self.batches:
             parts.numbers.zero_()
             parts.numbers[0] = epoch
+            parts.arriving.zero_()
             parts.number, parts.is_open = 0, False
         self._status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
         torch.cuda.synchronize(self._device)
@@ -226,6 +227,7 @@ class BatchParts:
         numbers: int32: epoch, finished blocks, what was taken (2), the placement.
         slots: int32 `[C, R]`, of this rank's tokens.
         rows, ids, weights: `[R * C, …]`, what arrives, as the experts read it.
+        arriving: int64 `[1]` in host memory, where the first kernel writes number << 32 | rows that arrive.
     """
 
     def __init__(self, block: Block, index: int, in_dtype: torch.dtype) -> None:
@@ -234,6 +236,8 @@ class BatchParts:
         self.numbers = torch.zeros(4 + 4 * layout.num_ranks + 1, dtype=torch.int32, device=device)
         self.slots = torch.empty((layout.capacity, layout.num_ranks), dtype=torch.int32, device=device)
         self.common = block.common(index, self.numbers)
+        self.arriving = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._arriving = self.arriving.numpy()
         if layout.takes_rows:
             self.rows = torch.empty((layout.max_rows, layout.hidden_size), dtype=in_dtype, device=device)
         else:
@@ -241,10 +245,10 @@ class BatchParts:
         self.ids = block.part(index, "ids").view(torch.int32).view(layout.max_rows, layout.topk)
         self.weights = block.part(index, "weights").view(torch.float32).view(layout.max_rows, layout.topk)
 
-    @property
-    def total(self) -> torch.Tensor:
-        """A view: int32 `[1]`, rows of the batch that arrive here."""
-        return self.numbers[-1:]
+    def rows_of(self, number: int) -> int | None:
+        """Rows of the batch of that number that arrive here, once the first kernel has told."""
+        word = int(self._arriving[0])
+        return word & 0xFFFFFFFF if word >> 32 == number else None
 
 
 @functools.cache

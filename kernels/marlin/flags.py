@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.kernels import jit
+from moe_ep.workspace import current_stream
 
 _LEAST = 8192
 _buffers: dict[tuple[int, int, str], list[torch.Tensor]] = {}
@@ -15,8 +15,7 @@ def stream_flags(device: torch.device, kernel: str, numel: int) -> torch.Tensor:
 
     Outgrown ones are kept: a captured graph may still use them.
     """
-    index = device.index or 0
-    buffers = _buffers.setdefault((index, jit.current_stream(index), kernel), [])
+    buffers = _buffers.setdefault((device.index or 0, current_stream(device), kernel), [])
     if not buffers or buffers[-1].numel() < numel:
         buffers.append(torch.zeros(max(numel, _LEAST), dtype=torch.int32, device=device))
     return buffers[-1]

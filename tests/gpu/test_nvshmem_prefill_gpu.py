@@ -135,7 +135,7 @@ def test_captured_with_changing_routing(world_size: int, fp8: bool) -> None:
 
 def check_captured(rank: int, world_size: int, fp8: bool) -> int:
     def make_step(setting, args, output):
-        backend = make_backend(setting, NAME, exact_rows=False)
+        backend = make_backend(setting, NAME)
         assert backend.supports_cuda_graph()
 
         def step() -> None:

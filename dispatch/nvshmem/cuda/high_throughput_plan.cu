@@ -12,7 +12,8 @@ struct Params {
     const int* topk_ids;
     const int* owners;
     int* slots;
-    int num_ids, num_tokens;
+    u64* arriving;  // in host memory: the batch's number and the rows of it that arrive here; null where nobody waits
+    int num_ids, num_tokens, batch;
 };
 
 struct Shared {
@@ -122,7 +123,8 @@ __device__ __forceinline__ void await_counts(const Common& c, Shared& shared, u3
     }
 }
 
-__device__ __forceinline__ void place(const Common& c, const Shared& shared) {
+__device__ __forceinline__ void place(const Params& p, const Shared& shared) {
+    const Common& c = p.common;
     const int other = static_cast<int>(threadIdx.x);
     int there = 0, sent = 0, here = 0, home = 0, total = 0;
     for (int rank = 0; rank < RANKS; ++rank) {
@@ -137,7 +139,11 @@ __device__ __forceinline__ void place(const Common& c, const Shared& shared) {
     c.placement->count[other] = shared.all_came ? shared.counts[other][c.rank] : 0;
     c.placement->home[other] = home - here;
     if (other == 0) {
-        c.placement->total = shared.all_came ? total : 0;
+        total = shared.all_came ? total : 0;
+        c.placement->total = total;
+        if (p.arriving != nullptr) {
+            *reinterpret_cast<volatile u64*>(p.arriving) = static_cast<u64>(p.batch) << 32 | static_cast<u32>(total);
+        }
     }
 }
 
@@ -183,6 +189,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_plan(c
         *c.epoch = epoch;
     }
     if (thread < RANKS) {
-        place(c, shared);
+        place(p, shared);
     }
 }
