@@ -40,8 +40,8 @@ class GenerateConfig(ModelConfig):
     )
     batch_size: int = field(default=8, metadata=option(at_least(1), "sequences that a worker decodes together (8)"))
     eplb: bool = field(default=False, metadata=option(None, "balance the experts over workers while they decode"))
-    redundant_experts: int = field(
-        default=0, metadata=option(at_least(0), "replicas of experts in every layer, for --eplb (0)")
+    num_redundant_experts: int = field(
+        default=0, metadata=option(at_least(0), "slots for replicas over all workers, for --eplb (0)", "N")
     )
     graphs: bool = field(
         default=True, metadata=option(None, "decode in CUDA graphs, on GPUs where backend and experts allow it (yes)")

@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_ep.checkout import checkout_commit
 from moe_ep.launch.generate_config import GenerateConfig
+from moe_ep.launch.progress import workers
 from moe_ep.launch.report import percentile
 
 
@@ -109,32 +110,40 @@ class GenerationReport:
     def lines(self) -> Iterator[str]:
         """What goes to the terminal."""
         summary = self.summary()
-        backend = summary["backend"]
+        prefill, decode = summary["backend"]["prefill"], summary["backend"]["decode"]
+        yield f"model   {summary['model']}"
         yield (
-            f"model: {summary['model']}, {summary['num_layers']} MoE layers of {summary['num_experts']} experts, "
-            f"{summary['dtype']}, experts {summary['experts']}, loaded in {summary['load_s']:.2f} s"
+            f"        {summary['num_layers']} MoE layers of {summary['num_experts']} experts, loaded in "
+            f"{summary['load_s']:.2f} s"
         )
+        yield f"gang    {workers(len(self.ranks))}, launcher {self.config.launcher}, on {', '.join(summary['devices'])}"
         yield (
-            f"gang: {len(self.ranks)} worker(s), launcher {self.config.launcher}, backend {backend['prefill']} for "
-            f"prompts and {backend['decode']} for decoding, on {', '.join(summary['devices'])}"
+            f"layers  backend {prefill if prefill == decode else f'{prefill} for prompts, {decode} for decoding'}, "
+            f"experts {summary['experts']}, {summary['dtype']}"
         )
+        yield ""
+        yield f"{'rank':>4}{'prompts':>9}{'tokens':>8}{'tokens/s':>12}{'memory':>13}  where"
         for rank, speed in zip(self.ranks, summary["tokens_per_s_per_rank"], strict=True):
+            memory = f"{rank.memory_bytes / 2**20:,.0f} MiB"
             yield (
-                f"  rank {rank.rank}: {len(rank.completions)} prompts, {rank.num_tokens} tokens, {speed:,.1f} tokens/s,"
-                f" {rank.memory_bytes / 2**20:,.0f} MiB, node {rank.node}, {rank.device}"
+                f"{rank.rank:>4}{len(rank.completions):>9}{rank.num_tokens:>8}{speed:>12,.1f}{memory:>13}  "
+                f"{rank.node}, {rank.device}"
             )
+        yield ""
+        yield from self._times(summary["step_ms"])
+        yield (
+            f"{summary['tokens_per_s']:,.1f} tokens/s ({sum(summary['tokens_per_rank'])} in {self.elapsed_s:.2f} s), "
+            f"balancedness {summary['balancedness']:.3f}"
+        )
+
+    @staticmethod
+    def _times(step_ms: dict[str, dict[str, float] | None]) -> Iterator[str]:
+        yield f"{'ms of a step of one rank':<26}{'median':>10}{'p99':>10}{'steps':>8}"
         for kind, label in (
             ("prefill", "reading a prompt"),
             ("decode", "decoding, eager"),
             ("replayed", "decoding, CUDA graph"),
-            ("serve", "serving only"),
+            ("serve", "serving other ranks"),
         ):
-            if times := summary["step_ms"][kind]:
-                yield (
-                    f"  {label}: {times['steps']} steps of a rank, median {times['median']:.2f} ms, "
-                    f"p99 {times['p99']:.2f} ms"
-                )
-        yield (
-            f"tokens/s: {summary['tokens_per_s']:,.1f} ({sum(summary['tokens_per_rank'])} in {self.elapsed_s:.2f} s)"
-        )
-        yield f"balancedness: {summary['balancedness']:.3f}"
+            if times := step_ms[kind]:
+                yield f"{label:<26}{times['median']:>10.2f}{times['p99']:>10.2f}{times['steps']:>8}"

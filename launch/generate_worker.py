@@ -95,7 +95,7 @@ def _load(config: GenerateConfig, folder: Path, device: torch.device, dtype: tor
         backend=config.backend,
         quantize=config.quantize,
         eplb=config.eplb,
-        num_redundant_experts=config.redundant_experts,
+        num_redundant_experts=config.num_redundant_experts,
         dtype=dtype,
         device=device,
         # Decoding sends few rows, and on GPUs a backend of fixed capacity needs no host for that.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from moe_ep.launch.progress import workers
 from moe_ep.launch.report import RunReport
 
 # More ranks than this are shown by their least, mean and most.
@@ -29,7 +30,7 @@ def terminal_lines(report: RunReport) -> Iterator[str]:
 
 
 def _head(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
-    model, num_ranks = summary["model"], len(report.ranks)
+    model = summary["model"]
     yield (
         f"model   {model['family']}, {len(report.layers)} MoE layers of {model['num_experts']} experts, "
         f"top-{model['top_k']}, hidden {model['hidden_size']}, intermediate {model['intermediate_size']}, "
@@ -37,8 +38,7 @@ def _head(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
     )
     yield f"        {model['path']}"
     yield (
-        f"gang    {num_ranks} worker{'s' if num_ranks > 1 else ''}, launcher {report.config.launcher}, on "
-        f"{', '.join(summary['devices'])}"
+        f"gang    {workers(len(report.ranks))}, launcher {report.config.launcher}, on {', '.join(summary['devices'])}"
     )
     yield f"layers  backend {summary['backend']}, experts {summary['experts']}, {summary['dtype']}"
 

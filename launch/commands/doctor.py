@@ -28,6 +28,7 @@ _PACKAGES = {
 _MENDS = {
     "torch": "pip install torch",
     "ray": "pip install 'ray[default]'",
+    "nccl": "it comes with torch's CUDA build",
     "transformers": "pip install 'moe_ep[hf]'",
 }
 

@@ -62,8 +62,8 @@ def _work(rank_env: RankEnv, config: GenerateConfig, prompts: list[str]) -> Rank
 def _prompts(config: GenerateConfig) -> list[dict[str, Any]]:
     if config.prompts is None:
         raise OptionError("--prompts is missing; give a file with a prompt a line")
-    if config.redundant_experts and not config.eplb:
-        raise OptionError(f"--redundant-experts is {config.redundant_experts} without --eplb; add it")
+    if config.num_redundant_experts and not config.eplb:
+        raise OptionError(f"--num-redundant-experts is {config.num_redundant_experts} without --eplb; add it")
     try:
         return read_prompts(config.prompts)
     except UnicodeDecodeError:
