@@ -8,6 +8,7 @@ import itertools
 import json
 import socket
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.launch.cli import main
+from moe_ep.observability import trace
 from moe_ep.observability.trace import PREFIX, trace_to
 from moe_ep.stages import STAGES
 from tests.checkpoint.checkpoints import make_checkpoint
@@ -56,6 +58,27 @@ def test_ranges_of_all_ranks_are_there_in_order_and_on_one_clock(tmp_path: Path)
     # A pass ends in an exchange: the second begins nowhere before the first began everywhere.
     firsts, seconds = ([found[index]["ts"] for found in spans] for index in (0, len(STAGES)))
     assert max(firsts) < min(seconds)
+
+
+def with_a_clock_ahead(rank: int, world_size: int, folder: Path) -> float:
+    """Where an event of the first microsecond ends up in the trace of a rank whose host is `rank` minutes ahead."""
+    ahead_us = 60e6 * rank
+    with pytest.MonkeyPatch.context() as host:
+        host.setattr(trace.platform, "node", lambda: f"host-{rank}")
+        host.setattr(trace.time, "time_ns", lambda: time.perf_counter_ns() + int(1e3 * ahead_us))
+        shift_us = trace._clock_difference_us(None)
+    recorded, aligned = folder / f"recorded-{rank}.gz", folder / f"aligned-{rank}.gz"
+    with gzip.open(recorded, "wt") as file:
+        json.dump({"traceEvents": [{"ts": ahead_us + 1, "pid": 7, "name": "event"}]}, file)
+    trace._align(recorded, aligned, rank, shift_us)
+    event, process = read_trace(aligned)
+    assert process["pid"] == event["pid"] and process["args"] == {"name": f"rank {rank}: 7"}
+    return event["ts"]
+
+
+def test_clocks_of_other_hosts_are_set_by_the_first(tmp_path: Path) -> None:
+    first, second = ranks(2).run(with_a_clock_ahead, tmp_path)
+    assert first == 1 and abs(second) < 30e6
 
 
 class Scraper(threading.Thread):
