@@ -25,13 +25,18 @@ class Entry:
 class Registry:
     """Names and the classes behind them, imported when chosen.
 
+    Args:
+        kind: the argument that takes such a name, for messages.
+        contract: "module:Class" that every choice is a subclass of; empty where choices are functions.
+
     Example:
         >>> EXPERTS.load("reference")          # imports moe_ep.kernels.reference
         >>> EXPERTS.register("mine", "my_package.experts:MyExperts", "what it does")
     """
 
-    def __init__(self, kind: str, entries: dict[str, Entry]) -> None:
+    def __init__(self, kind: str, entries: dict[str, Entry], contract: str = "") -> None:
         self.kind = kind
+        self.contract = contract
         self._entries = dict(entries)
 
     def __iter__(self) -> Iterator[str]:
@@ -56,14 +61,32 @@ class Registry:
             raise ValueError(one_of(self.kind, name, [*also, *self._entries]))
 
     def load(self, name: str) -> Any:
-        """Imports and returns the class behind `name`; ValueError for an unknown one, listing the known."""
-        module, attribute = self[name].target.split(":")
-        return getattr(importlib.import_module(module), attribute)
+        """Imports and returns the class behind `name`.
+
+        Raises:
+            ValueError: an unknown name; the known ones are listed.
+            ImportError: its module cannot be imported, or has no such class.
+            TypeError: the class does not keep the contract of these choices.
+        """
+        target = self[name].target
+        found = _find(target)
+        if self.contract and not (isinstance(found, type) and issubclass(found, _find(self.contract))):
+            raise TypeError(f"{self.kind} {name!r} is {target}; it must be a subclass of {self.contract}")
+        return found
+
+
+def _find(target: str) -> Any:
+    module, attribute = target.split(":")
+    imported = importlib.import_module(module)
+    if not hasattr(imported, attribute):
+        raise ImportError(f"{module} has no {attribute!r}; register the name of a class that it has")
+    return getattr(imported, attribute)
 
 
 ALL2ALL_BACKENDS = Registry(
     "all2all_backend",
-    {
+    contract="moe_ep.contracts:FusedMoEPrepareAndFinalize",
+    entries={
         "no_ep": Entry("moe_ep.dispatch.no_ep:NoEPPrepareFinalize", "one rank, nothing travels"),
         "allgather_reducescatter": Entry(
             "moe_ep.dispatch.allgather_reducescatter:AllGatherReduceScatterPrepareFinalize",
@@ -94,7 +117,8 @@ ALL2ALL_BACKENDS = Registry(
 
 EXPERTS = Registry(
     "experts",
-    {
+    contract="moe_ep.contracts:FusedMoEPermuteExpertsUnpermute",
+    entries={
         "reference": Entry("moe_ep.kernels.reference:ReferenceExperts", "plain torch, Standard format"),
         "batched_reference": Entry(
             "moe_ep.kernels.reference:BatchedReferenceExperts", "plain torch, BatchedExperts format"
@@ -111,7 +135,8 @@ EXPERTS = Registry(
 
 QUANT_METHODS = Registry(
     "quant_method",
-    {
+    contract="moe_ep.methods.base:FusedMoEMethodBase",
+    entries={
         "none": Entry("moe_ep.methods.unquantized:UnquantizedFusedMoEMethod", "f32, f16 or bf16 weights"),
         **{
             name: Entry("moe_ep.methods.checkpoint:CheckpointFusedMoEMethod", summary)

@@ -28,6 +28,20 @@ def test_register_adds_a_choice_and_checks_its_form():
         registry.register("bad", "pathlib.Path", "")
 
 
+def test_what_was_registered_wrongly_is_named():
+    registry = Registry("thing", {}, contract="pathlib:PurePath")
+    registry.register("path", "pathlib:PosixPath", "a path")
+    registry.register("typo", "pathlib:Paht", "")
+    registry.register("other", "decimal:Decimal", "")
+    registry.register("function", "os:getcwd", "")
+    assert registry.load("path").__name__ == "PosixPath"
+    with pytest.raises(ImportError, match="pathlib has no 'Paht'"):
+        registry.load("typo")
+    for name in ("other", "function"):
+        with pytest.raises(TypeError, match=f"thing '{name}' is .*; it must be a subclass of pathlib:PurePath"):
+            registry.load(name)
+
+
 def test_defaults_without_variables(monkeypatch):
     for variable in env.ALL:
         monkeypatch.delenv(variable.name, raising=False)
