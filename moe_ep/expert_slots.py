@@ -59,7 +59,7 @@ class LayerEplbState(nn.Module):
 
     def replicas(self, logical: int) -> list[int]:
         """The physical experts that hold a logical one now."""
-        return self.logical_to_physical_map[logical, : int(self.logical_replica_count[logical])].tolist()
+        return [physical for physical in self.logical_to_physical_map[logical].tolist() if physical >= 0]
 
     def set(
         self,
