@@ -5,7 +5,7 @@ python scripts/bench_generate.py --launcher local --ep-size 4 [--tokens 8,32,128
 A Qwen3-MoE checkpoint is made (Qwen3-30B's sizes, int4, few layers, contents of no meaning) and removed. Each worker
 decodes as many sequences as it has tokens. A layer takes what its stages take, on the slowest rank. Alone means twice:
 by `moe-ep run --graphs`, whose tokens are others and choose other experts, and one after the other in a CUDA graph on
-the rows and choices that a decoding step gave them.
+the rows and choices that the decoding step before gave them: a step of the one, a step of the other.
 """
 
 from __future__ import annotations
@@ -112,69 +112,92 @@ def _decode(rank_env: RankEnv, config: GenerateBenchConfig, folder: Path, num_sl
         with decoder.steps.step(PROMPT):
             first = decoder.prefill(slot, torch.randint(1, model.config.vocab_size, (PROMPT,), generator=generator))
             decoder.append(slot, first.argmax())
-    given: list[tuple[torch.Tensor, ...]] = []
-    # Of the first pass, which is eager.
-    hooks = [layer.register_forward_pre_hook(lambda layer, args: given.append(_copies(args))) for layer in layers]
+    given = _Given(layers)
     times: Times = []
-    step_ms = []
-    replayed = False
-    for number in range(WARM_UP_PASSES + config.steps):
+    alone_times: Times = []
+    step_ms: list[float] = []
+    alone: _Alone | None = None
+    for _ in range(WARM_UP_PASSES + config.steps):
         with decoder.steps.step(num_slots, can_replay=decoder.can_replay_decode) as step:
             started = time.perf_counter()
             decoder.append(slice(None), decoder.decode().argmax(-1))
             if on_gpu:
                 torch.cuda.synchronize(device)
-            step_ms.append((time.perf_counter() - started) * 1e3)
+            took_ms = (time.perf_counter() - started) * 1e3
             replayed = step is not None and step.can_replay
-        if number == 0:
-            for hook in hooks:
-                hook.remove()
         # A graph's events have no time before its first replay.
-        if replayed or not decoder.can_replay_decode:
-            times.append(_stages_ms(recorders, layers))
-    with decoder.steps.pretending(num_slots):
-        alone = _alone(layers, given, recorders, config.steps, replayed)
+        if decoder.can_replay_decode and not replayed:
+            continue
+        if alone is None:
+            # Later passes have recorders of their own, but for the replays of a graph.
+            decoding = dict(recorders) if replayed else recorders
+        step_ms.append(took_ms)
+        times.append(_stages_ms(decoding, layers))
+        with decoder.steps.pretending(num_slots):
+            alone = alone or _Alone(layers, given, recorders, replayed)
+            alone_times.append(alone.times())
+    if alone is not None:
+        alone.close()
     decoder.close()
     return {
         "generate": times[-config.steps :],
-        "alone": alone,
+        "alone": alone_times[-config.steps :],
         "step_ms": step_ms[-config.steps :],
         "graph": replayed,
     }
 
 
-def _alone(
-    layers: list[Any], given: list[tuple[Any, ...]], recorders: dict[Any, Any], steps: int, in_graph: bool
-) -> Times:
-    """Times of the layers one after the other, with nothing between them, each on what it was given."""
-    import torch
-    import torch.distributed as dist
+class _Given:
+    """What the model gave each layer in its last pass, a replay of a graph too."""
 
-    def run() -> None:
-        for layer, args in zip(layers, given, strict=True):
-            layer(*args)
+    def __init__(self, layers: list[Any]) -> None:
+        self.args: dict[Any, tuple[Any, ...]] = {}
+        self.is_kept = True
+        for layer in layers:
+            layer.register_forward_pre_hook(self._keep)
 
-    run()
-    graph = torch.cuda.CUDAGraph() if in_graph else None
-    if graph is not None:
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            run()
-    times: Times = []
-    for _ in range(steps):
-        dist.barrier()
-        if graph is None:
-            run()
+    def _keep(self, layer: Any, args: tuple[Any, ...]) -> None:
+        # Copies that are made under capture are made anew, in the same place, by every replay.
+        if self.is_kept:
+            self.args[layer] = tuple(tensor.clone() for tensor in args)
+
+
+class _Alone:
+    """The layers one after the other, with nothing between them, each on what the model gave it last."""
+
+    def __init__(self, layers: list[Any], given: _Given, recorders: dict[Any, Any], in_graph: bool) -> None:
+        import torch
+
+        self._layers, self._given, self._recorders = layers, given, recorders
+        self._graph = torch.cuda.CUDAGraph() if in_graph else None
+        self._run()
+        if self._graph is not None:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._run()
+
+    def _run(self) -> None:
+        self._given.is_kept = False
+        for layer in self._layers:
+            layer(*self._given.args[layer])
+        self._given.is_kept = True
+
+    def times(self) -> list[dict[str, float]]:
+        """Milliseconds of each stage of each layer."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.barrier()
+        if self._graph is None:
+            self._run()
         else:
-            graph.replay()
-        times.append(_stages_ms(recorders, layers))
-    if graph is not None:
-        graph.reset()
-    return times
+            self._graph.replay()
+        return _stages_ms(self._recorders, self._layers)
 
-
-def _copies(tensors: Any) -> tuple[Any, ...]:
-    return tuple(tensor.clone() for tensor in tensors)
+    def close(self) -> None:
+        """Gives the graph up: NCCL does not leave a process group while there is one."""
+        if self._graph is not None:
+            self._graph.reset()
 
 
 def _stages_ms(recorders: dict[Any, Any], layers: list[Any]) -> list[dict[str, float]]:
