@@ -75,10 +75,17 @@ def connect(address: str | None, num_workers: int, device: str = "auto") -> Priv
             with _own_sigterm_handler():
                 ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise GangError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}") from None
+            raise GangError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}{_token()}") from None
         return None
     check_room(num_workers, "cuda" if device == "cuda" else "cpu")
     return PrivateCluster(max(num_cpus(), num_workers), quiet)
+
+
+def _token() -> str:
+    """What may be amiss where a cluster wants a token and this process sends none."""
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        return ""
+    return "; if it wants a token, as clusters of newer Ray do, set RAY_AUTH_MODE=token"
 
 
 class PrivateCluster:

@@ -51,7 +51,10 @@ class CheckpointReader:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         if not self.directory.is_dir():
-            raise CheckpointError(f"{self.directory}: expected a checkpoint directory, found none")
+            raise CheckpointError(
+                f"{self.directory}: expected a checkpoint directory, found none; nothing is fetched from a hub, so "
+                f"download the checkpoint and give its folder"
+            )
         self.config: dict[str, Any] = read_config(self.directory)
         self._tensors = find_tensors(self.directory)
         self._names = sorted(self._tensors)

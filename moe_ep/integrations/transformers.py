@@ -30,6 +30,7 @@ from moe_ep.integrations.routed_experts import RoutedExperts
 from moe_ep.integrations.sharding import PREFILL_MAX_NUM_TOKENS, load_shard, make_routed_experts
 from moe_ep.integrations.steps import StepCoordinator
 from moe_ep.process_groups import is_initialized
+from moe_ep.registry import ALL2ALL_BACKENDS
 from moe_ep.stack import expert_quantization, layer_quant_config
 
 try:
@@ -91,8 +92,10 @@ def parallelize(
         ImportError: transformers is not installed.
         ConfigError: a model without experts that moe_ep can take, or settings that do not fit together.
         CheckpointError: a checkpoint that does not hold what it says.
+        TypeError: neither a model nor a path.
         ValueError: sizes that cannot be divided, unknown names.
     """
+    ALL2ALL_BACKENDS.check(backend, also=("auto",))
     if max_num_tokens is None:
         named = backend != "auto" or env.ALL2ALL_BACKEND.get() != "auto"
         max_num_tokens = DECODE_MAX_NUM_TOKENS if named else PREFILL_MAX_NUM_TOKENS
@@ -202,9 +205,14 @@ def _from_path(
 def _from_model(
     model: Any, device: torch.device | str | None, quantize: str, options: dict[str, Any], on_layer: OnLayer
 ) -> Any:
+    kind = type(model).__name__
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model_or_path is a {kind}; it must be a model of transformers or a checkpoint's folder")
+    if getattr(model, "_moe_ep_steps", None) is not None:
+        raise ConfigError(f"the experts of this {kind} are divided already; use it as it is")
     found = list(find_experts(model))
     if not found:
-        raise ConfigError(f"model is a {type(model).__name__} and has no experts module of transformers 5; pass one")
+        raise ConfigError(f"model is a {kind} and has no experts module of transformers 5; pass one")
     quant_config = expert_quantization({}, quantize)
     for count, (name, module) in enumerate(found):
         on_layer(count, len(found))

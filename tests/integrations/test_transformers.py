@@ -221,6 +221,17 @@ def test_a_model_without_experts_is_refused() -> None:
     config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
     with pytest.raises(ConfigError, match="LlamaForCausalLM and has no experts module"):
         moe_ep.parallelize(transformers.LlamaForCausalLM(config))
+    with pytest.raises(TypeError, match="model_or_path is a LlamaConfig; it must be a model"):
+        moe_ep.parallelize(config)
+
+
+def test_a_model_is_divided_once_and_by_a_known_backend() -> None:
+    model = make_model("Qwen3Moe")
+    with pytest.raises(ValueError, match="all2all_backend is 'foo'; it must be one of auto, no_ep"):
+        moe_ep.parallelize(model, backend="foo")
+    moe_ep.parallelize(model)
+    with pytest.raises(ConfigError, match="the experts of this Qwen3MoeForCausalLM are divided already"):
+        moe_ep.parallelize(model)
 
 
 def test_a_model_of_own_code_or_pickles_is_refused(tmp_path: Path) -> None:
