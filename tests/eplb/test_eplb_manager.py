@@ -270,6 +270,11 @@ def test_a_layer_that_is_loaded_again_does_not_run_half_loaded() -> None:
     layer.weight_loader(layer.get_parameter("w2_qweight"), part, "experts.3.w2.qweight", "w2", 3)
     with pytest.raises(RuntimeError, match="not complete: w13_qweight of local expert 3"):
         layer.process_weights_after_loading()
+    changed: list[int] = []
+    layer.quant_method.rebuild_derived_state = lambda layer, slots: changed.extend(slots)  # type: ignore[method-assign]
+    load_layer(layer, 1, [3])
+    assert changed == [3]
+    assert layer(x, logits).isfinite().all()
 
 
 def derived(rank: int, world_size: int) -> None:
@@ -286,6 +291,7 @@ def derived(rank: int, world_size: int) -> None:
     manager = EPLBManager([layer], EplbConfig(**{**vars(CONFIG), "asynchronous": False}))
     manager.rearrange(random_placement(1, E + layer.num_redundant_experts, seed=4))
     assert torch.equal(sums, weight.sum(dim=(1, 2)))
+    manager.close()
 
 
 def test_derived_state_is_rebuilt() -> None:
@@ -310,6 +316,7 @@ def counted(rank: int, world_size: int) -> list[Any]:
     assert manager.totals.load is events[0]
     assert manager.totals.plans_made == 1
     assert manager.staging_bytes == (manager._mover._experts[0].num_slots + 1) * manager._mover._experts[0].row_bytes
+    manager.close()
     return events
 
 
@@ -342,6 +349,7 @@ def test_one_rank_has_nothing_to_exchange() -> None:
     for _ in range(5):
         manager.step()
     assert not manager.busy
+    manager.close()
 
 
 def test_the_recorded_steps_come_oldest_first() -> None:
@@ -364,6 +372,7 @@ def test_steps_that_count_nothing_are_told_once(caplog: pytest.LogCaptureFixture
     for _ in range(5):
         manager.step()
     manager.plan_now()
+    manager.close()
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "EPLB counted no tokens in 4 steps; CUDA graphs that were captured before" in record.getMessage()
 
