@@ -1,0 +1,145 @@
+"""The host's time for an eager MoE layer: batches so small that the GPU keeps pace.
+
+python scripts/bench_host.py --launcher local --ep-size 2 [--tokens 64] [--profile FILE] [--json FILE]
+
+A layer of a preset with made-up weights is called in a chain, with other tokens each time; the slowest rank's time of a
+call, the median over repeats. Inside one_pass the ranks have agreed on their tokens; outside each call asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import cProfile
+import pstats
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from on_gang import measure_on_gang
+
+from moe_ep.launch.gang_choice import GangConfig
+from moe_ep.launch.option_values import geometry_name, output_file
+from moe_ep.launch.options import at_least, option
+from moe_ep.launch.rank_env import RankEnv
+
+_CHAIN = 40
+_REPEATS = 9
+
+
+def _names(raw: str) -> tuple[str, ...]:
+    return tuple(raw.split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostBenchConfig(GangConfig):
+    """The settings of one measurement."""
+
+    geometry: str = field(
+        default="qwen3-30b", metadata=option(geometry_name, "preset of the layer (qwen3-30b); small on CPUs")
+    )
+    backend: tuple[str, ...] = field(
+        default=("nvshmem_high_throughput", "nvshmem_low_latency"),
+        metadata=option(_names, "dispatch backends (the two of NVSHMEM)"),
+    )
+    tokens: int = field(default=64, metadata=option(at_least(1), "of each rank (64)"))
+    profile: Path | None = field(
+        default=None, metadata=option(output_file, "append what Python functions of rank 0 take", "FILE")
+    )
+    commit: str | None = field(default=None, metadata=option(str, "what to record outside a checkout", "HASH"))
+    json: Path | None = field(default=None, metadata=option(output_file, "append one JSON line a row", "FILE"))
+
+
+def measure(rank_env: RankEnv, config: HostBenchConfig) -> list[dict[str, Any]]:
+    """One worker's part: a row for each backend, the same on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    from moe_ep.bench.geometries import preset
+    from moe_ep.bench.layers import BenchLayers, make_weights
+    from moe_ep.bench.results import append_line, facts
+    from moe_ep.bench.workload import Routing
+    from moe_ep.passes import one_pass
+
+    device, size = torch.device(rank_env.device), rank_env.world_size
+    geometry, rows = preset(config.geometry), []
+    with torch.inference_mode():
+        weights = make_weights(geometry, size, device, seed=0)
+        for backend in config.backend:
+            layers = BenchLayers(
+                geometry,
+                ep_size=size,
+                ep_rank=rank_env.rank,
+                group=dist.group.WORLD if size > 1 else None,
+                backend=backend,
+                capacity=config.tokens,
+                dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+                device=device,
+                dispatch_dtype=None,
+                eplb=False,
+                weights=weights,
+            )
+            batches = layers.batches(Routing(), config.tokens, _CHAIN, seed=0)
+
+            def chain(layers: BenchLayers = layers, batches: list[Any] = batches) -> None:
+                for index, batch in enumerate(batches):
+                    layers.call(index, batch)
+
+            row = {"benchmark": "host", "geometry": geometry.name, "ep_size": size, "tokens": config.tokens}
+            row |= {"backend": backend, "asking_us": _time(chain, device)}
+            with one_pass(layers.layers, config.tokens):
+                row["us"] = _time(chain, device)
+                if config.profile is not None:
+                    _profile(chain, config.profile if rank_env.rank == 0 else None, backend)
+            rows.append(row | facts(seed=0, commit=config.commit))
+            if config.json is not None and rank_env.rank == 0:
+                append_line(config.json, rows[-1])
+    return rows
+
+
+def _time(chain: Callable[[], None], device: Any) -> float:
+    """Microseconds of one call of the slowest rank."""
+    import torch
+    import torch.distributed as dist
+
+    from moe_ep.bench.timing import slowest_rank, timing_of
+
+    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+    together = dist.barrier if dist.is_initialized() else (lambda: None)
+    times = []
+    for _ in range(1 + _REPEATS):
+        wait()
+        together()
+        started = time.perf_counter()
+        chain()
+        wait()
+        times.append((time.perf_counter() - started) / _CHAIN * 1e6)
+    return round(timing_of(slowest_rank(times[1:])).median, 1)
+
+
+def _profile(chain: Callable[[], None], path: Path | None, backend: str) -> None:
+    profile = cProfile.Profile()
+    with profile if path is not None else contextlib.nullcontext():
+        for _ in range(5):
+            chain()
+    if path is not None:
+        with path.open("a") as file:
+            print(backend, file=file)
+            pstats.Stats(profile, stream=file).sort_stats("tottime").print_stats(60)
+
+
+def main() -> int:
+    """Prints a table."""
+    _, results = measure_on_gang("bench_host.py", __doc__ or "", HostBenchConfig, measure)
+    if results is not None:
+        from moe_ep.bench.results import table
+
+        columns = {"geometry": "geometry", "ep_size": "EP", "tokens": "T", "backend": "backend"}
+        print(table(results[0], columns | {"us": "us a layer", "asking_us": "asking by itself"}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
