@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moe_ep.layer import FusedMoE
-from moe_ep.registry import ALL2ALL_BACKENDS
+from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from tests.checkpoint.checkpoints import make_checkpoint
 from tests.ranks import ranks
 
@@ -35,18 +35,34 @@ def inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(T, K, generator=generator), torch.randn(T, E, generator=generator)
 
 
-def run_example(rank: int, world_size: int) -> torch.Tensor:
+def run_examples(rank: int, world_size: int) -> list[torch.Tensor]:
     sys.path.insert(0, str(EXAMPLES))
     ALL2ALL_BACKENDS.register("broadcast", "broadcast_backend:BroadcastPrepareFinalize", "the example of the docs")
+    EXPERTS.register("squared_relu", "squared_relu_experts:SquaredReluExperts", "the example of the docs")
+    own: tuple[dict[str, Any], ...] = ({"all2all_backend": "broadcast"}, {"experts": "squared_relu"})
     with torch.inference_mode():
-        return make_layer(ep_size=world_size, all2all_backend="broadcast")(*inputs(rank))
+        return [make_layer(ep_size=world_size, **options)(*inputs(rank)) for options in own]
 
 
-def test_the_example_backend_computes_what_the_layer_alone_does() -> None:
+def squared_relu(hidden_states: torch.Tensor, router_logits: torch.Tensor, layer: FusedMoE) -> torch.Tensor:
+    """The example's layer token by token."""
+    rows = []
+    for token, logits in zip(hidden_states, router_logits, strict=True):
+        weights, ids = logits.softmax(0).topk(2)
+        row = torch.zeros(K)
+        for weight, expert in zip(weights / weights.sum(), ids, strict=True):
+            gate, up = (layer.w13_weight[expert] @ token).chunk(2)
+            row += weight * (layer.w2_weight[expert] @ (gate.relu() ** 2 * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def test_the_examples_compute_what_they_say() -> None:
     with torch.inference_mode():
         alone = make_layer()
-        for rank, output in enumerate(ranks(2).run(run_example)):
-            torch.testing.assert_close(output, alone(*inputs(rank)), rtol=1e-5, atol=1e-5)
+        for rank, (by_own_backend, by_own_experts) in enumerate(ranks(2).run(run_examples)):
+            torch.testing.assert_close(by_own_backend, alone(*inputs(rank)), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(by_own_experts, squared_relu(*inputs(rank), alone), rtol=1e-4, atol=1e-4)
 
 
 def blocks_of(page: Path) -> list[str]:
