@@ -69,6 +69,8 @@ class FusedMoEModularKernel(nn.Module):
         self.fused_experts = fused_experts
         self.shared_experts = shared_experts
         self._most_rows = prepare_finalize.most_rows()
+        # Of the scratch for so many rows, by what it follows from.
+        self._least_bytes: dict[tuple[object, ...], int] = {}
         self._side_stream: torch.cuda.Stream | None = None
 
     def forward(
@@ -175,9 +177,13 @@ class FusedMoEModularKernel(nn.Module):
                 shape = experts.workspace_shapes(num_rows, *sizes)[2]
             return [(scratch13, dtype), (scratch2, dtype), (shape, dtype)]
 
-        workspace13, workspace2, output = workspace_manager().get(
-            requests(M), rows.device, 0 if self._most_rows is None else num_bytes(requests(self._most_rows))
-        )
+        least_bytes = 0
+        if self._most_rows is not None:
+            key = (E, N, K, topk, dtype, activation, limit)
+            if key not in self._least_bytes:
+                self._least_bytes[key] = num_bytes(requests(self._most_rows))
+            least_bytes = self._least_bytes[key]
+        workspace13, workspace2, output = workspace_manager().get(requests(M), rows.device, least_bytes)
         if standard and M == 0:
             return output
         parts = [slice(None)] if chunk == M else [slice(start, start + chunk) for start in range(0, M, chunk)]

@@ -41,7 +41,7 @@ class WorkspaceManager:
         offsets, end = [], 0
         for request in requests:
             offsets.append(end)
-            end += num_bytes([request])
+            end += _aligned_bytes(*request)
         buffer = self._buffer(max(end, least_bytes), device)
         return [
             buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
@@ -86,8 +86,11 @@ class WorkspaceManager:
 
 def num_bytes(requests: Sequence[Request]) -> int:
     """Bytes that `get` takes for these tensors."""
-    sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in requests)
-    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+    return sum(_aligned_bytes(*request) for request in requests)
+
+
+def _aligned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 def current_stream(device: torch.device) -> int:

@@ -145,6 +145,22 @@ def test_scratch_is_shared_by_all_kernels():
     assert workspace_manager().num_bytes(x.device) == held
 
 
+class Roomy(NoEPPrepareFinalize):
+    """Says that a captured pass has many rows."""
+
+    def most_rows(self):
+        return 4000
+
+
+def test_there_is_scratch_for_the_rows_of_a_captured_pass():
+    x, w1, w2, weights, ids = problem(5)
+    roomy = FusedMoEModularKernel(Roomy(moe_config=moe_config()), make_experts("reference", moe_config()))
+    assert torch.equal(roomy(x, w1, w2, weights, ids), kernel()(x, w1, w2, weights, ids))
+    held = workspace_manager().num_bytes(x.device)
+    kernel()(torch.zeros(4000, K), w1, w2, torch.zeros(4000, TOPK), torch.zeros(4000, TOPK, dtype=torch.int32))
+    assert workspace_manager().num_bytes(x.device) == held
+
+
 def test_metadata_from_a_list():
     meta = ExpertTokensMetadata.make_from_list([2, 0, 3], "cpu")
     assert meta.expert_num_tokens.tolist() == [2, 0, 3] == meta.expert_num_tokens_cpu.tolist()
