@@ -38,13 +38,15 @@ class ModulePatterns:
                 self._expressions.append(re.compile(anything + r"(\..*)?\Z"))
             elif pattern:
                 self._exact.add(pattern)
+        self._lengths = {pattern.count(".") + 1 for pattern in self._exact}
 
     def __contains__(self, name: str) -> bool:
+        # Asked for every linear layer of every expert.
         parts = name.split(".")
-        if self._exact:
-            spans = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
-            if any(span in self._exact for span in spans):
-                return True
+        for length in self._lengths:
+            for start in range(len(parts) - length + 1):
+                if ".".join(parts[start : start + length]) in self._exact:
+                    return True
         return any(expression.match(name) for expression in self._expressions)
 
 
