@@ -117,8 +117,8 @@ def test_compiled_over_ranks(world_size: int, backend: str) -> None:
     ranks(world_size, "nccl").run(compiled_over_ranks, backend)
 
 
-def captured(rank: int, world_size: int, options: dict[str, Any]) -> str:
-    layer, alone = make_pair(options, all2all_backend="batched_all_to_all")
+def captured(rank: int, world_size: int, options: dict[str, Any], backend: str = "batched_all_to_all") -> str:
+    layer, alone = make_pair(options, all2all_backend=backend)
     T = layer.moe_config.max_num_tokens // 2
     static = inputs_of(layer, T, seed=rank)
     side = torch.cuda.Stream()
@@ -153,3 +153,12 @@ def captured(rank: int, world_size: int, options: dict[str, Any]) -> str:
 def test_captured_and_replayed_with_changing_routing(world_size: int, case: str) -> None:
     for message in ranks(world_size, "nccl").run(captured, {"max_num_tokens": 32} | CASES[case]):
         assert message.startswith("hidden_states has 33 tokens under CUDA-graph capture and the capacity is 32")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_prefill_captured_and_replayed_with_changing_routing(world_size: int) -> None:
+    if reason := EXPERTS.load("marlin").unusable_reason():
+        pytest.skip(reason)
+    options = {"max_num_tokens": 256} | CASES["4-bit experts"]
+    for message in ranks(world_size, "nccl").run(captured, options, "nvshmem_high_throughput"):
+        assert message.startswith("hidden_states has 257 tokens under CUDA-graph capture and the capacity is 256")
