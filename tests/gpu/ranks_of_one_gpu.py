@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ep import env
 from moe_ep.dispatch import torch_distributed
 from moe_ep.dispatch.nvshmem import arena, channel, high_throughput_block
 from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning
+from moe_ep.dispatch.rank_group import RankGroup
 from tests.dispatch.backend_cases import Case, Setting, make_backend, make_setting, prepare_args
 
 LOW_LATENCY = "nvshmem_low_latency"
@@ -57,18 +59,20 @@ class RankArena:
         return self.host.reserve(self.rank, nbytes, name)
 
 
+class Group(RankGroup):
+    """One rank's RankGroup, without torch.distributed."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.timeout_s = rank, size, env.NVSHMEM_TIMEOUT_S.get()
+        self.group: Any = rank
+        self.notes: Any = SimpleNamespace(leave=lambda text: None, withdraw=lambda: None, read=dict, roll_call=list)
+
+
 def on_one_gpu(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
     """From here on backends of a process group find `num_ranks` ranks in this process, and agree with each other."""
     host = Host(num_ranks)
     arenas = [RankArena(host, rank) for rank in range(num_ranks)]
-    notes = SimpleNamespace(leave=lambda text: None, withdraw=lambda: None, read=dict)
-
-    def group_of(moe_config: Any, _: object) -> Any:
-        return SimpleNamespace(
-            rank=moe_config.ep_rank, size=num_ranks, group=moe_config.ep_rank, notes=notes, timeout_s=10
-        )
-
-    monkeypatch.setattr(torch_distributed, "RankGroup", group_of)
+    monkeypatch.setattr(torch_distributed, "RankGroup", lambda config, _: Group(config.ep_rank, num_ranks))
     monkeypatch.setattr(arena.SymmetricArena, "of", lambda rank=None: arenas[rank])
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(range(num_ranks)))
     for module in (channel, high_throughput_block):
