@@ -212,7 +212,9 @@ class ExpertShard(nn.Module):
         """
         self._check_complete()
         if not self._processed:
-            self.quant_method.process_weights_after_loading(self)
+            # Tensors of the ordinary kind, whatever the mode of the pass that comes first.
+            with torch.inference_mode(False), torch.no_grad():
+                self.quant_method.process_weights_after_loading(self)
             self._processed, self._reloading = True, False
 
     def begin_reload(self) -> None:

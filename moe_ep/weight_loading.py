@@ -160,6 +160,7 @@ class ExpertWeightLoader:
                 found = True
         return found
 
+    @torch.inference_mode()  # which may write to parameters that were made in it and to others
     def _load_slot(self, param: nn.Parameter, weight: torch.Tensor, weight_name: str, shard_id: str, slot: int) -> None:
         param_name = param.moe_ep_name  # type: ignore[attr-defined]
         layout = self._declared[param_name]

@@ -103,8 +103,9 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
                     f"an order of columns where those in use have none; load them into a new layer"
                 )
             if held is not None:
-                for slot, expert in zip(slots, new, strict=True):
-                    held[slot].copy_(expert)
+                with torch.inference_mode():  # which may write to tensors of either kind
+                    for slot, expert in zip(slots, new, strict=True):
+                        held[slot].copy_(expert)
         self.rebuild_derived_state(layer, slots)
 
     def experts_names(self, layer: ExpertShard) -> ExpertsNames:

@@ -274,6 +274,22 @@ def test_quantize_on_load(config: OnlineIntConfig, group_size: int) -> None:
     assert relative_error(layer(*inputs), run_moe(weights, *inputs, TOP_K)) < F32
 
 
+@pytest.mark.parametrize("made_in", ["inference mode", "another"])
+@pytest.mark.parametrize("quant_config", [None, OnlineIntConfig()], ids=["plain", "int4"])
+def test_weights_are_loaded_again_in_another_mode_than_they_were_used_in(
+    quant_config: OnlineIntConfig | None, made_in: str
+) -> None:
+    first, second = (make_weights(E, K, N, seed=seed) for seed in (0, 1))
+    inputs = make_inputs(T, K, E)
+    with torch.inference_mode(made_in == "inference mode"):
+        layer = load(make_layer(quant_config), first)
+    with torch.inference_mode():
+        before = layer(*inputs).clone()
+    layer.begin_reload()
+    after = load(layer, second)(*inputs)
+    assert torch.equal(after, load(make_layer(quant_config), second)(*inputs)) and not torch.equal(after, before)
+
+
 def test_refuses_sizes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="in_features is 60; GPTQ with 4 bits needs a multiple of 8"):
         make_layer(GPTQConfig(bits=4, group_size=-1), hidden_size=60)
