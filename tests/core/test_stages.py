@@ -1,5 +1,6 @@
 """Stage timing: off by default, ordered when on."""
 
+import contextlib
 import time
 
 import pytest
@@ -31,3 +32,29 @@ def test_durations_come_by_name_in_order():
 def test_recorders_do_not_nest():
     with stages.record(), pytest.raises(RuntimeError, match="already"), stages.record():
         pass
+
+
+class Heard(stages.Listener):
+    """Names of stages, as they begin and end."""
+
+    def __init__(self):
+        self.names = []
+
+    @contextlib.contextmanager
+    def span(self, name):
+        self.names.append(name)
+        yield
+        self.names.append(f"end of {name}")
+
+
+def test_listeners_come_and_go_by_themselves():
+    first, second = Heard(), Heard()
+    with stages.listening(first):
+        with stages.listening(second), stages.stage("route"):
+            pass
+        with stages.stage("experts"):
+            pass
+    with stages.stage("combine"):
+        pass
+    assert first.names == ["route", "end of route", "experts", "end of experts"]
+    assert second.names == ["route", "end of route"]
