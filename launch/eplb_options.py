@@ -58,7 +58,10 @@ class EplbOptions:
     )
     eplb_objective: str = field(
         default="tokens",
-        metadata=option(one_of("tokens", "active_experts", "auto"), "what a plan evens out: tokens (the default)"),
+        metadata=option(
+            one_of("tokens", "active_experts", "auto"),
+            "what a plan evens out: tokens (the default), active_experts or auto",
+        ),
     )
     eplb_threshold: float = field(
         default=0.97, metadata=option(_share, "no plan is made at this balancedness and above (0.97)", "SHARE")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_ep.launch.gang_choice import GangConfig
-from moe_ep.launch.option_values import checkpoint_folder, read_model_config
+from moe_ep.launch.option_values import BACKEND_NAMES, checkpoint_folder, read_model_config
 from moe_ep.launch.options import OptionError, one_of, one_of_these, option
 from moe_ep.registry import ALL2ALL_BACKENDS
 
@@ -36,7 +36,7 @@ class ModelConfig(GangConfig):
     )
     backend: str = field(
         default="auto",
-        metadata=option(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS)), "dispatch backend, or auto (the default)"),
+        metadata=option(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS)), f"dispatch backend: {BACKEND_NAMES}"),
     )
     dtype: str | None = field(
         default=None,

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_ep.launch.gang_choice import GangConfig
-from moe_ep.launch.option_values import checkpoint_folder, geometry_name, output_file, whole_numbers
+from moe_ep.launch.option_values import (
+    BACKEND_NAMES,
+    GEOMETRY_NAMES,
+    checkpoint_folder,
+    geometry_name,
+    output_file,
+    whole_numbers,
+)
 from moe_ep.launch.options import Parse, at_least, one_of, one_of_these, option
 from moe_ep.registry import ALL2ALL_BACKENDS
 
@@ -50,7 +57,7 @@ class ScalingConfig(GangConfig):
         default=(),
         metadata=option(
             _list_of(geometry_name),
-            "presets such as deepseek-v3,qwen3-30b; small on CPUs, deepseek-v3 on GPUs",
+            f"presets, with commas between: {GEOMETRY_NAMES}; small on CPUs and deepseek-v3 on GPUs without it",
         ),
     )
     model: Path | None = field(
@@ -76,7 +83,8 @@ class ScalingConfig(GangConfig):
     backend: tuple[str, ...] = field(
         default=("auto",),
         metadata=option(
-            _list_of(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS))), "dispatch backends, or auto (the default)"
+            _list_of(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS))),
+            f"dispatch backends, with commas between: {BACKEND_NAMES}",
         ),
     )
     wire: tuple[str, ...] = field(

@@ -39,20 +39,23 @@ def _routing(raw: str) -> str:
 class SceneConfig:
     """What both commands need: the machine that a trace is tried on, and how files of plain choices are read."""
 
-    ep_size: int = field(default=8, metadata=option(at_least(1), "ranks; 8"))
-    redundant: int = field(default=0, metadata=option(at_least(0), "redundant experts, of all ranks together; 0"))
-    groups: int = field(default=1, metadata=option(at_least(1), "groups that the experts divide into; 1"))
-    nodes: int = field(default=1, metadata=option(at_least(1), "hosts; 1"))
+    ep_size: int = field(default=8, metadata=option(at_least(1), "ranks (8)"))
+    redundant: int = field(default=0, metadata=option(at_least(0), "redundant experts, of all ranks together (0)"))
+    groups: int = field(default=1, metadata=option(at_least(1), "groups that the experts divide into (1)"))
+    nodes: int = field(default=1, metadata=option(at_least(1), "hosts (1)"))
     objective: str = field(
         default="tokens",
-        metadata=option(one_of("tokens", "active_experts", "auto"), "what a plan levels; tokens"),
+        metadata=option(
+            one_of("tokens", "active_experts", "auto"),
+            "what a plan evens out: tokens (the default), active_experts or auto",
+        ),
     )
     planned_on: float = field(
-        default=0.5, metadata=option(_share, "share of the steps that plans are made from; the rest is measured; 0.5")
+        default=0.5, metadata=option(_share, "share of the steps that plans are made from; the rest is measured (0.5)")
     )
     step_tokens: int = field(
         default=1024,
-        metadata=option(at_least(1), "tokens of all ranks in a step, for choices drawn or without steps; 1024"),
+        metadata=option(at_least(1), "tokens of all ranks in a step, for choices drawn or without steps (1024)"),
     )
     array: str = field(default="", metadata=option(str, "array of a file of plain choices; all, one after the other"))
 
@@ -64,25 +67,25 @@ class SimulateConfig(SceneConfig):
     routing: str = field(
         default="zipf:0.5",
         metadata=option(
-            _routing, "zipf:S, a trace of moe-ep run --record-routing, or .npz choices [layer, token, top_k]; zipf:0.5"
+            _routing, "zipf:S, a trace of moe-ep run --record-routing, or .npz choices [layer, token, top_k] (zipf:0.5)"
         ),
     )
     policies: tuple[str, ...] = field(
         default=("linear", "deepseek", "incremental"),
-        metadata=option(_names, "policies to compare; linear,deepseek,incremental"),
+        metadata=option(_names, "policies to compare (linear,deepseek,incremental)"),
     )
     rules: tuple[str, ...] = field(
         default=("levelled", "hash-rank", "known-counts"),
-        metadata=option(_names, "replica rules to compare; levelled,hash-rank,known-counts"),
+        metadata=option(_names, "replica rules to compare (levelled,hash-rank,known-counts)"),
     )
-    layers: int = field(default=4, metadata=option(at_least(1), "layers, where choices are drawn; 4"))
-    experts: int = field(default=256, metadata=option(at_least(1), "experts, where choices are drawn; 256"))
-    top_k: int = field(default=8, metadata=option(at_least(1), "choices of a token, where they are drawn; 8"))
-    steps: int = field(default=32, metadata=option(at_least(2), "steps, where choices are drawn; 32"))
+    layers: int = field(default=4, metadata=option(at_least(1), "layers, where choices are drawn (4)"))
+    experts: int = field(default=256, metadata=option(at_least(1), "experts, where choices are drawn (256)"))
+    top_k: int = field(default=8, metadata=option(at_least(1), "choices of a token, where they are drawn (8)"))
+    steps: int = field(default=32, metadata=option(at_least(2), "steps, where choices are drawn (32)"))
     expert_bytes: int | None = field(
         default=None, metadata=option(at_least(1), "bytes of an expert, to say how many are moved; not said without it")
     )
-    seed: int = field(default=0, metadata=option(at_least(0), "of choices that are drawn; 0"))
+    seed: int = field(default=0, metadata=option(at_least(0), "of choices that are drawn (0)"))
     json: Path | None = field(default=None, metadata=option(output_file, "write a JSON line for each row", "FILE"))
 
 
@@ -90,10 +93,10 @@ class SimulateConfig(SceneConfig):
 class ReportConfig(SceneConfig):
     """The settings of `moe-ep eplb report`."""
 
-    policy: str = field(default="incremental", metadata=option(str, "the policy to plan with; incremental"))
-    rule: str = field(default="levelled", metadata=option(str, "the replica rule; levelled"))
+    policy: str = field(default="incremental", metadata=option(str, "the policy to plan with (incremental)"))
+    rule: str = field(default="levelled", metadata=option(str, "the replica rule (levelled)"))
     out: Path = field(
-        default=Path("eplb-load.png"), metadata=option(output_file, "the PNG file; eplb-load.png", "FILE")
+        default=Path("eplb-load.png"), metadata=option(output_file, "the PNG file (eplb-load.png)", "FILE")
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_ep.launch.option_values import geometry_name, output_file, whole_numbers
+from moe_ep.launch.option_values import GEOMETRY_NAMES, geometry_name, output_file, whole_numbers
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def _results(raw: str) -> Path:
 class PlanConfig:
     """The settings of `moe-ep plan`."""
 
-    geometry: str = field(default="deepseek-v3", metadata=option(geometry_name, "a preset (deepseek-v3)"))
+    geometry: str = field(
+        default="deepseek-v3", metadata=option(geometry_name, f"a preset: {GEOMETRY_NAMES} (deepseek-v3)")
+    )
     gpus: tuple[int, ...] = field(
         default=(8, 16, 32, 64, 128, 256, 512), metadata=option(whole_numbers, "EP sizes, one rank a GPU", "N,N")
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_ep.errors import BackendUnavailableError
-from moe_ep.launch.option_values import geometry_name, output_file, whole_numbers
+from moe_ep.launch.option_values import GEOMETRY_NAMES, geometry_name, output_file, whole_numbers
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
 
 if TYPE_CHECKING:
@@ -30,13 +30,16 @@ def _shape(raw: str) -> tuple[int, ...]:
 class TuneConfig:
     """The settings of `moe-ep tune`."""
 
-    geometry: str | None = field(default=None, metadata=option(geometry_name, "a preset's experts, with its weights"))
+    geometry: str | None = field(
+        default=None, metadata=option(geometry_name, f"experts and weights of a preset: {GEOMETRY_NAMES}")
+    )
     ep_size: int = field(default=8, metadata=option(at_least(1), "ranks that share the preset's experts (8)"))
     shape: tuple[int, ...] | None = field(
         default=None, metadata=option(_shape, "local experts, K and N instead of a preset", "E,K,N")
     )
     weights: str = field(
-        default="uint4b8", metadata=option(one_of(*_GROUP_SIZES), "number type that goes with --shape")
+        default="uint4b8",
+        metadata=option(one_of(*_GROUP_SIZES), f"number type that goes with --shape: {', '.join(_GROUP_SIZES)}"),
     )
     group_size: int | None = field(
         default=None, metadata=option(at_least(1), "columns that share a scale (128; of float4_e2m1f 32)")

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from moe_ep import registry
+from moe_ep.bench.geometries import PRESETS
 from moe_ep.launch.cli import main
 from moe_ep.launch.commands import doctor
 from moe_ep.launch.commands.doctor import examine, why_unusable
+from moe_ep.launch.option_values import GEOMETRY_NAMES
 from moe_ep.launch.options import flag
 from moe_ep.launch.run_config import RunConfig
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
@@ -114,6 +116,10 @@ def test_an_unknown_word_is_said_of_the_command_it_follows(
     error = capsys.readouterr().err
     assert error.startswith(f"{prog}: ") and error.endswith(f"; see {prog} --help\n")
     assert error.count("\n") == 1
+
+
+def test_help_names_every_preset() -> None:
+    assert GEOMETRY_NAMES.split(", ") == list(PRESETS)
 
 
 def test_help_and_wrong_options_do_not_wait_for_torch_or_ray() -> None:
