@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from moe_ep.process_groups import largest_over_ranks
+from moe_ep.agreement import largest_over_ranks
 
 if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE

@@ -16,8 +16,6 @@ from moe_ep.config import FusedMoEParallelConfig
 
 # Subgroups made here, by the group they divide and tp_size: a model of sixty layers makes them once.
 _tp_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
-# None where a group takes tensors of the host itself.
-_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 # What the ranks of a group answered, by the question.
 _answers: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, tuple[Any, ...]]] = WeakKeyDictionary()
 
@@ -59,15 +57,6 @@ def layer_groups(
     return LayerGroups(group if sizes.use_ep else None, _tp_group(sizes, group))
 
 
-def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
-    """The largest `value` of the group's ranks; `value` itself without a group. Nobody waits for a GPU."""
-    if group is None:
-        return value
-    number = torch.tensor(value, dtype=torch.int64)
-    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=_host_group(group))
-    return int(number)
-
-
 def answers_of_ranks(question: Hashable, mine: Any, process_group: dist.ProcessGroup | None = None) -> tuple[Any, ...]:
     """What each of the group's ranks has to say, by rank; a collective step of them when it is first asked.
 
@@ -107,18 +96,6 @@ def hosts_of(process_group: dist.ProcessGroup | None = None) -> tuple[str, ...]:
 def num_hosts(process_group: dist.ProcessGroup | None = None) -> int:
     """Machines that the group's ranks are on, by their names; a collective step of them, on first use."""
     return len(set(hosts_of(process_group)))
-
-
-def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for tensors in host memory; a collective step of them, on first use."""
-    if group not in _host_groups:
-        made = None
-        if not any(pair.startswith("cpu:") for pair in dist.get_backend_config(group).split(",")):
-            members = dist.get_process_group_ranks(group)
-            is_part = len(members) < dist.get_world_size()
-            made = dist.new_group(members, backend="gloo", use_local_synchronization=is_part, group_desc="moe_ep_host")
-        _host_groups[group] = made
-    return _host_groups[group] or group
 
 
 def _tp_group(sizes: FusedMoEParallelConfig, group: dist.ProcessGroup) -> dist.ProcessGroup | None:

@@ -1,0 +1,132 @@
+"""The largest number that any rank of a group has: how ranks agree on the steps of a layer, while GPUs go on.
+
+Ranks of one host tell each other through memory that they share, which takes microseconds, where a collective of gloo
+takes some hundreds; ranks of several hosts use such a collective.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_ep import env
+from moe_ep.errors import DispatchTimeoutError
+from moe_ep.process_groups import answers_of_ranks, num_hosts, timeout_of
+
+# A wait spins for this long, then sleeps in small steps.
+_SPIN_S = 1e-3
+_SLEEP_S = 5e-5
+_SHARED_MEMORY = Path("/dev/shm")
+_VALUE_BITS = 32
+_QUESTIONS = 1 << 31
+
+# By group; None where ranks cannot share memory, or where a group takes tensors of the host itself.
+_boards: WeakKeyDictionary[dist.ProcessGroup, Board | None] = WeakKeyDictionary()
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
+
+
+def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
+    """The largest `value` of the group's ranks, at least 0; `value` itself without a group. A collective step of them.
+
+    Raises:
+        DispatchTimeoutError: a rank of this host did not come before the deadline.
+    """
+    if group is None:
+        return value
+    if group not in _boards:
+        _boards[group] = _share_board(group)
+    board = _boards[group]
+    if board is not None:
+        return board.largest(value)
+    number = torch.tensor(value, dtype=torch.int64)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=_host_group(group))
+    return int(number)
+
+
+class Board:
+    """Memory of all ranks of one host, with two places for each: for even and for odd questions.
+
+    To a question a rank writes `question << 32 | value` and waits until all have. Nobody's answer is overwritten before
+    it was read: who answers question q + 2 had everybody's to q + 1, which each gave after it had read those to q.
+    """
+
+    def __init__(self, path: Path, rank: int, size: int, timeout_s: float) -> None:
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self._answers = np.frombuffer(self._memory, dtype=np.int64).reshape(2, size)
+        self._rank, self._timeout_s = rank, timeout_s
+        self._question = 0
+
+    @staticmethod
+    def make_file(size: int) -> Path:
+        """Where ranks that open it share memory, all zeros."""
+        folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+        handle, name = tempfile.mkstemp(prefix="moe_ep_", dir=folder)
+        with os.fdopen(handle, "wb") as file:
+            file.write(bytes(2 * size * np.dtype(np.int64).itemsize))
+        return Path(name)
+
+    def largest(self, value: int) -> int:
+        """Asks the next question; every rank asks as many."""
+        question = self._question = (self._question + 1) % _QUESTIONS
+        answers = self._answers[question % 2]
+        answers[self._rank] = question << _VALUE_BITS | value
+        started = time.monotonic()
+        while not (came := answers >> _VALUE_BITS == question).all():
+            waited = time.monotonic() - started
+            if waited > self._timeout_s:
+                absent = np.flatnonzero(~came).tolist()
+                who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+                raise DispatchTimeoutError(
+                    f"EP rank {self._rank} waited {self._timeout_s:g} s for {who} to come to the layer and say how "
+                    f"many tokens it has: dead, stuck or late; end the process, or make the group anew",
+                    absent,
+                )
+            time.sleep(_SLEEP_S if waited > _SPIN_S else 0)
+        return int((answers & (1 << _VALUE_BITS) - 1).max())
+
+
+def _share_board(group: dist.ProcessGroup) -> Board | None:
+    """The board of a group whose ranks can share memory; a collective step of them."""
+    if num_hosts(group) > 1:
+        return None
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    of_group, board = timeout_of(group), None
+    deadline = min([env.DISPATCH_TIMEOUT_S.get(), *([] if of_group is None else [of_group.total_seconds()])])
+    name = ""
+    with suppress(OSError):  # an empty name tells the others
+        name = str(Board.make_file(size)) if rank == 0 else ""
+    name = answers_of_ranks("the board's file", name, group)[0]
+    with suppress(OSError):  # ranks that name one host may still have no files in common
+        board = Board(Path(name), rank, size, deadline) if name else None
+    is_shared = all(answers_of_ranks("the board is open", board is not None, group))
+    if rank == 0 and name:
+        Path(name).unlink()
+    return board if is_shared else None
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks for tensors in host memory; a collective step of them, on first use."""
+    if group not in _host_groups:
+        made = None
+        if not any(pair.startswith("cpu:") for pair in dist.get_backend_config(group).split(",")):
+            members = dist.get_process_group_ranks(group)
+            is_part = len(members) < dist.get_world_size()
+            made = dist.new_group(
+                members,
+                timeout=timeout_of(group),
+                backend="gloo",
+                use_local_synchronization=is_part,
+                group_desc="moe_ep_host",
+            )
+        _host_groups[group] = made
+    return _host_groups[group] or group

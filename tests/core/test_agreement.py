@@ -1,0 +1,50 @@
+"""Ranks agree on the largest of their numbers, through shared memory where they can."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from moe_ep import agreement
+from moe_ep.agreement import Board, largest_over_ranks
+from moe_ep.errors import DispatchTimeoutError
+from tests.ranks import ranks
+
+
+def numbers(rank: int, question: int) -> int:
+    return (question * 7 + rank * 5) % 11 * (1 << 20)
+
+
+def largest(rank: int, world_size: int, hosts: int) -> list[bool]:
+    group = dist.group.WORLD
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_boards", {})
+        patch.setenv("MOE_EP_RANKS_PER_HOST", str(world_size // hosts if hosts > 1 else 0))
+        found = [largest_over_ranks(numbers(rank, question), group) for question in range(50)]
+        assert (agreement._boards[group] is None) == (hosts > 1)
+    return [value == max(numbers(r, q) for r in range(world_size)) for q, value in enumerate(found)]
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_largest_of_all_ranks(hosts: int) -> None:
+    assert all(all(right) for right in ranks(4).run(largest, hosts))
+
+
+def test_one_process_asks_nobody() -> None:
+    assert largest_over_ranks(3, None) == 3
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "board"
+    file.write_bytes(bytes(2 * 3 * 8))
+    boards = [Board(file, rank, 3, 0.2) for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(Board.largest, boards, (1, 5, 2))) == [5, 5, 5]
+        found = [threads.submit(boards[rank].largest, rank) for rank in (0, 2)]
+        for rank, waiting in zip((0, 2), found, strict=True):
+            with pytest.raises(DispatchTimeoutError, match=rf"EP rank {rank} waited 0.2 s for rank 1 to come") as error:
+                waiting.result()
+            assert error.value.ranks == (1,)
