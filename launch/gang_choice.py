@@ -28,7 +28,9 @@ class GangConfig:
     address: str | None = field(
         default=None,
         metadata=option(
-            ray_address, "Ray cluster to run on, HOST:PORT or auto; without it one is started on this machine"
+            ray_address,
+            "Ray cluster to run on, or auto for the one that is there; without it one is started on this machine",
+            "HOST:PORT",
         ),
     )
     nnodes: int = field(

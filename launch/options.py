@@ -55,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
         else:
             parser.add_argument(
                 flag(item.name),
-                metavar=item.metadata["metavar"] or item.name.upper(),
+                metavar=item.metadata["metavar"] or _metavar(item.type),
                 help=item.metadata["text"],
             )
 
@@ -76,6 +76,13 @@ def from_args(config: type[C], args: argparse.Namespace) -> C:
         except ValueError as error:
             raise OptionError(f"{flag(item.name)} is {raw!r}; {error}") from None
     return config(**values)
+
+
+def _metavar(annotation: Any) -> str:
+    """What stands for a value in help: a number, a name, or several of them."""
+    text = str(annotation)
+    one = "N" if "int" in text else "X" if "float" in text else "NAME"
+    return f"{one},{one}" if text.startswith("tuple") else one
 
 
 def flag(name: str) -> str:

@@ -75,10 +75,12 @@ class ScalingConfig(GangConfig):
         ),
     )
     decode_tokens: tuple[int, ...] = field(
-        default=(1, 8, 32, 64, 128, 256), metadata=option(_numbers_or_none, "tokens of decode steps, or none")
+        default=(1, 8, 32, 64, 128, 256),
+        metadata=option(_numbers_or_none, "tokens of decode steps, or none (1,8,32,64,128,256)"),
     )
     prefill_tokens: tuple[int, ...] = field(
-        default=(1024, 4096, 8192), metadata=option(_numbers_or_none, "tokens of prefill steps, or none")
+        default=(1024, 4096, 8192),
+        metadata=option(_numbers_or_none, "tokens of prefill steps, or none (1024,4096,8192)"),
     )
     backend: tuple[str, ...] = field(
         default=("auto",),

@@ -67,7 +67,9 @@ class SimulateConfig(SceneConfig):
     routing: str = field(
         default="zipf:0.5",
         metadata=option(
-            _routing, "zipf:S, a trace of moe-ep run --record-routing, or .npz choices [layer, token, top_k] (zipf:0.5)"
+            _routing,
+            "zipf:S, a trace of moe-ep run --record-routing, or .npz choices [layer, token, top_k] (zipf:0.5)",
+            "HOW",
         ),
     )
     policies: tuple[str, ...] = field(

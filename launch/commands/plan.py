@@ -40,16 +40,20 @@ class PlanConfig:
         default="deepseek-v3", metadata=option(geometry_name, f"a preset: {GEOMETRY_NAMES} (deepseek-v3)")
     )
     gpus: tuple[int, ...] = field(
-        default=(8, 16, 32, 64, 128, 256, 512), metadata=option(whole_numbers, "EP sizes, one rank a GPU", "N,N")
+        default=(8, 16, 32, 64, 128, 256, 512),
+        metadata=option(whole_numbers, "EP sizes, one rank a GPU (8 to 512)", "N,N"),
     )
     tokens: tuple[int, ...] = field(
-        default=(1, 64, 128, 4096), metadata=option(whole_numbers, "tokens of each rank in a step", "T,T")
+        default=(1, 64, 128, 4096),
+        metadata=option(whole_numbers, "tokens of each rank in a step (1,64,128,4096)", "T,T"),
     )
     gpus_per_host: int = field(default=8, metadata=option(at_least(1), "GPUs that the links of a host join (8)"))
     network_gb_per_s: float = field(
         default=50.0, metadata=option(_rate, "GB/s out of one GPU to other hosts (50: a card of 400 Gb/s for each)")
     )
-    wire: str = field(default="bf16", metadata=option(one_of("bf16", "fp8"), "dtype of dispatched rows"))
+    wire: str = field(
+        default="bf16", metadata=option(one_of("bf16", "fp8"), "dtype of dispatched rows: bf16 (the default) or fp8")
+    )
     two_level: bool = field(default=True, metadata=option(None, "send a token once to each host, not to each rank"))
     measured: Path | None = field(
         default=None,
