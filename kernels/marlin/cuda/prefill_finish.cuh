@@ -54,6 +54,40 @@ DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, Sums& sums) {
   }
 }
 
+// All pieces of a tile that only it has a part of, this block's among them.
+struct Sharers {
+  int first, last;
+  DEVICE Sharers(Schedule& s, const Segment& g) : first(g.piece), last(g.piece) {
+    while (s.piece[g.phase][first].step > 0) first--;
+    while (s.piece[g.phase][last + 1].step > 0) last++;
+  }
+  DEVICE int count() const { return last - first + 1; }
+};
+
+// The sums of eight tokens, left by all that share their tile, added in order.
+DEVICE void sum_pieces(const ExpertsParams& p, const Segment& g, const Sharers& sharers, int group,
+                       float (&sums)[2][4]) {
+  constexpr int kTogether = 8;  // whose loads are under way at once
+#pragma unroll
+  for (int i = 0; i < 8; i++) sums[i / 4][i % 4] = 0.0f;
+#pragma unroll 1
+  for (int piece = sharers.first; piece <= sharers.last; piece += kTogether) {
+    float4 v[kTogether][2];
+#pragma unroll
+    for (int n = 0; n < 2 * kTogether; n++) {
+      const float4* from = piece_sums(p, g.phase, min(piece + n / 2, sharers.last));
+      v[n / 2][n % 2] = __ldcg(from + (2 * group + n % 2) * kConsumerThreads);
+    }
+#pragma unroll
+    for (int n = 0; n < 2 * kTogether; n++) {
+      float* sum = sums[n % 2];
+      const float4& more = v[n / 2][n % 2];
+      float factor = piece + n / 2 <= sharers.last ? 1.0f : 0.0f;
+      sum[0] += factor * more.x, sum[1] += factor * more.y, sum[2] += factor * more.z, sum[3] += factor * more.w;
+    }
+  }
+}
+
 // Global scale and bias of the packed rows g and g + 8 of one piece.
 struct Affine {
   float alpha[2] = {kUnfold, kUnfold}, bias[2] = {0.0f, 0.0f};
@@ -77,26 +111,41 @@ DEVICE Affine load_affine(const GemmParams& gemm, int expert, int first, int g) 
   return affine;
 }
 
-// 16 outputs (gated) or 32 of a warp for every token: scaled, activated, transposed to token-major, stored.
+// Stores what a warp has of a tile: 16 outputs (gated) or 32 for every token, half as many where it has one piece.
 template <bool kActivate>
-DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, Sums& sums) {
-  constexpr bool kGate = kActivate && kGated;
-  const GemmParams& gemm = p.gemm[kActivate ? 0 : 1];
-  int width = kGate ? gemm.rows / 2 : gemm.rows, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int first_row = s.row_start(p.num_experts)[g.expert];
-  int first = g.row_tile * kTileRows + warp * 32;  // packed row of the first of the warp's two pieces
-  if (first >= gemm.rows) return;
-  Affine affine[2] = {load_affine<kGate>(gemm, g.expert, first, lane / 4),
-                      load_affine<kGate>(gemm, g.expert, first + 16, lane / 4)};
+struct TileStore {
+  static constexpr bool kGate = kActivate && kGated;
+  const ExpertsParams& p;
+  const Segment& g;
+  const GemmParams& gemm;
+  int width, rows_before, first;  // of an output row; rows of all experts before; the warp's first packed row
+  bool two_pieces;
+  Affine affine[2];
+
+  DEVICE TileStore(const ExpertsParams& p, Schedule& s, const Segment& g)
+      : p(p), g(g), gemm(p.gemm[kActivate ? 0 : 1]), width(kGate ? gemm.rows / 2 : gemm.rows),
+        rows_before(s.row_start(p.num_experts)[g.expert]) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int pieces = pieces_of(warp, g.tile_rows);
+    first = g.first_row + warp_row(warp, pieces);
+    two_pieces = pieces == 2;
 #pragma unroll
-  for (int j = 0; j < kTileTokens / 8; j++) {
-    if (8 * j >= g.tokens) break;
+    for (int i = 0; i < 2; i++) affine[i] = load_affine<kGate>(gemm, g.expert, first + 16 * i, lane / 4);
+  }
+
+  // Whether the weights have these rows.
+  DEVICE bool present() const { return first < gemm.rows; }
+
+  // Eight tokens, of both pieces, scaled, activated and transposed to token-major.
+  DEVICE void store(int group, const float* low, const float* high) const {
+    int lane = threadIdx.x % 32;
     u32 out[2][2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
+      const float* sums = i ? high : low;
       float v[4];
 #pragma unroll
-      for (int k = 0; k < 4; k++) v[k] = sums[i][4 * j + k] * affine[i].alpha[k / 2] + affine[i].bias[k / 2];
+      for (int k = 0; k < 4; k++) v[k] = sums[k] * affine[i].alpha[k / 2] + affine[i].bias[k / 2];
       if constexpr (kGate) {
         out[i][0] = transpose_8x8(to_pair(activate(v[0], v[2]), activate(v[1], v[3])));
       } else {
@@ -108,44 +157,103 @@ DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, Su
         out[i][1] = transpose_8x8(to_pair(v[2], v[3]));
       }
     }
+    bool odd = lane % 2;
     if constexpr (kGate) {
       // Lanes 2 c and 2 c + 1 swap halves, so that each has four neighbours of one piece.
-      bool odd = lane % 2;
       u32 other = __shfl_xor_sync(~0u, odd ? out[0][0] : out[1][0], 1);
       out[0][1] = odd ? out[1][0] : other;
       if (odd) out[0][0] = other;
     }
-    int token = 8 * j + lane / 4;
-    if (token < g.tokens) {
-      u16* to = gemm.output + output_row(p, g.phase, g.expert, first_row, g.first_token + token) * width;
-      if constexpr (kGate) {
-        *reinterpret_cast<uint2*>(to + first / 2 + lane % 2 * 8 + lane % 4 / 2 * 4) = make_uint2(out[0][0], out[0][1]);
-      } else {
+    int token = 8 * group + lane / 4;
+    if (token >= g.tokens) return;
+    u16* to = gemm.output + output_row(p, g.phase, g.expert, rows_before, g.first_token + token) * width;
+    if constexpr (kGate) {
+      to += first / 2 + lane % 2 * 8 + lane % 4 / 2 * 4;
+      if (two_pieces || !odd) *reinterpret_cast<uint2*>(to) = make_uint2(out[0][0], out[0][1]);
+    } else {
+      to += first + lane % 4 * 4;
+      *reinterpret_cast<uint2*>(to) = make_uint2(out[0][0], out[0][1]);
+      if (two_pieces) *reinterpret_cast<uint2*>(to + 16) = make_uint2(out[1][0], out[1][1]);
+    }
+  }
+};
+
+// A tile from registers, by a loop over 64 tokens: what runs for the first time comes from memory.
+template <bool kActivate>
+DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, Sums& sums) {
+  constexpr int kTogether = 64;  // tokens
+  TileStore<kActivate> tile(p, s, g);
+  if (!tile.present()) return;
+#pragma unroll 1
+  for (int first = 0; first < g.tokens; first += kTogether) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          *reinterpret_cast<uint2*>(to + first + 16 * i + lane % 4 * 4) = make_uint2(out[i][0], out[i][1]);
-        }
-      }
+    for (int j = 0; j < kTogether / 8; j++) {
+      if (first + 8 * j >= g.tokens) break;
+      tile.store(first / 8 + j, &sums[0][4 * j], &sums[1][4 * j]);
+    }
+#pragma unroll
+    for (int i = 0; i < kTileTokens / 2 - kTogether / 2; i++) {
+      sums[0][i] = sums[0][i + kTogether / 2];
+      sums[1][i] = sums[1][i + kTogether / 2];
     }
   }
 }
 
+// Some groups of eight tokens of a tile that all its pieces have left.
+template <bool kActivate>
+DEVICE void store_groups(const ExpertsParams& p, Schedule& s, const Segment& g, const Sharers& sharers, int from,
+                         int to) {
+  TileStore<kActivate> tile(p, s, g);
+  if (!tile.present()) return;
+#pragma unroll 1
+  for (int group = from; group < to; group++) {
+    float sums[2][4];
+    sum_pieces(p, g, sharers, group, sums);
+    tile.store(group, sums[0], sums[1]);
+  }
+}
+
+// Tells those who wait for `hidden` that groups of its tokens are stored.
+DEVICE void announce_groups(const ExpertsParams& p, const Segment& g, int groups) {
+  fence_proxy_async_global();
+  named_barrier<1, kConsumerThreads>();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    add_release(ready_flag(p, g.expert), groups);
+  }
+}
+
+// A tile of which every piece is a part: the first few add up all, each for some of the tokens.
+DEVICE void finish_left(const ExpertsParams& p, Schedule& s, const Segment& g) {
+  Sharers sharers(s, g);
+  int groups = token_groups(g.tokens), adders = min(min(sharers.count(), kMostAdders), groups);
+  int rank = g.piece - sharers.first;
+  if (rank >= adders) return;
+  if (threadIdx.x < sharers.count()) wait_at_least(piece_flag(p, g.phase, sharers.first + threadIdx.x), 1);
+  named_barrier<1, kConsumerThreads>();
+  int from = quotient(groups * rank, adders), to = quotient(groups * (rank + 1), adders);
+  if (g.phase == 1) {
+    store_groups<false>(p, s, g, sharers, from, to);
+  } else {
+    store_groups<true>(p, s, g, sharers, from, to);
+    announce_groups(p, g, to - from);
+  }
+}
+
 // All that a tile's sums go through once its steps are done here.
-DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment& g, Sums& sums) {
-  if (g.from > 0) {
+DEVICE void finish_segment(const ExpertsParams& p, Schedule& s, const Segment& g, Sums& sums) {
+  bool whole = g.from == 0 && g.to == s.phase[g.phase].steps;
+  bool aligned = !whole && s.phase[g.phase].aligned;
+  if (g.from > 0 || aligned) {
     leave_piece(p, g, sums);
+    if (aligned) finish_left(p, s, g);
     return;
   }
-  if (g.to < shared.schedule.phase[g.phase].steps) add_pieces(p, shared.schedule, g, sums);
+  if (!whole) add_pieces(p, s, g, sums);
   if (g.phase == 1) {
-    store_tile<false>(p, shared.schedule, g, sums);
+    store_tile<false>(p, s, g, sums);
   } else {
-    store_tile<true>(p, shared.schedule, g, sums);
-    fence_proxy_async_global();
-    named_barrier<1, kConsumerThreads>();
-    if (threadIdx.x == 0) {
-      __threadfence();
-      add_release(ready_flag(p, g.expert), 1);
-    }
+    store_tile<true>(p, s, g, sums);
+    announce_groups(p, g, token_groups(g.tokens));
   }
 }

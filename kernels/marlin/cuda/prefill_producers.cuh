@@ -9,8 +9,8 @@ struct CodeSource {
   i64 strip_bytes, group_bytes;      // from one strip to the next, from one group to the next
   int rows, columns, groups;
   DEVICE CodeSource(const GemmParams& gemm, const Segment& g) : columns(gemm.columns), groups(gemm.groups) {
-    i64 first = g.row_tile * kTileRows;
-    rows = min(gemm.rows - (int)first, kTileRows);
+    i64 first = g.first_row;
+    rows = min(gemm.rows - g.first_row, g.tile_rows);
     codes = gemm.weights + (g.expert * (i64)gemm.rows + first) * columns * kBits / 8;
     strip_bytes = (i64)64 * columns * kBits / 8;
     group_bytes = (i64)gemm.rows * kScaleBytes;
@@ -89,8 +89,8 @@ DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring& ring
 // ---- tokens ----
 
 DEVICE void wait_for_hidden(const ExpertsParams& p, Shared& shared, int expert) {
-  int* tiles = shared.schedule.tile_start(p.num_experts) + expert;
-  wait_at_least(ready_flag(p, expert), (tiles[1] - tiles[0]) * shared.schedule.phase[0].row_tiles);
+  Schedule& s = shared.schedule;
+  wait_at_least(ready_flag(p, expert), token_groups(s.rows()[expert]) * s.phase[0].row_tiles);
 }
 
 // Tokens that lie one after the other, by tensor copies of one thread. The last may be other experts', or nobody's.

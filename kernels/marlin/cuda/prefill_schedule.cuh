@@ -1,14 +1,18 @@
 // Who computes what among the experts with many rows, decided on the device from their row counts.
 //
-// A tile is 256 weight rows x up to 128 tokens of one expert; a step is 128 columns of it. Tiles are numbered expert by
-// expert, then by weight rows, then by tokens, so that blocks at work together share weights and tokens. An item is
-// what a block claims at once, by a ticket: first the items of w13, then those of w2, so an item only waits for earlier
-// tickets, whose blocks are running; nothing depends on how many blocks are resident.
+// A tile is 256 weight rows, or 192 where those fill the machine better, x up to 128 tokens of one expert; a step is
+// 128 columns of it. Tiles are numbered expert by expert, then by weight rows, then by tokens, so that blocks at work
+// together share weights and tokens. An item is what a block claims at once, by a ticket: first the items of w13, then
+// those of w2, so an item only waits for earlier tickets, whose blocks are running; nothing depends on how many blocks
+// are resident, but for what follows.
 //
 // Whole tiles are items while they fill the machine. Where the last wave would leave too many blocks idle, the last
 // one to two waves are cut into one piece a block, of equal cost (split). A piece may begin and end inside a tile: the
 // block that has a tile's first step adds up the pieces that follow, in order. Pieces are claimed last one first, so
 // the pieces waited for have earlier tickets, and are computed at the start of their item.
+//
+// Where a tile has four pieces or more, no piece has a part of two tiles, and the first kMostAdders of a tile add up
+// all of them for some of its tokens each. They wait for each other: so many blocks must be resident at once.
 //
 // Example: 3 tiles of 4 steps on 2 blocks: the pieces are steps 0..5 and 6..11, tile 1 is shared. Block A claims steps
 // 6..11 and leaves the sum of tile 1's steps 2, 3 for block B, which has tile 0 and adds it to tile 1's steps 0, 1.
@@ -20,8 +24,13 @@ constexpr int kTileTokens = kManyTileTokens;
 constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
 
+constexpr int kNarrowRows = 192;
+constexpr int kMostAdders = 8;
+
 // Steps that a tile takes longer where blocks share it.
 constexpr int kSplitSteps = 5;
+// What a step of a tile of 192 rows takes, in sixteenths of one of 256.
+constexpr int kNarrowCost = 12;
 
 // Tokens a tile is computed for: the least size that there is a matrix product for.
 DEVICE int tile_tokens(int rows) { return min((rows + 31) / 32, kTileTokens / 32) * 32; }
@@ -31,7 +40,9 @@ struct Position {
 };
 
 struct PhaseShape {
-  int row_tiles, steps, whole_items, items;
+  int tile_rows, row_tiles, steps;
+  int whole_items, items;
+  bool aligned;  // no piece has parts of two tiles
 };
 
 struct Schedule {
@@ -46,10 +57,46 @@ struct Schedule {
 };
 
 struct Segment {
-  int phase, expert, row_tile, first_token, tokens;  // which tile; phase -1: there are no more
+  int phase, expert, first_row, first_token, tokens;  // which tile; phase -1: there are no more
+  int tile_rows;                                      // 256 or 192
   int tile, from, to;                                // its number, and which of its steps
   int piece;                                         // number of the piece it is in, -1 for a whole tile
 };
+
+// a / b, both at least 0 and the quotient below 2^21, in a third of the time.
+DEVICE int quotient(int a, int b) {
+  int q = (int)__fdividef((float)a, (float)b), rest = a - q * b;
+  return q + (rest >= b) - (rest < 0);
+}
+
+// How the tiles of a phase are made and cut: what takes the least time. `cost` is that of all token tiles.
+DEVICE PhaseShape shape_phase(const GemmParams& gemm, int token_tiles, int cost) {
+  PhaseShape phase;
+  int blocks = gridDim.x, steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
+  int row_tiles = (gemm.rows + kTileRows - 1) / kTileRows, tiles = token_tiles * row_tiles;
+  int narrow_tiles = token_tiles * ((gemm.rows + kNarrowRows - 1) / kNarrowRows);
+  // Steps of all blocks, idle ones too.
+  int whole = quotient(tiles + blocks - 1, blocks) * steps * blocks;
+  int narrow = quotient(narrow_tiles + blocks - 1, blocks) * steps * blocks;
+  int split = tiles * steps + kSplitSteps * blocks;
+  phase.tile_rows = kTileRows;
+  phase.row_tiles = row_tiles;
+  phase.steps = steps;
+  phase.whole_items = tiles;
+  int pieces = 0;
+  if (narrow / 16 * kNarrowCost < min(whole, split)) {
+    phase.tile_rows = kNarrowRows;
+    phase.row_tiles = (gemm.rows + kNarrowRows - 1) / kNarrowRows;
+    phase.whole_items = narrow_tiles;
+  } else if (split < whole) {
+    phase.whole_items = max(quotient(tiles, blocks) - 1, 0) * blocks;
+    // A piece has two steps at least.
+    pieces = phase.whole_items ? blocks : min(cost * row_tiles * steps / (2 * many_tile_cost(kTileTokens)), blocks);
+  }
+  phase.items = phase.whole_items + pieces;
+  phase.aligned = 4 * tiles <= pieces;
+  return phase;
+}
 
 // One warp fills the tables: prefix sums over the experts, 32 at a time.
 DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int lane) {
@@ -76,13 +123,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int l
   for (int d = 16; d; d /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, d));
   if (lane < 3) s.rows()[(lane + 1) * (n + 1) + n] = lane == 0 ? sums[0] : lane == 1 ? sums[1] : sums[2];
   if (lane < 2) {
-    PhaseShape& phase = s.phase[lane];
-    phase.row_tiles = (p.gemm[lane].rows + kTileRows - 1) / kTileRows;
-    phase.steps = (p.gemm[lane].columns + kStepColumns - 1) / kStepColumns;
-    int blocks = gridDim.x, tiles = sums[1] * phase.row_tiles, last = tiles % blocks;
-    bool split = last != 0 && (blocks - last) * phase.steps > kSplitSteps * blocks;
-    phase.whole_items = split ? max(tiles / blocks - 1, 0) * blocks : tiles;
-    phase.items = phase.whole_items + (split ? blocks : 0);
+    s.phase[lane] = shape_phase(p.gemm[lane], sums[1], sums[2]);
   }
   if (lane == 0) s.largest = largest;
 }
@@ -102,8 +143,8 @@ DEVICE int cost_before_tile(Schedule& s, int n, int phase, int tile) {
   int row_tiles = s.phase[phase].row_tiles, steps = s.phase[phase].steps;
   int e = find_expert(s.tile_start(n), n, row_tiles, tile);
   int token_tiles = s.tile_start(n)[e + 1] - s.tile_start(n)[e], rest = tile - s.tile_start(n)[e] * row_tiles;
-  int cost = s.cost_start(n)[e + 1] - s.cost_start(n)[e];
-  int own = rest / token_tiles * cost + rest % token_tiles * many_tile_cost(kTileTokens);
+  int cost = s.cost_start(n)[e + 1] - s.cost_start(n)[e], row_tile = quotient(rest, token_tiles);
+  int own = row_tile * cost + (rest - row_tile * token_tiles) * many_tile_cost(kTileTokens);
   return (s.cost_start(n)[e] * row_tiles + own) * steps;
 }
 
@@ -113,24 +154,45 @@ DEVICE Position position_of_cost(Schedule& s, int n, int phase, int cost) {
   int e = find_expert(s.cost_start(n), n, row_tiles * steps, cost);
   int rest = cost - s.cost_start(n)[e] * row_tiles * steps;
   int row_cost = (s.cost_start(n)[e + 1] - s.cost_start(n)[e]) * steps, full_cost = many_tile_cost(kTileTokens) * steps;
-  int token_tiles = s.tile_start(n)[e + 1] - s.tile_start(n)[e], row_tile = rest / row_cost;
+  int token_tiles = s.tile_start(n)[e + 1] - s.tile_start(n)[e], row_tile = quotient(rest, row_cost);
   rest -= row_tile * row_cost;
-  int token_tile = min(rest / full_cost, token_tiles - 1);
+  int token_tile = min(quotient(rest, full_cost), token_tiles - 1);
   int tokens = min(s.rows()[e] - token_tile * kTileTokens, kTileTokens);
-  int step = (rest - token_tile * full_cost) / many_tile_cost(tokens);
+  int step = quotient(rest - token_tile * full_cost, many_tile_cost(tokens));
   return {s.tile_start(n)[e] * row_tiles + row_tile * token_tiles + token_tile, step};
+}
+
+// Pieces that lie in tiles before this one, where none has parts of two: as many as there is cost, rounded.
+DEVICE int pieces_before_tile(Schedule& s, int n, int phase, int tile, int total) {
+  if (tile == s.tile_start(n)[n] * s.phase[phase].row_tiles) return s.phase[phase].items;
+  return quotient(2 * cost_before_tile(s, n, phase, tile) * s.phase[phase].items + total - 1, 2 * total);
+}
+
+// The same cut between tiles, and every tile evenly.
+DEVICE Position aligned_position(Schedule& s, int n, int phase, int piece, int total) {
+  const PhaseShape& shape = s.phase[phase];
+  if (piece == shape.items) return {s.tile_start(n)[n] * shape.row_tiles, 0};
+  int tile = position_of_cost(s, n, phase, quotient((2 * piece + 1) * total, 2 * shape.items)).tile;
+  int first = pieces_before_tile(s, n, phase, tile, total), last = pieces_before_tile(s, n, phase, tile + 1, total);
+  return {tile, quotient((piece - first) * shape.steps, last - first)};
 }
 
 // All threads, after make_tables: the starts of the pieces of both phases.
 DEVICE void make_pieces(Schedule& s, int n) {
-  int blocks = gridDim.x;
-  for (int i = threadIdx.x; i < 2 * (blocks + 1); i += blockDim.x) {
-    int phase = i / (blocks + 1), piece = i % (blocks + 1);
+  for (int phase = 0; phase < 2; phase++) {
     const PhaseShape& shape = s.phase[phase];
-    if (shape.items == shape.whole_items) continue;
+    int pieces = shape.items - shape.whole_items;
+    if (pieces == 0) continue;
     int total = s.cost_start(n)[n] * shape.row_tiles * shape.steps;
-    int start = shape.whole_items ? cost_before_tile(s, n, phase, shape.whole_items) : 0;
-    s.piece[phase][piece] = position_of_cost(s, n, phase, start + (int)((i64)(total - start) * piece / blocks));
+    for (int piece = threadIdx.x; piece <= pieces; piece += blockDim.x) {
+      if (shape.aligned) {
+        s.piece[phase][piece] = aligned_position(s, n, phase, piece, total);
+        continue;
+      }
+      int start = shape.whole_items ? cost_before_tile(s, n, phase, shape.whole_items) : 0;
+      int share = quotient(total - start, pieces), longer = total - start - share * pieces;
+      s.piece[phase][piece] = position_of_cost(s, n, phase, start + piece * share + min(piece, longer));
+    }
   }
 }
 
@@ -139,9 +201,10 @@ DEVICE void locate_tile(Schedule& s, int n, Segment& g) {
   int row_tiles = s.phase[g.phase].row_tiles;
   g.expert = find_expert(s.tile_start(n), n, row_tiles, g.tile);
   int token_tiles = s.tile_start(n)[g.expert + 1] - s.tile_start(n)[g.expert];
-  int rest = g.tile - s.tile_start(n)[g.expert] * row_tiles;
-  g.row_tile = rest / token_tiles;
-  g.first_token = rest % token_tiles * kTileTokens;
+  int rest = g.tile - s.tile_start(n)[g.expert] * row_tiles, row_tile = quotient(rest, token_tiles);
+  g.tile_rows = s.phase[g.phase].tile_rows;
+  g.first_row = row_tile * g.tile_rows;
+  g.first_token = (rest - row_tile * token_tiles) * kTileTokens;
   g.tokens = min(s.rows()[g.expert] - g.first_token, kTileTokens);
 }
 

@@ -2,9 +2,10 @@
 //
 //   hidden[r, :] = activation(w13[e] x[r] + bias1[e]),  out[r, :] = w2[e] hidden[r] + bias2[e]   for every row r of e
 //
-// Experts of few rows are left to decode_sm90.cu (threshold.cuh). Weights are operand A of the tensor cores, dequantized
-// in registers, tokens operand B in shared memory. The warps of a block:
-//   0 to 7     two warpgroups of 128 weight rows x up to 128 tokens: dequantize, multiply, apply bias and activation
+// Experts of few rows are left to decode_sm90.cu (threshold.cuh). Weights are operand A of the tensor cores,
+// dequantized in registers, tokens operand B in shared memory. The warps of a block:
+//   0 to 7     two warpgroups of 128 weight rows (the second: 64 of narrow tiles) x up to 128 tokens: dequantize,
+//              multiply, apply bias and activation
 //   8          claims items (prefill_schedule.cuh) and streams codes and scales with bulk copies
 //   9 to 11    load the tokens' rows, and wait for w13's tiles before they read `hidden`: one thread by tensor copies,
 //              or all of them chunk by chunk where the rows are gathered
@@ -20,7 +21,7 @@ DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring& ring) {
   for_each_segment(shared, [&](const Segment& g) {
     Sums sums;
     multiply_segment(sums, g, p.gemm[g.phase].groups == 1, are_gathered(p, g.phase), ring);
-    finish_segment(p, shared, g, sums);
+    finish_segment(p, shared.schedule, g, sums);
   });
 }
 

@@ -37,7 +37,11 @@ struct PrefillParams {
 // Whether the tokens of a phase lie anywhere; otherwise those of an expert lie one after the other.
 DEVICE bool are_gathered(const ExpertsParams& p, int phase) { return phase == 0 && p.row_ids != nullptr; }
 
-// sync: tickets, blocks done, w13 tiles finished of every expert, pieces left in `partials` for either phase.
+// Tokens are stored eight at a time.
+DEVICE int token_groups(int tokens) { return (tokens + 7) / 8; }
+
+// sync: tickets, blocks done, groups of tokens that w13's tiles of every expert have stored, pieces left in `partials`
+// for either phase.
 DEVICE int* ready_flag(const ExpertsParams& p, int expert) { return p.sync + 2 + expert; }
 DEVICE int* piece_flag(const ExpertsParams& p, int phase, int piece) {
   return p.sync + 2 + p.num_experts + phase * kMaxBlocks + piece;

@@ -5,9 +5,9 @@
 // nothing loaded. So one of them computes all experts where what it loses on those of the other side is less than
 // p.second_kernel, what beginning anew costs.
 //
-// Example, Qwen3-30B's shape, where beginning anew costs 183: of 15 experts of 8 rows and one of 25, decode_sm90.cu loses
-// 7 - 6 with the one and computes all. Of 15 experts of 8 rows and one of 200, prefill_sm90.cu loses 6 - 4 with each of
-// the 15 and computes all. Fifteen hundred experts of 8 rows it would leave to the other.
+// Example, Qwen3-30B's shape, where beginning anew costs 183: of 15 experts of 8 rows and one of 25, decode_sm90.cu
+// loses 7 - 6 with the one and computes all. Of 15 experts of 8 rows and one of 200, prefill_sm90.cu loses 6 - 4 with
+// each of the 15 and computes all; a hundred experts of 8 rows it would leave to the other.
 #pragma once
 #include "params.cuh"
 
@@ -15,7 +15,7 @@ constexpr int kManyTileTokens = 128;  // rows that prefill_sm90.cu computes at o
 
 // Time that an expert takes for 256 weight rows x 128 columns, as measured on an H200; about 235 cycles each.
 DEVICE int few_cost(int rows) { return 3 + (rows + 7) / 8; }
-DEVICE int many_tile_cost(int tokens) { return 4 + (tokens + 31) / 32 * 2; }
+DEVICE constexpr int many_tile_cost(int tokens) { return 4 + (tokens + 31) / 32 * 2; }
 DEVICE int many_cost(int rows) {
   int rest = rows % kManyTileTokens;
   return rows / kManyTileTokens * many_tile_cost(kManyTileTokens) + (rest ? many_tile_cost(rest) : 0);
