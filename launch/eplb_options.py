@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from moe_ep.launch.option_values import output_file
-from moe_ep.launch.options import OptionError, at_least, flag, one_of, one_of_these, option
+from moe_ep.launch.options import OptionError, at_least, flag, number, one_of, one_of_these, option
 from moe_ep.registry import EPLB_POLICIES
 
 
@@ -27,14 +27,7 @@ def _file(raw: str) -> Path:
     return path.absolute()
 
 
-def _share(raw: str) -> float:
-    try:
-        value = float(raw)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise ValueError("it must be a number from 0 to 1")
-    return value
+_share = number("a number from 0 to 1", lambda share: 0 <= share <= 1)
 
 
 @dataclass(frozen=True, kw_only=True)

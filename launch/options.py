@@ -11,6 +11,7 @@ config = from_args(Config, parser.parse_args())                 # OptionError na
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, TypeVar
@@ -96,6 +97,21 @@ def at_least(minimum: int) -> Parse:
         if not raw.isdecimal() or int(raw) < minimum:
             raise ValueError(f"it must be a whole number of at least {minimum}")
         return int(raw)
+
+    return parse
+
+
+def number(rule: str, holds: Callable[[float], bool]) -> Parse:
+    """A finite number for which `holds`; `rule` says it after "it must be"."""
+
+    def parse(raw: str) -> float:
+        try:
+            value = float(raw)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and holds(value)):
+            raise ValueError(f"it must be {rule}")
+        return value
 
     return parse
 

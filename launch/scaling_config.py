@@ -14,7 +14,7 @@ from moe_ep.launch.option_values import (
     output_file,
     whole_numbers,
 )
-from moe_ep.launch.options import Parse, at_least, one_of, one_of_these, option
+from moe_ep.launch.options import Parse, at_least, number, one_of, one_of_these, option
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 
@@ -26,14 +26,7 @@ def _list_of(parse: Parse) -> Parse:
     return lambda raw: tuple(parse(part) for part in raw.split(","))
 
 
-def _seconds(raw: str) -> float:
-    try:
-        value = float(raw)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError("it must be a number of seconds above 0")
-    return value
+_seconds = number("a number of seconds above 0", lambda seconds: seconds > 0)
 
 
 def _routing(raw: str) -> str:

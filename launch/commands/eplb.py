@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ep.files import write_text
 from moe_ep.launch.option_values import output_file
-from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
+from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
 
 if TYPE_CHECKING:
     from moe_ep.eplb.trace import RoutingTrace
@@ -22,10 +22,7 @@ def _names(raw: str) -> tuple[str, ...]:
     return tuple(raw.split(","))
 
 
-def _share(raw: str) -> float:
-    if not re.fullmatch(r"0?\.\d+", raw) or not float(raw):
-        raise ValueError("it must be a number above 0 and below 1, such as 0.5")
-    return float(raw)
+_share = number("a number above 0 and below 1, such as 0.5", lambda share: 0 < share < 1)
 
 
 def _routing(raw: str) -> str:

@@ -8,21 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_ep.launch.option_values import GEOMETRY_NAMES, geometry_name, output_file, whole_numbers
-from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
+from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
 
 if TYPE_CHECKING:
     from moe_ep.bench.geometries import Geometry
     from moe_ep.paper_model import Machine
 
 
-def _rate(raw: str) -> float:
-    try:
-        rate = float(raw)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise ValueError("it must be a number above 0")
-    return rate
+_rate = number("a number above 0", lambda rate: rate > 0)
 
 
 def _results(raw: str) -> Path:
