@@ -16,17 +16,16 @@ from torch import nn
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.custom_ops import register_layer, unique_name
-from moe_ep.expert_shard import ExpertShard
-from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
+from moe_ep.layer_parts import LayerParts
 from moe_ep.passes import most_tokens
-from moe_ep.process_groups import is_initialized, layer_groups
+from moe_ep.process_groups import is_initialized
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.routing import check_router_weight_on_input, check_routing, select_experts
 from moe_ep.stages import stage, tell_routing
 from moe_ep.weight_loading import ExpertMapping
 
 
-class FusedMoE(ExpertShard):
+class FusedMoE(LayerParts):
     """A layer of E routed experts of which every token takes top_k, divided over the ranks of a process group.
 
     Sizes that are None come from torch.distributed: all ranks are then data-parallel and form one EP group. With EP the
@@ -158,13 +157,7 @@ class FusedMoE(ExpertShard):
             "ep_rank": self.parallel_config.ep_rank,
             "ep_size": self.parallel_config.ep_size,
         }
-        self.groups = layer_groups(self.parallel_config, process_group)
-        self._modular_kernel: FusedMoEModularKernel | None = None
-        self._prepare_finalize: FusedMoEPrepareAndFinalize | None = None
-        # Terms that every rank holds whole are added to a complete sum by all ranks, to partial sums by one of them.
-        self._takes_complete_terms = True
-        if is_initialized() or not self._spans_ranks():
-            self._make_prepare_finalize()
+        self._join(process_group)
         register_layer(self)
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
@@ -225,11 +218,6 @@ class FusedMoE(ExpertShard):
         shared = [shared for shared, _ in chunks if shared is not None]
         return torch.cat(shared) if shared else None, torch.cat([routed for _, routed in chunks])
 
-    @property
-    def asks_for_tokens(self) -> bool:
-        """Whether its ranks must know how many tokens the others have."""
-        return self.groups.ep is not None and self.prepare_finalize.max_num_tokens_per_rank() is not None
-
     def _num_chunks(self, num_tokens: int, capacity: int, device: torch.device) -> int:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             if num_tokens > capacity:
@@ -270,49 +258,6 @@ class FusedMoE(ExpertShard):
         """`select_experts` with the layer's settings; a layer whose model routes by itself has another."""
         return select_experts(hidden_states, router_logits, **self._routing, **state)
 
-    @property
-    def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
-        """The backend that moves rows for this layer."""
-        if self._prepare_finalize is not None:
-            return self._prepare_finalize
-        try:
-            return self._make_prepare_finalize()
-        except AttributeError as error:
-            raise RuntimeError(f"the backend of {self.layer_name} cannot be made: {error}") from error
-
-    def _make_prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
-        if self._spans_ranks() and not is_initialized():
-            raise RuntimeError(
-                f"the layer {self.layer_name} is one of {self.parallel_config.tp_size * self.parallel_config.dp_size} "
-                f"ranks and torch.distributed is not initialised; call init_process_group before making the layer"
-            )
-        self._prepare_finalize = self.quant_method.maybe_make_prepare_finalize(self.groups.ep, self.dispatch_dtype)
-        self._takes_complete_terms = self.must_reduce_shared_expert_outputs() or self.parallel_config.tp_rank == 0
-        return self._prepare_finalize
-
-    def _spans_ranks(self) -> bool:
-        return self.parallel_config.use_ep or self.parallel_config.tp_size > 1
-
-    @property
-    def modular_kernel(self) -> FusedMoEModularKernel:
-        """The backend and the experts, joined when the weights are ready."""
-        kernel = self._modular_kernel
-        if kernel is None:
-            try:
-                self.process_weights_after_loading()
-                experts = self.quant_method.select_gemm_impl(self.prepare_finalize, self)
-                kernel = FusedMoEModularKernel(self.prepare_finalize, experts, self.shared_experts)
-            except AttributeError as error:
-                # A module takes it for a missing property of its own.
-                raise RuntimeError(f"the experts of {self.layer_name} cannot be made: {error}") from error
-            # Not as a submodule: the shared experts are the layer's already, and would be saved twice.
-            self.__dict__["_modular_kernel"] = kernel
-        return kernel
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FusedMoE:
-        self.__dict__["_modular_kernel"] = None  # The experts hold the tensors that are about to be replaced.
-        return super()._apply(fn, recurse)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a layer of its own, so it runs under a name of its own."""
         super().__setstate__(state)
@@ -349,13 +294,3 @@ class FusedMoE(ExpertShard):
         if num_shared and parallel.use_ep and not parallel.use_all2all:
             rows = torch.arange(topk_ids.size(0), device=topk_ids.device)
             topk_ids[:, -num_shared:].masked_fill_((rows % parallel.tp_size != parallel.tp_rank)[:, None], -1)
-
-    def must_reduce_shared_expert_outputs(self) -> bool:
-        """Whether the combine returns complete outputs, so that no all-reduce follows that would complete others."""
-        return self.prepare_finalize.output_is_reduced()
-
-    def maybe_all_reduce_tensor_model_parallel(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` summed over TP ranks, in place, where the layer's outputs are partial sums; `x` itself where not."""
-        if not self.must_reduce_shared_expert_outputs() and self.groups.tp is not None:
-            dist.all_reduce(x, group=self.groups.tp)
-        return x

@@ -242,3 +242,23 @@ def test_a_layer_of_many_ranks_needs_their_process_group() -> None:
     assert layer.w13_weight.shape == (3, 2 * N, K)
     with pytest.raises(RuntimeError, match="one of 2 ranks and torch.distributed is not initialised"):
         layer(*make_inputs(T, K, E))
+
+
+def test_gradients_are_refused() -> None:
+    layer = make_layer()
+    x, logits = torch.randn(3, K, requires_grad=True), torch.randn(3, E)
+    with pytest.raises(RuntimeError, match=r"are for inference and have no backward; .* torch.no_grad\(\)"):
+        layer(x, logits)
+    with torch.no_grad():
+        layer(x, logits)
+
+
+def test_a_mistake_in_experts_of_ones_own_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer()
+
+    def broken(*_: object) -> None:
+        raise AttributeError("no attribute 'wieghts'")
+
+    monkeypatch.setattr(layer.quant_method, "select_gemm_impl", broken)
+    with pytest.raises(RuntimeError, match="^the experts of .* cannot be made: no attribute 'wieghts'"):
+        layer(torch.randn(3, K), torch.randn(3, E))
