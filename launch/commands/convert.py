@@ -48,5 +48,5 @@ def main(args: argparse.Namespace) -> int:
 
         convert_checkpoint(source, target, args.quantize, show)
     before, after = (sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (source, target))
-    print(f"{target}: experts in {args.quantize}, {after / 1e9:.2f} GB of weights in place of {before / 1e9:.2f}")
+    print(f"{target}: experts in {args.quantize}, {after / 1e9:.3g} GB of weights in place of {before / 1e9:.3g}")
     return 0
