@@ -9,9 +9,9 @@ more are used. Both peers compute the GEMMs alone, without the activation betwee
 Humming is `humming-kernels` from PyPI with its default tuning. Its first calls compile, a minute for all rows of a
 shape; it keeps what it compiled in HUMMING_CACHE_DIR, by the paths and times of its files.
 vLLM's batched Marlin is the file vllm/_moe_C_stable_libtorch.abi3.so of its wheel (or that file as .xz), loaded alone:
-"vllm" has block size 64, as vLLM chooses it from the buffer's capacity, "vllm_best" the best of its sizes. The file has
-these kernels as code of sm_80 and as PTX, which the driver compiles at the first call, 40 s on a Hopper GPU's host; it
-keeps them in CUDA_CACHE_PATH.
+"vllm" has block size 64, as vLLM chooses it from the buffer's capacity, "vllm_best" the best of that and the two
+smallest sizes that hold an expert's rows. The file has these kernels as code of sm_80 and as PTX, which the driver
+compiles at the first call, 40 s on a Hopper GPU's host; it keeps them in CUDA_CACHE_PATH.
 --compile-only makes the first calls and times nothing: shapes may be compiled side by side.
 """
 
@@ -30,9 +30,7 @@ from gemm_timing import timed
 from moe_ep.scalar_type import scalar_types
 
 CACHE_BYTES = 150e6  # weights below this are copied until they exceed it
-
-
-VLLM_USUAL_BLOCK = 64
+VLLM_BLOCKS, VLLM_USUAL_BLOCK = (8, 16, 32, 48, 64), 64
 
 Call = Callable[[int], None]
 Shape = tuple[int, int, int]
@@ -112,9 +110,9 @@ class Vllm:
         return codes, torch.rand(experts, columns // 128, out, device="cuda").bfloat16()
 
     def calls(self, buffers: Buffers, rows: int) -> dict[str, Call]:
-        """Blocks below the usual one are tried where they hold all rows, or nearly."""
-        blocks = (VLLM_USUAL_BLOCK, *(b for b in (8, 16, 32, 48) if rows <= 48))
-        return {str(block): self._call(buffers, block) for block in blocks}
+        """With the usual block, and the two smallest that hold all rows."""
+        blocks = {VLLM_USUAL_BLOCK, *[block for block in VLLM_BLOCKS if block >= rows][:2]}
+        return {str(block): self._call(buffers, block) for block in sorted(blocks)}
 
     def _call(self, buffers: Buffers, block: int) -> Call:
         experts, capacity = buffers.counts.numel(), buffers.capacity

@@ -16,7 +16,7 @@ import torch
 from moe_ep.bench.timing import time_calls, timing_of
 
 _BURSTS, _REPEATS = 2, 7
-_REST_S = 0.15
+_REST_S = 0.1
 _LONG_US = 500
 _SPIN_CYCLES = 400_000
 
