@@ -35,8 +35,17 @@ class FusedMoE(LayerParts):
 
     Args:
         num_experts: logical routed experts E.
+        top_k: experts of a token; K is hidden_size, N is intermediate_size, of one expert.
         params_dtype: of the activations and plain weights; None is torch's default dtype.
         reduce_results: all-reduce the output over TP ranks where it is a partial sum; otherwise that is the caller's.
+        renormalize, use_grouped_topk, num_expert_group, topk_group, custom_routing_function, scoring_func,
+            routed_scaling_factor, e_score_correction_bias: as in `moe_ep.routing.select_experts`.
+        apply_router_weight_on_input: multiply the rows before they are sent, with top_k 1.
+        activation: a `MoEActivation` or its name.
+        tp_size, dp_size, ep_size, is_sequence_parallel: how the ranks divide the layer (`FusedMoEParallelConfig.make`).
+        enable_eplb: map ids to replicas and count loads, for an `EPLBManager`.
+        has_bias: experts have biases, w13_bias `[El, 2N]` and w2_bias `[El, K]`.
+        all2all_backend: a name of the dispatch registry; "auto" asks MOE_EP_ALL2ALL_BACKEND, then chooses.
         quant_config: an object whose `quant_method` names the method; None for plain weights.
         prefix: the layer's name in graphs and messages; made up where empty, made unique where taken.
         num_redundant_experts: physical experts beyond E; replicas, once EPLB is on.
@@ -269,7 +278,7 @@ class FusedMoE(LayerParts):
         if hidden_states.dim() != 2 or hidden_states.size(1) != K or hidden_states.dtype != dtype:
             raise ValueError(
                 f"hidden_states is {tuple(hidden_states.shape)} of {hidden_states.dtype}; the layer "
-                f"{self.layer_name} takes (T, {K}) of {dtype}"
+                f"{self.layer_name} takes (T, {K}) of {dtype}; cast them, or make the layer with another params_dtype"
             )
         if router_logits.shape != (hidden_states.size(0), self.num_router_columns):
             raise ValueError(
