@@ -87,7 +87,12 @@ def plan_layer(
                 continue
             name = linear.names[suffix] if suffix in linear.names else linear.stem + suffix
             if layout is None or (stored is None and layout.default is None):
-                raise CheckpointError(f"{reader.index_file}: expected tensor {name}, found none of that name")
+                other = (
+                    "; its experts are quantized in another way than the layer: pass moe_ep.stack.layer_quant_config's"
+                )
+                raise CheckpointError(
+                    f"{reader.index_file}: expected tensor {name}, found none of that name{'' if layout else other}"
+                )
             if stored is None and suffix not in wanted:
                 continue
             key = f"{linear.stem}{suffix}" if stored is None else stored.info.name

@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from moe_ep.checkpoint import load_moe_layer
+from moe_ep.errors import CheckpointError
 from moe_ep.layer import FusedMoE
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
-from tests.checkpoint.checkpoints import make_checkpoint
+from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.ranks import ranks
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -76,8 +79,11 @@ def test_the_readme_s_layer_runs_and_loads(tmp_path: Path) -> None:
     exec(layer_block.replace("num_experts=64", "num_experts=16").replace("64)", "16)"), names)
     assert names["output"].shape == (128, 1024) and names["output"].isfinite().all()
 
-    make_checkpoint(tmp_path / "checkpoint")
-    names["layer"] = FusedMoE(4, 2, 64, 32, params_dtype=torch.bfloat16)
-    exec(loading_block.replace("path/to/checkpoint", str(tmp_path / "checkpoint")), names)
-    down = names["reader"].read("model.layers.0.mlp.experts.3.down_proj.weight")
-    assert torch.equal(names["layer"].w2_weight[3], down)
+    make_checkpoint(tmp_path / "plain")
+    make_checkpoint(tmp_path / "gptq", qwen3_config(quantization_config=GPTQ))
+    for kind, weight in (("plain", "weight"), ("gptq", "qweight")):
+        exec(loading_block.replace("path/to/checkpoint", str(tmp_path / kind)), names)
+        name = f"model.layers.0.mlp.experts.3.down_proj.{weight}"
+        assert name in names["reader"].names() and names["layer"](torch.ones(1, 64).bfloat16(), torch.ones(1, 4)).any()
+    with pytest.raises(CheckpointError, match="quantized in another way than the layer: pass moe_ep.stack"):
+        load_moe_layer(names["reader"], names["spec"], 0, FusedMoE(4, 2, 64, 32, params_dtype=torch.bfloat16))
