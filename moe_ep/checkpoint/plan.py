@@ -87,9 +87,7 @@ def plan_layer(
                 continue
             name = linear.names[suffix] if suffix in linear.names else linear.stem + suffix
             if layout is None or (stored is None and layout.default is None):
-                other = (
-                    "; its experts are quantized in another way than the layer: pass moe_ep.stack.layer_quant_config's"
-                )
+                other = "; the layer is for other experts: make it with moe_ep.stack.layer_quant_config and spec.has_bias"
                 raise CheckpointError(
                     f"{reader.index_file}: expected tensor {name}, found none of that name{'' if layout else other}"
                 )
