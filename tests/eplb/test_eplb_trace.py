@@ -104,6 +104,14 @@ def test_rules_choose_replicas_of_their_expert(name: str) -> None:
     assert np.array_equal(np.where(chosen >= 0, slots[chosen], -1), ids)
 
 
+def test_tokens_keep_to_their_rank_while_its_share_lasts() -> None:
+    layout = Layout.of(np.array([0, 1, 0, 2]), 3, 2)
+    rank = np.repeat([0, 1], 4)
+    ids = np.array([0, 0, 0, 1, 0, 0, 0, 2])[:, None]
+    for name in ("known-counts", "nearest"):
+        assert choose(RULES[name](), ids, rank, layout)[:, 0].tolist() == [0, 0, 0, 1, 2, 2, 2, 3]
+
+
 def test_the_rule_that_serves_is_the_one_that_is_simulated() -> None:
     rng = np.random.default_rng(1)
     slots = np.concatenate([np.arange(8), rng.integers(0, 8, 8)])
@@ -137,6 +145,17 @@ def test_simulation_of_skewed_routing() -> None:
     outcome = measure(trace, scene, place(trace, scene, LINEAR), "levelled")
     assert outcome.loads.shape == (3, 2, 8)
     assert (outcome.loads.sum(axis=2) == 256 * 4).all()
+
+
+def test_what_is_measured_by_hand() -> None:
+    # Two ranks of two experts; the first half of a step's four tokens is rank 0's. The second step is measured.
+    choices = np.array([[0], [0], [0], [0], [0], [2], [3], [3]])
+    trace = from_choices(choices[None], 4, 2, num_experts=4, model="by hand")
+    scene = Scene(ep_size=2)
+    outcome = measure(trace, scene, place(trace, scene, LINEAR), "levelled")
+    assert outcome.loads.tolist() == [[[1, 3]]] and outcome.slot_loads.tolist() == [[1, 0, 1, 2]]
+    assert outcome.active.tolist() == [[[1, 2]]] and outcome.stays == 3 / 4
+    assert (outcome.balancedness, outcome.peak, outcome.active_experts) == (2 / 3, 1.5, 2.0)
 
 
 def test_scenes_that_do_not_fit() -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from moe_ep.checkpoint import CheckpointReader, model_spec
+from moe_ep.eplb.trace import from_choices
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.launch.inputs import TokenSource
+from moe_ep.launch.routing_source import RoutingSource
 from moe_ep.launch.run_config import RunConfig
-from tests.checkpoint.checkpoints import make_checkpoint
+from tests.checkpoint.checkpoints import make_checkpoint, qwen3_config
 
 
 @pytest.fixture
@@ -64,6 +67,18 @@ def test_text_is_dealt_out_in_order_and_goes_round(reader: CheckpointReader, tmp
         for rank in (0, 1, 2)
     ]
     assert dealt == [[0, 1], [], [2, 3, 4], [5, 6], [], [7, 8, 9], [0, 1], [], [2, 3, 4]]
+
+
+def test_recorded_choices_are_dealt_out_in_order_and_go_round(tmp_path: Path) -> None:
+    spec = model_spec(qwen3_config(num_experts=8, num_hidden_layers=1))
+    recorded = np.array([[0, 1], [2, 3], [4, 5], [7, 6], [1, -1]])
+    from_choices(recorded[None], 1, 1, num_experts=8, model="model").save(tmp_path / "trace.npz")
+    config = RunConfig(routing=f"recorded:{tmp_path / 'trace.npz'}", tokens_per_rank=(1, 2))
+    made = RoutingSource(config, spec, "model", 2)
+    dealt = [made.layer_logits(0, step, rank).topk(2).indices.tolist() for step in (0, 1) for rank in (0, 1)]
+    assert dealt[:3] == [[[0, 1]], [[2, 3], [4, 5]], [[7, 6]]]
+    # A choice that was not made is nobody's.
+    assert dealt[3][0][0] == 1 and dealt[3][1] == [0, 1]
 
 
 def test_a_text_of_which_the_tokenizer_makes_nothing_is_refused(reader: CheckpointReader, tmp_path: Path) -> None:
