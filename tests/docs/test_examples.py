@@ -85,5 +85,5 @@ def test_the_readme_s_layer_runs_and_loads(tmp_path: Path) -> None:
         exec(loading_block.replace("path/to/checkpoint", str(tmp_path / kind)), names)
         name = f"model.layers.0.mlp.experts.3.down_proj.{weight}"
         assert name in names["reader"].names() and names["layer"](torch.ones(1, 64).bfloat16(), torch.ones(1, 4)).any()
-    with pytest.raises(CheckpointError, match="the layer is for other experts: make it with moe_ep.stack"):
+    with pytest.raises(CheckpointError, match="the layer is for other experts: use moe_ep.stack"):
         load_moe_layer(names["reader"], names["spec"], 0, FusedMoE(4, 2, 64, 32, params_dtype=torch.bfloat16))
