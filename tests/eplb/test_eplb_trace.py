@@ -105,11 +105,11 @@ def test_rules_choose_replicas_of_their_expert(name: str) -> None:
 
 
 def test_tokens_keep_to_their_rank_while_its_share_lasts() -> None:
-    layout = Layout.of(np.array([0, 1, 0, 2]), 3, 2)
+    layout = Layout.of(np.array([1, 0, 2, 0]), 3, 2)
     rank = np.repeat([0, 1], 4)
     ids = np.array([0, 0, 0, 1, 0, 0, 0, 2])[:, None]
     for name in ("known-counts", "nearest"):
-        assert choose(RULES[name](), ids, rank, layout)[:, 0].tolist() == [0, 0, 0, 1, 2, 2, 2, 3]
+        assert choose(RULES[name](), ids, rank, layout)[:, 0].tolist() == [1, 1, 1, 0, 3, 3, 3, 2]
 
 
 def test_the_rule_that_serves_is_the_one_that_is_simulated() -> None:
