@@ -12,6 +12,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,7 +21,9 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.errors import DispatchTimeoutError
-from moe_ep.process_groups import answers_of_ranks, num_hosts, timeout_of
+from moe_ep.process_groups import num_hosts, timeout_of
+
+T = TypeVar("T")
 
 # A wait spins for this long, then sleeps in small steps.
 _SPIN_S = 1e-3
@@ -100,18 +103,27 @@ def _share_board(group: dist.ProcessGroup) -> Board | None:
     if num_hosts(group) > 1:
         return None
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    of_group, board = timeout_of(group), None
+    of_group = timeout_of(group)
     deadline = min([env.DISPATCH_TIMEOUT_S.get(), *([] if of_group is None else [of_group.total_seconds()])])
-    name = ""
+    made, board = None, None
     with suppress(OSError):  # an empty name tells the others
-        name = str(Board.make_file(size)) if rank == 0 else ""
-    name = answers_of_ranks("the board's file", name, group)[0]
-    with suppress(OSError):  # ranks that name one host may still have no files in common
-        board = Board(Path(name), rank, size, deadline) if name else None
-    is_shared = all(answers_of_ranks("the board is open", board is not None, group))
-    if rank == 0 and name:
-        Path(name).unlink()
+        made = Board.make_file(size) if rank == 0 else None
+    try:
+        name = _gathered("" if made is None else str(made), group)[0]
+        with suppress(OSError):  # ranks that name one host may still have no files in common
+            board = Board(Path(name), rank, size, deadline) if name else None
+        is_shared = all(_gathered(board is not None, group))
+    finally:
+        if made is not None:
+            made.unlink()
     return board if is_shared else None
+
+
+def _gathered(mine: T, group: dist.ProcessGroup) -> list[T]:
+    """What every rank has, by rank."""
+    found = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
 
 
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
