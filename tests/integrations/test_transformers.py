@@ -249,6 +249,23 @@ def test_a_model_of_own_code_or_pickles_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"has_gate": False}, "are ungated; moe_ep does not take such experts"),
+        ({"has_post_expert_norm": True}, "are followed by a norm of their own; moe_ep does not take"),
+        ({"act_fn": torch.nn.Tanh()}, "have the activation Tanh; moe_ep has SiLU"),
+    ],
+)
+def test_experts_of_another_kind_are_refused(flags: dict[str, Any], message: str) -> None:
+    model = make_model("Qwen3Moe")
+    for _, module in find_experts(model):
+        for name, value in flags.items():
+            setattr(module, name, value)
+    with pytest.raises(ConfigError, match=message):
+        moe_ep.parallelize(model)
+
+
 def test_gradients_are_refused() -> None:
     parallel = moe_ep.parallelize(make_model("Qwen3Moe"))
     embedded = torch.zeros(1, 3, SIZES["hidden_size"], requires_grad=True)
