@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.eplb.handshake import SideChannel
+from moe_ep.errors import DispatchTimeoutError, EplbError
 
 if TYPE_CHECKING:
     from moe_ep.eplb.manager import EPLBManager
@@ -76,10 +77,17 @@ class StepCoordinator:
             done: progress, for the others to know.
 
         Raises:
-            EplbError: a rank did not come to the step before the deadline.
+            DispatchTimeoutError: a rank did not come to the step before the deadline.
         """
         mine = [num_tokens is not None, num_tokens or 0, can_replay, done]
-        table = self._channel.gather("what they bring to the next step", mine)
+        try:
+            table = self._channel.gather("what they bring to the next step", mine)
+        except EplbError as error:
+            # The channel is balancing's; here no experts were to move.
+            raise DispatchTimeoutError(
+                f"{str(error).removesuffix('; experts stay')}; a rank that has no pass to make serves the others: "
+                f"call moe_ep.serve, or make passes in a moe_ep.serving block"
+            ) from None
         if not any(row[0] for row in table):
             return None
         self.current = Step(

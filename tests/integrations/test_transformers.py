@@ -23,7 +23,7 @@ from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.formats import GPTQConfig, dequantize, pack_gptq, quantize_int
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.eplb.config import EplbConfig
-from moe_ep.errors import CheckpointError, ConfigError
+from moe_ep.errors import CheckpointError, ConfigError, DispatchTimeoutError, EplbError
 from moe_ep.integrations.hf_experts import find_experts
 from moe_ep.integrations.transformers import steps_of
 from moe_ep.methods import relative_error, tolerance
@@ -284,6 +284,19 @@ def test_a_pass_that_fails_leaves_no_step_behind() -> None:
         model(torch.ones(2, 3, dtype=torch.int64))
     assert [step.num_tokens for step in seen] == [(6,)]
     assert steps.current is None
+
+
+def test_a_rank_that_neither_computes_nor_serves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = moe_ep.parallelize(make_model("Qwen3Moe"))
+
+    def gather(what: str, values: list[int]) -> list[list[int]]:
+        raise EplbError(f"the ranks could not exchange {what} within 6 s: EP rank 1 did not take part; experts stay")
+
+    monkeypatch.setattr(steps_of(model)._channel, "gather", gather)
+    with pytest.raises(
+        DispatchTimeoutError, match="EP rank 1 did not take part; a rank that has no pass .*moe_ep.serve,"
+    ):
+        model(torch.ones(1, 2, dtype=torch.int64))
 
 
 def test_a_model_that_was_not_divided_is_refused() -> None:
