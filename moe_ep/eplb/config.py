@@ -21,7 +21,8 @@ class EplbConfig:
         window_size: steps whose counts a plan looks at, the latest ones.
         first_plan: the step after which the first plan is due; early, because the first placement knows no load.
         interval: steps between plans from then on. A plan that is due while experts still move is left out.
-        rebalance_below: no plan is made while balancedness is at least this, and none for a layer that is.
+        rebalance_below: no plan is made while balancedness is at least this, and none for a layer that is: by the loads
+            of the objective.
         min_gain, move_cost: what a layer's plan must gain (`moe_ep.eplb.rebalance_experts`).
         policy, objective, refine, num_groups, num_nodes: of the planner; num_nodes are hosts of consecutive ranks.
         planner: where EP rank 0 plans: in a "process" of its own, which does not hold up the serving thread, or in a

@@ -46,7 +46,8 @@ def make_plan(
     """The placement to go to, int64 `[L, P]`, or None and why not."""
     if load.mean_tokens == 0:
         return None, "no tokens in the window"
-    if load.balancedness >= config.rebalance_below:
+    # Of other objectives the planner knows how even the layers are.
+    if config.objective == "tokens" and load.balancedness >= config.rebalance_below:
         return None, f"balancedness {load.balancedness:.3f} is not below {config.rebalance_below:g}"
     window = logical_counts(counts, placement, num_experts)
     plan = rebalance_experts(

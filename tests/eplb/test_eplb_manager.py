@@ -16,6 +16,7 @@ from moe_ep.eplb import transfer
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import CommitReport, LoadReport, PlanReport
 from moe_ep.eplb.manager import EPLBManager
+from moe_ep.eplb.planner import make_plan, measure_load
 from moe_ep.eplb.planner_process import PlannerProcess
 from moe_ep.eplb.recorder import ExpertLoadRecorder
 from moe_ep.eplb.transfer import MessageTransport
@@ -389,6 +390,18 @@ def test_settings_that_do_not_fit_the_model_are_refused_before_it_serves(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         EPLBManager(make_model(1, ep_size=1), EplbConfig(**{**vars(CONFIG), **settings}))
+
+
+def test_level_tokens_are_no_reason_not_to_level_active_experts() -> None:
+    counts = torch.tensor([[[40, 0, 0, 0, 10, 10, 10, 10]]]).expand(4, 1, 8)
+    load, placement = measure_load(counts, 2, step=4), np.arange(8)[None]
+    assert load.balancedness == 1.0
+    by_tokens, reason = make_plan(counts, load, placement, 8, 2, CONFIG)
+    assert by_tokens is None and reason == "balancedness 1.000 is not below 1"
+    plan, _ = make_plan(counts, load, placement, 8, 2, EplbConfig(objective="active_experts", refine=False))
+    assert plan is not None
+    active = (counts[0, 0].numpy()[plan[0]] > 0).reshape(2, 4).sum(axis=1)
+    assert active.max() == 3
 
 
 def test_when_a_plan_is_due() -> None:
