@@ -121,7 +121,7 @@ def test_a_graph_replays_with_other_counts_and_inputs() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             batched_fused_marlin_moe(rows, numbers, output=output, **more)
-    for counts in ([0, 0, 0, 0, 0, 0], [80, 1, 0, 33, 64, 7], [1, 1, 1, 1, 1, 1]):
+    for counts in ([0, 0, 0, 0, 0, 0], [80, 1, 0, 33, 64, 7], [8, 1, 30, 2, 8, 8], [1, 1, 1, 1, 1, 1]):
         rows.copy_(torch.randn_like(rows))
         numbers.copy_(torch.tensor(counts, dtype=torch.int32))
         output.fill_(float("nan"))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.kernels.marlin import tuning
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
 from moe_ep.kernels.marlin.types import WeightType
 from tests.gpu.test_marlin_gpu import KINDS, UINT4B8, arguments, check_batched, make
@@ -40,8 +41,11 @@ def test_one_expert_is_spread_over_all_blocks(shape: tuple[int, int]) -> None:
     check_batched(UINT4B8, 32, [150], shape)
 
 
-def test_few_and_many_rows_side_by_side() -> None:
-    check_batched(UINT4B8, 128, [1, 33, 32, 0, 500, 31, 128, 8] * 5, (512, 256))
+@pytest.mark.parametrize("counts", [[1, 33, 32, 0, 500, 31, 128, 8] * 5, [8, 0, 30, 8, 1, 25]], ids=["many", "few"])
+def test_few_and_many_rows_side_by_side(counts: list[int]) -> None:
+    check_batched(UINT4B8, 128, counts, (512, 256))  # one kernel computes all: beginning with the other costs more
+    with tuning.forced(16):
+        check_batched(UINT4B8, 128, counts, (512, 256))
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
