@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -81,6 +81,10 @@ class FusedMoEPrepareAndFinalize(ABC):
 
     # Rows have a multiple of so many columns.
     hidden_size_multiple: ClassVar[int] = 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedMoEPrepareAndFinalize:
+        """The same backend: it is this rank's part of its group, and layers share it as they share the group."""
+        return self
 
     @classmethod
     def unusable_reason(cls) -> str | None:

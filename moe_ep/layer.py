@@ -267,6 +267,10 @@ class FusedMoE(LayerParts):
         """`select_experts` with the layer's settings; a layer whose model routes by itself has another."""
         return select_experts(hidden_states, router_logits, **self._routing, **state)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes its kernel anew: the experts in it hold on to this layer's weights."""
+        return {**self.__dict__, "_modular_kernel": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a layer of its own, so it runs under a name of its own."""
         super().__setstate__(state)

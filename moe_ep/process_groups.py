@@ -26,6 +26,10 @@ class LayerGroups(NamedTuple):
     ep: dist.ProcessGroup | None
     tp: dist.ProcessGroup | None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroups:
+        """The same groups: a layer's copy talks to the same ranks."""
+        return self
+
 
 def is_initialized() -> bool:
     """Whether this process is one of a group of ranks."""

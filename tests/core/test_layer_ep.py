@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -211,7 +212,12 @@ def in_a_subgroup(rank: int, world_size: int) -> str:
     layer, alone = make_pair({}, process_group=group)
     assert layer.parallel_config.ep_size == 2
     inputs = inputs_of(layer, UNEVEN[rank], seed=rank)
-    check(layer(*inputs), alone(*inputs), {})
+    output = layer(*inputs)
+    check(output, alone(*inputs), {})
+    copied = copy.deepcopy(layer)
+    for parameter in layer.parameters():
+        parameter.data.zero_()
+    assert torch.equal(copied(*inputs), output) and not layer(*inputs).any()
     with pytest.raises(ValueError) as error:
         make_layer({}, ep_size=1, tp_size=2)
     return str(error.value)
