@@ -59,8 +59,8 @@ struct Schedule {
 struct Segment {
   int phase, expert, first_row, first_token, tokens;  // which tile; phase -1: there are no more
   int tile_rows;                                      // 256 or 192
-  int tile, from, to;                                // its number, and which of its steps
-  int piece;                                         // number of the piece it is in, -1 for a whole tile
+  int tile, from, to;                                 // its number, and which of its steps
+  int piece;                                          // number of the piece it is in, -1 for a whole tile
 };
 
 // a / b, both at least 0 and the quotient below 2^21, in a third of the time.

@@ -5,7 +5,7 @@
 // nothing loaded. So one of them computes all experts where what it loses on those of the other side is less than
 // p.second_kernel, what beginning anew costs.
 //
-// Example, Qwen3-30B's shape, where beginning anew costs 183: of 15 experts of 8 rows and one of 25, decode_sm90.cu
+// Example, Qwen3-30B's shape, where beginning anew costs 184: of 15 experts of 8 rows and one of 25, decode_sm90.cu
 // loses 7 - 6 with the one and computes all. Of 15 experts of 8 rows and one of 200, prefill_sm90.cu loses 6 - 4 with
 // each of the 15 and computes all; a hundred experts of 8 rows it would leave to the other.
 #pragma once
