@@ -18,7 +18,7 @@ class Tuning:
     Attributes:
         packet_parts: blocks that share sending a row as packets, at most.
         packet_tasks: such parts in all, about: where there are many rows each has fewer.
-        take_parts: warps that share bringing a received row to where it is read by reference.
+        take_parts: warps that share bringing a received row to where it is read, at most.
         packet_output_parts, row_output_parts: blocks that share adding up one token that came as packets or rows.
         expected_tokens: how many the other ranks are taken to have at least where blocks are counted; what they do have
             is known on the device alone.
@@ -36,14 +36,13 @@ class Tuning:
     blocks: int = 264
 
     def blocks_of_expert(self, mean_rows: float, num_local_experts: int) -> int:
-        """How many blocks list the same expert and share its rows: one for each row that the fullest expert has.
+        """How many blocks list the same expert and share its rows: one for each row that a full expert has.
 
         Args:
-            mean_rows: rows of an expert on average; the fullest of a few hundred has three standard deviations more
-                where routing is even.
+            mean_rows: rows of an expert on average; a full one has two standard deviations more where routing is even.
         """
-        fullest = int(mean_rows + 3 * math.sqrt(mean_rows))
-        return max(1, min(self.list_blocks // max(num_local_experts, 1), fullest))
+        full = math.ceil(mean_rows + 2 * math.sqrt(mean_rows))
+        return max(1, min(self.list_blocks // max(num_local_experts, 1), full))
 
 
 def local_indices(owners: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,13 @@ struct Params {
     int* expert_row_ids;  // null for the expanded form
     int* positions;
     int num_local_experts;
-    int shares;      // groups that list the same expert and bring a part of each of its rows, in the expanded form
-    int take_parts;  // of a row that is brought to where the experts read it, by reference
+    int shares;      // groups that list the same expert and share bringing its rows, in the expanded form
+    int take_parts;  // of a row that is brought to where the experts read it, at most
+
+    // Each by a warp.
+    __device__ __forceinline__ int parts_of_row(int warps, int rows) const {
+        return max(1, min(take_parts, warps / max(rows, 1)));
+    }
 };
 
 constexpr int kMetaTokens = 16;  // whose slots one task sends
@@ -39,7 +44,6 @@ struct Shared {
     int before[RANKS + 1];    // tokens of the ranks before each
     int warp_counts[kWarps];  // rows of the expert among the tokens that each warp has read
     Arrival arrivals[kListed];
-    int begins[RANKS + 1];  // of each source in arrivals
 
     __device__ __forceinline__ int tokens_of(int source) const { return before[source + 1] - before[source]; }
 };

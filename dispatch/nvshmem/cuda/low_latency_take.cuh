@@ -58,7 +58,7 @@ struct Raw {
 
 // A warp brings a part of a row that is there to where the experts read it.
 __device__ __forceinline__ void move_plain(const u8* row, int begin, int end, Vec* there) {
-    constexpr int kAhead = 3;
+    constexpr int kAhead = 3;  // as many as there are registers for
     for (int base = begin + threadIdx.x % 32; base < end; base += kAhead * 32) {
         Raw raw[kAhead];
 #pragma unroll
@@ -100,7 +100,7 @@ __device__ __forceinline__ void unpack_packet(Vec v, int packet, Vec* there) {
 // A warp waits for packets of a row, and brings them to where the experts read it.
 __device__ __forceinline__ void move_packets(const Buffers& b, Waits& wait, int source, int token, int begin, int end,
                                              Vec* there) {
-    constexpr int kAhead = FP8 ? 2 : 4;
+    constexpr int kAhead = 4;
     const int in_warp = threadIdx.x % 32 / kPacketThreads;
     const u8* at = b.row_packet(b.rank, source, token, begin + in_warp);
     for (int base = begin; base < end; base += kAhead * kWarpPackets, at += kAhead * kWarpPackets * kPacketBytes) {
@@ -134,36 +134,18 @@ __device__ __forceinline__ void take_row(const Buffers& b, Waits& wait, bool as_
     }
 }
 
-// The group's share of the rows on its list, `count` of the expert's from number `first` on: of each row that share of
-// its columns, by a warp, or by several where there are few; the sources in turns, since each sends in the order of its
-// tokens.
-__device__ __forceinline__ void take_listed(const Params& p, Waits& wait, Shared& shared, int expert, int share,
+// The group's share of the rows on its list, `count` of the expert's from number `first` on; the warps of all groups of
+// the expert have turns at them.
+__device__ __forceinline__ void take_listed(const Params& p, Waits& wait, const Shared& shared, int expert, int share,
                                             int first, int count) {
     const Buffers& b = p.common.buffers;
-    const int thread = threadIdx.x % kThreads;
-    for (int n = thread; n < count; n += kThreads) {
-        const int source = shared.arrivals[n].source;
-        for (int s = n == 0 ? 0 : shared.arrivals[n - 1].source + 1; s <= source; ++s) {
-            shared.begins[s] = n;
-        }
-        for (int s = source + 1; n == count - 1 && s <= RANKS; ++s) {
-            shared.begins[s] = count;
-        }
-    }
-    Receivers::sync();
-    int most = 0;
-    for (int source = 0; count > 0 && source < RANKS; ++source) {
-        most = max(most, shared.begins[source + 1] - shared.begins[source]);
-    }
-    const int parts = (kWarps + p.shares - 1) / p.shares;
-    for (int task = thread / 32; task < most * RANKS * parts; task += kWarps) {
-        const int part = share * parts + task % parts, source = task / parts % RANKS;
-        const int n = shared.begins[source] + task / parts / RANKS;
-        if (n < shared.begins[source + 1]) {
-            const bool as_packets = b.rows_are_packets(shared.tokens_of(source));
-            u8* there = p.out + 2ull * HIDDEN * (expert * RANKS * b.capacity + first + n);
-            take_row(b, wait, as_packets, source, shared.arrivals[n].token, part, p.shares * parts, there);
-        }
+    const int warps = p.shares * kWarps, parts = p.parts_of_row(warps, count);
+    for (int task = threadIdx.x % kThreads / 32 * p.shares + share; task < count * parts; task += warps) {
+        const int part = task % parts, n = task / parts;
+        const Arrival a = shared.arrivals[n];
+        const bool as_packets = b.rows_are_packets(shared.tokens_of(a.source));
+        u8* there = p.out + 2ull * HIDDEN * (expert * RANKS * b.capacity + first + n);
+        take_row(b, wait, as_packets, a.source, a.token, part, parts, there);
     }
     Receivers::sync();
 }
@@ -177,9 +159,9 @@ __device__ __forceinline__ void take_all(const Params& p, Waits& wait, const Sha
         most = max(most, shared.tokens_of(source));
         moves |= shared.tokens_of(source) > 0 && b.rows_are_packets(shared.tokens_of(source));
     }
-    const int parts = moves ? p.take_parts : 1;
     // Groups that have no expert to list go first.
     const int groups = gridDim.x, group = (blockIdx.x + groups - p.num_local_experts % groups) % groups;
+    const int parts = moves ? p.parts_of_row(groups * kWarps, most * RANKS) : 1;
     const int first = threadIdx.x % kThreads / 32 * groups + group;
     for (int task = first; task < most * parts * RANKS; task += groups * kWarps) {
         const int source = task % RANKS, part = task / RANKS % parts, token = task / RANKS / parts;
@@ -223,7 +205,7 @@ __device__ __forceinline__ void read_headers(const Params& p, Waits& wait, Share
     Receivers::sync();
 }
 
-// Reads every source's slots and lists the rows of one expert; in the expanded form also takes a share of each.
+// Reads every source's slots and lists the rows of one expert; in the expanded form also takes a share of them.
 __device__ __forceinline__ void list_expert(const Params& p, Waits& wait, Shared& shared, int expert, int share) {
     const Buffers& b = p.common.buffers;
     const bool expands = p.expert_row_ids == nullptr;
