@@ -120,6 +120,13 @@ class FusedMoEPrepareAndFinalize(ABC):
         so many is made in either case. None where both are the same."""
         return None
 
+    def check(self) -> None:
+        """Raises DispatchTimeoutError where a wait on the device that is over was in vain; waits for nothing itself.
+
+        Nothing to do for backends whose steps raise by themselves.
+        """
+        return
+
     def hand_over_row_ids(self) -> None:
         """The experts take rows by reference (expert_row_ids): hand them over so where that saves a copy."""
         return
