@@ -1,9 +1,14 @@
-"""Skips GPU tests where the GPUs are not there, and says why."""
+"""Settings of all tests; skips GPU tests where the GPUs are not there, and says why."""
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
+
+# How long an example takes is the machine's matter, not the test's.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # Files whose tests start gangs or clusters.
 _GANGS = ("test_local_gang", "test_ray_gang", "test_ray_job", "test_run", "test_run_eplb", "test_torchrun_gang")

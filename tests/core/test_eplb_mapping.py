@@ -110,7 +110,7 @@ def test_tiles_are_independent() -> None:
     assert torch.equal(load.long(), total)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_every_token_is_counted_once_at_a_replica_of_its_expert(data: st.DataObject) -> None:
     ep_size = data.draw(st.sampled_from([1, 2, 4]))

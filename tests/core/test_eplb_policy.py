@@ -132,7 +132,7 @@ def test_grid_against_deepseek(num_experts, num_ranks, redundant, exponent):
 
 
 @pytest.mark.parametrize("policy", list(EPLB_POLICIES))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_problem_gives_whole_maps(policy, data):
     nodes = data.draw(st.sampled_from([1, 2]))

@@ -107,7 +107,7 @@ def routings(draw: st.DrawFn) -> dict:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(routings())
 def test_send_plan_names_every_token_once_a_rank(routing: dict) -> None:
     num_ranks, capacity = routing["num_ranks"], routing["capacity"]
@@ -126,7 +126,7 @@ def test_send_plan_names_every_token_once_a_rank(routing: dict) -> None:
             assert exact.counts[rank] == fixed.counts[rank] == row - first
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(routings())
 def test_messages_there_and_back(routing: dict) -> None:
     """All ranks in one process: pack, exchange, open, weight, exchange, sum; the identity as every expert."""
