@@ -21,7 +21,6 @@ ROWS = (1, 4, 8, 12, 16, 20, 24, 28, 32)
 _CAPACITY = 128
 # Weights below this are copied until they exceed it, so that they come from memory.
 _CACHE_BYTES = 150e6
-_NEXT_TO_NOTHING = 0.02
 # Short bursts after rests: a GPU at its power limit lowers its clock after 50 ms.
 _REST_S = 0.1
 _REPEATS = 7
@@ -73,11 +72,10 @@ def measure(
     return found
 
 
-def best(measured: list[dict[str, Any]], experts: int) -> int:
-    """The largest candidate that loses next to nothing against the better kernel, on the mean over numbers of rows.
+def best(measured: list[dict[str, Any]]) -> int:
+    """The candidate that loses least against the better kernel, on the mean over the rows; of equals the largest.
 
-    Of several experts' rows some may be few and some not; such a batch takes both kernels, one after the other, so that
-    a low threshold is worth it only where it saves something.
+    Where some experts' rows are few and some are not, the kernels themselves find whether one of them takes all.
     """
 
     def loss(few: int) -> float:
@@ -85,8 +83,7 @@ def best(measured: list[dict[str, Any]], experts: int) -> int:
         excess = [us / min(row["few_us"], row["many_us"]) - 1 for us, row in zip(taken, measured, strict=True)]
         return sum(excess) / len(excess)
 
-    allowed = min(map(loss, CANDIDATES)) + (_NEXT_TO_NOTHING if experts > 1 else 0.0)
-    return max(few for few in CANDIDATES if loss(few) <= allowed)
+    return min(reversed(CANDIDATES), key=loss)
 
 
 def random_weights(

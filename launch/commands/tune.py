@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
         measured = measure(problem, kind, activation, device, lambda *steps: display((problem.key, *steps)))
     finally:
         display.close()
-    rows = best(measured, problem.experts)
+    rows = best(measured)
     name = torch.cuda.get_device_name(device)
     before = tuning.few_rows(name, problem)
     tuning.remember(path, name, problem, rows)

@@ -78,13 +78,12 @@ def test_the_packages_table_is_one() -> None:
 @pytest.mark.parametrize("threshold", CANDIDATES)
 def test_the_best_threshold_is_where_the_kernels_cross(threshold: int) -> None:
     measured = [{"rows": rows, "few_us": 10.0 + rows, "many_us": 10.5 + threshold} for rows in ROWS]
-    assert best(measured, 8) == best(measured, 1) == threshold
+    assert best(measured) == threshold
 
 
-def test_the_larger_of_nearly_equal_thresholds_is_taken_where_both_kernels_may_be_needed() -> None:
-    measured = [{"rows": rows, "few_us": 10.1 if rows > 8 else 9.0, "many_us": 10.0} for rows in ROWS]
-    assert best(measured, 8) == 32
-    assert best(measured, 1) == 8
+def test_the_larger_of_equal_thresholds_is_taken() -> None:
+    measured = [{"rows": rows, "few_us": 10.0 if rows > 8 else 9.0, "many_us": 10.0} for rows in ROWS]
+    assert best(measured) == 32
 
 
 @pytest.mark.parametrize(
