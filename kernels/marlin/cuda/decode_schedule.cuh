@@ -46,12 +46,6 @@ struct Segment {
   int row_tile, from, to;               // which tile, and which of its steps
 };
 
-// a / b, both at least 0 and the quotient below 2^21, in a third of the time.
-DEVICE int quotient(int a, int b) {
-  int q = (int)__fdividef((float)a, (float)b), rest = a - q * b;
-  return q + (rest >= b) - (rest < 0);
-}
-
 // Sum over the lanes before this one.
 DEVICE int sum_before(int value, int lane) {
   int sum = value;

@@ -5,6 +5,12 @@
 // The most rows of an expert that decode_sm90.cu computes.
 constexpr int kFewRows = 32;
 
+// a / b, both at least 0 and the quotient below 2^21, in a third of the time.
+DEVICE int quotient(int a, int b) {
+  int q = (int)__fdividef((float)a, (float)b), rest = a - q * b;
+  return q + (rest >= b) - (rest < 0);
+}
+
 struct GemmParams {
   const u8* weights;        // packed, [E][rows * columns * bits / 8]
   const u8* scales;         // [E, groups, rows]

@@ -63,12 +63,6 @@ struct Segment {
   int piece;                                          // number of the piece it is in, -1 for a whole tile
 };
 
-// a / b, both at least 0 and the quotient below 2^21, in a third of the time.
-DEVICE int quotient(int a, int b) {
-  int q = (int)__fdividef((float)a, (float)b), rest = a - q * b;
-  return q + (rest >= b) - (rest < 0);
-}
-
 // How the tiles of a phase are made and cut: what takes the least time. `cost` is that of all token tiles.
 DEVICE PhaseShape shape_phase(const GemmParams& gemm, int token_tiles, int cost) {
   PhaseShape phase;
