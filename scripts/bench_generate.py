@@ -168,13 +168,15 @@ class _Alone:
     def __init__(self, layers: list[Any], given: _Given, recorders: dict[Any, Any], in_graph: bool) -> None:
         import torch
 
-        self._layers, self._given, self._recorders = layers, given, recorders
+        self._layers, self._given = layers, given
         self._graph = torch.cuda.CUDAGraph() if in_graph else None
         self._run()
         if self._graph is not None:
             torch.cuda.synchronize()
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._run()
+        # The graph records into these, whatever passes come later.
+        self._recorders = recorders if self._graph is None else dict(recorders)
 
     def _run(self) -> None:
         self._given.is_kept = False
