@@ -4,7 +4,11 @@ groups are taken down."""
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import signal
+import threading
+import time
 from collections.abc import Iterator
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -50,6 +54,40 @@ def held_back() -> Iterator[None]:
     finally:
         _held = before
     check()
+
+
+@contextlib.contextmanager
+def ending_within(seconds: float) -> Iterator[None]:
+    """A signal inside the block ends the process if the block is not left so soon after it.
+
+    Python raises nothing while its main thread is inside a library, as in one that waits for a GPU or for a peer that
+    the same signal has ended already.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no signal comes here
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        number = -1
+        while number not in (0, *_ENDING):
+            number = int.from_bytes(os.read(reader, 1))  # 0 at the pipe's end, where the block is left
+        until = time.monotonic() + seconds
+        is_inside = number > 0
+        while is_inside:
+            if not select.select([reader], [], [], max(until - time.monotonic(), 0.0))[0]:
+                os._exit(128 + number)
+            is_inside = bool(os.read(reader, 1))
+        os.close(reader)
+
+    threading.Thread(target=watch, daemon=True, name="moe_ep-ending-within").start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from moe_ep.errors import GangError
-from moe_ep.launch import progress
+from moe_ep.launch import interrupts, progress
 from moe_ep.launch.gang import (
     ECHO_GRACE_S,
     Gang,
@@ -100,7 +100,8 @@ class TorchrunGang(Gang):
         return self._run_as_agent(fn, args)
 
     def _run_as_rank(self, rank_env: RankEnv, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-        outcome, speaks = _run_and_gather(rank_env, self.device, fn, args, self._timeout_s)
+        with interrupts.ending_within(ECHO_GRACE_S):
+            outcome, speaks = _run_and_gather(rank_env, self.device, fn, args, self._timeout_s)
         if outcome.failure is None:
             return outcome.value or []
         if not speaks:

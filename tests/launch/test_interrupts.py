@@ -21,6 +21,23 @@ print(child.pid, flush=True)
 child.wait()
 """
 
+# Locks a mutex twice, which no signal ends; then sleeps, which one does, and takes its time to leave.
+_STUCK = """
+import ctypes, sys, time
+from moe_ep.launch import interrupts
+mutex, library = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+with interrupts.raised_as_interrupt():
+    try:
+        with interrupts.ending_within(0.5):
+            print("ready", flush=True)
+            if sys.argv[1] == "library":
+                library.pthread_mutex_lock(mutex), library.pthread_mutex_lock(mutex)
+            time.sleep(60)
+    except KeyboardInterrupt:
+        time.sleep(1)
+        sys.exit(7)
+"""
+
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_python_drops_is_raised_at_the_next_check(number: signal.Signals) -> None:
@@ -44,6 +61,20 @@ def test_a_signal_that_is_held_back_comes_at_the_end() -> None:
         time.sleep(0.01)
         done = True
     assert done
+
+
+@pytest.mark.parametrize(("where", "code"), [("library", 128 + signal.SIGTERM), ("python", 7)])
+def test_a_process_ends_soon_after_a_signal_inside_a_library_too(where: str, code: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", _STUCK, where], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        process.terminate()
+        assert process.wait(timeout=20) == code
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_nothing_is_left_of_a_tree_whose_root_died_first() -> None:
