@@ -11,11 +11,17 @@ import torch.distributed as dist
 
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.formats.plain import quantize_int
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.policy.maps import logical_maps
 from moe_ep.layer import FusedMoE
 from moe_ep.methods import OnlineIntConfig
 
 E, K, N, TOP_K = 10, 64, 32, 3
+L = 3
+CONFIG = EplbConfig(
+    first_plan=4, interval=10**6, rebalance_below=1.0, refine=False, commit_margin=1, timeout_s=20, planner="thread"
+)
 
 # Layers of one model, each quantized in its own way.
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -116,3 +122,13 @@ def fresh_weights(scheme: str, redundant: int, seed: int, row: np.ndarray) -> li
     layer = make_layer(scheme, redundant)
     set_placement(layer, row)
     return load_layer(layer, seed).expert_weights()
+
+
+def make_model(world_size: int, spare: int = 2, **options: Any) -> list[FusedMoE]:
+    """Layers of one model, loaded, with about so many spare slots."""
+    redundant = redundancy(world_size, spare)
+    return [load_layer(make_layer("plain", redundant, **options), seed) for seed in range(L)]
+
+
+def on_one_rank() -> EPLBManager:
+    return EPLBManager(make_model(1, ep_size=1), EplbConfig(**{**vars(CONFIG), "asynchronous": False}))

@@ -11,7 +11,7 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.errors import ConfigError
 from moe_ep.methods.unquantized import UnquantizedFusedMoEMethod
-from tests.eplb.models import load_layer, make_layer
+from tests.eplb.models import CONFIG, E, load_layer, make_layer, make_model
 
 
 def test_layers_that_do_not_go_together_are_refused() -> None:
@@ -56,3 +56,17 @@ def test_a_method_that_cannot_move_experts_is_refused(monkeypatch: pytest.Monkey
     message = "enable_eplb is set and UnquantizedFusedMoEMethod cannot move experts; unset it"
     with pytest.raises(ConfigError, match=message):
         make_layer("plain", 2, ep_size=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_nodes": 2}, r"num_nodes is 2; it must divide the EP ranks \(1\)"),
+        ({"num_groups": 3}, rf"num_groups is 3; it must divide the experts of a layer \({E}\)"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_refused_before_it_serves(
+    settings: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EPLBManager(make_model(1, ep_size=1), EplbConfig(**{**vars(CONFIG), **settings}))

@@ -1,0 +1,132 @@
+"""What a manager counts and tells, when it plans, and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.events import LoadReport, PlanReport
+from moe_ep.eplb.manager import EPLBManager
+from moe_ep.eplb.planner import make_plan, measure_load
+from moe_ep.eplb.planner_process import PlannerProcess
+from moe_ep.eplb.recorder import ExpertLoadRecorder
+from tests.eplb.models import CONFIG, E, make_model, on_one_rank, redundancy
+from tests.ranks import ranks
+
+
+def counted(rank: int, world_size: int) -> list[Any]:
+    """What the listener hears of a load that is known."""
+    layers = make_model(world_size, spare=0)
+    events: list[Any] = []
+    manager = EPLBManager(
+        layers, EplbConfig(**{**vars(CONFIG), "first_plan": 2, "asynchronous": False}), listener=events.append
+    )
+    passes = manager.recorder.expert_load_pass
+    passes.fill_(100)
+    manager.profile_step()
+    for _ in range(2):
+        passes[:, 0] += 6
+        passes[1:, 5] += 6
+        passes[0, 1] += 6
+        manager.step()
+    assert manager.totals.load is events[0]
+    assert manager.totals.plans_made == 1
+    assert manager.staging_bytes == (manager._mover._experts[0].num_slots + 1) * manager._mover._experts[0].row_bytes
+    manager.close()
+    return events
+
+
+def test_events_and_totals() -> None:
+    (load, plan, *commits), (_, elsewhere, *_) = ranks(2).run(counted)
+    assert isinstance(load, LoadReport) and isinstance(plan, PlanReport)
+    assert (load.step, load.num_steps) == (2, 2)
+    # Two ranks count alike: layer 0 gives 24 to rank 0, layers 1 and 2 give 12 to each rank.
+    assert load.layer_balancedness == (0.5, 1.0, 1.0)
+    assert load.balancedness == 36 / 48
+    assert (load.max_tokens, load.mean_tokens, load.active_experts) == (16.0, 12.0, pytest.approx(4 / 3))
+    assert plan.made and plan.num_layers == len(commits) == 1
+    # Rank 0 plans, and the others wait for it.
+    assert plan.seconds > 0 and elsewhere.seconds == 0
+    assert (commits[0].step, commits[0].layer) == (2, 0)
+    assert sum(event.experts_moved for event in commits) == plan.experts_moved
+    assert sum(event.bytes_moved for event in commits) == plan.bytes_moved
+
+
+def test_the_recorded_steps_come_oldest_first() -> None:
+    recorder = ExpertLoadRecorder(num_layers=2, num_physical_experts=3, window_size=3, device="cpu")
+    assert recorder.snapshot().shape == (0, 2, 3)
+    for step in range(1, 6):
+        recorder.expert_load_pass.add_(step)
+        recorder.end_step()
+        held = range(max(1, step - 2), step + 1)
+        assert recorder.snapshot()[:, 1, 2].tolist() == list(held)
+    recorder.forget(1)
+    assert recorder.snapshot()[:, :, 0].tolist() == [[3, 0], [4, 0], [5, 0]]
+    recorder.expert_load_pass.add_(1)
+    recorder.discard_pass()
+    assert not recorder.expert_load_pass.any()
+
+
+def test_steps_that_count_nothing_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    manager = on_one_rank()
+    for _ in range(5):
+        manager.step()
+    manager.plan_now()
+    manager.close()
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "EPLB counted no tokens in 4 steps; CUDA graphs that were captured before" in record.getMessage()
+
+
+def test_level_tokens_are_no_reason_not_to_level_active_experts() -> None:
+    counts = torch.tensor([[[40, 0, 0, 0, 10, 10, 10, 10]]]).expand(4, 1, 8)
+    load, placement = measure_load(counts, 2, step=4), np.arange(8)[None]
+    assert load.balancedness == 1.0
+    by_tokens, reason = make_plan(counts, load, placement, 8, 2, CONFIG)
+    assert by_tokens is None and reason == "balancedness 1.000 is not below 1"
+    plan, _ = make_plan(counts, load, placement, 8, 2, EplbConfig(objective="active_experts", refine=False))
+    assert plan is not None
+    active = (counts[0, 0].numpy()[plan[0]] > 0).reshape(2, 4).sum(axis=1)
+    assert active.max() == 3
+
+
+def test_when_a_plan_is_due() -> None:
+    config = EplbConfig(first_plan=3, interval=5)
+    assert [step for step in range(20) if config.is_due(step)] == [3, 8, 13, 18]
+
+
+def planned_elsewhere(rank: int, world_size: int) -> tuple[list[list[int]], int]:
+    """Steps until the planning process has answered; the same plan as without it."""
+    counts = torch.randint(50, (E + redundancy(world_size, 2),), generator=torch.Generator().manual_seed(1)).int()
+    found = []
+    for planner in ("process", "thread"):
+        layers = make_model(world_size)
+        config = EplbConfig(**{**vars(CONFIG), "first_plan": 2, "interval": 10**6, "planner": planner, "refine": True})
+        manager = EPLBManager(layers, config)
+        for _ in range(2):
+            manager.recorder.expert_load_pass += counts
+            manager.step()
+        manager.finish()
+        found.append(manager.placement.host.tolist())
+        plans = manager.totals.plans_made
+        manager.close()
+    assert found[0] == found[1]
+    return found[0], plans
+
+
+def test_plans_of_the_planning_process() -> None:
+    results = ranks(2).run(planned_elsewhere)
+    assert results[0] == results[1]
+    assert results[0][1] == 1
+
+
+def test_a_planning_process_that_ends_is_an_error() -> None:
+    planner = PlannerProcess()
+    planner._process.kill()
+    placement = np.arange(4)[None]
+    with pytest.raises(RuntimeError, match="the planning process ended with exit code -9"):
+        planner.make_plan(torch.ones(1, 1, 4, dtype=torch.int64), placement, 4, 2, CONFIG, 20)
+    planner.close()
