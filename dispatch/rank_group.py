@@ -10,7 +10,6 @@ process, or make a new group.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,15 +17,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moe_ep import env
 from moe_ep.config import FusedMoEConfig
 from moe_ep.dispatch.notes import Notes, watch
-from moe_ep.errors import DispatchTimeoutError
-from moe_ep.process_groups import timeout_of
-
-# A wait on the host spins for this long, then sleeps in small steps.
-_SPIN_S = 2e-3
-_SLEEP_S = 5e-5
+from moe_ep.errors import DispatchTimeoutError, rank_list
+from moe_ep.process_groups import deadline_of
+from moe_ep.waiting import comes_within
 
 
 class RankGroup:
@@ -55,8 +50,7 @@ class RankGroup:
                 f"the EP ranks"
             )
         self.notes = Notes(self.group)
-        of_group = timeout_of(self.group)
-        self.timeout_s = min(env.DISPATCH_TIMEOUT_S.get(), math.inf if of_group is None else of_group.total_seconds())
+        self.timeout_s = deadline_of(self.group)
 
     def steps(self, name: str, device: torch.device) -> Steps:
         """The collective steps of one dispatch or combine."""
@@ -70,13 +64,8 @@ class RankGroup:
         Args:
             name: of the step that waits.
         """
-        start = time.monotonic()
-        while not have_come():
-            waited = time.monotonic() - start
-            if waited > self.timeout_s:
-                raise self.failed(name, "the GPU is still waiting for the ranks' sizes")
-            if waited > _SPIN_S:
-                time.sleep(_SLEEP_S)
+        if not comes_within(self.timeout_s, have_come):
+            raise self.failed(name, "the GPU is still waiting for the ranks' sizes")
 
     def failed(self, name: str, cause: str) -> DispatchTimeoutError:
         """The error for a step that failed or took too long, with the ranks at fault where somebody can tell."""
@@ -90,8 +79,9 @@ class RankGroup:
         except RuntimeError as error:
             return DispatchTimeoutError(f"{story}, and the ranks' store cannot be reached ({error}): {cause}")
         if absent:
-            who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-            return DispatchTimeoutError(f"{story}: {who} did not take part (dead, stuck or late): {cause}", absent)
+            return DispatchTimeoutError(
+                f"{story}: {rank_list(absent)} did not take part (dead, stuck or late): {cause}", absent
+            )
         return DispatchTimeoutError(f"{story} and every rank is alive; raise the group's timeout: {cause}")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -19,15 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_ep import env
-from moe_ep.errors import DispatchTimeoutError
-from moe_ep.process_groups import num_hosts, timeout_of
+from moe_ep.errors import DispatchTimeoutError, rank_list
+from moe_ep.process_groups import deadline_of, num_hosts, timeout_of
+from moe_ep.waiting import comes_within
 
 T = TypeVar("T")
 
-# A wait spins for this long, then sleeps in small steps.
-_SPIN_S = 1e-3
-_SLEEP_S = 5e-5
 _SHARED_MEMORY = Path("/dev/shm")
 _VALUE_BITS = 32
 _QUESTIONS = 1 << 31
@@ -83,18 +79,13 @@ class Board:
         question = self._question = (self._question + 1) % _QUESTIONS
         answers = self._answers[question % 2]
         answers[self._rank] = question << _VALUE_BITS | value
-        started = time.monotonic()
-        while not (came := answers >> _VALUE_BITS == question).all():
-            waited = time.monotonic() - started
-            if waited > self._timeout_s:
-                absent = np.flatnonzero(~came).tolist()
-                who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-                raise DispatchTimeoutError(
-                    f"EP rank {self._rank} waited {self._timeout_s:g} s for {who} to come to the layer and say how "
-                    f"many tokens it has: dead, stuck or late; end the process, or make the group anew",
-                    absent,
-                )
-            time.sleep(_SLEEP_S if waited > _SPIN_S else 0)
+        if not comes_within(self._timeout_s, lambda: bool((answers >> _VALUE_BITS == question).all())):
+            absent = np.flatnonzero(answers >> _VALUE_BITS != question).tolist()
+            raise DispatchTimeoutError(
+                f"EP rank {self._rank} waited {self._timeout_s:g} s for {rank_list(absent)} to come to the layer and "
+                f"say how many tokens it has: dead, stuck or late; end the process, or make the group anew",
+                absent,
+            )
         return int((answers & (1 << _VALUE_BITS) - 1).max())
 
 
@@ -103,8 +94,7 @@ def _share_board(group: dist.ProcessGroup) -> Board | None:
     if num_hosts(group) > 1:
         return None
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    of_group = timeout_of(group)
-    deadline = min([env.DISPATCH_TIMEOUT_S.get(), *([] if of_group is None else [of_group.total_seconds()])])
+    deadline = deadline_of(group)
     made, board = None, None
     with suppress(OSError):  # an empty name tells the others
         made = Board.make_file(size) if rank == 0 else None

@@ -61,6 +61,11 @@ def missing_extra(package: str, extra: str, needed_for: str) -> ImportError:
     return ImportError(f"{needed_for} needs {package}, which is not installed; run: pip install 'moe_ep[{extra}]'")
 
 
+def rank_list(ranks: Sequence[int]) -> str:
+    """The ranks in words: "rank 1", or "ranks 1, 3"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 def one_of(argument: str, value: object, allowed: Sequence[str]) -> str:
     """The sentence for a value outside a fixed set."""
     return f"{argument} is {value!r}; it must be one of {', '.join(allowed)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Hashable
 from datetime import timedelta
@@ -82,6 +83,12 @@ def timeout_of(process_group: dist.ProcessGroup) -> timedelta | None:
     devices = [pair.partition(":")[0] for pair in dist.get_backend_config(process_group).split(",")]
     options = [getattr(process_group._get_backend(torch.device(device)), "options", None) for device in devices]
     return min((option._timeout for option in options if option is not None), default=None)
+
+
+def deadline_of(process_group: dist.ProcessGroup) -> float:
+    """Seconds that a step of the ranks may take: MOE_EP_DISPATCH_TIMEOUT_S, or the group's own where shorter."""
+    of_group = timeout_of(process_group)
+    return min(env.DISPATCH_TIMEOUT_S.get(), math.inf if of_group is None else of_group.total_seconds())
 
 
 def host_name() -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from moe_ep.dispatch.rank_group import RankGroup
-from moe_ep.errors import DispatchTimeoutError
+from moe_ep.errors import DispatchTimeoutError, rank_list
 
 # Words of the record, as in cuda/protocol.cuh; one word for each rank follows.
 _FAILED, _PHASE, _EPOCH, _RANKS = range(4)
@@ -42,11 +42,10 @@ class FailureRecord:
 
     def _error(self) -> DispatchTimeoutError:
         missing = [rank for rank in range(self._ranks.size) if self._numbers[_RANKS + rank]]
-        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         phase, epoch = _PHASES[int(self._numbers[_PHASE])], int(self._numbers[_EPOCH])
         story = (
-            f"the {phase} of batch {epoch} did not finish on EP rank {self._ranks.rank}: {who} sent nothing for "
-            f"{self.timeout_s:g} s (MOE_EP_NVSHMEM_TIMEOUT_S)"
+            f"the {phase} of batch {epoch} did not finish on EP rank {self._ranks.rank}: {rank_list(missing)} "
+            f"sent nothing for {self.timeout_s:g} s (MOE_EP_NVSHMEM_TIMEOUT_S)"
         )
         try:
             refusals = {rank: text for rank, text in self._ranks.notes.read().items() if rank in missing}

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from moe_ep import env
-from moe_ep.errors import DispatchTimeoutError
+from moe_ep.errors import DispatchTimeoutError, rank_list
 
 _SLEEP_S = 2e-3
 _counts: dict[str, int] = {}
@@ -39,8 +39,8 @@ def meet(name: str, ranks: Sequence[int], text: str = "", timeout_s: float | Non
         if time.monotonic() > deadline:
             absent = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
             raise DispatchTimeoutError(
-                f"{name}: rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} of the default group did "
-                f"not come within {timeout_s:g} s; every rank must make the same backends in the same order",
+                f"{name}: {rank_list(absent)} of the default group did not come within {timeout_s:g} s; every rank "
+                f"must make the same backends in the same order",
                 absent,
             )
         time.sleep(_SLEEP_S)

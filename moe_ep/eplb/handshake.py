@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moe_ep.errors import EplbError
+from moe_ep.errors import EplbError, rank_list
 from moe_ep.job_store import job_store, roll_call
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class SideChannel:
         absent = self._roll_call()
         who = ""
         if absent:
-            who = f": EP rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} did not take part"
+            who = f": EP {rank_list(absent)} did not take part"
         logger.info("EPLB: exchange of %s failed: %s", what, cause)
         return self.failed(f"the ranks could not exchange {what} within {self.timeout_s:g} s{who}; experts stay")
 
