@@ -40,6 +40,9 @@ class Listener:
 
 
 _listeners: tuple[Listener, ...] = ()
+# What graphs record into. An event that is gone when its graph is replayed takes the process with it, and how long a
+# graph lives nobody here knows.
+_captured: list[torch.cuda.Event] = []
 
 
 def listen(listener: Listener) -> None:
@@ -126,8 +129,11 @@ class StageRecorder(Listener):
 
 def timing_event() -> torch.cuda.Event:
     """A CUDA event, recorded. Under capture every replay records it anew, and its times are those of the last one."""
-    event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
+    capturing = torch.cuda.is_current_stream_capturing()
+    event = torch.cuda.Event(enable_timing=True, external=capturing)
     event.record()
+    if capturing:
+        _captured.append(event)
     return event
 
 

@@ -113,38 +113,37 @@ def _decode(rank_env: RankEnv, config: GenerateBenchConfig, folder: Path, num_sl
             first = decoder.prefill(slot, torch.randint(1, model.config.vocab_size, (PROMPT,), generator=generator))
             decoder.append(slot, first.argmax())
     given = _Given(layers)
+    # Those of a graph are recorded into when it is captured, and have no times before its first replay.
+    for _ in range(WARM_UP_PASSES):
+        _decode_step(decoder, device)
+    decoding = dict(recorders) if decoder.can_replay_decode else recorders
+    alone: _Alone | None = None
     times: Times = []
     alone_times: Times = []
     step_ms: list[float] = []
-    alone: _Alone | None = None
-    for _ in range(WARM_UP_PASSES + config.steps):
-        with decoder.steps.step(num_slots, can_replay=decoder.can_replay_decode) as step:
-            started = time.perf_counter()
-            decoder.append(slice(None), decoder.decode().argmax(-1))
-            if on_gpu:
-                torch.cuda.synchronize(device)
-            took_ms = (time.perf_counter() - started) * 1e3
-            replayed = step is not None and step.can_replay
-        # A graph's events have no time before its first replay.
-        if decoder.can_replay_decode and not replayed:
-            continue
-        if alone is None:
-            # Later passes have recorders of their own, but for the replays of a graph.
-            decoding = dict(recorders) if replayed else recorders
-        step_ms.append(took_ms)
+    for _ in range(config.steps):
+        step_ms.append(_decode_step(decoder, device))
         times.append(_stages_ms(decoding, layers))
         with decoder.steps.pretending(num_slots):
-            alone = alone or _Alone(layers, given, recorders, replayed)
+            alone = alone or _Alone(layers, given, recorders, decoder.can_replay_decode)
             alone_times.append(alone.times())
+    graph = decoder.can_replay_decode
     if alone is not None:
         alone.close()
     decoder.close()
-    return {
-        "generate": times[-config.steps :],
-        "alone": alone_times[-config.steps :],
-        "step_ms": step_ms[-config.steps :],
-        "graph": replayed,
-    }
+    return {"generate": times, "alone": alone_times, "step_ms": step_ms, "graph": graph}
+
+
+def _decode_step(decoder: Any, device: Any) -> float:
+    """One step of all ranks, every slot one token on: milliseconds of this rank's pass."""
+    import torch
+
+    with decoder.steps.step(decoder.num_slots, can_replay=decoder.can_replay_decode):
+        started = time.perf_counter()
+        decoder.append(slice(None), decoder.decode().argmax(-1))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - started) * 1e3
 
 
 class _Given:

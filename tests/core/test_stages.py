@@ -2,8 +2,10 @@
 
 import contextlib
 import time
+import weakref
 
 import pytest
+import torch
 
 from moe_ep import stages
 
@@ -58,3 +60,24 @@ def test_listeners_come_and_go_by_themselves():
         pass
     assert first.names == ["route", "end of route", "experts", "end of experts"]
     assert second.names == ["route", "end of route"]
+
+
+def test_what_a_graph_records_into_outlives_whoever_asked(monkeypatch):
+    class Event:
+        def __init__(self, **settings):
+            self.settings, self.recorded = settings, 0
+
+        def record(self):
+            self.recorded += 1
+
+    capturing = True
+    monkeypatch.setattr(stages, "_captured", [])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    captured = weakref.ref(stages.timing_event())
+    assert captured() is not None
+    assert captured().settings == {"enable_timing": True, "external": True}
+    assert captured().recorded == 1
+    capturing = False
+    eager = weakref.ref(stages.timing_event())
+    assert eager() is None
