@@ -14,7 +14,7 @@ from moe_ep.errors import ConfigError
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.expert_slots import ExpertSlots, LayerEplbState
 from moe_ep.methods.base import make_method
-from moe_ep.weight_loading import ExpertMapping, ExpertWeightLoader, ParamLayout, expert_params_mapping, matching_rows
+from moe_ep.weight_loading import ExpertMapping, ExpertWeightLoader, expert_params_mapping, matching_rows
 
 
 class ExpertShard(nn.Module):
@@ -147,10 +147,6 @@ class ExpertShard(nn.Module):
             ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name, num_experts, num_redundant_experts
         )
 
-    def declare_expert_parameter(self, name: str, param: nn.Parameter, layout: ParamLayout) -> None:
-        """Called by the quantization method: `weight_loader` fills this parameter from here on."""
-        self.loader.declare(name, param, layout)
-
     def weight_loader(
         self,
         param: nn.Parameter,
@@ -178,7 +174,9 @@ class ExpertShard(nn.Module):
             ValueError: a parameter, id or shard that is not there, or a tensor of another shape or dtype.
             RuntimeError: the parameters were processed, and freed, already.
         """
-        taken = self.loader.load(param, loaded_weight, weight_name, shard_id, expert_id)
+        # By what it is and not by a mark on it: the same parameter of another layer must not do.
+        param_name = next((name for name, own in self._parameters.items() if own is param), "")
+        taken = self.loader.load(param_name, param, loaded_weight, weight_name, shard_id, expert_id)
         return taken if return_success else None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -196,7 +194,7 @@ class ExpertShard(nn.Module):
         for name, tensor, param_name, shard_id, expert_id in matching_rows(weights, self.expert_mapping):
             if param_name not in params:
                 raise ValueError(f"{name}: the layer {self.layer_name} has no parameter {param_name} to load it into")
-            if self.loader.load(params[param_name], tensor, name, shard_id, expert_id):
+            if self.loader.load(param_name, params[param_name], tensor, name, shard_id, expert_id):
                 taken.add(param_name)
         return taken
 

@@ -89,10 +89,9 @@ class ExpertWeightLoader:
         self._closed = False
         self._again = False
 
-    def declare(self, param_name: str, param: nn.Parameter, layout: ParamLayout) -> None:
-        """Makes `param` known under its name; it carries the name from here on."""
+    def declare(self, param_name: str, layout: ParamLayout) -> None:
+        """Makes a parameter known by its name."""
         self._declared[param_name] = layout
-        param.moe_ep_name = param_name  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Says that the parameters' storage is gone: what is loaded from here on is an error."""
@@ -121,31 +120,42 @@ class ExpertWeightLoader:
         ]
 
     def load(
-        self, param: nn.Parameter, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int
+        self,
+        param_name: str,
+        param: nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
     ) -> bool:
-        """Copies one tensor of the checkpoint to its place; the semantics are those of `FusedMoE.weight_loader`."""
-        param_name = getattr(param, "moe_ep_name", None)
+        """Copies one tensor of the checkpoint to its place; the semantics are those of `FusedMoE.weight_loader`.
+
+        Args:
+            param_name: what `param` was declared as; empty for a parameter that is not the layer's.
+        """
+        if self._closed:
+            raise RuntimeError(
+                f"{weight_name}: the parameters of {self.name} were processed and freed already; call begin_reload to "
+                f"load again"
+            )
         if param_name not in self._declared:
             raise ValueError(
                 f"{weight_name}: param is not one of the expert parameters of {self.name}: {', '.join(self._declared)}"
-            )
-        if self._closed:
-            raise RuntimeError(
-                f"{weight_name}: {param_name} of {self.name} was processed and freed already; call begin_reload to "
-                f"load again"
             )
         self._check_shard(weight_name, param_name, shard_id)
         if self._pending is None:
             self._pending = self._required()
         # A weight of all experts has the parameter's own number of dimensions; a single number never is one.
         if getattr(loaded_weight, "ndim", 0) == param.ndim and loaded_weight.numel() > 1:
-            return self._load_all(param, loaded_weight, weight_name, shard_id)
+            return self._load_all(param_name, param, loaded_weight, weight_name, shard_id)
         slots = self.slots.of_id(expert_id)
         for slot in slots:
-            self._load_slot(param, loaded_weight, weight_name, shard_id, slot)
+            self._load_slot((param_name, slot, shard_id), param, loaded_weight, weight_name)
         return bool(slots)
 
-    def _load_all(self, param: nn.Parameter, loaded_weight: torch.Tensor, weight_name: str, shard_id: str) -> bool:
+    def _load_all(
+        self, param_name: str, param: nn.Parameter, loaded_weight: torch.Tensor, weight_name: str, shard_id: str
+    ) -> bool:
         """A tensor `[E, ...]`, or `[E + S, ...]` with the fused shared experts behind."""
         routed, shared = self.slots.num_experts, self.slots.num_fused_shared_experts
         if loaded_weight.shape[0] not in (routed, routed + shared):
@@ -156,13 +166,13 @@ class ExpertWeightLoader:
         found = False
         for expert, weight in enumerate(loaded_weight):
             for slot in self.slots.of_checkpoint_expert(expert):
-                self._load_slot(param, weight, weight_name, shard_id, slot)
+                self._load_slot((param_name, slot, shard_id), param, weight, weight_name)
                 found = True
         return found
 
     @torch.inference_mode()  # which may write to parameters that were made in it and to others
-    def _load_slot(self, param: nn.Parameter, weight: torch.Tensor, weight_name: str, shard_id: str, slot: int) -> None:
-        param_name = param.moe_ep_name  # type: ignore[attr-defined]
+    def _load_slot(self, piece: _Piece, param: nn.Parameter, weight: torch.Tensor, weight_name: str) -> None:
+        param_name, slot, shard_id = piece
         layout = self._declared[param_name]
         target = param.data[slot]
         half = SHARDS[shard_id][1]
@@ -171,13 +181,12 @@ class ExpertWeightLoader:
         part = self._part_of_this_rank(weight, target, layout, weight_name, param_name)
         if layout.first_tp_rank_only and self._tp_rank > 0:
             target.zero_()
-        elif self._others_wrote(param_name, layout, slot, shard_id) and not torch.equal(target, part.to(target)):
+        elif self._others_wrote(piece, layout) and not torch.equal(target, part.to(target)):
             raise ValueError(
                 f"{weight_name}: expected what the other half of w13 has, which shares {param_name}; it differs"
             )
         else:
             target.copy_(part)
-        piece = (param_name, slot, shard_id)
         self._loaded.add(piece)
         if self._pending:
             self._pending.discard(piece)
@@ -202,9 +211,10 @@ class ExpertWeightLoader:
         size = target.shape[layout.tp_dim]
         return weight.narrow(layout.tp_dim, self._tp_rank * size, size)
 
-    def _others_wrote(self, param_name: str, layout: ParamLayout, slot: int, shard_id: str) -> bool:
+    def _others_wrote(self, piece: _Piece, layout: ParamLayout) -> bool:
         if layout.halves_dim is not None:
             return False
+        param_name, slot, shard_id = piece
         others = [shard for shard in self._shards(layout) if shard != shard_id]
         return any((param_name, slot, shard) in self._loaded for shard in others)
 

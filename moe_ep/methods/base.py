@@ -155,9 +155,8 @@ class FusedMoEMethodBase(ABC):
     @staticmethod
     def add_parameter(layer: ExpertShard, name: str, data: torch.Tensor, layout: ParamLayout) -> None:
         """Registers an expert parameter that `weight_loader` fills."""
-        param = nn.Parameter(data, requires_grad=False)
-        layer.register_parameter(name, param)
-        layer.declare_expert_parameter(name, param, layout)
+        layer.register_parameter(name, nn.Parameter(data, requires_grad=False))
+        layer.loader.declare(name, layout)
 
     def add_biases(self, layer: ExpertShard, num_experts: int, w13_rows: int, w2_rows: int, dtype: torch.dtype) -> None:
         """`w13_bias` `[El, 2N]` and `w2_bias` `[El, K]`, where the layer has biases."""

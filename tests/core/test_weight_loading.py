@@ -28,7 +28,7 @@ def make_loader(*, gated: bool = True, tp_rank: int = 0, tp_size: int = 1, **slo
 
 def declare(loader: ExpertWeightLoader, name: str, shape: tuple[int, ...], layout: ParamLayout) -> nn.Parameter:
     param = nn.Parameter(torch.full(shape, -1.0), requires_grad=False)
-    loader.declare(name, param, layout)
+    loader.declare(name, layout)
     return param
 
 
@@ -75,8 +75,8 @@ def test_w13_takes_gate_and_up_as_halves_and_this_ranks_rows(case: str, tp_rank:
     param = declare(loader, "w13", (E, *slot_shape), layout)
     gate = numbered(*disk_shape)
     up = gate if halves_dim is None else numbered(*disk_shape, start=1000)
-    assert loader.load(param, gate, "gate", "w1", 2)
-    assert loader.load(param, up, "up", "w3", 2)
+    assert loader.load("w13", param, gate, "gate", "w1", 2)
+    assert loader.load("w13", param, up, "up", "w3", 2)
     parts = [part if tp_dim is None else part.chunk(2, tp_dim)[tp_rank] for part in (gate, up)]
     expected = (
         parts[0] if halves_dim is None else torch.cat([part.reshape(part.shape or (1,)) for part in parts], halves_dim)
@@ -92,7 +92,7 @@ def test_w2_takes_this_ranks_input_columns(case: str, tp_rank: int) -> None:
     loader = make_loader(tp_rank=tp_rank, tp_size=2)
     param = declare(loader, "w2", (E, *slot_shape), layout)
     down = numbered(*disk_shape)
-    assert loader.load(param, down, "down", "w2", 1)
+    assert loader.load("w2", param, down, "down", "w2", 1)
     expected = down if tp_dim is None else down.chunk(2, tp_dim)[tp_rank]
     assert torch.equal(param[1], expected.reshape(slot_shape))
 
@@ -101,7 +101,7 @@ def test_w2_bias_is_on_one_tp_rank_only() -> None:
     for tp_rank, expected in ((0, numbered(K)), (1, torch.zeros(K))):
         loader = make_loader(tp_rank=tp_rank, tp_size=2)
         param = declare(loader, "w2_bias", (E, K), bias_layout("w2"))
-        loader.load(param, numbered(K), "down.bias", "w2", 0)
+        loader.load("w2_bias", param, numbered(K), "down.bias", "w2", 0)
         assert torch.equal(param[0], expected)
 
 
@@ -110,19 +110,19 @@ def test_all_experts_at_once() -> None:
     loader = make_loader(expert_map=expert_map)
     param = declare(loader, "w13_weight", (2, 2 * N, K), weight_layout("w13"))
     gate, up = numbered(E, N, K), numbered(E, N, K, start=7)
-    assert loader.load(param, gate, "gate", "w1", 99)
-    assert loader.load(param, up, "up", "w3", 0)
+    assert loader.load("w13_weight", param, gate, "gate", "w1", 99)
+    assert loader.load("w13_weight", param, up, "up", "w3", 0)
     assert torch.equal(param, torch.cat([gate, up], dim=1)[[1, 3]])
     with pytest.raises(ValueError, match="expected all 4 experts .* found shape \\(3, 24, 16\\)"):
-        loader.load(param, gate[:3], "gate", "w1", 0)
+        loader.load("w13_weight", param, gate[:3], "gate", "w1", 0)
 
 
 def test_an_expert_elsewhere_is_not_touched() -> None:
     loader = make_loader(expert_map=torch.tensor([0, -1, 1, -1], dtype=torch.int32))
     param = declare(loader, "w2_weight", (2, K, N), weight_layout("w2"))
-    assert loader.load(param, torch.empty(K, N, device="meta"), "down", "w2", 1) is False
+    assert loader.load("w2_weight", param, torch.empty(K, N, device="meta"), "down", "w2", 1) is False
     assert bool((param == -1).all())
-    assert loader.load(param, numbered(K, N), "down", "w2", 2) is True
+    assert loader.load("w2_weight", param, numbered(K, N), "down", "w2", 2) is True
     assert torch.equal(param[1], numbered(K, N))
 
 
@@ -227,7 +227,7 @@ def test_refuses_what_is_not_an_expert_parameter() -> None:
     with pytest.raises(
         ValueError, match="x: param is not one of the expert parameters of ungated: w13_weight, w2_weight"
     ):
-        layer.weight_loader(nn.Parameter(torch.zeros(E, K, N)), torch.zeros(K, N), "x", "w2", 0)
+        layer.weight_loader(make_layer().w2_weight, torch.zeros(K, N), "x", "w2", 0)
     with pytest.raises(ValueError, match="shard_id is 'w3'; it must be one of w1"):
         layer.weight_loader(layer.w13_weight, torch.zeros(N, K), "x", "w3", 0)
 
@@ -235,6 +235,6 @@ def test_refuses_what_is_not_an_expert_parameter() -> None:
 def test_gate_and_up_must_agree_on_what_they_share() -> None:
     loader = make_loader()
     param = declare(loader, "w13_g_idx", (E, K), laid_out("w13", in_dim=0))
-    loader.load(param, numbered(K), "gate.g_idx", "w1", 0)
+    loader.load("w13_g_idx", param, numbered(K), "gate.g_idx", "w1", 0)
     with pytest.raises(ValueError, match="up.g_idx: expected what the other half of w13 has"):
-        loader.load(param, numbered(K) + 1, "up.g_idx", "w3", 0)
+        loader.load("w13_g_idx", param, numbered(K) + 1, "up.g_idx", "w3", 0)
