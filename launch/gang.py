@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 # How long a failure that looks like the echo of another waits for that other to be reported.
 ECHO_GRACE_S = 3.0
+# Ranks that have done their work leave their groups and give symmetric memory back; it takes them a second.
+_LEAVING_S = 30.0
 # Workers on CPUs wait for each other more than they compute, so more of them than cores is no mistake; many more is.
 WORKERS_PER_CORE = 16
 _ECHO = re.compile(
@@ -74,6 +76,13 @@ class Outcome:
     failure: WorkerFailure | None = None
 
 
+OnItem = Callable[[Any], None]
+
+
+def ignore(item: object) -> None:
+    """What becomes of items where nobody waits for them."""
+
+
 class Gang(ABC):
     """Worker processes with ranks 0 to world_size - 1, on devices of one kind: "cpu" or "cuda"."""
 
@@ -90,11 +99,15 @@ class Gang(ABC):
         return
 
     @abstractmethod
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
         """Runs fn(rank_env, *args) in every worker, with the process group initialised; results in rank order.
 
         `fn` is a function that workers can import; arguments and results are pickled between the driver and its
         workers. The workers start with the call and have ended when it returns, however it returns.
+
+        Args:
+            on_item: called with each item that rank 0 hands over (`progress.hand_over`), on the driver's machine, while
+                the workers go on; pickled too.
 
         Raises:
             GangError: a worker failed or died.
@@ -119,7 +132,8 @@ def run_rank(
         torch.set_num_threads(_num_threads(rank_env))
         init_process_group(rank_env, timeout_s=timeout_s, store=store)
         value = fn(rank_env, *args)
-        destroy_process_group()
+        with interrupts.ending_after(_LEAVING_S, "leaving the process group"):
+            destroy_process_group()
         return Outcome(value)
     except Exception as error:
         return Outcome(failure=failure_of(error, rank_env.rank))

@@ -1,5 +1,5 @@
 """What ends a command early: ctrl-C, and a job manager's SIGTERM, which unwinds like it, so that gangs and placement
-groups are taken down."""
+groups are taken down; and work that does not end, with its process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -61,7 +63,7 @@ def ending_within(seconds: float) -> Iterator[None]:
     """A signal inside the block ends the process if the block is not left so soon after it.
 
     Python raises nothing while its main thread is inside a library, as in one that waits for a GPU or for a peer that
-    the same signal has ended already.
+    the same signal has ended already. The line it was at is written to stderr then.
     """
     if threading.current_thread() is not threading.main_thread():  # no signal comes here
         yield
@@ -78,7 +80,8 @@ def ending_within(seconds: float) -> Iterator[None]:
         is_inside = number > 0
         while is_inside:
             if not select.select([reader], [], [], max(until - time.monotonic(), 0.0))[0]:
-                os._exit(128 + number)
+                where = _stack_of(threading.main_thread().ident)[-1]
+                _end(f"ended by {signal.Signals(number).name} while it was in\n{where}", 128 + number)
             is_inside = bool(os.read(reader, 1))
         os.close(reader)
 
@@ -91,6 +94,29 @@ def ending_within(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def ending_after(seconds: float, doing: str) -> Iterator[None]:
+    """Ends the process if the block is not left within so many seconds, and says on stderr where it was.
+
+    For what no exception ends: a wait inside a library for a GPU or for a peer.
+
+    Args:
+        doing: what the block does, to be named.
+    """
+
+    def end(thread: int) -> None:
+        where = "".join(_stack_of(thread))
+        _end(f"{doing} has not ended within {seconds:g} s, and the process ends; it was here:\n{where}", 1)
+
+    timer = threading.Timer(seconds, end, (threading.get_ident(),))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
 def unheard_by_children() -> Iterator[None]:
     """Processes started inside the block never hear ctrl-C, which reaches the whole foreground group."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -98,6 +124,19 @@ def unheard_by_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _stack_of(thread: int | None) -> list[str]:
+    """Where a thread is, its innermost call last."""
+    frame = sys._current_frames().get(thread or 0)
+    return ["nowhere\n"] if frame is None else traceback.format_stack(frame)
+
+
+def _end(message: str, code: int) -> None:
+    """Ends the process at once: nothing is unwound that may hang in turn."""
+    with contextlib.suppress(Exception):
+        os.write(sys.stderr.fileno(), f"moe_ep, process {os.getpid()}: {message}".encode())
+    os._exit(code)
 
 
 def _note(number: int, frame: object) -> None:

@@ -16,6 +16,7 @@ from moe_ep.launch import interrupts, progress
 from moe_ep.launch.gang import (
     ECHO_GRACE_S,
     Gang,
+    OnItem,
     Outcome,
     WorkerFailure,
     check_room,
@@ -24,6 +25,7 @@ from moe_ep.launch.gang import (
     failure_of,
     first_cause,
     gang_error,
+    ignore,
     run_rank,
     use_loopback_for_gloo,
     wait_for_fork_server,
@@ -55,7 +57,7 @@ class LocalGang(Gang):
         self._timeout_s = timeout_s
         self._context = warm_fork_server()
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
         workers: dict[Connection, tuple[int, ForkServerProcess]] = {}
         display = progress.ProgressDisplay()
         display.say(f"starting {progress.workers(self.world_size)}")
@@ -71,7 +73,7 @@ class LocalGang(Gang):
                 process.start()
                 theirs.close()
                 workers[ours] = (rank, process)
-            return _watch(workers, display)
+            return _watch(workers, display, on_item)
         finally:
             display.close()
             for _, process in workers.values():
@@ -92,7 +94,9 @@ class LocalGang(Gang):
 
 
 def _watch(
-    workers: dict[Connection, tuple[int, ForkServerProcess]], display: Callable[[progress.Progress], None]
+    workers: dict[Connection, tuple[int, ForkServerProcess]],
+    display: Callable[[progress.Progress], None],
+    on_item: OnItem,
 ) -> list[Any]:
     """Serves the workers' messages until all have answered, or one has failed."""
     results: dict[int, Any] = {}
@@ -115,6 +119,8 @@ def _watch(
                         _tell(other, content)
             elif kind == "progress":
                 display(content)
+            elif kind == "item":
+                on_item(content)
             else:
                 del pending[connection]
                 if content.failure is None:
@@ -149,6 +155,7 @@ def _serve(
     use_loopback_for_gloo()
     if rank_env.rank == 0:
         progress.set_sink(lambda report: connection.send(("progress", report)))
+        progress.set_receiver(lambda item: connection.send(("item", item)))
     try:
         try:
             port, store = _meet(connection, rank_env.rank, timeout_s)

@@ -1,8 +1,8 @@
-"""Progress of work that happens in workers, shown where the user looks.
+"""What workers tell the driver while they work: how far they are, and results that must outlive them.
 
-A worker calls `report(label, done, total)`; the gang that started it decides where that goes: over its pipe or
-actor to the driver, which draws it with `ProgressDisplay`, or straight to the terminal. What comes before the first
-report, the gang says itself.
+Rank 0 calls `report(label, done, total)` and `hand_over(item)`; the gang that started it decides where that goes: over
+its pipe or actor to the driver, which draws a bar with `ProgressDisplay` and passes items on, or straight there where
+rank 0 speaks to the user itself. What comes before the first report, the gang says itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _QUIET_S = 2.0
 _CLEAR_LINE = "\r\x1b[2K"
 
 _sink: Callable[[Progress], None] | None = None
+_receiver: Callable[[Any], None] | None = None
 
 
 def report(label: str, done: int, total: int) -> None:
@@ -30,6 +31,19 @@ def set_sink(sink: Callable[[Progress], None] | None) -> None:
     """Where this process's reports go."""
     global _sink
     _sink = sink
+
+
+def hand_over(item: Any) -> None:
+    """Gives the driver something at once that can be pickled: `Gang.run` says what becomes of it. Rank 0's alone is
+    heard."""
+    if _receiver is not None:
+        _receiver(item)
+
+
+def set_receiver(receiver: Callable[[Any], None] | None) -> None:
+    """Where this process's items go."""
+    global _receiver
+    _receiver = receiver
 
 
 class ProgressDisplay:

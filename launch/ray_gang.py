@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,10 +20,12 @@ from moe_ep.launch import interrupts, progress, ray_cluster
 from moe_ep.launch.gang import (
     ECHO_GRACE_S,
     Gang,
+    OnItem,
     Outcome,
     WorkerFailure,
     first_cause,
     gang_error,
+    ignore,
     run_rank,
     use_loopback_for_gloo,
 )
@@ -82,13 +84,13 @@ class RayGang(Gang):
             self._cluster.end()
             self._cluster = None
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
         actors: list[Any] = []
         self._display.say(f"starting {progress.workers(self.world_size)}")
         try:
             with ray_cluster.slots(self._resource, self.world_size) as slots:
                 try:
-                    return self._watch(*self._start(slots, actors), fn, args)
+                    return self._watch(*self._start(slots, actors), fn, args, on_item)
                 finally:
                     _end(actors)
         finally:
@@ -143,6 +145,7 @@ class RayGang(Gang):
         ips: list[str],
         fn: Callable[..., Any],
         args: tuple[Any, ...],
+        on_item: OnItem,
     ) -> list[Any]:
         """Waits until every rank has answered, or one has failed."""
         import ray
@@ -153,7 +156,8 @@ class RayGang(Gang):
         }
         results: dict[int, Any] = {}
         failures: list[WorkerFailure] = []
-        pending, deadline, asked = list(ranks), float("inf"), None
+        pending, deadline = list(ranks), float("inf")
+        news = _News(actors[0], self._display, on_item)
         while pending and time.monotonic() < deadline:
             interrupts.check()
             ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_S)
@@ -168,19 +172,22 @@ class RayGang(Gang):
                 break
             if failures:
                 deadline = min(deadline, time.monotonic() + ECHO_GRACE_S)
-            asked = _show_progress(actors[0], asked, self._display)
+            news.look()
+        news.look(wait_s=ECHO_GRACE_S)
         if failures:
             raise gang_error(first_cause(failures))
         return [results[rank] for rank in range(len(actors))]
 
 
 class _Worker:
-    """The actor. `run` is the one long call; `progress` answers beside it."""
+    """The actor. `run` is the one long call; `news` answers beside it."""
 
     def __init__(self) -> None:
         self._store: Any = None
         self._progress: progress.Progress | None = None
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         progress.set_sink(self._note)
+        progress.set_receiver(self._items.put)
 
     def _note(self, report: progress.Progress) -> None:
         self._progress = report
@@ -206,8 +213,37 @@ class _Worker:
             use_loopback_for_gloo()
         return run_rank(rank_env, fn, args, timeout_s, self._store)
 
-    def progress(self) -> progress.Progress | None:
-        return self._progress
+    def news(self) -> tuple[progress.Progress | None, list[Any]]:
+        """The last report, and what was handed over since the question before."""
+        return self._progress, [self._items.get() for _ in range(self._items.qsize())]
+
+
+class _News:
+    """What rank 0 says beside its work: a question is always open."""
+
+    def __init__(self, actor: Any, display: Callable[[progress.Progress], None], on_item: OnItem) -> None:
+        self._ask = actor.news.options(concurrency_group="watch").remote
+        self._display, self._on_item = display, on_item
+        self._asked = self._ask()
+
+    def look(self, wait_s: float = 0.0) -> None:
+        """Shows and passes on the answer to the question before, if it came, and asks again.
+
+        Args:
+            wait_s: for that answer and one more, the last, where this is not 0.
+        """
+        import ray
+
+        for _ in range(2 if wait_s else 1):
+            if not ray.wait([self._asked], timeout=wait_s)[0]:
+                return
+            with contextlib.suppress(ray.exceptions.RayError):
+                report, items = ray.get(self._asked)
+                if report is not None:
+                    self._display(report)
+                for item in items:
+                    self._on_item(item)
+            self._asked = self._ask()
 
 
 def _get(ref: Any, rank: int, node: str) -> Any:
@@ -247,22 +283,6 @@ def _failure(error: Exception, rank: int, node: str) -> WorkerFailure:
     else:
         cause, traceback = type(error).__name__, text
     return WorkerFailure(rank=rank, node=node, cause=cause, traceback=traceback)
-
-
-def _show_progress(actor: Any, asked: Any, display: progress.ProgressDisplay) -> Any:
-    """Draws rank 0's answer to the question before, if it came, and asks again; returns the open question."""
-    import ray
-
-    if not sys.stderr.isatty():
-        return None
-    if asked is not None:
-        answered, _ = ray.wait([asked], timeout=0)
-        if not answered:
-            return asked
-        with contextlib.suppress(ray.exceptions.RayError):
-            if (report := ray.get(asked)) is not None:
-                display(report)
-    return actor.progress.options(concurrency_group="watch").remote()
 
 
 def _end(actors: list[Any]) -> None:

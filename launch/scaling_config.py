@@ -37,11 +37,6 @@ def _routing(raw: str) -> str:
     return raw if recorded is None else str(recorded)
 
 
-def unfinished(path: Path) -> Path:
-    """Where rank 0 puts rows before all of them are there and go to `path`."""
-    return path.with_name(path.name + ".unfinished")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig(GangConfig):
     """The settings of one scaling benchmark; the flags of `moe-ep bench scaling` are these fields."""
@@ -111,10 +106,17 @@ class ScalingConfig(GangConfig):
         default=0.25, metadata=option(_seconds, "that the repeats of a row may take; 5 are made in any case (0.25)")
     )
     seconds: float | None = field(
-        default=None, metadata=option(_seconds, "measure no further row after so many; variants come last")
+        default=None,
+        metadata=option(_seconds, "begin no row that may end later than so many after the start; variants come last"),
     )
     seed: int = field(default=0, metadata=option(at_least(0), "of weights, tokens and choices (0)"))
     commit: str | None = field(
         default=None, metadata=option(str, "what to record where this does not run from a git checkout", "HASH")
     )
-    json: Path | None = field(default=None, metadata=option(output_file, "append one JSON line a row", "FILE"))
+    json: Path | None = field(
+        default=None, metadata=option(output_file, "append one JSON line a row, as soon as it is measured", "FILE")
+    )
+    resume: bool = field(
+        default=False,
+        metadata=option(None, "leave out what --json FILE has of this commit, these versions and machines"),
+    )

@@ -17,31 +17,20 @@ from moe_ep.bench.ahead import compile_kernels
 from moe_ep.bench.ceilings import Ceilings, measure_ceilings
 from moe_ep.bench.geometries import Geometry, of_model, preset
 from moe_ep.bench.layers import BenchLayers, make_weights
-from moe_ep.bench.results import append_line, facts
-from moe_ep.bench.scaling import measure_row, with_efficiency
+from moe_ep.bench.results import facts
+from moe_ep.bench.scaling import measure_row
 from moe_ep.bench.synthetic import SyntheticConfig
-from moe_ep.bench.timing import slowest_rank
 from moe_ep.bench.workload import parse_routing, recorded_ids
 from moe_ep.errors import ConfigError
-from moe_ep.launch import progress
 from moe_ep.launch.facts import backend_name
+from moe_ep.launch.interrupts import ending_after
 from moe_ep.launch.rank_env import RankEnv
-from moe_ep.launch.scaling_config import ScalingConfig, unfinished
+from moe_ep.launch.scaling_config import ScalingConfig
+from moe_ep.launch.scaling_rows import Clock, Measurement, Row, Rows, Setting
 
 logger = logging.getLogger(__name__)
 
 _PREFILL_CHAIN = 4
-
-
-class Setting(NamedTuple):
-    """What is measured; num_tokens is of each rank."""
-
-    phase: str
-    num_tokens: int
-    backend: str
-    wire: str
-    routing: str
-    eplb: str
 
 
 class Asked(NamedTuple):
@@ -57,13 +46,20 @@ class Asked(NamedTuple):
     setting: Setting
 
 
-def run_scaling(rank_env: RankEnv, config: ScalingConfig, command: str) -> list[dict[str, Any]] | None:
+def run_scaling(
+    rank_env: RankEnv, config: ScalingConfig, command: str, started: float, before: Sequence[Row]
+) -> list[Row] | None:
     """All rows, on rank 0; None elsewhere. Groups of each EP size run side by side, so that no rank waits for others.
+
+    Args:
+        started: when the command began, as `time.time` has it.
+        before: rows of an earlier run, which are not measured again where they are of this code and machine; those that
+            rank 0 has are taken.
 
     Raises:
         WrongOutputError: a layer computes something else than its weights say.
     """
-    started, device = time.monotonic(), torch.device(rank_env.device)
+    device = torch.device(rank_env.device)
     bench = _Bench(
         config=config,
         rank_env=rank_env,
@@ -71,7 +67,7 @@ def run_scaling(rank_env: RankEnv, config: ScalingConfig, command: str) -> list[
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         groups={size: _group_of(rank_env.rank, rank_env.world_size, size) for size in config.ep_sizes},
     )
-    geometries = _geometries(config, device)
+    geometries, clock = _geometries(config, device), Clock(config.seconds, started)
     with torch.inference_mode():
         compile_kernels(
             geometries, config.ep_sizes, bench.dtype, [_dtype_of(wire) for wire in config.wire], device,
@@ -79,59 +75,54 @@ def run_scaling(rank_env: RankEnv, config: ScalingConfig, command: str) -> list[
         )  # fmt: skip
         ceilings = measure_ceilings(device, bench.dtype)
         plan = _plan(config, geometries, tell=rank_env.rank == 0)
-        rows = _Rows(
-            config, rank_env, _about(rank_env, config, command, ceilings), sum(len(asked) for *_, asked in plan)
+        rows = Rows(
+            _about(rank_env, config, command, ceilings),
+            sum(len(asked) for *_, asked in plan),
+            _of_rank_0(before),
+            speaks=rank_env.rank == 0,
         )
-        measured: dict[tuple[str, int, Setting], dict[str, Any]] = {}
-        is_over = False
         for geometry, size, asked in plan:
-            weights: list[SyntheticConfig] = []
-            for row in asked:
-                key = (geometry.name, size, row.setting)
-                if key not in measured:
-                    is_over = is_over or _is_over(config, started)
-                    if is_over:
-                        continue
-                    weights = weights or make_weights(geometry, size, device, config.seed)
-                    measured[key] = bench.measure(geometry, row.setting, size, weights, ceilings)
-                about = {"geometry": geometry.name, "ep_size": size, "scaling": row.scaling}
-                rows.add(row.order, about | {"asked_tokens": row.tokens} | measured[key])
-            weights.clear()
+            _measure_all(bench, geometry, size, asked, ceilings, rows, clock)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     return rows.finished()
 
 
-def _is_over(config: ScalingConfig, started: float) -> bool:
-    """Whether the time for rows is over, by the clock of the slowest rank."""
-    return config.seconds is not None and slowest_rank([time.monotonic() - started])[0] > config.seconds
+def _measure_all(
+    bench: _Bench,
+    geometry: Geometry,
+    ep_size: int,
+    asked: Sequence[Asked],
+    ceilings: Ceilings,
+    rows: Rows,
+    clock: Clock,
+) -> None:
+    """The rows of one model at one EP size, which share their weights, as far as there is time."""
+    weights: list[SyntheticConfig] = []
+    for row in asked:
+        setting = row.setting
+        what = Measurement(geometry.name, ep_size, setting._replace(routing=Path(setting.routing).name))
+        if rows.measured(what) is None:
+            if clock.is_over(setting.phase):
+                continue
+            began = time.monotonic()
+            with ending_after(clock.limit_s(), f"{geometry.name} at EP {ep_size}, {_in_words(setting)},"):
+                weights = weights or make_weights(geometry, ep_size, bench.device, bench.config.seed)
+                rows.keep(what, bench.measure(geometry, setting, ep_size, weights, ceilings))
+            clock.note(setting.phase, time.monotonic() - began)
+        rows.add(row.order, what, row.scaling, row.tokens)
 
 
-class _Rows:
-    """The rows so far. On rank 0 they are in a file too, which is there until the driver has written them: a gang that
-    fails has not measured in vain."""
+def _in_words(setting: Setting) -> str:
+    return f"{setting.num_tokens} tokens a rank in {setting.phase}, {' '.join(setting[2:5])}, EPLB {setting.eplb}"
 
-    def __init__(self, config: ScalingConfig, rank_env: RankEnv, about: dict[str, Any], total: int) -> None:
-        self._found: dict[int, dict[str, Any]] = {}
-        self._about, self._total, self._speaks = about, total, rank_env.rank == 0
-        self._path: Path | None = None
-        if self._speaks and config.json is not None and config.json.parent.is_dir():
-            self._path = unfinished(config.json)
-            self._path.unlink(missing_ok=True)
 
-    def add(self, order: int, row: dict[str, Any]) -> None:
-        self._found[order] = row
-        progress.report("measuring", len(self._found), self._total)
-        if self._path is not None:
-            append_line(self._path, row | self._about)
-
-    def finished(self) -> list[dict[str, Any]] | None:
-        """All rows, where this is rank 0."""
-        if not self._speaks:
-            return None
-        if len(self._found) < self._total:
-            logger.warning("--seconds are over: %d of %d rows were measured", len(self._found), self._total)
-        return [row | self._about for row in with_efficiency([row for _, row in sorted(self._found.items())])]
+def _of_rank_0(before: Sequence[Row]) -> Sequence[Row]:
+    """A collective step of all ranks: each process that torchrun started has read a file of its own host."""
+    held = [before]
+    if dist.is_initialized():
+        dist.broadcast_object_list(held, src=0)
+    return held[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from moe_ep.launch import interrupts, progress
 from moe_ep.launch.gang import (
     ECHO_GRACE_S,
     Gang,
+    OnItem,
     Outcome,
     WorkerFailure,
     check_room,
@@ -31,6 +32,7 @@ from moe_ep.launch.gang import (
     end_with,
     first_cause,
     gang_error,
+    ignore,
     run_rank,
     use_loopback_for_gloo,
     wait_for_fork_server,
@@ -90,25 +92,28 @@ class TorchrunGang(Gang):
         """Whether rank 0 is this process, or, after `run`, one of this agent's."""
         return self._has_rank_0
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """As `Gang.run`; the list is empty on processes that are not `is_driver` afterwards.
+    def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
+        """As `Gang.run`; the list is empty on processes that are not `is_driver` afterwards, and on_item is called in
+        the process of rank 0.
 
         Started by torchrun, a rank that only suffers from a peer's failure ends the process without a word.
         """
         if self._env is not None:
-            return self._run_as_rank(self._env, fn, args)
-        return self._run_as_agent(fn, args)
+            return self._run_as_rank(self._env, fn, args, on_item)
+        return self._run_as_agent(fn, args, on_item)
 
-    def _run_as_rank(self, rank_env: RankEnv, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    def _run_as_rank(
+        self, rank_env: RankEnv, fn: Callable[..., Any], args: Sequence[Any], on_item: OnItem
+    ) -> list[Any]:
         with interrupts.ending_within(ECHO_GRACE_S):
-            outcome, speaks = _run_and_gather(rank_env, self.device, fn, args, self._timeout_s)
+            outcome, speaks = _run_and_gather(rank_env, self.device, fn, args, on_item, self._timeout_s)
         if outcome.failure is None:
             return outcome.value or []
         if not speaks:
             os._exit(1)
         raise gang_error(outcome.failure)
 
-    def _run_as_agent(self, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    def _run_as_agent(self, fn: Callable[..., Any], args: Sequence[Any], on_item: OnItem) -> list[Any]:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -138,7 +143,9 @@ class TorchrunGang(Gang):
             gathered: dict[int, Any] = {}
             stopped_by = None
             try:
-                gathered = elastic_launch(config, _worker)(os.getpid(), self.device, self._timeout_s, fn, list(args))
+                gathered = elastic_launch(config, _worker)(
+                    os.getpid(), self.device, self._timeout_s, fn, list(args), on_item
+                )
             except ChildFailedError as error:
                 raise gang_error(_first_failure(error)) from None
             except SignalException as error:
@@ -159,7 +166,12 @@ class TorchrunGang(Gang):
 
 
 def _worker(
-    agent_pid: int, device: str, timeout_s: float | None, fn: Callable[..., Any], args: Sequence[Any]
+    agent_pid: int,
+    device: str,
+    timeout_s: float | None,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    on_item: OnItem,
 ) -> list[Any] | None:
     """A rank that the agent started; its failure goes to the agent in the file that torchrun names."""
     end_with(agent_pid)
@@ -169,7 +181,7 @@ def _worker(
     rank_env = resolve_rank_env()
     if rank_env.local_world_size == rank_env.world_size:
         use_loopback_for_gloo()
-    outcome, _ = _run_and_gather(rank_env, device, fn, args, timeout_s)
+    outcome, _ = _run_and_gather(rank_env, device, fn, args, on_item, timeout_s)
     if outcome.failure is not None:
         with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
             info = {"timestamp": str(int(time.time())), **asdict(outcome.failure)}
@@ -179,7 +191,12 @@ def _worker(
 
 
 def _run_and_gather(
-    rank_env: RankEnv, device: str, fn: Callable[..., Any], args: Sequence[Any], timeout_s: float | None
+    rank_env: RankEnv,
+    device: str,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    on_item: OnItem,
+    timeout_s: float | None,
 ) -> tuple[Outcome, bool]:
     """One rank's part: on rank 0 the results of all, elsewhere None, or why the gang failed.
 
@@ -191,6 +208,7 @@ def _run_and_gather(
     display = progress.ProgressDisplay()
     if rank_env.rank == 0:
         progress.set_sink(display)
+        progress.set_receiver(on_item)
     stores: list[Any] = []
     outcome = run_rank(rank_env, _gathered, (stores, fn, args), timeout_s)
     display.close()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from moe_ep.launch.gang import set_up_logging
+from moe_ep.bench.results import append_line, read_lines
+from moe_ep.bench.scaling_tables import as_text
+from moe_ep.launch.gang import ignore, set_up_logging
 from moe_ep.launch.gang_choice import start_gang
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
 from moe_ep.launch.rank_env import RankEnv
-from moe_ep.launch.scaling_config import ScalingConfig, unfinished
+from moe_ep.launch.scaling_config import ScalingConfig
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -31,32 +35,56 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    started = time.time()
     config = from_args(ScalingConfig, args)
     set_up_logging()
-    if config.geometry and config.model is not None:
-        raise OptionError(f"--model is {config.model} and --geometry {','.join(config.geometry)}; pass one of them")
-    if not config.decode_tokens and not config.prefill_tokens:
-        raise OptionError("--decode-tokens and --prefill-tokens are none; pass numbers for one of them")
+    _check_together(config)
+    before = _rows_before(config)
     config, gang = start_gang(config)
     try:
         config = replace(config, ep_sizes=_ep_sizes(config, gang.world_size))
-        results = gang.run(_work, config, args.shown)
+        on_item = ignore if config.json is None else partial(append_line, config.json)
+        results = gang.run(_work, config, args.shown, started, before, on_item=on_item)
     except BaseException:
-        if config.json is not None and unfinished(config.json).exists():
-            print(f"the rows until then are in {unfinished(config.json)}", file=sys.stderr)
+        if config.json is not None and gang.is_driver and config.json.exists():
+            print(f"{config.json} has what was measured; --resume measures the rest", file=sys.stderr)
         raise
     finally:
         gang.close()
     if gang.is_driver:
-        _tell(config, next(rows for rows in results if rows is not None))
+        print(as_text(next(rows for rows in results if rows is not None)), flush=True)
     return 0
 
 
-def _work(rank_env: RankEnv, config: ScalingConfig, command: str) -> list[dict[str, Any]] | None:
+def _work(
+    rank_env: RankEnv, config: ScalingConfig, command: str, started: float, before: list[dict[str, Any]]
+) -> list[dict[str, Any]] | None:
     """The worker's part; what it needs is imported there, so that the driver starts without torch."""
     from moe_ep.launch.scaling_worker import run_scaling
 
-    return run_scaling(rank_env, config, command)
+    return run_scaling(rank_env, config, command, started, before)
+
+
+def _check_together(config: ScalingConfig) -> None:
+    """Options that contradict each other, found before anything starts."""
+    if config.geometry and config.model is not None:
+        raise OptionError(f"--model is {config.model} and --geometry {','.join(config.geometry)}; pass one of them")
+    if not config.decode_tokens and not config.prefill_tokens:
+        raise OptionError("--decode-tokens and --prefill-tokens are none; pass numbers for one of them")
+    if config.resume and config.json is None:
+        raise OptionError("--resume was given without --json; give the FILE that has the rows of the run before")
+    if config.ep_size is not None:
+        _ep_sizes(config, config.ep_size)
+
+
+def _rows_before(config: ScalingConfig) -> list[dict[str, Any]]:
+    """What an earlier run wrote, where this one is to go on from there."""
+    if not config.resume or config.json is None or not config.json.exists():
+        return []
+    try:
+        return read_lines(config.json)
+    except ValueError as error:
+        raise OptionError(f"--resume cannot go on from --json: {error}") from None
 
 
 def _ep_sizes(config: ScalingConfig, world_size: int) -> tuple[int, ...]:
@@ -73,15 +101,3 @@ def _ep_sizes(config: ScalingConfig, world_size: int) -> tuple[int, ...]:
                     f"--scaling is strong and {tokens} tokens do not divide over {size} ranks; pass multiples"
                 )
     return tuple(sorted(sizes))
-
-
-def _tell(config: ScalingConfig, rows: list[dict[str, Any]]) -> None:
-    from moe_ep.bench.results import append_line
-    from moe_ep.bench.scaling_tables import as_text
-
-    if config.json is not None:
-        for row in rows:
-            append_line(config.json, row)
-        unfinished(config.json).unlink(missing_ok=True)
-    print(as_text(rows))
-    sys.stdout.flush()

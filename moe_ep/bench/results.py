@@ -1,4 +1,7 @@
-"""How benchmark results are written down: JSON lines that say what was run where, and tables for people."""
+"""How benchmark results are written down: JSON lines that say what was run where, and tables for people.
+
+Without torch but for `facts`: a driver writes rows and needs none.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import moe_ep
 from moe_ep.checkout import checkout_commit
 
@@ -24,6 +25,8 @@ def facts(*, seed: int, commit: str | None = None, command: str | None = None) -
         commit: what to record where the code does not run from a git checkout; None asks git.
         command: as shown to people; None takes this process's own.
     """
+    import torch
+
     on_gpu = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),

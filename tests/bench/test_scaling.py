@@ -6,6 +6,8 @@ import itertools
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,11 @@ from moe_ep.bench.ceilings import Ceilings
 from moe_ep.bench.geometries import Geometry
 from moe_ep.bench.results import read_lines
 from moe_ep.errors import ConfigError
-from moe_ep.launch import scaling_worker
+from moe_ep.launch import progress, scaling_worker
 from moe_ep.launch.cli import main
 from moe_ep.launch.rank_env import RankEnv
-from moe_ep.launch.scaling_config import ScalingConfig, unfinished
-from moe_ep.launch.scaling_worker import Setting
+from moe_ep.launch.scaling_config import ScalingConfig
+from moe_ep.launch.scaling_rows import Clock, Row, Setting
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--decode-tokens", "16", "--prefill-tokens", "none", "--chain", "2", "--repeats", "3", "--device", "cpu"]
@@ -42,12 +44,19 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(
     assert done.returncode == 0, done.stderr
     rows = read_lines(path)
     routings = ("uniform", "zipf:2")
-    assert [(row["ep_size"], row["backend"], row["routing"], row["eplb"]) for row in rows] == [
-        *((1, "no_ep", routing, "off") for routing in routings),
-        *itertools.product([2], ["all_to_all", "batched_all_to_all"], routings, ["off", "on"]),
-    ]
-    for off, on in zip(rows[2::2], rows[3::2], strict=True):
-        assert off["routing"] == "uniform" or on["balancedness"] > off["balancedness"]
+    found = {(row["ep_size"], row["backend"], row["routing"], row["eplb"]): row for row in rows}
+    # As they come: what variants are compared with first.
+    assert list(found)[:2] == [(1, "no_ep", "uniform", "off"), (2, "all_to_all", "uniform", "off")]
+    assert len(found) == len(rows) and sorted(found) == sorted(
+        [
+            *((1, "no_ep", routing, "off") for routing in routings),
+            *itertools.product([2], ["all_to_all", "batched_all_to_all"], routings, ["off", "on"]),
+        ]
+    )
+    for (size, backend, routing, eplb), row in found.items():
+        if (routing, eplb) == ("zipf:2", "on"):
+            assert row["balancedness"] > found[size, backend, routing, "off"]["balancedness"]
+    assert {row["efficiency"] for row in rows if row["ep_size"] == 1} == {1.0}
     for row in rows:
         assert row["tokens_per_s"] == pytest.approx(16 * row["ep_size"] / row["us"] * 1e6, rel=1e-2)
         assert sum(row["rows_per_rank"]) == pytest.approx(16 * row["ep_size"] * 4)
@@ -64,14 +73,11 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(
     assert done.returncode == 0, done.stderr
     others = read_lines(under_torchrun)
     assert [(row["ep_size"], row["scaling"], row["tokens_per_rank"]) for row in others] == [
-        (1, "weak", 16), (1, "strong", 16), (2, "weak", 16), (2, "strong", 8)
+        (1, "weak", 16), (2, "weak", 16), (1, "strong", 16), (2, "strong", 8)
     ]  # fmt: skip
-    assert all(row["launcher"] == "torchrun" for row in others) and others[0]["us"] == others[1]["us"]
-    assert list(tmp_path.glob("*.unfinished")) == []
+    assert all(row["launcher"] == "torchrun" for row in others) and others[0]["us"] == others[2]["us"]
     assert all(other.keys() == rows[0].keys() for other in others)
 
-    # As a benchmark that was ended early leaves them.
-    path.write_text("".join(json.dumps({k: row[k] for k in row if k != "efficiency"}) + "\n" for row in rows))
     plots = tmp_path / "plots"
     assert main(["plot", str(path), "--out", str(plots)]) == 0
     pictures = [plots / f"small-{kind}.png" for kind in ("scaling", "stages", "latency", "load")]
@@ -87,40 +93,45 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(
 
 
 class Measured:
-    """In place of a row's measuring: says what was asked, and fails or takes its time where told."""
+    """In place of a row's measuring: says what was asked."""
 
-    def __init__(self, fails_at: int = -1) -> None:
+    def __init__(self) -> None:
         self.settings: list[Setting] = []
-        self._fails_at = fails_at
 
     def __call__(self, geometry: Geometry, setting: Setting, ep_size: int, *others: object) -> dict[str, object]:
-        if len(self.settings) == self._fails_at:
-            raise RuntimeError("the machine burns")
         self.settings.append(setting)
-        rates = {"tokens_per_s_per_gpu": 1.0, "us": 1.0, "stages_us": {}}
-        return setting._asdict() | {"asked_backend": "auto", "balancedness": 1.0} | rates
+        rates = {"tokens_per_s_per_gpu": 1.0, "us": 1.0, "stages_us": {}, "tokens_per_rank": setting.num_tokens}
+        named = setting._asdict() | {"routing": Path(setting.routing).name, "asked_backend": setting.backend}
+        return named | {"balancedness": 1.0} | rates
 
 
-def run_here(monkeypatch: pytest.MonkeyPatch, measured: Measured, **options: object) -> list[dict[str, Any]] | None:
+def run_here(
+    monkeypatch: pytest.MonkeyPatch, measured: Measured, before: Sequence[Row] = (), **options: object
+) -> tuple[list[Row], list[Row]]:
+    """The rows that were handed over as they came, and those at the end."""
     ceilings = Ceilings(memory_bytes_per_s=1e9, flops_per_s=1e9, link_bytes_per_s=None)
     monkeypatch.setattr(scaling_worker, "measure_ceilings", lambda *_: ceilings)
     monkeypatch.setattr(scaling_worker._Bench, "measure", staticmethod(measured))
     given = {"ep_sizes": (1, 2), "decode_tokens": (1, 8), "prefill_tokens": (64,), **options}
     rank_env = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, source="none", device="cpu")
     monkeypatch.setattr(scaling_worker, "_group_of", lambda *_: None)
-    return scaling_worker.run_scaling(rank_env, ScalingConfig(**given), "here")  # type: ignore[arg-type]
+    came: list[Row] = []
+    monkeypatch.setattr(progress, "_receiver", came.append)
+    rows = scaling_worker.run_scaling(rank_env, ScalingConfig(**given), "here", time.time(), before)  # type: ignore[arg-type]
+    assert rows is not None
+    return came, rows
 
 
 def test_variants_are_measured_where_asked_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Measured()
-    rows = run_here(
+    came, rows = run_here(
         monkeypatch, measured, scaling=("weak", "strong"), routing=("uniform", "zipf:1"), eplb=("off", "on"),
         variant_tokens=(8,),
     )  # fmt: skip
     # What variants are compared with comes first, at every EP size.
     assert len(measured.settings) == (3 + 3) + 1 + (3 + 2)
     assert {(s.routing, s.eplb) for s in measured.settings[:6]} == {("uniform", "off")}
-    assert rows is not None
+    assert sorted(map(str, came)) == sorted(map(str, rows))
     of_two = [row for row in rows if row["ep_size"] == 2]
     assert [(r["scaling"], r["asked_tokens"], r["num_tokens"]) for r in of_two if r["scaling"] == "strong"] == [
         ("strong", 8, 4), ("strong", 64, 32)
@@ -130,27 +141,36 @@ def test_variants_are_measured_where_asked_and_nothing_twice(monkeypatch: pytest
     assert {r["asked_tokens"] for r in rows if r["routing"] != "uniform"} == {8}
 
 
-def test_rows_outlive_a_failure_and_time_may_be_short(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    with pytest.raises(RuntimeError, match="burns"):
-        run_here(monkeypatch, Measured(fails_at=4), json=path)
-    assert [row["ep_size"] for row in read_lines(unfinished(path))] == [1, 1, 1, 2]
-    assert not path.exists()
-    assert run_here(monkeypatch, Measured(), json=path, seconds=1e-9) == []
+def test_a_run_goes_on_where_another_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"scaling": ("weak", "strong"), "routing": ("uniform", "zipf:1")}
+    _, wanted = run_here(monkeypatch, whole := Measured(), **options)
+    before, rest = wanted[:7], Measured()
+    others = [before[0] | {"commit": "another"}, before[1] | {"gpu": "another"}]
+    came, rows = run_here(monkeypatch, rest, [*others, *before[2:]], **options)
+    assert rows == wanted
+    # What strong scaling has in common with weak was measured before.
+    assert len(rest.settings) == len(whole.settings) - 5
+    assert len(came) == len(wanted) - 5 and all(row not in before[2:] for row in came)
+
+
+def test_time_may_be_short(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert run_here(monkeypatch, Measured(), seconds=1e-9) == ([], [])
     assert "0 of 6 rows were measured" in caplog.text
-    assert not unfinished(path).exists()
+    clock = Clock(1000, started=time.time() - 400)
+    for took_s, is_over in ((290, False), (310, True)):  # the next may take twice as long
+        clock.note("decode", took_s)
+        assert clock.is_over("decode") == is_over
+    assert clock.is_over("prefill") and clock.limit_s() == pytest.approx(300)
+    assert Clock(10, started=time.time() - 400).limit_s() == 30
 
 
 def test_routing_of_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "seen.npz"
     np.savez(path, english=np.array([[[0, 1, 2, 3], [4, 5, 6, 15]]], dtype=np.uint8))
     options = {"geometry": ("small", "mixtral-8x7b"), "ep_sizes": (1,), "decode_tokens": (1,), "prefill_tokens": ()}
-    rows = run_here(monkeypatch, Measured(), routing=("uniform", str(path)), **options)
-    assert rows is not None
+    _, rows = run_here(monkeypatch, Measured(), routing=("uniform", str(path)), **options)
     assert [(r["geometry"], r["routing"]) for r in rows] == [
-        ("small", "uniform"), ("small", str(path)), ("mixtral-8x7b", "uniform")
+        ("small", "uniform"), ("small", "seen.npz"), ("mixtral-8x7b", "uniform")
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="the layer takes top-2 of 8"):
         run_here(monkeypatch, Measured(), routing=(str(path),), **options)
@@ -164,6 +184,7 @@ def test_routing_of_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (["--decode-tokens", "none", "--prefill-tokens", "none"], "are none; pass numbers"),
         (["--decode-tokens", "0"], "--decode-tokens is '0'; it must be whole numbers of at least 1"),
         (["--seconds", "soon"], "--seconds is 'soon'; it must be a number of seconds above 0"),
+        (["--resume"], "--resume was given without --json"),
         (["--routing", "zipf"], "--routing is 'zipf'; it must be uniform, zipf:S"),
         (["--scaling", "strong", "--decode-tokens", "6", "--launcher", "local"], "6 tokens do not divide over 4 ranks"),
     ],
