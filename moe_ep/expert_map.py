@@ -2,7 +2,7 @@
 
 Two placements: linear gives every rank a contiguous range of ids, round_robin deals them out like cards (rank r holds
 r, r + ep_size, r + 2 * ep_size, ...). Both give the first E % ep_size ranks one expert more than the others.
-Everything here is computed once, on the host, and is the same on every rank up to `ep_rank`.
+Everything here is computed once, on the host, and is the same on every rank up to `ep_rank`; tensors are left there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 EXPERT_PLACEMENT_STRATEGIES: tuple[str, ...] = ("linear", "round_robin")
 
+# Whatever the default device: meta would hold no values.
+_HOST = torch.device("cpu")
 # Input columns that quantized experts handle at a time.
 _PACKED_COLUMNS = 32
 
@@ -63,9 +65,11 @@ def determine_expert_map(
     if not return_expert_mask:
         return local_num_experts, expert_map, None
 
-    shared = torch.arange(local_num_experts, local_num_experts + num_fused_shared_experts, dtype=torch.int32)
+    shared = torch.arange(
+        local_num_experts, local_num_experts + num_fused_shared_experts, dtype=torch.int32, device=_HOST
+    )
     expert_map = torch.cat([expert_map, shared])
-    expert_mask = torch.cat([expert_map >= 0, torch.tensor([False])]).to(torch.int32)
+    expert_mask = torch.cat([expert_map >= 0, torch.tensor([False], device=_HOST)]).to(torch.int32)
     return local_num_experts, expert_map, expert_mask
 
 
@@ -98,7 +102,7 @@ def round_robin_routing_tables(ep_size: int, global_num_experts: int) -> tuple[t
     owners = _owners(ep_size, global_num_experts, "round_robin")
     physical_to_global = torch.sort(owners, stable=True).indices
     global_to_physical = torch.empty_like(physical_to_global)
-    global_to_physical[physical_to_global] = torch.arange(global_num_experts)
+    global_to_physical[physical_to_global] = torch.arange(global_num_experts, device=_HOST)
     return global_to_physical.to(torch.int32), physical_to_global.to(torch.int32)
 
 
@@ -124,7 +128,7 @@ def expert_owner_table(
     _check_placement(ep_size, global_num_experts, expert_placement_strategy, num_fused_shared_experts)
     _check_ep_rank(ep_rank, ep_size)
     routed = _owners(ep_size, global_num_experts, expert_placement_strategy)
-    return torch.cat([routed, torch.full((num_fused_shared_experts,), ep_rank, dtype=torch.int32)])
+    return torch.cat([routed, torch.full((num_fused_shared_experts,), ep_rank, dtype=torch.int32, device=_HOST)])
 
 
 def maybe_roundup_hidden_size(
@@ -162,9 +166,9 @@ def maybe_roundup_hidden_size(
 def _owners(ep_size: int, num_experts: int, strategy: str) -> torch.Tensor:
     """The rank of each routed expert, int32 `[E]`."""
     if strategy == "round_robin":
-        return torch.arange(num_experts, dtype=torch.int32) % ep_size
+        return torch.arange(num_experts, dtype=torch.int32, device=_HOST) % ep_size
     base, remainder = divmod(num_experts, ep_size)
-    ranks = torch.arange(ep_size, dtype=torch.int32)
+    ranks = torch.arange(ep_size, dtype=torch.int32, device=_HOST)
     return ranks.repeat_interleave(base + (ranks < remainder).long())
 
 

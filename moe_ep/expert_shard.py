@@ -13,11 +13,12 @@ from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.expert_slots import ExpertSlots, LayerEplbState
+from moe_ep.fixed_tensors import FixedTensors, table_device
 from moe_ep.methods.base import make_method
 from moe_ep.weight_loading import ExpertMapping, ExpertWeightLoader, expert_params_mapping, matching_rows
 
 
-class ExpertShard(nn.Module):
+class ExpertShard(FixedTensors):
     """The experts of one rank, as parameters `[El, ...]`: routed slots first, then fused shared experts.
 
     Raises:
@@ -112,7 +113,8 @@ class ExpertShard(nn.Module):
             num_shared,
             return_expert_mask=num_shared > 0,
         )
-        self.register_buffer("expert_map", expert_map, persistent=False)
+        there = None if expert_map is None else expert_map.to(table_device())
+        self.register_buffer("expert_map", there, persistent=False)
         return ExpertSlots(
             num_experts=self.num_experts,
             num_redundant_experts=self.num_redundant_experts,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
+
+from moe_ep.fixed_tensors import FixedTensors, table_device
 
 # The physical experts that hold a logical one now, first replica first.
 Replicas = Callable[[int], list[int]]
@@ -31,7 +32,7 @@ def initial_replicas(num_experts: int, num_redundant_experts: int) -> list[list[
     return replicas
 
 
-class LayerEplbState(nn.Module):
+class LayerEplbState(FixedTensors):
     """One layer's rows of the EPLB tensors: where the replicas of a logical expert are, and what each was given.
 
     Attributes:
@@ -50,11 +51,12 @@ class LayerEplbState(nn.Module):
         width = max(map(len, replicas))
         padded = [row + [-1] * (width - len(row)) for row in replicas]
         state = {
-            "expert_load_view": torch.zeros(num_experts + num_redundant_experts, dtype=torch.int32),
-            "logical_to_physical_map": torch.tensor(padded, dtype=torch.int32),
-            "logical_replica_count": torch.tensor([len(row) for row in replicas], dtype=torch.int32),
+            "expert_load_view": [0] * (num_experts + num_redundant_experts),
+            "logical_to_physical_map": padded,
+            "logical_replica_count": [len(row) for row in replicas],
         }
-        for name, tensor in state.items():
+        for name, values in state.items():
+            tensor = torch.tensor(values, dtype=torch.int32, device=table_device())
             self.register_buffer(name, tensor, persistent=False)
 
     def replicas(self, logical: int) -> list[int]:

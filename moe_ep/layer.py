@@ -36,7 +36,8 @@ class FusedMoE(LayerParts):
     Args:
         num_experts: logical routed experts E.
         top_k: experts of a token; K is hidden_size, N is intermediate_size, of one expert.
-        params_dtype: of the activations and plain weights; None is torch's default dtype.
+        params_dtype: of the activations and plain weights, for good: `.to(dtype)` moves the layer and casts nothing of
+            it. None is torch's default dtype.
         reduce_results: all-reduce the output over TP ranks where it is a partial sum; otherwise that is the caller's.
         renormalize, use_grouped_topk, num_expert_group, topk_group, custom_routing_function, scoring_func,
             routed_scaling_factor, e_score_correction_bias: as in `moe_ep.routing.select_experts`.
@@ -268,8 +269,8 @@ class FusedMoE(LayerParts):
         return select_experts(hidden_states, router_logits, **self._routing, **state)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy makes its kernel anew: the experts in it hold on to this layer's weights."""
-        return {**self.__dict__, "_modular_kernel": None}
+        """A copy makes its kernels anew: the experts in them hold on to this layer's weights."""
+        return {**self.__dict__, **dict.fromkeys(self._kernels)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a layer of its own, so it runs under a name of its own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ class LayerParts(ExpertShard):
         shared_experts: a module whose output is added, or None.
         dispatch_dtype: of rows on the wire; None for the activations' own.
     """
+
+    # Attributes that hold kernels.
+    _kernels: ClassVar[tuple[str, ...]] = ("_modular_kernel",)
 
     groups: LayerGroups
     shared_experts: nn.Module | None
@@ -61,7 +64,8 @@ class LayerParts(ExpertShard):
                 f"the layer {self.layer_name} is one of {self.parallel_config.tp_size * self.parallel_config.dp_size} "
                 f"ranks and torch.distributed is not initialised; call init_process_group before making the layer"
             )
-        self._prepare_finalize = self.quant_method.maybe_make_prepare_finalize(self.groups.ep, self.dispatch_dtype)
+        with torch.device("cpu"):  # Its tables have values where the layer is made on the meta device, too.
+            self._prepare_finalize = self.quant_method.maybe_make_prepare_finalize(self.groups.ep, self.dispatch_dtype)
         self._takes_complete_terms = self.must_reduce_shared_expert_outputs() or self.parallel_config.tp_rank == 0
         return self._prepare_finalize
 
@@ -84,9 +88,19 @@ class LayerParts(ExpertShard):
             self.__dict__["_modular_kernel"] = kernel
         return kernel
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LayerParts:
-        self.__dict__["_modular_kernel"] = None  # The experts hold the tensors that are about to be replaced.
+    def _forget_kernels(self) -> None:
+        """Lets kernels be made anew: their experts hold on to scales and biases that are about to be others."""
+        self.__dict__.update(dict.fromkeys(self._kernels))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self._forget_kernels()
         return super()._apply(fn, recurse)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # As load_state_dict does with assign=True.
+        if isinstance(value, torch.Tensor) and (name in self._parameters or name in self._buffers):
+            self._forget_kernels()
+        super().__setattr__(name, value)
 
     def must_reduce_shared_expert_outputs(self) -> bool:
         """Whether the combine returns complete outputs, so that no all-reduce follows that would complete others."""

@@ -37,6 +37,7 @@ class RoutedExperts(FusedMoE):
     load: torch.Tensor
     # The base class asks for its backend while it is made, before these are known.
     _coordinator: StepCoordinator | None = None
+    _kernels = ("_modular_kernel", "_decode_kernel")
     _decode_max_num_tokens: int | None = None
 
     def __init__(
@@ -153,8 +154,3 @@ class RoutedExperts(FusedMoE):
         if step is None:
             return super()._num_chunks(num_tokens, capacity, device)
         return max(1, -(-step.most_tokens // capacity))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> RoutedExperts:
-        self.__dict__["_decode_kernel"] = None
-        super()._apply(fn, recurse)
-        return self

@@ -89,6 +89,11 @@ class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
         dtype = local.held or (params_dtype if local.dtypes[: len(FLOATS)] == FLOATS else local.dtypes[0])
         data = torch.empty(num_experts, *shape, dtype=dtype)
         if local.default is not None:
+            if data.is_meta:
+                raise ValueError(
+                    f"{layer.layer_name} is made on the meta device, which cannot hold what {gemm}_{name} is where a "
+                    f"checkpoint leaves it out; make the layer on the device that it is to run on"
+                )
             # What stands where the checkpoint has none: this rank's part of it.
             default, size = whole.default(), local.shape[0]  # type: ignore[misc]
             data.copy_(default.narrow(0, self._tp_rank * size, size) if tp_dim is not None else default)

@@ -168,6 +168,42 @@ def test_a_layer_whose_tensors_were_replaced_runs_the_new_ones() -> None:
     assert torch.equal(layer(hidden_states, router_logits), 2 * before)
 
 
+def test_parameters_assigned_by_load_state_dict_are_the_ones_that_run() -> None:
+    layer, other = (load(make_layer(has_bias=True), make_weights(E, K, N, has_bias=True, seed=s)) for s in range(2))
+    inputs = make_inputs(T, K, E)
+    expected = other(*inputs)
+    assert not torch.equal(layer(*inputs), expected)
+    layer.load_state_dict({name: tensor.clone() for name, tensor in other.state_dict().items()}, assign=True)
+    assert torch.equal(layer(*inputs), expected)
+
+
+def test_casting_a_model_leaves_the_layers_numbers_as_they_are() -> None:
+    layer = make_layer(
+        scoring_func="sigmoid",
+        e_score_correction_bias=torch.linspace(0, 1e-3, E),
+        enable_eplb=True,
+        shared_experts=nn.Linear(K, K),
+    )
+    before = {name: tensor.clone() for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]}
+    layer.to(torch.bfloat16)
+    for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+        if name.startswith("shared_experts"):
+            assert tensor.dtype == torch.bfloat16
+        else:
+            assert tensor.dtype == before[name].dtype and torch.equal(tensor, before[name])
+
+
+def test_a_layer_made_on_the_meta_device() -> None:
+    options = {"enable_eplb": True, "num_redundant_experts": 3, "n_shared_experts": 1, "has_bias": True}
+    weights = make_weights(E + 1, K, N, has_bias=True)
+    with torch.device("meta"):
+        layer = make_layer(**options)
+        far = make_layer(parallel_config=FusedMoEParallelConfig.make(ep_size=2, rank=1))
+    expected = load(make_layer(**options), weights)(*make_inputs(T, K, E))
+    assert torch.equal(load(layer.to_empty(device="cpu"), weights)(*make_inputs(T, K, E)), expected)
+    assert far.to_empty(device="cpu").expert_map.tolist() == [-1, -1, -1, 0, 1, 2]
+
+
 def test_stages_are_recorded() -> None:
     layer = load(make_layer(), make_weights(E, K, N))
     with record() as recorder:
