@@ -28,6 +28,7 @@ _TILE_ROWS = 256
 _MAX_BLOCKS = 256
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
+_FEW_TOKENS = 8  # of tiles whose results go from block to block as words
 # What it costs to begin with the second kernel where both have rows, in few_cost() of cuda/threshold.cuh times steps of
 # a block: 25 us.
 _BEGIN_ANEW = 200
@@ -98,7 +99,9 @@ def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor) -> N
         params.second_kernel = 0 if tuning.is_forced() else common.second_kernel
     for few_rows in (True, False) if params.max_rows > params.few_rows else (True,):
         kernel = common.kernel(few_rows)
-        params.sync = stream_flags(common.device, kernel.entry, common.num_flags).data_ptr()
+        params.sync = stream_flags(common.device, kernel.entry, common.num_flags[few_rows]).data_ptr()
+        params.sum_words = params.sync + 8 * common.sum_words
+        params.hidden_words = params.sync + 8 * common.hidden_words
         threads = _FEW_THREADS if few_rows else _MANY_THREADS
         told = params if few_rows else _many_params(params, pair.act_dtype)
         kernel.launch(told, (common.num_blocks, 1, 1), threads, common.shared_bytes, early=True)
@@ -108,6 +111,8 @@ class _Common:
     """What all launches for the same weights have in common.
 
     Attributes:
+        num_flags: int32 words of `sync`, by whether the kernel for few rows is meant.
+        sum_words, hidden_words: where in it those begin, in 64 bits.
         second_kernel: what beginning with it costs, in times that an expert takes for one step of a tile.
     """
 
@@ -117,7 +122,12 @@ class _Common:
         self.device_name = torch.cuda.get_device_name(index)
         self.problem = tuning.problem_of(w13, w2, pair.kind)
         self.num_blocks, self.shared_bytes = _num_blocks(index), _max_shared_bytes(index)
-        self.num_flags = 2 + 2 * _MAX_BLOCKS + pair.num_experts * -(-w13.num_rows // _TILE_ROWS)
+        flags = 2 * _MAX_BLOCKS + pair.num_experts * -(-w13.num_rows // _TILE_ROWS)
+        # In the kernel for few rows flags are words of 64 bits, and results follow (cuda/decode_words.cuh).
+        self.sum_words = (flags + 2) // 2 * 2
+        self.hidden_words = self.sum_words + 2 * self.num_blocks * _FEW_TOKENS * _TILE_ROWS
+        hidden = pair.num_experts * -(-w2.num_columns // _STEP_COLUMNS) * _FEW_TOKENS * _STEP_COLUMNS // 2
+        self.num_flags = {True: 2 * (self.hidden_words + hidden), False: 2 + flags}
         steps = sum(-(-w.num_rows // _TILE_ROWS) * -(-w.num_columns // _STEP_COLUMNS) for w in (w13, w2))
         self.second_kernel = -(-_BEGIN_ANEW * self.num_blocks // steps)
         per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))

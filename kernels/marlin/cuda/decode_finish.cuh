@@ -2,21 +2,25 @@
 // stored. From here on a warp has one block of 16 rows.
 #pragma once
 #include "decode_multiply.cuh"
-#include "store.cuh"
+#include "decode_words.cuh"
 
 DEVICE float4* piece_sums(const ExpertsParams& p, int phase, int piece) {
   return reinterpret_cast<float4*>(p.partials) +
          (i64)(phase * gridDim.x + piece) * p.max_tile_tokens * (kTileRows / 4) + threadIdx.x - 32 * kFirstConsumer;
 }
 
-// Shared memory for the sums that teams hand to each other.
+// Shared memory for the sums that teams hand to each other, and where it begins.
 DEVICE constexpr int exchange_bytes(int tokens, int teams) { return (teams - 1) * kConsumerThreads * tokens / 2 * 4; }
+DEVICE u32 exchange_place(const ExpertsParams& p) {
+  return (sizeof(Shared) + p.num_experts * sizeof(Schedule::Active) + 127) / 128 * 128;
+}
 
 // Every team hands the blocks of rows that others finish to them: `total` is that of block `team`. What was read is free
 // again once every warp has arrived at `exchange_free`.
 template <int kTokens, int kTeams>
-DEVICE void add_teams(const Lane<kTokens, kTeams>& me, Shared& shared, int segment, float4* exchange,
+DEVICE void add_teams(const ExpertsParams& p, const Lane<kTokens, kTeams>& me, Shared& shared, int segment,
                       const float (&sums)[kTeams][kTokens / 2], float (&total)[kTokens / 2]) {
+  float4* exchange = reinterpret_cast<float4*>(reinterpret_cast<u8*>(&shared) + exchange_place(p));
   float4* mine = exchange + me.warp * (kTeams * (kTeams - 1) * kTokens / 8 * 32) + me.lane;
   auto place = [&](int block, int team, int j) {
     return mine + ((block * (kTeams - 1) + team - (team > block)) * (kTokens / 8) + j) * 32;
@@ -49,12 +53,18 @@ DEVICE void add_teams(const Lane<kTokens, kTeams>& me, Shared& shared, int segme
   if (me.lane == 0) barrier_arrive(&shared.exchange_free);
 }
 
+// The first piece behind a segment's tile.
+DEVICE int piece_after(const Schedule& s, const Segment& g) {
+  int end = tile_end(s, g), after = g.piece + 1;
+  while (after < (int)gridDim.x && s.piece_start(g.phase, after) < end) after++;
+  return after;
+}
+
 // The sums of a tile's later pieces, left by other blocks, added in order.
 template <int kTokens>
 DEVICE void add_pieces(const ExpertsParams& p, const Schedule& s, const Segment& g, float (&total)[kTokens / 2]) {
   constexpr int kAtOnce = 64 / kTokens;  // loads in flight: a tile of many columns has many pieces
-  int end = tile_end(s, g), after = g.piece + 1;
-  while (after < (int)gridDim.x && s.piece_start(g.phase, after) < end) after++;
+  int after = piece_after(s, g);
   for (int first = g.piece + 1; first < after; first += kAtOnce) {
     float4 v[kAtOnce][kTokens / 8];
 #pragma unroll
@@ -86,25 +96,36 @@ DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, const float (&
 
 // All that a tile's sums go through once its steps are done here.
 template <int kTokens, int kTeams>
-DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment& g, int segment, float4* exchange,
+DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment& g, int segment,
                            const float (&sums)[kTeams][kTokens / 2]) {
-  constexpr float kUnit = takes_raw(kTokens) ? kRawUnit : kUnfold;
+  constexpr float kUnit = kRaw ? kRawUnit : kUnfold;
   Lane<kTokens, kTeams> me;
   float total[kTokens / 2];
-  add_teams<kTokens, kTeams>(me, shared, segment, exchange, sums, total);
+  add_teams<kTokens, kTeams>(p, me, shared, segment, sums, total);
   int first = g.row_tile * kTileRows + me.first_row(me.team);
-  if (g.from > 0) {
-    leave_piece<kTokens>(p, g, total);
-    return;
-  }
-  if (g.to < shared.schedule.steps[g.phase]) {
-    barrier_wait(&shared.segment_pieces[segment % kSegments], segment / kSegments & 1);
-    add_pieces<kTokens>(p, shared.schedule, g, total);
+  const Schedule& s = shared.schedule;
+  if constexpr (goes_by_words(kTokens)) {
+    if (g.from > 0) {
+      leave_sums(my_sum_words(p, g.phase, g.piece), total, shared.launch);
+      return;
+    }
+    if (g.to < s.steps[g.phase]) take_sums(p, g, piece_after(s, g), shared.launch, total);
+  } else {
+    if (g.from > 0) {
+      leave_piece<kTokens>(p, g, total);
+      return;
+    }
+    if (g.to < s.steps[g.phase]) {
+      barrier_wait(&shared.segment_pieces[segment % kSegments], segment / kSegments & 1);
+      add_pieces<kTokens>(p, s, g, total);
+    }
   }
   if (first >= p.gemm[g.phase].rows) return;
-  if (g.phase == 0) {
-    store_rows<kTokens, true>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnit);
-  } else {
+  if (g.phase == 1) {
     store_rows<kTokens, false>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnit);
+  } else if constexpr (goes_by_words(kTokens)) {
+    store_hidden(p, s, g, shared.launch, first, total, kUnit);
+  } else {
+    store_rows<kTokens, true>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnit);
   }
 }

@@ -1,7 +1,7 @@
 // The warps that do not compute: one streams weights, two copy the tokens' rows, one sets flags.
 #pragma once
 #include "activation.cuh"
-#include "decode_prepare.cuh"
+#include "decode_words.cuh"
 
 // ---- the weights' warp ----
 
@@ -18,6 +18,7 @@ DEVICE void load_weights(const ExpertsParams& p, Shared& shared, const Segment& 
     int groups = grouped ? min(gemm.groups - first_group, SCALES_PER_STEP) : 1;
     u64* full = &shared.full[ring.stage];
     barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    store_release_shared(&shared.free_steps, ring.passed + 1);
     barrier_arrive_expecting(full, rows * column_bytes + groups * rows * kScaleBytes * (kHasZeros ? 2 : 1));
     u32 to = shared_address(ring.codes());
     const u8* from = tile + (i64)step * kStripBytes;
@@ -172,34 +173,45 @@ DEVICE void copy_tokens(const ExpertsParams& p, Shared& shared, const Segment& g
 
 // Two warps: both copy, or where codes are raw one copies and the other prepares what has landed.
 DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring ring) {
-  u32 parities = 0;  // of every stage's `landed`, which not every filling of a stage takes part in
-  for_each_segment(shared, shared.segment_empty, [&](const Segment& g, int number) {
+  for_each_segment<false>(shared, [&](const Segment& g, int number) {
     u32 thread = threadIdx.x - 32 * kTokenWarp;
     asm volatile("" : "+r"(thread));  // so that what follows from it is found for every segment, not kept meanwhile
-    if (!takes_raw(tile_tokens(g.rows))) {
-      copy_tokens<kTokenWarps, kFewRows>(p, shared, g, ring, thread, shared.full);
+    bool by_words = goes_by_words(tile_tokens(g.rows));
+    if (by_words && g.phase == 1) {
+      take_hidden(p, shared, g, ring);
+    } else if (!takes_raw(tile_tokens(g.rows))) {
+      copy_tokens<kTokenWarps, kFewRows>(p, shared, g, ring, thread, kRaw ? shared.landed : shared.full);
     } else if (thread < 32) {
       copy_tokens<1, 8>(p, shared, g, ring, thread, shared.landed);
     } else {
       for (int step = g.from; step < g.to; step++, ring.advance(1)) {
-        barrier_wait(&shared.landed[ring.stage], parities >> ring.stage & 1);
-        parities ^= 1u << ring.stage;
+        barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);  // the last filling is over
+        barrier_arrive(&shared.landed[ring.stage]);
+        barrier_wait(&shared.landed[ring.stage], ring.parity);
         prepare_tokens(ring, shared.starts[ring.stage]);
         __syncwarp();
         if (thread == 32) barrier_arrive(&shared.full[ring.stage], 32 * kTokenWarps);
       }
     }
     if (thread >= 32) return;
-    if (g.from == 0 && g.to < shared.schedule.steps[g.phase]) wait_for_pieces(p, shared, g, thread);
+    if (!by_words && g.from == 0 && g.to < shared.schedule.steps[g.phase]) wait_for_pieces(p, shared, g, thread);
     if (thread == 0) barrier_arrive(&shared.segment_pieces[number % kSegments]);
   });
 }
 
 // ---- the flags' warp ----
 
-// Tells other blocks what this one has stored, so that nobody who computes waits for stores to land.
-DEVICE void run_flag_warp(const ExpertsParams& p, Shared& shared) {
-  for_each_segment(shared, shared.segment_empty, [&](const Segment& g, int i) {
+// Tells other blocks what this one has stored, so that nobody who computes waits for stores to land. Where words need
+// no flag it helps with the tokens.
+DEVICE void run_flag_warp(const ExpertsParams& p, Shared& shared, Ring ring) {
+  for_each_segment<false>(shared, [&](const Segment& g, int i) {
+    bool by_words = goes_by_words(tile_tokens(g.rows));
+    if (by_words && g.phase == 1) {
+      take_hidden(p, shared, g, ring);
+      return;
+    }
+    ring.advance(g.to - g.from);
+    if (by_words) return;
     barrier_wait(&shared.segment_done[i % kSegments], i / kSegments & 1);
     if (threadIdx.x % 32 == 0 && (g.from > 0 || g.phase == 0)) {
       int* flag = g.from > 0 ? piece_flag(p, g.phase, g.piece) : tile_flag(p, shared.schedule, g.active, g.row_tile);

@@ -6,6 +6,7 @@
 #pragma once
 #include "decode_prepare.cuh"
 #include "prefill_dequant.cuh"
+#include "wgmma.cuh"
 
 template <int kTokens, int kTeams>
 struct Lane {
@@ -13,17 +14,22 @@ struct Lane {
   int team, warp, lane;
   u32 codes, tokens, scales;  // where in a stage this lane's first ones are
   DEVICE Lane() {
-    int consumer = threadIdx.x / 32 - kFirstConsumer;
-    team = consumer / kTeamWarps, warp = consumer % kTeamWarps, lane = threadIdx.x % 32;
+    u32 thread = threadIdx.x - 32 * kFirstConsumer;
+    asm volatile("" : "+r"(thread));  // so that what follows from it is found for every segment, not kept meanwhile
+    int consumer = thread / 32;
+    team = consumer / kTeamWarps, warp = consumer % kTeamWarps, lane = thread % 32;
     int block = warp * kTeams, row = lane % 8;
     codes = block / 4 * kStripBytes + block % 4 * kPieceBytes + lane * (kPieceBytes / 32);
     // A quarter of the warp gives the addresses of 8 rows: for 8 tokens of 32 columns, otherwise of 16 tokens and 16.
     tokens = kTokens == 8 ? row * 128 + (lane / 8 ^ row) * 16
                           : (lane / 16 * 8 + row) * 128 + (lane / 8 % 2 ^ row) * 16;
     scales = (block * 16 + lane / 4 * 2) * kScaleBytes;
-    asm volatile("" : "+r"(team), "+r"(codes), "+r"(tokens), "+r"(scales));  // found once for every segment
+    // Found once for every segment; where all number types have registers left.
+    asm volatile("" : "+r"(team));
+    if (kBits == 4) asm volatile("" : "+r"(codes));
   }
   DEVICE int first_row(int i) const { return (warp * kTeams + i) * 16; }  // of the tile
+  DEVICE int first_row_of_group() const { return warp / 4 * 4 * kTeams * 16; }
 };
 
 // What one lane has of the tokens' 64 columns. One instruction reads 16 tokens, or of 8 tokens 32 columns.
@@ -70,43 +76,109 @@ DEVICE void multiply_stage(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams
   }
 }
 
-// The same of 8 tokens with raw codes: the stage's sums first, which are then scaled.
-template <int kTeams>
-DEVICE void multiply_raw(const Lane<8, kTeams>& me, float (&sums)[kTeams][4], const Ring& ring, const float* starts) {
+// A lane's codes number k of 16 columns, of four bits with those that follow.
+DEVICE void read_words(u32* words, const u8* piece, int k) {
+  if (kBits == 4 && k % 2 == 1) return;
+  uint2 v = *reinterpret_cast<const uint2*>(piece + k / 2 * 4 * kPieceBytes + k % 2 * 8);
+  words[0] = v.x, words[1] = v.y;
+}
+
+// Starting values of a stage's sums of 16 rows; `scales` are those of the rows.
+template <int kTokens>
+DEVICE void load_starts(float (&sums)[kTokens / 2], u32 starts, const u8* scales) {
+  float zero[2] = {1.0f, 1.0f};
+  if constexpr (kHasZeros) load_raw_zeros(scales + kScaleRow, zero);
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; j++) {
+    float* v = &sums[4 * j];
+    if constexpr (kSumTokens) {
+      load_shared(v, starts + j * 64);
+#pragma unroll
+      for (int m = 0; m < 4 && kHasZeros; m++) v[m] *= zero[m / 2];
+    } else {
+#pragma unroll
+      for (int m = 0; m < 4; m++) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(v[m]));
+    }
+  }
+}
+
+// A stage's sums of 16 rows, scaled, to those of the tile.
+template <int kTokens>
+DEVICE void add_scaled(float (&sums)[kTokens / 2], const float (&stage_sums)[kTokens / 2], const u8* scales) {
+  float scale[2];
+  load_raw_scales(scales, scale);
+#pragma unroll
+  for (int m = 0; m < kTokens / 2; m++) {
+    float v = stage_sums[m];
+    if (kNibbles && m % 4 >= 2) v -= stage_sums[m - 2];
+    sums[m] = fmaf(scale[m / 2 % 2], v, sums[m]);
+  }
+}
+
+// The same with raw codes: the stage's sums first, which are then scaled.
+template <int kTokens, int kTeams>
+DEVICE void multiply_raw(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams][kTokens / 2], const Ring& ring,
+                         const float* starts) {
   const u8* codes = ring.codes() + me.codes;
   const u8* scales = ring.scales() + me.scales;
-  u32 tokens = shared_address(ring.tokens()) + me.tokens, words[kTeams][2 * kWords], b[2][2];
-  float stage_sums[kTeams][4];
-  constexpr int kAtOnce = kBits == 4 ? 8 : 2;  // products of 16 columns: words of eight bits take more registers
-  float4 start = kSumTokens ? *reinterpret_cast<const float4*>(starts + me.lane % 4 * 4) : make_float4(0, 0, 0, 0);
+  u32 start = shared_address(starts) + me.lane % 4 * 16;
+  u32 tokens = shared_address(ring.tokens()) + me.tokens;
+  float stage_sums[kTeams][kTokens / 2];
 #pragma unroll
-  for (int i = 0; i < kTeams; i++) {
-    float zero[2] = {1.0f, 1.0f};
-    if constexpr (kHasZeros) load_raw_zeros(scales + kScaleRow + i * 16 * kScaleBytes, zero);
-    stage_sums[i][0] = start.x * zero[0], stage_sums[i][1] = start.y * zero[0];
-    stage_sums[i][2] = start.z * zero[1], stage_sums[i][3] = start.w * zero[1];
-  }
-#pragma unroll kAtOnce
+  for (int i = 0; i < kTeams; i++) load_starts<kTokens>(stage_sums[i], start, scales + i * 16 * kScaleBytes);
+  u32 words[kTeams][2];
+  Tokens<kTokens> b;
+#pragma unroll
   for (int k = 0; k < 8; k++) {
 #pragma unroll
-    for (int i = 0; i < kTeams && k % 2 == 0; i++) load_words(words[i], codes + (k / 2 * 4 + i) * kPieceBytes);
-    if (k % 2 == 0) load_matrices(b[0], (tokens ^ k % 4 * 32) + k / 4 * ring.token_rows * 128);
+    for (int i = 0; i < kTeams; i++) read_words(words[i], codes + i * kPieceBytes, k);
+    u32 from = (tokens ^ k % 4 * 32) + k / 4 * ring.token_rows * 128;
+#pragma unroll
+    for (int j = 0; j < (kTokens + 8) / 16 && (kTokens > 8 || k % 2 == 0); j++) {
+      load_matrices(b[k % 4][2 * j], from + j * 2048);
+    }
 #pragma unroll
     for (int i = 0; i < kTeams; i++) {
       u32 a[4];
-      raw_pairs(&words[i][k % 2 * kWords], a);
-      mma(stage_sums[i], a, b[k % 2][0], b[k % 2][1]);
+      raw_pairs(&words[i][k * kWords % 2], a);
+#pragma unroll
+      for (int j = 0; j < kTokens / 8; j++) mma(&stage_sums[i][4 * j], a, b[k % 4][j][0], b[k % 4][j][1]);
     }
   }
 #pragma unroll
-  for (int i = 0; i < kTeams; i++) {
-    float scale[2];
-    load_raw_scales(scales + i * 16 * kScaleBytes, scale);
+  for (int i = 0; i < kTeams; i++) add_scaled<kTokens>(sums[i], stage_sums[i], scales + i * 16 * kScaleBytes);
+}
+
+// The same by warpgroups, whose tensor cores read the tokens themselves.
+template <int kTokens, int kTeams>
+DEVICE void multiply_raw_by_group(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams][kTokens / 2],
+                                  const Ring& ring, const float* starts) {
+  const u8* codes = ring.codes() + me.codes;
+  const u8* scales = ring.scales() + me.scales;
+  u32 start = shared_address(starts) + me.lane % 4 * 16;
+  // The compiler sees that it is the same for all lanes.
+  u32 tokens = __shfl_sync(~0u, wgmma_descriptor(shared_address(ring.tokens())), 0);
+  float stage_sums[kTeams][kTokens / 2];
+  u32 words[kTeams][2];
+  u32 a[2][kTeams][4];
 #pragma unroll
-    for (int m = 0; m < 4; m++) {
-      float v = stage_sums[i][m];
-      if (kNibbles && m >= 2) v -= stage_sums[i][m - 2];
-      sums[i][m] = fmaf(scale[m / 2], v, sums[i][m]);
+  for (int i = 0; i < kTeams; i++) load_starts<kTokens>(stage_sums[i], start, scales + i * 16 * kScaleBytes);
+#pragma unroll
+  for (int k = 0; k < 8; k++) {
+#pragma unroll
+    for (int i = 0; i < kTeams; i++) read_words(words[i], codes + i * kPieceBytes, k);
+#pragma unroll
+    for (int i = 0; i < kTeams; i++) raw_pairs(&words[i][k * kWords % 2], a[k % 2][i]);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kTeams; i++) {
+      u32 from = tokens + k % 4 * 2 + k / 4 * ring.token_rows * 8;
+      wgmma<kTokens>(stage_sums[i], a[k % 2][i], kDescriptorHigh << 32 | from);
     }
+    wgmma_commit();
+    if (k < 7) wgmma_wait<1>();
   }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < kTeams; i++) add_scaled<kTokens>(sums[i], stage_sums[i], scales + i * 16 * kScaleBytes);
 }

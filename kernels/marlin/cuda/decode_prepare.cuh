@@ -1,17 +1,22 @@
-// A stage's tokens made ready for raw codes, in tiles of 8: rows are multiplied by a power of two where they lie, and
-// each row's sum over the stage's columns becomes the starting value of the sums.
+// A stage's tokens made ready for raw codes: rows are multiplied by a power of two where they lie, and each row's sum
+// over the stage's columns becomes the starting value of the sums.
 #pragma once
 #include "decode_stage.cuh"
 #include "mma.cuh"
 
-// Only tiles of 8 tokens: of more, one warp cannot keep up beside those that multiply.
+// Tiles of 8 tokens are prepared by a warp that does nothing else, larger ones, which it could not keep up with, by
+// those that multiply them.
 DEVICE constexpr bool takes_raw(int tokens) { return kRaw && tokens == 8; }
+DEVICE constexpr bool prepares_itself(int tokens) { return kRaw && tokens > 8; }
 
-// One warp. Eight tokens by 32 columns are operand A: rows g and g + 8 of it are the same token's, and the sums come
-// times the numbers in even and odd columns of operand B.
-DEVICE void prepare_tokens(const Ring& ring, float* starts) {
+// As measured, with raw codes; of fewer tokens mma.sync is the faster one.
+DEVICE constexpr bool by_warpgroup(int tokens) { return kRaw && tokens > 16; }
+
+// One warp, 8 tokens. Eight tokens by 32 columns are operand A: rows g and g + 8 of it are the same token's, and the
+// sums come times the numbers in even and odd columns of operand B.
+DEVICE void prepare_tokens(const Ring& ring, float* starts, int first_token = 0) {
   int lane = threadIdx.x % 32, row = lane % 8;
-  u32 first = shared_address(ring.tokens()) + row * 128 + (lane / 8 ^ row) * 16, pairs[4][4];
+  u32 first = shared_address(ring.tokens()) + (first_token + row) * 128 + (lane / 8 ^ row) * 16, pairs[4][4];
   auto place = [&](int i) { return (first ^ i % 2 * 64) + i / 2 * ring.token_rows * 128; };
 #pragma unroll
   for (int i = 0; i < 4; i++) load_matrices(pairs[i], place(i));
@@ -23,11 +28,13 @@ DEVICE void prepare_tokens(const Ring& ring, float* starts) {
   }
   if constexpr (kSumTokens) {
     u32 code = kStart[lane / 4 % 2];
-    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float sums[4], parts[4][4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) mma(sums, pairs[i], code, code);
+    for (int i = 0; i < 4; i++) mma_from_zero(parts[i], pairs[i], code, code);  // none waits for another
+#pragma unroll
+    for (int m = 0; m < 4; m++) sums[m] = parts[0][m] + parts[1][m] + (parts[2][m] + parts[3][m]);
     // As the accumulators of lanes 4 r + c lie: rows g of tokens 2 c and 2 c + 1, then rows g + 8.
-    int token = lane / 4, high = lane % 4;
+    int token = first_token + lane / 4, high = lane % 4;
     if (high < 2) starts[token / 2 * 4 + high * 2 + token % 2] = high ? sums[1] + sums[3] : sums[0] + sums[2];
   }
 }

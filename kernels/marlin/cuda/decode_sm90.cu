@@ -4,11 +4,11 @@
 //
 // The weights are operand A (from packed codes, in registers), the tokens operand B (8, 16, 24 or 32 of them), so that
 // a few rows cost little padding. The warps of a block:
-//   0          starts (decode_start.cuh), claims pieces (decode_schedule.cuh), streams weights and scales by bulk copies
-//   1, 2       copy the tokens' rows, wherever they are, and wait for w13's tiles before they read `hidden`; of a few
-//              tokens one prepares them (decode_prepare.cuh)
-//   3          tells other blocks what is stored
-//   4 to 19    in teams: multiply, add up over teams and blocks, apply bias and activation
+//   0          starts (decode_start.cuh), claims pieces (decode_schedule.cuh), streams weights by bulk copies
+//   1, 2       copy the tokens' rows, wherever they are, and wait for w13's tiles before they read `hidden`; of 8 tokens
+//              one prepares them (decode_prepare.cuh)
+//   3          tells other blocks what is stored, and helps with the tokens
+//   4 to 19    in teams: prepare more tokens, multiply, add up over teams and blocks, apply bias and activation
 // Shared memory is a ring of stages of 128 columns: codes of 256 rows, their scales, the tokens. Its depth follows the
 // largest tile there is, so that a few rows leave room for many weights in flight. Weights run ahead of the tokens:
 // those of w2 stream in while the last of w13 is computed. Sums are made in a fixed order: same input, same bits.
@@ -19,59 +19,82 @@
 // As measured: with four teams the sums of more tokens leave too few registers.
 DEVICE constexpr int teams_of(int tokens) { return tokens == 8 ? 4 : 2; }
 
+// The team's next stage, its number `turn`: a warp prepares 8 of its tokens where it is its turn.
+template <int kTokens, int kTeams>
+DEVICE void prepare_in_turn(const Lane<kTokens, kTeams>& me, Shared& shared, Ring ring, int turn) {
+  constexpr int kUnits = kTokens / 8, kArrivals = 32 * kTokenWarps;
+  int unit = (u32)(me.warp - turn * kUnits) % me.kTeamWarps;
+  if (unit >= kUnits) return;
+  ring.advance(kTeams);
+  barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+  barrier_wait(&shared.landed[ring.stage], ring.parity);
+  prepare_tokens(ring, shared.starts[ring.stage], 8 * unit);
+  if (by_warpgroup(kTokens)) fence_proxy_async();
+  __syncwarp();
+  if (me.lane == 0) barrier_arrive(&shared.full[ring.stage], kArrivals / kUnits + (unit < kArrivals % kUnits));
+}
+
 template <int kTokens>
-DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segment& g, int segment, float4* exchange,
-                            Ring ring) {
+DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segment& g, int segment, Ring& ring) {
   constexpr int kTeams = teams_of(kTokens);
   Lane<kTokens, kTeams> me;
-  bool present = g.row_tile * kTileRows + me.first_row(0) < p.gemm[g.phase].rows;
+  int first = g.row_tile * kTileRows + (by_warpgroup(kTokens) ? me.first_row_of_group() : me.first_row(0));
+  bool present = first < p.gemm[g.phase].rows;
   float sums[kTeams][kTokens / 2];
 #pragma unroll
   for (int i = 0; i < kTeams * kTokens / 2; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
-  if (kTokens == kFewRows) ring.token_rows = kTokens;  // nothing is larger
+  if (kTokens > 16) ring.token_rows = kFewRows;  // what it is
+  // A stage is prepared beside the products of the one before it; the first has none before it.
+  constexpr int kBefore = prepares_itself(kTokens) ? kTeams : 0;
+  ring.stage -= kBefore;
   ring.advance(me.team);
-  for (int step = g.from + me.team; step < g.to; step += kTeams) {
-    // Another team may not have had this stage's last filling yet: that must be over before the next is waited for.
-    barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-    barrier_wait(&shared.full[ring.stage], ring.parity);
-    if (present) {
-      if constexpr (takes_raw(kTokens)) {
-        multiply_raw<kTeams>(me, sums, ring, shared.starts[ring.stage]);
-      } else {
-        multiply_stage<kTokens, kTeams>(me, sums, ring);
+  int step = g.from + me.team - kBefore;
+  for (; step < g.to; step += kTeams) {
+    if (kBefore > 0 && step + kBefore < g.to) prepare_in_turn(me, shared, ring, (step + kBefore) / kTeams);
+    if (step >= g.from) {
+      // Another team may not have had this stage's last filling yet: that must be over before the next is waited for.
+      barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      if (present) {
+        if constexpr (by_warpgroup(kTokens)) {
+          multiply_raw_by_group<kTokens, kTeams>(me, sums, ring, shared.starts[ring.stage]);
+        } else if constexpr (kRaw) {
+          multiply_raw<kTokens, kTeams>(me, sums, ring, shared.starts[ring.stage]);
+        } else {
+          multiply_stage<kTokens, kTeams>(me, sums, ring);
+        }
       }
+      __syncwarp();
+      if (me.lane == 0) barrier_arrive(&shared.empty[ring.stage], kReleases / me.kTeamWarps);
     }
-    __syncwarp();
-    if (me.lane == 0) barrier_arrive(&shared.empty[ring.stage], kReleases / me.kTeamWarps);
     ring.advance(kTeams);
   }
-  finish_segment<kTokens, kTeams>(p, shared, g, segment, exchange, sums);
+  ring.retreat(step - g.to);
+  finish_segment<kTokens, kTeams>(p, shared, g, segment, sums);
 }
 
-DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, float4* exchange, Ring ring) {
-  for_each_segment(shared, shared.segment_done, [&](const Segment& g, int i) {
+DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring ring) {
+  for_each_segment<true>(shared, [&](const Segment& g, int i) {
     switch (tile_tokens(g.rows)) {
-      case 8: compute_segment<8>(p, shared, g, i, exchange, ring); break;
-      case 16: compute_segment<16>(p, shared, g, i, exchange, ring); break;
-      case 24: compute_segment<24>(p, shared, g, i, exchange, ring); break;
-      default: compute_segment<kFewRows>(p, shared, g, i, exchange, ring);
+      case 8: compute_segment<8>(p, shared, g, i, ring); break;
+      case 16: compute_segment<16>(p, shared, g, i, ring); break;
+      case 24: compute_segment<24>(p, shared, g, i, ring); break;
+      default: compute_segment<kFewRows>(p, shared, g, i, ring);
     }
-    ring.advance(g.to - g.from);
   });
 }
 
 // The exchange holds the sums of any tile up to the largest there is; the ring fills what is left behind it. Tokens are
 // read 8 or 16 at a time.
-DEVICE Ring make_ring(u8* start, u32 free_bytes, int largest, float4** exchange) {
+DEVICE Ring make_ring(u8* start, u32 free_bytes, int largest) {
   Ring ring;
   int used = exchange_bytes(8, teams_of(8));
   if (largest > 8) used = max(used, exchange_bytes(16, teams_of(16)));
   if (largest > 16) used = max(used, exchange_bytes(kFewRows, teams_of(kFewRows)));
-  *exchange = reinterpret_cast<float4*>(start);
+  used += -(shared_address(start) + used) % 1024;
   ring.base = start + used;
   ring.token_rows = largest <= 8 ? 8 : (largest + 15) / 16 * 16;
-  ring.stage_bytes = kCodeBytes + kScaleStage + ring.token_rows * 2 * kStepColumns;
-  ring.num_stages = min(quotient(free_bytes - used, ring.stage_bytes), kMaxStages);
+  ring.num_stages = min(quotient(free_bytes - used, ring.stage_bytes()), kMaxStages);
   return ring;
 }
 
@@ -101,12 +124,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   }
   u32 dynamic_bytes;
   asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(dynamic_bytes));
-  u32 used = (sizeof(Shared) + p.num_experts * sizeof(Schedule::Active) + 127) / 128 * 128;
-  float4* exchange;
-  Ring ring = make_ring(memory + used, dynamic_bytes - used, shared.schedule.largest, &exchange);
+  u32 used = exchange_place(p);
+  Ring ring = make_ring(memory + used, dynamic_bytes - used, shared.schedule.largest);
   if (warp >= kFirstConsumer) {
     registers_grow<104>();
-    run_consumers(p, shared, exchange, ring);
+    run_consumers(p, shared, ring);
   } else {
     registers_shrink<64>();
     if (warp == kWeightWarp) {
@@ -114,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     } else if (warp != kFlagWarp) {
       run_token_warps(p, shared, ring);
     } else {
-      run_flag_warp(p, shared);
+      run_flag_warp(p, shared, ring);
     }
   }
 }

@@ -9,6 +9,7 @@ constexpr int kStripBytes = 64 * kStepColumns * kBits / 8;  // of a stage
 constexpr int kCodeBytes = kStrips * kStripBytes;
 constexpr int kScaleRow = kTileRows * kScaleBytes;          // a group's scales
 constexpr int kScaleStage = SCALES_PER_STEP * kScaleRow * (kHasZeros ? 2 : 1);
+constexpr int kTokenPlace = (kCodeBytes + kScaleStage + 1023) / 1024 * 1024;  // wgmma wants it so
 constexpr int kMaxStages = 16;
 constexpr int kSegments = 8;                                // known ahead
 // Warps, those that others wait for first: schedulers prefer them.
@@ -27,41 +28,53 @@ struct Shared {
   u64 segment_full[kSegments], segment_done[kSegments], segment_empty[kSegments];
   u64 segment_pieces[kSegments];  // other blocks have left the sums that complete the tile
   u64 exchange_free;
-  __align__(16) float starts[kMaxStages][16];  // see raw_codes.cuh; of 8 tokens
+  __align__(16) float starts[kMaxStages][2 * kFewRows];  // see raw_codes.cuh
   Segment segment[kSegments];
-  int launch;  // number of this launch
+  int launch;      // number of this launch
+  int free_steps;  // steps that have found their stage empty
   Schedule schedule;
 };
 
-// sync: the ticket counter (64 bits), a flag for each piece left in `partials`, one for each finished tile of w13.
-DEVICE int* piece_flag(const ExpertsParams& p, int phase, int piece) { return p.sync + 2 + phase * kMaxBlocks + piece; }
+// sync holds words of 64 bits: the ticket counter, a flag for each piece left in `partials`, one for each finished tile
+// of w13, and the results of decode_words.cuh. The upper half of each but the first is the number of the launch that
+// wrote it, so it does not matter that launches for other weights divide the words otherwise.
+DEVICE int* flag(const ExpertsParams& p, int i) { return p.sync + 2 * (1 + i) + 1; }
+DEVICE int* piece_flag(const ExpertsParams& p, int phase, int piece) { return flag(p, phase * kMaxBlocks + piece); }
 DEVICE int* tile_flag(const ExpertsParams& p, const Schedule& s, int active, int row_tile) {
-  return p.sync + 2 + 2 * kMaxBlocks + active * s.row_tiles[0] + row_tile;
+  return flag(p, 2 * kMaxBlocks + active * s.row_tiles[0] + row_tile);
 }
 
 // One stage: codes [strip][32 columns][16 rows][lane], scales [group][256] (then zeros), tokens [64 columns][token][128
 // bytes].
 struct Ring {
   u8* base;
-  int stage_bytes, num_stages, token_rows;
-  int stage = 0, parity = 0;
-  DEVICE u8* codes() const { return base + stage * stage_bytes; }
+  int num_stages, token_rows;
+  int stage = 0, parity = 0, passed = 0;  // passed: steps since the launch began
+  DEVICE int stage_bytes() const { return kTokenPlace + token_rows * 2 * kStepColumns; }
+  DEVICE u8* codes() const { return base + stage * stage_bytes(); }
   DEVICE u8* scales() const { return codes() + kCodeBytes; }
-  DEVICE u8* tokens() const { return scales() + kScaleStage; }
+  DEVICE u8* tokens() const { return codes() + kTokenPlace; }
   DEVICE void advance(int steps) {
+    passed += steps;
     for (stage += steps; stage >= num_stages; stage -= num_stages) parity ^= 1;
+  }
+  DEVICE void retreat(int steps) {
+    for (stage -= steps; stage < 0; stage += num_stages) parity ^= 1;
   }
 };
 
 // Segments in the order they were claimed, for one warp; calls work(segment) until there are none.
-template <typename Work>
-DEVICE void for_each_segment(Shared& shared, u64* release, Work work) {
+template <bool kComputes, typename Work>
+DEVICE void for_each_segment(Shared& shared, Work work) {
   for (int i = 0;; i++) {
     barrier_wait(&shared.segment_full[i % kSegments], i / kSegments & 1);
     const Segment& g = shared.segment[i % kSegments];
     if (g.from == g.to) return;
     work(g, i);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&release[i % kSegments]);
+    if (threadIdx.x % 32 == 0) {
+      if (kComputes) barrier_arrive(&shared.segment_done[i % kSegments]);
+      barrier_arrive(&shared.segment_empty[i % kSegments]);
+    }
   }
 }

@@ -9,16 +9,17 @@ DEVICE void init_barriers(Shared& shared) {
   for (int i = 0; i < kMaxStages; i++) {
     barrier_init(&shared.full[i], 1 + 32 * kTokenWarps);
     barrier_init(&shared.empty[i], kReleases);
-    barrier_init(&shared.landed[i], 32);
+    barrier_init(&shared.landed[i], 32 * kTokenWarps);
   }
 #pragma unroll
   for (int i = 0; i < kSegments; i++) {
     barrier_init(&shared.segment_full[i], 1);
     barrier_init(&shared.segment_done[i], kConsumerWarps);
-    barrier_init(&shared.segment_empty[i], kTokenWarps + 1);
+    barrier_init(&shared.segment_empty[i], kTokenWarps + 1 + kConsumerWarps);
     barrier_init(&shared.segment_pieces[i], 1);
   }
   barrier_init(&shared.exchange_free, kConsumerWarps);
+  shared.free_steps = 0;
   asm volatile("fence.mbarrier_init.release.cluster;");
 }
 

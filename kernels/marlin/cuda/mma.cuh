@@ -19,6 +19,13 @@ DEVICE void mma_from_zero(float* d, const u32* a, u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
+// 16 bytes of shared memory; read where it is written, not kept meanwhile.
+DEVICE void load_shared(float* out, u32 address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
+               : "r"(address));
+}
+
 // Four 8 x 8 matrices of 16-bit numbers; lane 8 m + r gives the address of row r of matrix m.
 DEVICE void load_matrices(u32* out, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

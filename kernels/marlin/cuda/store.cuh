@@ -11,13 +11,15 @@ DEVICE i64 output_row(const ExpertsParams& p, int phase, int expert, int first_r
 }
 
 // 16 weight rows of a warp, the first of them `first`, for the expert's tokens from `first_token` up to `rows`; sums,
-// in that unit, as the tensor cores leave them.
-template <int kTokens, bool kActivate>
-DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, int rows, int first, const float* sums,
-                       int first_token = 0, float unit = 1.0f) {
+// in that unit, as the tensor cores leave them. Calls put(token, pairs): two neighbouring results of its lane in the
+// warp, or four where nothing is gated.
+template <int kTokens, bool kActivate, typename Put>
+DEVICE void finish_rows(const ExpertsParams& p, int expert, int rows, int first, const float* sums, int first_token,
+                        float unit, Put put) {
   constexpr bool kGate = kActivate && kGated;
   const GemmParams& gemm = p.gemm[kActivate ? 0 : 1];
   int lane = threadIdx.x % 32, width = kGate ? gemm.rows / 2 : gemm.rows;
+  asm volatile("" : "+r"(lane));  // so that what follows from it is not kept where sums are made
   int row = lane / 4, low = kGate ? first / 2 + row : first + row / 2 * 4 + row % 2;
   int high = kGate ? width + low : low + 2;
   float alpha[2] = {unit, unit}, bias[2] = {0.0f, 0.0f};
@@ -47,13 +49,22 @@ DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, int ro
       out[1] = transpose_8x8(to_pair(v[2], v[3]));
     }
     int token = first_token + 8 * j + lane / 4;
-    if (token < rows) {
-      u16* to = gemm.output + output_row(p, kActivate ? 0 : 1, expert, first_row, token) * width;
-      if constexpr (kGate) {
-        *reinterpret_cast<u32*>(to + first / 2 + lane % 4 * 2) = out[0];
-      } else {
-        *reinterpret_cast<uint2*>(to + first + lane % 4 * 4) = make_uint2(out[0], out[1]);
-      }
-    }
+    if (token < rows) put(token, out);
   }
+}
+
+// The same, stored where the expert's rows lie.
+template <int kTokens, bool kActivate>
+DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, int rows, int first, const float* sums,
+                       int first_token = 0, float unit = 1.0f) {
+  constexpr int kPhase = kActivate ? 0 : 1;
+  finish_rows<kTokens, kActivate>(p, expert, rows, first, sums, first_token, unit, [&](int token, const u32* out) {
+    int lane = threadIdx.x % 32, width = kActivate && kGated ? p.gemm[0].rows / 2 : p.gemm[kPhase].rows;
+    u16* to = p.gemm[kPhase].output + output_row(p, kPhase, expert, first_row, token) * width;
+    if constexpr (kActivate && kGated) {
+      *reinterpret_cast<u32*>(to + first / 2 + lane % 4 * 2) = out[0];
+    } else {
+      *reinterpret_cast<uint2*>(to + first + lane % 4 * 4) = make_uint2(out[0], out[1]);
+    }
+  });
 }

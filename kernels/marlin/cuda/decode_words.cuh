@@ -1,0 +1,147 @@
+// What blocks hand to each other of tiles of 8 tokens: words of 64 bits, half a result and half the number of the launch
+// that wrote it. Whoever needs a word reads it until the number is right, so there is neither a flag nor a fence before
+// it: what is stored is seen after one way through the memory; store, fence, flag, poll and copy take five. Larger tiles
+// would move too many bytes twice over.
+//
+// Words lie behind the flags (decode_stage.cuh), are written at most once a launch and never cleared:
+//   p.sum_words     [phase][piece][2 halves][consumer thread][2 numbers], what a block leaves of a piece
+//   p.hidden_words  [active expert][step of w2][8 columns][token][2 columns]
+#pragma once
+#include "decode_prepare.cuh"
+#include "store.cuh"
+
+DEVICE constexpr bool goes_by_words(int tokens) { return tokens == 8; }
+
+constexpr int kHiddenWords = 8 * kStepColumns / 2;  // of a step
+constexpr int kSumWords = 8 * kTileRows;            // of a piece
+
+DEVICE u64* sum_words(const ExpertsParams& p, int phase, int piece) {
+  return p.sum_words + (i64)(phase * gridDim.x + piece) * kSumWords;
+}
+
+DEVICE u64* hidden_words(const ExpertsParams& p, const Schedule& s, int active, int step) {
+  return p.hidden_words + (i64)(active * s.steps[1] + step) * kHiddenWords;
+}
+
+DEVICE u64 make_word(u32 value, int launch) { return (u64)(u32)launch << 32 | value; }
+
+DEVICE void store_word(u64* to, u32 value, int launch) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(make_word(value, launch)) : "memory");
+}
+
+// Two at once; either is whole by itself.
+struct TwoWords {
+  u64 word[2];
+  DEVICE u32 value(int i) const { return (u32)word[i]; }
+  DEVICE bool written(int launch) const { return (int)(word[0] >> 32) == launch && (int)(word[1] >> 32) == launch; }
+};
+
+DEVICE void store_two_words(u64* to, u32 first, u32 second, int launch) {
+  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(make_word(first, launch)),
+               "l"(make_word(second, launch))
+               : "memory");
+}
+
+DEVICE TwoWords load_two_words(const u64* from) {
+  TwoWords v;
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(v.word[0]), "=l"(v.word[1])
+               : "l"(from)
+               : "memory");
+  return v;
+}
+
+// ---- hidden ----
+
+// 16 weight rows of a warp, as store_rows has them.
+DEVICE void store_hidden(const ExpertsParams& p, const Schedule& s, const Segment& g, int launch, int first,
+                         const float* sums, float unit) {
+  int lane = threadIdx.x % 32, column = kGated ? first / 2 : first;
+  asm volatile("" : "+r"(lane));  // so that what follows from it is not kept where sums are made
+  u64* to = hidden_words(p, s, g.active, column / kStepColumns) + column % kStepColumns / 8 * 32;
+  finish_rows<8, true>(p, g.expert, g.rows, first, sums, 0, unit, [&](int token, const u32* pairs) {
+    if constexpr (kGated) {
+      store_word(to + token * 4 + lane % 4, pairs[0], launch);
+    } else {
+      store_two_words(to + lane % 4 / 2 * 32 + token * 4 + lane % 2 * 2, pairs[0], pairs[1], launch);
+    }
+  });
+}
+
+// The warps of tokens and of flags take the steps of a segment of w2 in turn, and bring each one's tokens into its
+// stage. Lanes 2 t and 2 t + 1 of half a warp have token t of every other 8 columns.
+DEVICE void take_hidden(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& ring) {
+  constexpr int kLoads = kHiddenWords / 64;
+  int lane = threadIdx.x % 32, token = lane / 2 % 8;
+  for (int step = g.from; step < g.to; step++, ring.advance(1)) {
+    if ((step - g.from) % (kTokenWarps + 1) != threadIdx.x / 32 - kTokenWarp) continue;
+    const u64* from = hidden_words(p, shared.schedule, g.active, step) + lane * 2;
+    asm volatile("" : "+l"(from));  // one register pair, not one for each load
+    int columns = token < g.rows ? p.gemm[1].columns - step * kStepColumns - lane / 16 * 8 : 0;
+    TwoWords words[kLoads];
+    bool all;
+    do {
+      all = true;
+#pragma unroll
+      for (int i = 0; i < kLoads; i++) words[i] = i * 16 < columns ? load_two_words(from + i * 64) : TwoWords{};
+#pragma unroll
+      for (int i = 0; i < kLoads; i++) all &= i * 16 >= columns || words[i].written(shared.launch);
+    } while (!__all_sync(~0u, all));
+    // Not by the parity of `empty`: this warp has not seen every filling of the stage.
+    while (load_acquire_shared(&shared.free_steps) <= ring.passed) {
+    }
+    u32 row = shared_address(ring.tokens()) + token * 128 + lane % 2 * 8;
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) {
+      u32 to = row + i / 4 * ring.token_rows * 128 + (i % 4 * 2 + lane / 16 ^ token) * 16;
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(words[i].value(0)), "r"(words[i].value(1))
+                   : "memory");
+    }
+    __syncwarp();
+    if constexpr (takes_raw(8)) prepare_tokens(ring, shared.starts[ring.stage]);
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(&shared.landed[ring.stage], 32 * kTokenWarps);  // as in every filling of a stage
+      barrier_arrive(&shared.full[ring.stage], 32 * kTokenWarps);
+    }
+  }
+}
+
+// ---- sums ----
+
+// A consumer's place among the words of a piece.
+DEVICE u64* my_sum_words(const ExpertsParams& p, int phase, int piece) {
+  u32 thread = threadIdx.x - 32 * kFirstConsumer;
+  asm volatile("" : "+r"(thread));  // so that what follows from it is not kept where sums are made
+  return sum_words(p, phase, piece) + thread * 2;
+}
+
+DEVICE void leave_sums(u64* to, const float (&sums)[4], int launch) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    store_two_words(to + i * kConsumerThreads, __float_as_uint(sums[i]), __float_as_uint(sums[i + 1]), launch);
+  }
+}
+
+// Adds what other blocks leave of the pieces up to `after`, in order.
+DEVICE void take_sums(const ExpertsParams& p, const Segment& g, int after, int launch, float (&total)[4]) {
+  constexpr int kAtOnce = 2;
+  for (int first = g.piece + 1; first < after; first += kAtOnce) {
+    TwoWords v[kAtOnce][2];
+    bool all;
+    do {
+      all = true;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) {
+        const u64* from = my_sum_words(p, g.phase, min(first + i, after - 1));
+        v[i][0] = load_two_words(from), v[i][1] = load_two_words(from + 2 * kConsumerThreads);
+        all &= v[i][0].written(launch) && v[i][1].written(launch);
+      }
+    } while (!__all_sync(~0u, all));
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+#pragma unroll
+      for (int m = 0; m < 4 && first + i < after; m++) total[m] += __uint_as_float(v[i][m / 2].value(m % 2));
+    }
+  }
+}
