@@ -1,6 +1,6 @@
 """Both GEMMs of the experts with the activation between them, on one GPU, beside their floor and other implementations.
 
-    python scripts/bench_gemm.py --peers humming vllm --vllm-library FILE     everything
+    python scripts/bench_gemm.py --peers torch humming vllm --vllm-library FILE     everything
     python scripts/bench_gemm.py --shapes deepseek-v3 --rows 8 64 --jsonl results.jsonl
 
 floor = max(weight bytes / 4.3 TB/s, FLOPs / 790 TFLOP/s); what this GPU reaches is measured in the same run and printed
@@ -23,18 +23,19 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gemm_timing import timed
+from gemm_cases import SHAPES, Shape, cases_of
+from gemm_timing import capacity_of, num_copies, timed
 
-from moe_ep.activation import MoEActivation, apply_activation
+from moe_ep.activation import apply_activation
 from moe_ep.bench.ceilings import measure_ceilings
 from moe_ep.bench.results import append_line, facts, table
 from moe_ep.kernels.marlin import compute
@@ -44,70 +45,13 @@ from moe_ep.kernels.marlin.types import weight_type
 from moe_ep.kernels.marlin.weights import Weights
 from moe_ep.scalar_type import scalar_types
 
-BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12
-CACHE_BYTES = 150e6  # weights below this are copied until they exceed it
 RELATIVE_ERROR = 0.01
-PEERS = ("humming", "vllm", "vllm_best")
+PEERS = ("torch", "humming", "vllm")
 COLUMNS = {
     "shape": "shape", "rows": "rows", "us": "us", "p99_us": "p99", "floor_us": "floor", "floor_over_time": "floor/time",
-    "clock_mhz": "MHz", "relative_error": "error", "humming": "humming", "vllm": "vLLM", "vllm_best": "vLLM best",
+    "clock_mhz": "MHz", "relative_error": "error", "torch": "torch", "humming": "humming", "vllm": "vLLM",
+    "vllm_best": "vLLM best",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """One layer on one rank: local experts, hidden and intermediate size, number type and group size."""
-
-    experts: int
-    K: int
-    N: int
-    kind: str = "uint4b8"
-    group: int = 128
-    activation: MoEActivation = MoEActivation.SILU
-    bias: bool = False
-
-    @property
-    def num_bytes(self) -> float:
-        """Bytes of all codes and scales."""
-        bits = weight_type(getattr(scalar_types, self.kind).id).bits
-        scale_bytes = 1 if self.kind == "float4_e2m1f" else 2
-        return self.experts * 3 * self.K * self.N * (bits / 8 + scale_bytes / self.group)
-
-    def floor_us(self, counts: list[int]) -> float:
-        """The time below which no version runs much faster, for these rows of the experts."""
-        num_bytes = self.num_bytes * sum(count > 0 for count in counts) / self.experts
-        return 1e6 * max(num_bytes / BYTES_PER_S, 6 * sum(counts) * self.K * self.N / FLOPS_PER_S)
-
-
-SHAPES = {
-    "qwen3-235b": Shape(experts=16, K=4096, N=1536),
-    "deepseek-v3": Shape(experts=32, K=7168, N=2048),
-    "mixtral": Shape(experts=1, K=4096, N=14336),
-    "qwen3-30b": Shape(experts=16, K=2048, N=768),
-    "kimi-k2": Shape(experts=48, K=7168, N=2048),
-    "gpt-oss-120b": Shape(
-        experts=16, K=2880, N=2880, kind="float4_e2m1f", group=32, activation=MoEActivation.SWIGLUOAI, bias=True
-    ),
-}
-
-
-def cases_of(name: str, shape: Shape, row_counts: list[int], skewed: bool) -> list[tuple[str, list[int]]]:
-    """(label, rows of every expert) of all that is timed of a shape."""
-    cases = [(str(count), [count] * shape.experts) for count in row_counts]
-    if not skewed:
-        return cases
-    active = -(-shape.experts * 3 // 4)
-    for mean in (8, 64) if shape.experts > 1 else ():
-        weights = [(i + 1) ** -0.5 for i in range(active)]
-        zipf = [max(1, round(mean * active * weight / sum(weights))) for weight in weights]
-        even = [sum(zipf) * (i + 1) // active - sum(zipf) * i // active for i in range(active)]
-        for label, counts in (("zipf", zipf), ("even", even)):
-            cases.append((f"{label} {mean}", counts + [0] * (shape.experts - active)))
-    for tokens in (1, 8, 32, 64, 128) if name == "deepseek-v3" else ():
-        chosen = torch.rand(8 * tokens, 8 * shape.experts).topk(8).indices
-        counts = torch.bincount(chosen.flatten(), minlength=8 * shape.experts)[: shape.experts].tolist()
-        cases.append((f"T={tokens}", counts))
-    return cases
 
 
 def make_weights(shape: Shape, rows: int, columns: int, gated: bool) -> Weights:
@@ -142,19 +86,17 @@ def relative_error(
     return error / scale
 
 
-def run_shape(name: str, shape: Shape, cases: list[tuple[str, list[int]]]) -> list[dict[str, Any]]:
+def run_shape(name: str, shape: Shape, cases: list[tuple[str, list[int]]]) -> Iterator[dict[str, Any]]:
     """Checks and times one shape in each case."""
     gated = shape.activation.is_gated
-    copies = max(1, -(-int(CACHE_BYTES) // int(shape.num_bytes)))
     pairs = [
         (
             make_weights(shape, (2 if gated else 1) * shape.N, shape.K, gated),
             make_weights(shape, shape.K, shape.N, False),
         )
-        for _ in range(copies)
+        for _ in range(num_copies(shape.num_bytes))
     ]
     scratch = torch.empty(40_000_000, dtype=torch.bfloat16, device="cuda")
-    results = []
     for label, counts in cases:
         if not any(counts):
             continue
@@ -171,13 +113,7 @@ def run_shape(name: str, shape: Shape, cases: list[tuple[str, list[int]]]) -> li
         timing = timed(call, rows.device)
         row = {"shape": name, "rows": label, "us": timing.median, "p99_us": timing.p99, "floor_us": floor}
         row |= {"floor_over_time": floor / timing.median, "clock_mhz": timing.clock_mhz, "relative_error": error}
-        results.append(row)
-    return results
-
-
-def capacity_of(rows: int) -> int:
-    """Rows that buffers have for an expert."""
-    return 128 if rows <= 128 else max(rows, 1024)
+        yield row
 
 
 def caller(
@@ -204,45 +140,52 @@ def peer_command(peer: str, shapes: list[Shape], row_counts: list[int], library:
     return command + (["--library", str(library)] if peer == "vllm" else [])
 
 
-def run_peer(command: list[str], seconds: float) -> str:
-    """What a peer printed in that time; what went wrong is printed here."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
-        printed, problem = done.stdout, done.stderr.strip().splitlines()[-1:] if done.returncode else []
-    except subprocess.TimeoutExpired as expired:
-        printed, problem = (expired.stdout or b"").decode(), [f"stopped after {seconds:.0f} s"]
-    if problem:
-        print(f"{command[2]}: {problem[0]}", file=sys.stderr)
-    return printed
+def peer_lines(command: list[str], seconds: float) -> Iterator[dict[str, Any]]:
+    """What a peer prints in that time, line by line; what went wrong is printed here."""
+    said = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        clock = threading.Timer(seconds, process.kill)
+        clock.start()
+        for line in process.stdout or ():
+            if line.startswith("{") and line.endswith("}\n"):
+                yield json.loads(line)
+            else:
+                said = line.strip() or said
+        process.wait()
+        timed_out = clock.finished.is_set()
+        clock.cancel()
+    if process.returncode:
+        print(f"{command[2]}: {f'stopped after {seconds:.0f} s' if timed_out else said}", file=sys.stderr)
 
 
 def compile_peers(
     peers: list[str], shapes: list[Shape], row_counts: list[int], library: Path | None, seconds: float
 ) -> None:
     """Lets the peers compile what they will need and do not have, side by side, before anything is timed."""
-    jobs = [[shape] for shape in shapes]
+    # vLLM's kernels are the same for all shapes, and torch has its own.
+    jobs = [("humming", [shape]) for shape in shapes if "humming" in peers]
+    jobs += [("vllm", shapes[:1])] if "vllm" in peers else []
+
+    def run(job: tuple[str, list[Shape]]) -> None:
+        list(peer_lines([*peer_command(*job, row_counts, library), "--compile-only"], seconds))
+
     with ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 2)) as pool:
-        for peer in peers:
-            # vLLM's kernels are the same for all shapes.
-            for job in jobs if peer == "humming" else jobs[:1]:
-                command = [*peer_command(peer, job, row_counts, library), "--compile-only"]
-                pool.submit(run_peer, command, seconds)
+        list(pool.map(run, jobs))
 
 
 def peer_times(
     peer: str, shapes: dict[str, Shape], row_counts: list[int], library: Path | None, seconds: float
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Rows of shape, rows and microseconds by name of a peer, as far as it got in that time."""
     names = {(shape.experts, shape.K, shape.N): name for name, shape in shapes.items()}
-    printed = run_peer(peer_command(peer, list(shapes.values()), row_counts, library), seconds)
-    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
-    return [{"shape": names[tuple(row["shape"])], "rows": str(row["rows"])} | row["us"] for row in rows]
+    for row in peer_lines(peer_command(peer, list(shapes.values()), row_counts, library), seconds):
+        yield {"shape": names[tuple(row["shape"])], "rows": str(row["rows"])} | row["us"]
 
 
 def summary(results: list[dict[str, Any]]) -> str:
     """How much faster than each peer: geometric mean and least over all rows that it computed."""
     lines = []
-    for peer in PEERS:
+    for peer in (*PEERS, "vllm_best"):
         ratios = [row[peer] / row["us"] for row in results if row.get(peer)]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
@@ -258,7 +201,7 @@ def main() -> None:
     parser.add_argument(
         "--ampere-only", action="store_true", help="on Hopper too, the kernels of all GPUs from sm_80 on"
     )
-    parser.add_argument("--peers", nargs="*", choices=["humming", "vllm"], default=[])
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=[])
     parser.add_argument(
         "--peer-rows", nargs="+", type=int, help="fewer row counts for them (their compilation is slow)"
     )
@@ -290,23 +233,24 @@ def main() -> None:
         compile_peers(options.peers, list(common.values()), *asked)
     everything = []
     for name, shape in shapes.items():
-        rows = run_shape(name, shape, cases_of(name, shape, options.rows, not options.no_skew))
-        everything += keep(rows, about, options.jsonl)
+        for row in run_shape(name, shape, cases_of(name, shape, options.rows, not options.no_skew)):
+            everything.append(keep(row, about, options.jsonl))
         torch.cuda.empty_cache()
     for peer in options.peers if common else ():
-        times = keep(peer_times(peer, common, *asked), about, options.jsonl)
-        for row in everything:
-            row |= next((us for us in times if (us["shape"], us["rows"]) == (row["shape"], row["rows"])), {})
+        for times in peer_times(peer, common, *asked):
+            keep(times, about, options.jsonl)
+            for row in everything:
+                row |= times if (times["shape"], times["rows"]) == (row["shape"], row["rows"]) else {}
     for name in shapes:
         print(table([row for row in everything if row["shape"] == name], COLUMNS), flush=True)
     print(summary(everything))
 
 
-def keep(rows: list[dict[str, Any]], about: dict[str, Any], path: Path | None) -> list[dict[str, Any]]:
-    """Appends the rows to the file and gives them back."""
-    for row in rows if path else ():
+def keep(row: dict[str, Any], about: dict[str, Any], path: Path | None) -> dict[str, Any]:
+    """Appends the row to the file and gives it back."""
+    if path is not None:
         append_line(path, row | about)
-    return rows
+    return row
 
 
 if __name__ == "__main__":

@@ -4,14 +4,16 @@
     python scripts/gemm_peers.py vllm --library FILE --shape 16 4096 1536 --shape 1 4096 14336 --rows 1 8 64
 
 One JSON line for each shape and number of rows an expert, `us` by name. Buffers hold 128 rows an expert, or 1024 where
-more are used. Both peers compute the GEMMs alone, without the activation between them; weights are random.
+more are used. All compute the GEMMs alone, without the activation between them; weights are random.
 
-Humming is `humming-kernels` from PyPI with its default tuning. Its first calls compile, a minute for all rows of a
-shape; it keeps what it compiled in HUMMING_CACHE_DIR, by the paths and times of its files.
+Humming is `humming-kernels` from PyPI with its default tuning, asked for these row counts alone: its choices for all
+row counts up to 65536 take it 7 s a GEMM in Python, and are the same. Its first calls compile, 8 s a kernel and two to
+a row count; it keeps what it compiled in HUMMING_CACHE_DIR, by the paths and times of its files.
 vLLM's batched Marlin is the file vllm/_moe_C_stable_libtorch.abi3.so of its wheel (or that file as .xz), loaded alone:
 "vllm" has block size 64, as vLLM chooses it from the buffer's capacity, "vllm_best" the best of that and the two
 smallest sizes that hold an expert's rows. The file has these kernels as code of sm_80 and as PTX, which the driver
 compiles at the first call, 40 s on a Hopper GPU's host; it keeps them in CUDA_CACHE_PATH.
+torch is `torch.bmm` on bf16 weights: what experts take that are not quantized.
 --compile-only makes the first calls and times nothing: shapes may be compiled side by side.
 """
 
@@ -25,37 +27,40 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gemm_timing import timed
+from gemm_cases import Shape
+from gemm_timing import capacity_of, num_copies, timed
 
 from moe_ep.scalar_type import scalar_types
 
-CACHE_BYTES = 150e6  # weights below this are copied until they exceed it
 VLLM_BLOCKS, VLLM_USUAL_BLOCK = (8, 16, 32, 48, 64), 64
 
 Call = Callable[[int], None]
-Shape = tuple[int, int, int]
 
 
 class Buffers:
     """Rows of every expert, `capacity` each, before, between and after the GEMMs."""
 
     def __init__(self, shape: Shape, capacity: int) -> None:
-        experts, K, N = shape
-
         def rows(columns: int) -> torch.Tensor:
-            return torch.randn(experts * capacity, columns, device="cuda").bfloat16()
+            return torch.randn(shape.experts * capacity, columns, device="cuda").bfloat16()
 
         self.capacity = capacity
-        self.input, self.gate_up, self.hidden, self.output = rows(K), rows(2 * N), rows(N), rows(K)
-        self.counts = torch.zeros(experts, dtype=torch.int32, device="cuda")
+        self.input, self.gate_up, self.hidden, self.output = map(rows, (shape.K, 2 * shape.N, shape.N, shape.K))
+        self.counts = torch.zeros(shape.experts, dtype=torch.int32, device="cuda")
 
 
 class Humming:
     """Its grouped_masked form."""
 
-    def __init__(self, shape: Shape, library: Path | None) -> None:
-        experts, K, N = shape
-        self._pairs = [(self._layer(experts, 2 * N, K), self._layer(experts, K, N)) for _ in range(num_copies(shape))]
+    GEMM_TYPE = "grouped_masked"
+
+    def __init__(self, shape: Shape, options: argparse.Namespace) -> None:
+        self._pairs = [
+            (self._layer(shape.experts, 2 * shape.N, shape.K), self._layer(shape.experts, shape.K, shape.N))
+            for _ in range(num_copies(shape.num_bytes))
+        ]
+        totals = [rows * shape.experts for rows in sorted(options.rows)]
+        self._choices = [self._choices_of(layer, totals) for layer in self._pairs[0]]
 
     def _layer(self, experts: int, out: int, columns: int) -> torch.nn.Module:
         from humming.layer import HummingLayer
@@ -71,17 +76,30 @@ class Humming:
         made.transform()
         return made
 
+    def _choices_of(self, layer: torch.nn.Module, totals: list[int]) -> str:
+        """Its kernel for each number of rows of all experts, as its tuning_config: (more than, up to, choice)."""
+        from humming.tune import get_heuristics_config
+
+        config = layer.humming_config
+        return json.dumps(
+            [
+                (total - 1, total, get_heuristics_config(config, shape_m=total, gemm_type=self.GEMM_TYPE))
+                for total in totals
+            ]
+        )
+
     def calls(self, buffers: Buffers, rows: int) -> dict[str, Call]:
         more = {
             "expert_layout": buffers.counts,
-            "compute_config": {"gemm_type": "grouped_masked"},
+            "compute_config": {"gemm_type": self.GEMM_TYPE},
             "valid_shape_m": rows * buffers.counts.numel(),
         }
+        first, second = self._choices
 
         def call(i: int) -> None:
             w13, w2 = self._pairs[i % len(self._pairs)]
-            w13(buffers.input, outputs=buffers.gate_up, **more)
-            w2(buffers.hidden, outputs=buffers.output, **more)
+            w13(buffers.input, outputs=buffers.gate_up, tuning_config=first, **more)
+            w2(buffers.hidden, outputs=buffers.output, tuning_config=second, **more)
 
         return {"humming": call}
 
@@ -92,14 +110,14 @@ class Humming:
 class Vllm:
     """Its batched Marlin for each block size, with the index lists made in every call."""
 
-    def __init__(self, shape: Shape, library: Path | None) -> None:
-        if library is None:
+    def __init__(self, shape: Shape, options: argparse.Namespace) -> None:
+        if options.library is None:
             raise SystemExit("vllm needs --library, its _moe_C_stable_libtorch.abi3.so or that as .xz")
-        torch.ops.load_library(unpacked(library))
-        experts, K, N = shape
+        torch.ops.load_library(unpacked(options.library))
         self._ops = torch.ops._moe_C
         self._pairs = [
-            (self._weights(experts, 2 * N, K), self._weights(experts, K, N)) for _ in range(num_copies(shape))
+            (self._weights(shape.experts, 2 * shape.N, shape.K), self._weights(shape.experts, shape.K, shape.N))
+            for _ in range(num_copies(shape.num_bytes))
         ]
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         self._workspace = torch.zeros(4 * multiprocessors, dtype=torch.int32, device="cuda")
@@ -143,14 +161,37 @@ class Vllm:
         return {"vllm": times[str(VLLM_USUAL_BLOCK)], "vllm_best": min(times.values())} if times else {}
 
 
-def num_copies(shape: Shape) -> int:
-    experts, K, N = shape
-    return max(1, -(-int(CACHE_BYTES) // int(experts * 3 * K * N * (0.5 + 2 / 128))))
+class Torch:
+    """torch.bmm on bf16 weights and the rows in use."""
+
+    def __init__(self, shape: Shape, options: argparse.Namespace) -> None:
+        self._shape = shape
+        self._pairs = [
+            (self._weights(shape.K, 2 * shape.N), self._weights(shape.N, shape.K))
+            for _ in range(num_copies(2 * 3 * shape.experts * shape.K * shape.N))
+        ]
+
+    def _weights(self, columns: int, out: int) -> torch.Tensor:
+        return torch.randn(self._shape.experts, columns, out, dtype=torch.bfloat16, device="cuda")
+
+    def calls(self, buffers: Buffers, rows: int) -> dict[str, Call]:
+        def used(buffer: torch.Tensor) -> torch.Tensor:
+            return buffer.view(self._shape.experts, buffers.capacity, -1)[:, :rows]
+
+        taken, gate_up, hidden, output = map(used, (buffers.input, buffers.gate_up, buffers.hidden, buffers.output))
+
+        def call(i: int) -> None:
+            w13, w2 = self._pairs[i % len(self._pairs)]
+            torch.bmm(taken, w13, out=gate_up)
+            torch.bmm(hidden, w2, out=output)
+
+        return {"torch": call}
+
+    def named(self, times: dict[str, float]) -> dict[str, float]:
+        return times
 
 
-def capacity_of(rows: int) -> int:
-    """Rows that buffers have for an expert."""
-    return 128 if rows <= 128 else max(rows, 1024)
+PEERS: dict[str, type[Humming | Vllm | Torch]] = {"humming": Humming, "vllm": Vllm, "torch": Torch}
 
 
 def unpacked(library: Path) -> str:
@@ -163,7 +204,7 @@ def unpacked(library: Path) -> str:
     return str(target)
 
 
-def run_shape(peer: Humming | Vllm, shape: Shape, row_counts: list[int], compile_only: bool) -> None:
+def run_shape(peer: Humming | Vllm | Torch, shape: Shape, row_counts: list[int], compile_only: bool) -> None:
     """Prints a line for each number of rows."""
     device = torch.device("cuda", torch.cuda.current_device())
     buffers = Buffers(shape, capacity_of(min(row_counts)))
@@ -177,12 +218,13 @@ def run_shape(peer: Humming | Vllm, shape: Shape, row_counts: list[int], compile
                 call(0)
                 continue
             times[name] = timed(call, device).median
-        print(json.dumps({"shape": shape, "rows": rows, "us": peer.named(times)}), flush=True)
+        size = (shape.experts, shape.K, shape.N)
+        print(json.dumps({"shape": size, "rows": rows, "us": peer.named(times)}), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("peer", choices=["humming", "vllm"])
+    parser.add_argument("peer", choices=list(PEERS))
     parser.add_argument("--library", type=Path, help="vLLM's library file")
     parser.add_argument(
         "--shape", type=int, nargs=3, metavar=("EXPERTS", "K", "N"), action="append", required=True, help="may repeat"
@@ -191,8 +233,9 @@ def main() -> None:
     parser.add_argument("--compile-only", action="store_true", help="make the first calls and time nothing")
     options = parser.parse_args()
     torch.manual_seed(0)
-    for shape in map(tuple, options.shape):
-        peer = (Humming if options.peer == "humming" else Vllm)(shape, options.library)
+    for experts, K, N in options.shape:
+        shape = Shape(experts=experts, K=K, N=N)
+        peer = PEERS[options.peer](shape, options)
         run_shape(peer, shape, options.rows, options.compile_only)
         del peer
         torch.cuda.empty_cache()

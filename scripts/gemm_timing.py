@@ -1,4 +1,5 @@
-"""How bench_gemm.py and gemm_peers.py time a call, the same for all: short bursts on a rested GPU, and its clock.
+"""How bench_gemm.py and gemm_peers.py set up and time a call, the same for all: weights that come from memory, buffers
+of one size, short bursts on a rested GPU, and its clock.
 
 Products keep an H200 at its power limit: after 50 ms of them its clock goes down. DeepSeek-V3's experts with 32 rows
 each take 271 us at first (1.77 GHz) and 315 us from then on (1.50 GHz), so what runs longer, or after others, looks
@@ -15,6 +16,7 @@ import torch
 
 from moe_ep.bench.timing import time_calls, timing_of
 
+_CACHE_BYTES = 150_000_000
 _BURSTS, _REPEATS = 2, 7
 _REST_S = 0.1
 _LONG_US = 500
@@ -27,6 +29,16 @@ class Timed(NamedTuple):
     median: float
     p99: float
     clock_mhz: float
+
+
+def num_copies(num_bytes: float) -> int:
+    """How many copies of weights of that size, taken in turn, are more than the L2 cache holds."""
+    return max(1, -(-_CACHE_BYTES // int(num_bytes)))
+
+
+def capacity_of(rows: int) -> int:
+    """Rows that buffers have for an expert, where the one with the most has `rows`."""
+    return 128 if rows <= 128 else max(rows, 1024)
 
 
 def timed(call: Callable[[int], object], device: torch.device) -> Timed:
