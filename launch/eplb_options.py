@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import ClassVar
 
 from moe_ep.launch.option_values import output_file
 from moe_ep.launch.options import OptionError, at_least, flag, number, one_of, one_of_these, option
@@ -33,6 +34,8 @@ _share = number("a number from 0 to 1", lambda share: 0 <= share <= 1)
 @dataclass(frozen=True, kw_only=True)
 class EplbOptions:
     """Load balancing of `moe-ep run`, and the routing that it is shown with."""
+
+    options_title: ClassVar[str] = "routing and load balancing"
 
     eplb: bool = field(
         default=False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from moe_ep.launch.gang import Gang, num_local_gpus
 from moe_ep.launch.option_values import endpoint, ray_address
@@ -17,6 +17,8 @@ DEFAULT_WORKERS = 4
 @dataclass(frozen=True, kw_only=True)
 class GangConfig:
     """Which workers a command runs on; the flags that all commands with a gang share."""
+
+    options_title: ClassVar[str] = "workers"
 
     launcher: str | None = field(
         default=None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moe_ep.launch.gang_choice import GangConfig
 from moe_ep.launch.option_values import BACKEND_NAMES, checkpoint_folder, read_model_config
@@ -27,6 +27,8 @@ def torch_dtype(name: str | None, device: torch.device) -> torch.dtype:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(GangConfig):
     """The model of a gang's workers, its number types, and how tokens travel."""
+
+    options_title: ClassVar[str] = "model"
 
     model: Path | None = field(
         default=None,

@@ -11,9 +11,10 @@ config = from_args(Config, parser.parse_args())                 # OptionError na
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any, NoReturn, TypeVar
 
 C = TypeVar("C")
@@ -47,18 +48,22 @@ def option(parse: Parse | None, text: str, metavar: str = "") -> dict[str, Any]:
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """A flag for every field."""
-    for item in fields(config):
-        if item.metadata["parse"] is None:
-            parser.add_argument(
-                flag(item.name), action=argparse.BooleanOptionalAction, default=item.default, help=item.metadata["text"]
-            )
-        else:
-            parser.add_argument(
-                flag(item.name),
-                metavar=item.metadata["metavar"] or _metavar(item.type),
-                help=item.metadata["text"],
-            )
+    """A flag for every field, the command's own first; those of a base with an `options_title` under that title."""
+    by_name = {item.name: item for item in fields(config)}
+    for owner in config.__mro__:
+        title = owner.__dict__.get("options_title")
+        group = parser.add_argument_group(title) if title else parser
+        for name in inspect.get_annotations(owner):
+            if name in by_name:
+                _add_flag(group, by_name.pop(name))
+
+
+def _add_flag(group: argparse._ActionsContainer, item: Field[Any]) -> None:
+    text = item.metadata["text"]
+    if item.metadata["parse"] is None:
+        group.add_argument(flag(item.name), action=argparse.BooleanOptionalAction, default=item.default, help=text)
+    else:
+        group.add_argument(flag(item.name), metavar=item.metadata["metavar"] or _metavar(item.type), help=text)
 
 
 def from_args(config: type[C], args: argparse.Namespace) -> C:

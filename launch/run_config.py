@@ -32,7 +32,7 @@ def _token_counts(raw: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(EplbOptions, ModelConfig):
+class RunConfig(ModelConfig, EplbOptions):
     """The settings of one run; the flags of `moe-ep run` are these fields."""
 
     tokens_per_rank: tuple[int, ...] = field(

@@ -144,6 +144,8 @@ def test_every_field_of_the_configuration_is_a_flag(capsys: pytest.CaptureFixtur
     for field in fields(RunConfig):
         assert flag(field.name) in text
     assert "--no-verify" in text
+    titles = [line for line in text.splitlines() if line[:1].isalpha() and line.endswith(":")]
+    assert titles == ["options:", "model:", "workers:", "routing and load balancing:"]
 
 
 @pytest.mark.parametrize(
