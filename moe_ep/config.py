@@ -173,10 +173,13 @@ class FusedMoEConfig:
             raise ValueError(f"num_local_experts is {self.num_local_experts}; it must be at least 0")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
-                f"experts_per_token is {self.experts_per_token}; it must not exceed num_experts ({self.num_experts})"
+                f"experts_per_token (top_k) is {self.experts_per_token}; it must not exceed num_experts "
+                f"({self.num_experts})"
             )
         if self.in_dtype not in ACTIVATION_DTYPES:
-            raise ValueError(one_of("in_dtype", str(self.in_dtype), [str(dtype) for dtype in ACTIVATION_DTYPES]))
+            raise ValueError(
+                one_of("in_dtype (params_dtype)", str(self.in_dtype), [str(dtype) for dtype in ACTIVATION_DTYPES])
+            )
         object.__setattr__(self, "activation", MoEActivation.parse(self.activation))
 
     @property

@@ -74,7 +74,7 @@ def config(**changes):
     ("changes", "words"),
     [
         ({"num_experts": 0}, ["num_experts is 0"]),
-        ({"experts_per_token": 9}, ["experts_per_token is 9", "num_experts (8)"]),
+        ({"experts_per_token": 9}, ["experts_per_token (top_k) is 9", "num_experts (8)"]),
         ({"max_num_tokens": 0}, ["max_num_tokens is 0"]),
         ({"in_dtype": torch.int8}, ["in_dtype", "torch.int8", "torch.bfloat16"]),
         ({"activation": "swish"}, ["activation", "swish", "silu"]),
