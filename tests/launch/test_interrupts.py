@@ -21,16 +21,19 @@ print(child.pid, flush=True)
 child.wait()
 """
 
-# Locks a mutex twice, which no signal ends; then sleeps, which one does, and takes its time to leave.
+# Locks a mutex twice, which no signal ends; or sleeps, which one does, and takes its time to leave.
 _STUCK = """
-import ctypes, sys, time
+import contextlib, ctypes, sys, time
 from moe_ep.launch import interrupts
 mutex, library = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+limit = interrupts.ending_after(0.5, "locking") if sys.argv[1] == "limit" else contextlib.nullcontext()
+with interrupts.ending_after(0.1, "nothing"):
+    pass
 with interrupts.raised_as_interrupt():
     try:
-        with interrupts.ending_within(0.5):
+        with interrupts.ending_within(0.5), limit:
             print("ready", flush=True)
-            if sys.argv[1] == "library":
+            if sys.argv[1] != "python":
                 library.pthread_mutex_lock(mutex), library.pthread_mutex_lock(mutex)
             time.sleep(60)
     except KeyboardInterrupt:
@@ -63,15 +66,26 @@ def test_a_signal_that_is_held_back_comes_at_the_end() -> None:
     assert done
 
 
-@pytest.mark.parametrize(("where", "code"), [("library", 128 + signal.SIGTERM), ("python", 7)])
-def test_a_process_ends_soon_after_a_signal_inside_a_library_too(where: str, code: int) -> None:
-    process = subprocess.Popen([sys.executable, "-c", _STUCK, where], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(
+    ("where", "code", "said"),
+    [
+        ("library", 128 + signal.SIGTERM, "ended by SIGTERM while it was in"),
+        ("limit", 1, "locking has not ended within 0.5 s, and the process ends; it was here:"),
+        ("python", 7, ""),
+    ],
+)
+def test_a_process_ends_soon_after_a_signal_or_a_limit_inside_a_library_too(where: str, code: int, said: str) -> None:
+    command = [sys.executable, "-c", _STUCK, where]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
+        assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n"
-        time.sleep(0.2)
-        process.terminate()
+        if where != "limit":
+            time.sleep(0.2)
+            process.terminate()
         assert process.wait(timeout=20) == code
+        first, *others = process.stderr.read().splitlines() or [""]
+        assert first.endswith(said) and any("<string>" in line for line in others) == bool(said)
     finally:
         process.kill()
         process.wait()

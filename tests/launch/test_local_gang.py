@@ -18,8 +18,10 @@ from tests.launch import jobs
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_rank_answers_in_order(world_size: int) -> None:
-    results = LocalGang(world_size).run(jobs.describe, 10)
+    items: list[dict[str, int]] = []
+    results = LocalGang(world_size).run(jobs.describe, 10, on_item=items.append)
     expected_sum = 10 * world_size + sum(range(world_size))
+    assert items == [{"rank": 0, "sum": expected_sum}]
     for rank, result in enumerate(results):
         assert (result["rank"], result["world_size"], result["sum"]) == (rank, world_size, expected_sum)
         assert result["resolved"] is True

@@ -45,7 +45,9 @@ def no_group_is_left() -> bool:
 
 def test_every_rank_answers_and_everything_is_given_back(cluster: None) -> None:
     total = ray.cluster_resources()["CPU"]
-    results = RayGang(2, "cpu").run(jobs.describe, 10)
+    items: list[dict[str, int]] = []
+    results = RayGang(2, "cpu").run(jobs.describe, 10, on_item=items.append)
+    assert items == [{"rank": 0, "sum": 21}]
     assert [(r["rank"], r["world_size"], r["local_rank"], r["sum"], r["source"]) for r in results] == [
         (0, 2, 0, 21, "ray"),
         (1, 2, 1, 21, "ray"),
