@@ -82,6 +82,8 @@ def _check_together(config: RunConfig) -> None:
         raise OptionError(
             "--trace shows what the host does between layers, and with --graphs it does nothing; drop one"
         )
+    if config.text is not None and config.model is not None and not (config.model / "tokenizer.json").is_file():
+        raise OptionError(f"--text needs a tokenizer and {config.model} has no tokenizer.json; leave --text out")
     config.check_quantize()
 
 

@@ -71,6 +71,7 @@ def folder(tmp_path: Path) -> Path:
         ("--text {}/empty.txt", "--text is '{}/empty.txt'; it must be a file with text, and there is none in it"),
         ("--text {}/no_text.json", "there is none in it"),
         ("--text {}/latin.txt", "in UTF-8"),
+        ("--text {}/plain/config.json --model {}/plain", "{}/plain has no tokenizer.json; leave --text out"),
         ("--dtype int8", "--dtype is 'int8'; it must be one of f32, f16, bf16"),
         ("--quantize int3", "--quantize is 'int3'; it must be one of none, int4"),
         ("--quantize int4", "the demo checkpoint is quantized already"),
