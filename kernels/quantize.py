@@ -31,8 +31,8 @@ def quantized_row_bytes(hidden_size: int) -> int:
 def quantize_rows(rows: torch.Tensor) -> torch.Tensor:
     """`[T, K]` f32, f16 or bf16 to uint8 `[T, quantized_row_bytes(K)]`.
 
-    Codes are rounded to nearest, ties to even; NaN stays NaN. Both forms, Triton on CUDA and plain torch, give the same
-    bits.
+    Codes are rounded to nearest, ties to even, and have the signs of their columns; NaN stays NaN, and infinity becomes
+    it. Both forms, Triton on CUDA and plain torch, give the same bits.
     """
     quantized = rows.new_empty((rows.size(0), quantized_row_bytes(rows.size(1))), dtype=torch.uint8)
     if rows.is_cuda and rows.numel():
@@ -70,6 +70,8 @@ def quantize_rows_reference(rows: torch.Tensor, quantized: torch.Tensor) -> torc
     # Divided by a tensor: torch on CUDA multiplies by the reciprocal of a scalar, which rounds differently.
     scales = (largest / torch.full_like(largest, E4M3_MAX)).clamp(min=TINY_SCALE)
     codes = (groups / scales[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    # Of infinity divided by infinity machines differ in the sign.
+    codes = (codes & 0x7F) | (groups.signbit().to(torch.uint8) << 7)
     quantized[:, :hidden_size] = codes.flatten(1)[:, :hidden_size]
     start = scale_offset(hidden_size)
     quantized[:, hidden_size:start] = 0

@@ -1,6 +1,6 @@
 """e4m3 rows as Triton kernels; `moe_ep.kernels.quantize` is how they are called.
 
-Codes are made and read by integer arithmetic where the GPU has no e4m3 type (sm_80), and to send they are made by its
+Codes are read by integer arithmetic. They are made by it too where the GPU has no e4m3 type (sm_80), and by its
 conversion where it has one; the bits are the same.
 """
 
@@ -17,8 +17,8 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def encode_e4m3(values):
-    """f32 in [-448, 448] or NaN to e4m3 bits, int32: nearest, ties to even.
+def _encode_e4m3(values):
+    """f32 in [-448, 448] or NaN to the bits of e4m3, int32: nearest, ties to even.
 
     Normal numbers: round the 23 bits of mantissa to 3 by adding half a unit (less one bit where the last kept bit is
     even), and move the exponent's bias from 127 to 7. Below 2**-6, codes are multiples of 2**-9: adding 2**14 leaves
@@ -37,6 +37,32 @@ def encode_e4m3(values):
 
 
 @triton.jit
+def _convert_e4m3(values, signs):
+    """f32 to the bits of e4m3, uint8, by the GPU's conversion: as _encode_e4m3, beyond 448 to 448; signs from `signs`.
+
+    The conversion takes two at a time and drops the sign of NaN. Four signs are gathered into a word by byte permutes.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        .reg .b32 codes, first, second;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 codes, {low, high};
+        prmt.b32 first, $5, $6, 0x0073;
+        prmt.b32 second, $7, $8, 0x0073;
+        prmt.b32 first, first, second, 0x5410;
+        lop3.b32 $0, codes, first, 0x80808080, 0xF8;
+        }""",
+        "=r,r,r,r,r,r,r,r,r",
+        [values, signs],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def decode_e4m3(codes):
     """e4m3 bits, as any integer, to f32; exact.
 
@@ -52,14 +78,22 @@ def decode_e4m3(codes):
 
 
 @triton.jit
-def _divide(values, divisor, FUSED: tl.constexpr):
-    """values / divisor, rounded correctly where that is 2**-11 or more, for a divisor per row that is at least 2**-126.
+def _divide(values, divisor, CORRECTIONS: tl.constexpr):
+    """values / divisor, for a divisor per row that is at least 2**-126; the sign of zeros may be lost.
 
-    A reciprocal per row, and two corrections of the quotient by its exact remainder (Markstein's division): a sixth of
-    the instructions of a division. Small rows are made larger first, so that remainders are no subnormals; a divisor
-    of infinity leaves 0, or NaN where the value is infinite too. The interpreter has no fused multiply-add.
+    A reciprocal per row, and corrections of the quotient by its exact remainder (Markstein's division): a sixth of the
+    instructions of a division. Small rows are made larger first, so that remainders are no subnormals; a divisor of
+    infinity leaves 0, or NaN where the value is infinite too. Quotients of 2**-11 or more are rounded correctly with
+    two corrections. None means a plain division: the interpreter has no fused multiply-add.
+
+    One is enough for e4m3 codes of 16-bit values over a 448th of one. What it rounds is off by at most 1.5 * 2**-24
+    units in the last place, so it rounds another way only where the middle of two neighbouring f32 is that close, and
+    another code comes of that only if one of them is the middle b of two codes, a number of 5 bits. With X, S and b as
+    integers of 24, 24 and 5 bits, X * 2**k - (b * 2**20 +- 1) * S is then t = +-1 or +-2. Modulo 2**20 this gives
+    S = c * 2**20 -+ t with c from 8 to 16, and X * 2**k = b * c * 2**40 +- (c - t * b) * 2**20; 2**37 divides the left
+    side, so c = t * b, b = c = 16 and S = 2**24 - 1: no 448th of a number of 11 bits.
     """
-    if not FUSED:
+    if CORRECTIONS == 0:
         return tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
     factor = tl.where(divisor < 8.673617379884035e-19, 1.2676506002282294e30, 1.0)
     infinite = divisor == float("inf")
@@ -68,10 +102,10 @@ def _divide(values, divisor, FUSED: tl.constexpr):
     negative = tl.broadcast_to(-divisor, values.shape)
     reciprocal = tl.broadcast_to(reciprocal, values.shape)
     values = values * factor
-    first = values * reciprocal
-    better = tl.fma(tl.fma(first, negative, values), reciprocal, first)
-    best = tl.fma(tl.fma(better, negative, values), reciprocal, better)
-    return tl.where(first == 0.0, first, best)  # zeros keep their sign
+    quotient = values * reciprocal
+    for _ in tl.static_range(CORRECTIONS):
+        quotient = tl.fma(tl.fma(quotient, negative, values), reciprocal, quotient)
+    return quotient
 
 
 @triton.jit
@@ -88,7 +122,7 @@ def _quantize_kernel(
     GROUP: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     HAS_E4M3: tl.constexpr,
-    FUSED: tl.constexpr,
+    CORRECTIONS: tl.constexpr,
 ):
     """Quantizes BLOCK_GROUPS groups of one row.
 
@@ -103,17 +137,17 @@ def _quantize_kernel(
     in_row = column < hidden_size
     values = tl.load(rows_ptr + row * row_stride + column, mask=in_row, other=0.0).to(tl.float32)
     magnitude = tl.abs(values)
-    largest = tl.max(tl.where(values != values, 0.0, magnitude), axis=1)
-    scale = tl.maximum(tl.div_rn(largest, 448.0), TINY)
-    scaled = _divide(values, scale[:, None], FUSED)
-    clamped = tl.where(scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled))
+    if CORRECTIONS == 0:
+        # A GPU's maximum leaves NaN out; the interpreter's does not.
+        magnitude = tl.where(values != values, 0.0, magnitude)
+    scale = tl.maximum(tl.div_rn(tl.max(magnitude, axis=1), 448.0), TINY)
+    scaled = _divide(values, scale[:, None], CORRECTIONS)
     if HAS_E4M3:
-        codes = clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        # The conversion drops the sign of NaN.
-        sign = ((clamped.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
-        codes = tl.where(clamped != clamped, sign | 0x7F, codes)
+        codes = _convert_e4m3(scaled, values)
     else:
-        codes = encode_e4m3(clamped).to(tl.uint8)
+        clamped = tl.where(scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled))
+        sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80
+        codes = ((_encode_e4m3(clamped) & 0x7F) | sign).to(tl.uint8)
     tl.store(codes_ptr + row * code_stride + column, codes, mask=in_row)
     tl.store(scales_ptr + row * scale_stride + group, scale, mask=group < num_groups)
 
@@ -168,8 +202,8 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
             TINY=TINY_SCALE,
             GROUP=GROUP_SIZE,
             BLOCK_GROUPS=block_groups,
-            FUSED=not _INTERPRETED,
             HAS_E4M3=rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= (8, 9),
+            CORRECTIONS=0 if _INTERPRETED else 1 if rows.element_size() == 2 else 2,
             num_warps=num_warps,
         )
     return quantized

@@ -66,7 +66,7 @@ def check_quantize(case: Case, device: str) -> None:
         rows = draw_rows(case.num_tokens, case.hidden_size, dtype, device)
         rows *= torch.logspace(-4, 3, case.hidden_size, device=device).to(dtype)
         if case.num_tokens > 2:
-            rows[0, 0], rows[1], rows[2, -1] = float("nan"), 0.0, float("inf")
+            rows[0, 0], rows[1], rows[2, -1] = float("nan"), 0.0, float("-inf")
         if not case.num_tokens:
             continue
         empty = torch.zeros(

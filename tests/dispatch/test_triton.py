@@ -89,7 +89,7 @@ def test_plan_and_quantize_compile(arch: int) -> None:
     ptx = compiled_ptx(
         _quantize_kernel,
         types,
-        {"TINY": 2.0**-126, "GROUP": 128, "BLOCK_GROUPS": 8, "HAS_E4M3": arch >= 90, "FUSED": True},
+        {"TINY": 2.0**-126, "GROUP": 128, "BLOCK_GROUPS": 8, "HAS_E4M3": arch >= 90, "CORRECTIONS": 1},
         ("rows_ptr", "codes_ptr"),
         arch,
     )
