@@ -61,13 +61,13 @@ def moe_forward_shared(
 
 
 def _moe_forward_fake(hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str) -> torch.Tensor:
-    return torch.empty_like(hidden_states)
+    return hidden_states.new_empty(hidden_states.shape)
 
 
 def _moe_forward_shared_fake(
     hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(hidden_states), torch.empty_like(hidden_states)
+    return hidden_states.new_empty(hidden_states.shape), hidden_states.new_empty(hidden_states.shape)
 
 
 def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:

@@ -200,6 +200,7 @@ class FusedMoE(LayerParts):
         """What the graph node runs: the routed output, reduced where asked; with shared experts (shared, routed)."""
         self.check_loaded()
         self._check_inputs(hidden_states, router_logits)
+        hidden_states, router_logits = hidden_states.contiguous(), router_logits.contiguous()
         if self.prepare_finalize.max_num_tokens_per_rank() is None:
             shared, routed = self._forward_tokens(hidden_states, router_logits)
         else:

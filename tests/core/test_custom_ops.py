@@ -61,7 +61,24 @@ def test_a_compiled_model_of_two_layers() -> None:
 def test_fake_tensors_agree_with_real_ones(shared: bool) -> None:
     layer = make_layer(shared_experts=SharedExperts(K, N) if shared else None)
     op = torch.ops.moe_ep.moe_forward_shared if shared else torch.ops.moe_ep.moe_forward
-    torch.library.opcheck(op, (*make_inputs(5, K, E), layer.layer_name), test_utils=("test_schema", "test_faketensor"))
+    for inputs in (make_inputs(5, K, E), [tensor.t().contiguous().t() for tensor in make_inputs(5, K, E)]):
+        torch.library.opcheck(op, (*inputs, layer.layer_name), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_rows_reach_experts_contiguous() -> None:
+    layer = make_layer()
+    hidden_states, router_logits = make_inputs(6, K, E)
+    expected = layer(hidden_states, router_logits)
+    seen = []
+    apply = layer.modular_kernel.fused_experts.apply
+    layer.modular_kernel.fused_experts.apply = lambda output, rows, *rest: (
+        seen.append(rows),
+        apply(output, rows, *rest),
+    )
+    sliced = torch.stack([hidden_states, hidden_states], dim=1)[:, 1]
+    for given in (hidden_states.t().contiguous().t(), sliced):
+        output = layer(given, router_logits.t().contiguous().t())
+        assert torch.equal(output, expected) and output.is_contiguous() and seen.pop().is_contiguous()
 
 
 def test_layers_are_found_by_unique_names_while_they_live() -> None:
