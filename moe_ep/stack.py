@@ -30,6 +30,7 @@ from moe_ep.checkpoint import (
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError, one_of
+from moe_ep.fixed_tensors import FixedTensors
 from moe_ep.layer import FusedMoE
 from moe_ep.methods.online import ONLINE, OnlineConfig
 from moe_ep.passes import one_pass
@@ -43,7 +44,7 @@ QUANTIZE = ("none", *ONLINE)
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
-class MoEBlock(nn.Module):
+class MoEBlock(FixedTensors):
     """One layer: norm, router, experts. The router computes in f32, whatever the activations are."""
 
     norm_weight: torch.Tensor
