@@ -19,9 +19,9 @@ from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
+from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.generation import Completion, Generation, Request
 from moe_ep.integrations.steps import StepCoordinator
-from moe_ep.integrations.transformers import steps_of
 from moe_ep.launch import progress
 from moe_ep.launch.facts import backend_name, device_name, peak_memory, versions
 from moe_ep.launch.generate_config import GenerateConfig

@@ -43,8 +43,8 @@ def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[s
     import transformers
 
     import moe_ep
+    from moe_ep.integrations.divided import steps_of
     from moe_ep.integrations.perplexity import perplexity
-    from moe_ep.integrations.transformers import steps_of
 
     device = torch.device(rank_env.device)
     dtype = torch_dtype(config.dtype, device)

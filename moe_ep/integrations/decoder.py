@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.slot_cache import SlotCache
-from moe_ep.integrations.transformers import steps_of
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from moe_ep.activation import MoEActivation
+from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.errors import ConfigError
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -28,6 +29,8 @@ _ACTIVATIONS = {
     "GELUTanh": MoEActivation.GELU_TANH,
     "PytorchGELUTanh": MoEActivation.GELU_TANH,
 }
+# Where the gate is defined that experts have unless they have their own.
+_DEFAULT_GATE_MODULE = "transformers.integrations.moe"
 # alpha and limit of MoEActivation.SWIGLUOAI.
 _SWIGLUOAI = (1.702, 7.0)
 
@@ -75,6 +78,11 @@ def experts_shape(name: str, module: Any) -> ExpertsShape:
     if not module.has_gate or getattr(module, "has_post_expert_norm", False):
         kind = "are ungated" if not module.has_gate else "are followed by a norm of their own"
         raise ConfigError(f"the experts {name} of {type(module).__name__} {kind}; moe_ep does not take such experts")
+    if module.down_proj.dtype not in FLOATS:
+        raise ConfigError(
+            f"the experts {name} of {type(module).__name__} are {module.down_proj.dtype}, quantized by transformers; "
+            f"pass the folder of their checkpoint, whose formats moe_ep reads"
+        )
     E, first, second = module.down_proj.shape
     K, N = (second, first) if module.is_transposed else (first, second)
     return ExpertsShape(
@@ -124,8 +132,7 @@ def _oriented(module: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 def _activation(name: str, module: Any) -> MoEActivation:
     kind = type(module)
-    own_gate = vars(kind).get("_apply_gate")
-    if own_gate is not None and own_gate.__module__ == kind.__module__:
+    if kind._apply_gate.__module__ != _DEFAULT_GATE_MODULE:
         if kind.__name__ == "GptOssExperts" and (module.alpha, module.limit) == _SWIGLUOAI:
             return MoEActivation.SWIGLUOAI
         raise ConfigError(

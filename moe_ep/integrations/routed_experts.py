@@ -66,7 +66,8 @@ class RoutedExperts(FusedMoE):
         """The weighted sum `[T, K]` of each token's experts; a collective step of the layer's ranks.
 
         Args:
-            hidden_states: `[T, K]` of the layer's dtype; T may differ from rank to rank and be 0.
+            hidden_states: `[T, K]`, any float dtype: the experts keep theirs when a model is cast, and the result is of
+                this one; T may differ from rank to rank and be 0.
             topk_ids: integer `[T, top_k]`, logical; outside of [0, E) for no expert.
             topk_weights: `[T, top_k]`, any float dtype.
 
@@ -80,7 +81,7 @@ class RoutedExperts(FusedMoE):
             )
         with stage("route"):
             choices = pack_choices(topk_ids, topk_weights, self.num_experts, self.row_mask)
-        return super().forward(hidden_states, choices)
+        return super().forward(hidden_states.to(self.moe_config.in_dtype), choices).to(hidden_states.dtype)
 
     def serve(self) -> None:
         """This layer's part of a step in which this rank has no tokens."""

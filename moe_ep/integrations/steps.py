@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.eplb.handshake import SideChannel
-from moe_ep.errors import DispatchTimeoutError, EplbError
+from moe_ep.errors import ConfigError, DispatchTimeoutError, EplbError
 
 if TYPE_CHECKING:
     from moe_ep.eplb.manager import EPLBManager
@@ -59,6 +59,11 @@ class StepCoordinator:
         self.layers: list[RoutedExperts] = []
         self.current: Step | None = None
         self.eplb: EPLBManager | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepCoordinator:
+        if self.size > 1:
+            raise ConfigError("a model with divided experts cannot be copied; copy the whole one before parallelize")
+        return self
 
     @property
     def rank(self) -> int:

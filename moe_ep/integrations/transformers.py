@@ -25,6 +25,7 @@ from moe_ep.checkpoint import CheckpointReader, check_experts, load_moe_layer, m
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import ConfigError, missing_extra
+from moe_ep.integrations.divided import make_divided, steps_of
 from moe_ep.integrations.hf_experts import ExpertsShape, experts_shape, find_experts
 from moe_ep.integrations.routed_experts import RoutedExperts
 from moe_ep.integrations.sharding import PREFILL_MAX_NUM_TOKENS, load_shard, make_routed_experts
@@ -117,9 +118,11 @@ def parallelize(
                 Path(model_or_path), dtype, device, attn_implementation, quantize, options, on_layer or _nobody
             )
         else:
+            given = {"dtype": dtype, "attn_implementation": attn_implementation}
+            _check_only_paths_have(model_or_path, **given)
             model = _from_model(model_or_path, device, quantize, options, on_layer or _nobody)
     model.requires_grad_(False).eval()
-    _make_steps_together(model, steps)
+    make_divided(model, steps)
     if eplb:
         from moe_ep.eplb.manager import EPLBManager
 
@@ -150,14 +153,6 @@ def serving(model: Any) -> Iterator[None]:
     steps = steps_of(model)
     yield
     steps.serve()
-
-
-def steps_of(model: Any) -> StepCoordinator:
-    """The model's steps; ValueError for a model that `parallelize` did not make."""
-    steps = getattr(model, "_moe_ep_steps", None)
-    if steps is None:
-        raise ValueError(f"model is a {type(model).__name__} whose experts are not divided; pass moe_ep.parallelize's")
-    return steps
 
 
 def _ranks(
@@ -212,7 +207,11 @@ def _from_model(
         raise ConfigError(f"the experts of this {kind} are divided already; use it as it is")
     found = list(find_experts(model))
     if not found:
-        raise ConfigError(f"model is a {kind} and has no experts module of transformers 5; pass one")
+        quantized = getattr(model, "hf_quantizer", None) is not None
+        way_out = (
+            "that transformers has not quantized; pass the folder of its checkpoint" if quantized else "; pass one"
+        )
+        raise ConfigError(f"model is a {kind} and has no experts module of transformers 5{way_out}")
     quant_config = expert_quantization({}, quantize)
     for count, (name, module) in enumerate(found):
         on_layer(count, len(found))
@@ -229,6 +228,15 @@ def _from_model(
     return model if device is None else model.to(device)
 
 
+def _check_only_paths_have(model: Any, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} is {value} and model_or_path a {type(model).__name__}, which has its own; give the model that "
+                f"before, or pass the folder of its checkpoint"
+            )
+
+
 def _put(model: Any, shape: ExpertsShape, layer: RoutedExperts, steps: StepCoordinator) -> None:
     model.set_submodule(shape.name, layer)
     steps.layers.append(layer)
@@ -236,38 +244,6 @@ def _put(model: Any, shape: ExpertsShape, layer: RoutedExperts, steps: StepCoord
 
 def _top_k(model: Any) -> int:
     return model.config.get_text_config().num_experts_per_tok
-
-
-def _make_steps_together(model: Any, steps: StepCoordinator) -> None:
-    """Every pass of the model from here on is a step of all ranks."""
-    begun = False
-
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal begun
-        if steps.current is None:
-            steps.begin(_num_tokens(args, kwargs))
-            begun = True
-
-    def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
-        nonlocal begun
-        if begun:
-            begun = False
-            if output is None:  # The pass failed.
-                steps.current = None
-            else:
-                steps.end()
-
-    model._moe_ep_steps = steps
-    model.base_model.register_forward_pre_hook(before, with_kwargs=True)
-    model.base_model.register_forward_hook(after, always_call=True)
-
-
-def _num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Rows of the pass, padding included."""
-    for tokens in (*args[:1], kwargs.get("input_ids")):
-        if tokens is not None:
-            return tokens.numel()
-    return kwargs["inputs_embeds"].shape[:2].numel()
 
 
 def _nobody(done: int, total: int) -> None:

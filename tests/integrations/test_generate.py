@@ -18,9 +18,9 @@ import transformers
 
 import moe_ep
 from moe_ep.checkpoint.demo import make_demo_checkpoint
+from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.generation import Completion, Generation, Request
 from moe_ep.integrations.perplexity import perplexity
-from moe_ep.integrations.transformers import steps_of
 from moe_ep.launch.cli import main
 from tests.checkpoint.test_real_layer import text_moe
 from tests.integrations.alone import continue_alone, load_alone

@@ -24,8 +24,8 @@ from moe_ep.checkpoint.formats import GPTQConfig, dequantize, pack_gptq, quantiz
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import CheckpointError, ConfigError, DispatchTimeoutError, EplbError
+from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.hf_experts import find_experts
-from moe_ep.integrations.transformers import steps_of
 from moe_ep.methods import relative_error, tolerance
 from tests.integrations.alone import load_alone
 from tests.integrations.hf_models import FAMILIES, SIZES, make_model
@@ -225,6 +225,12 @@ def test_a_model_without_experts_is_refused() -> None:
         moe_ep.parallelize(config)
 
 
+def test_what_only_a_path_can_have_is_refused_for_a_model() -> None:
+    for name, value in {"dtype": torch.bfloat16, "attn_implementation": "eager"}.items():
+        with pytest.raises(ConfigError, match=f"{name} is .* a Qwen3MoeForCausalLM, which has its own"):
+            moe_ep.parallelize(make_model("Qwen3Moe"), **{name: value})
+
+
 def test_a_model_is_divided_once_and_by_a_known_backend() -> None:
     model = make_model("Qwen3Moe")
     with pytest.raises(ValueError, match="all2all_backend is 'foo'; it must be one of auto, no_ep"):
@@ -264,6 +270,44 @@ def test_experts_of_another_kind_are_refused(flags: dict[str, Any], message: str
             setattr(module, name, value)
     with pytest.raises(ConfigError, match=message):
         moe_ep.parallelize(model)
+
+
+def test_experts_that_transformers_has_quantized_are_refused() -> None:
+    model = make_model("Qwen3Moe")
+    for _, module in find_experts(model):
+        module.down_proj = torch.nn.Parameter(module.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ConfigError, match="are torch.float8_e4m3fn, quantized by transformers; pass the folder"):
+        moe_ep.parallelize(model)
+
+
+def test_a_gate_that_is_inherited_is_no_silu() -> None:
+    model = make_model("GptOss")
+    for _, module in find_experts(model):
+        module.__class__ = type("Mine", (type(module),), {})
+    with pytest.raises(ConfigError, match="of Mine have a gate of their own"):
+        moe_ep.parallelize(model)
+
+
+def test_a_divided_model_is_not_saved_nor_copied_nor_one_graph() -> None:
+    model = moe_ep.parallelize(make_model("Qwen3Moe"))
+    with pytest.raises(ConfigError, match="holds its own experts alone, .* save the model before parallelize"):
+        model.save_pretrained("nowhere")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="agree on the host; leave fullgraph out"):
+        torch.compile(model, fullgraph=True, backend="eager")(torch.ones(1, 2, dtype=torch.int64))
+    steps_of(model)._channel.size = 2
+    with pytest.raises(ConfigError, match="cannot be copied; copy the whole one before"):
+        copy.deepcopy(model)
+
+
+def test_a_model_that_is_cast_keeps_its_experts_dtype() -> None:
+    alone = make_model("Qwen3Moe")
+    parallel = moe_ep.parallelize(copy.deepcopy(alone)).to(torch.bfloat16)
+    tokens = torch.ones(2, 3, dtype=torch.int64)
+    with torch.inference_mode():
+        logits, rounded = parallel(tokens).logits, copy.deepcopy(alone).to(torch.bfloat16)(tokens).logits
+        exact = alone(tokens).logits
+    assert logits.dtype == torch.bfloat16
+    assert relative_error(logits, exact) < relative_error(rounded, exact) + tolerance(torch.bfloat16)
 
 
 def test_gradients_are_refused() -> None:
