@@ -25,9 +25,16 @@ def _exp(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _first_best(values, positions):
-    """The lowest position that holds the largest value of a tile. Example: [3, 7, 7] at [4, 5, 6]: 5."""
-    return tl.min(tl.where(values == tl.max(values), positions, 0x7FFFFFFF))
+def _keys(values):
+    """int32 that compare as the f32 do, zeros of both signs alike: a warp finds their maximum in one instruction."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _first_best(keys, positions):
+    """The lowest position that holds the largest key of a tile. Example: [3, 7, 7] at [4, 5, 6]: 5."""
+    return tl.min(tl.where(keys == tl.max(keys), positions, 0x7FFFFFFF))
 
 
 @triton.jit
@@ -56,7 +63,7 @@ def _topk_kernel(
     Before: logits (or scores, KIND 2) `[T, E]`, bias `[E]`. After: weights f32 and ids `[T, TOP_K]`.
     Program t holds row t as a tile `[groups, members]`, both padded to powers of two; expert e is member e % GROUP_SIZE
     of group e // GROUP_SIZE, and positions in the tile rise with the ids. It keeps the TOPK_GROUP best groups, then
-    takes the best expert TOP_K times, each time the lowest position among equals, and sets what it took to -inf.
+    takes the best expert TOP_K times, each time the lowest position among equals, and marks what it took as not there.
     Values to choose by are finite, so -inf means "not there".
 
     Example: sigmoid logits [0, 2, 1, 2], one group, TOP_K 2: the tile is [[0, 2, 1, 2]], taken are 1, then 3, weights
@@ -64,6 +71,7 @@ def _topk_kernel(
     """
     LOWEST: tl.constexpr = -3.4028234663852886e38
     HIGHEST: tl.constexpr = 3.4028234663852886e38
+    NOT_THERE: tl.constexpr = -0x7F800001  # the key of -inf
     TINY: tl.constexpr = 1.1754943508222875e-38
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_GROUPS)
@@ -96,20 +104,23 @@ def _topk_kernel(
             group_scores = tl.minimum(tl.maximum(group_scores, LOWEST), HIGHEST)
             group_scores = tl.where(group < NUM_GROUPS, group_scores, float("-inf"))
         kept = tl.zeros([BLOCK_GROUPS], dtype=tl.int32)
+        group_keys = _keys(group_scores)
         for _ in range(TOPK_GROUP):
-            taken = _first_best(group_scores, group)
+            taken = _first_best(group_keys, group)
             kept = tl.where(group == taken, 1, kept)
-            group_scores = tl.where(group == taken, float("-inf"), group_scores)
+            group_keys = tl.where(group == taken, NOT_THERE, group_keys)
         choice = tl.where((kept > 0)[:, None], choice, float("-inf"))
 
     slot = tl.arange(0, BLOCK_K)
     weights = tl.zeros([BLOCK_K], dtype=tl.float32)
     ids = tl.zeros([BLOCK_K], dtype=tl.int32)
     total = 0.0
+    keys = _keys(choice)
+    score_bits = scores.to(tl.int32, bitcast=True)
     for k in range(TOP_K):
-        taken = _first_best(choice, position)
-        weight = tl.sum(tl.where(position == taken, scores, 0.0))
-        choice = tl.where(position == taken, float("-inf"), choice)
+        taken = _first_best(keys, position)
+        weight = tl.max(tl.where(position == taken, score_bits, -0x80000000)).to(tl.float32, bitcast=True)
+        keys = tl.where(position == taken, NOT_THERE, keys)
         weights = tl.where(slot == k, weight, weights)
         ids = tl.where(slot == k, taken // BLOCK_MEMBERS * GROUP_SIZE + taken % BLOCK_MEMBERS, ids)
         total += weight
