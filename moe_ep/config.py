@@ -128,6 +128,12 @@ class FusedMoEParallelConfig:
         return self.use_ep and (self.tp_size < self.ep_size or self.is_sequence_parallel)
 
     @property
+    def token_rank(self) -> int:
+        """Whose tokens this rank has, as an EP rank: 0 for all ranks that hold the same ones, which must send them to
+        the same replicas."""
+        return self.ep_rank if self.use_all2all else 0
+
+    @property
     def shards_experts(self) -> bool:
         """Whether the intermediate size N of every expert is divided over the tensor-parallel ranks."""
         return not self.use_ep and self.tp_size > 1

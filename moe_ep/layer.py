@@ -164,7 +164,7 @@ class FusedMoE(LayerParts):
             "routed_scaling_factor": routed_scaling_factor,
             "num_fused_shared_experts": self.num_fused_shared_experts,
             "global_num_experts": self.moe_config.num_experts,
-            "ep_rank": self.parallel_config.ep_rank,
+            "ep_rank": self.parallel_config.token_rank,
             "ep_size": self.parallel_config.ep_size,
         }
         self._join(process_group)

@@ -107,7 +107,7 @@ class RoutedExperts(FusedMoE):
                 eplb["expert_load_view"],
                 eplb["logical_to_physical_map"],
                 eplb["logical_replica_count"],
-                ep_rank=self.parallel_config.ep_rank,
+                ep_rank=self.parallel_config.token_rank,
                 ep_size=self.parallel_config.ep_size,
             )
         if self.counts_load:

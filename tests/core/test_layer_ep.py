@@ -192,6 +192,17 @@ def test_ranks_with_the_same_tokens(sizes: dict[str, int], reduce_results: bool,
     assert torch.equal(first, second) == reduce_results
 
 
+def same_tokens_and_replicas(rank: int, world_size: int) -> None:
+    options = {"num_redundant_experts": 4, "enable_eplb": True, "reduce_results": True}
+    layer, weights = make_layer(options, tp_size=2, ep_size=2)
+    inputs = inputs_of(layer, 40, seed=0)
+    check(layer(*inputs), run_moe(weights, *inputs, TOP_K), options)
+
+
+def test_ranks_with_the_same_tokens_choose_the_same_replicas() -> None:
+    ranks(2).run(same_tokens_and_replicas)
+
+
 def data_and_tensor_parallel(rank: int, world_size: int, ep_size: int) -> None:
     sizes = {"tp_size": 2, "dp_size": 2, "ep_size": ep_size}
     for _ in range(2):  # The second layer finds the first one's group.
