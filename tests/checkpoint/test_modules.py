@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from moe_ep.checkpoint.formats.canonical import CanonicalWeights
 from moe_ep.checkpoint.formats.gptq import GPTQConfig
 from moe_ep.checkpoint.formats.modules import ModulePatterns
 from moe_ep.checkpoint.stored import layer_quantization
+from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.errors import CheckpointError
 from tests.checkpoint.format_cases import Expert, mxfp4, write_case
 from tests.checkpoint.test_format_cases import make_layer
 
@@ -52,11 +55,82 @@ def test_named_modules_come_before_all_linear_ones() -> None:
     assert ModuleSchemes("awq", [(["re:.*down_proj"], fine)]).of_module("a.up_proj") is None
 
 
-def test_modules_that_gptqmodel_leaves_out() -> None:
-    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {r"-:.*shared_expert.*": {}}}
+def test_modules_that_gptqmodel_leaves_out_or_quantizes_otherwise() -> None:
+    dynamic = {
+        "-:.*shared_expert.*": {},
+        r"+:.*\.3\..*down": {"bits": 8, "group_size": 64},
+        ".*down": {"desc_act": True},
+    }
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": dynamic}
     found = quantization_config({"quantization_config": settings})
-    assert found.of_module("model.layers.0.mlp.shared_expert.up_proj") is None
-    assert found.of_module("model.layers.0.mlp.experts.0.up_proj") == GPTQConfig(bits=4, group_size=32)
+    assert found.of_module("model.layers.3.mlp.shared_expert.down_proj") is None
+    assert found.of_module(GATE_PROJ) == GPTQConfig(bits=4, group_size=32)
+    assert found.of_module("model.layers.3.mlp.experts.0.down_proj") == GPTQConfig(bits=8, group_size=64)
+    assert found.of_module("model.layers.4.mlp.experts.0.down_proj") == GPTQConfig(bits=4, group_size=32, desc_act=True)
+    for wrong, message in {"8": ".*down: expected an object of settings, found '8'", "bits": "bits is 3"}.items():
+        changed = settings | {"dynamic": {".*down": {"bits": 3} if wrong == "bits" else wrong}}
+        with pytest.raises(CheckpointError, match=message):
+            quantization_config({"quantization_config": changed})
+
+
+def test_targets_of_compressed_tensors_as_the_library_orders_them() -> None:
+    """Names before expressions, and these by the alphabet, whatever the order of the groups."""
+    targets = {4: ["re:.*proj"], 8: [GATE_PROJ, "re:.*down_proj"]}
+    groups = {
+        f"group_{bits}": {"targets": names, "weights": {"num_bits": bits, "strategy": "channel"}}
+        for bits, names in targets.items()
+    }
+    found = compressed(config_groups=groups)
+    assert found.of_module(GATE_PROJ).bits == 8
+    assert found.of_module("model.layers.3.mlp.experts.7.down_proj").bits == 8
+    assert found.of_module("model.layers.3.mlp.experts.7.up_proj").bits == 4
+
+
+def compressed(**settings: Any) -> Any:
+    whole = {"quant_method": "compressed-tensors", "format": "pack-quantized", **settings}
+    return quantization_config({"quantization_config": whole})
+
+
+@pytest.mark.parametrize(
+    ("transforms", "message"),
+    [
+        (
+            {"config_groups": {"R1": {"apply": [{"location": "weight_output"}, {"location": "input"}]}}},
+            "one of 'input'",
+        ),
+        ({"config_groups": {"R1": {}}}, "expected config_groups, each with apply, found"),
+    ],
+)
+def test_rotated_activations_are_refused(transforms: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"transform_config: .*{message}"):
+        compressed(transform_config=transforms)
+
+
+def test_codes_of_four_bits_a_byte_each() -> None:
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    found = compressed(format="int-quantized", config_groups={"group_0": {"targets": ["Linear"], "weights": weights}})
+    scheme, values = found.of_module(GATE_PROJ), torch.arange(-8, 8, dtype=torch.int8).repeat(2)[None]
+    tensors = {"weight": values, "weight_scale": torch.tensor([[0.5]])}
+    assert torch.equal(dequantize(scheme.unpack(tensors)), values * 0.5)
+
+
+@pytest.mark.parametrize("key", ["version", "format"])
+def test_awq_by_either_name_of_its_layout(key: str) -> None:
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    assert quantization_config({"quantization_config": settings | {key: "GEMM"}}).of_module(GATE_PROJ).group_size == 32
+    for other in ({key: "gemv"}, {key: "gemm", "backend": "llm-awq"}):
+        with pytest.raises(CheckpointError, match="version is '(gemv|llm-awq)'; it must be one of gemm"):
+            quantization_config({"quantization_config": settings | other})
+
+
+def test_scales_of_cached_keys_say_nothing_of_a_weight(tmp_path: Path) -> None:
+    stem = "model.layers.0.self_attn.k_proj"
+    weight = torch.randn(8, 16).to(torch.float8_e4m3fn)
+    tensors = {"weight": weight, "weight_scale": torch.tensor(0.5), "k_scale": torch.tensor(2.0)}
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+    write_checkpoint(tmp_path, config, {f"{stem}.{name}": tensor for name, tensor in tensors.items()}.items())
+    with CheckpointReader(tmp_path) as reader:
+        assert torch.equal(read_linear(reader, stem, (8, 16)), weight.float() * 0.5)
 
 
 def test_a_layer_has_a_scheme_for_each_gemm_and_an_ignored_one_none(tmp_path: Path) -> None:

@@ -41,17 +41,22 @@ def _gptq(values: Mapping[str, Any]) -> ModelQuantization:
     exceptions = values.get("dynamic") or {}
     if not isinstance(exceptions, Mapping):
         raise CheckpointError(f"config.json: quantization_config: dynamic: expected an object, found {exceptions!r}")
-    # GPTQModel: "-:" and an expression for modules that are plain, "+:" or nothing for other settings of some.
-    changed = [name for name in exceptions if not name.startswith("-:")]
-    if changed:
-        raise CheckpointError(
-            f"config.json: quantization_config: dynamic: expected only modules to leave out (-:), found {changed[0]!r}"
-        )
     if not exceptions:
         return config
-    return ModuleSchemes(
-        config.quant_method, [((EVERY_LINEAR,), config)], [f"re:{name.removeprefix('-:')}" for name in exceptions]
-    )
+    schemes: list[tuple[tuple[str, ...], GPTQConfig | None]] = []
+    # GPTQModel: the first expression that fits decides; "-:" leaves modules out, "+:" or nothing changes settings.
+    for name, changes in exceptions.items():
+        changed = None if name.startswith("-:") else GPTQConfig.from_dict(_changed(values, name, changes))
+        schemes.append(((f"re:{name.removeprefix('-:').removeprefix('+:')}",), changed))
+    return ModuleSchemes(config.quant_method, [*schemes, ((EVERY_LINEAR,), config)])
+
+
+def _changed(values: Mapping[str, Any], name: str, changes: Any) -> dict[str, Any]:
+    if not isinstance(changes, Mapping):
+        raise CheckpointError(
+            f"config.json: quantization_config: dynamic: {name}: expected an object of settings, found {changes!r}"
+        )
+    return {**values, **changes}
 
 
 def _awq(values: Mapping[str, Any]) -> ModelQuantization:

@@ -59,7 +59,10 @@ class AWQConfig(QuantizationConfig):
         """
         bits = values.get("bits", values.get("w_bit"))
         group_size = values.get("group_size", values.get("q_group_size"))
-        version = str(values.get("version") or "gemm").lower()
+        # transformers writes both keys, GPTQModel the second.
+        version = str(values.get("version") or values.get("format") or "gemm").lower()
+        if values.get("backend") == "llm-awq":
+            version = "llm-awq"
         where = "config.json: quantization_config: "
         if bits != 4:
             raise CheckpointError(where + one_of("bits", bits, ["4"]))

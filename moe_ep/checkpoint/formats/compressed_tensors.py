@@ -43,19 +43,44 @@ def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     sparsity = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
     if sparsity != "dense":
         raise CheckpointError(f"{_WHERE}sparsity_config: {one_of('format', sparsity, ['dense'])}")
+    _check_transforms(values.get("transform_config"))
     groups = values.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise CheckpointError(f"{_WHERE}expected config_groups with a scheme in it, found {groups!r}")
-    schemes = []
+    names: list[tuple[list[str], QuantizationConfig]] = []
+    expressions: list[tuple[list[str], QuantizationConfig]] = []
     for name, group in groups.items():
         targets = group.get("targets") if isinstance(group, Mapping) else None
-        if not isinstance(targets, list) or not targets:
+        if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
             raise CheckpointError(f"{_WHERE}{name}: expected targets, a list of modules, found {targets!r}")
         try:
-            schemes.append((targets, _scheme(group, str(group.get("format") or values.get("format") or ""))))
+            scheme = _scheme(group, str(group.get("format") or values.get("format") or ""))
         except CheckpointError as error:
             raise CheckpointError(f"{_WHERE}{name}: {error}") from None
-    return ModuleSchemes(METHOD, schemes, values.get("ignore") or ())
+        names.append(([target for target in targets if not target.startswith("re:")], scheme))
+        expressions += [([target], scheme) for target in targets if target.startswith("re:")]
+    # Names come before expressions, and these in the order of the alphabet, as in match_targets of the library.
+    expressions.sort(key=lambda entry: entry[0])
+    return ModuleSchemes(METHOD, names + expressions, values.get("ignore") or ())
+
+
+def _check_transforms(transforms: Any) -> None:
+    """Rotations of weights are in the weights; those of activations would have to be computed."""
+    if not transforms:
+        return
+    try:
+        groups = transforms["config_groups"].values()
+        locations = [str(part["location"]) for group in groups for part in group["apply"]]
+    except (AttributeError, KeyError, TypeError):
+        raise CheckpointError(
+            f"{_WHERE}transform_config: expected config_groups, each with apply, found {transforms!r}"
+        ) from None
+    of_activations = [location for location in locations if not location.startswith("weight_")]
+    if of_activations:
+        raise CheckpointError(
+            f"{_WHERE}transform_config: expected transforms of weights, found one of {of_activations[0]!r}, which is "
+            f"not computed; quantize without it"
+        )
 
 
 def _scheme(group: Mapping[str, Any], form: str) -> QuantizationConfig:
@@ -79,9 +104,13 @@ def _scheme(group: Mapping[str, Any], form: str) -> QuantizationConfig:
         if bits not in (4, 8) or kind != "int":
             raise CheckpointError(f"weights of {bits} bits ({kind}); pack-quantized ones must be int of 4 or 8 bits")
         return PackQuantizedConfig(
-            bits=bits, scale=scale, symmetric=symmetric, scattered=weights.get("actorder") == "group"
+            bits=bits, scale=scale, symmetric=symmetric, scattered=weights.get("actorder") in ("group", "dynamic")
         )
-    _require(weights, num_bits=8, symmetric=True, type=form.removesuffix("-quantized"))
+    _require(weights, symmetric=True, type=form.removesuffix("-quantized"))
+    if form == "int-quantized" and bits == 4:
+        # A byte each, as wider ones.
+        return IntQuantizedConfig(scale=scale)
+    _require(weights, num_bits=8)
     return IntQuantizedConfig(scale=scale) if form == "int-quantized" else Float8Config(scale=scale)
 
 

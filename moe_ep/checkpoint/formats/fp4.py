@@ -26,9 +26,9 @@ from moe_ep.checkpoint.formats.layout import (
     QuantizationConfig,
     Role,
     TensorLayout,
+    activation_scales,
     bias_layout,
     require_multiple,
-    unused_layout,
 )
 from moe_ep.checkpoint.formats.packing import unpack_nibbles
 from moe_ep.errors import CheckpointError
@@ -58,6 +58,7 @@ class MXFP4Config(QuantizationConfig):
         return {
             self.weight_name: TensorLayout((octet,), (out_features, in_features // 2), out_dim=0, in_dim=1),
             "weight_scale": TensorLayout((octet, torch.float8_e8m0fnu), groups, role=Role.GROUPS, out_dim=0, in_dim=1),
+            **activation_scales(),
             "bias": bias_layout(out_features),
         }
 
@@ -102,8 +103,7 @@ class NVFP4Config(QuantizationConfig):
             self.weight_name: TensorLayout((torch.uint8,), (out_features, in_features // 2), out_dim=0, in_dim=1),
             "weight_scale": TensorLayout((torch.float8_e4m3fn,), groups, role=Role.GROUPS, out_dim=0, in_dim=1),
             self.global_name: TensorLayout((torch.float32,), (1,), role=Role.GROUPS, out_dim=0),
-            "input_scale": unused_layout(),
-            "input_global_scale": unused_layout(),
+            **activation_scales(),
             "bias": bias_layout(out_features),
         }
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from moe_ep.checkpoint.formats.canonical import CanonicalWeights
-from moe_ep.checkpoint.formats.layout import FLOATS, QuantizationConfig, TensorLayout, bias_layout, unused_layout
+from moe_ep.checkpoint.formats.layout import FLOATS, QuantizationConfig, TensorLayout, activation_scales, bias_layout
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.scalar_type import scalar_types
@@ -71,7 +71,7 @@ class Float8Config(QuantizationConfig):
             "weight": TensorLayout((torch.float8_e4m3fn,), (out_features, in_features), out_dim=0, in_dim=1),
             # Kept in f32 as on disk: they are small numbers of which f16 would lose bits.
             self.scale_name: self.scale.layout(dtypes, out_features, in_features, held=torch.float32),
-            "input_scale": unused_layout(),
+            **activation_scales(),
             "bias": bias_layout(out_features),
         }
 

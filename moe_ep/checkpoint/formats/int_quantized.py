@@ -15,7 +15,14 @@ from typing import ClassVar
 import torch
 
 from moe_ep.checkpoint.formats.canonical import CanonicalWeights
-from moe_ep.checkpoint.formats.layout import FLOATS, QuantizationConfig, Role, TensorLayout, bias_layout, unused_layout
+from moe_ep.checkpoint.formats.layout import (
+    FLOATS,
+    QuantizationConfig,
+    Role,
+    TensorLayout,
+    activation_scales,
+    bias_layout,
+)
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.scalar_type import scalar_types
 
@@ -39,8 +46,7 @@ class IntQuantizedConfig(QuantizationConfig):
             "weight_zero_point": TensorLayout(
                 (torch.int8,), (out_features, 1), lambda: torch.zeros(out_features, 1, dtype=torch.int8), Role.CHECKED
             ),
-            "input_scale": unused_layout(),
-            "input_zero_point": unused_layout(),
+            **activation_scales(),
             "bias": bias_layout(out_features),
         }
 

@@ -119,9 +119,10 @@ def bias_layout(out_features: int) -> TensorLayout:
     return TensorLayout(FLOATS, (out_features,), lambda: torch.zeros(out_features), Role.BIAS, out_dim=0)
 
 
-def unused_layout() -> TensorLayout:
-    """A number about activations, or anything else that stands beside the weights and says nothing of them."""
-    return TensorLayout(FLOATS, (1,), lambda: torch.zeros(1), Role.UNUSED)
+def activation_scales() -> dict[str, TensorLayout]:
+    """Numbers about activations and cached keys that some writers leave beside weights; none of them is read."""
+    names = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "k_scale", "v_scale")
+    return dict.fromkeys(names, TensorLayout(FLOATS, (1,), lambda: torch.zeros(1), Role.UNUSED))
 
 
 def require_multiple(what: str, size: int, multiple: int, format_name: str) -> None:

@@ -64,14 +64,15 @@ class ModuleSchemes:
 
     Args:
         quant_method: what config.json calls it.
-        schemes: (names of modules, their scheme); `Linear` stands for all that no other names.
+        schemes: (names of modules, their scheme or None for plain ones); the first that names a module decides, and
+            `Linear` stands for all that no other names.
         ignored: names of modules that are plain.
     """
 
     def __init__(
         self,
         quant_method: str,
-        schemes: Sequence[tuple[Sequence[str], QuantizationConfig]],
+        schemes: Sequence[tuple[Sequence[str], QuantizationConfig | None]],
         ignored: Iterable[str] = (),
     ) -> None:
         self.quant_method = quant_method

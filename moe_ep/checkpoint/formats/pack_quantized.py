@@ -28,6 +28,7 @@ from moe_ep.checkpoint.formats.layout import (
     QuantizationConfig,
     Role,
     TensorLayout,
+    activation_scales,
     bias_layout,
     require_multiple,
 )
@@ -85,6 +86,7 @@ class PackQuantizedConfig(QuantizationConfig):
                 Role.INDEX if self.scattered else Role.CHECKED,
                 in_dim=0,
             ),
+            **activation_scales(),
             "bias": bias_layout(out_features),
         }
         if not self.symmetric:
