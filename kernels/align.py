@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from moe_ep.kernels import jit
+from moe_ep.kernels.forms import form_for
 
 IntOrTensor = TypeVar("IntOrTensor", int, torch.Tensor)
 
@@ -113,13 +114,14 @@ def batched_moe_align_block_size(
     _check_sizes(block_size=block_size, max_tokens_per_batch=max_tokens_per_batch)
     if expert_num_tokens.dim() != 1:
         raise ValueError(f"expert_num_tokens has shape {tuple(expert_num_tokens.shape)}; it must be (El,)")
-    if expert_num_tokens.is_cuda and expert_num_tokens.numel():
-        try:
-            from moe_ep.kernels.triton_align import triton_batched_align
-        except ImportError:
-            pass
-        else:
-            return triton_batched_align(max_tokens_per_batch, block_size, expert_num_tokens)
+    align = form_for(batched_align_reference, "triton_align.triton_batched_align", expert_num_tokens)
+    return align(max_tokens_per_batch, block_size, expert_num_tokens)
+
+
+def batched_align_reference(
+    max_tokens_per_batch: int, block_size: int, expert_num_tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The plain form of batched_moe_align_block_size, on any device."""
     counts = expert_num_tokens.long()
     num_local_experts = counts.numel()
     num_blocks = num_local_experts * _ceil_div(max_tokens_per_batch, block_size)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from moe_ep.kernels.forms import form_for
+
 
 def pack_rows(
     rows: torch.Tensor,
@@ -32,15 +34,8 @@ def pack_rows(
         send_meta: int32 `[M, 2 * topk]`: ids, -1 where the expert is another rank's, then the bits of the weights,
             0 there.
     """
-    if rows.is_cuda and rows.size(0):
-        try:
-            from moe_ep.kernels.triton_dispatch_rows import triton_pack_rows
-        except ImportError:
-            pass
-        else:
-            triton_pack_rows(rows, topk_ids, topk_weights, owners, slots, send_rows, send_meta)
-            return
-    pack_rows_reference(rows, topk_ids, topk_weights, owners, slots, send_rows, send_meta)
+    pack = form_for(pack_rows_reference, "triton_dispatch_rows.triton_pack_rows", rows)
+    pack(rows, topk_ids, topk_weights, owners, slots, send_rows, send_meta)
 
 
 def pack_rows_reference(
@@ -76,15 +71,8 @@ def weighted_rows(
         weights: f32 `[M, topk]`; None for a plain sum.
         send_rows: `[M, K]` of expert_output's dtype.
     """
-    if expert_output.is_cuda and send_rows.numel() and expert_output.numel():
-        try:
-            from moe_ep.kernels.triton_dispatch_rows import triton_weighted_rows
-        except ImportError:
-            pass
-        else:
-            triton_weighted_rows(expert_output, slots, weights, send_rows)
-            return
-    weighted_rows_reference(expert_output, slots, weights, send_rows)
+    form = form_for(weighted_rows_reference, "triton_dispatch_rows.triton_weighted_rows", expert_output, send_rows)
+    form(expert_output, slots, weights, send_rows)
 
 
 def weighted_rows_reference(
@@ -105,15 +93,8 @@ def sum_rows(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) 
         slots: int32 `[T, R]`.
         output: `[T, K]`, rounded once from f32.
     """
-    if output.is_cuda and output.numel() and received.numel():
-        try:
-            from moe_ep.kernels.triton_dispatch_rows import triton_sum_rows
-        except ImportError:
-            pass
-        else:
-            triton_sum_rows(received, slots, output)
-            return
-    sum_rows_reference(received, slots, output)
+    form = form_for(sum_rows_reference, "triton_dispatch_rows.triton_sum_rows", output, received)
+    form(received, slots, output)
 
 
 def sum_rows_reference(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from moe_ep.kernels.forms import form_for
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -38,14 +40,8 @@ def moe_fused_mul_sum(
     _check(inputs, topk_weights, outputs, topk_ids, expert_map)
     if outputs is None:
         outputs = inputs.new_empty(inputs.size(0), inputs.size(2))
-    if inputs.is_cuda and outputs.numel():
-        try:
-            from moe_ep.kernels.triton_mul_sum import triton_mul_sum
-        except ImportError:
-            pass
-        else:
-            return triton_mul_sum(inputs, topk_weights, outputs, topk_ids, expert_map)
-    return mul_sum_reference(inputs, topk_weights, outputs, topk_ids, expert_map)
+    mul_sum = form_for(mul_sum_reference, "triton_mul_sum.triton_mul_sum", outputs)
+    return mul_sum(inputs, topk_weights, outputs, topk_ids, expert_map)
 
 
 def mul_sum_reference(

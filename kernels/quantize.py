@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from moe_ep.kernels.forms import form_for
+
 GROUP_SIZE = 128
 E4M3_MAX = 448.0
 # The smallest normal f32: a group of zeros has this scale, so that nothing is divided by zero.
@@ -35,27 +37,13 @@ def quantize_rows(rows: torch.Tensor) -> torch.Tensor:
     it. Both forms, Triton on CUDA and plain torch, give the same bits.
     """
     quantized = rows.new_empty((rows.size(0), quantized_row_bytes(rows.size(1))), dtype=torch.uint8)
-    if rows.is_cuda and rows.numel():
-        try:
-            from moe_ep.kernels.triton_quantize import triton_quantize_rows
-        except ImportError:
-            pass
-        else:
-            return triton_quantize_rows(rows, quantized)
-    return quantize_rows_reference(rows, quantized)
+    return form_for(quantize_rows_reference, "triton_quantize.triton_quantize_rows", rows)(rows, quantized)
 
 
 def dequantize_rows(quantized: torch.Tensor, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
     """What quantize_rows made, back to `[T, K]` of `dtype`; `quantized` may have a row stride of its own."""
     rows = quantized.new_empty((quantized.size(0), hidden_size), dtype=dtype)
-    if rows.is_cuda and rows.numel():
-        try:
-            from moe_ep.kernels.triton_quantize import triton_dequantize_rows
-        except ImportError:
-            pass
-        else:
-            return triton_dequantize_rows(quantized, rows)
-    return dequantize_rows_reference(quantized, rows)
+    return form_for(dequantize_rows_reference, "triton_quantize.triton_dequantize_rows", rows)(quantized, rows)
 
 
 def quantize_rows_reference(rows: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import torch
 
+from moe_ep.kernels.forms import form_for
 from moe_ep.kernels.marlin.types import WeightType, check_group_size, weight_type
 
 STRIP = 64
@@ -85,8 +86,9 @@ def pack_marlin(
         codes = codes.gather(2, order.unsqueeze(1).expand(codes.shape))
         sort_indices = order.to(torch.int32)
     per_lane = row_order(codes.size(1), gated, codes.device)[_scale_order(codes.size(1), codes.device)]
+    pack_codes = form_for(pack_codes_reference, "marlin.triton_pack_codes.triton_pack_codes", codes)
     return PackedWeights(
-        _packed_codes(codes.contiguous(), kind.bits, gated).view(
+        pack_codes(codes.contiguous(), kind.bits, gated).view(
             codes.size(0), codes.size(2) // 16, codes.size(1) * 16 // kind.pack
         ),
         _reorder(scales.transpose(1, 2), per_lane),
@@ -150,20 +152,8 @@ def _strips(num_rows: int) -> list[tuple[int, int]]:
     return [(0, whole)] * (whole > 0) + [(whole, num_rows - whole)] * (num_rows > whole)
 
 
-def _packed_codes(codes: torch.Tensor, bits: int, gated: bool) -> torch.Tensor:
-    """uint8 `[E, out, in]`, contiguous -> int32 `[E, all]`; one kernel on CUDA, where Triton is installed."""
-    if codes.is_cuda and codes.numel():
-        try:
-            from moe_ep.kernels.marlin.triton_pack_codes import triton_pack_codes
-        except ImportError:
-            pass
-        else:
-            return triton_pack_codes(codes, bits, gated)
-    return pack_codes_reference(codes, bits, gated)
-
-
 def pack_codes_reference(codes: torch.Tensor, bits: int, gated: bool) -> torch.Tensor:
-    """The plain form of `triton_pack_codes`, on any device."""
+    """uint8 `[E, out, in]`, contiguous, to int32 `[E, all]`: the plain form of `triton_pack_codes`, on any device."""
     num_experts, _, num_columns = codes.shape
     rows = row_order(codes.size(1), gated, codes.device)
     # Eight codes at a time, which the columns are a multiple of.
