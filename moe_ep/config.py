@@ -76,8 +76,10 @@ class FusedMoEParallelConfig:
             world_size: ranks there are; None means as many as the sizes ask for.
 
         Raises:
-            ValueError: sizes that do not multiply up, or a rank outside them.
+            ValueError: sizes below 1 or that do not multiply up, or a rank outside them.
         """
+        given = {"tp_size": tp_size, "dp_size": dp_size, "ep_size": ep_size}
+        _require_positive(cls.__name__, **{name: size for name, size in given.items() if size is not None})
         if tp_size is None and dp_size is None:
             ranks = ep_size if ep_size is not None and ep_size > 1 else (world_size or 1)
             tp_size, dp_size = 1, ranks

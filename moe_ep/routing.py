@@ -58,7 +58,8 @@ def select_experts(
             score is its best choice, or with a bias the sum of its two best.
         renormalize: divide the weights of a token by their sum, identity experts included.
         custom_routing_function: called with hidden_states, gating_output, topk and renormalize as keywords, returns
-            (weights `[T, top_k]`, ids `[T, top_k]`, -1 for none); takes the place of everything up to the weights.
+            (weights `[T, top_k]`, ids `[T, top_k]`, those of no column mean no expert); takes the place of everything
+            up to the weights.
         routed_scaling_factor: multiplies all weights after that, custom ones too; not those of shared experts.
         e_score_correction_bias: `[E + zero_expert_num]`, added to the scores to choose, never to the weights.
         indices_type: integer dtype of the ids; None means int32.
@@ -220,7 +221,8 @@ def _custom_topk(
             f"custom_routing_function returned weights {tuple(weights.shape)} and ids {tuple(ids.shape)}; both must "
             f"have shape (T, top_k) = {expected}"
         )
-    return torch.where(ids >= 0, weights.float() * routed_scaling_factor, 0.0), ids
+    exists = (ids >= 0) & (ids < router_logits.size(1))
+    return torch.where(exists, weights.float() * routed_scaling_factor, 0.0), torch.where(exists, ids.long(), -1)
 
 
 def _apply_zero_experts(

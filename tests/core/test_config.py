@@ -47,6 +47,7 @@ def test_who_dispatches_and_who_shards():
         ({"tp_size": 2, "dp_size": 2, "ep_size": 3}, ["ep_size is 3", "2 * 2 = 4"]),
         ({"tp_size": 4, "world_size": 2}, ["asks for 4 ranks", "there are 2"]),
         ({"dp_size": 2, "rank": 2}, ["rank is 2", "below"]),
+        ({"tp_size": 0, "dp_size": 4}, ["tp_size is 0", "at least 1"]),
         ({"expert_placement_strategy": "zigzag"}, ["zigzag", "linear", "round_robin"]),
     ],
 )

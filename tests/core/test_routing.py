@@ -183,6 +183,13 @@ def test_ids_are_valid_and_distinct_whatever_the_logits_hold(scoring_func: str, 
         assert ids[3].tolist() == [4, 3, 2]
 
 
+def test_small_scores_are_renormalized_too() -> None:
+    weights, _, _ = select_experts(
+        torch.zeros(1, 2), torch.tensor([[-60.0, -70.0, -60.0]]), 2, False, True, scoring_func="sigmoid"
+    )
+    assert weights.tolist() == [[0.5, 0.5]]
+
+
 def test_sigmoid_scores_that_are_all_zero_give_zero_weights() -> None:
     weights, _, _ = plain(torch.full((1, 4), -1e4), 2, scoring_func="sigmoid")
     assert weights.tolist() == [[0.0, 0.0]]
@@ -211,6 +218,16 @@ def test_custom_routing() -> None:
     )  # fmt: skip
     assert ids.tolist() == [[2, -1]] and ids.dtype == torch.int32
     assert weights.tolist() == [[20.0, 0.0]] and weights.dtype == torch.float32
+
+
+def test_custom_ids_of_no_column_are_no_expert() -> None:
+    def astray(hidden_states, gating_output, topk, renormalize):
+        return torch.ones(1, topk), torch.tensor([[3, 4, -7]])
+
+    weights, ids, _ = select_experts(
+        torch.ones(1, 2), torch.zeros(1, 4), 3, False, False, custom_routing_function=astray
+    )
+    assert ids.tolist() == [[3, -1, -1]] and weights.tolist() == [[1.0, 0.0, 0.0]]
 
 
 def test_custom_routing_and_zero_experts() -> None:
