@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +28,48 @@ class _MapParams(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("row_stride", "column_stride", "max_replicated", "stride", "words")),
         *((name, ctypes.c_int) for name in ("ranks", "ep_rank")),
         ("rank_factor", ctypes.c_uint),
-        ("dividing", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("dividing", "expert_threads")),
     )
+
+
+class _Block(NamedTuple):
+    """What a block of the kernel is made of; the names are those of its parameters.
+
+    Attributes:
+        slots_each: of a thread that has slots.
+    """
+
+    max_replicated: int
+    stride: int
+    words: int
+    dividing: int
+    expert_threads: int
+    slots_each: int
+    threads: int
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, tile_slots: int, num_experts: int, num_physical: int, num_ranks: int) -> _Block:
+        max_replicated = min(max(num_physical - num_experts, 0), num_experts)
+        stride, words = max_replicated | 1, -(-tile_slots // _WARP)
+        dividing = _whole_warps(max(max_replicated, 1))
+        expert_threads = max(min(_whole_warps(num_experts), _LEAST_THREADS), dividing)
+        slots_each = _FEW_SLOTS if tile_slots <= _LEAST_THREADS else _MANY_SLOTS
+        slot_threads = max(_LEAST_THREADS, _whole_warps(-(-tile_slots // slots_each)))
+        return cls(
+            max_replicated=max_replicated,
+            stride=stride,
+            words=words,
+            dividing=dividing,
+            expert_threads=expert_threads,
+            slots_each=slots_each,
+            threads=expert_threads + slot_threads,
+            shared_bytes=26 * max_replicated + 6 * words * stride + 4 * (_WARP + 2 + num_ranks) + 10 * num_experts,
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self.words * _WARP <= TILE_SLOTS and self.threads <= _MOST_THREADS and self.shared_bytes <= _MAX_SHARED
 
 
 def kernel_source(ids: torch.dtype, maps: torch.dtype, out: torch.dtype, slots: int = _MANY_SLOTS) -> jit.KernelSource:
@@ -49,30 +90,20 @@ def map_and_record(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Physical ids `[T, top_k]` of CUDA tensors; arguments as in `map_reference`, which takes what the kernel cannot:
-    more than about 400 experts with several replicas, which do not fit in shared memory, or 1024 slots a row."""
+    more than about 400 experts with several replicas, which do not fit in shared memory, or 1024 slots a row.
+
+    The kernel reads the maps while the kernel before it ends, so that one must not be what writes them.
+    """
     num_tokens, top_k = topk_ids.shape
     if topk_ids.numel() == 0:
         return torch.empty(num_tokens, top_k, dtype=dtype, device=topk_ids.device)
     num_experts, width = logical_to_physical_map.shape
     num_physical = expert_load_view.numel()
-    max_replicated = min(max(num_physical - num_experts, 0), num_experts)
-    tile_slots = min(num_tokens, rows_per_tile(top_k)) * top_k
-    stride, words = max_replicated | 1, -(-tile_slots // _WARP)
-    dividing = -(-max(max_replicated, 1) // _WARP) * _WARP
-    slots_each = _FEW_SLOTS if tile_slots <= _LEAST_THREADS else _MANY_SLOTS
-    threads = max(_LEAST_THREADS, -(-tile_slots // (_WARP * slots_each)) * _WARP, dividing + _WARP)
-    num_levels = -(-num_physical // slots_per_rank)
-    shared_bytes = 26 * max_replicated + 6 * words * stride + 4 * (_WARP + 2 + num_levels) + 10 * num_experts
-    if tile_slots > TILE_SLOTS or threads > _MOST_THREADS or shared_bytes > _MAX_SHARED:
-        return map_reference(
-            topk_ids,
-            expert_load_view,
-            logical_to_physical_map,
-            logical_replica_count,
-            num_counted,
-            ep_rank,
-            slots_per_rank,
-        ).to(dtype)
+    num_ranks = -(-num_physical // slots_per_rank)
+    block = _Block.of(min(num_tokens, rows_per_tile(top_k)) * top_k, num_experts, num_physical, num_ranks)
+    if not block.fits:
+        maps = logical_to_physical_map, logical_replica_count
+        return map_reference(topk_ids, expert_load_view, *maps, num_counted, ep_rank, slots_per_rank).to(dtype)
 
     ids, table = _integers(topk_ids).contiguous(), _integers(logical_to_physical_map)
     counts = logical_replica_count.to(table.dtype).contiguous()
@@ -94,25 +125,31 @@ def map_and_record(
         width=width,
         row_stride=table.stride(0),
         column_stride=table.stride(1),
-        max_replicated=max_replicated,
-        stride=stride,
-        words=words,
-        ranks=num_levels,
+        max_replicated=block.max_replicated,
+        stride=block.stride,
+        words=block.words,
+        ranks=num_ranks,
         ep_rank=ep_rank,
         rank_factor=-(-(1 << 32) // slots_per_rank) % (1 << 32),
-        dividing=dividing,
+        dividing=block.dividing,
+        expert_threads=block.expert_threads,
     )
     # Both at once: a graph of another size may be captured next.
     kernels = {
         n: jit.load(kernel_source(ids.dtype, table.dtype, out.dtype, n), ids.device) for n in (_FEW_SLOTS, _MANY_SLOTS)
     }
-    kernel = kernels[slots_each]
-    kernel.allow_shared(shared_bytes)
-    blocks = -(-num_tokens // rows_per_tile(top_k))
-    kernel.launch(params, (blocks, 1, 1), threads, shared_bytes, early=True)
+    kernel = kernels[block.slots_each]
+    kernel.allow_shared(block.shared_bytes)
+    # Maps that were converted here are written by the kernel before.
+    early = table is logical_to_physical_map and counts is logical_replica_count
+    kernel.launch(params, (-(-num_tokens // rows_per_tile(top_k)), 1, 1), block.threads, block.shared_bytes, early)
     if load is not expert_load_view:
         expert_load_view.copy_(load)
     return out.to(dtype)
+
+
+def _whole_warps(threads: int) -> int:
+    return -(-threads // _WARP) * _WARP
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
