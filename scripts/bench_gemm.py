@@ -49,7 +49,7 @@ RELATIVE_ERROR = 0.01
 PEERS = ("torch", "humming", "vllm")
 COLUMNS = {
     "shape": "shape", "rows": "rows", "us": "us", "p99_us": "p99", "floor_us": "floor", "floor_over_time": "floor/time",
-    "clock_mhz": "MHz", "relative_error": "error", "torch": "torch", "humming": "humming", "vllm": "vLLM",
+    "clock_mhz": "MHz", "relative_error": "error", "torch_bmm": "torch.bmm", "humming": "humming", "vllm": "vLLM",
     "vllm_best": "vLLM best",
 }  # fmt: skip
 
@@ -185,7 +185,7 @@ def peer_times(
 def summary(results: list[dict[str, Any]]) -> str:
     """How much faster than each peer: geometric mean and least over all rows that it computed."""
     lines = []
-    for peer in (*PEERS, "vllm_best"):
+    for peer in ("torch_bmm", "humming", "vllm", "vllm_best"):
         ratios = [row[peer] / row["us"] for row in results if row.get(peer)]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))

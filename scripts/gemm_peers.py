@@ -185,7 +185,7 @@ class Torch:
             torch.bmm(taken, w13, out=gate_up)
             torch.bmm(hidden, w2, out=output)
 
-        return {"torch": call}
+        return {"torch_bmm": call}
 
     def named(self, times: dict[str, float]) -> dict[str, float]:
         return times

@@ -30,7 +30,7 @@ WANTED = {
     "mixtral": (0.65, 0.55, 0.70, 0.90),
     "qwen3-30b": (0.50, 0.42, 0.62, 0.72),
 }
-PEERS = {"humming": "Humming", "vllm": "vLLM", "vllm_best": "vLLM, best block", "torch": "torch.bmm, bf16"}
+PEERS = {"humming": "Humming", "vllm": "vLLM", "vllm_best": "vLLM, best block", "torch_bmm": "torch.bmm, bf16"}
 # What is wanted against each: the least at any row, and the geometric mean.
 WANTED_OF_PEERS = {"humming": (1.0, 1.2), "vllm": (1.85, 2.7)}
 COLUMNS = {
