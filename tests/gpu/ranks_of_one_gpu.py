@@ -63,7 +63,7 @@ class Group(RankGroup):
     """One rank's RankGroup, without torch.distributed."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.timeout_s = rank, size, env.NVSHMEM_TIMEOUT_S.get()
+        self.rank, self.size, self.timeout_s = rank, size, 2 * env.NVSHMEM_TIMEOUT_S.get()
         self.group: Any = rank
         self.notes: Any = SimpleNamespace(leave=lambda text: None, withdraw=lambda: None, read=dict, roll_call=list)
 
@@ -86,6 +86,9 @@ class Ranks:
     Args:
         in_halves: each kernel is launched in two halves, and no rank receives before all have sent. Then nobody waits
             for a kernel beside its own, and a tool may let them run one by one.
+
+    Attributes:
+        present: the ranks that are called; those that are not leave None where others leave something.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Ranks:
     ) -> None:
         self.in_halves = in_halves
         self.settings: list[Setting] = [make_setting(case, rank, num_ranks) for rank in range(num_ranks)]
+        self.present: Sequence[int] = range(num_ranks)
         blocks = _BLOCKS // num_ranks
         few = {"tuning": Tuning(blocks=blocks)} if backend == LOW_LATENCY else {"num_sms": max(1, blocks // 2)}
         self.backends: list[Any] = [make_backend(setting, backend, **few, **options) for setting in self.settings]
@@ -127,8 +131,8 @@ class Ranks:
         begun = self._together(call)
         if self.in_halves:
             self._together(lambda rank: begun[rank][1]())
-        for each in self.backends:
-            each.check()
+        for rank in self.present:
+            self.backends[rank].check()
         return outputs
 
     def redraw(self, **changes: Any) -> None:
@@ -139,9 +143,9 @@ class Ranks:
 
     def _together(self, call: Callable[[int], Any]) -> list[Any]:
         torch.cuda.synchronize()
-        found = []
-        for rank, stream in enumerate(self.streams):
-            with torch.cuda.stream(stream):
-                found.append(call(rank))
+        found: list[Any] = [None] * len(self.streams)
+        for rank in self.present:
+            with torch.cuda.stream(self.streams[rank]):
+                found[rank] = call(rank)
         torch.cuda.synchronize()
         return found

@@ -71,17 +71,25 @@ def check_decode(case: Case, name: str, num_ranks: int, by_reference: bool, in_h
 def test_prefill(monkeypatch: pytest.MonkeyPatch, num_ranks: int, fp8: bool) -> None:
     on_one_gpu(monkeypatch, num_ranks)
     for name, case in CASES.items():
-        ranks = Ranks(replace(case, fp8=fp8), num_ranks, "nvshmem_high_throughput")
-        for seed in range(2):
-            ranks.redraw(seed=case.seed + 10 * seed)
-            received = ranks.prepare()
-            results = []
-            for setting, result in zip(ranks.settings, received, strict=True):
-                check_standard(setting, result, padded=False)
-                reduced = run_experts(setting, result, "noop")[0]
-                results.append(reduced if len(result[0]) else torch.empty_like(result[0]))
-            outputs = ranks.finalize(
-                results, [(result[4], result[3]) for result in received], TopKWeightAndReduceNoOP()
-            )
-            for setting, output in zip(ranks.settings, outputs, strict=True):
-                assert torch.equal(output.cpu(), expected_output(setting, num_ranks)), (name, setting.rank)
+        check_prefill(replace(case, fp8=fp8), name, num_ranks)
+
+
+@WIRES
+def test_prefill_of_many_tokens(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+    on_one_gpu(monkeypatch, 8)
+    check_prefill(replace(MANY, fp8=fp8), "many", 8)
+
+
+def check_prefill(case: Case, name: str, num_ranks: int) -> None:
+    ranks = Ranks(case, num_ranks, "nvshmem_high_throughput")
+    for seed in range(2):
+        ranks.redraw(seed=case.seed + 10 * seed)
+        received = ranks.prepare()
+        results = []
+        for setting, result in zip(ranks.settings, received, strict=True):
+            check_standard(setting, result, padded=False)
+            reduced = run_experts(setting, result, "noop")[0]
+            results.append(reduced if len(result[0]) else torch.empty_like(result[0]))
+        outputs = ranks.finalize(results, [(result[4], result[3]) for result in received], TopKWeightAndReduceNoOP())
+        for setting, output in zip(ranks.settings, outputs, strict=True):
+            assert torch.equal(output.cpu(), expected_output(setting, num_ranks)), (name, setting.rank)
