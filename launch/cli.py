@@ -1,11 +1,13 @@
 """The command line, `moe-ep COMMAND`.
 
 Exit codes: 0 done, 1 failed (one message says why), 2 a wrong option or options that do not go together, 130 ctrl-C,
-143 SIGTERM.
+141 nobody reads the output any more, 143 SIGTERM.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import shlex
 import signal
 import sys
@@ -36,16 +38,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     with interrupts.raised_as_interrupt():
         try:
             _check_environment()
-            return args.main(args)
+            code = args.main(args)
+            sys.stdout.flush()
+            return code
         except KeyboardInterrupt:
             number = interrupts.received() or signal.SIGINT
             error, code = "terminated" if number == signal.SIGTERM else "interrupted", 128 + number
         except (OptionError, ConfigError) as refusal:
             error, code = str(refusal), 2
         except (MoeEpError, ImportError, OSError) as failure:
+            if isinstance(failure, BrokenPipeError) and _has_lost_its_reader(sys.stdout.fileno()):
+                # As of `| head`; what is buffered still must not fail at the exit once more.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 128 + signal.SIGPIPE
             error, code = str(failure), 1
     print(f"{args.prog}: {error}", file=sys.stderr)
     return code
+
+
+def _has_lost_its_reader(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return bool(poll.poll(0))
 
 
 def _check_environment() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 import time
@@ -135,6 +136,18 @@ def test_help_and_wrong_options_do_not_wait_for_torch_or_ray() -> None:
             [sys.executable, "-c", code, *arguments], cwd=jobs.ROOT, capture_output=True, text=True, check=True
         )
         assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_an_output_that_nobody_reads_any_more_ends_the_command_silently(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        monkeypatch.setattr("moe_ep.launch.commands.plan.main", lambda args: print("a line"))
+        assert main(["plan"]) == 141
+    assert capsys.readouterr().err == ""
 
 
 def test_every_field_of_the_configuration_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
