@@ -1,7 +1,7 @@
 """e4m3 rows as Triton kernels; `moe_ep.kernels.quantize` is how they are called.
 
-Codes are read by integer arithmetic. They are made by it too where the GPU has no e4m3 type (sm_80), and by its
-conversion where it has one; the bits are the same.
+Codes are made and read by the GPU's conversions where it has an e4m3 type, and by integer arithmetic where it has none
+(sm_80); the bits are the same.
 """
 
 from __future__ import annotations
@@ -162,21 +162,27 @@ def _dequantize_kernel(
     scale_stride,
     row_stride,
     GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
 ):
-    """rows[t, c] = decode(codes[t, c]) * scales[t, c / GROUP], for BLOCK columns of one row.
+    """rows[t, c] = decode(codes[t, c]) * scales[t, c / GROUP], for BLOCK_GROUPS groups of one row.
 
     Before: wire rows, as codes uint8 and scales f32. After: rows `[T, K]`.
 
     Example: GROUP=2, codes [0x38, 0xfe, 0x7e, 0x00], scales [1, 2]: [1, -448, 896, 0].
     """
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     in_row = column < hidden_size
     codes = tl.load(codes_ptr + row * code_stride + column, mask=in_row, other=0)
-    scale = tl.load(scales_ptr + row * scale_stride + column // GROUP, mask=in_row, other=0.0)
-    values = decode_e4m3(codes) * scale
-    tl.store(rows_ptr + row * row_stride + column, values.to(rows_ptr.dtype.element_ty), mask=in_row)
+    scale = tl.load(scales_ptr + row * scale_stride + group, mask=group * GROUP < hidden_size, other=0.0)
+    if HAS_E4M3:
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        values = decode_e4m3(codes)
+    target = rows_ptr + row * row_stride + column
+    tl.store(target, (values * scale[:, None]).to(rows_ptr.dtype.element_ty), mask=in_row)
 
 
 def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
@@ -202,7 +208,7 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
             TINY=TINY_SCALE,
             GROUP=GROUP_SIZE,
             BLOCK_GROUPS=block_groups,
-            HAS_E4M3=rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= (8, 9),
+            HAS_E4M3=_has_e4m3(rows.device),
             CORRECTIONS=0 if _INTERPRETED else 1 if rows.element_size() == 2 else 2,
             num_warps=num_warps,
         )
@@ -213,8 +219,9 @@ def triton_dequantize_rows(quantized: torch.Tensor, rows: torch.Tensor) -> torch
     """Writes `rows` and returns it; arguments as in `dequantize_rows`, not checked."""
     num_tokens, hidden_size = rows.shape
     block, num_warps = row_blocks(num_tokens, hidden_size, rows.element_size())
+    block_groups = max(1, block // GROUP_SIZE)
     with torch.cuda.device_of(rows):
-        _dequantize_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+        _dequantize_kernel[(num_tokens, triton.cdiv(hidden_size, block_groups * GROUP_SIZE))](
             quantized,
             quantized[:, scale_offset(hidden_size) :].view(torch.float32),
             rows,
@@ -223,7 +230,12 @@ def triton_dequantize_rows(quantized: torch.Tensor, rows: torch.Tensor) -> torch
             quantized.stride(0) // 4,
             rows.stride(0),
             GROUP=GROUP_SIZE,
-            BLOCK=block,
+            BLOCK_GROUPS=block_groups,
+            HAS_E4M3=_has_e4m3(rows.device),
             num_warps=num_warps,
         )
     return rows
+
+
+def _has_e4m3(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

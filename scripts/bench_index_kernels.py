@@ -1,4 +1,4 @@
-"""The small kernels around the experts: routing, index lists, fp8 quantization, the weighted sum; one GPU.
+"""The small kernels around the experts: routing, index lists, fp8 and back, the weighted sum; one GPU.
 
     python scripts/bench_index_kernels.py --json results.jsonl
 
@@ -21,7 +21,7 @@ from moe_ep.bench.results import append_line, facts, markdown_table, table
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size, sort_slots_by_expert
 from moe_ep.kernels.mul_sum import moe_fused_mul_sum, mul_sum_reference
-from moe_ep.kernels.quantize import quantize_rows
+from moe_ep.kernels.quantize import dequantize_rows, quantize_rows
 from moe_ep.kernels.routing import fused_topk
 from moe_ep.topk import topk_reference
 
@@ -82,6 +82,12 @@ def cases(T: int, E: int, top_k: int, K: int) -> Iterator[Case]:
         "fp8 quantization",
         lambda: quantize_rows(rows),
         lambda: torch.equal(packed.cpu(), quantize_rows(rows.cpu())),
+        rows.nbytes + packed.nbytes,
+    )
+    yield Case(
+        "fp8 to bf16",
+        lambda: dequantize_rows(packed, K, rows.dtype),
+        lambda: torch.equal(dequantize_rows(packed, K, rows.dtype).cpu(), dequantize_rows(packed.cpu(), K, rows.dtype)),
         rows.nbytes + packed.nbytes,
     )
     outputs = torch.randn(T, top_k, K, device="cuda").bfloat16()

@@ -94,7 +94,8 @@ def test_plan_and_quantize_compile(arch: int) -> None:
         arch,
     )
     assert "div.rn.f32" in ptx and "div.full.f32" not in ptx
-    compiled_ptx(_dequantize_kernel, types, {"GROUP": 128, "BLOCK": 1024}, ("rows_ptr", "codes_ptr"), arch)
+    constants = {"GROUP": 128, "BLOCK_GROUPS": 8, "HAS_E4M3": arch >= 90}
+    compiled_ptx(_dequantize_kernel, types, constants, ("rows_ptr", "codes_ptr"), arch)
 
 
 def test_blocks_follow_the_rows() -> None:
