@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
@@ -51,10 +54,15 @@ class GangConfig:
 
 
 G = TypeVar("G", bound=GangConfig)
+Check = Callable[[int | None, str | None], None]
 
 
-def start_gang(config: G) -> tuple[G, Gang]:
+def start_gang(config: G, check: Check = lambda world_size, device: None) -> tuple[G, Gang]:
     """The configuration with its launcher named, and the gang it asks for; workers start with the gang's first run.
+
+    Args:
+        check: raises OptionError for options that so many workers on a device ("cpu", "cuda") cannot serve. It is asked
+            before anything starts, with None for what only a cluster can tell, and again when the gang is there.
 
     Raises:
         OptionError: flags that contradict each other.
@@ -62,7 +70,34 @@ def start_gang(config: G) -> tuple[G, Gang]:
     """
     config = replace(config, launcher=_launcher(config))
     _check_together(config)
-    return config, _make_gang(config)
+    check(*_foreseen(config))
+    gang = _make_gang(config)
+    try:
+        check(gang.world_size, gang.device)
+    except BaseException:
+        gang.close()
+        raise
+    return config, gang
+
+
+def _foreseen(config: GangConfig) -> tuple[int | None, str | None]:
+    """(workers, device) of the gang that is asked for."""
+    ray = sys.modules.get("ray")
+    joins = config.address or os.environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized())
+    if config.launcher == "ray" and joins:
+        return config.ep_size, None if config.device == "auto" else config.device
+    num_local, device = _here(config)
+    started = resolve_rank_env()
+    if config.launcher == "torchrun" and started.source in ("torchrun", "slurm"):
+        return started.world_size, device
+    return config.ep_size or num_local * config.nnodes, device
+
+
+def _here(config: GangConfig) -> tuple[int, str]:
+    """(workers, device) that this machine gives where nothing else is asked for."""
+    num_gpus = num_local_gpus()
+    device = config.device if config.device != "auto" else "cuda" if num_gpus else "cpu"
+    return num_gpus if device == "cuda" and num_gpus else DEFAULT_WORKERS, device
 
 
 def _check_together(config: GangConfig) -> None:
@@ -88,18 +123,16 @@ def _launcher(config: GangConfig) -> str:
 
 
 def _make_gang(config: GangConfig) -> Gang:
-    num_gpus = num_local_gpus()
-    device = config.device if config.device != "auto" else "cuda" if num_gpus else "cpu"
-    local_default = num_gpus if device == "cuda" and num_gpus else DEFAULT_WORKERS
+    num_local, device = _here(config)
     if config.launcher == "local":
         from moe_ep.launch.local_gang import LocalGang
 
-        return LocalGang(config.ep_size or local_default, device)
+        return LocalGang(config.ep_size or num_local, device)
     if config.launcher == "torchrun":
         from moe_ep.launch.torchrun_gang import TorchrunGang
 
         gang = TorchrunGang(
-            config.ep_size // config.nnodes if config.ep_size else local_default,
+            config.ep_size // config.nnodes if config.ep_size else num_local,
             device,
             num_nodes=config.nnodes,
             rdzv_endpoint=config.rdzv_endpoint,

@@ -5,14 +5,28 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_ep.launch.options import OptionError
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 # For help, which does not wait for torch: the names of moe_ep.bench.geometries.PRESETS.
 GEOMETRY_NAMES = "deepseek-v3, kimi-k2, qwen3-235b, qwen3-30b, mixtral-8x7b, gpt-oss-120b, small"
 BACKEND_NAMES = ", ".join(["auto (the default)", *ALL2ALL_BACKENDS])
+
+
+def check_backends(names: Sequence[str], num_ranks: int | None, device: str | None) -> None:
+    """Raises OptionError for dispatch backends that so many ranks on a device cannot use; None is for what is not known
+    yet."""
+    for name in names:
+        if device == "cpu" and name.startswith("nvshmem"):
+            raise OptionError(f"--backend is {name!r} and the workers run on CPUs; NVSHMEM needs GPUs, choose another")
+        if num_ranks is not None and num_ranks > 1 and name == "no_ep":
+            raise OptionError(
+                f"--backend is 'no_ep', which moves nothing, and {num_ranks} workers share the experts; choose another"
+            )
 
 
 def checkpoint_folder(raw: str) -> Path:

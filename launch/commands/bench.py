@@ -8,12 +8,14 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from moe_ep.bench.results import append_line, read_lines
 from moe_ep.bench.scaling_tables import as_text
 from moe_ep.launch.gang import ignore, set_up_logging
 from moe_ep.launch.gang_choice import start_gang
+from moe_ep.launch.option_values import check_backends
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.scaling_config import ScalingConfig
@@ -40,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     set_up_logging()
     _check_together(config)
     before = _rows_before(config)
-    config, gang = start_gang(config)
+    config, gang = start_gang(config, lambda world_size, device: _check_fits(config, world_size, device))
     try:
         config = replace(config, ep_sizes=_ep_sizes(config, gang.world_size))
         on_item = ignore if config.json is None else partial(append_line, config.json)
@@ -73,8 +75,26 @@ def _check_together(config: ScalingConfig) -> None:
         raise OptionError("--decode-tokens and --prefill-tokens are none; pass numbers for one of them")
     if config.resume and config.json is None:
         raise OptionError("--resume was given without --json; give the FILE that has the rows of the run before")
-    if config.ep_size is not None:
-        _ep_sizes(config, config.ep_size)
+    if len(config.routing) == 1 and config.routing[0].endswith(".npz"):
+        _check_recorded(config)
+
+
+def _check_recorded(config: ScalingConfig) -> None:
+    """A recorded routing that is the only one must be every geometry's."""
+    from moe_ep.bench.geometries import preset
+    from moe_ep.bench.workload import recorded_ids
+
+    for geometry in map(preset, config.geometry):
+        try:
+            recorded_ids(Path(config.routing[0]), geometry.num_experts, geometry.top_k)
+        except ValueError as error:
+            raise OptionError(f"--routing has nothing for {geometry.name}: {error}") from None
+
+
+def _check_fits(config: ScalingConfig, world_size: int | None, device: str | None) -> None:
+    """Options that such a gang cannot serve, as far as it is known."""
+    sizes = (1,) if world_size is None else _ep_sizes(config, world_size)
+    check_backends(config.backend, max(sizes), device)
 
 
 def _rows_before(config: ScalingConfig) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from moe_ep.launch.gang import set_up_logging
 from moe_ep.launch.gang_choice import start_gang
 from moe_ep.launch.generate_config import GenerateConfig, read_prompts
 from moe_ep.launch.generate_report import GenerationReport, RankGeneration
+from moe_ep.launch.option_values import check_backends
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
 from moe_ep.launch.rank_env import RankEnv
 
@@ -37,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
         raise missing_extra("transformers", "hf", "moe-ep generate")
     config.check_quantize()
     prompts = _prompts(config)
-    config, gang = start_gang(config)
+    config, gang = start_gang(config, lambda *found: check_backends([config.backend], *found))
     try:
         if config.model is None:
             from moe_ep.checkpoint.demo import demo_checkpoint

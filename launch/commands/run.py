@@ -6,8 +6,9 @@ import argparse
 import sys
 
 from moe_ep.files import write_text
-from moe_ep.launch.gang import Gang, set_up_logging
+from moe_ep.launch.gang import set_up_logging
 from moe_ep.launch.gang_choice import start_gang
+from moe_ep.launch.option_values import check_backends
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.report import RankReport, RunReport
@@ -33,9 +34,8 @@ def main(args: argparse.Namespace) -> int:
     set_up_logging()
     _check_together(config)
     config.check_eplb()
-    config, gang = start_gang(config)
+    config, gang = start_gang(config, lambda world_size, device: _check_fits(config, world_size, device))
     try:
-        _check_fits(config, gang)
         if config.model is None:
             from moe_ep.checkpoint.demo import demo_checkpoint
 
@@ -60,19 +60,22 @@ def _work(rank_env: RankEnv, config: RunConfig) -> RankReport:
     return run_worker(rank_env, config)
 
 
-def _check_fits(config: RunConfig, gang: Gang) -> None:
-    """Options that this gang cannot serve, found before its workers start."""
-    if len(config.tokens_per_rank) not in (1, gang.world_size):
+def _check_fits(config: RunConfig, world_size: int | None, device: str | None) -> None:
+    """Options that such a gang cannot serve, as far as it is known."""
+    if config.graphs and device == "cpu":
+        raise OptionError("--graphs was given and the workers run on CPUs; CUDA graphs need GPUs, leave it out")
+    check_backends([config.backend], world_size, device)
+    if world_size is None:
+        return
+    if len(config.tokens_per_rank) not in (1, world_size):
         raise OptionError(
             f"--tokens-per-rank has {len(config.tokens_per_rank)} numbers; it must be one number, or one for each "
-            f"of the {gang.world_size} workers"
+            f"of the {world_size} workers"
         )
-    if config.graphs and gang.device == "cpu":
-        raise OptionError("--graphs was given and the workers run on CPUs; CUDA graphs need GPUs, leave it out")
-    if config.metrics_port is not None and config.metrics_port + gang.world_size > 65536:
+    if config.metrics_port is not None and config.metrics_port + world_size > 65536:
         raise OptionError(
-            f"--metrics-port is {config.metrics_port}; with a port for each of {gang.world_size} workers it must be at "
-            f"most {65536 - gang.world_size}"
+            f"--metrics-port is {config.metrics_port}; with a port for each of {world_size} workers it must be at "
+            f"most {65536 - world_size}"
         )
 
 

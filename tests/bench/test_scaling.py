@@ -18,7 +18,7 @@ from moe_ep.bench.ceilings import Ceilings
 from moe_ep.bench.geometries import Geometry
 from moe_ep.bench.results import read_lines
 from moe_ep.errors import ConfigError
-from moe_ep.launch import progress, scaling_worker
+from moe_ep.launch import gang_choice, progress, scaling_worker
 from moe_ep.launch.cli import main
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.scaling_config import ScalingConfig
@@ -185,11 +185,16 @@ def test_routing_of_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (["--decode-tokens", "0"], "--decode-tokens is '0'; it must be whole numbers of at least 1"),
         (["--seconds", "soon"], "--seconds is 'soon'; it must be a number of seconds above 0"),
         (["--resume"], "--resume was given without --json"),
+        (["--backend", "auto,nvshmem_low_latency"], "--backend is 'nvshmem_low_latency' and the workers run on CPUs"),
+        (["--backend", "no_ep"], "--backend is 'no_ep', which moves nothing, and 4 workers share the experts"),
         (["--routing", "zipf"], "--routing is 'zipf'; it must be uniform, zipf:S"),
         (["--scaling", "strong", "--decode-tokens", "6", "--launcher", "local"], "6 tokens do not divide over 4 ranks"),
     ],
 )
-def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_refused_before_anything_starts(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gang_choice, "_make_gang", None)
     assert main(["bench", "scaling", "--device", "cpu", *options]) == 2
     said = capsys.readouterr().err
     assert message in said and len(said.splitlines()) == 1
