@@ -74,8 +74,8 @@ def cuda_align(
     warps = max(_MIN_WARPS, warps // _MIN_WARPS * _MIN_WARPS)
     params = _AlignParams(
         ids=ids.data_ptr(),
-        key_map=_pointer(key_map),
-        names=_pointer(names),
+        key_map=jit.pointer(key_map),
+        names=jit.pointer(names),
         num_tokens=num_tokens.data_ptr(),
         sorted=sorted_ids.data_ptr(),
         expert_ids=expert_ids.data_ptr() if wants_blocks else None,
@@ -113,7 +113,3 @@ def _most_warps(num_experts: int, blocks: int) -> int:
     """Warps of which a block's shared memory holds the counts."""
     none, one = (_shared_bytes(num_experts, warps, blocks) for warps in (0, 1))
     return (_MAX_SHARED - none) // (one - none)
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

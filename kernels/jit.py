@@ -304,6 +304,11 @@ def driver_bindings() -> Any:
     return driver
 
 
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """Where a tensor lies, for a launch's structure; null where there is none."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 def checked(result: tuple[Any, ...]) -> Any:
     """The value of a driver call; RuntimeError with the error's name where it failed."""
     status, *values = result

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.kernels import jit
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
@@ -94,7 +95,7 @@ def rows_params(rows: Rows) -> ExpertsParams:
     """Which rows there are, and nothing else."""
     return ExpertsParams(
         num_tokens=rows.num_tokens.data_ptr(),
-        row_ids=pointer(rows.row_ids),
+        row_ids=jit.pointer(rows.row_ids),
         num_experts=rows.num_tokens.numel(),
         max_rows=rows.max_rows,
         ids_divisor=rows.ids_divisor,
@@ -109,10 +110,6 @@ def type_number(kind: WeightType, scale_dtype: torch.dtype) -> int:
     return _TYPE_NUMBERS[kind.scalar_type]
 
 
-def pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def _gemms(pair: WeightPair) -> Any:
     """Both GEMMs without input and output."""
     return (GemmParams * 2)(*(_gemm(weights) for weights in (pair.w13, pair.w2)))
@@ -122,9 +119,9 @@ def _gemm(weights: Weights) -> GemmParams:
     return GemmParams(
         weights=weights.qweight.data_ptr(),
         scales=weights.scales.data_ptr(),
-        zeros=pointer(weights.zeros),
-        bias=pointer(weights.bias),
-        alphas=pointer(weights.alphas),
+        zeros=jit.pointer(weights.zeros),
+        bias=jit.pointer(weights.bias),
+        alphas=jit.pointer(weights.alphas),
         columns=weights.num_columns,
         rows=weights.num_rows,
         groups=weights.scales.size(1),

@@ -72,7 +72,9 @@ def triton_pack_codes(codes: torch.Tensor, bits: int, gated: bool) -> torch.Tens
     words_per_expert = num_rows * num_columns * bits // 32
     words = torch.empty((num_experts, words_per_expert), dtype=torch.int32, device=codes.device)
     grid = (triton.cdiv(words_per_expert, _BLOCK), num_experts)
-    _pack_codes_kernel[grid](
-        codes.view(torch.int16), words, num_rows, num_columns, words_per_expert, BITS=bits, GATED=gated, BLOCK=_BLOCK
-    )
+    pairs = codes.view(torch.int16)
+    with torch.cuda.device_of(codes):
+        _pack_codes_kernel[grid](
+            pairs, words, num_rows, num_columns, words_per_expert, BITS=bits, GATED=gated, BLOCK=_BLOCK
+        )
     return words
