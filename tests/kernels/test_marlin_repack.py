@@ -174,5 +174,6 @@ def test_triton_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_triton_on_a_gpu() -> None:
-    check_triton("cuda")
+def test_triton_on_the_last_gpu() -> None:
+    """With several, that is not the current one."""
+    check_triton(f"cuda:{torch.cuda.device_count() - 1}")
