@@ -148,7 +148,9 @@ def main_simulate(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise _shown(error) from None
     print(_describe(trace, config))
-    print(table(rows, {name: name for name in rows[0]}))
+    print(_parts(trace, config))
+    shown = [row | {"balancedness": f"{row['balancedness']:.3f}"} for row in rows]
+    print(table(shown, {name: name for name in rows[0]}))
     if config.json is not None:
         about = facts(seed=config.seed, command=args.shown) | {"trace": trace.model, "ep_size": config.ep_size}
         write_text(config.json, "".join(as_line(about | row) for row in rows))
@@ -159,6 +161,7 @@ def main_report(args: argparse.Namespace) -> int:
     config = from_args(ReportConfig, args)
     from moe_ep.bench.results import table
     from moe_ep.eplb.pictures import draw_load
+    from moe_ep.eplb.policy.maps import experts_moved
     from moe_ep.eplb.rules import RULES
     from moe_ep.eplb.simulate import LINEAR, measure, place
     from moe_ep.registry import EPLB_POLICIES
@@ -167,22 +170,27 @@ def main_report(args: argparse.Namespace) -> int:
     _check_names("--rule", (config.rule,), tuple(RULES))
     try:
         trace, scene = _read(args.trace, config), _scene(config)
-        before = measure(trace, scene, place(trace, scene, LINEAR), config.rule)
-        after = measure(trace, scene, place(trace, scene, config.policy), config.rule)
+        present, planned = place(trace, scene, LINEAR), place(trace, scene, config.policy)
+        before, after = (measure(trace, scene, slots, config.rule) for slots in (present, planned))
     except ValueError as error:
         raise _shown(error) from None
     title = _describe(trace, config)
     draw_load(
         {"before": before.slot_loads, f"after ({config.policy})": after.slot_loads}, config.ep_size, title, config.out
     )
-    layers = zip(before.layer_balancedness, after.layer_balancedness, strict=True)
-    rows: list[dict[str, Any]] = [
-        {"layer": layer, "before": round(old, 4), "after": round(new, 4)} for layer, (old, new) in enumerate(layers)
+    moved = experts_moved(present, planned, config.ep_size)
+    layers = zip(before.layer_balancedness, after.layer_balancedness, moved, strict=True)
+    rows = [(str(layer), *found) for layer, found in enumerate(layers)]
+    rows.append(("all", before.balancedness, after.balancedness, moved.sum()))
+    columns = ("layer", "balancedness before", "after", "experts moved")
+    cells = [
+        dict(zip(columns, (layer, f"{old:.3f}", f"{new:.3f}", int(count)), strict=True))
+        for layer, old, new, count in rows
     ]
-    rows.append({"layer": "all", "before": round(before.balancedness, 4), "after": round(after.balancedness, 4)})
-    print(f"{title}; balancedness by layer")
-    print(table(rows, {name: name for name in rows[0]}))
-    print(config.out)
+    print(title)
+    print(f"{_parts(trace, config)}; policy {config.policy}, rule {config.rule}")
+    print(table(cells, {name: name for name in columns}))
+    print(f"heat maps in {config.out}")
     return 0
 
 
@@ -228,6 +236,11 @@ def _describe(trace: RoutingTrace, config: SceneConfig) -> str:
         f"{trace.model}: {trace.num_layers} layers, {trace.num_experts} experts, {trace.num_steps} steps; "
         f"EP{config.ep_size}, {config.redundant} redundant"
     )
+
+
+def _parts(trace: RoutingTrace, config: SceneConfig) -> str:
+    seen = _scene(config).split(trace)
+    return f"planned on the first {seen} steps, measured on the other {trace.num_steps - seen}"
 
 
 def _check_names(flag: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:

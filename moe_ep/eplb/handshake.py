@@ -21,6 +21,8 @@ from moe_ep.job_store import job_store, roll_call
 logger = logging.getLogger(__name__)
 
 _OTHERS_WORD_S = 2.0
+# What a failed exchange takes behind its deadline: the roll is called, and the error left in the store.
+_VERDICT_S = 3.0
 
 
 class SideChannel:
@@ -43,6 +45,11 @@ class SideChannel:
             self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
             self._group = new_group(process_group, "gloo", timeout_s)
             self._prefix = f"moe_ep/eplb/{self._group.group_name}"
+
+    @property
+    def verdict_s(self) -> float:
+        """Seconds after which an exchange has ended on this rank or left its error."""
+        return self.timeout_s + _VERDICT_S
 
     def gather(self, what: str, values: Sequence[int]) -> list[list[int]]:
         """The values of every rank, by rank; int64, as many on each.

@@ -11,6 +11,7 @@ run on the serving thread, between two steps, and on a GPU they only queue copie
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ from moe_ep.errors import ConfigError, EplbError
 if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE
 
+logger = logging.getLogger(__name__)
+
 
 class EPLBManager:
     """Balances the MoE layers of one model over its EP ranks; making it is a collective step of them.
@@ -45,7 +48,7 @@ class EPLBManager:
         layers: the model's MoE layers in order, made with enable_eplb, with equal numbers of experts.
         config: the same on every rank.
         placement: int `[L, P]` to begin with; the experts are moved there at once. None leaves them as they are.
-        listener: is told what happens (`moe_ep.eplb.events`).
+        listener: is told what happens (`moe_ep.eplb.events`); what it raises is logged, and nothing else comes of it.
 
     Attributes:
         placement: where the experts are.
@@ -130,10 +133,10 @@ class EPLBManager:
         self._gate.check()
         self.recorder.end_step()
         try:
-            due = self._gate.advance(self._channel.timeout_s)
+            due = self._gate.advance(self._channel.verdict_s)
         except TimeoutError:
             error = self._channel.failed(
-                f"the step of a commit was not agreed on within {self._channel.timeout_s:g} s; experts stay"
+                f"the step of a commit was not agreed on within {self._channel.verdict_s:g} s; experts stay"
             )
             self._gate.fail(error)
             raise error from None
@@ -237,13 +240,25 @@ class EPLBManager:
         self._gate.fail(error)
 
     def _commit(self) -> None:
-        if self._rearrangement.commit() is None:
+        try:
+            layer = self._rearrangement.commit()
+        except Exception as cause:
+            logger.exception("EPLB stopped")
+            error = self._channel.failed(f"a commit failed on EP rank {self._channel.rank}: {cause!r}")
+            self._gate.fail(error)
+            raise error from cause
+        if layer is None:
             self._busy = False
 
     def _tell(self, event: Event) -> None:
         self.totals.add(event)
-        if self._listener is not None:
+        if self._listener is None:
+            return
+        try:
             self._listener(event)
+        except Exception:
+            # Who watches must not stop what is watched, nor leave the other ranks waiting.
+            logger.exception("the listener of the EPLB manager failed at %s", event)
 
 
 def _check_layers(layers: Sequence[FusedMoE]) -> FusedMoE:

@@ -200,6 +200,11 @@ class Rearrangement:
             raise
         except (RuntimeError, TimeoutError) as error:
             cause = f"({error})"
+            # Where the others are stuck too, the error of all says who did not take part, and not why.
+            logger.error("EPLB: experts of layer %d did not arrive on EP rank %d: %s", layer, self._channel.rank, error)
+            heard = self._channel.heard()
+            if heard is not None:
+                raise heard from None
         seconds = time.perf_counter() - started
         statuses = [row[0] for row in self._channel.gather(f"the arrival of layer {layer}", [bool(cause)])]
         if any(statuses):

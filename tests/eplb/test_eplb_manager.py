@@ -15,6 +15,7 @@ from moe_ep.eplb import transfer
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import CommitReport
 from moe_ep.eplb.manager import EPLBManager
+from moe_ep.eplb.step_gate import StepGate
 from moe_ep.eplb.transfer import MessageTransport
 from moe_ep.errors import EplbError
 from moe_ep.registry import ALL2ALL_BACKENDS
@@ -155,7 +156,7 @@ def step_until_error(manager: EPLBManager, limit_s: float = 20) -> str:
 def go_wrong(rank: int, world_size: int, how: str) -> str:
     layers = make_model(world_size)
     num_slots = E + layers[0].num_redundant_experts
-    settings = {**vars(CONFIG), "first_plan": 10**6, "timeout_s": 1.5 if how == "absent" else 20}
+    settings = {**vars(CONFIG), "first_plan": 10**6, "timeout_s": 1.5 if how in ("absent", "commit") else 20}
     if how == "settings":
         with pytest.raises(EplbError) as error:
             EPLBManager(layers, EplbConfig(**{**settings, "interval": 20 + rank}))
@@ -171,6 +172,8 @@ def go_wrong(rank: int, world_size: int, how: str) -> str:
             rows[:, 5] += 1
 
         transfer.seal = wrong_seal
+    if how == "commit" and rank == 1:
+        manager._rearrangement.commit = lambda: 1 // 0  # type: ignore[method-assign]
     if how != "absent" or rank != 1:
         manager.rearrange(random_placement(L, num_slots, seed=rank if how == "plan" else 5))
     try:
@@ -186,6 +189,7 @@ def go_wrong(rank: int, world_size: int, how: str) -> str:
         ("plan", "the ranks disagree about rearrangement 1: plan is "),
         ("step", "the ranks disagree about rearrangement 1: step is 0 on EP rank 0 and 1 on EP rank 1; "),
         ("checksum", "experts of layer 0 did not arrive on EP rank 0 with another checksum than they left with"),
+        ("commit", "a commit failed on EP rank 1: ZeroDivisionError("),
         ("absent", "the ranks could not exchange rearrangement 1 within 1.5 s: EP rank 1 did not take part; experts"),
     ],
 )
@@ -199,29 +203,31 @@ def test_what_goes_wrong_is_the_same_error_everywhere(how: str, message: str) ->
     assert results == [results[0]] * 3
 
 
-def die_while_moving(rank: int, world_size: int) -> None:
+def die_while_moving(rank: int, world_size: int, where: tuple[type, str]) -> None:
     layers = make_model(world_size)
-    manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), "first_plan": 10**6, "timeout_s": 2.0}))
-    fetch = MessageTransport.fetch
+    manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), "first_plan": 10**6, "timeout_s": 1.0}))
     if rank == 1:
-        MessageTransport.fetch = lambda *args: os._exit(9)  # type: ignore[method-assign]
+        setattr(*where, lambda *args: os._exit(9))
     manager.rearrange(random_placement(L, E + layers[0].num_redundant_experts, seed=1))
     started = time.monotonic()
     text = step_until_error(manager)
-    MessageTransport.fetch = fetch  # type: ignore[method-assign]
     raise EplbError(f"after {'less' if time.monotonic() - started < 8 else 'more'} than 8 s: {text}")
 
 
-def test_a_rank_that_dies_while_experts_move_ends_the_others() -> None:
+@pytest.mark.parametrize(
+    ("where", "exchange"),
+    [((MessageTransport, "fetch"), "the arrival of layer 0"), ((StepGate, "announce"), "the commit of layer 0")],
+)
+def test_a_rank_that_dies_while_experts_move_ends_the_others(where: tuple[type, str], exchange: str) -> None:
     pool = RankPool(3, timeout_s=20)
     with pytest.raises(AssertionError) as failure:
-        pool.run(die_while_moving)
+        pool.run(die_while_moving, where)
     text = str(failure.value)
     assert "rank 1: the process died" in text
-    message = (
-        "EplbError: after less than 8 s: the ranks could not exchange the arrival of layer 0 within 2 s: EP rank 1"
+    assert (
+        text.count(f"EplbError: after less than 8 s: the ranks could not exchange {exchange} within 1 s: EP rank 1 did")
+        == 2
     )
-    assert text.count(message) == 2
 
 
 def test_one_rank_has_nothing_to_exchange() -> None:

@@ -14,7 +14,7 @@ from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.planner import make_plan, measure_load
 from moe_ep.eplb.planner_process import PlannerProcess
 from moe_ep.eplb.recorder import ExpertLoadRecorder
-from tests.eplb.models import CONFIG, E, make_model, on_one_rank, redundancy
+from tests.eplb.models import CONFIG, E, make_model, on_one_rank, random_placement, redundancy
 from tests.ranks import ranks
 
 
@@ -54,6 +54,18 @@ def test_events_and_totals() -> None:
     assert (commits[0].step, commits[0].layer) == (2, 0)
     assert sum(event.experts_moved for event in commits) == plan.experts_moved
     assert sum(event.bytes_moved for event in commits) == plan.bytes_moved
+
+
+def test_a_listener_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(event: object) -> None:
+        raise OSError("nobody listens")
+
+    manager = EPLBManager(make_model(1, ep_size=1), CONFIG, listener=fail)
+    manager.rearrange(random_placement(3, manager.placement.num_slots, seed=1))
+    manager.finish()
+    manager.close()
+    assert manager.totals.layers_committed == 3
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["nobody listens"] * 4
 
 
 def test_the_recorded_steps_come_oldest_first() -> None:

@@ -30,7 +30,8 @@ def test_simulate_prints_a_row_for_each_policy_and_rule(tmp_path: Path, capsys: 
     assert main(["eplb", "simulate", *options]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "zipf:0.8: 1 layers, 16 experts, 4 steps; EP4, 4 redundant"
-    assert len(shown) == 2 + 3 * 2
+    assert shown[1] == "planned on the first 2 steps, measured on the other 2"
+    assert len(shown) == 3 + 3 * 2
     rows = [json.loads(line) for line in json_path.read_text().splitlines()]
     assert [(row["policy"], row["rule"]) for row in rows[:2]] == [("linear", "levelled"), ("linear", "hash")]
     assert all(0 < row["balancedness"] <= 1 and row["seed"] == 0 for row in rows)
@@ -43,9 +44,11 @@ def test_report_draws_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     picture = tmp_path / "load.png"
     assert main(["eplb", "report", str(tmp_path / "trace.npz"), "--ep-size", "4", "--out", str(picture)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:6]] == ["0", "1", "2", "all"]
-    before, after = map(float, lines[5].split()[1:])
+    assert lines[1] == "planned on the first 2 steps, measured on the other 2; policy incremental, rule levelled"
+    assert [line.split()[0] for line in lines[3:7]] == ["0", "1", "2", "all"]
+    before, after, moved = map(float, lines[6].split()[1:])
     assert before < after <= 1
+    assert moved == sum(int(line.split()[3]) for line in lines[3:6]) > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
