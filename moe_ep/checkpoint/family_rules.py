@@ -36,6 +36,19 @@ def swigluoai(config: Config) -> MoEActivation:
     return MoEActivation.SWIGLUOAI
 
 
+def listed_layers(config: Config) -> tuple[int, ...] | None:
+    """The layers that transformers lists as sparse, for families of any kind; None without such a list."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return None
+    layers = all_layers(config)
+    if not isinstance(kinds, list) or len(kinds) < len(layers) or not set(map(str, kinds)) <= {"dense", "sparse"}:
+        raise CheckpointError(
+            f"config.json: mlp_layer_types: expected dense or sparse for each of {len(layers)} layers, found {kinds!r}"
+        )
+    return tuple(i for i in layers if kinds[i] == "sparse")
+
+
 def all_layers(config: Config) -> tuple[int, ...]:
     return tuple(range(positive(config, "num_hidden_layers")))
 

@@ -7,7 +7,7 @@ the families' code in transformers 5 (transformers/models/<model_type>), and the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ def model_spec(config: Config) -> MoEModelSpec:
     """
     family = one_known("model_type", config.get("model_type"), dict(sorted(FAMILIES.items())))
     model_type, config = config["model_type"], family.text_config(config)
+    listed = rules.listed_layers(config)
     spec = MoEModelSpec(
         family=model_type,
         hidden_size=positive(config, "hidden_size"),
@@ -36,7 +37,7 @@ def model_spec(config: Config) -> MoEModelSpec:
         vocab_size=positive(config, "vocab_size"),
         dtype=_dtype(config),
         rms_norm_eps=number(config, "rms_norm_eps"),
-        moe_layers=family.moe_layers(config),
+        moe_layers=family.moe_layers(config) if listed is None else listed,
         num_experts=positive(config, *_NUM_EXPERTS),
         top_k=positive(config, "num_experts_per_tok", "moe_k"),
         moe_intermediate_size=positive(config, family.intermediate_size),
@@ -103,6 +104,23 @@ class _Family:
 
 
 _GATE_W1 = Projections(gate="w1", down="w2", up="w3")
+_MIXTRAL = _Family(
+    moe_module="block_sparse_moe",
+    projections=_GATE_W1,
+    intermediate_size="intermediate_size",
+    routing=rules.always_renormalized,
+)
+_QWEN3_NEXT = _Family(
+    moe_layers=rules.sparse_step_layers,
+    routing=rules.renormalized_unless_told,
+    shared_experts=rules.gated_shared_expert,
+    names={"norm_offset": 1.0},
+)
+# Models that see have the language model in a part of their own.
+_LANGUAGE_PART = {
+    "layers_module": "model.language_model.layers",
+    "embedding": "model.language_model.embed_tokens.weight",
+}
 _DEEPSEEK_V3 = _Family(
     moe_layers=rules.layers_after_dense,
     routing=rules.deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
@@ -110,12 +128,8 @@ _DEEPSEEK_V3 = _Family(
 )
 
 FAMILIES = {
-    "mixtral": _Family(
-        moe_module="block_sparse_moe",
-        projections=_GATE_W1,
-        intermediate_size="intermediate_size",
-        routing=rules.always_renormalized,
-    ),
+    "mixtral": _MIXTRAL,
+    "minimax": _MIXTRAL,
     "minimax_m2": _Family(
         moe_module="block_sparse_moe",
         projections=_GATE_W1,
@@ -132,20 +146,14 @@ FAMILIES = {
     ),
     "qwen2_moe": _Family(moe_layers=rules.sparse_step_layers, shared_experts=rules.gated_shared_expert),
     "qwen3_moe": _Family(moe_layers=rules.sparse_step_layers),
-    "qwen3_next": _Family(
-        moe_layers=rules.sparse_step_layers,
-        routing=rules.renormalized_unless_told,
-        shared_experts=rules.gated_shared_expert,
-        names={"norm_offset": 1.0},
-    ),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_moe_text": _QWEN3_NEXT,
+    "qwen3_5_moe": replace(_QWEN3_NEXT, text_config=rules.text_part, names={**_QWEN3_NEXT.names, **_LANGUAGE_PART}),
     "qwen3_vl_moe": _Family(
         moe_layers=rules.sparse_step_layers,
         routing=rules.always_renormalized,
         text_config=rules.text_part,
-        names={
-            "layers_module": "model.language_model.layers",
-            "embedding": "model.language_model.embed_tokens.weight",
-        },
+        names=_LANGUAGE_PART,
     ),
     "olmoe": _Family(intermediate_size="intermediate_size"),
     "ernie4_5_moe": _Family(
@@ -161,11 +169,15 @@ FAMILIES = {
         names={"router": "router", "has_router_bias": True, "has_bias": True, "interleaved": True},
     ),
     "glm4_moe": _DEEPSEEK_V3,
+    "glm4_moe_lite": _DEEPSEEK_V3,
+    "glm_moe_dsa": _DEEPSEEK_V3,
+    "dots1": _DEEPSEEK_V3,
     "deepseek_v2": _Family(
         moe_layers=rules.layers_after_dense,
         routing=rules.deepseek_routing("greedy", "softmax", renormalize=False),
         shared_experts=rules.deepseek_shared_experts,
     ),
     "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
 }

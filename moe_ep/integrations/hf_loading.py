@@ -13,13 +13,18 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from moe_ep.checkpoint import CheckpointReader
+from moe_ep.checkpoint import CheckpointReader, model_spec
+from moe_ep.checkpoint.directory import read_config
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.checkpoint.matrices import read_linear
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.integrations.hf_experts import ExpertsShape, experts_shape, find_experts
+
+# Families that are another of transformers by another name.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 class ExpertsPlace(nn.Module):
@@ -42,12 +47,7 @@ def load_without_experts(
         CheckpointError: tensors that are missing.
         ConfigError: a model without experts that moe_ep can take.
     """
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is None:
-        raise ConfigError(
-            f"{path}: transformers {transformers.__version__} has no causal language model for {type(config).__name__}"
-        )
+    kind, config = _kind_and_config(path)
     # The experts read their own quantization; transformers would want a quantizer for it.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -72,6 +72,21 @@ def load_without_experts(
     with CheckpointReader(path) as reader:
         _fill_dequantized(model, reader, unread)
     return model, shapes
+
+
+def _kind_and_config(path: Path) -> tuple[Any, Any]:
+    """transformers' class of the checkpoint's language model, and its configuration."""
+    model_type = str(read_config(path).get("model_type"))
+    known = _SAME_AS.get(model_type, model_type)
+    if known not in CONFIG_MAPPING or CONFIG_MAPPING[known] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{path}: transformers {transformers.__version__} has no causal language model of model_type "
+            f"{model_type!r}; install one that has"
+        )
+    with _quiet():
+        config = CONFIG_MAPPING[known].from_pretrained(path, local_files_only=True)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return kind, config if isinstance(config, kind.config_class) else config.get_text_config()
 
 
 def _without_experts(kind: Any, shapes: list[ExpertsShape]) -> Any:
@@ -103,12 +118,15 @@ def _quiet() -> Iterator[None]:
 
 def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) -> None:
     """Reads the weights that transformers did not find, or took for what they are not: those quantized on disk."""
+    # Language models of others, such as those that see, lie deeper in the files than in transformers' class.
+    root = model_spec(reader.config).layers_module.removesuffix("layers")
     for name, param in model.named_parameters():
-        quantized = name in reader and reader.info(name).dtype not in FLOATS
+        stored = root + name.removeprefix("model.") if name.startswith("model.") else name
+        quantized = stored in reader and reader.info(stored).dtype not in FLOATS
         if name not in unread and not quantized:
             continue
-        module = name.removesuffix(".weight")
+        module = stored.removesuffix(".weight")
         if param.dim() != 2 or not reader.names(module + "."):
-            raise CheckpointError(f"{reader.index_file}: expected tensor {name}, found none of that name")
+            raise CheckpointError(f"{reader.index_file}: expected tensor {stored}, found none of that name")
         with torch.no_grad():
             param.copy_(read_linear(reader, module, (param.size(0), param.size(1))))

@@ -126,6 +126,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("GptOss", {"num_local_experts": EXPERTS, "head_dim": 32}),
 }
+SAME_AS = {
+    "kimi_k2": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
+    "glm4_moe_lite": "glm4_moe",
+    "glm_moe_dsa": "glm4_moe",
+    "dots1": "deepseek_v3",
+    "minimax": "mixtral",
+    "qwen3_5_moe_text": "qwen3_next",
+}
 EXPECTED = {
     "mixtral": {"moe_layers": (0, 1, 2), "moe_intermediate_size": 48, "routing": RoutingSpec(renormalize=True)},
     "qwen2_moe": {"moe_layers": (1,), "moe_intermediate_size": 32, "routing": RoutingSpec(renormalize=False)},
@@ -217,7 +226,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_every_family_is_tested() -> None:
-    assert set(MODELS) == set(EXPECTED) == set(FAMILIES) - {"kimi_k2", "qwen3_vl_moe"}
+    assert set(MODELS) == set(EXPECTED) == set(FAMILIES) - set(SAME_AS) - {"qwen3_vl_moe", "qwen3_5_moe"}
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -230,9 +239,20 @@ def test_spec_of_a_config_that_transformers_writes(family: str) -> None:
     assert spec.activation is EXPECTED[family].get("activation", MoEActivation.SILU)
 
 
-def test_kimi_is_deepseek_by_another_name() -> None:
-    kimi = model_spec(config_of("deepseek_v3") | {"model_type": "kimi_k2"})
-    assert dataclasses.replace(kimi, family="deepseek_v3") == model_spec(config_of("deepseek_v3"))
+@pytest.mark.parametrize("family", SAME_AS)
+def test_families_that_are_others_by_another_name(family: str) -> None:
+    """Their models run in tests/integrations/test_families.py."""
+    other = SAME_AS[family]
+    spec = model_spec(config_of(other) | {"model_type": family})
+    assert dataclasses.replace(spec, family=other) == model_spec(config_of(other))
+
+
+def test_layers_that_transformers_lists() -> None:
+    listed = config_of("qwen3_moe", mlp_layer_types=["dense", "sparse", "sparse"])
+    assert model_spec(listed).moe_layers == (1, 2)
+    for wrong in (["dense"], ["dense", "moe", "sparse"], "sparse"):
+        with pytest.raises(CheckpointError, match="mlp_layer_types: expected dense or sparse for each of 3 layers"):
+            model_spec(listed | {"mlp_layer_types": wrong})
 
 
 def test_phi_mixes_with_the_jitter_of_its_config() -> None:

@@ -57,9 +57,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """The same model wherever it is made."""
+    """The same model wherever it is made; of families beyond FAMILIES, `changes` say the sizes."""
     torch.manual_seed(7)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family], **changes}, dtype=dtype)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **changes}, dtype=dtype)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     # transformers' own initialization leaves experts next to nothing to say.
     for name, param in model.named_parameters():

@@ -1,0 +1,92 @@
+"""Families that moe_ep takes from a checkpoint beside those of test_transformers.py, each against the model whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import moe_ep
+from moe_ep.checkpoint import CheckpointReader
+from moe_ep.checkpoint.writer import write_checkpoint
+from moe_ep.methods import relative_error, tolerance
+from tests.integrations.hf_models import FAMILIES, GROUPED, MLA, SIZES, make_model
+
+INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "head_dim": 8}
+OTHERS: dict[str, dict[str, Any]] = {
+    "DeepseekV32": {**MLA, **GROUPED, **INDEXER},
+    "GlmMoeDsa": {**MLA, **GROUPED, **INDEXER},
+    "Glm4MoeLite": {**MLA, **GROUPED, "head_dim": 8},
+    "Dots1": {**GROUPED, "norm_topk_prob": True},
+    "MiniMax": {"num_local_experts": 6, "layer_types": ["linear_attention", "full_attention"]},
+    "MiniMaxM2": {"num_local_experts": 6, "rotary_dim": 16},
+    "Phimoe": {"num_local_experts": 6},
+    "Ernie4_5_Moe": {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1},
+}
+
+
+def check(parallel: Any, alone: Any) -> None:
+    """Prefill of two prompts, and a token more of each."""
+    torch.manual_seed(0)
+    tokens = torch.randint(1, SIZES["vocab_size"], (2, 9))
+    caches: list[Any] = [None, None]
+    with torch.inference_mode():
+        for _ in range(2):
+            logits = []
+            for index, model in enumerate((parallel, alone)):
+                output = model(tokens, past_key_values=caches[index], use_cache=True)
+                caches[index] = output.past_key_values
+                logits.append(output.logits)
+            assert relative_error(*logits) < 2 * tolerance(torch.float32)
+            tokens = logits[1][:, -1:].argmax(-1)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_from_a_checkpoint(family: str, tmp_path: Path) -> None:
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    alone = make_model(family, **OTHERS[family])
+    alone.save_pretrained(tmp_path)
+    check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
+
+
+def test_kimi_is_deepseek_by_another_name(tmp_path: Path) -> None:
+    alone = make_model("DeepseekV3")
+    alone.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    own_code = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config | own_code))
+    check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
+
+
+def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
+    """Qwen3.5, whose files have it deeper than transformers' class; its attention is quantized, here without loss."""
+    if not hasattr(transformers, "Qwen3_5MoeConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no Qwen3_5Moe")
+    text = {key: value for key, value in {**SIZES, **FAMILIES["Qwen3Next"]}.items() if key != "intermediate_size"}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+    text["rope_parameters"]["rope_theta"] = 1e4
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    alone = transformers.Qwen3_5MoeForConditionalGeneration(config).eval().requires_grad_(False)
+    for name, param in alone.named_parameters():
+        if name.endswith(("_proj.weight", "experts.gate_up_proj", "experts.down_proj")):
+            param.copy_(torch.randn(param.shape).to(torch.float8_e4m3fn))
+    alone.save_pretrained(tmp_path / "plain")
+    with CheckpointReader(tmp_path / "plain") as reader:
+        tensors = {name: reader.read(name) for name in reader.names()}
+        for name in reader.names("model.language_model.layers."):
+            if name.endswith("self_attn.q_proj.weight"):
+                tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+                tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+        fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["experts"]}
+        write_checkpoint(tmp_path, reader.config | {"quantization_config": fp8}, tensors.items())
+    check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
