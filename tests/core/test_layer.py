@@ -219,6 +219,7 @@ def test_repr_says_what_it_is() -> None:
     ("options", "message"),
     [
         ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input needs top_k 1 and top_k is 2"),
+        ({"apply_router_weight_on_input": True, "top_k": 1, "n_shared_experts": 1}, "needs top_k 1 and top_k is 2"),
         ({"num_redundant_experts": -1}, "num_redundant_experts -1; they must be at least 1 and 0"),
         ({"num_experts": 0}, "num_experts is 0"),
         ({"activation": "tanh"}, "activation is 'tanh'; it must be one of silu"),

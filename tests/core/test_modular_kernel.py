@@ -74,7 +74,7 @@ def test_inplace_writes_over_the_input():
 
 
 @pytest.mark.parametrize("chunk", ["1", "4", "7", "100"])
-def test_chunking_changes_no_bit(monkeypatch, chunk):
+def test_chunks_are_together_what_the_whole_is(monkeypatch, chunk):
     x, w1, w2, weights, ids = problem(14)
     whole = kernel()(x, w1, w2, weights, ids).clone()
     monkeypatch.setenv("MOE_EP_CHUNK_SIZE", chunk)
@@ -103,6 +103,21 @@ def test_a_chunk_gets_its_rows_scales_and_metadata_go_with_the_whole(monkeypatch
     torch.testing.assert_close(got, plain_moe(x, w1, w2, weights, ids))
     assert torch.equal(torch.cat([part for part, _ in seen]), scales)
     assert [part for _, part in seen] == ([meta] if chunk == "100" else [None] * 3)
+
+
+def test_experts_are_not_called_for_no_rows_and_told_how_many_ids_there_are():
+    seen = []
+
+    class Experts(ReferenceExperts):
+        def apply(self, *args):
+            seen.append((args[1].size(0), args[7]))
+            super().apply(*args)
+
+    of_all = FusedMoEModularKernel(make_prepare_finalize("no_ep", moe_config()), Experts(moe_config()))
+    for num_tokens in (0, 2):
+        of_all(*problem(num_tokens))
+    of_all(*problem(3), global_num_experts=E + 1)
+    assert seen == [(2, E), (3, E + 1)]
 
 
 def test_shared_experts_come_beside_the_routed():

@@ -24,7 +24,8 @@ def test_smaller_requests_reuse_and_larger_ones_grow():
     (first,) = manager.get([((1024,), torch.float32)], CPU)
     held = manager.num_bytes(CPU)
     (second,) = manager.get([((16,), torch.float16)], CPU)
-    assert second.data_ptr() == first.data_ptr() and manager.num_bytes() == held
+    (third,) = manager.get([((1024,), torch.float32)], CPU)
+    assert first.data_ptr() == second.data_ptr() == third.data_ptr() and manager.num_bytes() == held
     manager.get([((2048,), torch.float32)], CPU)
     assert manager.num_bytes() == 2 * held
 
