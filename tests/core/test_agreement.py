@@ -37,6 +37,19 @@ def test_one_process_asks_nobody() -> None:
     assert largest_over_ranks(3, None) == 3
 
 
+def test_questions_are_numbered_anew_when_numbers_run_out(tmp_path: Path) -> None:
+    file = tmp_path / "board"
+    file.write_bytes(bytes(2 * 2 * 8))
+    boards = [Board(file, rank, 2, 5) for rank in range(2)]
+    for board in boards:
+        board._question = agreement._QUESTIONS - 3
+    with ThreadPoolExecutor(2) as threads:
+        for question in range(6):
+            assert (
+                list(threads.map(Board.largest, boards, (question, 9 - question))) == [max(question, 9 - question)] * 2
+            )
+
+
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     file = tmp_path / "board"
     file.write_bytes(bytes(2 * 3 * 8))
