@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,6 +32,8 @@ def observing(
             sink = _sink(rank_env, metrics_port + rank_env.local_rank, metrics_host)
             monitor = stack.enter_context(LayerMonitor(sink, rank=rank_env.rank, device=rank_env.device))
         if trace is not None:
+            # The profiler's library writes lines of its own to stderr otherwise.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             stack.enter_context(trace_to(trace, rank=rank_env.rank))
         yield monitor
 
