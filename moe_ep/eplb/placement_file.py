@@ -70,15 +70,10 @@ class PlacementFile:
         if content.pop("checksum", None) != _checksum(content):
             raise EplbError(f"the placement {path} was changed or cut off after it was written; save it again")
         try:
-            slots = np.array(content["physical_to_logical"], dtype=np.int64)
-            check_placement(slots, slots.shape[:2], content["num_experts"], "physical_to_logical")
-            return cls(
-                model=content["model"],
-                ep_size=content["ep_size"],
-                num_experts=content["num_experts"],
-                physical_to_logical=slots,
+            return _parse(
+                **{name: content[name] for name in ("model", "ep_size", "num_experts", "physical_to_logical")}
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, ValueError) as error:
             raise EplbError(f"the placement {path} does not hold one: {error}") from None
 
     def check(self, path: str | os.PathLike[str], *, model: str, ep_size: int, shape: tuple[int, int]) -> None:
@@ -94,6 +89,22 @@ class PlacementFile:
                 f"the placement {path} is for {self.ep_size} ranks, {layers} layers and {slots} slots, and there are "
                 f"{ep_size} ranks, {shape[0]} layers and {shape[1]} slots; run with as many, or make another"
             )
+
+
+def _parse(*, model: Any, ep_size: Any, num_experts: Any, physical_to_logical: Any) -> PlacementFile:
+    """Checked, whoever wrote it; ValueError for what is not a placement."""
+    for name, value, kind in (("model", model, str), ("ep_size", ep_size, int), ("num_experts", num_experts, int)):
+        if type(value) is not kind:
+            raise ValueError(f"{name} is {value!r}; it must be of type {kind.__name__}")
+    slots = np.array(physical_to_logical)
+    if slots.ndim != 2 or not np.issubdtype(slots.dtype, np.integer):
+        raise ValueError("physical_to_logical must be a list of whole numbers for each layer, as many in all")
+    if not 0 < num_experts <= slots.shape[1]:
+        raise ValueError(f"num_experts is {num_experts}; it must be from 1 to the {slots.shape[1]} slots of a layer")
+    check_placement(slots, slots.shape, num_experts, "physical_to_logical")
+    return PlacementFile(
+        model=model, ep_size=ep_size, num_experts=num_experts, physical_to_logical=slots.astype(np.int64)
+    )
 
 
 def model_checksum(reader: CheckpointReader) -> str:

@@ -151,5 +151,8 @@ def read_arrays(path: Path | str) -> dict[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (ValueError, TypeError, zipfile.BadZipFile, zlib.error, EOFError):
+    except FileNotFoundError:
+        raise
+    # zipfile raises RuntimeError and OSError too, for damage that reads as encryption or offsets.
+    except (ValueError, TypeError, RuntimeError, OSError, zipfile.BadZipFile, zlib.error, EOFError):
         raise ValueError(f"{path} cannot be read as an .npz file of plain numbers: it is none, or damaged") from None

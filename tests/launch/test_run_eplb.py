@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_ep.eplb.placement_file import PlacementFile
+from moe_ep.eplb.placement_file import PlacementFile, _checksum
 from moe_ep.eplb.trace import RoutingTrace
 from moe_ep.errors import EplbError
 from moe_ep.launch.cli import main
@@ -147,3 +147,25 @@ def test_placement_files_that_are_not_what_was_written(tmp_path: Path, change: A
     (tmp_path / "a.json").write_text(change((tmp_path / "a.json").read_text()))
     with pytest.raises(EplbError, match=message):
         PlacementFile.load(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model", None, "model is None; it must be of type str"),
+        ("ep_size", "2", "ep_size is '2'; it must be of type int"),
+        ("num_experts", 10**30, f"num_experts is {10**30}; it must be from 1 to the 4 slots"),
+        ("physical_to_logical", 3, "physical_to_logical must be a list of whole numbers for each layer"),
+        ("physical_to_logical", [[0.5, 1, 2, 0]], "physical_to_logical must be a list of whole numbers"),
+        ("physical_to_logical", [[0, 1, 1, 0]], "has no slot for expert 2 in layer 0"),
+    ],
+)
+def test_placement_files_that_somebody_else_wrote(tmp_path: Path, name: str, value: Any, message: str) -> None:
+    file = tmp_path / "a.json"
+    placement = PlacementFile(model="m", ep_size=2, num_experts=3, physical_to_logical=np.array([[0, 1, 2, 0]]))
+    placement.save(file)
+    content = json.loads(file.read_text()) | {name: value}
+    del content["checksum"]
+    file.write_text(json.dumps(content | {"checksum": _checksum(content)}))
+    with pytest.raises(EplbError, match=f"does not hold one: .*{message}"):
+        PlacementFile.load(file)
