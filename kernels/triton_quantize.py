@@ -14,6 +14,8 @@ from moe_ep.kernels.quantize import GROUP_SIZE, TINY_SCALE, scale_offset
 from moe_ep.kernels.triton_dispatch_rows import row_blocks
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
+# As measured: 16 columns a thread, and blocks that leave little behind the end of a row.
+_MOST_COLUMNS, _WARP_COLUMNS = 1024, 512
 
 
 @triton.jit
@@ -193,7 +195,7 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
     # Views of one buffer: codes from its first byte, scales behind them.
     start = scale_offset(hidden_size)
     quantized[:, hidden_size:start].zero_()
-    block, num_warps = row_blocks(num_tokens, hidden_size, rows.element_size())
+    block = min(_MOST_COLUMNS, row_blocks(num_tokens, hidden_size, rows.element_size())[0])
     block_groups = max(1, block // GROUP_SIZE)
     with torch.cuda.device_of(rows):
         _quantize_kernel[(num_tokens, triton.cdiv(num_groups, block_groups))](
@@ -210,7 +212,7 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
             BLOCK_GROUPS=block_groups,
             HAS_E4M3=_has_e4m3(rows.device),
             CORRECTIONS=0 if _INTERPRETED else 1 if rows.element_size() == 2 else 2,
-            num_warps=num_warps,
+            num_warps=max(1, block // _WARP_COLUMNS),
         )
     return quantized
 
