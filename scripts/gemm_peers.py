@@ -81,12 +81,8 @@ class Humming:
         from humming.tune import get_heuristics_config
 
         config = layer.humming_config
-        return json.dumps(
-            [
-                (total - 1, total, get_heuristics_config(config, shape_m=total, gemm_type=self.GEMM_TYPE))
-                for total in totals
-            ]
-        )
+        choices = [get_heuristics_config(config, shape_m=total, gemm_type=self.GEMM_TYPE) for total in totals]
+        return json.dumps(list(zip([0, *totals[:-1]], totals, choices, strict=True)))
 
     def calls(self, buffers: Buffers, rows: int) -> dict[str, Call]:
         more = {
