@@ -18,7 +18,6 @@ from moe_ep.errors import ConfigError, MoeEpError
 from moe_ep.launch import interrupts
 from moe_ep.launch.commands import bench, convert, doctor, eplb, generate, plan, plot, run, tune
 from moe_ep.launch.options import OptionError, Parser
-from moe_ep.registry import ALL2ALL_BACKENDS
 
 
 def make_parser() -> Parser:
@@ -67,6 +66,5 @@ def _check_environment() -> None:
     try:
         for variable in env.ALL:
             variable.get()
-        ALL2ALL_BACKENDS.check(env.ALL2ALL_BACKEND.get(), also=("auto",))
     except ValueError as error:
         raise OptionError(f"environment: {error}") from None

@@ -39,7 +39,6 @@ def choose_backend(backend: str, moe_config: FusedMoEConfig, process_group: dist
     ALL2ALL_BACKENDS.check(backend, also=("auto",))
     if backend == "auto":
         backend = env.ALL2ALL_BACKEND.get()
-        ALL2ALL_BACKENDS.check(backend, also=("auto",))
     if backend != "auto":
         name, reason = backend, "it was asked for"
     else:

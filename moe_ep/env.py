@@ -78,9 +78,18 @@ def _log_level(raw: str) -> str:
     return level
 
 
+def _backend_name(raw: str) -> str:
+    from moe_ep.registry import ALL2ALL_BACKENDS
+
+    known = ("auto", *ALL2ALL_BACKENDS)
+    if raw not in known:
+        raise ValueError(f"it must be one of {', '.join(known)}")
+    return raw
+
+
 ALL2ALL_BACKEND = EnvVar(
     name="MOE_EP_ALL2ALL_BACKEND",
-    parse=str,
+    parse=_backend_name,
     default="auto",
     meaning="dispatch backend of layers made with all2all_backend='auto'",
 )

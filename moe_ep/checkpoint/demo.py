@@ -22,6 +22,7 @@ from tqdm import tqdm
 from moe_ep import env
 from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, quantize_int
 from moe_ep.checkpoint.writer import write_checkpoint, write_json
+from moe_ep.errors import ConfigError
 
 DEMO_VERSION = 1
 
@@ -80,8 +81,19 @@ _TEXT_MODULES = (
 
 
 def demo_checkpoint() -> Path:
-    """The demo checkpoint in the cache folder (MOE_EP_CACHE_DIR), made on the first call."""
-    return make_demo_checkpoint(env.CACHE_DIR.get() / f"demo-qwen3-moe-v{DEMO_VERSION}")
+    """The demo checkpoint in the cache folder (MOE_EP_CACHE_DIR), made on the first call.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    folder = env.CACHE_DIR.get() / f"demo-qwen3-moe-v{DEMO_VERSION}"
+    try:
+        return make_demo_checkpoint(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"the demo checkpoint cannot be made as {folder} ({error.strerror}); set {env.CACHE_DIR.name} to a folder "
+            f"that can be written to, or pass --model"
+        ) from error
 
 
 def make_demo_checkpoint(directory: str | Path, seed: int = 0, progress: bool = True) -> Path:

@@ -168,7 +168,7 @@ def test_every_field_of_the_configuration_is_a_flag(capsys: pytest.CaptureFixtur
     [
         ("MOE_EP_LOG_LEVEL", "loud", "MOE_EP_LOG_LEVEL is 'loud'; it must be DEBUG"),
         ("MOE_EP_DISPATCH_TIMEOUT_S", "soon", "MOE_EP_DISPATCH_TIMEOUT_S is 'soon'; it must be a positive number"),
-        ("MOE_EP_ALL2ALL_BACKEND", "pigeon", "all2all_backend is 'pigeon'; it must be one of auto, no_ep"),
+        ("MOE_EP_ALL2ALL_BACKEND", "pigeon", "MOE_EP_ALL2ALL_BACKEND is 'pigeon'; it must be one of auto, no_ep"),
     ],
 )
 def test_a_broken_environment_variable_is_one_sentence(
@@ -179,6 +179,17 @@ def test_a_broken_environment_variable_is_one_sentence(
     output = capsys.readouterr()
     assert output.err.startswith(f"moe-ep run: environment: {sentence}")
     assert output.err.count("\n") == 1
+
+
+def test_a_cache_folder_that_cannot_be_written_to_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MOE_EP_CACHE_DIR", str(tmp_path / "file"))
+    assert main(["run", "--launcher", "local"]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be made as" in error and "set MOE_EP_CACHE_DIR to a folder that can be written to" in error
+    assert error.count("\n") == 1
 
 
 def test_inconsistent_launcher_variables_are_one_sentence(
