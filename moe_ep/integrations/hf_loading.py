@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.directory import read_config
+from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.checkpoint.matrices import read_linear
 from moe_ep.errors import CheckpointError, ConfigError
@@ -120,13 +121,22 @@ def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) ->
     """Reads the weights that transformers did not find, or took for what they are not: those quantized on disk."""
     # Language models of others, such as those that see, lie deeper in the files than in transformers' class.
     root = model_spec(reader.config).layers_module.removesuffix("layers")
+    is_plain = quantization_config(reader.config) is None
     for name, param in model.named_parameters():
         stored = root + name.removeprefix("model.") if name.startswith("model.") else name
         quantized = stored in reader and reader.info(stored).dtype not in FLOATS
         if name not in unread and not quantized:
             continue
         module = stored.removesuffix(".weight")
-        if param.dim() != 2 or not reader.names(module + "."):
+        found = stored in reader or (not is_plain and reader.names(module + "."))
+        if param.dim() != 2 or not found:
             raise CheckpointError(f"{reader.index_file}: expected tensor {stored}, found none of that name")
         with torch.no_grad():
             param.copy_(read_linear(reader, module, (param.size(0), param.size(1))))
+    # Such as the biases of a router's choice, which transformers leaves at zero with a word in its log.
+    for name, buffer in model.named_buffers():
+        if name in unread:
+            raise CheckpointError(
+                f"{reader.index_file}: expected {name}, as transformers calls it, of shape {tuple(buffer.shape)}, found "
+                f"none that fits"
+            )

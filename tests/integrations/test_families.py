@@ -16,6 +16,7 @@ import transformers
 import moe_ep
 from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.writer import write_checkpoint
+from moe_ep.errors import CheckpointError
 from moe_ep.methods import relative_error, tolerance
 from tests.integrations.hf_models import FAMILIES, GROUPED, MLA, SIZES, make_model
 
@@ -55,6 +56,21 @@ def test_from_a_checkpoint(family: str, tmp_path: Path) -> None:
     alone = make_model(family, **OTHERS[family])
     alone.save_pretrained(tmp_path)
     check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "MiniMaxM2"])
+@pytest.mark.parametrize("damage", ["missing", "of another shape"])
+def test_a_damaged_correction_bias_is_refused(family: str, damage: str, tmp_path: Path) -> None:
+    make_model(family, **OTHERS.get(family, {})).save_pretrained(tmp_path / "whole")
+    with CheckpointReader(tmp_path / "whole") as reader:
+        tensors = {name: reader.read(name) for name in reader.names()}
+        damaged = next(name for name in tensors if name.endswith("e_score_correction_bias"))
+        tensors[damaged] = tensors[damaged].repeat(2)
+        if damage == "missing":
+            del tensors[damaged]
+        write_checkpoint(tmp_path, reader.config, tensors.items())
+    with pytest.raises(CheckpointError, match=r"layers\.\d.*e_score_correction_bias, as .* found none that fits"):
+        moe_ep.parallelize(tmp_path)
 
 
 def test_kimi_is_deepseek_by_another_name(tmp_path: Path) -> None:
