@@ -137,6 +137,6 @@ def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) ->
     for name, buffer in model.named_buffers():
         if name in unread:
             raise CheckpointError(
-                f"{reader.index_file}: expected {name}, as transformers calls it, of shape {tuple(buffer.shape)}, found "
-                f"none that fits"
+                f"{reader.index_file}: expected {name}, as transformers calls it, of shape "
+                f"{tuple(buffer.shape)}, found none that fits"
             )
