@@ -237,15 +237,15 @@ def test_refuses_bad_arguments(options: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "redundant", "way_out"),
-    [(130, 0, 2), (130, 1, 2), (128, 3, 4)],
+    ("num_experts", "redundant", "enable_eplb", "way_out"),
+    [(130, 0, True, 2), (130, 1, True, 2), (128, 3, True, 4), (128, 3, False, 4)],
 )
-def test_physical_experts_must_divide_evenly(num_experts: int, redundant: int, way_out: int) -> None:
+def test_physical_experts_must_divide_evenly(num_experts: int, redundant: int, enable_eplb: bool, way_out: int) -> None:
     with pytest.raises(ValueError) as error:
         make_layer(
             num_experts=num_experts,
             num_redundant_experts=redundant,
-            enable_eplb=True,
+            enable_eplb=enable_eplb,
             parallel_config=FusedMoEParallelConfig.make(ep_size=4),
         )
     assert str(error.value) == (

@@ -244,14 +244,18 @@ def test_custom_routing_and_zero_experts() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zero_expert_result_has_the_dtype_of_the_hidden_states(dtype: torch.dtype) -> None:
-    hidden_states = torch.ones(2, 3, dtype=dtype)
+def test_zero_expert_result_is_rounded_once_to_the_dtype_of_the_hidden_states(dtype: torch.dtype) -> None:
+    hidden_states = (torch.arange(100).view(2, 50) / 7).to(dtype)
     _, ids, result = select_experts(
-        hidden_states, torch.tensor([[0.0, 9.0], [9.0, 0.0]]), 1, False, True,
+        hidden_states, torch.tensor([[0.0, 1.0], [9.0, 0.0]]), 1, False, False,
         zero_expert_num=1, zero_expert_type="identity",
     )  # fmt: skip
     assert ids.tolist() == [[-1], [0]]
-    assert result.dtype == dtype and result.tolist() == [[1.0] * 3, [0.0] * 3]
+    weight = torch.tensor([0.0, 1.0]).softmax(0)[1]
+    assert result.dtype == dtype
+    assert torch.equal(
+        result, torch.stack([(hidden_states[0].float() * weight).to(dtype), torch.zeros(50, dtype=dtype)])
+    )
 
 
 @pytest.mark.parametrize("num_shared", [1, 2])
