@@ -16,7 +16,7 @@ from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.launch.cli import main
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.checkpoint.format_cases import write_case
-from tests.checkpoint.test_models import save_model
+from tests.checkpoint.test_models import router_of, save_model
 
 KINDS = ("int4", "int8", "fp8")
 # Half a step of the largest weight of a group, over the mean of a normal distribution's magnitudes.
@@ -84,14 +84,15 @@ def test_all_else_is_copied(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out/config.json").read_text())
     settings = config.pop("quantization_config")
     assert config == qwen3_config()
-    assert settings["ignore"] == ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    routers = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate", r"re:.*\.(gate|router)$"]
+    assert settings["ignore"] == ["lm_head", *routers]
     assert not any(path.name.startswith(".out") for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_transformers_reads_the_whole_model(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("family", "kind"), [*(("qwen3_moe", kind) for kind in KINDS), ("phimoe", "fp8")])
+def test_transformers_reads_the_whole_model(tmp_path: Path, family: str, kind: str) -> None:
     pytest.importorskip("compressed_tensors")
-    model = save_model("qwen3_moe", tmp_path / "in")
+    model = save_model(family, tmp_path / "in")
     convert_checkpoint(tmp_path / "in", tmp_path / "out", kind)
     found, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values())
@@ -104,8 +105,8 @@ def test_transformers_reads_the_whole_model(tmp_path: Path, kind: str) -> None:
             expected = {"gate_up_proj": torch.cat([gate, up]), "down_proj": down}
             for name, values in expected.items():
                 torch.testing.assert_close(getattr(experts, name)[index].float(), values, rtol=2**-8, atol=0)
-        router = model.model.layers[layer].mlp.gate.weight
-        assert torch.equal(found.model.layers[layer].mlp.gate.weight, router)
+        routers = [router_of(whole.model.layers[layer].mlp).weight for whole in (found, model)]
+        assert torch.equal(*routers)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
