@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from moe_ep.bench.results import markdown_table, table
@@ -17,7 +17,7 @@ _COLUMNS = {
     "combine_us": "combine", "floor_over_time": "floor/time", "tokens_per_s_per_gpu": "tok/s/rank",
     "efficiency": "efficiency", "balancedness": "balance",
 }  # fmt: skip
-
+_RATIOS = ("floor_over_time", "efficiency", "balancedness")
 
 KIND = ("asked_backend", "wire", "routing", "eplb")
 
@@ -40,22 +40,28 @@ def of_most_alike(rows: Sequence[Row]) -> list[Row]:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """All rows in one table."""
-    return table(_shown(rows), _COLUMNS)
+    """All rows in one table, below a line that says once what is the same in all of them."""
+    same, columns = _same(rows, ("geometry", "backend", *_KIND))
+    about = [*(f"{title} {value}" for title, value in same), "T tokens a rank", "microseconds of the slowest rank"]
+    return f"{', '.join(about)}\n{table(_shown(rows), columns)}"
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """A table of all geometries, then one for each with every row, without the columns in which no rows differ."""
     shown, sections = _shown(rows), [f"## All\n\n{summary(rows)}\n"]
-    columns = {
-        key: title
-        for key, title in _COLUMNS.items()
-        if key != "geometry" and (key not in _KIND or len({row[key] for row in rows}) > 1)
-    }
+    _, columns = _same(rows, _KIND)
+    del columns["geometry"]
     for geometry in dict.fromkeys(row["geometry"] for row in rows):
         mine = [row for row in shown if row["geometry"] == geometry]
         sections.append(f"## {geometry}\n\n{markdown_table(mine, columns)}\n")
     return "\n".join(sections)
+
+
+def _same(rows: Sequence[Row], keys: Iterable[str]) -> tuple[list[tuple[str, Any]], dict[str, str]]:
+    """(heading and value of those columns in which all rows are the same, the other columns of the table)."""
+    same = {key for key in keys if len({row[key] for row in rows}) == 1}
+    columns = {key: title for key, title in _COLUMNS.items() if key not in same}
+    return [(_COLUMNS[key], rows[0][key]) for key in _COLUMNS if key in same], columns
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -76,4 +82,11 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
-    return [row | {f"{name}_us": us for name, us in row["stages_us"].items()} for row in rows]
+    """The rows with numbers of one kind written alike."""
+    return [
+        row
+        | {key: f"{row[key]:,.1f}" for key in ("us", "p99_us")}
+        | {f"{name}_us": f"{us:,.1f}" for name, us in row["stages_us"].items()}
+        | {key: f"{row[key]:.3f}" for key in _RATIOS}
+        for row in rows
+    ]

@@ -63,7 +63,9 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(
         assert (row["bytes_sent"] > 0) == (row["ep_size"] > 1)
         assert row["logical_gb_per_s"] >= row["wire_gb_per_s"]
         assert (row["workers"], row["launcher"]) == (2, "local")
-    assert len(done.stdout.splitlines()) == 1 + len(rows)
+    about, headings, *lines = done.stdout.splitlines()
+    assert about.startswith("geometry small, scaling weak, wire activations, T tokens a rank, ")
+    assert headings.split()[:4] == ["EP", "phase", "T", "backend"] and len(lines) == len(rows)
 
     under_torchrun = tmp_path / "torchrun.jsonl"
     done = run(
