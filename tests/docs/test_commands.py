@@ -49,6 +49,8 @@ ELSEWHERE = {
     "run --address auto --ep-size 16 --model DIR": "launch/test_ray_job.py::test_a_driver_joins_a_running_cluster",
     "run --ep-size 4": "launch/test_ray_job.py::test_a_job_of_a_bare_checkout",
     "run --eplb --routing zipf:0.8": "launch/test_run_eplb.py::test_experts_move_and_everything_is_verified",
+    "run --eplb --routing zipf:0.8 --device cpu --launcher local --ep-size 2 --tokens-per-rank 64":
+        "launch/test_run_eplb.py::test_experts_move_and_everything_is_verified",
     "run --launcher local --ep-size 4": "launch/test_run.py::test_the_demo_checkpoint_is_verified",
     "run --launcher torchrun --nnodes 2 --rdzv-endpoint HOST:29500 --ep-size 16":
         "launch/test_torchrun_gang.py::test_two_agents_restart_after_a_failure",
