@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec
+from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.moves import plan_moves
 from moe_ep.eplb.packing import ExpertRows, intact, seal
 from moe_ep.eplb.transfer import rearrange_expert_weights
@@ -19,6 +20,7 @@ from tests.checkpoint.format_cases import CASES, write_case
 from tests.checkpoint.format_cases import E as FORMAT_E
 from tests.checkpoint.test_format_cases import make_layer as make_format_layer
 from tests.eplb.models import (
+    CONFIG,
     SCHEMES,
     E,
     fresh_weights,
@@ -128,23 +130,29 @@ def test_moved_tensors_are_those_of_the_new_placement(world_size: int) -> None:
         ranks(world_size).run(move_tensors, seed)
 
 
-def move_layers(rank: int, world_size: int) -> None:
-    """Whole layers of every scheme, against a load into the new slots."""
+def move_layers(rank: int, world_size: int, managed: bool) -> None:
+    """Whole layers of every scheme, as layers of one model, against a load into the new slots."""
     redundant = redundancy(world_size, 3)
     num_slots = E + redundant
     layers = [load_layer(make_layer(scheme, redundant), seed) for seed, scheme in enumerate(SCHEMES)]
     old = np.tile(np.arange(num_slots) % E, (len(layers), 1))
     new = random_placement(len(layers), num_slots, seed=7)
-    rearrange_expert_weights([layer.expert_weights() for layer in layers], old, new)
+    if managed:
+        manager = EPLBManager(layers, CONFIG)
+        manager.rearrange(new)
+        manager.finish()
+        manager.close()
+    else:
+        rearrange_expert_weights([layer.expert_weights() for layer in layers], old, new)
     for index, scheme in enumerate(SCHEMES):
         fresh = fresh_weights(scheme, redundant, index, new[index])
         for got, wanted in zip(layers[index].expert_weights(), fresh, strict=True):
             assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 8])
-def test_layers_of_every_scheme_equal_a_fresh_load(world_size: int) -> None:
-    ranks(world_size).run(move_layers)
+@pytest.mark.parametrize(("world_size", "managed"), [(1, False), (3, True), (8, False)])
+def test_layers_of_every_scheme_equal_a_fresh_load(world_size: int, managed: bool) -> None:
+    ranks(world_size).run(move_layers, managed)
 
 
 def move_format(rank: int, world_size: int, name: str, directory: Path) -> None:
