@@ -68,7 +68,14 @@ class _Block(NamedTuple):
         )
 
     @property
+    def parameters(self) -> dict[str, int]:
+        """Those that the kernel is told."""
+        names = ("max_replicated", "stride", "words", "dividing", "expert_threads")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def fits(self) -> bool:
+        """Whether the kernel can have such a block."""
         return self.words * _WARP <= TILE_SLOTS and self.threads <= _MOST_THREADS and self.shared_bytes <= _MAX_SHARED
 
 
@@ -125,19 +132,14 @@ def map_and_record(
         width=width,
         row_stride=table.stride(0),
         column_stride=table.stride(1),
-        max_replicated=block.max_replicated,
-        stride=block.stride,
-        words=block.words,
         ranks=num_ranks,
         ep_rank=ep_rank,
         rank_factor=-(-(1 << 32) // slots_per_rank) % (1 << 32),
-        dividing=block.dividing,
-        expert_threads=block.expert_threads,
+        **block.parameters,
     )
+    kinds = ids.dtype, table.dtype, out.dtype
     # Both at once: a graph of another size may be captured next.
-    kernels = {
-        n: jit.load(kernel_source(ids.dtype, table.dtype, out.dtype, n), ids.device) for n in (_FEW_SLOTS, _MANY_SLOTS)
-    }
+    kernels = {slots: jit.load(kernel_source(*kinds, slots), ids.device) for slots in (_FEW_SLOTS, _MANY_SLOTS)}
     kernel = kernels[block.slots_each]
     kernel.allow_shared(block.shared_bytes)
     # Maps that were converted here are written by the kernel before.
