@@ -14,8 +14,8 @@ class FixedTensors(nn.Module):
 
     `model.to(torch.bfloat16)` would round scales and correction biases, and the type of fp4 scales tells one format
     from another. `model.to_empty(device=...)` after construction on the meta device would leave garbage in buffers that
-    no state_dict brings back (those that are not persistent): they keep their values. Submodules are cast and emptied
-    as ever.
+    no state_dict brings back (those that are not persistent): they keep their values, or stay without any. Submodules
+    are cast and emptied as ever.
     """
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -31,8 +31,8 @@ class FixedTensors(nn.Module):
         super()._apply(moved, recurse=False)
         for name, table in tables.items():
             there = self._buffers[name]
-            if table is not None and there is not None and not table.is_meta:
-                self._buffers[name] = table.to(there.device)
+            if table is not None and there is not None:
+                self._buffers[name] = table if table.is_meta else table.to(there.device)
         return self
 
 

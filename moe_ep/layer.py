@@ -40,7 +40,8 @@ class FusedMoE(LayerParts):
             it. None is torch's default dtype.
         reduce_results: all-reduce the output over TP ranks where it is a partial sum; otherwise that is the caller's.
         renormalize, use_grouped_topk, num_expert_group, topk_group, custom_routing_function, scoring_func,
-            routed_scaling_factor, e_score_correction_bias: as in `moe_ep.routing.select_experts`.
+            routed_scaling_factor, e_score_correction_bias: as in `moe_ep.routing.select_experts`. The bias may be the
+            router's parameter, loaded later; it is not saved with the layer, and may be assigned anew.
         apply_router_weight_on_input: multiply the rows before they are sent, with top_k 1.
         activation: a `MoEActivation` or its name.
         tp_size, dp_size, ep_size, is_sequence_parallel: how the ranks divide the layer (`FusedMoEParallelConfig.make`).
@@ -64,8 +65,6 @@ class FusedMoE(LayerParts):
         ValueError: sizes, names or options that do not fit together.
         BackendUnavailableError: the backend cannot run on this machine.
     """
-
-    e_score_correction_bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -156,9 +155,7 @@ class FusedMoE(LayerParts):
         self.shared_experts = shared_experts
         self.dispatch_dtype = dispatch_dtype
         self.experts = experts
-        # The bias stays the router's: it moves with the layer and is not saved with it.
-        bias = None if e_score_correction_bias is None else e_score_correction_bias.detach()
-        self.register_buffer("e_score_correction_bias", bias, persistent=False)
+        self.e_score_correction_bias = e_score_correction_bias
         self._routing = routing | {
             "renormalize": renormalize,
             "routed_scaling_factor": routed_scaling_factor,
@@ -243,12 +240,12 @@ class FusedMoE(LayerParts):
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(shared output, routed output) of one pass."""
-        eplb = self.eplb_state
+        eplb, bias = self.eplb_state, self.e_score_correction_bias
         with stage("route"):
             topk_weights, topk_ids, zero_expert_result = self._select_experts(
                 hidden_states,
                 router_logits,
-                e_score_correction_bias=self.e_score_correction_bias,
+                e_score_correction_bias=None if bias is None else bias.to(hidden_states.device),
                 indices_type=self.prepare_finalize.topk_indices_dtype(),
                 enable_eplb=eplb is not None,
                 expert_load_view=None if eplb is None else eplb.expert_load_view,
@@ -269,22 +266,17 @@ class FusedMoE(LayerParts):
         """`select_experts` with the layer's settings; a layer whose model routes by itself has another."""
         return select_experts(hidden_states, router_logits, **self._routing, **state)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy makes its kernels anew: the experts in them hold on to this layer's weights."""
-        return {**self.__dict__, **dict.fromkeys(self._kernels)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is a layer of its own, so it runs under a name of its own."""
-        super().__setstate__(state)
-        self.layer_name = unique_name(self.layer_name)
-        register_layer(self)
-
     def _check_inputs(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> None:
         K, dtype = self.moe_config.hidden_dim, self.moe_config.in_dtype
         if hidden_states.dim() != 2 or hidden_states.size(1) != K or hidden_states.dtype != dtype:
             raise ValueError(
                 f"hidden_states is {tuple(hidden_states.shape)} of {hidden_states.dtype}; the layer "
                 f"{self.layer_name} takes (T, {K}) of {dtype}; cast them, or make the layer with another params_dtype"
+            )
+        if self.e_score_correction_bias is not None and self.e_score_correction_bias.is_meta:
+            raise RuntimeError(
+                f"e_score_correction_bias of {self.layer_name} has no values, as it was made on the meta device; "
+                f"assign the router's, layer.e_score_correction_bias = ..."
             )
         if router_logits.shape != (hidden_states.size(0), self.num_router_columns):
             raise ValueError(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_ep.custom_ops import register_layer, unique_name
 from moe_ep.expert_shard import ExpertShard
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
 from moe_ep.process_groups import LayerGroups, is_initialized, layer_groups
@@ -23,6 +24,7 @@ class LayerParts(ExpertShard):
     Attributes:
         groups: the process groups of the layer.
         shared_experts: a module whose output is added, or None.
+        e_score_correction_bias: of the router, `[E]`, or None; may be assigned.
         dispatch_dtype: of rows on the wire; None for the activations' own.
     """
 
@@ -31,6 +33,7 @@ class LayerParts(ExpertShard):
 
     groups: LayerGroups
     shared_experts: nn.Module | None
+    e_score_correction_bias: torch.Tensor | None
     dispatch_dtype: torch.dtype | None
 
     def _join(self, process_group: dist.ProcessGroup | None) -> None:
@@ -97,10 +100,34 @@ class LayerParts(ExpertShard):
         return super()._apply(fn, recurse)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "e_score_correction_bias":
+            self._hold_bias(value)
+            return
         # As load_state_dict does with assign=True.
         if isinstance(value, torch.Tensor) and (name in self._parameters or name in self._buffers):
             self._forget_kernels()
         super().__setattr__(name, value)
+
+    def _hold_bias(self, bias: torch.Tensor | None) -> None:
+        """A router's parameter is held as it is, so that it stays the one that the router is loaded into; any other
+        tensor moves with the layer. Neither is saved with the layer."""
+        name = "e_score_correction_bias"
+        self._buffers.pop(name, None)
+        self.__dict__.pop(name, None)
+        if isinstance(bias, nn.Parameter):
+            self.__dict__[name] = bias
+        else:
+            self.register_buffer(name, None if bias is None else bias.detach(), persistent=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes its kernels anew: the experts in them hold on to this layer's weights."""
+        return {**self.__dict__, **dict.fromkeys(self._kernels)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a layer of its own, so it runs under a name of its own."""
+        super().__setstate__(state)
+        self.layer_name = unique_name(self.layer_name)
+        register_layer(cast("FusedMoE", self))
 
     def must_reduce_shared_expert_outputs(self) -> bool:
         """Whether the combine returns complete outputs, so that no all-reduce follows that would complete others."""

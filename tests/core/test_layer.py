@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -197,11 +199,36 @@ def test_a_layer_made_on_the_meta_device() -> None:
     options = {"enable_eplb": True, "num_redundant_experts": 3, "n_shared_experts": 1, "has_bias": True}
     weights = make_weights(E + 1, K, N, has_bias=True)
     with torch.device("meta"):
-        layer = make_layer(**options)
+        layer, bias = make_layer(**options), torch.zeros(E)
         far = make_layer(parallel_config=FusedMoEParallelConfig.make(ep_size=2, rank=1))
     expected = load(make_layer(**options), weights)(*make_inputs(T, K, E))
     assert torch.equal(load(layer.to_empty(device="cpu"), weights)(*make_inputs(T, K, E)), expected)
     assert far.to_empty(device="cpu").expert_map.tolist() == [-1, -1, -1, 0, 1, 2]
+    biased = make_layer(e_score_correction_bias=bias).to_empty(device="cpu")
+    with pytest.raises(
+        RuntimeError, match="e_score_correction_bias of .* has no values, as it was made on the meta device"
+    ):
+        biased(*make_inputs(T, K, E))
+
+
+def test_a_correction_bias_stays_the_routers_parameter() -> None:
+    weights, pushed = make_weights(E, K, N), torch.zeros(E).index_fill_(0, torch.tensor([4]), 2.0)
+    router = nn.Linear(K, E, bias=False)
+    router.correction = nn.Parameter(torch.zeros(E))
+    layer = load(make_layer(scoring_func="sigmoid", e_score_correction_bias=router.correction), weights)
+    model = nn.ModuleList([router, layer])
+    assert [name for name in model.state_dict() if "corr" in name] == ["0.correction"]
+    expected = load(make_layer(scoring_func="sigmoid", e_score_correction_bias=pushed), weights)(*make_inputs(T, K, E))
+    assert not torch.equal(layer(*make_inputs(T, K, E)), expected)
+    model._apply(lambda tensor: tensor.clone())  # as where it goes to a GPU
+    router.load_state_dict({"correction": pushed}, strict=False)
+    assert torch.equal(layer(*make_inputs(T, K, E)), expected)
+    twin = copy.deepcopy(model)
+    nn.init.zeros_(router.correction)
+    assert torch.equal(twin[1](*make_inputs(T, K, E)), expected)
+    assert not torch.equal(layer(*make_inputs(T, K, E)), expected)
+    layer.e_score_correction_bias = pushed
+    assert torch.equal(layer(*make_inputs(T, K, E)), expected)
 
 
 def test_stages_are_recorded() -> None:

@@ -136,17 +136,17 @@ def held_by_first_expert(layer: FusedMoE) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "N"),
     [
-        GPTQConfig(bits=4, group_size=32, sym=False),
-        GPTQConfig(bits=4, group_size=-1),
-        GPTQConfig(bits=4, group_size=128, sym=False),
-        GPTQConfig(bits=4, group_size=32, desc_act=True),
+        (GPTQConfig(bits=4, group_size=32, sym=False), 128),
+        (GPTQConfig(bits=4, group_size=-1), 128),
+        (GPTQConfig(bits=4, group_size=128, sym=False), 128),
+        (GPTQConfig(bits=4, group_size=64, sym=False), 192),
+        (GPTQConfig(bits=4, group_size=32, desc_act=True), 128),
     ],
-    ids=["whole groups", "one group", "a group on two ranks", "act-order"],
+    ids=["whole groups", "one group", "one of 128", "the second of three on two ranks", "act-order"],
 )
-def test_gptq_shards_of_tensor_parallelism_add_up(config: GPTQConfig) -> None:
-    # With 128 columns to a group and two ranks, w2's group straddles both; K takes one as well.
+def test_gptq_shards_of_tensor_parallelism_add_up(config: GPTQConfig, N: int) -> None:
     K = 128
     biases = []
     for rank in range(2):
@@ -257,6 +257,14 @@ def test_all_of_a_quantized_expert_can_be_moved(name: str) -> None:
     to_physical = torch.argsort(order).to(torch.int32).view(1, E, 1)
     layer.set_eplb_state(0, torch.zeros(1, E, dtype=torch.int32), to_physical, torch.ones(1, E, dtype=torch.int32))
     assert relative_error(layer(*inputs), before) < F32
+
+
+def test_experts_that_happen_to_be_symmetric_move_like_those_that_are_not() -> None:
+    symmetric = make_checkpoint(CONFIGS["4 bits"])
+    layers = [make_layer(CONFIGS["zero points"], symmetric, enable_eplb=eplb) for eplb in (True, False)]
+    assert [len(layer.expert_weights()) for layer in layers] == [6, 4]
+    inputs = make_inputs(T, K, E)
+    assert relative_error(layers[0](*inputs), layers[1](*inputs)) < F32
 
 
 @pytest.mark.parametrize(
