@@ -19,8 +19,8 @@ Row = dict[str, Any]
 _CEILINGS = ("memory_tb_per_s", "tflop_per_s", "link_gb_per_s")
 # A row has up to twice the tokens of the longest one before it.
 _LONGER = 2.0
-# How long a row may go on once the time is over, before it is taken for one that never ends.
-_GRACE_S = 30.0
+# A row that takes this and so many times as long as the longest before it is taken for one that never ends.
+_GRACE_S, _MUCH_LONGER = 30.0, 5.0
 
 
 class Setting(NamedTuple):
@@ -121,9 +121,11 @@ class Clock:
         return self._is_over
 
     def limit_s(self) -> float:
-        """After which a row that begins now is taken for one that never ends."""
-        limit = env.DISPATCH_TIMEOUT_S.get()
-        return limit if self._seconds is None else min(limit, max(self._seconds - self._spent(), 0.0) + _GRACE_S)
+        """After which a row that begins now is taken for one that never ends: where time counts, and kernels are
+        compiled, sooner."""
+        longest = max(self._longest.values(), default=0.0)
+        patience_s = _GRACE_S if self._seconds is not None and longest else env.DISPATCH_TIMEOUT_S.get()
+        return patience_s + _MUCH_LONGER * longest
 
     def note(self, phase: str, took_s: float) -> None:
         """What a row took."""
