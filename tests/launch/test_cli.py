@@ -18,8 +18,8 @@ from moe_ep.bench.geometries import PRESETS
 from moe_ep.launch.cli import main
 from moe_ep.launch.commands import doctor
 from moe_ep.launch.commands.doctor import examine, why_unusable
-from moe_ep.launch.option_values import GEOMETRY_NAMES
-from moe_ep.launch.options import flag
+from moe_ep.launch.option_values import GEOMETRY_NAMES, endpoint, port
+from moe_ep.launch.options import at_least, flag
 from moe_ep.launch.run_config import RunConfig
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.launch import jobs
@@ -119,6 +119,13 @@ def test_an_unknown_word_is_said_of_the_command_it_follows(
     error = capsys.readouterr().err
     assert error.startswith(f"{prog}: ") and error.endswith(f"; see {prog} --help\n")
     assert error.count("\n") == 1
+
+
+def test_the_least_values_are_values() -> None:
+    assert at_least(2)("2") == 2 and endpoint("host:1") == "host:1" and port("65535") == 65535
+    for parse, raw in ((at_least(2), "1"), (endpoint, "host:0"), (port, "0")):
+        with pytest.raises(ValueError, match="it must"):
+            parse(raw)
 
 
 def test_help_names_every_preset() -> None:

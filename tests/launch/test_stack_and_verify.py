@@ -91,6 +91,13 @@ def test_one_wrong_number_is_noticed(dtype: torch.dtype, tmp_path: Path) -> None
         assert error > allowed
 
 
+def test_rows_of_zeros_are_normalized_to_zeros(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    stack = MoEStack(reader, model_spec(reader.config), FusedMoEParallelConfig(), dtype=torch.float32)
+    assert torch.equal(stack(torch.zeros(2, 64)), torch.zeros(2, 64))
+
+
 def test_what_is_not_finite_is_an_infinite_error() -> None:
     assert verify.max_relative_error(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
     assert verify.max_relative_error(torch.zeros(0, 4), torch.zeros(0, 4)) == 0.0
