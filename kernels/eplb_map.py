@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ class _Block(NamedTuple):
     shared_bytes: int
 
     @classmethod
+    @cache
     def of(cls, tile_slots: int, num_experts: int, num_physical: int, num_ranks: int) -> _Block:
         max_replicated = min(max(num_physical - num_experts, 0), num_experts)
         stride, words = max_replicated | 1, -(-tile_slots // _WARP)
@@ -68,12 +70,6 @@ class _Block(NamedTuple):
         )
 
     @property
-    def parameters(self) -> dict[str, int]:
-        """Those that the kernel is told."""
-        names = ("max_replicated", "stride", "words", "dividing", "expert_threads")
-        return {name: getattr(self, name) for name in names}
-
-    @property
     def fits(self) -> bool:
         """Whether the kernel can have such a block."""
         return self.words * _WARP <= TILE_SLOTS and self.threads <= _MOST_THREADS and self.shared_bytes <= _MAX_SHARED
@@ -84,6 +80,12 @@ def kernel_source(ids: torch.dtype, maps: torch.dtype, out: torch.dtype, slots: 
     kinds = {"IDS_64": ids, "MAP_64": maps, "OUT_64": out}
     defines = tuple((name, str(int(dtype == torch.int64))) for name, dtype in kinds.items())
     return jit.KernelSource(_SOURCE, "eplb_map", (*defines, ("SLOTS", str(slots))))
+
+
+@cache
+def _kernels(ids: torch.dtype, maps: torch.dtype, out: torch.dtype, device: torch.device) -> dict[int, jit.Kernel]:
+    """By slots of a thread. Both at once: a graph of another size may be captured next."""
+    return {slots: jit.load(kernel_source(ids, maps, out, slots), device) for slots in (_FEW_SLOTS, _MANY_SLOTS)}
 
 
 def map_and_record(
@@ -135,12 +137,13 @@ def map_and_record(
         ranks=num_ranks,
         ep_rank=ep_rank,
         rank_factor=-(-(1 << 32) // slots_per_rank) % (1 << 32),
-        **block.parameters,
+        max_replicated=block.max_replicated,
+        stride=block.stride,
+        words=block.words,
+        dividing=block.dividing,
+        expert_threads=block.expert_threads,
     )
-    kinds = ids.dtype, table.dtype, out.dtype
-    # Both at once: a graph of another size may be captured next.
-    kernels = {slots: jit.load(kernel_source(*kinds, slots), ids.device) for slots in (_FEW_SLOTS, _MANY_SLOTS)}
-    kernel = kernels[block.slots_each]
+    kernel = _kernels(ids.dtype, table.dtype, out.dtype, ids.device)[block.slots_each]
     kernel.allow_shared(block.shared_bytes)
     # Maps that were converted here are written by the kernel before.
     early = table is logical_to_physical_map and counts is logical_replica_count
