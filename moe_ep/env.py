@@ -123,6 +123,12 @@ NVSHMEM_FORCE_DEVICE_API = EnvVar(
     default=False,
     meaning="1: the NVSHMEM backends treat every other rank as one of another host (for tests on one host)",
 )
+NVSHMEM_NUM_SMS = EnvVar(
+    name="MOE_EP_NVSHMEM_NUM_SMS",
+    parse=_whole_number,
+    default=0,
+    meaning="SMs that nvshmem_high_throughput moves rows with; 0: its own choice",
+)
 NVSHMEM_TIMEOUT_S = EnvVar(
     name="MOE_EP_NVSHMEM_TIMEOUT_S",
     parse=_seconds_or_off,
@@ -138,6 +144,6 @@ RANKS_PER_HOST = EnvVar(
 )
 
 ALL: tuple[EnvVar, ...] = (
-    ALL2ALL_BACKEND, CACHE_DIR, CHUNK_SIZE, DISPATCH_TIMEOUT_S, LOG_LEVEL, NVSHMEM_FORCE_DEVICE_API, NVSHMEM_TIMEOUT_S,
-    RANKS_PER_HOST,
+    ALL2ALL_BACKEND, CACHE_DIR, CHUNK_SIZE, DISPATCH_TIMEOUT_S, LOG_LEVEL, NVSHMEM_FORCE_DEVICE_API, NVSHMEM_NUM_SMS,
+    NVSHMEM_TIMEOUT_S, RANKS_PER_HOST,
 )  # fmt: skip

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
 from moe_ep.dispatch.batch import Batch, Pending
@@ -62,7 +63,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         quant_config: its dispatch_dtype is that of rows on the wire.
         process_group: the EP ranks, at most 8.
         owners: int32 `[E + shared]`, the rank of the group that each id goes to; None for that of the placement.
-        num_sms: SMs that move rows; None for what is nearly the best.
+        num_sms: SMs that move rows; None for MOE_EP_NVSHMEM_NUM_SMS, or what is nearly the best.
         batches_in_flight: batches that may be between prepare and finalize; each has symmetric memory of its own.
         exact_rows: hand over the rows that arrived where no CUDA graph is captured; False for all R * max_num_tokens.
 
@@ -90,7 +91,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         self._check_config()
         if num_sms is None:
             is_fp8 = quant_config is not None and quant_config.dispatch_dtype is not None
-            num_sms = DEFAULT_NUM_SMS_FP8 if is_fp8 else DEFAULT_NUM_SMS
+            num_sms = env.NVSHMEM_NUM_SMS.get() or (DEFAULT_NUM_SMS_FP8 if is_fp8 else DEFAULT_NUM_SMS)
         for name, value in (("num_sms", num_sms), ("batches_in_flight", batches_in_flight)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -213,7 +214,8 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         params.common = parts.common
         params.pointers[:] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         params.numbers[:] = numbers
-        self._kernels[name].launch(params, (1 if name == "plan" else self.num_sms, 1, 1), _THREADS)
+        grid = (1 if name == "plan" else self.num_sms, 1, 1)
+        self._kernels[name].launch(params, grid, _THREADS, early=name == "dispatch")
 
 
 def _layout(

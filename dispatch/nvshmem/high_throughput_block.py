@@ -30,6 +30,8 @@ KERNELS = ("plan", "dispatch", "combine")
 _LINE_BYTES = 16
 _LINES_OF_COUNTS = 4
 _FLAG_BYTES = 8
+# What links carry at once.
+_LINK_LINE_BYTES = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +64,15 @@ class Layout:
         return self.capacity * min(self.num_ranks, self.topk)
 
     @property
-    def row_bytes(self) -> int:
-        return align(quantized_row_bytes(self.hidden_size), 16) if self.fp8 else 2 * self.hidden_size
-
-    @property
-    def wire_bytes(self) -> int:
-        return self.row_bytes + (align(8 * self.topk, 16) if self.device_api else 0)
-
-    @property
     def takes_rows(self) -> bool:
         """Rows do not stay where they arrive."""
         return self.fp8 or self.device_api
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row on the wire; cuda/high_throughput_wire.cuh says what those hold that are taken."""
+        columns = quantized_row_bytes(self.hidden_size) if self.fp8 else 2 * self.hidden_size
+        return align(columns + 8 * self.topk, _LINK_LINE_BYTES) if self.takes_rows else columns
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -84,9 +84,9 @@ class Layout:
             "result_flags": _FLAG_BYTES * self.max_results,
             "ids": 4 * self.topk * self.max_rows,
             "weights": 4 * self.topk * self.max_rows,
-            "rows": self.wire_bytes * self.max_rows,
+            "rows": self.row_bytes * self.max_rows,
             "results": 2 * self.hidden_size * self.max_results,
-            "staged_rows": self.wire_bytes * self.capacity if self.device_api else 0,
+            "staged_rows": self.row_bytes * self.capacity if self.device_api else 0,
             "staged_results": 2 * self.hidden_size * self.max_rows if self.device_api else 0,
         }
 

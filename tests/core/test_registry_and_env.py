@@ -57,6 +57,7 @@ def test_defaults_without_variables(monkeypatch):
         (env.LOG_LEVEL, "debug", "DEBUG"),
         (env.NVSHMEM_TIMEOUT_S, "off", 0.0),
         (env.NVSHMEM_FORCE_DEVICE_API, "1", True),
+        (env.NVSHMEM_NUM_SMS, "32", 32),
     ],
 )
 def test_values_are_parsed(monkeypatch, variable, raw, value):

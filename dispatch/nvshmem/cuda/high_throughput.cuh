@@ -31,10 +31,17 @@ constexpr int kLinesOfCounts = 4;
 constexpr int kVectors = HIDDEN / kColumns;
 constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;
 constexpr int kResultBytes = 2 * HIDDEN;
-constexpr int kRowBytes = FP8 ? (HIDDEN + 4 * kGroups + 15) / 16 * 16 : kResultBytes;
 constexpr bool kTakesRows = FP8 || DEVICE_API;  // and does not leave them where they arrive
-constexpr int kWireBytes = kRowBytes + (DEVICE_API ? (8 * TOPK + 15) / 16 * 16 : 0);
+constexpr int kColumnBytes = FP8 ? HIDDEN : kResultBytes;
+// Of a row on the wire; high_throughput_wire.cuh says what is behind the columns.
+constexpr int kRowBytes =
+    kTakesRows ? (kColumnBytes + 4 * ((FP8 ? kGroups : 0) + 2 * TOPK) + 127) / 128 * 128 : kResultBytes;
 constexpr int kAtOnce = 4;  // vectors of a lane that are loaded before the first is stored
+// Vectors of a lane that are loaded at once, at most `most`, where a row is to take the fewest rounds.
+__device__ constexpr int at_once(int most) {
+    const int of_lane = (kVectors + 31) / 32, rounds = (of_lane + most - 1) / most;
+    return (of_lane + rounds - 1) / rounds;
+}
 constexpr u32 kAllLanes = 0xffffffffu;
 enum { ROWS_TAKEN, TOKENS_TAKEN };
 
@@ -81,10 +88,10 @@ __device__ __forceinline__ void release_flag(u64* flag, u32 epoch) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(flag_of_epoch(epoch)) : "memory");
 }
 
-// Waits for a row's flag here; called by any threads, each for its own or all for one.
+// Waits for a row's flag here, which mostly is there; called by any threads, each for its own.
 template <u32 kPhase>
 __device__ __forceinline__ bool await_flag(Wait<kPhase>& wait, u64* flag, int peer) {
-    const bool came = wait.for_flags(flag, peer);
+    const bool came = load_acquire(flag) == flag_of_epoch(wait.epoch) || wait.for_flags(flag, peer);
 #if DEVICE_API
     if (came) {
         settle(flag, flag_of_epoch(wait.epoch));

@@ -13,6 +13,9 @@ struct Params {
 };
 
 constexpr int kTurnRows = 64;  // how many rows go to one rank before the next has its turn
+// A token is added up by as many warps as it has such parts, so that the last ones to come home take little time.
+constexpr int kPartVectors = 128;
+constexpr int kParts = (kVectors + kPartVectors - 1) / kPartVectors;
 
 // Other ranks take turns, and each rank begins with the one behind it, so that no rank's links are everybody's target.
 __device__ __forceinline__ void send_results(const Params& p, int first, int warps, u32 epoch) {
@@ -45,10 +48,11 @@ __device__ __forceinline__ void send_results(const Params& p, int first, int war
     }
 }
 
-// The sum of the rows at the addresses that lanes hold, those of `ranks`, in order; two are on their way at a time.
-__device__ __forceinline__ void sum_rows(u32 ranks, u64 address, u8* output) {
+// A part of the sum of the rows at the addresses that lanes hold, those of `ranks`, in order; two are on their way at a
+// time.
+__device__ __forceinline__ void sum_rows(u32 ranks, u64 address, int begin, int end, u8* output) {
     constexpr int kSums = 2;
-    for (int start = threadIdx.x % 32; start < (kVectors + 31) / 32 * 32; start += 32 * kSums) {
+    for (int start = begin + threadIdx.x % 32; start < begin + kPartVectors; start += 32 * kSums) {
         Floats sum[kSums] = {};
         for (u32 left = ranks; left;) {
             Vec v[2][kSums];
@@ -59,7 +63,7 @@ __device__ __forceinline__ void sum_rows(u32 ranks, u64 address, u8* output) {
                 const Vec* from = reinterpret_cast<const Vec*>(__shfl_sync(kAllLanes, address, of ? __ffs(of) - 1 : 0));
 #pragma unroll
                 for (int i = 0; i < kSums; ++i) {
-                    v[row][i] = of && start + 32 * i < kVectors ? from[start + 32 * i] : Vec{};
+                    v[row][i] = of && start + 32 * i < end ? from[start + 32 * i] : Vec{};
                 }
             }
 #pragma unroll
@@ -73,7 +77,7 @@ __device__ __forceinline__ void sum_rows(u32 ranks, u64 address, u8* output) {
         }
 #pragma unroll
         for (int i = 0; i < kSums; ++i) {
-            if (start + 32 * i < kVectors) {
+            if (start + 32 * i < end) {
                 reinterpret_cast<Vec*>(output)[start + 32 * i] = pack(sum[i]);
             }
         }
@@ -85,7 +89,8 @@ __device__ __forceinline__ void take_tokens(const Params& p, u32 epoch) {
     const int lane = threadIdx.x % 32;
     Wait<PHASE_COMBINE> wait(c.limits, epoch);
     Turns turns(c.taken + TOKENS_TAKEN);
-    for (int token = turns.next(); token < p.num_tokens; token = turns.next()) {
+    for (int turn = turns.next(); turn < p.num_tokens * kParts; turn = turns.next()) {
+        const int token = turn / kParts, begin = turn % kParts * kPartVectors;
         const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
         u64 address = 0;
         bool came = true;
@@ -98,7 +103,8 @@ __device__ __forceinline__ void take_tokens(const Params& p, u32 epoch) {
         }
         __syncwarp();
         if (__all_sync(kAllLanes, came)) {
-            sum_rows(__ballot_sync(kAllLanes, slot >= 0), address, p.output + static_cast<u64>(token) * kResultBytes);
+            u8* output = p.output + static_cast<u64>(token) * kResultBytes;
+            sum_rows(__ballot_sync(kAllLanes, slot >= 0), address, begin, min(begin + kPartVectors, kVectors), output);
         }
     }
 }

@@ -16,6 +16,8 @@ struct Params {
     int num_ids, num_tokens, batch;
 };
 
+constexpr int kTokensAtOnce = TOPK > 8 ? 1 : 4;  // of a thread, whose ids are loaded together
+
 struct Shared {
     int before[kWarps][RANKS];                // tokens of the warp for each rank; then of the warps before it
     int counts[RANKS][2 * kLinesOfCounts];    // rows that each rank sends to each
@@ -23,48 +25,73 @@ struct Shared {
     int all_came;
 };
 
-// The ranks that a token goes to, as bits; of those in `alive`.
-__device__ __forceinline__ u32 ranks_of(const Params& p, u32 alive, int token) {
-    alignas(16) int ids[TOPK];
-    const int* from = p.topk_ids + static_cast<u64>(token) * TOPK;
-    if (TOPK % 4 == 0) {
+// The ranks that each of a thread's tokens goes to, as bits, of those in `alive`; the tokens are 32 apart.
+__device__ __forceinline__ void ranks_of(const Params& p, u32 alive, int first, int end, u32 (&ranks)[kTokensAtOnce]) {
+    alignas(16) int ids[kTokensAtOnce][TOPK];
 #pragma unroll
-        for (int i = 0; i < TOPK / 4; ++i) {
-            reinterpret_cast<Vec*>(ids)[i] = reinterpret_cast<const Vec*>(from)[i];
+    for (int i = 0; i < kTokensAtOnce; ++i) {
+        const int* from = p.topk_ids + static_cast<u64>(min(first + 32 * i, end - 1)) * TOPK;
+        if (TOPK % 4 == 0) {
+#pragma unroll
+            for (int j = 0; j < TOPK / 4; ++j) {
+                reinterpret_cast<Vec*>(ids[i])[j] = reinterpret_cast<const Vec*>(from)[j];
+            }
+        } else {
+#pragma unroll
+            for (int slot = 0; slot < TOPK; ++slot) {
+                ids[i][slot] = from[slot];
+            }
         }
-    } else {
+    }
+#pragma unroll
+    for (int i = 0; i < kTokensAtOnce; ++i) {
+        ranks[i] = 0;
 #pragma unroll
         for (int slot = 0; slot < TOPK; ++slot) {
-            ids[slot] = from[slot];
+            const int id = ids[i][slot], owner = id >= 0 && id < p.num_ids ? __ldg(p.owners + id) : -1;
+            ranks[i] |= owner >= 0 ? 1u << owner : 0u;
         }
+        ranks[i] = first + 32 * i < end ? ranks[i] & alive : 0;
     }
-    u32 ranks = 0;
-#pragma unroll
-    for (int slot = 0; slot < TOPK; ++slot) {
-        const int owner = ids[slot] >= 0 && ids[slot] < p.num_ids ? __ldg(p.owners + ids[slot]) : -1;
-        ranks |= owner >= 0 ? 1u << owner : 0u;
-    }
-    return ranks & alive;
 }
 
 // Leaves each token's ranks in its first slot, for write_slots.
 __device__ __forceinline__ void count_tokens(const Params& p, Shared& shared, u32 alive, int begin, int end) {
     const int lane = threadIdx.x % 32;
     int count = 0;
-    for (int start = begin; start < end; start += 32) {
-        const int token = start + lane;
-        const u32 ranks = token < end ? ranks_of(p, alive, token) : 0;
-        if (token < end) {
-            p.slots[static_cast<u64>(token) * RANKS] = static_cast<int>(ranks);
-        }
+    for (int first = begin + lane; first < end + lane; first += 32 * kTokensAtOnce) {
+        u32 ranks[kTokensAtOnce];
+        ranks_of(p, alive, first, end, ranks);
 #pragma unroll
-        for (int rank = 0; rank < RANKS; ++rank) {
-            const int here = __popc(__ballot_sync(kAllLanes, ranks >> rank & 1));
-            count += lane == rank ? here : 0;
+        for (int i = 0; i < kTokensAtOnce; ++i) {
+            const int token = first + 32 * i;
+            if (token < end) {
+                p.slots[static_cast<u64>(token) * RANKS] = static_cast<int>(ranks[i]);
+            }
+#pragma unroll
+            for (int rank = 0; rank < RANKS; ++rank) {
+                const int here = __popc(__ballot_sync(kAllLanes, ranks[i] >> rank & 1));
+                count += lane == rank ? here : 0;
+            }
         }
     }
     if (lane < RANKS) {
         shared.before[threadIdx.x / 32][lane] = count;
+    }
+}
+
+// One SM writes all of them, and pays by stores.
+__device__ __forceinline__ void store_slots(int* to, const int (&slots)[RANKS]) {
+    if (RANKS % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < RANKS / 4; ++i) {
+            reinterpret_cast<Vec*>(to)[i] = reinterpret_cast<const Vec*>(slots)[i];
+        }
+    } else {
+#pragma unroll
+        for (int rank = 0; rank < RANKS; ++rank) {
+            to[rank] = slots[rank];
+        }
     }
 }
 
@@ -75,18 +102,26 @@ __device__ __forceinline__ void write_slots(const Params& p, const Shared& share
     for (int rank = 0; rank < RANKS; ++rank) {
         next[rank] = shared.first[rank] + shared.before[threadIdx.x / 32][rank];
     }
-    for (int start = begin; start < end; start += 32) {
-        const int token = start + lane;
-        int* slots = p.slots + static_cast<u64>(token) * RANKS;
-        const u32 ranks = token < end ? static_cast<u32>(slots[0]) : 0;
+    for (int first = begin + lane; first < end + lane; first += 32 * kTokensAtOnce) {
+        u32 ranks[kTokensAtOnce];
 #pragma unroll
-        for (int rank = 0; rank < RANKS; ++rank) {
-            const bool has = ranks >> rank & 1;
-            const u32 which = __ballot_sync(kAllLanes, has);
-            if (token < end) {
+        for (int i = 0; i < kTokensAtOnce; ++i) {
+            const int token = first + 32 * i;
+            ranks[i] = token < end ? static_cast<u32>(p.slots[static_cast<u64>(token) * RANKS]) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kTokensAtOnce; ++i) {
+            alignas(16) int slots[RANKS];
+#pragma unroll
+            for (int rank = 0; rank < RANKS; ++rank) {
+                const bool has = ranks[i] >> rank & 1;
+                const u32 which = __ballot_sync(kAllLanes, has);
                 slots[rank] = has ? next[rank] + __popc(which & ((1u << lane) - 1)) : -1;
+                next[rank] += __popc(which);
             }
-            next[rank] += __popc(which);
+            if (first + 32 * i < end) {
+                store_slots(p.slots + static_cast<u64>(first + 32 * i) * RANKS, slots);
+            }
         }
     }
 }
@@ -149,6 +184,7 @@ __device__ __forceinline__ void place(const Params& p, const Shared& shared) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_plan(const __grid_constant__ Params p) {
     const Common& c = p.common;
+    let_next_kernel_come_up();
     __shared__ Shared shared;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
     const u32 epoch = c.current_epoch() + 1, alive = c.all_alive();
