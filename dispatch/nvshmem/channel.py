@@ -149,5 +149,4 @@ class Channel:
             rank=self.ranks.rank,
             capacity=self.layout.capacity,
             row_packet_tokens=self.layout.row_packet_tokens,
-            result_packet_tokens=self.layout.result_packet_tokens,
         )

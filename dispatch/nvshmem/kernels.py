@@ -100,7 +100,7 @@ def buffers_type(num_ranks: int) -> Any:
             *((name, ctypes.c_uint64) for name in BUFFERS),
             ("pes", ctypes.c_int * num_ranks),
             ("reachable", ctypes.c_uint32),
-            *((name, ctypes.c_int) for name in ("rank", "capacity", "row_packet_tokens", "result_packet_tokens")),
+            *((name, ctypes.c_int) for name in ("rank", "capacity", "row_packet_tokens")),
         )
 
     return Buffers
@@ -148,8 +148,7 @@ def combine_type(num_ranks: int) -> Any:
             ("common", common_type(num_ranks)),
             *((name, ctypes.c_void_p) for name in ("results", "positions", "output")),
             ("weighted", ctypes.c_int),
-            ("packet_output_parts", ctypes.c_int),
-            ("row_output_parts", ctypes.c_int),
+            ("output_parts", ctypes.c_int),
         )
 
     return Params

@@ -14,8 +14,9 @@ _ALIGNMENT = 512
 _LINE_BYTES = 16
 # Batches between prepare and finalize that have buffers of their own.
 BATCHES_IN_FLIGHT = 2
-# Results of up to so many tokens of a rank, and its rows of 16 bits, travel as packets, with a flag in every 128 bytes.
-PACKET_TOKENS = 32
+# Rows of 16 bits of up to so many tokens of a rank travel as packets, with a flag in every 128 bytes; those of more lie
+# at once where experts read them by reference.
+ROW_PACKET_TOKENS = 32
 # As cuda/low_latency.cuh describes them.
 BUFFERS = (
     "header", "meta", "row_flags", "result_flags", "rows", "results", "row_packets", "result_packets", "meta_outbox",
@@ -48,14 +49,13 @@ def _packet_bytes(num_bytes: int) -> int:
 class BatchLayout:
     """Buffers of one batch, the same on every rank.
 
-    Example: 8 ranks, 128 tokens, K=7168, top-8, bf16 on the wire: 36.9 MB a batch.
+    Example: 8 ranks, 128 tokens, K=7168, top-8, bf16 on the wire: 35.9 MB a batch.
 
     Attributes:
         num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
         fp8: rows travel as e4m3 codes with scales.
-        device_api: some ranks are out of each other's reach and NVSHMEM's device library puts what goes to them.
-        row_packets_up_to, result_packets_up_to: tokens of a rank whose rows of 16 bits, and whose results, travel as
-            packets; rows in e4m3 always do, but to ranks out of reach.
+        device_api: some ranks are out of each other's reach, NVSHMEM's device library puts what goes to them, and
+            nothing travels as packets; elsewhere all results and all rows in e4m3 do.
     """
 
     num_ranks: int
@@ -64,18 +64,13 @@ class BatchLayout:
     topk: int
     fp8: bool
     device_api: bool = False
-    row_packets_up_to: int = PACKET_TOKENS
-    result_packets_up_to: int = PACKET_TOKENS
 
     @property
     def row_packet_tokens(self) -> int:
+        """Up to so many tokens of a rank its rows travel as packets."""
         if self.device_api:
             return 0
-        return self.capacity if self.fp8 else min(self.row_packets_up_to, self.capacity)
-
-    @property
-    def result_packet_tokens(self) -> int:
-        return 0 if self.device_api else min(self.result_packets_up_to, self.capacity)
+        return self.capacity if self.fp8 else min(ROW_PACKET_TOKENS, self.capacity)
 
     @property
     def meta_lines(self) -> int:
@@ -94,18 +89,18 @@ class BatchLayout:
     def sizes(self) -> dict[str, int]:
         """Bytes of each buffer, in the order in which they lie."""
         rows = self.num_ranks * self.capacity
-        meta, outgoing = 2 * _LINE_BYTES * self.meta_lines * rows, int(self.device_api)
+        meta, puts = 2 * _LINE_BYTES * self.meta_lines * rows, int(self.device_api)
         sizes = (
             16 * self.num_ranks,
             meta,
             8 * rows,
-            8 * rows,
-            self.row_bytes * rows * int(self.device_api or not self.fp8),
-            2 * self.hidden_size * rows,
+            8 * rows * puts,
+            self.row_bytes * rows * int(puts or not self.fp8),
+            2 * self.hidden_size * rows * puts,
             self.row_packet_bytes * self.num_ranks * self.row_packet_tokens,
-            _packet_bytes(2 * self.hidden_size) * self.num_ranks * self.result_packet_tokens,
-            meta * outgoing,
-            2 * self.hidden_size * rows * outgoing,
+            _packet_bytes(2 * self.hidden_size) * rows * (1 - puts),
+            meta * puts,
+            2 * self.hidden_size * rows * puts,
         )
         return dict(zip(BUFFERS, sizes, strict=True))
 

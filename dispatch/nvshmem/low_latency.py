@@ -208,11 +208,10 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
             positions=handle.positions.data_ptr(),
             output=output.data_ptr(),
             weighted=int(not apply_router_weight_on_input),
-            packet_output_parts=self.tuning.packet_output_parts,
-            row_output_parts=self.tuning.row_output_parts,
+            output_parts=self.tuning.output_parts,
         )
         to_send = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks * self.tuning.packet_parts
-        to_receive = num_tokens * max(self.tuning.packet_output_parts, self.tuning.row_output_parts)
+        to_receive = num_tokens * self.tuning.output_parts
         held = (handle, output, fused_expert_output)
         launch = Halves(
             self._kernels["low_latency_combine"], params, to_send, to_receive, self.tuning.blocks, held,

@@ -19,7 +19,7 @@ class Tuning:
         packet_parts: blocks that share sending a row as packets, at most.
         packet_tasks: such parts in all, about: where there are many rows each has fewer.
         take_parts: warps that share bringing a received row to where it is read, at most.
-        packet_output_parts, row_output_parts: blocks that share adding up one token that came as packets or rows.
+        output_parts: blocks that share adding up one token.
         expected_tokens: how many the other ranks are taken to have at least where blocks are counted; what they do have
             is known on the device alone.
         list_blocks: blocks that list experts where received rows are copied, at most.
@@ -27,10 +27,9 @@ class Tuning:
     """
 
     packet_parts: int = 8
-    packet_tasks: int = 512
+    packet_tasks: int = 1024
     take_parts: int = 8
-    packet_output_parts: int = 4
-    row_output_parts: int = 2
+    output_parts: int = 4
     expected_tokens: int = 4
     list_blocks: int = 264
     blocks: int = 264

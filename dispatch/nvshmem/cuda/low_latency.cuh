@@ -1,22 +1,25 @@
 // The buffers of one batch of low-latency dispatch and combine, and what both kernels know of them.
 //
 // Every rank has the same buffers at the same offsets (layout.py computes them); part [s] of each belongs to the rank s
-// that writes it. R ranks, capacity C tokens a rank, H slots a token (HIDDEN columns K, TOPK experts). Rows in e4m3,
-// rows of a rank that has at most `row_packet_tokens` tokens, and results for one that has at most
-// `result_packet_tokens`, travel as packets (protocol.cuh); others as plain rows with a flag.
+// that writes it. R ranks, capacity C tokens a rank, H slots a token (HIDDEN columns K, TOPK experts). Results, rows in
+// e4m3, and rows of a rank that has at most `row_packet_tokens` tokens, travel as packets (protocol.cuh); others as plain
+// rows with a flag.
 //
 //   header          [2, R]         u64 {tokens of s, epoch}; even and odd epochs take turns
 //   meta            [2, R, C, M]   lines, likewise: four local experts of 16 bits in each of the first, two weights in
 //                                  each of the others; 0xffff for slots that are not for this rank
 //   row_flags       [R, C, 2]      u32, the epoch when that half of the row is there
-//   result_flags    [R, C, 2]      u32, the same for results on their way home
 //   rows            [R, C]         row_bytes each, codes with scales behind them in fp8
-//   results         [R, C]         2 K bytes each
-//   row_packets     [R, L, ...]    rows as packets; in fp8 the words of a packet's line are the scales of the group
-//                                  that its first code belongs to, and of the next
-//   result_packets  [R, L, ...]    results as packets
+//   row_packets     [R, L, ...]    rows as packets, L = row_packet_tokens; in fp8 the words of a packet's line are the
+//                                  scales of the group that its first code belongs to, and of the next
+//   result_packets  [R, C, ...]    results as packets
 //
-// Where some ranks are out of reach nothing travels as packets, and what goes to those ranks is put from
+// Where some ranks are out of reach nothing travels as packets. Then there are
+//
+//   result_flags    [R, C, 2]      u32, the epoch when that half of the result is there
+//   results         [R, C]         2 K bytes each
+//
+// and what goes to those ranks is put from
 //
 //   meta_outbox     [2, R, C, M]   meta for rank s
 //   outbox          [R, C]         2 K bytes each: rows of this rank in its own part, results for rank s in the others
@@ -60,14 +63,11 @@ struct Buffers {
     u32 reachable;   // bit r: rank r is within reach
     int rank;
     int capacity;
-    int row_packet_tokens, result_packet_tokens;
+    int row_packet_tokens;
 
     // Of a rank with so many tokens. All of those in e4m3 do: they have to be made plain anyway.
     __device__ __forceinline__ bool rows_are_packets(int tokens) const {
         return !DEVICE_API && (FP8 || tokens <= row_packet_tokens);
-    }
-    __device__ __forceinline__ bool results_are_packets(int tokens) const {
-        return !DEVICE_API && tokens <= result_packet_tokens;
     }
     __device__ __forceinline__ bool reaches(int peer) const { return !DEVICE_API || (reachable >> peer & 1); }
     __device__ __forceinline__ u8* at(int peer, u64 offset) const {
@@ -103,8 +103,8 @@ struct Buffers {
         return at(peer, row_packets + kPacketBytes * (row * kRowPackets + packet) + sizeof(Vec) * packet_slot());
     }
     __device__ __forceinline__ u8* result_packet(int peer, int source, int token, int packet) const {
-        const u64 row = static_cast<u64>(source) * result_packet_tokens + token;
-        return at(peer, result_packets + kPacketBytes * (row * kResultPackets + packet) + sizeof(Vec) * packet_slot());
+        const u64 first = index(source, token) * kResultPackets;
+        return at(peer, result_packets + kPacketBytes * (first + packet) + sizeof(Vec) * packet_slot());
     }
     __device__ __forceinline__ u8* out_of(int part, int token) const {
         return at(rank, outbox + 2ull * HIDDEN * index(part, token));

@@ -15,7 +15,7 @@ struct Params {
     const int* positions;  // as the dispatch wrote them
     u8* output;
     int weighted;  // 0 where the weights were applied to the input
-    int packet_output_parts, row_output_parts;  // of a token, each added up by a group of its own
+    int output_parts;  // of a token, each added up by a group of its own
 };
 
 struct Shared {
@@ -86,8 +86,9 @@ __device__ __forceinline__ Vec weighted_sum(const Params& p, const Slots& slots,
     return pack(sum);
 }
 
+#if DEVICE_API
 // A part of a result to where a flag, or a put, follows.
-__device__ __forceinline__ void send_plain(const Params& p, const Slots& slots, int begin, int end, Vec* there) {
+__device__ __forceinline__ void store_part(const Params& p, const Slots& slots, int begin, int end, Vec* there) {
     for (int base = begin; base < end; base += kThreads) {
         const int i = base + threadIdx.x;
         const Vec v = weighted_sum(p, slots, i, i < end);
@@ -97,9 +98,31 @@ __device__ __forceinline__ void send_plain(const Params& p, const Slots& slots, 
     }
 }
 
+__device__ __forceinline__ void send_result(const Params& p, const Slots& slots, int source, int token, int part, int,
+                                            u32 epoch) {
+    const Buffers& b = p.common.buffers;
+    if (!b.reaches(source)) {
+        if (part == 0) {
+            u8* from = b.out_of(source, token);
+            store_part(p, slots, 0, kVectors, reinterpret_cast<Vec*>(from));
+            u64* flags = b.result_flags_of(b.rank, b.rank, token);
+            void* home = b.result(b.rank, b.rank, token);
+            put_from_outbox<Senders>(b, 1u << source, home, from, 2 * HIDDEN, flags, both(epoch));
+        }
+        return;
+    }
+    const int begin = part_begin(part, kRowParts), end = part_begin(part + 1, kRowParts);
+    store_part(p, slots, begin, end, reinterpret_cast<Vec*>(b.result(source, b.rank, token)));
+    Senders::sync();
+    if (threadIdx.x == 0) {
+        u64* flags = b.result_flags_of(source, b.rank, token);
+        store_release(reinterpret_cast<u32*>(flags) + part, epoch);
+    }
+}
+#else
 // A part of a result as packets.
-__device__ __forceinline__ void send_packets(const Params& p, const Slots& slots, int source, int token, int part,
-                                             int parts, u32 epoch) {
+__device__ __forceinline__ void send_result(const Params& p, const Slots& slots, int source, int token, int part,
+                                            int parts, u32 epoch) {
     const Buffers& b = p.common.buffers;
     const int end = packet_begin<kWarpPackets>(part + 1, parts, kResultPackets);
     const int begin = packet_begin<kWarpPackets>(part, parts, kResultPackets);
@@ -110,40 +133,16 @@ __device__ __forceinline__ void send_packets(const Params& p, const Slots& slots
         store_packets(b.result_packet(source, b.rank, token, packet), is_data ? v : Vec{0, epoch, 0, epoch});
     }
 }
+#endif
 
 __device__ __forceinline__ void send(const Params& p, const Shared& shared, int task, int parts, u32 epoch, u32 alive) {
-    const Buffers& b = p.common.buffers;
-    const int part = task % parts;
-    const int token = task / parts / RANKS, source = (b.rank + task / parts) % RANKS;
-    if (token >= shared.tokens[source] || !(alive >> source & 1)) {
-        return;
-    }
-    const Slots slots = slots_of(p, source, token, epoch);
-    if (!slots.present) {
-        return;
-    }
-    if (b.results_are_packets(shared.tokens[source])) {
-        send_packets(p, slots, source, token, part, parts, epoch);
-        return;
-    }
-#if DEVICE_API
-    if (!b.reaches(source)) {
-        if (part == 0) {
-            u8* from = b.out_of(source, token);
-            send_plain(p, slots, 0, kVectors, reinterpret_cast<Vec*>(from));
-            u64* flags = b.result_flags_of(b.rank, b.rank, token);
-            void* home = b.result(b.rank, b.rank, token);
-            put_from_outbox<Senders>(b, 1u << source, home, from, 2 * HIDDEN, flags, both(epoch));
+    const int rank = p.common.buffers.rank, part = task % parts;
+    const int token = task / parts / RANKS, source = (rank + task / parts) % RANKS;
+    if (token < shared.tokens[source] && alive >> source & 1) {
+        const Slots slots = slots_of(p, source, token, epoch);
+        if (slots.present) {
+            send_result(p, slots, source, token, part, parts, epoch);
         }
-        return;
-    }
-#endif
-    const int begin = part_begin(part, kRowParts), end = part_begin(part + 1, kRowParts);
-    send_plain(p, slots, begin, end, reinterpret_cast<Vec*>(b.result(source, b.rank, token)));
-    Senders::sync();
-    if (threadIdx.x == 0) {
-        u64* flags = b.result_flags_of(source, b.rank, token);
-        store_release(reinterpret_cast<u32*>(flags) + part, epoch);
     }
 }
 
@@ -171,13 +170,39 @@ __device__ __forceinline__ Vec sum_of(u32 ranks, const Load& load, const Came& c
     return pack(sum);
 }
 
-// A part of one token, from packets: every warp waits for what it adds, in rank order.
-__device__ __forceinline__ void receive_packets(const Params& p, Waits& wait, int token, int part, int parts,
-                                                u32 ranks) {
+#if DEVICE_API
+// A part of one token: one warp waits for the group. Tokens take turns with the two numbers of shared.ranks.
+__device__ __forceinline__ void receive(const Params& p, Waits& wait, Shared& shared, int turn, int token, int part,
+                                        u32 ranks) {
+    const Buffers& b = p.common.buffers;
+    const int thread = threadIdx.x % kThreads;
+    if (thread < 32) {
+        const bool is_due = thread < RANKS && ranks >> thread & 1;
+        const bool came = is_due && wait_for_row(b, wait, b.result_flags_of(b.rank, thread, token), thread);
+        __syncwarp();
+        const u32 there = __ballot_sync(kAllLanes, came);
+        if (thread == 0) {
+            shared.ranks[turn % 2] = there;
+        }
+    }
+    Receivers::sync();
+    ranks = shared.ranks[turn % 2];
+    Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
+    const int begin = part_begin(part, p.output_parts), end = part_begin(part + 1, p.output_parts);
+    for (int i = begin + thread; i < end; i += kThreads) {
+        output[i] = sum_of(
+            ranks, [&](int rank) { return load_shared_vec(b.result(b.rank, rank, token) + 16ull * i); },
+            [](int, const Vec&) { return true; });
+    }
+    __syncwarp();
+}
+#else
+// A part of one token: every warp waits for what it adds, in rank order.
+__device__ __forceinline__ void receive(const Params& p, Waits& wait, Shared&, int, int token, int part, u32 ranks) {
     const Buffers& b = p.common.buffers;
     Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
-    const int end = packet_begin<kWarpPackets>(part + 1, parts, kResultPackets);
-    const int begin = packet_begin<kWarpPackets>(part, parts, kResultPackets);
+    const int end = packet_begin<kWarpPackets>(part + 1, p.output_parts, kResultPackets);
+    const int begin = packet_begin<kWarpPackets>(part, p.output_parts, kResultPackets);
     for (int packet = begin + threadIdx.x % kThreads / kPacketThreads; packet < end; packet += kGroupPackets) {
         const auto at = [&](int rank) { return b.result_packet(b.rank, rank, token, packet); };
         const Vec v = sum_of(
@@ -189,31 +214,7 @@ __device__ __forceinline__ void receive_packets(const Params& p, Waits& wait, in
         }
     }
 }
-
-// A part of one token, from rows: one warp waits for the group.
-__device__ __forceinline__ void receive_rows(const Params& p, Waits& wait, Shared& shared, int turn, int token,
-                                             int begin, int end, u32 ranks) {
-    const Buffers& b = p.common.buffers;
-    const int thread = threadIdx.x % kThreads;
-    if (thread < 32) {
-        const bool is_due = thread < RANKS && ranks >> thread & 1;
-        const bool came = is_due && wait_for_row(b, wait, b.result_flags_of(b.rank, thread, token), thread);
-        __syncwarp();
-        const u32 there = __ballot_sync(kAllLanes, came);
-        if (thread == 0) {
-            shared.ranks[turn] = there;
-        }
-    }
-    Receivers::sync();
-    ranks = shared.ranks[turn];
-    Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
-    for (int i = begin + thread; i < end; i += kThreads) {
-        output[i] = sum_of(
-            ranks, [&](int rank) { return load_shared_vec(b.result(b.rank, rank, token) + 16ull * i); },
-            [](int, const Vec&) { return true; });
-    }
-    __syncwarp();
-}
+#endif
 
 __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     const Common& c = p.common;
@@ -241,7 +242,7 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     for (int rank = 0; rank < RANKS; ++rank) {
         most = max(most, shared.tokens[rank]);
     }
-    const int parts = b.results_are_packets(most) ? c.packet_parts_of(most * RANKS) : kRowParts;
+    const int parts = DEVICE_API ? kRowParts : c.packet_parts_of(most * RANKS);
     const u32 total = most * RANKS * parts;
     while (static_cast<u32>(ticket) < total) {
         send(p, shared, static_cast<int>(static_cast<u32>(ticket)), parts, epoch, alive);
@@ -251,22 +252,16 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
 
 __device__ __forceinline__ void receive_all(const Params& p, Shared& shared) {
     const Common& c = p.common;
-    const bool as_packets = c.buffers.results_are_packets(c.num_tokens);
-    const int parts = as_packets ? p.packet_output_parts : p.row_output_parts, total = c.num_tokens * parts;
+    const int total = c.num_tokens * p.output_parts;
     const u32 epoch = static_cast<u32>(*reinterpret_cast<volatile u64*>(&c.counters->combine) >> 32);
     Waits wait(c.limits, epoch);
     const u32 alive = c.alive();
     int turn = 0;
-    for (int task = blockIdx.x; task < total; task += gridDim.x, turn ^= 1) {
-        const int part = task % parts, token = task / parts;
+    for (int task = blockIdx.x; task < total; task += gridDim.x, ++turn) {
+        const int token = task / p.output_parts;
         int owner;
         const u32 ranks = c.destinations(token, alive, owner);
-        if (as_packets) {
-            receive_packets(p, wait, token, part, parts, ranks);
-        } else {
-            const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
-            receive_rows(p, wait, shared, turn, token, begin, end, ranks);
-        }
+        receive(p, wait, shared, turn, token, task % p.output_parts, ranks);
     }
 }
 
