@@ -54,13 +54,15 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line of a .jsonl file that holds no prompt, or a file without any; the message names it.
     """
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
+    # Not splitlines: what it also takes for ends of lines may stand within a prompt.
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
         raise ValueError(f"{path}: expected a prompt a line, found none")
     if path.suffix != ".jsonl":
-        return [{"prompt": line} for line in lines]
+        return [{"prompt": line} for _, line in numbered]
     prompts = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in numbered:
         try:
             value = json.loads(line)
         except ValueError:

@@ -35,12 +35,13 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[st
 
     Raises:
         CheckpointError: the checkpoint does not hold what it says.
-        ConfigError: a model that cannot be divided or decoded in slots, a prompt without tokens.
+        ConfigError: a model that cannot be divided or decoded in slots, no tokenizer, a prompt without tokens or with
+            some that the model does not have.
     """
     device = torch.device(rank_env.device)
     dtype = torch_dtype(config.dtype, device)
     folder = config.model if config.model is not None else demo_checkpoint()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenizer = _tokenizer(folder)
     started = time.perf_counter()
     model = _load(config, folder, device, dtype)
     load_s = time.perf_counter() - started
@@ -48,7 +49,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[st
     for layer in steps.layers:
         layer.counts_load = True
     requests = [
-        Request(index, _token_ids(tokenizer, index, prompts[index]))
+        Request(index, _token_ids(tokenizer, model, index, prompts[index]))
         for index in range(rank_env.rank, len(prompts), rank_env.world_size)
     ]
     generation = Generation(
@@ -104,10 +105,30 @@ def _load(config: GenerateConfig, folder: Path, device: torch.device, dtype: tor
     )
 
 
-def _token_ids(tokenizer: Any, index: int, prompt: str) -> torch.Tensor:
+def _tokenizer(folder: Path) -> Any:
+    """The checkpoint's tokenizer; ConfigError where there is none that can be read without code of its own."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: transformers cannot read its tokenizer: {str(error).splitlines()[0]}") from None
+    # Without any of its files transformers makes an empty one of the model's kind.
+    names = sorted(tokenizer.vocab_files_names.values())
+    if not any((folder / name).is_file() for name in names):
+        raise ConfigError(
+            f"{folder}: expected a tokenizer ({' or '.join(names)}), found none; put it beside config.json"
+        )
+    return tokenizer
+
+
+def _token_ids(tokenizer: Any, model: Any, index: int, prompt: str) -> torch.Tensor:
     ids = tokenizer(prompt)["input_ids"]
     if not ids:
         raise ConfigError(f"prompt {index} is {prompt!r} and has no tokens; give it some text")
+    known = model.get_input_embeddings().num_embeddings
+    if max(ids) >= known:
+        raise ConfigError(
+            f"prompt {index} has the token {max(ids)} and the model knows {known}; the tokenizer is another model's"
+        )
     return torch.tensor(ids)
 
 

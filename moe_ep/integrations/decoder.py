@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from moe_ep.errors import ConfigError
 from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.slot_cache import SlotCache
 
@@ -29,9 +30,17 @@ class SlotDecoder:
         num_slots: sequences that decode together.
         max_length: of a sequence, prompt and continuation.
         graphs: whether decoding may be captured in CUDA graphs; it is where backend and experts allow it.
+
+    Raises:
+        ConfigError: a model that keeps its past in a cache of its own.
     """
 
     def __init__(self, model: Any, num_slots: int, max_length: int, *, graphs: bool) -> None:
+        if not model._supports_default_dynamic_cache():
+            raise ConfigError(
+                f"a {type(model).__name__} keeps its past in a cache of its own, which sequences cannot share a batch "
+                f"in; run it with transformers' generate"
+            )
         self.model = model
         self.steps = steps_of(model)
         self.num_slots = num_slots

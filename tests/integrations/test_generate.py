@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,14 @@ import transformers
 
 import moe_ep
 from moe_ep.checkpoint.demo import make_demo_checkpoint
+from moe_ep.errors import ConfigError
+from moe_ep.integrations.decoder import SlotDecoder
 from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.generation import Completion, Generation, Request
 from moe_ep.integrations.perplexity import perplexity
 from moe_ep.launch.cli import main
+from moe_ep.launch.generate_config import read_prompts
+from moe_ep.launch.generate_worker import _token_ids, _tokenizer
 from tests.checkpoint.test_real_layer import text_moe
 from tests.integrations.alone import continue_alone, load_alone
 from tests.integrations.hf_models import SIZES, make_model
@@ -155,6 +160,32 @@ def test_prompts_that_are_none(
     (tmp_path / name).write_text(content)
     assert main(["generate", "--prompts", str(tmp_path / name)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_ends_a_line_elsewhere_may_stand_in_a_prompt(tmp_path: Path) -> None:
+    text, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text.write_bytes("\ufeffone\u2028 two\x0c\r\n\nthree".encode())
+    objects.write_text('"one\u2028 two"\n\n{"prompt": "three", "id": 3}\n', encoding="utf-8")
+    assert [prompt["prompt"] for prompt in read_prompts(text)] == ["one\u2028 two\x0c", "three"]
+    assert read_prompts(objects) == [{"prompt": "one\u2028 two"}, {"prompt": "three", "id": 3}]
+    objects.write_text('"one"\n\n{}\n')
+    with pytest.raises(ValueError, match="line 3: expected a string"):
+        read_prompts(objects)
+
+
+def test_a_tokenizer_of_no_or_another_model(demo: Path, tmp_path: Path) -> None:
+    model = SimpleNamespace(get_input_embeddings=lambda: torch.nn.Embedding(3, 1))
+    with pytest.raises(ConfigError, match="prompt 7 has the token 5 and the model knows 3; the tokenizer is another"):
+        _token_ids(lambda prompt: {"input_ids": [1, 5]}, model, 7, "x")
+    shutil.copy(demo / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match="(expected a|cannot read its) tokenizer"):
+        _tokenizer(tmp_path)
+
+
+def test_a_model_with_a_cache_of_its_own_is_refused() -> None:
+    model = moe_ep.parallelize(make_model("MiniMax", num_local_experts=6, layer_types=["full_attention"] * 2))
+    with pytest.raises(ConfigError, match="a MiniMaxForCausalLM keeps its past in a cache of its own"):
+        SlotDecoder(model, 1, 8, graphs=False)
 
 
 def test_prompts_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
