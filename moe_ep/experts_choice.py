@@ -17,18 +17,27 @@ logger = logging.getLogger(__name__)
 
 ExpertsNames = dict[FusedMoEActivationFormat, str]
 
-# Best first; the two of a family take weights in one layout. The last computes anything anywhere.
-FAMILIES: tuple[ExpertsNames, ...] = (
-    {FusedMoEActivationFormat.Standard: "marlin", FusedMoEActivationFormat.BatchedExperts: "batched_marlin"},
-    {FusedMoEActivationFormat.Standard: "reference", FusedMoEActivationFormat.BatchedExperts: "batched_reference"},
-)
+# The two of a family take weights in one layout.
+PACKED: ExpertsNames = {
+    FusedMoEActivationFormat.Standard: "marlin",
+    FusedMoEActivationFormat.BatchedExperts: "batched_marlin",
+}
+GROUPED: ExpertsNames = {
+    FusedMoEActivationFormat.Standard: "grouped",
+    FusedMoEActivationFormat.BatchedExperts: "batched_grouped",
+}
+# Computes anything anywhere.
+REFERENCE: ExpertsNames = {
+    FusedMoEActivationFormat.Standard: "reference",
+    FusedMoEActivationFormat.BatchedExperts: "batched_reference",
+}
 
 
 def choose_experts(
     asked: str, moe_config: FusedMoEConfig, weights: tuple[CanonicalWeights, ...], device: torch.device
 ) -> ExpertsNames:
     """The registry's name for each activation format; what "auto" chose, and why, is logged: with a warning where
-    quantized experts on a GPU must do without its kernels.
+    experts on a GPU must do without its kernels.
 
     Args:
         asked: "auto" or a registry name, which then stands for both formats.
@@ -45,17 +54,16 @@ def choose_experts(
         if refusal is not None:
             raise BackendUnavailableError(f"experts {asked!r} cannot compute this layer: {refusal}")
         return dict.fromkeys(FusedMoEActivationFormat, asked)
-    for family in FAMILIES:
-        name = family[FusedMoEActivationFormat.Standard]
-        refusal = EXPERTS.load(name).refuses(moe_config, weights, device)
-        if refusal is None:
-            logger.info("experts %s: the best that computes this layer", name)
-            return family
-        unusable = EXPERTS.load(name).unusable_reason()
-        if weights and device.type == "cuda" and unusable is not None:
-            _warn_once(f"quantized experts run in plain torch on {device}, many times slower than {name}: {unusable}")
-        logger.info("experts %s are not for this layer: %s", name, refusal)
-    raise BackendUnavailableError("no experts can compute this layer; name some with experts=")
+    kind, fast = ("quantized", PACKED) if weights else ("plain", GROUPED)
+    name = fast[FusedMoEActivationFormat.Standard]
+    refusal = EXPERTS.load(name).refuses(moe_config, weights, device)
+    if refusal is None:
+        logger.info("experts %s: the best that computes this layer", name)
+        return fast
+    if device.type == "cuda" and moe_config.num_local_experts:
+        _warn_once(f"{kind} experts run in plain torch on {device}, many times slower than {name}: {refusal}")
+    logger.info("experts reference: %s are not for this layer: %s", name, refusal)
+    return REFERENCE
 
 
 @cache

@@ -123,6 +123,13 @@ EXPERTS = Registry(
         "batched_reference": Entry(
             "moe_ep.kernels.reference:BatchedReferenceExperts", "plain torch, BatchedExperts format"
         ),
+        "grouped": Entry(
+            "moe_ep.kernels.grouped:GroupedExperts", "plain bf16 weights by torch's grouped product, Standard format"
+        ),
+        "batched_grouped": Entry(
+            "moe_ep.kernels.grouped:BatchedGroupedExperts",
+            "plain bf16 weights by torch's grouped product, BatchedExperts format",
+        ),
         "marlin": Entry(
             "moe_ep.kernels.marlin.experts:MarlinExperts", "packed 4- and 8-bit weights on GPUs, Standard format"
         ),

@@ -12,7 +12,7 @@ from moe_ep import backend_choice
 from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS, choose_backend
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_ep.errors import BackendUnavailableError, ConfigError
-from moe_ep.experts_choice import FAMILIES, choose_experts
+from moe_ep.experts_choice import REFERENCE, choose_experts
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from tests.ranks import ranks
 
@@ -161,10 +161,9 @@ def test_a_missing_package_of_the_gpu_experts_is_warned_of_once(
     mend = "cuda-core is not installed; run: pip install it"
     monkeypatch.setattr(EXPERTS.load("marlin"), "unusable_reason", classmethod(lambda cls: mend))
     monkeypatch.setattr(EXPERTS.load("marlin"), "refuses", classmethod(lambda cls, *layer: mend))
-    monkeypatch.setattr(EXPERTS.load("reference"), "refuses", classmethod(lambda cls, *layer: None))
     weights: tuple = (object(), object())
     for device in ("cpu", "cuda:0", "cuda:0"):
-        assert choose_experts("auto", config(), weights, torch.device(device)) is FAMILIES[-1]
+        assert choose_experts("auto", config(), weights, torch.device(device)) is REFERENCE
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         f"quantized experts run in plain torch on cuda:0, many times slower than marlin: {mend}"
     ]

@@ -12,7 +12,7 @@ from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.formats.plain import quantize_int
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import BackendUnavailableError
-from moe_ep.experts_choice import FAMILIES
+from moe_ep.experts_choice import PACKED
 from moe_ep.kernels.marlin import MarlinExperts
 from moe_ep.layer import FusedMoE
 from moe_ep.methods import OnlineIntConfig, make_method, relative_error, tolerance
@@ -223,7 +223,7 @@ def test_packing_for_other_experts_leaves_nothing_of_the_layout_before(monkeypat
     method = layer.quant_method
     assert isinstance(method, CanonicalFusedMoEMethod)
     canonical = method._canonical(layer, "w13"), method._canonical(layer, "w2")
-    monkeypatch.setattr("moe_ep.methods.canonical.choose_experts", lambda *_: FAMILIES[0])
+    monkeypatch.setattr("moe_ep.methods.canonical.choose_experts", lambda *_: PACKED)
     method._pack(layer, *canonical)  # as where the layer went to a GPU after its weights were processed
     packed = MarlinExperts.pack_weights(*canonical, layer.moe_config)
     for gemm, weights in zip(("w13", "w2"), packed, strict=True):

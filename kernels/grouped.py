@@ -1,0 +1,229 @@
+"""Experts of plain weights by torch's grouped matrix product: all rows of an expert beside each other, one product for
+w13 of all experts and one for w2.
+
+Row counts stay on the device and shapes follow from the most rows there can be, so passes can be captured. torch
+computes grouped products of bf16 on GPUs of sm_90 and sm_100 in one kernel; elsewhere it loops over the experts and
+waits for their row counts, and layers take the reference instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+
+from moe_ep.activation import MoEActivation
+from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEPermuteExpertsUnpermute
+from moe_ep.kernels.align import batched_moe_align_block_size, sort_slots_by_expert
+from moe_ep.kernels.grouped_rows import activate_rows, move_rows
+from moe_ep.kernels.mul_sum import moe_fused_mul_sum
+from moe_ep.topk_weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+
+_Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+# Major compute capabilities on which torch's grouped product is one kernel.
+_ONE_KERNEL = (9, 10)
+# It takes rows that begin at multiples of 16 bytes.
+_ROW_BYTES = 16
+
+
+class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
+    """Both products and the activation on rows in the experts' order; the formats say how they come into it."""
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        if not torch.cuda.is_available():
+            return "there is no GPU; plain weights run experts='reference'"
+        if torch.version.hip is not None or torch.cuda.get_device_capability()[0] not in _ONE_KERNEL:
+            return "torch computes grouped products in one kernel on NVIDIA GPUs of sm_90 and sm_100 alone"
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed; run: pip install 'moe_ep[cuda]'"
+        return None
+
+    @classmethod
+    def refuses(
+        cls, moe_config: FusedMoEConfig, weights: tuple[CanonicalWeights, ...], device: torch.device
+    ) -> str | None:
+        if weights:
+            return "they take plain weights and these are quantized"
+        if device.type != "cuda":
+            return f"the weights are on {device}, and the grouped products run on a GPU"
+        if moe_config.in_dtype != torch.bfloat16:
+            return f"the activations are {moe_config.in_dtype}; torch's grouped product takes torch.bfloat16"
+        if moe_config.num_local_experts == 0:
+            return "this rank has no experts"
+        sizes = (moe_config.hidden_dim, moe_config.intermediate_size_per_partition)
+        if any(size * moe_config.in_dtype.itemsize % _ROW_BYTES for size in sizes):
+            return f"rows of {sizes[0]} and {sizes[1]} columns do not begin at multiples of {_ROW_BYTES} bytes"
+        return cls.unusable_reason()
+
+    def supports_expert_map(self) -> bool:
+        return True
+
+    def _compute(
+        self,
+        rows: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        activation: MoEActivation | str,
+        ends: torch.Tensor,
+    ) -> torch.Tensor:
+        """rows `[S, K]` in the experts' order, where expert e's end before ends[e] (int32 `[El]`), to `[S, K]`."""
+        experts = None
+        if self.quant_config.w1_bias is not None:
+            positions = torch.arange(rows.size(0), dtype=torch.int32, device=rows.device)
+            experts = torch.searchsorted(ends, positions, right=True).clamp(max=ends.numel() - 1)
+        gate_up = self._product(rows, w1, ends, self.quant_config.w1_bias, experts)
+        hidden = rows.new_empty(rows.size(0), w2.size(2))
+        activate_rows(activation, gate_up, hidden, ends[-1:])
+        return self._product(hidden, w2, ends, self.quant_config.w2_bias, experts)
+
+    @staticmethod
+    def _product(
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        ends: torch.Tensor,
+        bias: torch.Tensor | None,
+        experts: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`[S, in]` times each row's expert of `[El, out, in]`, with its bias `[out]` if there are any."""
+        product = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+        return product if bias is None else product.add_(bias[experts])
+
+
+class GroupedExperts(_GroupedExpertsBase):
+    """Standard format: gathers the rows of each local expert, computes them, adds them up weighted, in slot order."""
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.Standard
+
+    def supports_chunking(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: MoEActivation | str,
+    ) -> _Shapes:
+        return (0,), (0,), (M, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation | str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        slots, counts = sort_slots_by_expert(topk_ids, w1.size(0), expert_map)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        rows = hidden_states.new_empty(topk_ids.numel(), hidden_states.size(1))
+        move_rows(hidden_states, slots // topk_ids.size(1), rows, None, ends[-1:])
+        results = self._compute(rows, w1, w2, activation, ends)
+        move_rows(results, None, rows, slots, ends[-1:])
+        # With apply_router_weight_on_input the rows were weighted before they were dispatched: weights of 1 here.
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        moe_fused_mul_sum(rows.view(*topk_ids.shape, rows.size(1)), weights, output, topk_ids, expert_map)
+
+
+class BatchedGroupedExperts(_GroupedExpertsBase):
+    """BatchedExperts format, rows in place or by reference."""
+
+    def __init__(
+        self,
+        moe_config: FusedMoEConfig,
+        quant_config: FusedMoEQuantConfig | None = None,
+        *,
+        max_num_tokens: int | None = None,
+        num_dispatchers: int | None = None,
+    ) -> None:
+        super().__init__(moe_config, quant_config)
+        per_dispatcher = moe_config.max_num_tokens if max_num_tokens is None else max_num_tokens
+        self._max_rows = per_dispatcher * (moe_config.ep_size if num_dispatchers is None else num_dispatchers)
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.BatchedExperts
+
+    def supports_chunking(self) -> bool:
+        return False
+
+    def supports_row_ids(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceDelegate()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: MoEActivation | str,
+    ) -> _Shapes:
+        by_reference = expert_tokens_meta is not None and expert_tokens_meta.expert_row_ids is not None
+        max_rows = self._max_rows if by_reference else M
+        return (0,), (0,), (local_num_experts, max_rows, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation | str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        if expert_tokens_meta is None:
+            raise ValueError(
+                "expert_tokens_meta is None; batched experts need the number of rows of each expert, as the "
+                "prepare step returns it"
+            )
+        counts, row_ids = expert_tokens_meta.expert_num_tokens, expert_tokens_meta.expert_row_ids
+        max_rows, K = output.size(1), output.size(2)
+        places, _, _ = batched_moe_align_block_size(max_rows, 1, counts)
+        # No expert has more than all tokens that can come, and no token has more than topk experts.
+        places = places[: max_rows * min(topk_ids.size(-1), counts.numel())]
+        sources = places if row_ids is None else row_ids.view(-1)[places.clamp(max=row_ids.numel() - 1)]
+        ends = counts.cumsum(0, dtype=torch.int32)
+        rows = hidden_states.new_empty(places.numel(), K)
+        move_rows(hidden_states.reshape(-1, K), sources, rows, None, ends[-1:])
+        results = self._compute(rows, w1, w2, activation, ends)
+        move_rows(results, None, output.view(-1, K), places, ends[-1:])

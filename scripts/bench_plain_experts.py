@@ -1,0 +1,105 @@
+"""Experts of plain bf16 weights on one GPU: by torch's grouped product, and by the reference that it stands in for.
+
+    python scripts/bench_plain_experts.py --json results.jsonl
+
+All experts of a layer on tokens with random routing, in one rank: index lists, both products, the activation and the
+weighted sum. floor = max(weights of the experts that have rows / 4.3 TB/s, FLOPs / 790 TFLOP/s).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from moe_ep.bench.geometries import preset
+from moe_ep.bench.results import append_line, facts, markdown_table
+from moe_ep.bench.timing import time_calls, timing_of
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
+from moe_ep.methods import relative_error
+from moe_ep.modular_kernel import FusedMoEModularKernel, make_experts, make_prepare_finalize
+
+# Geometry, and how many of its experts there are: all of a small model, a rank's of eight of a larger one.
+LAYERS = (("qwen3-30b", 128), ("mixtral-8x7b", 8), ("qwen3-235b", 16))
+BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512, 4096])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="what to record where this is no git checkout")
+    parser.add_argument("--json", type=Path, help="append one JSON line a row to this file")
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    about = facts(seed=options.seed, commit=options.commit)
+    rows = []
+    for geometry, num_experts in LAYERS:
+        for row in measure(geometry, num_experts, options.tokens):
+            rows.append(row)
+            if options.json is not None:
+                append_line(options.json, row | about)
+    columns = {
+        "layer": "layer",
+        "tokens": "tokens",
+        "grouped_us": "us",
+        "floor_us": "floor us",
+        "of_floor": "floor/time",
+    }
+    print(markdown_table(rows, columns | {"eager_us": "eager us", "reference_us": "reference us", "error": "error"}))
+
+
+def measure(geometry: str, num_experts: int, tokens: list[int]) -> list[dict[str, object]]:
+    """A row for each number of tokens; the reference, which waits for the host, is timed eagerly."""
+    sizes, device = preset(geometry), torch.device("cuda", torch.cuda.current_device())
+    K, N, top_k = sizes.hidden_size, sizes.intermediate_size, sizes.top_k
+    config = FusedMoEConfig(
+        num_experts=num_experts,
+        experts_per_token=top_k,
+        hidden_dim=K,
+        intermediate_size_per_partition=N,
+        num_local_experts=num_experts,
+        moe_parallel_config=FusedMoEParallelConfig.make(),
+        in_dtype=torch.bfloat16,
+        max_num_tokens=max(tokens),
+    )
+    like = {"dtype": torch.bfloat16, "device": device}
+    w13, w2 = torch.randn(num_experts, 2 * N, K, **like) * K**-0.5, torch.randn(num_experts, K, N, **like) * N**-0.5
+    kernels = {
+        name: FusedMoEModularKernel(make_prepare_finalize("no_ep", config), make_experts(name, config))
+        for name in ("grouped", "reference")
+    }
+    rows = []
+    for T in tokens:
+        hidden_states, weights = torch.randn(T, K, **like), torch.rand(T, top_k, device=device)
+        ids = torch.rand(T, num_experts, device=device).topk(top_k).indices.int()
+
+        def run(name: str) -> torch.Tensor:
+            return kernels[name](hidden_states, w13, w2, weights, ids)  # noqa: B023
+
+        error = relative_error(run("grouped").clone(), run("reference"))
+        times = {
+            "grouped_us": time_calls(lambda i: run("grouped"), device=device),
+            "eager_us": time_calls(lambda i: run("grouped"), device=device, graph=False),
+            "reference_us": time_calls(lambda i: run("reference"), device=device, graph=False, chain=1, repeats=3),
+        }
+        row = {name: timing_of(measured).median for name, measured in times.items()}
+        active, flops = int(ids.unique().numel()), T * top_k * 6 * K * N
+        floor = max(active * 6 * K * N / BYTES_PER_S, flops / FLOPS_PER_S) * 1e6
+        layer = f"{geometry}, {num_experts} experts"
+        rows.append(
+            {
+                "layer": layer,
+                "tokens": T,
+                **row,
+                "floor_us": floor,
+                "of_floor": floor / row["grouped_us"],
+                "error": error,
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Experts by torch's grouped product: both formats against the reference experts; rows moved and activated."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
+from moe_ep.kernels.grouped_rows import activate_rows, move_rows
+from moe_ep.modular_kernel import ExpertTokensMetadata, make_experts
+from moe_ep.registry import EXPERTS
+from tests.kernels.grouped_cases import check_activations, check_moves, check_triton
+
+ROOT = Path(__file__).parents[2]
+EL, K, N, T, TOP_K = 4, 32, 24, 9, 3
+CONFIG = FusedMoEConfig(
+    num_experts=7,
+    experts_per_token=TOP_K,
+    hidden_dim=K,
+    intermediate_size_per_partition=N,
+    num_local_experts=EL,
+    moe_parallel_config=FusedMoEParallelConfig.make(),
+    in_dtype=torch.float32,
+    max_num_tokens=T,
+)
+EXPERT_MAP = torch.tensor([-1, 2, 0, -1, 3, 1, -1], dtype=torch.int32)
+
+
+def weights(activation: MoEActivation, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, FusedMoEQuantConfig]:
+    torch.manual_seed(3)
+    rows = 2 * N if activation.is_gated else N
+    biases = {"w1_bias": torch.randn(EL, rows), "w2_bias": torch.randn(EL, K)} if has_bias else {}
+    return torch.randn(EL, rows, K) / K**0.5, torch.randn(EL, K, N) / N**0.5, FusedMoEQuantConfig(**biases)
+
+
+def run(name: str, quant: FusedMoEQuantConfig, output: torch.Tensor, arguments: tuple[Any, ...]) -> torch.Tensor:
+    make_experts(name, CONFIG, quant).apply(output, *arguments)
+    return output
+
+
+@pytest.mark.parametrize("weight_on_input", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("activation", list(MoEActivation))
+def test_standard_equals_the_reference(activation: MoEActivation, has_bias: bool, weight_on_input: bool) -> None:
+    w1, w2, quant = weights(activation, has_bias)
+    topk = 1 if weight_on_input else TOP_K
+    ids = torch.stack([torch.randperm(7)[:topk] for _ in range(T)]).int()
+    ids[0], ids[4, -1] = -1, -1
+    nothing = torch.empty(0)
+    arguments = (torch.randn(T, K), w1, w2, torch.rand(T, topk), ids, activation, 7, EXPERT_MAP)
+    arguments += (None, None, nothing, nothing, None, weight_on_input)
+    expected = run("reference", quant, torch.full((T, K), float("nan")), arguments)
+    got = run("grouped", quant, torch.full((T, K), float("nan")), arguments)
+    torch.testing.assert_close(got, expected)
+    assert not got[0].any()
+
+
+@pytest.mark.parametrize("counts", [[4, 0, 9, 1], [0, 0, 0, 0], [9, 9, 9, 0]])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_batched_equals_the_reference_below_the_counts(by_reference: bool, has_bias: bool, counts: list[int]) -> None:
+    w1, w2, quant = weights(MoEActivation.SILU, has_bias)
+    shared_rows = torch.randn(T, K)
+    row_ids = torch.full((EL, T), 1 << 30, dtype=torch.int32)
+    rows = torch.full((EL, T, K), float("nan"))
+    for expert, count in enumerate(counts):
+        row_ids[expert, :count] = torch.randperm(T)[:count].int()
+        rows[expert, :count] = shared_rows[row_ids[expert, :count].long()]
+    meta = ExpertTokensMetadata(torch.tensor(counts, dtype=torch.int32), None, row_ids if by_reference else None)
+    ids, nothing = torch.zeros(T, TOP_K, dtype=torch.int32), torch.empty(0)
+    arguments = (shared_rows if by_reference else rows, w1, w2, torch.rand(T, TOP_K), ids, "silu", 7, EXPERT_MAP)
+    arguments += (None, None, nothing, nothing, meta, False)
+    expected = run("batched_reference", quant, torch.full((EL, T, K), float("nan")), arguments)
+    got = run("batched_grouped", quant, torch.full((EL, T, K), float("nan")), arguments)
+    torch.testing.assert_close(got, expected, equal_nan=True)
+    with pytest.raises(ValueError, match="expert_tokens_meta is None"):
+        run("batched_grouped", quant, got, (*arguments[:-2], None, False))
+
+
+def test_no_rows() -> None:
+    w1, w2, quant = weights(MoEActivation.SILU, True)
+    nothing = torch.empty(0)
+    arguments = (torch.empty(0, K), w1, w2, torch.empty(0, 2), torch.empty(0, 2, dtype=torch.int32), "silu", 7)
+    arguments += (EXPERT_MAP, None, None, nothing, nothing, None, False)
+    assert run("grouped", quant, torch.empty(0, K), arguments).shape == (0, K)
+
+
+@pytest.mark.parametrize(
+    ("changes", "quantized", "device", "reason"),
+    [
+        ({}, True, "cuda:0", "take plain weights and these are quantized"),
+        ({}, False, "cpu", "the weights are on cpu"),
+        ({"in_dtype": torch.float16}, False, "cuda:0", "activations are torch.float16; .* takes torch.bfloat16"),
+        ({"num_local_experts": 0}, False, "cuda:0", "this rank has no experts"),
+        ({"hidden_dim": 36}, False, "cuda:0", "rows of 36 and 24 columns do not begin at multiples of 16 bytes"),
+    ],
+)
+def test_what_they_refuse(changes: dict[str, Any], quantized: bool, device: str, reason: str) -> None:
+    config = replace(CONFIG, **{"in_dtype": torch.bfloat16, **changes})
+    given: tuple = (object(), object()) if quantized else ()
+    for name in ("grouped", "batched_grouped"):
+        assert re.search(reason, EXPERTS.load(name).refuses(config, given, torch.device(device)))
+
+
+def test_rows_are_moved_as_they_are() -> None:
+    check_moves("cpu", move_rows)
+
+
+def test_rows_are_activated() -> None:
+    check_activations("cpu", activate_rows)
+
+
+def test_triton_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", "from tests.kernels.grouped_cases import check_triton; check_triton('cpu')"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_triton_on_a_gpu() -> None:
+    check_triton("cuda")
