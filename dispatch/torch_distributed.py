@@ -13,6 +13,7 @@ asynchronous form must not be written before its hook() was called.
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -72,6 +73,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             )
         self._owners_on: dict[torch.device, torch.Tensor] = {self._owners.device: self._owners}
         self._open: OpenBatches[Any] = OpenBatches()
+        self._known_maps: dict[int, weakref.ref[torch.Tensor]] = {}
         self._side_stream: torch.cuda.Stream | None = None
 
     @classmethod
@@ -188,6 +190,8 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
                     f"num_experts is {num_experts}; the backend was made for {known_ids} ids "
                     f"({self.moe_config.num_experts} routed, {self.moe_config.num_fused_shared_experts} shared)"
                 )
+            if expert_map is not None:
+                self._check_map(expert_map)
             check_arguments(
                 a1, topk_weights, topk_ids, apply_router_weight_on_input, known_ids, self.max_num_tokens_per_rank()
             )
@@ -213,6 +217,25 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             return result
 
         return Pending(pending.wait, receive, pending.start)
+
+    def _check_map(self, expert_map: torch.Tensor) -> None:
+        """ValueError where rows would be sent to other ranks than those whose maps have their experts.
+
+        Each map is read once, with a wait for the GPU where it lies on one; none is while a CUDA graph is captured.
+        """
+        known = self._known_maps.get(id(expert_map))
+        if known is not None and known() is expert_map:
+            return
+        if expert_map.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        here = self._owners_of(expert_map.device) == self.ranks.rank
+        if not torch.equal(expert_map >= 0, here):
+            raise ValueError(
+                f"expert_map has experts {_numbers(expert_map >= 0)} on EP rank {self.ranks.rank} and rows of "
+                f"{_numbers(here)} are sent to it; pass the map of the placement that moe_config names "
+                f"('{self.moe_config.moe_parallel_config.expert_placement_strategy}'), or make the backend with owners="
+            )
+        self._known_maps[id(expert_map)] = weakref.ref(expert_map)
 
     def _owners_of(self, device: torch.device) -> torch.Tensor:
         owners = self._owners_on.get(device)
@@ -247,6 +270,12 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             return result
 
         return hook, receive
+
+
+def _numbers(chosen: torch.Tensor) -> str:
+    """Where it is true, in short. Example: [True, True, False] gives "0, 1"."""
+    numbers = chosen.nonzero().flatten().tolist()
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
 def _tensors_of(result: PrepareResult | Pending | None) -> list[torch.Tensor]:

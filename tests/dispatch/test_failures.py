@@ -211,6 +211,10 @@ def check_construction(rank: int, world_size: int) -> None:
     backend = make_prepare_finalize("batched_all_to_all", config)
     args = prepare_args(make_setting(Case(), rank, world_size), "cpu")
     rows = backend.prepare(*args)[0]
+    other = args[4].flip(0)
+    story = f"expert_map has experts [05].* on EP rank {rank} and rows of [05].* are sent to it; pass the map"
+    with pytest.raises(ValueError, match=story):
+        backend.prepare(*args[:4], other, *args[5:])
     with pytest.raises(ValueError, match=r"weight_and_reduce_impl is TopKWeightAndReduceNoOP\(\)"):
         backend.finalize(torch.empty_like(args[0]), rows, args[1], args[2], False, TopKWeightAndReduceNoOP())
 
