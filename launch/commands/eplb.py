@@ -22,6 +22,15 @@ def _names(raw: str) -> tuple[str, ...]:
     return tuple(raw.split(","))
 
 
+# How the table shows what is not a whole number.
+_FORMS = {
+    "balancedness": ".3f",
+    "max / mean tokens": ".2f",
+    "active experts": ".1f",
+    "stays on its rank %": ".1f",
+    "GB moved": ".2f",
+}
+
 _share = number("a number above 0 and below 1, such as 0.5", lambda share: 0 < share < 1)
 
 
@@ -149,7 +158,7 @@ def main_simulate(args: argparse.Namespace) -> int:
         raise _shown(error) from None
     print(_describe(trace, config))
     print(_parts(trace, config))
-    shown = [row | {"balancedness": f"{row['balancedness']:.3f}"} for row in rows]
+    shown = [row | {name: f"{row[name]:{form}}" for name, form in _FORMS.items() if name in row} for row in rows]
     print(table(shown, {name: name for name in rows[0]}))
     if config.json is not None:
         about = facts(seed=config.seed, command=args.shown) | {"trace": trace.model, "ep_size": config.ep_size}
@@ -227,6 +236,10 @@ def _read(raw: str, config: SceneConfig) -> RoutingTrace:
     import numpy as np
 
     choices = np.concatenate(list(found.values()), axis=1)
+    if config.step_tokens > choices.shape[1]:
+        raise OptionError(
+            f"--step-tokens is {config.step_tokens}; it must be at most the {choices.shape[1]} tokens of {path.name}"
+        )
     name = path.stem + (f"/{config.array}" if config.array else "")
     return from_choices(choices, config.step_tokens, 1, num_experts=int(choices.max()) + 1, model=name)
 
