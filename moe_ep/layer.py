@@ -273,7 +273,8 @@ class FusedMoE(LayerParts):
                 f"hidden_states is {tuple(hidden_states.shape)} of {hidden_states.dtype}; the layer "
                 f"{self.layer_name} takes (T, {K}) of {dtype}; cast them, or make the layer with another params_dtype"
             )
-        if self.e_score_correction_bias is not None and self.e_score_correction_bias.is_meta:
+        bias = self.e_score_correction_bias
+        if bias is not None and bias.is_meta:
             raise RuntimeError(
                 f"e_score_correction_bias of {self.layer_name} has no values, as it was made on the meta device; "
                 f"assign the router's, layer.e_score_correction_bias = ..."
