@@ -1,4 +1,4 @@
-"""Packing, unpacking and counting choices, a Triton kernel each; called by `moe_ep.integrations.choices`."""
+"""Packing and counting choices, a Triton kernel each; called by `moe_ep.integrations.choices`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def _pack_kernel(
     id_slot_stride,
     weight_token_stride,
     weight_slot_stride,
+    plane_stride,
     TOP_K: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Puts each token's weights and ids side by side, those of no expert as 0 and -1.
+    """Copies each token's weights and ids, those of no expert as 0 and -1.
 
-    Before: ids and weights `[T, TOP_K]`, mask `[T]`. After: choices int32 `[T, 2 * TOP_K]`, bits of f32, then ids.
-    Program b makes slots b * BLOCK ... of all T * TOP_K.
+    Before: ids and weights `[T, TOP_K]`, mask `[T]`. After: int32 bits of the f32 weights of all slots, and all ids
+    plane_stride numbers after the first of these. Program b makes slots b * BLOCK ... of all T * TOP_K.
 
-    Example: ids [[5, 2]], weights [[.5, .25]], 4 experts: [[0, bits of .25, -1, 2]].
+    Example: ids [[5, 2]], weights [[.5, .25]], 4 experts, plane_stride 3: 0, bits of .25, (unused), -1, 2.
     """
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < num_slots
@@ -41,24 +42,8 @@ def _pack_kernel(
     if HAS_MASK:
         known &= tl.load(mask_ptr + token, mask=inside, other=0) != 0
     bits = tl.where(known, weight.to(tl.float32), 0.0).to(tl.int32, bitcast=True)
-    target = choices_ptr + token * (2 * TOP_K) + column
-    tl.store(target, bits, mask=inside)
-    tl.store(target + TOP_K, tl.where(known, expert, -1).to(tl.int32), mask=inside)
-
-
-@triton.jit
-def _unpack_kernel(
-    choices_ptr, weights_ptr, ids_ptr, num_slots, token_stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Takes choices int32 `[T, 2 * TOP_K]` apart: weights f32 and ids int32, `[T, TOP_K]` each.
-
-    Example: [[0, bits of .25, -1, 2]]: weights [[0, .25]], ids [[-1, 2]].
-    """
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = slot < num_slots
-    source = choices_ptr + (slot // TOP_K) * token_stride + slot % TOP_K
-    tl.store(weights_ptr + slot, tl.load(source, mask=inside).to(tl.float32, bitcast=True), mask=inside)
-    tl.store(ids_ptr + slot, tl.load(source + TOP_K, mask=inside), mask=inside)
+    tl.store(choices_ptr + slot, bits, mask=inside)
+    tl.store(choices_ptr + plane_stride + slot, tl.where(known, expert, -1).to(tl.int32), mask=inside)
 
 
 @triton.jit
@@ -73,11 +58,14 @@ def _count_kernel(ids_ptr, counts_ptr, num_slots, BLOCK: tl.constexpr):
 
 
 def triton_pack_choices(
-    topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, row_mask: torch.Tensor | None
-) -> torch.Tensor:
-    """`pack_choices` of at least one slot."""
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    row_mask: torch.Tensor | None,
+    choices: torch.Tensor,
+) -> None:
+    """`pack_choices` of at least one slot into `empty_choices`."""
     num_tokens, top_k = topk_ids.shape
-    choices = torch.empty(num_tokens, 2 * top_k, dtype=torch.int32, device=topk_ids.device)
     with torch.cuda.device_of(topk_ids):
         _pack_kernel[(triton.cdiv(num_tokens * top_k, _BLOCK),)](
             topk_ids,
@@ -88,23 +76,11 @@ def triton_pack_choices(
             num_experts,
             *topk_ids.stride(),
             *topk_weights.stride(),
+            choices.stride(1),
             TOP_K=top_k,
             HAS_MASK=row_mask is not None,
             BLOCK=_BLOCK,
         )
-    return choices
-
-
-def triton_unpack_choices(choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`unpack_choices` of at least one slot."""
-    num_tokens, top_k = choices.size(0), choices.size(1) // 2
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=choices.device)
-    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=choices.device)
-    with torch.cuda.device_of(choices):
-        _unpack_kernel[(triton.cdiv(num_tokens * top_k, _BLOCK),)](
-            choices, weights, ids, num_tokens * top_k, choices.stride(0), TOP_K=top_k, BLOCK=_BLOCK
-        )
-    return weights, ids
 
 
 def triton_count_choices(topk_ids: torch.Tensor, counts: torch.Tensor) -> None:

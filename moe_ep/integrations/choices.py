@@ -1,4 +1,8 @@
-"""Choices that a model's own router made, as one tensor that travels in the place of router logits."""
+"""Choices that a model's own router made, as one tensor that travels in the place of router logits.
+
+It is int32 `[T, 2, top_k]`: of every token the bits of its weights in f32, then its ids. In memory all weights come
+first and then all ids, so taking it apart costs nothing, of a part of the tokens too.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +12,45 @@ from typing import Any
 
 import torch
 
+# Numbers: 256 bytes, as fresh memory has it.
+_ALIGNMENT = 64
+
+
+def empty_choices(num_tokens: int, top_k: int, device: torch.device) -> torch.Tensor:
+    """Room for choices; weights and ids both start where kernels may read many at once."""
+    plane = -(-num_tokens * top_k // _ALIGNMENT) * _ALIGNMENT
+    memory = torch.empty(2 * plane, dtype=torch.int32, device=device)
+    return memory.as_strided((num_tokens, 2, top_k), (top_k, plane, 1))
+
 
 def pack_choices(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, row_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """int32 `[T, 2 * top_k]`: the bits of the weights in f32, then the ids.
+    """Choices of weights and ids; on CUDA tensors one kernel. No host synchronisation.
 
-    On CUDA tensors one kernel. No host synchronisation.
-
-    Example: ids [[5, 2]], weights [[.5, .25]], 4 experts: [[0, bits of .25, -1, 2]].
+    Example: ids [[5, 2]], weights [[.5, .25]], 4 experts: [[[0, bits of .25], [-1, 2]]].
 
     Args:
         topk_ids: integer `[T, top_k]`; outside of [0, num_experts) for no expert, which becomes id -1 of weight 0.
         topk_weights: `[T, top_k]`, any float dtype.
         row_mask: bool `[T]`, rows that count; the others go to no expert. None where all do.
     """
+    choices = empty_choices(topk_ids.size(0), topk_ids.size(1), topk_ids.device)
     fused = _fused("triton_pack_choices") if topk_ids.is_cuda and topk_ids.numel() else None
     if fused is not None:
-        return fused(topk_ids, topk_weights, num_experts, row_mask)
+        fused(topk_ids, topk_weights, num_experts, row_mask, choices)
+        return choices
     known = (topk_ids >= 0) & (topk_ids < num_experts)
     if row_mask is not None:
         known &= row_mask[:, None]
-    ids = torch.where(known, topk_ids, -1).to(torch.int32)
-    weights = torch.where(known, topk_weights.float(), 0.0)
-    return torch.cat([weights.view(torch.int32), ids], dim=1)
+    choices[:, 0] = torch.where(known, topk_weights.float(), 0.0).view(torch.int32)
+    choices[:, 1] = torch.where(known, topk_ids, -1)
+    return choices
 
 
 def unpack_choices(choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights f32 `[T, top_k]`, ids int32 `[T, top_k]`) of `pack_choices`."""
-    fused = _fused("triton_unpack_choices") if choices.is_cuda and choices.numel() else None
-    if fused is not None:
-        return fused(choices)
-    bits, ids = choices.chunk(2, dim=1)
+    """(weights f32 `[T, top_k]`, ids int32 `[T, top_k]`) of `pack_choices`, as views of it."""
+    bits, ids = choices.unbind(1)
     return bits.contiguous().view(torch.float32), ids.contiguous()
 
 

@@ -49,8 +49,8 @@ class RoutedExperts(FusedMoE):
         **layer: Any,
     ) -> None:
         super().__init__(**layer)
-        # What travels in the place of router logits: the weights' bits, then the ids.
-        self.num_router_columns = 2 * self.moe_config.experts_per_token
+        # Choices travel in the place of router logits.
+        self.num_router_columns = self.moe_config.experts_per_token
         self._coordinator = coordinator
         self._decode_max_num_tokens = decode_max_num_tokens
         self._decode_backend = decode_backend
@@ -113,6 +113,9 @@ class RoutedExperts(FusedMoE):
         if self.counts_load:
             count_choices(ids, self.load)
         return weights, ids.to(indices_type or torch.int32), None
+
+    def _check_inputs(self, hidden_states: torch.Tensor, choices: torch.Tensor) -> None:
+        super()._check_inputs(hidden_states, choices[:, 0])
 
     @property
     def _step(self) -> Step | None:
