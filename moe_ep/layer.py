@@ -286,7 +286,8 @@ class FusedMoE(LayerParts):
             )
 
     def extra_repr(self) -> str:
-        sizes, parallel = self.moe_config, self.parallel_config
+        sizes, parallel, kernel = self.moe_config, self.parallel_config, self._modular_kernel
+        chosen = {"backend": self._prepare_finalize, "experts": None if kernel is None else kernel.fused_experts}
         return (
             f"num_experts={self.num_experts}, num_redundant_experts={self.num_redundant_experts}, "
             f"num_local_experts={sizes.num_local_experts}, top_k={sizes.experts_per_token}, "
@@ -294,6 +295,7 @@ class FusedMoE(LayerParts):
             f"tp_size={parallel.tp_size}, dp_size={parallel.dp_size}, ep_size={parallel.ep_size}, "
             f"quant_method={type(self.quant_method).__name__}, activation={self.activation}, "
             f"params_dtype={sizes.in_dtype}"
+            + "".join(f", {name}={type(part).__name__}" for name, part in chosen.items() if part is not None)
         )
 
     def _divide_fused_shared_experts(self, topk_ids: torch.Tensor) -> None:

@@ -239,7 +239,11 @@ def test_stages_are_recorded() -> None:
 
 
 def test_repr_says_what_it_is() -> None:
-    assert "num_experts=6, num_redundant_experts=0, num_local_experts=6, top_k=2" in repr(make_layer())
+    layer = make_layer()
+    assert "num_experts=6, num_redundant_experts=0, num_local_experts=6, top_k=2" in repr(layer)
+    assert "backend=NoEPPrepareFinalize" in repr(layer) and "experts=" not in repr(layer).replace("_experts=", "")
+    layer(*make_inputs(T, K, E))
+    assert "backend=NoEPPrepareFinalize, experts=ReferenceExperts" in repr(layer)
 
 
 @pytest.mark.parametrize(
