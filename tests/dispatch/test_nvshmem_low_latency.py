@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_ep.bench.geometries import preset
+from moe_ep.dispatch.nvshmem.backend import facts_of
 from moe_ep.dispatch.nvshmem.device_api import device_archive
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
 from moe_ep.dispatch.nvshmem.kernels import KERNELS, kernel_source
@@ -20,6 +21,7 @@ from moe_ep.dispatch.nvshmem.meeting import agree, meet
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.kernels import jit
 from moe_ep.paper_model import Machine, predict
+from tests.dispatch.backend_cases import Case, make_setting
 
 DEEPSEEK = BatchLayout(num_ranks=8, capacity=128, hidden_size=7168, topk=8, fp8=False)
 
@@ -117,6 +119,30 @@ def test_ranks_that_differ_are_named(others: dict[int, str]) -> None:
         agree("name", range(3), {"E": 8, "dtype": "f16", "C": 4})
     assert "dtype is f16 on rank 0, bf16 on rank 1 2; C is 4 on rank 0 1, 5 on rank 2; make" in str(raised.value)
     agree("name", (0, 1), {"E": 8, "dtype": "bf16", "C": 4})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_size": 256}, "hidden_dim is 128 on rank 0, 256 on rank 1"),
+        ({"num_experts": 12}, "num_experts is 10 on rank 0, 12 on rank 1"),
+        ({"topk": 2}, "experts_per_token is 3 on rank 0, 2 on rank 1"),
+        ({"capacity": 9}, "max_num_tokens is 8 on rank 0, 9 on rank 1"),
+        ({"dtype": torch.float16}, "in_dtype is torch.bfloat16 on rank 0, torch.float16 on rank 1"),
+        ({"placement": "round_robin"}, "expert_placement_strategy is linear on rank 0, round_robin on rank 1"),
+        ({"fp8": True}, "rows on the wire is torch.bfloat16 on rank 0, e4m3 on rank 1"),
+    ],
+)
+def test_what_ranks_must_agree_on(others: dict[int, str], change: dict[str, object], named: str) -> None:
+    case = Case(hidden_size=128, dtype=torch.bfloat16)
+    facts = [
+        facts_of(make_setting(each, 0, 2).config, fp8=each.fp8, device_api=False, batches_in_flight=2)
+        for each in (case, replace(case, **change))
+    ]
+    others.update({1: "\n".join(f"{key} = {value}" for key, value in facts[1].items())})
+    with pytest.raises(ValueError, match="the ranks are configured differently") as raised:
+        agree("name", range(2), facts[0])
+    assert named in str(raised.value)
 
 
 def test_ranks_that_do_not_come_are_named(others: dict[int, str]) -> None:
