@@ -39,7 +39,15 @@ def _divide(module: Any, top_k: int) -> nn.Module:
     load_shard(layer, module)
     for name, param in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(param.new_empty(0), requires_grad=False))
+    module.register_state_dict_pre_hook(_refuse_saving)
     return layer
+
+
+def _refuse_saving(module: Any, prefix: str, keep_vars: bool) -> None:
+    raise ConfigError(
+        f"state_dict of {prefix.removesuffix('.')}: a rank holds its own experts alone since the first pass; save the "
+        f"model before that"
+    )
 
 
 def register() -> None:

@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import moe_ep
+import moe_ep.integrations.transformers  # registers moe_ep with transformers
 from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.formats import GPTQConfig, dequantize, pack_gptq, quantize_int
 from moe_ep.checkpoint.writer import write_checkpoint
@@ -192,6 +193,17 @@ def lockstep(rank: int, world_size: int) -> list[int]:
         with torch.inference_mode():
             assert relative_error(model(tokens).logits, alone(tokens).logits) < tolerance(torch.float32)
     return [sum(param.numel() for param in module.parameters()) for _, module in find_experts(model)]
+
+
+def test_experts_that_a_pass_has_divided_are_not_saved(tmp_path: Path) -> None:
+    model = make_model("Qwen3Moe")
+    model.set_experts_implementation("moe_ep")
+    with torch.inference_mode():
+        model(torch.ones(1, 2, dtype=torch.int64))
+    with pytest.raises(
+        ConfigError, match="state_dict of model.layers.0.mlp.experts: a rank holds its own experts alone"
+    ):
+        model.save_pretrained(tmp_path)
 
 
 def test_as_an_experts_implementation() -> None:
