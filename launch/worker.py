@@ -19,6 +19,7 @@ from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.eplb.placement_file import model_checksum
+from moe_ep.eplb.trace import model_name
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.launch import progress
 from moe_ep.launch.balancing import Balancing
@@ -202,7 +203,7 @@ def _new_report(
         versions=versions(),
         model={
             "path": str(reader.directory),
-            "name": f"{spec.family} {model_checksum(reader)[:12]}",
+            "name": model_name(spec.family, model_checksum(reader)),
             "family": spec.family,
             "moe_layers": list(spec.moe_layers),
             "num_experts": spec.num_experts,

@@ -1,4 +1,4 @@
-"""moe-ep eplb: what balancing would do, tried on routing traces without a GPU."""
+"""moe-ep eplb: what balancing would do with routing traces, tried and planned without a GPU."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import argparse
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from moe_ep.files import write_text
-from moe_ep.launch.option_values import output_file
-from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
-
-if TYPE_CHECKING:
-    from moe_ep.eplb.trace import RoutingTrace
+from moe_ep.launch.eplb_scene import (
+    MachineConfig,
+    SceneConfig,
+    describe,
+    describe_parts,
+    read_trace,
+    scene_of,
+    trace_file,
+)
+from moe_ep.launch.option_values import checkpoint_folder, output_file
+from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, option
 
 
 def _names(raw: str) -> tuple[str, ...]:
@@ -31,39 +36,12 @@ _FORMS = {
     "GB moved": ".2f",
 }
 
-_share = number("a number above 0 and below 1, such as 0.5", lambda share: 0 < share < 1)
-
 
 def _routing(raw: str) -> str:
     path = raw.removeprefix("recorded:")
     if re.fullmatch(r"zipf:\d+(\.\d+)?", raw) or Path(path).expanduser().is_file():
         return path
     raise ValueError("it must be zipf:S with a number such as zipf:0.5, or an .npz file of recorded choices")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SceneConfig:
-    """What both commands need: the machine that a trace is tried on, and how files of plain choices are read."""
-
-    ep_size: int = field(default=8, metadata=option(at_least(1), "ranks (8)"))
-    redundant: int = field(default=0, metadata=option(at_least(0), "redundant experts, of all ranks together (0)"))
-    groups: int = field(default=1, metadata=option(at_least(1), "groups that the experts divide into (1)"))
-    nodes: int = field(default=1, metadata=option(at_least(1), "hosts (1)"))
-    objective: str = field(
-        default="tokens",
-        metadata=option(
-            one_of("tokens", "active_experts", "auto"),
-            "what a plan evens out: tokens (the default), active_experts or auto",
-        ),
-    )
-    planned_on: float = field(
-        default=0.5, metadata=option(_share, "share of the steps that plans are made from; the rest is measured (0.5)")
-    )
-    step_tokens: int = field(
-        default=1024,
-        metadata=option(at_least(1), "tokens of all ranks in a step, for choices drawn or without steps (1024)"),
-    )
-    array: str = field(default="", metadata=option(str, "array of a file of plain choices; all, one after the other"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +86,19 @@ class ReportConfig(SceneConfig):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(MachineConfig):
+    """The settings of `moe-ep eplb plan`."""
+
+    model: Path | None = field(
+        default=None, metadata=option(checkpoint_folder, "the checkpoint that the trace was recorded with", "DIR")
+    )
+    policy: str = field(default="incremental", metadata=option(str, "the policy to plan with (incremental)"))
+    out: Path = field(
+        default=Path("placement.json"), metadata=option(output_file, "the file to write (placement.json)", "FILE")
+    )
+
+
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser("eplb", help="what balancing would do with a routing trace")
     commands = parser.add_subparsers(dest="eplb", required=True, metavar="WHAT", parser_class=Parser)
@@ -126,6 +117,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     report.add_argument("trace", metavar="TRACE", help="a trace of moe-ep run --record-routing, or .npz choices")
     add_flags(report, ReportConfig)
     report.set_defaults(main=main_report)
+    plan = commands.add_parser(
+        "plan",
+        help="a placement to begin a run with",
+        description="Plans on all steps of a trace and writes the placement for moe-ep run --eplb --load-placement.",
+    )
+    plan.add_argument("trace", metavar="TRACE", help="a trace of moe-ep run --record-routing")
+    add_flags(plan, PlanConfig)
+    plan.set_defaults(main=main_plan)
 
 
 def main_simulate(args: argparse.Namespace) -> int:
@@ -139,7 +138,7 @@ def main_simulate(args: argparse.Namespace) -> int:
     _check_names("--rules", config.rules, tuple(RULES))
     try:
         if config.routing.startswith("zipf:"):
-            _scene(config).num_slots(config.experts)  # refuses before the choices are drawn
+            scene_of(config).num_slots(config.experts)  # refuses before the choices are drawn
             if config.top_k > config.experts:
                 raise OptionError(f"--top-k is {config.top_k}; it must be at most the {config.experts} of --experts")
             trace = zipf_trace(
@@ -152,12 +151,12 @@ def main_simulate(args: argparse.Namespace) -> int:
                 seed=config.seed,
             )
         else:
-            trace = _read(config.routing, config)
-        rows = list(compare(trace, _scene(config), list(config.policies), list(config.rules), config.expert_bytes))
+            trace = read_trace(config.routing, config)
+        rows = list(compare(trace, scene_of(config), list(config.policies), list(config.rules), config.expert_bytes))
     except ValueError as error:
         raise _shown(error) from None
-    print(_describe(trace, config))
-    print(_parts(trace, config))
+    print(describe(trace, config))
+    print(describe_parts(trace, config))
     shown = [row | {name: f"{row[name]:{form}}" for name, form in _FORMS.items() if name in row} for row in rows]
     print(table(shown, {name: name for name in rows[0]}))
     if config.json is not None:
@@ -178,12 +177,12 @@ def main_report(args: argparse.Namespace) -> int:
     _check_names("--policy", (config.policy,), tuple(EPLB_POLICIES))
     _check_names("--rule", (config.rule,), tuple(RULES))
     try:
-        trace, scene = _read(args.trace, config), _scene(config)
+        trace, scene = read_trace(args.trace, config), scene_of(config)
         present, planned = place(trace, scene, LINEAR), place(trace, scene, config.policy)
         before, after = (measure(trace, scene, slots, config.rule) for slots in (present, planned))
     except ValueError as error:
         raise _shown(error) from None
-    title = _describe(trace, config)
+    title = describe(trace, config)
     draw_load(
         {"before": before.slot_loads, f"after ({config.policy})": after.slot_loads}, config.ep_size, title, config.out
     )
@@ -197,63 +196,53 @@ def main_report(args: argparse.Namespace) -> int:
         for layer, old, new, count in rows
     ]
     print(title)
-    print(f"{_parts(trace, config)}; policy {config.policy}, rule {config.rule}")
+    print(f"{describe_parts(trace, config)}; policy {config.policy}, rule {config.rule}")
     print(table(cells, {name: name for name in columns}))
     print(f"heat maps in {config.out}")
     return 0
 
 
-def _scene(config: SceneConfig) -> Any:
-    from moe_ep.eplb.simulate import Scene
+def main_plan(args: argparse.Namespace) -> int:
+    config = from_args(PlanConfig, args)
+    if config.model is None:
+        raise OptionError("--model is missing; a placement is for one model, give its checkpoint")
+    import torch
 
-    return Scene(
-        ep_size=config.ep_size,
-        num_redundant=config.redundant,
-        num_groups=config.groups,
-        num_nodes=config.nodes,
-        objective=config.objective,
-        planned_on=config.planned_on,
-    )
+    from moe_ep.checkpoint import CheckpointReader, model_spec
+    from moe_ep.eplb.metrics import balancedness
+    from moe_ep.eplb.placement_file import PlacementFile, model_checksum
+    from moe_ep.eplb.policy.maps import rank_loads
+    from moe_ep.eplb.simulate import LINEAR, Scene, place
+    from moe_ep.eplb.trace import RoutingTrace, model_name
+    from moe_ep.registry import EPLB_POLICIES
 
-
-def _read(raw: str, config: SceneConfig) -> RoutingTrace:
-    """A recorded trace, or a file of plain choices cut into steps."""
-    from moe_ep.eplb.trace import RoutingTrace, from_choices, read_arrays
-
-    path = Path(raw).expanduser()
-    if not path.is_file():
-        raise OptionError(f"TRACE is {raw!r}; it must be an .npz file of recorded choices, and there is none")
-    arrays = read_arrays(path)
-    if "ids" in arrays:
-        return RoutingTrace.load(path)
-    found = {name: array for name, array in arrays.items() if array.ndim == 3}
-    if config.array:
-        if config.array not in found:
-            raise OptionError(f"--array is {config.array!r}; {path.name} has {', '.join(found) or 'no such array'}")
-        found = {config.array: found[config.array]}
-    if not found:
-        raise ValueError(f"{path} is neither a routing trace nor arrays of choices [layer, token, top_k]")
-    import numpy as np
-
-    choices = np.concatenate(list(found.values()), axis=1)
-    if config.step_tokens > choices.shape[1]:
-        raise OptionError(
-            f"--step-tokens is {config.step_tokens}; it must be at most the {choices.shape[1]} tokens of {path.name}"
+    _check_names("--policy", (config.policy,), tuple(EPLB_POLICIES))
+    reader = CheckpointReader(config.model)
+    spec, checksum = model_spec(reader.config), model_checksum(reader)
+    try:
+        trace = RoutingTrace.load(trace_file(args.trace))
+        trace.check_model(model_name(spec.family, checksum), spec.num_experts, len(spec.moe_layers))
+        scene = Scene(
+            ep_size=config.ep_size,
+            num_redundant=config.redundant,
+            num_groups=config.groups,
+            num_nodes=config.nodes,
+            objective=config.objective,
         )
-    name = path.stem + (f"/{config.array}" if config.array else "")
-    return from_choices(choices, config.step_tokens, 1, num_experts=int(choices.max()) + 1, model=name)
-
-
-def _describe(trace: RoutingTrace, config: SceneConfig) -> str:
-    return (
-        f"{trace.model}: {trace.num_layers} layers, {trace.num_experts} experts, {trace.num_steps} steps; "
-        f"EP{config.ep_size}, {config.redundant} redundant"
+        present, planned = (place(trace, scene, policy, trace.num_steps) for policy in (LINEAR, config.policy))
+    except ValueError as error:
+        raise _shown(error) from None
+    PlacementFile(
+        model=checksum, ep_size=config.ep_size, num_experts=trace.num_experts, physical_to_logical=planned
+    ).save(config.out)
+    weight = trace.counts().sum(axis=0)
+    before, after = (
+        balancedness(torch.from_numpy(rank_loads(weight, slots, config.ep_size))) for slots in (present, planned)
     )
-
-
-def _parts(trace: RoutingTrace, config: SceneConfig) -> str:
-    seen = _scene(config).split(trace)
-    return f"planned on the first {seen} steps, measured on the other {trace.num_steps - seen}"
+    print(describe(trace, config))
+    print(f"balancedness over all steps together {before:.3f} as placed without a plan, {after:.3f} as planned")
+    print(f"{config.out}: begin with moe-ep run --eplb --load-placement {config.out}")
+    return 0
 
 
 def _check_names(flag: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:

@@ -113,13 +113,13 @@ def _evenness(loads: Array) -> float:
     return float(loads.mean(axis=-1).sum() / busiest) if busiest else 1.0
 
 
-def place(trace: RoutingTrace, scene: Scene, policy: str, refine: bool = True) -> Array:
-    """The placement `[L, P]` of a policy, or "linear", planned on the first steps of the trace."""
+def place(trace: RoutingTrace, scene: Scene, policy: str, num_steps: int | None = None) -> Array:
+    """The placement `[L, P]` of a policy, or "linear", planned on the first steps: the scene's share, or num_steps."""
     num_slots = scene.num_slots(trace.num_experts)
     start = initial_placement(trace.num_layers, trace.num_experts, num_slots)
     if policy == LINEAR:
         return start
-    window = trace.counts()[: scene.split(trace)]
+    window = trace.counts()[: scene.split(trace) if num_steps is None else num_steps]
     return rebalance_experts(
         window.sum(axis=0),
         num_slots,
@@ -130,7 +130,6 @@ def place(trace: RoutingTrace, scene: Scene, policy: str, refine: bool = True) -
         old_physical_to_logical=start,
         window=window,
         objective=scene.objective,
-        refine=refine,
     ).physical_to_logical.numpy()
 
 

@@ -67,12 +67,16 @@ class RoutingTrace:
     def num_steps(self) -> int:
         return int(self.step.max(initial=-1)) + 1
 
-    def check_model(self, model: str, num_experts: int) -> None:
+    def check_model(self, model: str, num_experts: int, num_layers: int) -> None:
         """Raises ValueError unless this trace is of that model."""
         if (self.model, self.num_experts) != (model, num_experts):
             raise ValueError(
                 f"the routing trace is of {self.model!r} with {self.num_experts} experts and the model is {model!r} "
                 f"with {num_experts}; record a trace of this model"
+            )
+        if self.num_layers != num_layers:
+            raise ValueError(
+                f"the routing trace has {self.num_layers} layers and the model {num_layers}; record a trace of it whole"
             )
 
     def counts(self) -> Array:
@@ -117,6 +121,11 @@ class RoutingTrace:
             )
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a routing trace: {error}") from None
+
+
+def model_name(family: str, checksum: str) -> str:
+    """What a model is called in its traces: its family, and the beginning of `placement_file.model_checksum`."""
+    return f"{family} {checksum[:12]}"
 
 
 def from_choices(choices: Array, tokens_per_step: int, num_ranks: int, *, num_experts: int, model: str) -> RoutingTrace:

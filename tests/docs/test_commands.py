@@ -40,6 +40,8 @@ ELSEWHERE = {
     "bench scaling --geometry qwen3-30b --routing uniform,zipf:0.5 --eplb off,on --json results.jsonl":
         "bench/test_scaling.py::test_the_same_rows_from_every_launcher_and_their_pictures",
     "bench scaling --json /tmp/r.jsonl": "launch/test_ray_job.py::test_a_job_measures_scaling",
+    "eplb plan trace.npz --model DIR --ep-size 16 --redundant 16 --out placement.json":
+        "launch/test_run_eplb.py::test_experts_move_and_everything_is_verified",
     "eplb simulate --routing zipf:0.5 --ep-size 32 --redundant 32 --step-tokens 1024":
         "launch/test_eplb_command.py::test_simulate_prints_a_row_for_each_policy_and_rule",
     "generate --model DIR --prompts FILE": "integrations/test_generate.py::test_the_command",

@@ -43,10 +43,12 @@ def test_counts_by_step_and_layer() -> None:
 
 def test_a_trace_of_another_model_is_refused() -> None:
     trace = small_trace()
-    trace.check_model("tiny", 3)
+    trace.check_model("tiny", 3, trace.num_layers)
     for model, num_experts in (("large", 3), ("tiny", 4)):
         with pytest.raises(ValueError, match=f"trace is of 'tiny' with 3 experts and the model is '{model}'"):
-            trace.check_model(model, num_experts)
+            trace.check_model(model, num_experts, trace.num_layers)
+    with pytest.raises(ValueError, match=f"trace has {trace.num_layers} layers and the model 9; record a trace of it"):
+        trace.check_model("tiny", 3, 9)
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,14 @@ def test_experts_move_and_everything_is_verified(
     tokens_per_rank = np.array([line["tokens_per_rank"] for line in steps]).reshape(num_steps, L, 2)
     assert (counts.sum(axis=2) == tokens_per_rank.sum(axis=2)).all()
 
-    # The same choices again, from the placement that came out.
+    # The same choices again, from a placement that was planned for them without a gang.
+    planned = tmp_path / "planned.json"
+    sizes = ["--ep-size", "2", "--redundant", "2"]
+    assert main(["eplb", "plan", str(trace_file), "--model", str(model), *sizes, "--out", str(planned)]) == 0
+    assert f"{planned}: begin with moe-ep run --eplb --load-placement {planned}" in capsys.readouterr().out
     _, lines = run(
         capsys, model, tmp_path / "b.jsonl",
-        *["--eplb", "--routing", f"recorded:{trace_file}", "--load-placement", str(placement_file)],
+        *["--eplb", "--routing", f"recorded:{trace_file}", "--load-placement", str(planned)],
         "--eplb-synchronous",
     )  # fmt: skip
     again = lines[-1]
