@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from moe_ep.bench.geometries import preset
+from moe_ep.config import FusedMoEQuantConfig
+from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.backend import facts_of
 from moe_ep.dispatch.nvshmem.device_api import device_archive
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
+from moe_ep.dispatch.nvshmem.high_throughput import HighThroughputPrepareFinalize
 from moe_ep.dispatch.nvshmem.kernels import KERNELS, kernel_source
 from moe_ep.dispatch.nvshmem.layout import BatchLayout
+from moe_ep.dispatch.nvshmem.low_latency import LowLatencyPrepareFinalize
 from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, local_indices
 from moe_ep.dispatch.nvshmem.meeting import agree, meet
 from moe_ep.errors import DispatchTimeoutError
@@ -24,6 +28,7 @@ from moe_ep.paper_model import Machine, predict
 from tests.dispatch.backend_cases import Case, make_setting
 
 DEEPSEEK = BatchLayout(num_ranks=8, capacity=128, hidden_size=7168, topk=8, fp8=False)
+DEEPSEEK_CASE = Case(hidden_size=7168, topk=8, num_experts=256, capacity=128, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +82,24 @@ def test_buffers_do_not_overlap_and_are_aligned(fp8: bool, topk: int, device_api
 def test_symmetric_memory_at_deepseeks_shape_is_below_80_mb() -> None:
     assert DEEPSEEK.symmetric_bytes == 2 * DEEPSEEK.batch_bytes < 80e6
     assert replace(DEEPSEEK, fp8=True).symmetric_bytes < 60e6
+
+
+def test_size_hints_say_what_is_taken() -> None:
+    setting = make_setting(replace(DEEPSEEK_CASE, tokens=(0,)), 0, 8)
+    e4m3 = FusedMoEQuantConfig(dispatch_dtype=torch.float8_e4m3fn)
+    hint = LowLatencyPrepareFinalize.size_hint(setting.config)
+    assert hint["symmetric"] == DEEPSEEK.symmetric_bytes
+    numbers = 4 * 32 + 4 * 8 * 128 * 8
+    assert hint["expanded"] - numbers == 2 * 32 * 8 * 128 * 7168
+    assert hint["by_reference"] - numbers == 4 * 32 * 8 * 128
+    by_reference = LowLatencyPrepareFinalize.size_hint(setting.config, e4m3)["by_reference"]
+    assert by_reference - hint["by_reference"] == 2 * 8 * 128 * 7168
+    two = HighThroughputPrepareFinalize.size_hint(setting.config, e4m3, batches_in_flight=2)
+    one = HighThroughputPrepareFinalize.size_hint(setting.config, e4m3)
+    assert two == {where: 2 * num_bytes for where, num_bytes in one.items()}
+    # Rows at multiples of 128 bytes (7168 codes, 56 scales, 8 ids and weights), results, and as much again below 2 %.
+    rows, results = 8 * 128 * 7552, 128 * 8 * 14336
+    assert 1.0 < one["symmetric"] / (rows + results) < 1.02
 
 
 def test_an_expert_has_a_block_for_each_row_of_a_full_one() -> None:
@@ -151,6 +174,32 @@ def test_ranks_that_do_not_come_are_named(others: dict[int, str]) -> None:
     with pytest.raises(DispatchTimeoutError, match=r"name: ranks 1, 3 of the default group did not come") as raised:
         meet("name", range(4), timeout_s=0.01)
     assert raised.value.ranks == (1, 3)
+
+
+@pytest.mark.parametrize("all_come", [True, False])
+def test_symmetric_memory_is_given_back_where_all_ranks_come(monkeypatch: pytest.MonkeyPatch, all_come: bool) -> None:
+    done: list[object] = []
+
+    def meeting(name: str, ranks: list[int]) -> None:
+        if not all_come:
+            raise DispatchTimeoutError("rank 1 did not come", [1])
+
+    runtime = SimpleNamespace(
+        device=None,
+        world=[0, 1],
+        blocks=[SimpleNamespace(pointer=1), SimpleNamespace(pointer=2)],
+        _bindings=SimpleNamespace(free=done.append),
+        _core=SimpleNamespace(finalize=lambda: done.append("finalize")),
+    )
+    runtime._give_back = lambda blocks: arena._Runtime._give_back(runtime, blocks)
+    runtime.close = lambda: arena._Runtime.close(runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(arena, "meet", meeting)
+    monkeypatch.setattr(arena.device_api, "stop", lambda: done.append("stop"))
+    monkeypatch.setattr(arena, "_the_runtime", runtime)
+    arena.SymmetricArena.close()
+    arena.SymmetricArena.close()
+    assert done == ([1, 2, "stop", "finalize"] if all_come else [])
 
 
 @pytest.mark.parametrize(
