@@ -87,7 +87,6 @@ class MoEBlock(FixedTensors):
             "scoring_func": spec.routing.scoring_func,
             "routed_scaling_factor": spec.routing.routed_scaling_factor,
             "custom_routing_function": spec.routing.custom_routing_function,
-            "e_score_correction_bias": correction,
         }
         shared_experts = _shared_experts(reader, spec, layer_index, dtype)
         # Parameters are made where they stay: a shard may not fit into host memory twice.
@@ -107,6 +106,7 @@ class MoEBlock(FixedTensors):
                 max_num_tokens=max_num_tokens,
                 enable_eplb=num_redundant_experts is not None,
                 num_redundant_experts=num_redundant_experts or 0,
+                e_score_correction_bias=correction,
                 **self._routing,
             )
         load_moe_layer(reader, spec, layer_index, self.moe)
@@ -127,7 +127,8 @@ class MoEBlock(FixedTensors):
     def choices(self, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None) -> torch.Tensor:
         """The logical experts `[T, top_k]` that the layer chooses for MoE inputs `[T, K]`, or for these logits."""
         logits = self.router_logits(hidden_states) if router_logits is None else router_logits
-        return select_experts(hidden_states, logits, **self._routing)[1]
+        bias = self.moe.e_score_correction_bias
+        return select_experts(hidden_states, logits, e_score_correction_bias=bias, **self._routing)[1]
 
     def forward(
         self, x: torch.Tensor, observer: Observer | None = None, router_logits: torch.Tensor | None = None
