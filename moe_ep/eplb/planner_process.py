@@ -41,6 +41,9 @@ class PlannerProcess:
             env=environment,
             bufsize=0,
         )
+        if self._process.stdin is not None:
+            # A write takes what the pipe has room for, however long the child takes to read.
+            os.set_blocking(self._process.stdin.fileno(), False)
 
     def make_plan(
         self,
@@ -63,10 +66,10 @@ class PlannerProcess:
             raise RuntimeError("the planning process was started without pipes")
         deadline = time.monotonic() + limit_s
         try:
-            _write(stdin, about, counts.to(torch.int32).numpy(), placement)
-            if not select.select([stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
-                raise TimeoutError(f"the planning process did not answer within {limit_s:g} s")
-            answer, arrays = _read(stdout)
+            _write(stdin, about, counts.to(torch.int32).numpy(), placement, deadline=deadline)
+            answer, arrays = _read(stdout, deadline)
+        except TimeoutError:
+            raise TimeoutError(f"the planning process did not answer within {limit_s:g} s") from None
         except (OSError, EOFError):
             code = self._process.wait()
             raise RuntimeError(f"the planning process ended with exit code {code}") from None
@@ -81,22 +84,26 @@ class PlannerProcess:
                 pipe.close()
 
 
-def _write(pipe: IO[bytes], about: dict[str, Any], *arrays: Array) -> None:
+def _write(pipe: IO[bytes], about: dict[str, Any], *arrays: Array, deadline: float | None = None) -> None:
+    """Raises TimeoutError where the other end does not read before the deadline (time.monotonic)."""
     arrays = tuple(np.ascontiguousarray(array) for array in arrays)
     header = about | {"arrays": [[array.dtype.str, list(array.shape)] for array in arrays]}
     for data in (json.dumps(header).encode() + b"\n", *(array.tobytes() for array in arrays)):
         left = memoryview(data)
         while len(left):
-            left = left[pipe.write(left) :]
+            _wait([], [pipe], deadline)
+            left = left[pipe.write(left) or 0 :]
 
 
-def _read(pipe: IO[bytes]) -> tuple[dict[str, Any], list[Array]]:
-    header = json.loads(_read_line(pipe))
+def _read(pipe: IO[bytes], deadline: float | None = None) -> tuple[dict[str, Any], list[Array]]:
+    """Raises TimeoutError where the other end does not write before the deadline, EOFError where it is gone."""
+    header = json.loads(_read_line(pipe, deadline))
     arrays = []
     for dtype, shape in header.pop("arrays"):
         data = bytearray(np.dtype(dtype).itemsize * math.prod(shape))
         view = memoryview(data)
         while len(view):
+            _wait([pipe], [], deadline)
             size = pipe.readinto(view)  # type: ignore[attr-defined]
             if not size:
                 raise EOFError
@@ -105,9 +112,17 @@ def _read(pipe: IO[bytes]) -> tuple[dict[str, Any], list[Array]]:
     return header, arrays
 
 
-def _read_line(pipe: IO[bytes]) -> bytes:
+def _wait(readable: list[IO[bytes]], writable: list[IO[bytes]], deadline: float | None) -> None:
+    """Returns when one of the pipes is ready; TimeoutError at the deadline."""
+    left = None if deadline is None else max(deadline - time.monotonic(), 0)
+    if not any(select.select(readable, writable, [], left)):
+        raise TimeoutError
+
+
+def _read_line(pipe: IO[bytes], deadline: float | None) -> bytes:
     line = b""
     while not line.endswith(b"\n"):
+        _wait([pipe], [], deadline)
         byte = pipe.read(1)
         if not byte:
             raise EOFError

@@ -179,7 +179,9 @@ class Rearrangement:
             if self._planner is None:
                 plan, reason = make_plan(total, load, old, *sizes, self._config)
             else:
-                plan, reason = self._planner.make_plan(total, old, *sizes, self._config, self._channel.timeout_s)
+                # Before the others give up waiting for the plan, so that they learn why.
+                limit_s = 0.8 * self._channel.timeout_s
+                plan, reason = self._planner.make_plan(total, old, *sizes, self._config, limit_s)
             seconds = time.perf_counter() - started
             if plan is not None:
                 message[0] = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import numpy as np
@@ -141,4 +142,15 @@ def test_a_planning_process_that_ends_is_an_error() -> None:
     placement = np.arange(4)[None]
     with pytest.raises(RuntimeError, match="the planning process ended with exit code -9"):
         planner.make_plan(torch.ones(1, 1, 4, dtype=torch.int64), placement, 4, 2, CONFIG, 20)
+    planner.close()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2000])
+def test_a_planning_process_that_hangs_is_an_error_at_the_deadline(num_steps: int) -> None:
+    """With requests that its pipe has room for, and with larger ones."""
+    planner = PlannerProcess()
+    planner._process.send_signal(signal.SIGSTOP)
+    window = torch.ones(num_steps, 1, 64, dtype=torch.int64)
+    with pytest.raises(TimeoutError, match="the planning process did not answer within 0.1 s"):
+        planner.make_plan(window, np.arange(64)[None], 64, 2, CONFIG, 0.1)
     planner.close()
