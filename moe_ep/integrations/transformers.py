@@ -43,6 +43,8 @@ except ModuleNotFoundError as error:
 
 hf_registration.register()
 
+# What configurations call the number of experts that a token goes to.
+_TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 # (layers loaded, layers)
 OnLayer = Callable[[int, int], None]
 
@@ -243,7 +245,11 @@ def _put(model: Any, shape: ExpertsShape, layer: RoutedExperts, steps: StepCoord
 
 
 def _top_k(model: Any) -> int:
-    return model.config.get_text_config().num_experts_per_tok
+    config = model.config.get_text_config()
+    found = [value for name in _TOP_K if isinstance(value := getattr(config, name, None), int)]
+    if not found:
+        raise ConfigError(f"the {type(config).__name__} of the model has none of {', '.join(_TOP_K)}; set one of them")
+    return found[0]
 
 
 def _nobody(done: int, total: int) -> None:

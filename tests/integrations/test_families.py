@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import transformers
 import moe_ep
 from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.writer import write_checkpoint
-from moe_ep.errors import CheckpointError
+from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.methods import relative_error, tolerance
 from tests.integrations.hf_models import FAMILIES, GROUPED, MLA, SIZES, make_model
 
@@ -71,6 +72,16 @@ def test_a_damaged_correction_bias_is_refused(family: str, damage: str, tmp_path
         write_checkpoint(tmp_path, reader.config, tensors.items())
     with pytest.raises(CheckpointError, match=r"layers\.\d.*e_score_correction_bias, as .* found none that fits"):
         moe_ep.parallelize(tmp_path)
+
+
+def test_a_configuration_that_calls_top_k_otherwise() -> None:
+    torch.manual_seed(0)
+    config = transformers.AriaTextConfig(**{**SIZES, "num_experts_per_tok": None}, moe_num_experts=6, moe_topk=2)
+    alone = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    check(moe_ep.parallelize(copy.deepcopy(alone)), alone)
+    alone.config.moe_topk = None
+    with pytest.raises(ConfigError, match="AriaTextConfig of the model has none of num_experts_per_tok, moe_topk, "):
+        moe_ep.parallelize(alone)
 
 
 def test_kimi_is_deepseek_by_another_name(tmp_path: Path) -> None:
