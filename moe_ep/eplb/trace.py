@@ -160,7 +160,7 @@ def read_arrays(path: Path | str) -> dict[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         raise
     # zipfile raises RuntimeError and OSError too, for damage that reads as encryption or offsets.
     except (ValueError, TypeError, RuntimeError, OSError, zipfile.BadZipFile, zlib.error, EOFError):
