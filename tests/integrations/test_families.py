@@ -74,13 +74,14 @@ def test_a_damaged_correction_bias_is_refused(family: str, damage: str, tmp_path
         moe_ep.parallelize(tmp_path)
 
 
-def test_a_configuration_that_calls_top_k_otherwise() -> None:
+def test_a_configuration_that_calls_top_k_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    config = transformers.AriaTextConfig(**{**SIZES, "num_experts_per_tok": None}, moe_num_experts=6, moe_topk=2)
+    sizes = {key: value for key, value in SIZES.items() if key != "num_experts_per_tok"}
+    config = transformers.AriaTextConfig(**sizes, moe_num_experts=6, moe_topk=2)
     alone = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     check(moe_ep.parallelize(copy.deepcopy(alone)), alone)
-    alone.config.moe_topk = None
-    with pytest.raises(ConfigError, match="AriaTextConfig of the model has none of num_experts_per_tok, moe_topk, "):
+    monkeypatch.setattr("moe_ep.integrations.transformers._TOP_K", ("num_experts_per_tok",))
+    with pytest.raises(ConfigError, match="the AriaTextConfig of the model has none of num_experts_per_tok; set one"):
         moe_ep.parallelize(alone)
 
 
