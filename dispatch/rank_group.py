@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig
 from moe_ep.dispatch.notes import Notes, watch
-from moe_ep.errors import DispatchTimeoutError, rank_list
+from moe_ep.errors import ConfigError, DispatchTimeoutError, rank_list
 from moe_ep.process_groups import deadline_of
 from moe_ep.waiting import comes_within
 
@@ -51,6 +51,31 @@ class RankGroup:
             )
         self.notes = Notes(self.group)
         self.timeout_s = deadline_of(self.group)
+        self._agrees = False
+
+    def must_agree(self, settings: dict[str, int], device: torch.device) -> None:
+        """Refuses ranks whose layers differ, before they exchange rows of other sizes than they expect.
+
+        A collective step when it is first called outside the capture of a CUDA graph, with a wait for the GPU; nothing
+        from then on.
+
+        Raises:
+            ConfigError: a setting that is not the same everywhere, said on all ranks alike.
+        """
+        if self._agrees or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return
+        mine = torch.tensor(list(settings.values()), device=device)
+        everybodys = mine.new_empty(self.size * len(settings))
+        steps = self.steps("dispatch", device)
+        steps.all_gather(everybodys, mine)
+        of_ranks = steps.on_host(everybodys.view(self.size, -1)).get()
+        for name, values in zip(settings, zip(*of_ranks, strict=True), strict=True):
+            if len(set(values)) > 1:
+                raise ConfigError(
+                    f"{name} is {', '.join(map(str, values))} on EP ranks 0 to {self.size - 1}; it must be the same on "
+                    f"every rank of a layer"
+                )
+        self._agrees = True
 
     def steps(self, name: str, device: torch.device) -> Steps:
         """The collective steps of one dispatch or combine."""

@@ -199,15 +199,15 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             self.ranks.notes.leave(str(refusal))
             raise
         self.ranks.notes.withdraw()
+        self.ranks.must_agree(self._settings(topk_ids.size(1), quant_config), a1.device)
         rows = (a1 * topk_weights).to(a1.dtype) if apply_router_weight_on_input else a1
-        wire = quant_config if self.quant_config is None else self.quant_config
         batch = Batch(
             rows=rows.contiguous(),
             topk_ids=topk_ids.to(torch.int32).contiguous(),
             topk_weights=topk_weights.contiguous(),
             owners=self._owners_of(a1.device),
             expert_map=expert_map,
-            quantized=wire.dispatch_dtype is not None,
+            quantized=self._wire(quant_config).dispatch_dtype is not None,
         )
         pending = self._dispatch(batch)
 
@@ -217,6 +217,22 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             return result
 
         return Pending(pending.wait, receive, pending.start)
+
+    def _wire(self, quant_config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
+        return quant_config if self.quant_config is None else self.quant_config
+
+    def _settings(self, topk: int, quant_config: FusedMoEQuantConfig) -> dict[str, int]:
+        """What ranks have in common where their messages fit."""
+        config = self.moe_config
+        return {
+            "num_experts, redundant ones included,": config.num_experts,
+            "the number of fused shared experts": config.num_fused_shared_experts,
+            "top_k": topk,
+            "hidden_size": config.hidden_dim,
+            "max_num_tokens": self.max_num_tokens_per_rank() or 0,
+            "the size of params_dtype": config.in_dtype.itemsize,
+            "whether rows travel as fp8": int(self._wire(quant_config).dispatch_dtype is not None),
+        }
 
     def _check_map(self, expert_map: torch.Tensor) -> None:
         """ValueError where rows would be sent to other ranks than those whose maps have their experts.

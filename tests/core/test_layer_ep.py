@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ep.errors import ConfigError
 from moe_ep.layer import FusedMoE
 from moe_ep.methods import OnlineIntConfig, relative_error, tolerance
 from moe_ep.passes import one_pass
@@ -133,6 +134,24 @@ def against_plain_loops(rank: int, world_size: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_against_plain_loops(backend: str) -> None:
     ranks(3).run(against_plain_loops, backend)
+
+
+def made_differently(rank: int, world_size: int, backend: str) -> None:
+    layer, _ = make_layer({"top_k": 2 + rank}, all2all_backend=backend)
+    with pytest.raises(ConfigError, match="top_k is 2, 3 on EP ranks 0 to 1; it must be the same on every rank"):
+        layer(*inputs_of(layer, 2, seed=rank))
+    layer, weights = make_layer({"max_num_tokens": 4 + rank}, all2all_backend=backend)
+    inputs = inputs_of(layer, 2, seed=rank)
+    if layer.prepare_finalize.max_num_tokens_per_rank() is None:
+        check(layer(*inputs), run_moe(weights, *inputs, TOP_K), {})
+    else:
+        with pytest.raises(ConfigError, match="max_num_tokens is 4, 5 on EP ranks 0 to 1"):
+            layer(*inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_whose_layers_differ_are_told(backend: str) -> None:
+    ranks(2).run(made_differently, backend)
 
 
 def with_replicas(rank: int, world_size: int, backend: str) -> tuple[int, int]:
