@@ -163,7 +163,7 @@ class Rearrangement:
         total = self._channel.sum("the load", self._mover.to_host(counts)).long()
         load = measure_load(total, self._channel.size, job.step)
         self._tell(load)
-        if not total.any() and not self._has_warned:
+        if load.num_steps and not total.any() and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "EPLB counted no tokens in %d steps; CUDA graphs that were captured before the manager was made count "
