@@ -2,7 +2,7 @@
 //
 // Before: rows [T, HIDDEN]. After: at each rank the rows of its tokens, by (source, token), with their ids and weights.
 // Plain rows are read where they arrive. Quantized ones, and such as were put, are turned into plain ones in `out` as
-// they come.
+// they come, and a rank's own go there at once.
 #include "high_throughput_wire.cuh"
 
 struct Params {
@@ -20,7 +20,7 @@ struct Params {
 
 constexpr int kRowsOfTurn = 2;  // that a warp takes of a source before the next has its turn
 
-// A token's row in the batch of each rank that it goes to: lane r has that of rank r.
+// Where a token goes: the ranks as bits, and in lane r which row of the batch it is at rank r.
 struct Rows {
     u32 ranks;
     u64 index;
@@ -33,10 +33,12 @@ __device__ __forceinline__ Rows rows_of(const Params& p, int token) {
     return Rows{__ballot_sync(kAllLanes, slot >= 0), index};
 }
 
-__device__ __forceinline__ int owner_of(const Params& p, int id) { return id >= 0 && id < p.num_ids ? p.owners[id] : -1; }
+__device__ __forceinline__ int owner_of(const Params& p, int id) {
+    return id >= 0 && id < p.num_ids ? p.owners[id] : -1;
+}
 
 #if FP8 || DEVICE_API
-// One token: its own rank's row is made where the experts read it, the others go to where they are taken.
+// One token: for this rank it is made as the experts read it, the others get it where they take it from.
 __device__ __forceinline__ void send(const Params& p, Tail& tail, int token, u32 epoch) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;

@@ -1,13 +1,13 @@
-// Rows of a prefill batch that do not stay where they arrive, since they come as e4m3 codes or are put: how they look on
-// the wire, and how each side makes them.
+// Rows of a prefill batch that do not stay where they arrive, since they come as e4m3 codes or are put: how they look
+// on the wire, and how each side makes them.
 //
 //   columns   HIDDEN codes, or HIDDEN columns of 16 bits
 //   scales    one f32 for each 128 columns, of codes
 //   ids       TOPK, each with its rank in the upper bits, -1 for none
 //   weights   TOPK, f32
 //
-// Rows begin at multiples of 128 bytes and all but the last of their stores fill such lines, which is what NVLink
-// carries best; what is behind the columns goes out of shared memory with one store.
+// Rows begin at multiples of 128 bytes, and all but the last of a warp's stores fill such lines, which is what links
+// carry best: what is behind the columns is put together in shared memory.
 #pragma once
 
 #include "high_throughput.cuh"
@@ -30,7 +30,7 @@ __device__ __forceinline__ void keep_slot(const Common& c, u64 row, u32 id, u32 
     *reinterpret_cast<u32*>(c.at(c.rank, c.weights + at)) = is_here ? weight : 0;
 }
 
-// The tail to the rows at the addresses that lanes hold, those of `ranks`.
+// The tail to the rows at the addresses that the lanes of `ranks` hold.
 __device__ __forceinline__ void store_tail(const Tail& tail, u32 ranks, u64 target) {
     for (int i = threadIdx.x % 32; i < (kTailVectors + 31) / 32 * 32; i += 32) {
         const Vec v = i < kTailVectors ? reinterpret_cast<const Vec*>(tail.words)[i] : Vec{};
@@ -44,8 +44,17 @@ __device__ __forceinline__ void store_tail(const Tail& tail, u32 ranks, u64 targ
 }
 
 #if FP8
-// A warp's row to the addresses that the lanes of `ranks` hold, and as the experts read it to `plain` unless that is
-// null. Two threads put their codes together, so that each stores 16 bytes of one vector's place in the warp or the next.
+// Of a thread's codes of two vectors, 32 apart, and its neighbour's: the sixteen bytes of the first two vectors in even
+// threads, of the others in odd ones.
+__device__ __forceinline__ Vec put_together(Codes first, Codes second) {
+    const bool is_odd = threadIdx.x % 2;
+    const Codes kept = is_odd ? second : first, given = is_odd ? first : second;
+    const u32 low = __shfl_xor_sync(kAllLanes, given.low, 1), high = __shfl_xor_sync(kAllLanes, given.high, 1);
+    return is_odd ? Vec{low, high, kept.low, kept.high} : Vec{kept.low, kept.high, low, high};
+}
+
+// A warp's row to the addresses that the lanes of `ranks` hold, and as the experts read it to `plain` where that is not
+// null.
 __device__ __forceinline__ void store_row(const u8* row, Tail& tail, u32 ranks, u64 target, u8* plain) {
     constexpr int kPairs = kAtOnce / 2;
     const Vec* from = reinterpret_cast<const Vec*>(row);
@@ -56,7 +65,7 @@ __device__ __forceinline__ void store_row(const u8* row, Tail& tail, u32 ranks, 
         for (int i = 0; i < kAtOnce; ++i) {
             v[i] = start + 32 * i < kVectors ? from[start + 32 * i] : Vec{};
         }
-        Vec both[kPairs];
+        Vec pairs[kPairs];
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
             Codes codes[2];
@@ -72,9 +81,7 @@ __device__ __forceinline__ void store_row(const u8* row, Tail& tail, u32 ranks, 
                     reinterpret_cast<Vec*>(plain)[vector] = dequantize(codes[j], scale);
                 }
             }
-            const Codes own = is_odd ? codes[1] : codes[0], given = is_odd ? codes[0] : codes[1];
-            const u32 low = __shfl_xor_sync(kAllLanes, given.low, 1), high = __shfl_xor_sync(kAllLanes, given.high, 1);
-            both[i] = is_odd ? Vec{low, high, own.low, own.high} : Vec{own.low, own.high, low, high};
+            pairs[i] = put_together(codes[0], codes[1]);
         }
         for (u32 left = ranks; left; left &= left - 1) {
             u64* to = reinterpret_cast<u64*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
@@ -82,7 +89,7 @@ __device__ __forceinline__ void store_row(const u8* row, Tail& tail, u32 ranks, 
             for (int i = 0; i < kPairs; ++i) {
                 const int vector = start + 32 * (2 * i + is_odd) - is_odd;
                 if (vector < kVectors) {
-                    *reinterpret_cast<Vec*>(to + vector) = both[i];
+                    *reinterpret_cast<Vec*>(to + vector) = pairs[i];
                 }
             }
         }

@@ -2,8 +2,8 @@
 //
 // Every rank has the same buffers at the same offsets (layout.py computes them); part [s] of each belongs to the rank s
 // that writes it. R ranks, capacity C tokens a rank, H slots a token (HIDDEN columns K, TOPK experts). Results, rows in
-// e4m3, and rows of a rank that has at most `row_packet_tokens` tokens, travel as packets (protocol.cuh); others as plain
-// rows with a flag.
+// e4m3, and rows of a rank that has at most `row_packet_tokens` tokens, travel as packets (protocol.cuh); others as
+// plain rows with a flag.
 //
 //   header          [2, R]         u64 {tokens of s, epoch}; even and odd epochs take turns
 //   meta            [2, R, C, M]   lines, likewise: four local experts of 16 bits in each of the first, two weights in
