@@ -66,6 +66,20 @@ def check_decode(case: Case, name: str, num_ranks: int, by_reference: bool, in_h
             assert torch.equal(output.cpu(), expected_output(setting, num_ranks)), (name, setting.rank)
 
 
+@pytest.mark.parametrize("backend", [LOW_LATENCY, "nvshmem_high_throughput"])
+def test_layers_of_one_shape_share_their_memory(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    on_one_gpu(monkeypatch, 3)
+    layers = [Ranks(CASES["random"], 3, backend) for _ in range(2)]
+    for first, second in zip(*(layer.backends for layer in layers), strict=True):
+        assert first._meeting is second._meeting
+    other = Ranks(replace(CASES["random"], capacity=9), 3, backend)
+    assert other.backends[0]._meeting is not layers[0].backends[0]._meeting
+    for layer in (*layers, other, layers[0]):
+        layer.prepare()
+        for each in layer.backends:
+            each.recover(dead=())
+
+
 @WIRES
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
 def test_prefill(monkeypatch: pytest.MonkeyPatch, num_ranks: int, fp8: bool) -> None:
