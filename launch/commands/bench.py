@@ -75,6 +75,11 @@ def _check_together(config: ScalingConfig) -> None:
         raise OptionError("--decode-tokens and --prefill-tokens are none; pass numbers for one of them")
     if config.resume and config.json is None:
         raise OptionError("--resume was given without --json; give the FILE that has the rows of the run before")
+    names = [Path(routing).name for routing in config.routing]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise OptionError(
+            f"--routing has {twice} twice; rows name a file without its folder, so give each its own name"
+        )
     if len(config.routing) == 1 and config.routing[0].endswith(".npz"):
         _check_recorded(config)
 

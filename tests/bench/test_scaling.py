@@ -186,6 +186,7 @@ def test_routing_of_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (["--decode-tokens", "none", "--prefill-tokens", "none"], "are none; pass numbers"),
         (["--decode-tokens", "0"], "--decode-tokens is '0'; it must be whole numbers of at least 1"),
         (["--seconds", "soon"], "--seconds is 'soon'; it must be a number of seconds above 0"),
+        (["--routing", "zipf:1,uniform,zipf:1"], "--routing has zipf:1 twice"),
         (["--resume"], "--resume was given without --json"),
         (["--backend", "auto,nvshmem_low_latency"], "--backend is 'nvshmem_low_latency' and the workers run on CPUs"),
         (["--backend", "no_ep"], "--backend is 'no_ep', which moves nothing, and 4 workers share the experts"),
