@@ -1,15 +1,17 @@
 """Scratch memory shared by all layers of a process.
 
-One buffer a device and stream, as large as the largest request so far (a high-water mark), so that sixty layers
-need the scratch of one and the decode path never allocates. A CUDA graph keeps the addresses it was captured with:
-buffers handed out under capture are never freed, and nothing is allocated under capture. Run a pass of the same
-size once before capturing, on the same streams where a graph forks into several: a stream without a buffer of its
+One buffer a thread, device and stream, as large as the largest request so far (a high-water mark), so that sixty layers
+need the scratch of one and the decode path never allocates. Threads have their own, since one may come to its experts
+while another's results are still to be read. A CUDA graph keeps the addresses it was captured with: buffers handed out
+under capture are never freed, and nothing is allocated under capture. Run a pass of the same size once before
+capturing, in the same thread, and on the same streams where a graph forks into several: a stream without a buffer of its
 own borrows another's, which is safe only for graphs that replay one after the other.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -19,14 +21,22 @@ _ALIGNMENT = 256
 Request = tuple[Sequence[int], torch.dtype]
 
 
-class WorkspaceManager:
-    """Hands out views of one growing buffer for each device and stream.
+class _OfThread(threading.local):
+    """What goes with its thread."""
 
-    A view is valid until the next `get` on the same stream; two streams never share a buffer while both run eagerly.
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+class WorkspaceManager:
+    """Hands out views of one growing buffer for each thread, device and stream.
+
+    A view is valid until the next `get` of the same thread on the same stream; two streams never share a buffer while
+    both run eagerly.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._of_thread = _OfThread()
         self._captured: list[torch.Tensor] = []
 
     def get(self, requests: Sequence[Request], device: torch.device, least_bytes: int = 0) -> list[torch.Tensor]:
@@ -49,22 +59,23 @@ class WorkspaceManager:
         ]
 
     def num_bytes(self, device: torch.device | None = None) -> int:
-        """Bytes held, on one device or on all."""
-        return sum(b.numel() for (where, _), b in self._buffers.items() if device is None or where == device)
+        """Bytes held by this thread, on one device or on all."""
+        return sum(b.numel() for (where, _), b in self._of_thread.buffers.items() if device is None or where == device)
 
     def _buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         key = (device, current_stream(device) if device.type == "cuda" else 0)
-        buffer = self._buffers.get(key)
+        buffers = self._of_thread.buffers
+        buffer = buffers.get(key)
         if buffer is None or buffer.numel() < num_bytes:
             if capturing:
                 buffer = self._borrow(num_bytes, device)
             else:
                 # Its memory, if no graph needs it, is there for the larger one.
                 del buffer
-                self._buffers.pop(key, None)
+                buffers.pop(key, None)
                 buffer = self._grow(num_bytes, device)
-            self._buffers[key] = buffer
+            buffers[key] = buffer
         if capturing and all(buffer is not kept for kept in self._captured):
             self._captured.append(buffer)
         return buffer
@@ -75,12 +86,12 @@ class WorkspaceManager:
 
     def _borrow(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """The scratch of the stream that the warm-up ran on: graphs that replay in turn share it."""
-        for (where, _), buffer in self._buffers.items():
+        for (where, _), buffer in self._of_thread.buffers.items():
             if where == device and buffer.numel() >= num_bytes:
                 return buffer
         raise RuntimeError(
             f"a pass under CUDA-graph capture needs {num_bytes} bytes of scratch and no buffer of that size is there; "
-            f"run one pass of the same size before capturing"
+            f"run one pass of the same size, in the same thread, before capturing"
         )
 
 

@@ -1,5 +1,7 @@
 """Shared scratch: one buffer, its high-water mark, and what is refused under capture."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -38,6 +40,15 @@ def test_a_buffer_that_is_too_small_is_given_back_before_a_larger_one_is_taken(m
     assert held == [0]
 
 
+def test_threads_have_scratch_of_their_own():
+    manager = WorkspaceManager()
+    (mine,) = manager.get([((64,), torch.float32)], CPU)
+    with ThreadPoolExecutor(1) as thread:
+        (theirs,) = thread.submit(manager.get, [((64,), torch.float32)], CPU).result()
+    assert theirs.data_ptr() != mine.data_ptr()
+    assert manager.get([((64,), torch.float32)], CPU)[0].data_ptr() == mine.data_ptr()
+
+
 @pytest.mark.gpu
 def test_capture_borrows_the_warm_buffer_keeps_it_and_never_allocates():
     device = torch.device("cuda", torch.cuda.current_device())
@@ -47,7 +58,7 @@ def test_capture_borrows_the_warm_buffer_keeps_it_and_never_allocates():
     with torch.cuda.graph(graph):
         (captured,) = manager.get([((256,), torch.float32)], device)
         captured.fill_(3.0)
-        with pytest.raises(RuntimeError, match="run one pass of the same size before capturing"):
+        with pytest.raises(RuntimeError, match="run one pass of the same size, in the same thread, before capturing"):
             manager.get([((4096,), torch.float32)], device)
     assert captured.data_ptr() == warm.data_ptr()
     manager.get([((4096,), torch.float32)], device)
