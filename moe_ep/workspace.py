@@ -4,8 +4,8 @@ One buffer a thread, device and stream, as large as the largest request so far (
 need the scratch of one and the decode path never allocates. Threads have their own, since one may come to its experts
 while another's results are still to be read. A CUDA graph keeps the addresses it was captured with: buffers handed out
 under capture are never freed, and nothing is allocated under capture. Run a pass of the same size once before
-capturing, in the same thread, and on the same streams where a graph forks into several: a stream without a buffer of its
-own borrows another's, which is safe only for graphs that replay one after the other.
+capturing, in the same thread, and on the same streams where a graph forks into several: a stream without a buffer of
+its own borrows another's, which is safe only for graphs that replay one after the other.
 """
 
 from __future__ import annotations
