@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Iterator
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
+# The innermost calls of a process that is ended tell where it was.
+_SHOWN_CALLS = 10
 
 _received: int | None = None
 _held = False
@@ -104,7 +106,7 @@ def ending_after(seconds: float, doing: str) -> Iterator[None]:
     """
 
     def end(thread: int) -> None:
-        where = "".join(_stack_of(thread))
+        where = "".join(_stack_of(thread)[-_SHOWN_CALLS:])
         _end(f"{doing} has not ended within {seconds:g} s, and the process ends; it was here:\n{where}", 1)
 
     timer = threading.Timer(seconds, end, (threading.get_ident(),))
