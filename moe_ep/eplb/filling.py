@@ -126,13 +126,25 @@ def _fill_by_turns(tokens: torch.Tensor, ranks: torch.Tensor, valid: torch.Tenso
     place = torch.arange(valid.size(2), device=tokens.device)
     width = valid.sum(dim=2, keepdim=True)
     shares = torch.where(valid, tokens[..., None] // width + (place < tokens[..., None] % width), 0)
-    expert = torch.arange(tokens.size(1), device=tokens.device)[:, None]
+    # Experts with one candidate need no turns; to leave them out takes a look at the maps, which on a GPU would wait.
+    several = torch.arange(tokens.size(1), device=tokens.device)
+    if not tokens.is_cuda:
+        several = several[(width > 1).any(dim=0).flatten()]
+    part, at, choices = shares[:, several], ranks[:, several], valid[:, several]
+    beneath = _levels(ranks, shares, num_levels) - _levels(at, part, num_levels)
     for turn in range(NUM_TURNS):
-        levels = tokens.new_zeros(tokens.size(0), num_levels)
-        levels.scatter_add_(1, ranks.flatten(1), shares.flatten(1))
-        beneath = torch.take_along_dim(levels, ranks.flatten(1), dim=1).view_as(shares) - shares
-        shares = torch.where((expert + turn) % NUM_GROUPS == 0, _fill(beneath, valid, tokens[..., None]), shares)
+        levels = beneath + _levels(at, part, num_levels)
+        others = torch.take_along_dim(levels, at.flatten(1), dim=1).view_as(part) - part
+        filled = _fill(others, choices, tokens[:, several, None])
+        part = torch.where(((several + turn) % NUM_GROUPS == 0)[:, None], filled, part)
+    shares[:, several] = part
     return shares
+
+
+def _levels(ranks: torch.Tensor, shares: torch.Tensor, num_levels: int) -> torch.Tensor:
+    """What goes to each rank `[tiles, num_levels]`."""
+    levels = shares.new_zeros(shares.size(0), num_levels)
+    return levels.scatter_add_(1, ranks.flatten(1), shares.flatten(1))
 
 
 def _fill(levels: torch.Tensor, valid: torch.Tensor, amount: torch.Tensor) -> torch.Tensor:
