@@ -78,17 +78,16 @@ def layer_quantization(
         found[role] = schemes[0]
     w13, w2 = found["gate"], found["down"]
     if found["up"] != w13 or (w13 is None) != (w2 is None):
+        names = {role: "plain" if scheme is None else scheme.quant_method for role, scheme in found.items()}
+        if len(set(names.values())) == 1:  # of one method, with other settings
+            names = {role: str(scheme) for role, scheme in found.items()}
         raise CheckpointError(
             f"config.json: quantization_config: {prefix}: expected gate and up of one scheme, and down quantized where "
-            f"they are; found {', '.join(f'{role} {_name(scheme)}' for role, scheme in found.items())}"
+            f"they are; found {', '.join(f'{role} {name}' for role, name in names.items())}"
         )
     if w13 is None or w2 is None or w13 == w2:
         return w13
     return PerGemm(w13, w2)
-
-
-def _name(scheme: QuantizationConfig | None) -> str:
-    return "plain" if scheme is None else scheme.quant_method
 
 
 def projection_size(role: str, hidden_size: int, intermediate_size: int) -> tuple[int, int]:

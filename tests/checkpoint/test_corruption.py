@@ -184,7 +184,11 @@ DAMAGED: dict[str, tuple[str, Change, str]] = {
     "asymmetric bytes": ("int8", group(symmetric=False), "group_0: symmetric of the weights is False"),
     "group of another size": ("nvfp4 packed", group(group_size=32), "group_0: group_size of the weights is 32"),
     "another strategy": ("packed int4", group(strategy="attention"), "group_0: strategy is 'attention'; it must"),
-    "GPTQ with exceptions": ("gptq 4 bits", setting(dynamic={"+:.*up": {"bits": 8}}), "dynamic: expected only modules"),
+    "GPTQ with other bits for up alone": (
+        "gptq 4 bits",
+        setting(dynamic={"+:.*up": {"bits": 8}}),
+        r"expected gate and up of one scheme.*found gate GPTQConfig\(bits=4, .*, up GPTQConfig\(bits=8, ",
+    ),
     "gate and up of two schemes": (
         "mixed int4 and fp8",
         setting(ignore=["re:.*gate_proj"]),
