@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,9 @@ from moe_ep.expert_slots import ExpertSlots, LayerEplbState
 from moe_ep.fixed_tensors import FixedTensors, table_device
 from moe_ep.methods.base import make_method
 from moe_ep.weight_loading import ExpertMapping, ExpertWeightLoader, expert_params_mapping, matching_rows
+
+# Held by the thread that readies a layer; passes of others wait for it.
+FIRST_USE = threading.RLock()
 
 
 class ExpertShard(FixedTensors):
@@ -211,11 +215,12 @@ class ExpertShard(FixedTensors):
             RuntimeError: loading has begun and something is missing.
         """
         self._check_complete()
-        if not self._processed:
-            # Tensors of the ordinary kind, whatever the mode of the pass that comes first.
-            with torch.inference_mode(False), torch.no_grad():
-                self.quant_method.process_weights_after_loading(self)
-            self._processed, self._reloading = True, False
+        with FIRST_USE:
+            if not self._processed:
+                # Tensors of the ordinary kind, whatever the mode of the pass that comes first.
+                with torch.inference_mode(False), torch.no_grad():
+                    self.quant_method.process_weights_after_loading(self)
+                self._processed, self._reloading = True, False
 
     def begin_reload(self) -> None:
         """Makes room for weights of the checkpoint beside those in use, to load all experts or some of them again.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_ep.custom_ops import register_layer, unique_name
-from moe_ep.expert_shard import ExpertShard
+from moe_ep.expert_shard import FIRST_USE, ExpertShard
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
 from moe_ep.process_groups import LayerGroups, is_initialized, layer_groups
 
@@ -80,16 +80,22 @@ class LayerParts(ExpertShard):
         """The backend and the experts, joined when the weights are ready."""
         kernel = self._modular_kernel
         if kernel is None:
-            try:
-                self.process_weights_after_loading()
-                experts = self.quant_method.select_gemm_impl(self.prepare_finalize, cast("FusedMoE", self))
-                kernel = FusedMoEModularKernel(self.prepare_finalize, experts, self.shared_experts)
-            except AttributeError as error:
-                # A module takes it for a missing property of its own.
-                raise RuntimeError(f"the experts of {self.layer_name} cannot be made: {error}") from error
-            # Not as a submodule: the shared experts are the layer's already, and would be saved twice.
-            self.__dict__["_modular_kernel"] = kernel
+            with FIRST_USE:
+                kernel = self._modular_kernel
+                if kernel is None:
+                    kernel = self._make_kernel()
+                    # Not as a submodule: the shared experts are the layer's already, and would be saved twice.
+                    self.__dict__["_modular_kernel"] = kernel
         return kernel
+
+    def _make_kernel(self) -> FusedMoEModularKernel:
+        try:
+            self.process_weights_after_loading()
+            experts = self.quant_method.select_gemm_impl(self.prepare_finalize, cast("FusedMoE", self))
+            return FusedMoEModularKernel(self.prepare_finalize, experts, self.shared_experts)
+        except AttributeError as error:
+            # A module takes it for a missing property of its own.
+            raise RuntimeError(f"the experts of {self.layer_name} cannot be made: {error}") from error
 
     def _forget_kernels(self) -> None:
         """Lets kernels be made anew: their experts hold on to scales and biases that are about to be others."""

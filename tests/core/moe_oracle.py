@@ -94,7 +94,7 @@ def run_moe(
     return output
 
 
-def load(layer: FusedMoE, weights: Weights) -> FusedMoE:
+def load(layer: FusedMoE, weights: Weights, process: bool = True) -> FusedMoE:
     """Loads a layer through its weight_loader; weights behind its routed experts are fused shared ones."""
     tensors = weights.tensors()
     rows = FusedMoE.make_expert_params_mapping(
@@ -111,5 +111,6 @@ def load(layer: FusedMoE, weights: Weights) -> FusedMoE:
             if weight_name in name:
                 param = params[name.replace(weight_name, param_name).removeprefix("mlp.experts.")]
                 layer.weight_loader(param, tensor, name, shard_id, expert_id)
-    layer.process_weights_after_loading()
+    if process:
+        layer.process_weights_after_loading()
     return layer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.layer import FusedMoE
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.methods import OnlineIntConfig, relative_error, tolerance
 from moe_ep.shared_experts import SharedExperts
 from moe_ep.stages import STAGES, record
 from tests.core.moe_oracle import Weights, load, make_inputs, make_weights, run_moe
@@ -229,6 +230,18 @@ def test_a_correction_bias_stays_the_routers_parameter() -> None:
     assert not torch.equal(layer(*make_inputs(T, K, E)), expected)
     layer.e_score_correction_bias = pushed
     assert torch.equal(layer(*make_inputs(T, K, E)), expected)
+
+
+def test_threads_may_call_a_layer_at_once_from_the_first_pass_on() -> None:
+    inputs, weights = make_inputs(T, K, E), make_weights(E, K, 64)
+    expected = load(make_layer(intermediate_size=64, quant_config=OnlineIntConfig()), weights)(*inputs)
+    layers = [make_layer(intermediate_size=64, quant_config=OnlineIntConfig()) for _ in range(8)]
+    for layer in layers:
+        load(layer, weights, process=False)
+    with ThreadPoolExecutor(4) as threads:
+        for layer in layers:
+            outputs = list(threads.map(lambda _, layer=layer: layer(*inputs), range(4)))
+            assert all(torch.equal(output, expected) for output in outputs)
 
 
 def test_stages_are_recorded() -> None:
