@@ -199,7 +199,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             self.ranks.notes.leave(str(refusal))
             raise
         self.ranks.notes.withdraw()
-        self.ranks.must_agree(self._settings(topk_ids.size(1), quant_config), a1.device)
+        self._must_agree(topk_ids.size(1), quant_config, a1.device)
         rows = (a1 * topk_weights).to(a1.dtype) if apply_router_weight_on_input else a1
         batch = Batch(
             rows=rows.contiguous(),
@@ -221,10 +221,10 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
     def _wire(self, quant_config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
         return quant_config if self.quant_config is None else self.quant_config
 
-    def _settings(self, topk: int, quant_config: FusedMoEQuantConfig) -> dict[str, int]:
-        """What ranks have in common where their messages fit."""
+    def _must_agree(self, topk: int, quant_config: FusedMoEQuantConfig, device: torch.device) -> None:
+        """ConfigError on every rank where they do not have in common what makes their messages fit."""
         config = self.moe_config
-        return {
+        settings = {
             "num_experts, redundant ones included,": config.num_experts,
             "the number of fused shared experts": config.num_fused_shared_experts,
             "top_k": topk,
@@ -233,6 +233,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             "the size of params_dtype": config.in_dtype.itemsize,
             "whether rows travel as fp8": int(self._wire(quant_config).dispatch_dtype is not None),
         }
+        self.ranks.must_agree(settings, device)
 
     def _check_map(self, expert_map: torch.Tensor) -> None:
         """ValueError where rows would be sent to other ranks than those whose maps have their experts.

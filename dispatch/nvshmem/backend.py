@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from moe_ep.config import FusedMoEConfig
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import Batch
 from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
@@ -74,6 +74,9 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         )
         owners = self._owners_of(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
         return (lost[owners] & (topk_ids >= 0)).any(dim=1)
+
+    def _must_agree(self, topk: int, quant_config: FusedMoEQuantConfig, device: torch.device) -> None:
+        """Nothing: the ranks have agreed when their backends were made."""
 
     def _check_config(self) -> None:
         """ValueError where the kernels cannot do what the configuration asks for."""
