@@ -9,23 +9,20 @@ DEVICE float4* piece_sums(const ExpertsParams& p, int phase, int piece) {
          (i64)(phase * gridDim.x + piece) * p.max_tile_tokens * (kTileRows / 4) + threadIdx.x - 32 * kFirstConsumer;
 }
 
-// Shared memory for the sums that teams hand to each other, and where it begins.
+// Shared memory for the sums that teams hand to each other, in front of `end`.
 DEVICE constexpr int exchange_bytes(int tokens, int teams) { return (teams - 1) * kConsumerThreads * tokens / 2 * 4; }
-DEVICE u32 exchange_place(const ExpertsParams& p) {
-  return (sizeof(Shared) + p.num_experts * sizeof(Schedule::Active) + 127) / 128 * 128;
-}
 
 // Every team hands the blocks of rows that others finish to them: `total` is that of block `team`. What was read is free
 // again once every warp has arrived at `exchange_free`.
 template <int kTokens, int kTeams>
-DEVICE void add_teams(const ExpertsParams& p, const Lane<kTokens, kTeams>& me, Shared& shared, int segment,
+DEVICE void add_teams(const Lane<kTokens, kTeams>& me, Shared& shared, const Segment& g,
                       const float (&sums)[kTeams][kTokens / 2], float (&total)[kTokens / 2]) {
-  float4* exchange = reinterpret_cast<float4*>(reinterpret_cast<u8*>(&shared) + exchange_place(p));
-  float4* mine = exchange + me.warp * (kTeams * (kTeams - 1) * kTokens / 8 * 32) + me.lane;
+  u8* exchange = reinterpret_cast<u8*>(&shared) + shared.end - exchange_bytes(kTokens, kTeams);
+  float4* mine = reinterpret_cast<float4*>(exchange) + me.warp * (kTeams * (kTeams - 1) * kTokens / 8 * 32) + me.lane;
   auto place = [&](int block, int team, int j) {
     return mine + ((block * (kTeams - 1) + team - (team > block)) * (kTokens / 8) + j) * 32;
   };
-  barrier_wait(&shared.exchange_free, segment & 1 ^ 1);
+  barrier_wait(&shared.exchange_free, g.number & 1 ^ 1);
 #pragma unroll
   for (int i = 0; i < kTeams; i++) {
     if (i == me.team) {
@@ -96,12 +93,12 @@ DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, const float (&
 
 // All that a tile's sums go through once its steps are done here.
 template <int kTokens, int kTeams>
-DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment& g, int segment,
+DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment& g,
                            const float (&sums)[kTeams][kTokens / 2]) {
   constexpr float kUnit = kRaw ? kRawUnit : kUnfold;
   Lane<kTokens, kTeams> me;
   float total[kTokens / 2];
-  add_teams<kTokens, kTeams>(p, me, shared, segment, sums, total);
+  add_teams<kTokens, kTeams>(me, shared, g, sums, total);
   int first = g.row_tile * kTileRows + me.first_row(me.team);
   const Schedule& s = shared.schedule;
   if constexpr (goes_by_words(kTokens)) {
@@ -116,7 +113,7 @@ DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment
       return;
     }
     if (g.to < s.steps[g.phase]) {
-      barrier_wait(&shared.segment_pieces[segment % kSegments], segment / kSegments & 1);
+      barrier_wait(&shared.segment_pieces[g.number % kSegments], g.number / kSegments & 1);
       add_pieces<kTokens>(p, s, g, total);
     }
   }

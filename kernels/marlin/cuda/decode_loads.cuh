@@ -5,43 +5,72 @@
 
 // ---- the weights' warp ----
 
-// All stages of a segment; one lane.
+// The codes of a stage where a tile has fewer rows than others.
+DEVICE void load_few_codes(u32 to, const u8* from, u32 strip_bytes, int rows, int step, u32 column_bytes, u64* full,
+                           u64 policy) {
+#pragma unroll 1
+  for (int i = 0; i < rows / 64; i++, to += kStripBytes, from += strip_bytes) {
+    bulk_copy(to, from, 64 * column_bytes, full, policy);
+  }
+  if (rows % 64 == 0) return;
+  // Half a strip: its blocks lie closer than in a stage.
+  from -= (i64)step * (kStripBytes / 2);
+#pragma unroll 1
+  for (u32 bytes = 0; bytes < column_bytes; bytes += 32 * kBits / 8, to += 4 * kPieceBytes, from += 2 * kPieceBytes) {
+    bulk_copy(to, from, 2 * kPieceBytes, full, policy);
+  }
+}
+
+constexpr int kFirstStages = 4;
+
+// All stages of a segment; one lane. Beside busy warps an instruction takes it seven cycles, so a stage must not take
+// many: what memory delivers waits for nobody else.
 DEVICE void load_weights(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& ring, u64 policy) {
   const GemmParams& gemm = p.gemm[g.phase];
-  int rows = min(gemm.rows - g.row_tile * kTileRows, kTileRows), strips = rows / 64;
-  i64 strip_bytes = (i64)gemm.columns * 64 * kBits / 8;
-  const u8* tile = gemm.weights + ((i64)g.expert * gemm.rows + g.row_tile * kTileRows) * gemm.columns * kBits / 8;
   bool grouped = SCALES_PER_STEP > 1 || gemm.groups > 1;
-  for (int step = g.from; step < g.to; step++, ring.advance(1)) {
-    int columns = min(gemm.columns - step * kStepColumns, kStepColumns), column_bytes = columns * kBits / 8;
-    int first_group = grouped ? step * SCALES_PER_STEP : 0;
-    int groups = grouped ? min(gemm.groups - first_group, SCALES_PER_STEP) : 1;
-    u64* full = &shared.full[ring.stage];
-    barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-    store_release_shared(&shared.free_steps, ring.passed + 1);
-    barrier_arrive_expecting(full, rows * column_bytes + groups * rows * kScaleBytes * (kHasZeros ? 2 : 1));
-    u32 to = shared_address(ring.codes());
-    const u8* from = tile + (i64)step * kStripBytes;
+  int step = g.from, to_step = g.to, tile_row = g.row_tile * kTileRows, rows = min(gemm.rows - tile_row, kTileRows);
+  int columns_left = gemm.columns - step * kStepColumns, group = grouped ? step * SCALES_PER_STEP : 0;
+  int groups_left = gemm.groups - group;
+  u32 strip_bytes = gemm.columns * (64 * kBits / 8), scale_bytes = rows * kScaleBytes;
+  i64 group_bytes = grouped ? gemm.rows * kScaleBytes : 0;
+  i64 place = (((i64)g.expert * gemm.groups + group) * gemm.rows + tile_row) * kScaleBytes;
+  const u8 *scales = gemm.scales + place, *zeros = gemm.zeros + place;
+  const u8* codes = gemm.weights + ((i64)g.expert * gemm.rows + tile_row) * gemm.columns * kBits / 8;
+  codes += (i64)step * kStripBytes;
 #pragma unroll 1
-    for (int i = 0; i < strips; i++, to += kStripBytes, from += strip_bytes) {
-      bulk_copy(to, from, 64 * column_bytes, full, policy);
+  for (; step < to_step; step++, codes += kStripBytes) {
+    u32 column_bytes = min(columns_left, kStepColumns) * kBits / 8;
+    int groups = SCALES_PER_STEP == 1 ? 1 : min(groups_left, SCALES_PER_STEP);
+    u64* full = &shared.full[ring.stage];
+    u32 to = shared_address(ring.codes());
+    // At first no more at once than keeps the memory busy, or the tokens, and blocks that come later, wait behind it.
+    if (g.phase == 0 && ring.passed >= kFirstStages && ring.passed < ring.num_stages) {
+      barrier_wait(&shared.full[ring.stage - kFirstStages], 0);
     }
-    if (rows % 64) {  // half a strip: its blocks lie closer than in a stage
-      from -= (i64)step * (kStripBytes / 2);
-      for (int c = 0; c < columns / 32; c++) {
-        bulk_copy(to + c * 4 * kPieceBytes, from + c * 2 * kPieceBytes, 2 * kPieceBytes, full, policy);
-      }
-    }
-    i64 offset = (((i64)g.expert * gemm.groups + first_group) * gemm.rows + g.row_tile * kTileRows) * kScaleBytes;
-    to = shared_address(ring.scales());
+    barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    barrier_arrive_expecting(full, rows * column_bytes + groups * scale_bytes * (kHasZeros ? 2 : 1));
+    if (rows == kTileRows) {
 #pragma unroll
-    for (int i = 0; i < SCALES_PER_STEP; i++, offset += gemm.rows * kScaleBytes) {
+      for (int i = 0; i < kStrips; i++) {
+        bulk_copy(to + i * kStripBytes, codes + i * strip_bytes, 64 * column_bytes, full, policy);
+      }
+    } else {
+      load_few_codes(to, codes, strip_bytes, rows, step, column_bytes, full, policy);
+    }
+    to += kCodeBytes;
+#pragma unroll
+    for (int i = 0; i < SCALES_PER_STEP; i++) {
       if (i >= groups) break;
-      bulk_copy(to + i * kScaleRow, gemm.scales + offset, rows * kScaleBytes, full, policy);
+      bulk_copy(to + i * kScaleRow, scales, scale_bytes, full, policy);
+      scales += group_bytes;
       if constexpr (kHasZeros) {
-        bulk_copy(to + (SCALES_PER_STEP + i) * kScaleRow, gemm.zeros + offset, rows * kScaleBytes, full, policy);
+        bulk_copy(to + (SCALES_PER_STEP + i) * kScaleRow, zeros, scale_bytes, full, policy);
+        zeros += group_bytes;
       }
     }
+    columns_left -= kStepColumns, groups_left -= SCALES_PER_STEP;
+    ring.forward(1);
+    store_shared(&shared.issued, ring.passed);
   }
 }
 
@@ -76,6 +105,7 @@ DEVICE void run_weight_warp(const ExpertsParams& p, Shared& shared, Ring ring, i
     barrier_wait(&shared.segment_empty[i], published / kSegments & 1 ^ 1);
     if (lane == 0) {
       shared.segment[i] = g;
+      shared.segment[i].number = published;
       barrier_arrive(&shared.segment_full[i]);
     }
     published++;
@@ -153,14 +183,14 @@ DEVICE void copy_tokens(const ExpertsParams& p, Shared& shared, const Segment& g
   u32 start = lane < g.rows ? (u32)input_row(p, g, lane) * (u32)(gemm.columns / 8) : 0;
   u32 from[kRows / kRowsAtOnce];
 #pragma unroll
-  for (int i = 0; i < kRows / kRowsAtOnce; i++) from[i] = __shfl_sync(~0u, start, first + i * kRowsAtOnce) + chunk;
-  int ready = g.phase == 0 ? g.to : g.from;
-  for (int step = g.from; step < g.to; step++, ring.advance(1)) {
+  for (int i = 0; i < kRows / kRowsAtOnce; i++) from[i] = __shfl_sync(~0u, start, first + i * kRowsAtOnce);
+  int ready = g.phase == 0 ? g.to : g.from, end = g.to, columns_left = gemm.columns - g.from * kStepColumns - chunk * 8;
+  const uint4* input = reinterpret_cast<const uint4*>(gemm.input) + g.from * (kStepColumns / 8) + chunk;
+#pragma unroll 1
+  for (int step = g.from; step < end; step++) {
     if (step >= ready) ready = wait_for_hidden(p, shared, g, step);
+    u32 to = shared_address(ring.tokens()) + place, valid = columns_left > 0 ? 16 : 0;
     barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-    u32 to = shared_address(ring.tokens()) + place, valid = step * kStepColumns + chunk * 8 < gemm.columns ? 16 : 0;
-    const uint4* input = reinterpret_cast<const uint4*>(gemm.input) + (valid ? step * (kStepColumns / 8) : 0);
-    asm volatile("" : "+l"(input));  // so that addresses are found when they are needed: there are many
 #pragma unroll
     for (int i = 0; i < kRows / kRowsAtOnce; i++) {
       int row = i * kRowsAtOnce;
@@ -168,12 +198,16 @@ DEVICE void copy_tokens(const ExpertsParams& p, Shared& shared, const Segment& g
       copy_async_16((to ^ row % 8 * 16) + row * 128, input + from[i], valid);
     }
     barrier_arrive_on_copies(&arrived[ring.stage]);
+    columns_left -= kStepColumns;
+    input += kStepColumns / 8;
+    asm volatile("" : "+l"(input));  // so that addresses are found when they are needed: there are many
+    ring.forward(1);
   }
 }
 
 // Two warps: both copy, or where codes are raw one copies and the other prepares what has landed.
 DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring ring) {
-  for_each_segment<false>(shared, [&](const Segment& g, int number) {
+  for_each_segment<false>(shared, [&](const Segment& g) {
     u32 thread = threadIdx.x - 32 * kTokenWarp;
     asm volatile("" : "+r"(thread));  // so that what follows from it is found for every segment, not kept meanwhile
     bool by_words = goes_by_words(tile_tokens(g.rows));
@@ -184,18 +218,18 @@ DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring ring) {
     } else if (thread < 32) {
       copy_tokens<1, 8>(p, shared, g, ring, thread, shared.landed);
     } else {
-      for (int step = g.from; step < g.to; step++, ring.advance(1)) {
+      for (int step = g.from, end = g.to; step < end; step++, ring.forward(1)) {
         barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);  // the last filling is over
         barrier_arrive(&shared.landed[ring.stage]);
         barrier_wait(&shared.landed[ring.stage], ring.parity);
-        prepare_tokens(ring, shared.starts[ring.stage]);
+        prepare_tokens(ring, shared.starts[ring.stage], prepared_place(0), 0);
         __syncwarp();
         if (thread == 32) barrier_arrive(&shared.full[ring.stage], 32 * kTokenWarps);
       }
     }
     if (thread >= 32) return;
     if (!by_words && g.from == 0 && g.to < shared.schedule.steps[g.phase]) wait_for_pieces(p, shared, g, thread);
-    if (thread == 0) barrier_arrive(&shared.segment_pieces[number % kSegments]);
+    if (thread == 0) barrier_arrive(&shared.segment_pieces[g.number % kSegments]);
   });
 }
 
@@ -204,7 +238,7 @@ DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring ring) {
 // Tells other blocks what this one has stored, so that nobody who computes waits for stores to land. Where words need
 // no flag it helps with the tokens.
 DEVICE void run_flag_warp(const ExpertsParams& p, Shared& shared, Ring ring) {
-  for_each_segment<false>(shared, [&](const Segment& g, int i) {
+  for_each_segment<false>(shared, [&](const Segment& g) {
     bool by_words = goes_by_words(tile_tokens(g.rows));
     if (by_words && g.phase == 1) {
       take_hidden(p, shared, g, ring);
@@ -212,7 +246,7 @@ DEVICE void run_flag_warp(const ExpertsParams& p, Shared& shared, Ring ring) {
     }
     ring.advance(g.to - g.from);
     if (by_words) return;
-    barrier_wait(&shared.segment_done[i % kSegments], i / kSegments & 1);
+    barrier_wait(&shared.segment_done[g.number % kSegments], g.number / kSegments & 1);
     if (threadIdx.x % 32 == 0 && (g.from > 0 || g.phase == 0)) {
       int* flag = g.from > 0 ? piece_flag(p, g.phase, g.piece) : tile_flag(p, shared.schedule, g.active, g.row_tile);
       store_release(flag, shared.launch);

@@ -12,11 +12,16 @@ DEVICE constexpr bool prepares_itself(int tokens) { return kRaw && tokens > 8; }
 // As measured, with raw codes; of fewer tokens mma.sync is the faster one.
 DEVICE constexpr bool by_warpgroup(int tokens) { return kRaw && tokens > 16; }
 
-// One warp, 8 tokens. Eight tokens by 32 columns are operand A: rows g and g + 8 of it are the same token's, and the
-// sums come times the numbers in even and odd columns of operand B.
-DEVICE void prepare_tokens(const Ring& ring, float* starts, int first_token = 0) {
+// Where in a stage's tokens a lane's first chunk of eight tokens lies: a quarter of the warp has 8 rows of 8 columns.
+DEVICE u32 prepared_place(int first_token) {
   int lane = threadIdx.x % 32, row = lane % 8;
-  u32 first = shared_address(ring.tokens()) + (first_token + row) * 128 + (lane / 8 ^ row) * 16, pairs[4][4];
+  return (first_token + row) * 128 + (lane / 8 ^ row) * 16;
+}
+
+// One warp, 8 tokens, `mine` their prepared_place. Eight tokens by 32 columns are operand A: rows g and g + 8 of it are
+// the same token's, and the sums come times the numbers in even and odd columns of operand B.
+DEVICE void prepare_tokens(const Ring& ring, float* starts, u32 mine, int first_token) {
+  u32 first = shared_address(ring.tokens()) + mine, pairs[4][4];
   auto place = [&](int i) { return (first ^ i % 2 * 64) + i / 2 * ring.token_rows * 128; };
 #pragma unroll
   for (int i = 0; i < 4; i++) load_matrices(pairs[i], place(i));
@@ -27,7 +32,9 @@ DEVICE void prepare_tokens(const Ring& ring, float* starts, int first_token = 0)
     store_matrices(place(i), pairs[i]);
   }
   if constexpr (kSumTokens) {
-    u32 code = kStart[lane / 4 % 2];
+    int lane = threadIdx.x % 32;
+    asm volatile("" : "+r"(lane));  // so that what follows from it is not kept between stages
+    u32 code = lane & 4 ? kStart[1] : kStart[0];
     float sums[4], parts[4][4];
 #pragma unroll
     for (int i = 0; i < 4; i++) mma_from_zero(parts[i], pairs[i], code, code);  // none waits for another

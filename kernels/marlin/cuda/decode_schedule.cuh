@@ -31,16 +31,17 @@ struct Schedule {
   int num_active, largest;         // experts that have a few rows, and the most rows one of them has
   int row_tiles[2], steps[2];      // of an expert, of a tile
   int start[2][kMaxBlocks + 1];    // first step of every piece, and behind the last one
-  // Behind this struct: an Active for every expert there may be.
+  int list;                        // where in shared memory, from here on, an Active for every expert there may be is
   struct Active {
     int expert, rows, first_row;   // first_row: rows of all experts before it, of any number
     int cost, cost_before;         // of a step, and the sum over the active experts before it
   };
-  DEVICE Active* active() { return reinterpret_cast<Active*>(this + 1); }
+  DEVICE Active* active() { return reinterpret_cast<Active*>(reinterpret_cast<u8*>(this) + list); }
   DEVICE int piece_start(int phase, int piece) const { return start[phase][piece]; }
 };
 
 struct Segment {
+  int number;                           // segments that this block had before it
   int phase, piece;
   int active, expert, rows, first_row;  // whose: place in the list of active experts, and what stands there
   int row_tile, from, to;               // which tile, and which of its steps

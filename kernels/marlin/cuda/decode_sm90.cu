@@ -19,23 +19,30 @@
 // As measured: with four teams the sums of more tokens leave too few registers.
 DEVICE constexpr int teams_of(int tokens) { return tokens == 8 ? 4 : 2; }
 
-// The team's next stage, its number `turn`: a warp prepares 8 of its tokens where it is its turn.
+// A warp prepares 8 tokens of every second or fourth of its team's stages.
 template <int kTokens, int kTeams>
-DEVICE void prepare_in_turn(const Lane<kTokens, kTeams>& me, Shared& shared, Ring ring, int turn) {
-  constexpr int kUnits = kTokens / 8, kArrivals = 32 * kTokenWarps;
-  int unit = (u32)(me.warp - turn * kUnits) % me.kTeamWarps;
-  if (unit >= kUnits) return;
-  ring.advance(kTeams);
-  barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-  barrier_wait(&shared.landed[ring.stage], ring.parity);
-  prepare_tokens(ring, shared.starts[ring.stage], 8 * unit);
-  if (by_warpgroup(kTokens)) fence_proxy_async();
-  __syncwarp();
-  if (me.lane == 0) barrier_arrive(&shared.full[ring.stage], kArrivals / kUnits + (unit < kArrivals % kUnits));
-}
+struct Turn {
+  static constexpr int kUnits = kTokens / 8, kArrivals = 32 * kTokenWarps;
+  static constexpr int kWarps = kUnits == 3 ? 4 : kUnits, kEvery = kConsumerWarps / kWarps;
+  int unit, step;  // of the segment; the next one whose stage it has
+  u32 tokens;
+  DEVICE Turn(const Lane<kTokens, kTeams>& me)
+      : unit(me.warp % kWarps), step(me.warp / kWarps * kTeams + me.team), tokens(prepared_place(8 * unit)) {
+    if (kUnits < kWarps && unit >= kUnits) step = -1;  // never
+  }
+  DEVICE void prepare(const Lane<kTokens, kTeams>& me, Shared& shared, const Ring& ring) {
+    step += kEvery;
+    barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    barrier_wait(&shared.landed[ring.stage], ring.parity);
+    prepare_tokens(ring, shared.starts[ring.stage], tokens, 8 * unit);
+    if (by_warpgroup(kTokens)) fence_proxy_async();
+    __syncwarp();
+    if (me.lane == 0) barrier_arrive(&shared.full[ring.stage], kArrivals / kUnits + (unit < kArrivals % kUnits));
+  }
+};
 
 template <int kTokens>
-DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segment& g, int segment, Ring& ring) {
+DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& ring) {
   constexpr int kTeams = teams_of(kTokens);
   Lane<kTokens, kTeams> me;
   int first = g.row_tile * kTileRows + (by_warpgroup(kTokens) ? me.first_row_of_group() : me.first_row(0));
@@ -46,12 +53,13 @@ DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segmen
   if (kTokens > 16) ring.token_rows = kFewRows;  // what it is
   // A stage is prepared beside the products of the one before it; the first has none before it.
   constexpr int kBefore = prepares_itself(kTokens) ? kTeams : 0;
-  ring.stage -= kBefore;
-  ring.advance(me.team);
-  int step = g.from + me.team - kBefore;
-  for (; step < g.to; step += kTeams) {
-    if (kBefore > 0 && step + kBefore < g.to) prepare_in_turn(me, shared, ring, (step + kBefore) / kTeams);
-    if (step >= g.from) {
+  Turn<kTokens, kTeams> turn(me);
+  int steps = g.to - g.from, step = me.team - kBefore;
+  ring.forward(me.team);
+  Ring next = ring;  // where the stage to be prepared is
+  for (; step < steps; step += kTeams) {
+    if (kBefore > 0 && step + kBefore == turn.step && turn.step < steps) turn.prepare(me, shared, next);
+    if (step >= 0) {
       // Another team may not have had this stage's last filling yet: that must be over before the next is waited for.
       barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
       barrier_wait(&shared.full[ring.stage], ring.parity);
@@ -67,34 +75,38 @@ DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segmen
       __syncwarp();
       if (me.lane == 0) barrier_arrive(&shared.empty[ring.stage], kReleases / me.kTeamWarps);
     }
-    ring.advance(kTeams);
+    if constexpr (kBefore > 0) {
+      ring = next;
+      next.forward(kTeams);
+    } else {
+      ring.forward(kTeams);
+    }
   }
-  ring.retreat(step - g.to);
-  finish_segment<kTokens, kTeams>(p, shared, g, segment, sums);
+  ring.back(step - steps);
+  finish_segment<kTokens, kTeams>(p, shared, g, sums);
 }
 
 DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring ring) {
-  for_each_segment<true>(shared, [&](const Segment& g, int i) {
+  for_each_segment<true>(shared, [&](const Segment& g) {
     switch (tile_tokens(g.rows)) {
-      case 8: compute_segment<8>(p, shared, g, i, ring); break;
-      case 16: compute_segment<16>(p, shared, g, i, ring); break;
-      case 24: compute_segment<24>(p, shared, g, i, ring); break;
-      default: compute_segment<kFewRows>(p, shared, g, i, ring);
+      case 8: compute_segment<8>(p, shared, g, ring); break;
+      case 16: compute_segment<16>(p, shared, g, ring); break;
+      case 24: compute_segment<24>(p, shared, g, ring); break;
+      default: compute_segment<kFewRows>(p, shared, g, ring);
     }
   });
 }
 
-// The exchange holds the sums of any tile up to the largest there is; the ring fills what is left behind it. Tokens are
+// The exchange holds the sums of any tile up to the largest there is; the ring fills what is left before it. Tokens are
 // read 8 or 16 at a time.
-DEVICE Ring make_ring(u8* start, u32 free_bytes, int largest) {
+DEVICE Ring make_ring(u8* memory, u32 end, int largest) {
   Ring ring;
   int used = exchange_bytes(8, teams_of(8));
   if (largest > 8) used = max(used, exchange_bytes(16, teams_of(16)));
   if (largest > 16) used = max(used, exchange_bytes(kFewRows, teams_of(kFewRows)));
-  used += -(shared_address(start) + used) % 1024;
-  ring.base = start + used;
+  ring.memory = memory;
   ring.token_rows = largest <= 8 ? 8 : (largest + 15) / 16 * 16;
-  ring.num_stages = min(quotient(free_bytes - used, ring.stage_bytes()), kMaxStages);
+  ring.num_stages = min(quotient(end - kRingPlace - used, ring.stage_bytes()), kMaxStages);
   return ring;
 }
 
@@ -105,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   if (warp == kWeightWarp) {
     prefetch_weights(p, threadIdx.x);
   } else if (threadIdx.x == 32 * kFirstConsumer) {
-    init_barriers(shared);
+    init_shared(shared, p.num_experts);
   }
   __syncthreads();
   wait_for_previous_kernels();
@@ -122,10 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     cut_phases(shared.schedule, threadIdx.x - 32, kThreads - 32);
     named_barrier<kCutBarrier, kThreads - 32>();
   }
-  u32 dynamic_bytes;
-  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(dynamic_bytes));
-  u32 used = exchange_place(p);
-  Ring ring = make_ring(memory + used, dynamic_bytes - used, shared.schedule.largest);
+  Ring ring = make_ring(memory, shared.end, shared.schedule.largest);
   if (warp >= kFirstConsumer) {
     registers_grow<104>();
     run_consumers(p, shared, ring);

@@ -30,8 +30,9 @@ struct Shared {
   u64 exchange_free;
   __align__(16) float starts[kMaxStages][2 * kFewRows];  // see raw_codes.cuh
   Segment segment[kSegments];
+  u32 end;         // where in shared memory the ring and the exchange of sums behind it end
   int launch;      // number of this launch
-  int free_steps;  // steps that have found their stage empty
+  int issued;      // steps whose weights are asked for
   Schedule schedule;
 };
 
@@ -46,35 +47,47 @@ DEVICE int* tile_flag(const ExpertsParams& p, const Schedule& s, int active, int
 
 // One stage: codes [strip][32 columns][16 rows][lane], scales [group][256] (then zeros), tokens [64 columns][token][128
 // bytes].
+constexpr u32 kRingPlace = (sizeof(Shared) + 1023) / 1024 * 1024;
+
 struct Ring {
-  u8* base;
+  u8* memory;
   int num_stages, token_rows;
   int stage = 0, parity = 0, passed = 0;  // passed: steps since the launch began
   DEVICE int stage_bytes() const { return kTokenPlace + token_rows * 2 * kStepColumns; }
-  DEVICE u8* codes() const { return base + stage * stage_bytes(); }
+  DEVICE u8* codes() const { return memory + kRingPlace + stage * stage_bytes(); }
   DEVICE u8* scales() const { return codes() + kCodeBytes; }
   DEVICE u8* tokens() const { return codes() + kTokenPlace; }
   DEVICE void advance(int steps) {
     passed += steps;
     for (stage += steps; stage >= num_stages; stage -= num_stages) parity ^= 1;
   }
-  DEVICE void retreat(int steps) {
-    for (stage -= steps; stage < 0; stage += num_stages) parity ^= 1;
+  // By at most as many steps as there are stages.
+  DEVICE void forward(int steps) {
+    passed += steps;
+    stage += steps;
+    if (stage >= num_stages) stage -= num_stages, parity ^= 1;
+  }
+  DEVICE void back(int steps) {
+    passed -= steps;
+    stage -= steps;
+    if (stage < 0) stage += num_stages, parity ^= 1;
   }
 };
 
 // Segments in the order they were claimed, for one warp; calls work(segment) until there are none.
 template <bool kComputes, typename Work>
 DEVICE void for_each_segment(Shared& shared, Work work) {
-  for (int i = 0;; i++) {
+  for (int i = 0;;) {
     barrier_wait(&shared.segment_full[i % kSegments], i / kSegments & 1);
     const Segment& g = shared.segment[i % kSegments];
     if (g.from == g.to) return;
-    work(g, i);
+    work(g);
     __syncwarp();
+    i = g.number;
     if (threadIdx.x % 32 == 0) {
       if (kComputes) barrier_arrive(&shared.segment_done[i % kSegments]);
       barrier_arrive(&shared.segment_empty[i % kSegments]);
     }
+    i++;
   }
 }

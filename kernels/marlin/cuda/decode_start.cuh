@@ -4,7 +4,11 @@
 
 constexpr int kPrefetchSteps = 3;
 
-DEVICE void init_barriers(Shared& shared) {
+DEVICE void init_shared(Shared& shared, int num_experts) {
+  u32 bytes;
+  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+  shared.end = (bytes - num_experts * sizeof(Schedule::Active)) / 16 * 16;
+  shared.schedule.list = shared.end - (u32)(reinterpret_cast<u8*>(&shared.schedule) - reinterpret_cast<u8*>(&shared));
 #pragma unroll
   for (int i = 0; i < kMaxStages; i++) {
     barrier_init(&shared.full[i], 1 + 32 * kTokenWarps);
@@ -19,7 +23,7 @@ DEVICE void init_barriers(Shared& shared) {
     barrier_init(&shared.segment_pieces[i], 1);
   }
   barrier_init(&shared.exchange_free, kConsumerWarps);
-  shared.free_steps = 0;
+  shared.issued = 0;
   asm volatile("fence.mbarrier_init.release.cluster;");
 }
 

@@ -73,7 +73,7 @@ DEVICE void store_hidden(const ExpertsParams& p, const Schedule& s, const Segmen
 DEVICE void take_hidden(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& ring) {
   constexpr int kLoads = kHiddenWords / 64;
   int lane = threadIdx.x % 32, token = lane / 2 % 8;
-  for (int step = g.from; step < g.to; step++, ring.advance(1)) {
+  for (int step = g.from, end = g.to; step < end; step++, ring.forward(1)) {
     if ((step - g.from) % (kTokenWarps + 1) != threadIdx.x / 32 - kTokenWarp) continue;
     const u64* from = hidden_words(p, shared.schedule, g.active, step) + lane * 2;
     asm volatile("" : "+l"(from));  // one register pair, not one for each load
@@ -87,9 +87,10 @@ DEVICE void take_hidden(const ExpertsParams& p, Shared& shared, const Segment& g
 #pragma unroll
       for (int i = 0; i < kLoads; i++) all &= i * 16 >= columns || words[i].written(shared.launch);
     } while (!__all_sync(~0u, all));
-    // Not by the parity of `empty`: this warp has not seen every filling of the stage.
-    while (load_acquire_shared(&shared.free_steps) <= ring.passed) {
+    // This warp has not seen every filling of the stage, so the parity of `empty` alone does not say which is over.
+    while (load_shared(&shared.issued) <= ring.passed) {
     }
+    barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
     u32 row = shared_address(ring.tokens()) + token * 128 + lane % 2 * 8;
 #pragma unroll
     for (int i = 0; i < kLoads; i++) {
@@ -98,7 +99,7 @@ DEVICE void take_hidden(const ExpertsParams& p, Shared& shared, const Segment& g
                    : "memory");
     }
     __syncwarp();
-    if constexpr (takes_raw(8)) prepare_tokens(ring, shared.starts[ring.stage]);
+    if constexpr (takes_raw(8)) prepare_tokens(ring, shared.starts[ring.stage], prepared_place(0), 0);
     __syncwarp();
     if (lane == 0) {
       barrier_arrive(&shared.landed[ring.stage], 32 * kTokenWarps);  // as in every filling of a stage

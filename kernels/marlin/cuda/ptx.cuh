@@ -148,14 +148,15 @@ DEVICE void wait_at_least(const int* p, int value) {
 
 // ---- numbers in shared memory that warps wait for ----
 
-DEVICE int load_acquire_shared(const int* p) {
+// A number in shared memory that other warps change.
+DEVICE int load_shared(const int* p) {
   int value;
-  asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(shared_address(p)) : "memory");
+  asm volatile("ld.relaxed.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(shared_address(p)) : "memory");
   return value;
 }
 
-DEVICE void store_release_shared(int* p, int value) {
-  asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(shared_address(p)), "r"(value) : "memory");
+DEVICE void store_shared(int* p, int value) {
+  asm volatile("st.relaxed.cta.shared.s32 [%0], %1;" ::"r"(shared_address(p)), "r"(value) : "memory");
 }
 
 // ---- registers ----
