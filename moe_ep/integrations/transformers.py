@@ -209,11 +209,10 @@ def _from_model(
         raise ConfigError(f"the experts of this {kind} are divided already; use it as it is")
     found = list(find_experts(model))
     if not found:
-        quantized = getattr(model, "hf_quantizer", None) is not None
-        way_out = (
-            "that transformers has not quantized; pass the folder of its checkpoint" if quantized else "; pass one"
-        )
-        raise ConfigError(f"model is a {kind} and has no experts module of transformers 5{way_out}")
+        way_out = "pass one"
+        if getattr(model, "hf_quantizer", None) is not None:
+            way_out = "transformers has quantized it, so pass the folder of its checkpoint"
+        raise ConfigError(f"model is a {kind} and has no experts module of transformers 5; {way_out}")
     quant_config = expert_quantization({}, quantize)
     for count, (name, module) in enumerate(found):
         on_layer(count, len(found))

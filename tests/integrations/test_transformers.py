@@ -233,6 +233,10 @@ def test_a_model_without_experts_is_refused() -> None:
     config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
     with pytest.raises(ConfigError, match="LlamaForCausalLM and has no experts module"):
         moe_ep.parallelize(transformers.LlamaForCausalLM(config))
+    quantized = transformers.LlamaForCausalLM(config)
+    quantized.hf_quantizer = object()
+    with pytest.raises(ConfigError, match="transformers 5; transformers has quantized it, so pass the folder"):
+        moe_ep.parallelize(quantized)
     with pytest.raises(TypeError, match="model_or_path is a LlamaConfig; it must be a model"):
         moe_ep.parallelize(config)
 
