@@ -77,7 +77,7 @@ class ProgressDisplay:
             from tqdm import tqdm
 
             self._clear()
-            self._bar = tqdm(total=total, desc=label, leave=False, file=sys.stderr)
+            self._bar = tqdm(total=total, initial=done, desc=label, leave=False, file=sys.stderr)
         self._bar.n = done
         self._bar.refresh()
 
