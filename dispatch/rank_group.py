@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig
+from moe_ep.dispatch.batch import MAX_TOPK
 from moe_ep.dispatch.notes import Notes, watch
 from moe_ep.errors import ConfigError, DispatchTimeoutError, rank_list
 from moe_ep.process_groups import deadline_of
@@ -33,7 +34,7 @@ class RankGroup:
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: the group's size is not ep_size.
+        ValueError: the group's size is not ep_size, or tokens have more experts than rows between ranks can name.
     """
 
     def __init__(self, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -> None:
@@ -41,6 +42,12 @@ class RankGroup:
             raise RuntimeError(
                 "torch.distributed is not initialised and this backend moves rows between ranks; call "
                 "init_process_group first, or use all2all_backend='no_ep' on one rank"
+            )
+        slots = moe_config.experts_per_token + moe_config.num_fused_shared_experts
+        if slots > MAX_TOPK:
+            raise ValueError(
+                f"a token has {moe_config.experts_per_token} experts (top_k) and "
+                f"{moe_config.num_fused_shared_experts} fused shared ones; rows between ranks have at most {MAX_TOPK}"
             )
         self.group = process_group or dist.distributed_c10d._get_default_group()
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)

@@ -136,6 +136,15 @@ def test_against_plain_loops(backend: str) -> None:
     ranks(3).run(against_plain_loops, backend)
 
 
+def with_too_many_experts(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"32 experts \(top_k\) and 1 fused shared ones; .* at most 32"):
+        make_layer({"num_experts": 40, "top_k": 32, "n_shared_experts": 1})
+
+
+def test_more_experts_than_rows_between_ranks_can_name_are_refused_at_once() -> None:
+    ranks(2).run(with_too_many_experts)
+
+
 def made_differently(rank: int, world_size: int, backend: str) -> None:
     layer, _ = make_layer({"top_k": 2 + rank}, all2all_backend=backend)
     with pytest.raises(ConfigError, match="top_k is 2, 3 on EP ranks 0 to 1; it must be the same on every rank"):
