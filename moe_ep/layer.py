@@ -170,8 +170,10 @@ class FusedMoE(LayerParts):
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """The layer's output `[T, K]`; a collective step of the layer's ranks, T may differ and be 0 on any of them.
 
+        A layer of one rank may be called by several threads at once.
+
         Args:
-            hidden_states: `[T, K]` of params_dtype.
+            hidden_states: `[T, K]` of params_dtype, any strides; the output is contiguous.
             router_logits: `[T, E + zero_expert_num]`, f32, f16 or bf16.
 
         Raises:
