@@ -54,6 +54,11 @@ def _accumulator(fused_expert_output: torch.Tensor, num_tokens: int) -> torch.Te
 def _deliver(total: torch.Tensor, output: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     if output is None:
         return total.to(dtype)
+    if output.shape != total.shape:
+        raise ValueError(
+            f"output has shape {tuple(output.shape)}; the reduced expert output has {tuple(total.shape)}, and they "
+            f"must agree"
+        )
     return output.copy_(total)
 
 
@@ -85,14 +90,9 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
-        if output is None or output is fused_expert_output:
-            return fused_expert_output
-        if output.shape != fused_expert_output.shape:
-            raise ValueError(
-                f"output has shape {tuple(output.shape)}; the reduced expert output has "
-                f"{tuple(fused_expert_output.shape)}, and they must agree"
-            )
-        return output.copy_(fused_expert_output)
+        if output is fused_expert_output:
+            return output
+        return _deliver(fused_expert_output, output, fused_expert_output.dtype)
 
 
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):

@@ -63,6 +63,15 @@ def test_noop_copies_only_where_it_must():
         TopKWeightAndReduceNoOP().apply(torch.empty(T + 1, K), done, WEIGHTS, IDS, False)
 
 
+def test_an_output_of_another_shape_is_refused_by_all():
+    for strategy, rows in (
+        (TopKWeightAndReduceContiguous(), torch.zeros(*IDS.shape, K)),
+        (TopKWeightAndReduceNaiveBatched(0), torch.zeros(2, len(IDS), K)),
+    ):
+        with pytest.raises(ValueError, match="output has shape"):
+            strategy.apply(torch.empty(2, len(IDS), K), rows, WEIGHTS, IDS, False)
+
+
 def test_delegate_cannot_be_applied():
     with pytest.raises(RuntimeError, match="prepare/finalize"):
         TopKWeightAndReduceDelegate().apply(None, torch.zeros(T, K), WEIGHTS, IDS, False)
