@@ -1,4 +1,4 @@
-"""The largest number that any rank of a group has: how ranks agree on the steps of a layer, while GPUs go on.
+"""What the ranks of a group have to say before a step: how they agree on those of a layer or a model, while GPUs go on.
 
 Ranks of one host tell each other through memory that they share, which takes microseconds, where a collective of gloo
 takes some hundreds; ranks of several hosts use such a collective.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -42,10 +43,10 @@ def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
     if group is None:
         return value
     if group not in _boards:
-        _boards[group] = _share_board(group)
+        _boards[group] = share_board(group, 1)
     board = _boards[group]
     if board is not None:
-        return board.largest(value)
+        return max(number for (number,) in board.gather([value], "the layer"))
     number = torch.tensor(value, dtype=torch.int64)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=_host_group(group))
     return int(number)
@@ -54,54 +55,72 @@ def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
 class Board:
     """Memory of all ranks of one host, with two places for each: for even and for odd questions.
 
-    To a question a rank writes `question << 32 | value` and waits until all have. Nobody's answer is overwritten before
-    it was read: who answers question q + 2 had everybody's to q + 1, which each gave after it had read those to q.
+    To a question a rank writes `question << 32 | value` for each of its values, and waits until all have. Nobody's
+    answer is overwritten before it was read: who answers question q + 2 had everybody's to q + 1, which each gave after
+    it had read those to q.
+
+    Args:
+        path: as `make_file` made it for these sizes.
+        rank: of this process among the `size` that share it.
+        width: values of an answer, each a whole number from 0 to 2^32 - 1.
+        timeout_s: deadline of every question.
     """
 
-    def __init__(self, path: Path, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, path: Path, rank: int, size: int, width: int, timeout_s: float) -> None:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
-        self._answers = np.frombuffer(self._memory, dtype=np.int64).reshape(2, size)
+        self._answers = np.frombuffer(self._memory, dtype=np.int64).reshape(2, size, width)
         self._rank, self._timeout_s = rank, timeout_s
         self._question = 0
 
     @staticmethod
-    def make_file(size: int) -> Path:
+    def make_file(size: int, width: int) -> Path:
         """Where ranks that open it share memory, all zeros."""
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         handle, name = tempfile.mkstemp(prefix="moe_ep_", dir=folder)
         with os.fdopen(handle, "wb") as file:
-            file.write(bytes(2 * size * np.dtype(np.int64).itemsize))
+            file.write(bytes(2 * size * width * np.dtype(np.int64).itemsize))
         return Path(name)
 
-    def largest(self, value: int) -> int:
-        """Asks the next question; every rank asks as many."""
+    def gather(self, values: Sequence[int], what: str) -> list[list[int]]:
+        """Asks the next question: the values of every rank, by rank. Every rank asks as many.
+
+        Args:
+            what: for the message, completes "to come to".
+
+        Raises:
+            DispatchTimeoutError: a rank did not come before the deadline.
+        """
         question = self._question = (self._question + 1) % _QUESTIONS
         answers = self._answers[question % 2]
-        answers[self._rank] = question << _VALUE_BITS | value
+        answers[self._rank] = [question << _VALUE_BITS | value for value in values]
         if not comes_within(self._timeout_s, lambda: bool((answers >> _VALUE_BITS == question).all())):
-            absent = np.flatnonzero(answers >> _VALUE_BITS != question).tolist()
+            absent = np.flatnonzero((answers >> _VALUE_BITS != question).any(axis=1)).tolist()
             raise DispatchTimeoutError(
-                f"EP rank {self._rank} waited {self._timeout_s:g} s for {rank_list(absent)} to come to the layer and "
-                f"say how many tokens it has: dead, stuck or late; end the process, or make the group anew",
+                f"EP rank {self._rank} waited {self._timeout_s:g} s for {rank_list(absent)} to come to {what} and say "
+                f"how many tokens it has: dead, stuck or late; end the process, or make the group anew",
                 absent,
             )
-        return int((answers & (1 << _VALUE_BITS) - 1).max())
+        return (answers & (1 << _VALUE_BITS) - 1).tolist()
 
 
-def _share_board(group: dist.ProcessGroup) -> Board | None:
-    """The board of a group whose ranks can share memory; a collective step of them."""
+def share_board(group: dist.ProcessGroup, width: int) -> Board | None:
+    """A board of a group's ranks; None where they cannot share memory. A collective step of them.
+
+    Args:
+        width: values of an answer.
+    """
     if num_hosts(group) > 1:
         return None
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     deadline = deadline_of(group)
     made, board = None, None
     with suppress(OSError):  # an empty name tells the others
-        made = Board.make_file(size) if rank == 0 else None
+        made = Board.make_file(size, width) if rank == 0 else None
     try:
         name = _gathered("" if made is None else str(made), group)[0]
         with suppress(OSError):  # ranks that name one host may still have no files in common
-            board = Board(Path(name), rank, size, deadline) if name else None
+            board = Board(Path(name), rank, size, width, deadline) if name else None
         is_shared = all(_gathered(board is not None, group))
     finally:
         if made is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# A wait yields for this long, then sleeps in small steps.
+# A wait yields for this long, then sleeps: a fiftieth of what it has waited, within these bounds.
 _YIELD_S = 2e-3
-_SLEEP_S = 5e-5
+_SHORTEST_S, _LONGEST_S = 5e-5, 1e-2
 
 
 def comes_within(seconds: float, has_come: Callable[[], bool]) -> bool:
@@ -17,5 +17,5 @@ def comes_within(seconds: float, has_come: Callable[[], bool]) -> bool:
         waited = time.monotonic() - started
         if waited > seconds:
             return False
-        time.sleep(_SLEEP_S if waited > _YIELD_S else 0)
+        time.sleep(0 if waited < _YIELD_S else min(max(waited / 50, _SHORTEST_S), _LONGEST_S))
     return True

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from moe_ep import env
+from moe_ep.agreement import share_board
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.errors import ConfigError, DispatchTimeoutError, EplbError
 
@@ -56,6 +57,8 @@ class StepCoordinator:
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self._channel = SideChannel(process_group, env.DISPATCH_TIMEOUT_S.get())
+        # A collective of gloo would take longer than a decoding step of a small model.
+        self._board = None if process_group is None else share_board(process_group, 4)
         self.layers: list[RoutedExperts] = []
         self.current: Step | None = None
         self.eplb: EPLBManager | None = None
@@ -84,15 +87,7 @@ class StepCoordinator:
         Raises:
             DispatchTimeoutError: a rank did not come to the step before the deadline.
         """
-        mine = [num_tokens is not None, num_tokens or 0, can_replay, done]
-        try:
-            table = self._channel.gather("what they bring to the next step", mine)
-        except EplbError as error:
-            # The channel is balancing's; here no experts were to move.
-            raise DispatchTimeoutError(
-                f"{str(error).removesuffix('; experts stay')}; a rank that has no pass to make serves the others: "
-                f"call moe_ep.serve, or make passes in a moe_ep.serving block"
-            ) from None
+        table = self._gather([int(num_tokens is not None), num_tokens or 0, int(can_replay), done])
         if not any(row[0] for row in table):
             return None
         self.current = Step(
@@ -101,6 +96,20 @@ class StepCoordinator:
             done=tuple(row[3] for row in table),
         )
         return self.current
+
+    def _gather(self, mine: list[int]) -> list[list[int]]:
+        """What every rank brings to the next step, by rank."""
+        try:
+            if self._board is not None:
+                return self._board.gather(mine, "the next step")
+            return self._channel.gather("what they bring to the next step", mine)
+        except (DispatchTimeoutError, EplbError) as error:
+            # The channel is balancing's; here no experts were to move.
+            raise DispatchTimeoutError(
+                f"{str(error).removesuffix('; experts stay')}; a rank that has no pass to make serves the others: "
+                f"call moe_ep.serve, or make passes in a moe_ep.serving block",
+                getattr(error, "ranks", ()),
+            ) from None
 
     def end(self) -> None:
         """Ends the step under way; experts that have arrived are taken over here."""

@@ -1,4 +1,4 @@
-"""Ranks agree on the largest of their numbers, through shared memory where they can."""
+"""Ranks tell each other numbers, through shared memory where they can."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def test_one_process_asks_nobody() -> None:
 def test_questions_are_numbered_anew_when_numbers_run_out(tmp_path: Path) -> None:
     file = tmp_path / "board"
     file.write_bytes(bytes(2 * 2 * 8))
-    boards = [Board(file, rank, 2, 5) for rank in range(2)]
+    boards = [Board(file, rank, 2, 1, 5) for rank in range(2)]
     for board in boards:
         board._question = agreement._QUESTIONS - 3
     with ThreadPoolExecutor(2) as threads:
         for question in range(6):
-            assert (
-                list(threads.map(Board.largest, boards, (question, 9 - question))) == [max(question, 9 - question)] * 2
-            )
+            said = [[question], [9 - question]]
+            assert list(threads.map(Board.gather, boards, said, "ab")) == [said] * 2
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     file = tmp_path / "board"
-    file.write_bytes(bytes(2 * 3 * 8))
-    boards = [Board(file, rank, 3, 0.2) for rank in range(3)]
+    file.write_bytes(bytes(2 * 3 * 2 * 8))
+    boards = [Board(file, rank, 3, 2, 0.2) for rank in range(3)]
+    said = [[1, 0], [5, 2**32 - 1], [0, 2]]
     with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(Board.largest, boards, (1, 5, 2))) == [5, 5, 5]
-        found = [threads.submit(boards[rank].largest, rank) for rank in (0, 2)]
+        assert list(threads.map(Board.gather, boards, said, "abc")) == [said] * 3
+        found = [threads.submit(boards[rank].gather, said[rank], "it") for rank in (0, 2)]
         for rank, waiting in zip((0, 2), found, strict=True):
             with pytest.raises(DispatchTimeoutError, match=rf"EP rank {rank} waited 0.2 s for rank 1 to come") as error:
                 waiting.result()

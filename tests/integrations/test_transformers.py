@@ -27,6 +27,7 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import CheckpointError, ConfigError, DispatchTimeoutError, EplbError
 from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.hf_experts import find_experts
+from moe_ep.integrations.steps import Step, StepCoordinator
 from moe_ep.methods import relative_error, tolerance
 from tests.integrations.alone import load_alone
 from tests.integrations.hf_models import FAMILIES, SIZES, make_model
@@ -357,6 +358,22 @@ def test_a_rank_that_neither_computes_nor_serves_is_named(monkeypatch: pytest.Mo
         DispatchTimeoutError, match="EP rank 1 did not take part; a rank that has no pass .*moe_ep.serve,"
     ):
         model(torch.ones(1, 2, dtype=torch.int64))
+
+
+def one_rank_stays_away(rank: int, world_size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_EP_DISPATCH_TIMEOUT_S", "0.3")
+        steps = StepCoordinator(torch.distributed.group.WORLD)
+    assert steps.begin(rank, done=7 - rank) == Step(num_tokens=(0, 1, 2), can_replay=False, done=(7, 6, 5))
+    if rank != 1:
+        late = rf"rank {rank} waited 0.3 s for rank 1 to come to the next step .*: call moe_ep.serve, or make passes"
+        with pytest.raises(DispatchTimeoutError, match=late) as error:
+            steps.begin(None)
+        assert error.value.ranks == (1,)
+
+
+def test_a_rank_that_stays_away_is_named_by_the_others() -> None:
+    ranks(3).run(one_rank_stays_away)
 
 
 def test_a_model_that_was_not_divided_is_refused() -> None:
