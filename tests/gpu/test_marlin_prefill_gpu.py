@@ -1,4 +1,5 @@
-"""Experts of many rows: every number type, tails, tiles that blocks share, and experts of few rows beside them."""
+"""Experts of many rows: every number type, tails, tiles of both sizes, tiles that blocks share, and experts of few rows
+beside them."""
 
 from __future__ import annotations
 
@@ -18,11 +19,15 @@ pytestmark = [
     ),
 ]
 
+# Beside an expert of so many rows tiles have up to 128 tokens, in small problems without one up to 64.
+tile_sizes = pytest.mark.parametrize("more", [[], [5000]], ids=["small-tiles", "large-tiles"])
 
+
+@tile_sizes
 @pytest.mark.parametrize(("kind", "group"), KINDS, ids=lambda v: str(getattr(v, "scalar_type", v)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-def test_every_type_and_group_size(kind: WeightType, group: int, dtype: torch.dtype) -> None:
-    check_batched(kind, group, [33, 0, 64, 130, 300], (384, 256), dtype=dtype)
+def test_every_type_and_group_size(kind: WeightType, group: int, dtype: torch.dtype, more: list[int]) -> None:
+    check_batched(kind, group, [33, 0, 64, 130, 300, *more], (384, 256), dtype=dtype)
 
 
 @pytest.mark.parametrize("activation", list(MoEActivation))
@@ -31,9 +36,10 @@ def test_every_activation_with_biases(activation: MoEActivation, by_reference: b
     check_batched(UINT4B8, 128, [65, 200], (256, 384), activation=activation, bias=True, by_reference=by_reference)
 
 
-@pytest.mark.parametrize("rows", [33, 63, 64, 65, 127, 128, 129, 192, 193, 2049])
-def test_tails(rows: int) -> None:
-    check_batched(UINT4B8, 128, [rows, rows, rows], (256, 128))
+@tile_sizes
+@pytest.mark.parametrize("rows", [33, 63, 64, 65, 96, 127, 128, 129, 192, 193, 2049])
+def test_tails(rows: int, more: list[int]) -> None:
+    check_batched(UINT4B8, 128, [rows, rows, rows, *more], (384, 256))
 
 
 @pytest.mark.parametrize("shape", [(4096, 128), (128, 4096), (7168, 2048), (32, 32), (96, 160), (2880, 2880)], ids=str)

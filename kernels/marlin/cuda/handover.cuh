@@ -10,12 +10,3 @@
 DEVICE void wait_for_previous_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 DEVICE void let_next_kernel_come() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// In the kernel for many rows, each warp for itself: whether no expert has more than `few_rows`.
-DEVICE bool nothing_to_do(const ExpertsParams& p, int few_rows) {
-  bool many = false;
-  for (int e = threadIdx.x % 32; e < p.num_experts; e += 32) many |= p.num_tokens[e] > few_rows;
-  many = __any_sync(~0u, many);
-  if (!many && blockIdx.x == 0) wait_for_previous_kernels();  // one block keeps the order of kernels
-  return !many;
-}

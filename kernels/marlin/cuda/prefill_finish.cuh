@@ -10,7 +10,8 @@ DEVICE float4* piece_sums(const ExpertsParams& p, int phase, int piece) {
 }
 
 // The sums of a tile's later pieces, left by other blocks, added in order.
-DEVICE void add_pieces(const ExpertsParams& p, Schedule& s, const Segment& g, Sums& sums) {
+template <int kMost>
+DEVICE void add_pieces(const ExpertsParams& p, Schedule& s, const Segment& g, SumsOf<kMost>& sums) {
   constexpr int kTogether = 8;  // of 8 tokens each, whose loads are under way at once
   for (int piece = g.piece + 1; piece < (int)gridDim.x; piece++) {
     Position start = s.piece[g.phase][piece], end = s.piece[g.phase][piece + 1];
@@ -20,7 +21,7 @@ DEVICE void add_pieces(const ExpertsParams& p, Schedule& s, const Segment& g, Su
     named_barrier<1, kConsumerThreads>();
     const float4* from = piece_sums(p, g.phase, piece);
 #pragma unroll
-    for (int first = 0; first < kTileTokens / 8; first += kTogether) {
+    for (int first = 0; first < kMost / 8; first += kTogether) {
       if (8 * first >= g.tokens) break;
       float4 v[kTogether][2];
 #pragma unroll
@@ -35,11 +36,12 @@ DEVICE void add_pieces(const ExpertsParams& p, Schedule& s, const Segment& g, Su
   }
 }
 
-DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, Sums& sums) {
+template <int kMost>
+DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, SumsOf<kMost>& sums) {
   wait_for_previous_kernels();  // `partials` is theirs, too
   float4* to = piece_sums(p, g.phase, g.piece);
 #pragma unroll
-  for (int j = 0; j < kTileTokens / 8; j++) {
+  for (int j = 0; j < kMost / 8; j++) {
     if (8 * j >= g.tokens) break;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -48,10 +50,7 @@ DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, Sums& sums) {
     }
   }
   named_barrier<1, kConsumerThreads>();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    add_release(piece_flag(p, g.phase, g.piece), 1);
-  }
+  if (threadIdx.x == 0) add_release(piece_flag(p, g.phase, g.piece), 1);
 }
 
 // All pieces of a tile that only it has a part of, this block's among them.
@@ -179,8 +178,8 @@ struct TileStore {
 };
 
 // A tile from registers, by a loop over 64 tokens: what runs for the first time comes from memory.
-template <bool kActivate>
-DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, Sums& sums) {
+template <bool kActivate, int kMost>
+DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, SumsOf<kMost>& sums) {
   constexpr int kTogether = 64;  // tokens
   TileStore<kActivate> tile(p, s, g);
   if (!tile.present()) return;
@@ -192,7 +191,7 @@ DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, Su
       tile.store(first / 8 + j, &sums[0][4 * j], &sums[1][4 * j]);
     }
 #pragma unroll
-    for (int i = 0; i < kTileTokens / 2 - kTogether / 2; i++) {
+    for (int i = 0; i < kMost / 2 - kTogether / 2; i++) {
       sums[0][i] = sums[0][i + kTogether / 2];
       sums[1][i] = sums[1][i + kTogether / 2];
     }
@@ -217,10 +216,7 @@ DEVICE void store_groups(const ExpertsParams& p, Schedule& s, const Segment& g, 
 DEVICE void announce_groups(const ExpertsParams& p, const Segment& g, int groups) {
   fence_proxy_async_global();
   named_barrier<1, kConsumerThreads>();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    add_release(ready_flag(p, g.expert), groups);
-  }
+  if (threadIdx.x == 0) add_release(ready_flag(p, g.expert), groups);
 }
 
 // A tile of which every piece is a part: the first few add up all, each for some of the tokens.
@@ -241,19 +237,20 @@ DEVICE void finish_left(const ExpertsParams& p, Schedule& s, const Segment& g) {
 }
 
 // All that a tile's sums go through once its steps are done here.
-DEVICE void finish_segment(const ExpertsParams& p, Schedule& s, const Segment& g, Sums& sums) {
+template <int kMost>
+DEVICE void finish_segment(const ExpertsParams& p, Schedule& s, const Segment& g, SumsOf<kMost>& sums) {
   bool whole = g.from == 0 && g.to == s.phase[g.phase].steps;
   bool aligned = !whole && s.phase[g.phase].aligned;
   if (g.from > 0 || aligned) {
-    leave_piece(p, g, sums);
+    leave_piece<kMost>(p, g, sums);
     if (aligned) finish_left(p, s, g);
     return;
   }
-  if (!whole) add_pieces(p, s, g, sums);
+  if (!whole) add_pieces<kMost>(p, s, g, sums);
   if (g.phase == 1) {
-    store_tile<false>(p, s, g, sums);
+    store_tile<false, kMost>(p, s, g, sums);
   } else {
-    store_tile<true>(p, s, g, sums);
+    store_tile<true, kMost>(p, s, g, sums);
     announce_groups(p, g, token_groups(g.tokens));
   }
 }

@@ -58,7 +58,7 @@ DEVICE void load_codes(const CodeSource& source, int step, Ring& ring, u64 polic
 DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring& ring, int ticket) {
   int total = shared.schedule.phase[0].items + shared.schedule.phase[1].items;
   // Codes that several tiles of tokens read should stay in L2; otherwise nobody reads them again.
-  u64 policy = shared.schedule.largest <= kTileTokens ? policy_evict_first() : policy_evict_normal();
+  u64 policy = shared.schedule.largest <= shared.schedule.most_tokens ? policy_evict_first() : policy_evict_normal();
   int place = 0, parity = 1;
   auto announce = [&](const Segment& g) {
     barrier_wait(&shared.segment_empty[place], parity);

@@ -1,10 +1,10 @@
 // Who computes what among the experts with many rows, decided on the device from their row counts.
 //
-// A tile is 256 weight rows, or 192 where those fill the machine better, x up to 128 tokens of one expert; a step is
-// 128 columns of it. Tiles are numbered expert by expert, then by weight rows, then by tokens, so that blocks at work
-// together share weights and tokens. An item is what a block claims at once, by a ticket: first the items of w13, then
-// those of w2, so an item only waits for earlier tickets, whose blocks are running; nothing depends on how many blocks
-// are resident, but for what follows.
+// A tile is 256 weight rows, or 192 where those fill the machine better, x up to 128 tokens of one expert, or up to 64
+// where no expert has more or that takes about as long; a step is 128 columns of it. Tiles are numbered expert by
+// expert, then by weight rows, then by tokens, so that blocks at work together share weights and tokens. An item is
+// what a block claims at once, by a ticket: first the items of w13, then those of w2, so an item only waits for earlier
+// tickets, whose blocks are running; nothing depends on how many blocks are resident, but for what follows.
 //
 // Whole tiles are items while they fill the machine. Where the last wave would leave too many blocks idle, the last
 // one to two waves are cut into one piece a block, of equal cost (split). A piece may begin and end inside a tile: the
@@ -21,6 +21,7 @@
 
 constexpr int kTileRows = 256;
 constexpr int kTileTokens = kManyTileTokens;
+constexpr int kSmallTokens = 64;
 constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
 
@@ -29,8 +30,9 @@ constexpr int kMostAdders = 8;
 
 // Steps that a tile takes longer where blocks share it.
 constexpr int kSplitSteps = 5;
-// What a step of a tile of 192 rows takes, in sixteenths of one of 256.
-constexpr int kNarrowCost = 12;
+// What a step of a tile of 192 rows takes, in sixteenths of one of 256: one warpgroup has 128 rows of either, and with
+// few tokens that is what takes the time.
+DEVICE constexpr int narrow_cost(int tokens) { return tokens > 32 ? 12 : 14; }
 
 // Tokens a tile is computed for: the least size that there is a matrix product for.
 DEVICE int tile_tokens(int rows) { return min((rows + 31) / 32, kTileTokens / 32) * 32; }
@@ -49,6 +51,7 @@ struct Schedule {
   PhaseShape phase[2];
   Position piece[2][kMaxBlocks + 1];  // where each piece starts; the end of one is the start of the next
   int largest;                        // rows of the largest expert here
+  int most_tokens;                    // of a tile: kSmallTokens or kTileTokens
   // Behind this struct: four tables of num_experts + 1 numbers.
   DEVICE int* rows() { return reinterpret_cast<int*>(this + 1); }     // rows of every expert computed here
   DEVICE int* row_start(int n) { return rows() + (n + 1); }       // rows of all experts before, of any size
@@ -64,7 +67,7 @@ struct Segment {
 };
 
 // How the tiles of a phase are made and cut: what takes the least time. `cost` is that of all token tiles.
-DEVICE PhaseShape shape_phase(const GemmParams& gemm, int token_tiles, int cost) {
+DEVICE PhaseShape shape_phase(const GemmParams& gemm, int most_tokens, int largest, int token_tiles, int cost) {
   PhaseShape phase;
   int blocks = gridDim.x, steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
   int row_tiles = (gemm.rows + kTileRows - 1) / kTileRows, tiles = token_tiles * row_tiles;
@@ -78,29 +81,73 @@ DEVICE PhaseShape shape_phase(const GemmParams& gemm, int token_tiles, int cost)
   phase.steps = steps;
   phase.whole_items = tiles;
   int pieces = 0;
-  if (narrow / 16 * kNarrowCost < min(whole, split)) {
+  if (narrow / 16 * narrow_cost(min(largest, most_tokens)) < min(whole, split)) {
     phase.tile_rows = kNarrowRows;
     phase.row_tiles = (gemm.rows + kNarrowRows - 1) / kNarrowRows;
     phase.whole_items = narrow_tiles;
   } else if (split < whole) {
     phase.whole_items = max(quotient(tiles, blocks) - 1, 0) * blocks;
     // A piece has two steps at least.
-    pieces = phase.whole_items ? blocks : min(cost * row_tiles * steps / (2 * many_tile_cost(kTileTokens)), blocks);
+    pieces = phase.whole_items ? blocks : min(cost * row_tiles * steps / (2 * many_tile_cost(most_tokens)), blocks);
   }
   phase.items = phase.whole_items + pieces;
   phase.aligned = 4 * tiles <= pieces;
   return phase;
 }
 
+// About how long a phase takes whose token tiles cost that much in all; the largest has `tokens`.
+DEVICE float phase_time(const GemmParams& gemm, int token_tiles, int cost, int tokens) {
+  int blocks = gridDim.x, steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
+  int row_tiles = (gemm.rows + kTileRows - 1) / kTileRows, narrow = (gemm.rows + kNarrowRows - 1) / kNarrowRows;
+  float mean = __fdividef(cost, token_tiles), dearest = many_tile_cost(tokens);
+  float whole_time = quotient(token_tiles * row_tiles - 1, blocks) * mean + dearest;
+  float narrow_time = (quotient(token_tiles * narrow - 1, blocks) * mean + dearest) * (narrow_cost(tokens) / 16.0f);
+  float split_time = __fdividef((float)cost * row_tiles, blocks) + __fdividef(kSplitSteps * mean, steps);
+  return fminf(fminf(whole_time, narrow_time), split_time) * steps;
+}
+
+DEVICE int rows_of(const ExpertsParams& p, int e) { return min(max(p.num_tokens[e], 0), p.max_rows); }
+
+// One warp: rows of the largest expert.
+DEVICE int most_rows(const ExpertsParams& p) {
+  int most = 0;
+  for (int e = threadIdx.x % 32; e < p.num_experts; e += 32) most = max(most, rows_of(p, e));
+  return __reduce_max_sync(~0u, most);
+}
+
+// One warp: the most tokens of a tile, where an expert has up to `largest` rows. Small tiles, unless the others take a
+// thirteenth less: the sums of blocks that share tiles cost more than is counted here.
+DEVICE int choose_tokens(const ExpertsParams& p, int few_rows, int largest, int lane) {
+  if (largest <= kSmallTokens) return kSmallTokens;
+  int tiles[2] = {0, 0}, cost[2] = {0, 0};
+  for (int e = lane; e < p.num_experts; e += 32) {
+    int rows = rows_of(p, e) > few_rows ? rows_of(p, e) : 0;
+    tiles[0] += (rows + kSmallTokens - 1) / kSmallTokens, cost[0] += many_cost<kSmallTokens>(rows);
+    tiles[1] += (rows + kTileTokens - 1) / kTileTokens, cost[1] += many_cost<kTileTokens>(rows);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    tiles[i] = __reduce_add_sync(~0u, tiles[i]);
+    cost[i] = __reduce_add_sync(~0u, cost[i]);
+  }
+  int large = lane % 2, tokens = min(largest, large ? kTileTokens : kSmallTokens);
+  float time = phase_time(p.gemm[lane / 2 % 2], large ? tiles[1] : tiles[0], large ? cost[1] : cost[0], tokens);
+  time += __shfl_xor_sync(~0u, time, 2);
+  float small_time = __shfl_sync(~0u, time, 0), large_time = __shfl_sync(~0u, time, 1);
+  return small_time * (12.0f / 13) < large_time ? kSmallTokens : kTileTokens;
+}
+
 // One warp fills the tables: prefix sums over the experts, 32 at a time.
-DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int lane) {
-  int n = p.num_experts, sums[3] = {0, 0, 0}, largest = 0;
+DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int largest, int lane) {
+  int n = p.num_experts, sums[3] = {0, 0, 0};
+  int most_tokens = choose_tokens(p, few_rows, largest, lane);
+  bool small = most_tokens == kSmallTokens;
   for (int base = 0; base < n; base += 32) {
     int e = base + lane;
-    int all = e < n ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
+    int all = e < n ? rows_of(p, e) : 0;
     int rows = all > few_rows ? all : 0;
-    int own[3] = {all, (rows + kTileTokens - 1) / kTileTokens, many_cost(rows)};
-    largest = max(largest, rows);
+    int tiles = small ? (rows + kSmallTokens - 1) / kSmallTokens : (rows + kTileTokens - 1) / kTileTokens;
+    int own[3] = {all, tiles, small ? many_cost<kSmallTokens>(rows) : many_cost<kTileTokens>(rows)};
     if (e < n) s.rows()[e] = rows;
 #pragma unroll
     for (int i = 0; i < 3; i++) {
@@ -114,12 +161,11 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int l
       sums[i] += __shfl_sync(~0u, sum, 31);
     }
   }
-  for (int d = 16; d; d /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, d));
   if (lane < 3) s.rows()[(lane + 1) * (n + 1) + n] = lane == 0 ? sums[0] : lane == 1 ? sums[1] : sums[2];
   if (lane < 2) {
-    s.phase[lane] = shape_phase(p.gemm[lane], sums[1], sums[2]);
+    s.phase[lane] = shape_phase(p.gemm[lane], most_tokens, largest, sums[1], sums[2]);
   }
-  if (lane == 0) s.largest = largest;
+  if (lane == 0) s.largest = largest, s.most_tokens = most_tokens;
 }
 
 // The expert whose table entry holds `value`: table[e] <= value < table[e + 1], the entries scaled.
@@ -138,7 +184,7 @@ DEVICE int cost_before_tile(Schedule& s, int n, int phase, int tile) {
   int e = find_expert(s.tile_start(n), n, row_tiles, tile);
   int token_tiles = s.tile_start(n)[e + 1] - s.tile_start(n)[e], rest = tile - s.tile_start(n)[e] * row_tiles;
   int cost = s.cost_start(n)[e + 1] - s.cost_start(n)[e], row_tile = quotient(rest, token_tiles);
-  int own = row_tile * cost + (rest - row_tile * token_tiles) * many_tile_cost(kTileTokens);
+  int own = row_tile * cost + (rest - row_tile * token_tiles) * many_tile_cost(s.most_tokens);
   return (s.cost_start(n)[e] * row_tiles + own) * steps;
 }
 
@@ -147,11 +193,12 @@ DEVICE Position position_of_cost(Schedule& s, int n, int phase, int cost) {
   if (cost >= s.cost_start(n)[n] * row_tiles * steps) return {s.tile_start(n)[n] * row_tiles, 0};
   int e = find_expert(s.cost_start(n), n, row_tiles * steps, cost);
   int rest = cost - s.cost_start(n)[e] * row_tiles * steps;
-  int row_cost = (s.cost_start(n)[e + 1] - s.cost_start(n)[e]) * steps, full_cost = many_tile_cost(kTileTokens) * steps;
+  int row_cost = (s.cost_start(n)[e + 1] - s.cost_start(n)[e]) * steps;
+  int full_cost = many_tile_cost(s.most_tokens) * steps;
   int token_tiles = s.tile_start(n)[e + 1] - s.tile_start(n)[e], row_tile = quotient(rest, row_cost);
   rest -= row_tile * row_cost;
   int token_tile = min(quotient(rest, full_cost), token_tiles - 1);
-  int tokens = min(s.rows()[e] - token_tile * kTileTokens, kTileTokens);
+  int tokens = min(s.rows()[e] - token_tile * s.most_tokens, s.most_tokens);
   int step = quotient(rest - token_tile * full_cost, many_tile_cost(tokens));
   return {s.tile_start(n)[e] * row_tiles + row_tile * token_tiles + token_tile, step};
 }
@@ -198,8 +245,8 @@ DEVICE void locate_tile(Schedule& s, int n, Segment& g) {
   int rest = g.tile - s.tile_start(n)[g.expert] * row_tiles, row_tile = quotient(rest, token_tiles);
   g.tile_rows = s.phase[g.phase].tile_rows;
   g.first_row = row_tile * g.tile_rows;
-  g.first_token = (rest - row_tile * token_tiles) * kTileTokens;
-  g.tokens = min(s.rows()[g.expert] - g.first_token, kTileTokens);
+  g.first_token = (rest - row_tile * token_tiles) * s.most_tokens;
+  g.tokens = min(s.rows()[g.expert] - g.first_token, s.most_tokens);
 }
 
 // Calls work(segment) for every tile, or part of one, of a ticket's item.

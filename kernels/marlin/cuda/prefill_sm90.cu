@@ -17,11 +17,13 @@
 #include "prefill_finish.cuh"
 #include "prefill_producers.cuh"
 
+template <int kMost>
 DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring& ring) {
+  if (threadIdx.x >= kConsumerThreads / 2) pass_turn(1);  // the first turn is the other warpgroup's
   for_each_segment(shared, [&](const Segment& g) {
-    Sums sums;
-    multiply_segment(sums, g, p.gemm[g.phase].groups == 1, are_gathered(p, g.phase), ring);
-    finish_segment(p, shared.schedule, g, sums);
+    SumsOf<kMost> sums;
+    multiply_segment<kMost>(sums, g, p.gemm[g.phase].groups == 1, are_gathered(p, g.phase), ring);
+    finish_segment<kMost>(p, shared.schedule, g, sums);
   });
 }
 
@@ -43,8 +45,7 @@ DEVICE void leave(const ExpertsParams& p) {
   bool is_last = false;
   if (threadIdx.x == 0) {
     wait_for_previous_kernels();  // keeps the order of kernels
-    __threadfence();
-    is_last = atomicAdd(p.sync + 1, 1) == (int)gridDim.x - 1;
+    is_last = add_acquire_release(p.sync + 1, 1) == (int)gridDim.x - 1;
   }
   if (!__syncthreads_or(is_last)) return;
   for (int i = threadIdx.x; i < 2 + p.num_experts + 2 * kMaxBlocks; i += blockDim.x) p.sync[i] = 0;
@@ -53,14 +54,17 @@ DEVICE void leave(const ExpertsParams& p) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_constant__ PrefillParams params) {
   const ExpertsParams& p = params.experts;
   extern __shared__ __align__(1024) u8 memory[];
-  int few_rows = agreed_few_rows(p, threadIdx.x % 32);
-  if (nothing_to_do(p, few_rows)) return;
+  int few_rows = agreed_few_rows(p, threadIdx.x % 32), largest = most_rows(p);
+  if (largest <= few_rows) {
+    if (blockIdx.x == 0) wait_for_previous_kernels();  // one block keeps the order of kernels
+    return;
+  }
   let_next_kernel_come();
   Ring ring(memory);
   Shared& shared = ring.shared;
   int ticket = threadIdx.x == kWeightWarp * 32 ? atomicAdd(p.sync, 1) : 0;
   if (threadIdx.x < 32) {
-    make_tables(shared.schedule, p, few_rows, threadIdx.x);
+    make_tables(shared.schedule, p, few_rows, largest, threadIdx.x);
   } else if (threadIdx.x == 32) {
     init_barriers(shared);
   }
@@ -76,7 +80,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_c
   __syncthreads();
   if (threadIdx.x < kConsumerThreads) {
     registers_grow<216>();
-    run_consumers(p, shared, ring);
+    // Of its own for small tiles: fewer registers for sums leave the compiler more to order products by.
+    if (__shfl_sync(~0u, shared.schedule.most_tokens, 0) == kSmallTokens) {
+      run_consumers<kSmallTokens>(p, shared, ring);
+    } else {
+      run_consumers<kTileTokens>(p, shared, ring);
+    }
   } else {
     registers_shrink<72>();
     if (threadIdx.x / 32 == kWeightWarp) {

@@ -11,14 +11,15 @@
 #pragma once
 #include "params.cuh"
 
-constexpr int kManyTileTokens = 128;  // rows that prefill_sm90.cu computes at once
+constexpr int kManyTileTokens = 128;  // the most rows that prefill_sm90.cu computes at once
 
 // Time that an expert takes for 256 weight rows x 128 columns, as measured on an H200; about 235 cycles each.
 DEVICE int few_cost(int rows) { return 3 + (rows + 7) / 8; }
 DEVICE constexpr int many_tile_cost(int tokens) { return 4 + (tokens + 31) / 32 * 2; }
+template <int kMost = kManyTileTokens>
 DEVICE int many_cost(int rows) {
-  int rest = rows % kManyTileTokens;
-  return rows / kManyTileTokens * many_tile_cost(kManyTileTokens) + (rest ? many_tile_cost(rest) : 0);
+  int rest = rows % kMost;
+  return rows / kMost * many_tile_cost(kMost) + (rest ? many_tile_cost(rest) : 0);
 }
 
 // One warp: up to how many rows an expert is decode_sm90.cu's in this launch: p.few_rows, kFewRows or none.
