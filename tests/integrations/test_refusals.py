@@ -1,0 +1,140 @@
+"""What parallelize and the models that it makes refuse, in a sentence."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import moe_ep
+import moe_ep.integrations.transformers  # registers moe_ep with transformers
+from moe_ep.errors import CheckpointError, ConfigError
+from moe_ep.integrations.divided import steps_of
+from moe_ep.integrations.hf_experts import find_experts
+from tests.integrations.hf_models import SIZES, make_model
+
+
+def test_experts_that_a_pass_has_divided_are_not_saved(tmp_path: Path) -> None:
+    model = make_model("Qwen3Moe")
+    model.set_experts_implementation("moe_ep")
+    with torch.inference_mode():
+        model(torch.ones(1, 2, dtype=torch.int64))
+    with pytest.raises(
+        ConfigError, match="state_dict of model.layers.0.mlp.experts: a rank holds its own experts alone"
+    ):
+        model.save_pretrained(tmp_path)
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
+    with pytest.raises(ConfigError, match="LlamaForCausalLM and has no experts module"):
+        moe_ep.parallelize(transformers.LlamaForCausalLM(config))
+    quantized = transformers.LlamaForCausalLM(config)
+    quantized.hf_quantizer = object()
+    with pytest.raises(ConfigError, match="transformers 5; transformers has quantized it, so pass the folder"):
+        moe_ep.parallelize(quantized)
+    with pytest.raises(TypeError, match="model_or_path is a LlamaConfig; it must be a model"):
+        moe_ep.parallelize(config)
+
+
+def test_what_only_a_path_can_have_is_refused_for_a_model() -> None:
+    for name, value in {"dtype": torch.bfloat16, "attn_implementation": "eager"}.items():
+        with pytest.raises(ConfigError, match=f"{name} is .* a Qwen3MoeForCausalLM, which has its own"):
+            moe_ep.parallelize(make_model("Qwen3Moe"), **{name: value})
+
+
+def test_a_model_is_divided_once_and_by_a_known_backend() -> None:
+    model = make_model("Qwen3Moe")
+    with pytest.raises(ValueError, match="all2all_backend is 'foo'; it must be one of auto, no_ep"):
+        moe_ep.parallelize(model, backend="foo")
+    moe_ep.parallelize(model)
+    with pytest.raises(ConfigError, match="the experts of this Qwen3MoeForCausalLM are divided already"):
+        moe_ep.parallelize(model)
+
+
+def test_a_model_of_own_code_or_pickles_is_refused(tmp_path: Path) -> None:
+    make_model("Qwen3Moe").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    own = {"model_type": "own_moe", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings | own))
+    with pytest.raises(CheckpointError, match="model_type is 'own_moe'; it must be one of "):
+        moe_ep.parallelize(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"found pytorch_model\.bin; pickled weights are never loaded"):
+        moe_ep.parallelize(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"has_gate": False}, "are ungated; moe_ep does not take such experts"),
+        ({"has_post_expert_norm": True}, "are followed by a norm of their own; moe_ep does not take"),
+        ({"act_fn": torch.nn.Tanh()}, "have the activation Tanh; moe_ep has SiLU"),
+    ],
+)
+def test_experts_of_another_kind_are_refused(flags: dict[str, Any], message: str) -> None:
+    model = make_model("Qwen3Moe")
+    for _, module in find_experts(model):
+        for name, value in flags.items():
+            setattr(module, name, value)
+    with pytest.raises(ConfigError, match=message):
+        moe_ep.parallelize(model)
+
+
+def test_experts_that_transformers_has_quantized_are_refused() -> None:
+    model = make_model("Qwen3Moe")
+    for _, module in find_experts(model):
+        module.down_proj = torch.nn.Parameter(module.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ConfigError, match="are torch.float8_e4m3fn, quantized by transformers; pass the folder"):
+        moe_ep.parallelize(model)
+
+
+def test_a_gate_that_is_inherited_is_no_silu() -> None:
+    model = make_model("GptOss")
+    for _, module in find_experts(model):
+        module.__class__ = type("Mine", (type(module),), {})
+    with pytest.raises(ConfigError, match="of Mine have a gate of their own"):
+        moe_ep.parallelize(model)
+
+
+def test_a_divided_model_is_not_saved_nor_copied_nor_one_graph() -> None:
+    model = moe_ep.parallelize(make_model("Qwen3Moe"))
+    with pytest.raises(ConfigError, match="holds its own experts alone, .* save the model before parallelize"):
+        model.save_pretrained("nowhere")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="agree on the host; leave fullgraph out"):
+        torch.compile(model, fullgraph=True, backend="eager")(torch.ones(1, 2, dtype=torch.int64))
+    steps_of(model)._channel.size = 2
+    with pytest.raises(ConfigError, match="cannot be copied; copy the whole one before"):
+        copy.deepcopy(model)
+
+
+def test_gradients_are_refused() -> None:
+    parallel = moe_ep.parallelize(make_model("Qwen3Moe"))
+    embedded = torch.zeros(1, 3, SIZES["hidden_size"], requires_grad=True)
+    with pytest.raises(RuntimeError, match="no backward"):
+        parallel(inputs_embeds=embedded)
+
+
+def test_a_model_that_was_not_divided_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass moe_ep.parallelize's"):
+        steps_of(make_model("Qwen3Moe"))
+
+
+def test_without_transformers() -> None:
+    # None in sys.modules is how Python says that a module cannot be imported.
+    code = "import sys, moe_ep; sys.modules['transformers'] = None; moe_ep.parallelize"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "moe_ep.parallelize needs transformers, which is not installed; run: pip install 'moe_ep[hf]'" in run.stderr
