@@ -109,7 +109,7 @@ def missed(rows: list[dict[str, Any]]) -> str:
     """How many rows reach what is wanted, and which do not."""
     wanted = [(row, wanted_share(row)) for row in rows if wanted_share(row) is not None]
     short = [
-        f"{row['shape']} {row['rows']} ({row['floor_over_time']:.2f} of {share:.2f})"
+        f"{row['shape']} {row['rows']} ({row['floor_over_time']:.3f} of {share:.2f})"
         for row, share in wanted
         if share is not None and row["floor_over_time"] < share
     ]
