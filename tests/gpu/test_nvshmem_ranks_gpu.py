@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import Case, check_batched, check_standard, expected_output, run_experts
 from tests.gpu.nvshmem_cases import BF16, expanded
@@ -86,6 +87,15 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, num_ranks: int, fp8: bool) -> 
     on_one_gpu(monkeypatch, num_ranks)
     for name, case in CASES.items():
         check_prefill(replace(case, fp8=fp8), name, num_ranks)
+
+
+@WIRES
+def test_prefill_without_early_launches(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+    # What scripts/sanitize.sh runs: its tools may let a launch wait for the kernel before, and that one waits for ranks.
+    launch = jit.Kernel.launch
+    monkeypatch.setattr(jit.Kernel, "launch", lambda kernel, *args, early=False: launch(kernel, *args))
+    on_one_gpu(monkeypatch, 3)
+    check_prefill(replace(CASES["random"], fp8=fp8), "random", 3)
 
 
 @WIRES
