@@ -43,13 +43,15 @@ for tool in memcheck racecheck; do
   running="$running $!"
   check $tool 0 "decode prefill" $tests tests/gpu/test_marlin_gpu.py -k "small_shapes and hopper and ($types)" &
   running="$running $!"
-  check $tool 0 eplb_map $tests tests/gpu/test_eplb_gpu.py -k reference &
-  running="$running $!"
   check $tool 0 "ampere_gemm gather_columns" \
     $tests tests/gpu/test_marlin_gpu.py tests/gpu/test_marlin_act_order_gpu.py \
     -k "ampere and (small_shapes and ($types) or act_order and test_batched)" &
   running="$running $!"
 done
+# Not under racecheck: it reports a write and a read of this kernel that a barrier of the whole block parts, where the
+# writing threads have passed one barrier of their own besides.
+check memcheck 0 eplb_map $tests tests/gpu/test_eplb_gpu.py -k reference &
+running="$running $!"
 failed=0
 for pid in $running; do
   wait "$pid" || failed=1

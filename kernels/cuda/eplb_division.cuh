@@ -26,8 +26,6 @@ struct Division {
     int* target[kCandidates];  // the same to add to, the spare word where there is no candidate
     int share[kCandidates];
 
-    __device__ __forceinline__ Division() {}
-
     // What follows from the maps alone. Nothing here branches: lanes without work add to words of their own.
     __device__ __forceinline__ Division(const Params& p, const Shared& s, int x) {
         const bool exists = x < p.max_replicated;
@@ -57,11 +55,24 @@ struct Division {
     }
 
     // The turns, together with the other `dividing` threads.
+    template <bool kOneWarp>
     __device__ __forceinline__ void take_turns(int dividing) {
-        if (dividing == 32) {
-            turns<true>(dividing);
-        } else {
-            turns<false>(dividing);
+#pragma unroll 1
+        for (int turn = 0; turn < kTurns; ++turn) {
+            const bool on = group == 0 && total > 0;
+            int next[kCandidates];
+#pragma unroll
+            for (int i = 0; i < kCandidates; ++i) next[i] = *level[i] - share[i];
+            fill(next);
+            sync<kOneWarp>(dividing);
+#pragma unroll
+            for (int i = 0; i < kCandidates; ++i) {
+                const int change = on ? next[i] - share[i] : 0;
+                atomicAdd(on ? target[i] : spare, change);
+                share[i] += change;
+            }
+            group = group == kGroups - 1 ? 0 : group + 1;
+            sync<kOneWarp>(dividing);
         }
     }
 
@@ -83,27 +94,6 @@ private:
             __syncwarp();
         } else {
             sync_first(threads);
-        }
-    }
-
-    template <bool kOneWarp>
-    __device__ __forceinline__ void turns(int dividing) {
-#pragma unroll 1
-        for (int turn = 0; turn < kTurns; ++turn) {
-            const bool on = group == 0 && total > 0;
-            int next[kCandidates];
-#pragma unroll
-            for (int i = 0; i < kCandidates; ++i) next[i] = *level[i] - share[i];
-            fill(next);
-            sync<kOneWarp>(dividing);
-#pragma unroll
-            for (int i = 0; i < kCandidates; ++i) {
-                const int change = on ? next[i] - share[i] : 0;
-                atomicAdd(on ? target[i] : spare, change);
-                share[i] += change;
-            }
-            group = group == kGroups - 1 ? 0 : group + 1;
-            sync<kOneWarp>(dividing);
         }
     }
 

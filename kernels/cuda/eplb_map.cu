@@ -42,8 +42,11 @@ __device__ __forceinline__ void wait_for_previous_kernels() {
 #endif
 }
 
-// What follows from the maps alone: the lists of experts, and the division of the one that this thread has.
-__device__ __forceinline__ Division list_experts(const Params& p, const Shared& s, int thread) {
+__device__ __forceinline__ void sync_block() {
+    asm volatile("bar.sync 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void serve_experts(const Params& p, const Shared& s, int thread) {
 #pragma unroll 1
     for (int expert = thread; expert - thread % 32 < p.experts; expert += p.expert_threads) {
         Row row;
@@ -51,11 +54,10 @@ __device__ __forceinline__ Division list_experts(const Params& p, const Shared& 
         enter_expert(p, s, expert, row);
     }
     sync_first(p.expert_threads);
-    return Division(p, s, thread);
-}
+    Division division(p, s, thread);
+    wait_for_previous_kernels();
+    sync_block();  // counted
 
-// Levels and loads of experts with one replica.
-__device__ __forceinline__ void level_singles(const Params& p, const Shared& s, int thread) {
 #pragma unroll 1
     for (int expert = thread; expert < p.experts; expert += p.expert_threads) {
         const int amount = s.label[expert] == kSingle ? s.num_tokens[expert] : 0, physical = s.first[expert];
@@ -63,6 +65,18 @@ __device__ __forceinline__ void level_singles(const Params& p, const Shared& s, 
         atomicAdd(s.level + rank_of(p, physical), amount);
         atomicAdd(p.load + physical, amount);
     }
+    if (thread < p.dividing) division.begin(s);
+    sync_block();  // levelled
+
+    if (thread < p.dividing) {
+        if (p.dividing == 32) {
+            division.take_turns<true>(p.dividing);
+        } else {
+            division.take_turns<false>(p.dividing);
+        }
+        if (thread < p.max_replicated) division.store(p, s, thread);
+    }
+    sync_block();  // divided
 }
 
 // How many slots of experts first, first + step and so on come before each word; a warp together.
@@ -83,112 +97,77 @@ __device__ __forceinline__ void sum_before(const Params& p, const Shared& s, int
     }
 }
 
-// The slots of one of `threads` threads.
-struct Slots {
-    int thread, threads, num_slots;
-    long long counted_slots;
-    OutId* out;
-    int id[kSlots], x[kSlots];
+__device__ __forceinline__ void serve_slots(const Params& p, const Shared& s, int thread, int threads) {
+    const int lane = thread % 32, tile_slots = p.rows_per_tile * p.slots;
+    const long long start = static_cast<long long>(blockIdx.x) * tile_slots;
+    const long long all_slots = static_cast<long long>(p.tokens) * p.slots;
+    const int num_slots = static_cast<int>(min(all_slots - start, static_cast<long long>(tile_slots)));
+    const Id* ids = p.ids + start;
+    OutId* out = p.out + start;
+    wait_for_previous_kernels();
+    int id[kSlots];
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+        const int slot = thread + j * threads;
+        id[j] = slot < num_slots ? static_cast<int>(ids[slot]) : -1;
+    }
+    const int num_counted = p.num_counted_on_device ? *p.num_counted_on_device : p.num_counted;
+    const long long counted_slots = static_cast<long long>(num_counted) * p.slots - start;
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+        if (id[j] >= 0 && thread + j * threads < counted_slots) atomicAdd(s.num_tokens + id[j], 1);
+    }
+    sync_block();  // counted
 
-    // Reads the ids, and counts their experts' tokens.
-    __device__ __forceinline__ void count(const Params& p, const Shared& s, int thread_, int threads_) {
-        thread = thread_, threads = threads_;
-        const int tile_slots = p.rows_per_tile * p.slots;
-        const long long start = static_cast<long long>(blockIdx.x) * tile_slots;
-        const long long all_slots = static_cast<long long>(p.tokens) * p.slots;
-        num_slots = static_cast<int>(min(all_slots - start, static_cast<long long>(tile_slots)));
-        const Id* ids = p.ids + start;
-        out = p.out + start;
+    int x[kSlots], first[kSlots];
 #pragma unroll
-        for (int j = 0; j < kSlots; ++j) {
-            const int slot = thread + j * threads;
-            id[j] = slot < num_slots ? static_cast<int>(ids[slot]) : -1;
-        }
-        const int num_counted = p.num_counted_on_device ? *p.num_counted_on_device : p.num_counted;
-        counted_slots = static_cast<long long>(num_counted) * p.slots - start;
+    for (int j = 0; j < kSlots; ++j) {
+        x[j] = s.label[max(id[j], 0)];
+        first[j] = id[j] >= 0 ? s.first[id[j]] : -1;
+    }
 #pragma unroll
-        for (int j = 0; j < kSlots; ++j) {
-            if (id[j] >= 0 && thread + j * threads < counted_slots) atomicAdd(s.num_tokens + id[j], 1);
+    for (int j = 0; j < kSlots; ++j) {
+        const int slot = thread + j * threads;
+        if (id[j] < 0) x[j] = kSingle;
+        if (x[j] == kSingle) {
+            if (slot < num_slots) out[slot] = first[j];
+        } else if (slot < counted_slots) {
+            atomicOr(s.mine + slot / 32 * p.stride + x[j], 1u << lane);
         }
     }
+    sync_block();  // levelled
 
-    // Writes slots of experts with one replica, and marks the others.
-    __device__ __forceinline__ void write_singles(const Params& p, const Shared& s) {
-        int first[kSlots];
-#pragma unroll
-        for (int j = 0; j < kSlots; ++j) {
-            x[j] = s.label[max(id[j], 0)];
-            first[j] = id[j] >= 0 ? s.first[id[j]] : -1;
-        }
-#pragma unroll
-        for (int j = 0; j < kSlots; ++j) {
-            const int slot = thread + j * threads;
-            if (id[j] < 0) x[j] = kSingle;
-            if (x[j] == kSingle) {
-                if (slot < num_slots) out[slot] = first[j];
-            } else if (slot < counted_slots) {
-                atomicOr(s.mine + slot / 32 * p.stride + x[j], 1u << thread % 32);
-            }
-        }
-    }
+    sum_before(p, s, thread / 32, threads / 32);
+    sync_block();  // divided
 
-    // Writes the slots that are marked.
-    __device__ __forceinline__ void write_others(const Params& p, const Shared& s) const {
-        int replica[kSlots];  // read for all of them at once
+    int replica[kSlots];  // of a slot whose expert has several; read for all of them at once
 #pragma unroll
-        for (int j = 0; j < kSlots; ++j) {
-            const int slot = thread + j * threads;
-            const bool counted = x[j] != kSingle && slot < counted_slots;
-            const int at = counted ? slot / 32 * p.stride + x[j] : 0;
-            const int left = counted ? s.before[at] + __popc(s.mine[at] & ((1u << thread % 32) - 1)) : -1;
-            const uint2 ends = s.ends[counted ? x[j] : 0];
-            const int end = ends.x & 0xFFFF, second = ends.x >> 16, third = ends.y;
-            replica[j] = (left >= end) + (left >= second) + (left >= third);
-        }
-#pragma unroll
-        for (int j = 0; j < kSlots; ++j) {
-            const int slot = thread + j * threads;
-            if (x[j] != kSingle) out[slot] = reinterpret_cast<const int*>(s.candidates + x[j])[replica[j]];
-        }
+    for (int j = 0; j < kSlots; ++j) {
+        const int slot = thread + j * threads;
+        const bool counted = x[j] != kSingle && slot < counted_slots;
+        const int at = counted ? slot / 32 * p.stride + x[j] : 0;
+        const int left = counted ? s.before[at] + __popc(s.mine[at] & ((1u << lane) - 1)) : -1;
+        const uint2 ends = s.ends[counted ? x[j] : 0];
+        const int end = ends.x & 0xFFFF, second = ends.x >> 16, third = ends.y;
+        replica[j] = (left >= end) + (left >= second) + (left >= third);
     }
-};
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+        const int slot = thread + j * threads;
+        if (x[j] != kSingle) out[slot] = reinterpret_cast<const int*>(s.candidates + x[j])[replica[j]];
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(1024, 1) eplb_map(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char memory[];
     const Shared s(memory, p);
-    const int thread = threadIdx.x, slot_thread = thread - p.expert_threads;
-    const int slot_threads = blockDim.x - p.expert_threads;
-    const bool has_experts = slot_thread < 0, divides = thread < p.dividing;
+    const int thread = threadIdx.x;
     let_next_kernel_come_up();
     s.clear(p);
     __syncthreads();
-
-    Division division;
-    Slots slots;
-    if (has_experts) {
-        division = list_experts(p, s, thread);
-        wait_for_previous_kernels();
+    if (thread < p.expert_threads) {
+        serve_experts(p, s, thread);
     } else {
-        wait_for_previous_kernels();
-        slots.count(p, s, slot_thread, slot_threads);
+        serve_slots(p, s, thread - p.expert_threads, blockDim.x - p.expert_threads);
     }
-    __syncthreads();  // counted
-
-    if (has_experts) {
-        level_singles(p, s, thread);
-        if (divides) division.begin(s);
-    } else {
-        slots.write_singles(p, s);
-    }
-    __syncthreads();  // levelled
-
-    if (divides) {
-        division.take_turns(p.dividing);
-        if (thread < p.max_replicated) division.store(p, s, thread);
-    } else if (!has_experts) {
-        sum_before(p, s, slot_thread / 32, slot_threads / 32);
-    }
-    __syncthreads();  // divided
-
-    if (!has_experts) slots.write_others(p, s);
 }
