@@ -48,32 +48,32 @@ __device__ __forceinline__ void send_results(const Params& p, int first, int war
     }
 }
 
-// A part of the sum of the rows at the addresses that lanes hold, those of `ranks`, in order; two are on their way at a
+// A part of the sum of the rows at the addresses that lanes hold, those of `ranks`, in order; some are on their way at a
 // time.
 __device__ __forceinline__ void sum_rows(u32 ranks, u64 address, int begin, int end, u8* output) {
-    constexpr int kSums = 2;
+    constexpr int kSums = 2, kRows = 3;
     for (int start = begin + threadIdx.x % 32; start < begin + kPartVectors; start += 32 * kSums) {
         Floats sum[kSums] = {};
         for (u32 left = ranks; left;) {
-            Vec v[2][kSums];
-            const u32 second = left & (left - 1);
+            Vec v[kRows][kSums];
 #pragma unroll
-            for (int row = 0; row < 2; ++row) {
-                const u32 of = row == 0 ? left : second;
-                const Vec* from = reinterpret_cast<const Vec*>(__shfl_sync(kAllLanes, address, of ? __ffs(of) - 1 : 0));
+            for (int row = 0; row < kRows; ++row) {
+                const bool is_there = left != 0;
+                const u64 at = __shfl_sync(kAllLanes, address, is_there ? __ffs(left) - 1 : 0);
+                left &= left - 1;
 #pragma unroll
                 for (int i = 0; i < kSums; ++i) {
-                    v[row][i] = of && start + 32 * i < end ? from[start + 32 * i] : Vec{};
+                    const Vec* from = reinterpret_cast<const Vec*>(at) + start + 32 * i;
+                    v[row][i] = is_there && start + 32 * i < end ? *from : Vec{};
                 }
             }
 #pragma unroll
-            for (int row = 0; row < 2; ++row) {
+            for (int row = 0; row < kRows; ++row) {
 #pragma unroll
                 for (int i = 0; i < kSums; ++i) {
                     add(sum[i], v[row][i]);
                 }
             }
-            left = second & (second - 1);
         }
 #pragma unroll
         for (int i = 0; i < kSums; ++i) {
