@@ -91,7 +91,7 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, num_ranks: int, fp8: bool) -> 
 
 @WIRES
 def test_prefill_without_early_launches(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
-    # What scripts/sanitize.sh runs: its tools may let a launch wait for the kernel before, and that one waits for ranks.
+    # What scripts/sanitize.sh runs: its tools may let a launch wait for the kernel before, which waits for other ranks.
     launch = jit.Kernel.launch
     monkeypatch.setattr(jit.Kernel, "launch", lambda kernel, *args, early=False: launch(kernel, *args))
     on_one_gpu(monkeypatch, 3)
