@@ -107,6 +107,18 @@ def alive(pid: int) -> bool:
         return False
 
 
+def session_pids(leader: int) -> list[int]:
+    """Processes of the session that `leader` leads: the driver, and the cluster it started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and os.getsid(int(entry.name)) == leader:
+                found.append(int(entry.name))
+        except ProcessLookupError:
+            continue
+    return found
+
+
 def all_end(pids: list[int], limit_s: float = 10) -> bool:
     """Whether none of the processes is alive when the limit is over, or before."""
     deadline = time.monotonic() + limit_s

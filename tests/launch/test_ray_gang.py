@@ -128,25 +128,13 @@ def test_ctrl_c_ends_workers_and_cluster(tmp_path: Path) -> None:
     code = "import sys; from moe_ep.launch.ray_gang import RayGang; from tests.launch import jobs\n"
     driver = jobs.start_python(code + "RayGang(1, 'cpu').run(jobs.hang, sys.argv[1])", str(tmp_path))
     pids = jobs.pids_in(tmp_path, 1)
-    session = session_pids(driver.pid)
+    session = jobs.session_pids(driver.pid)
     assert len(session) > 3
     os.killpg(driver.pid, signal.SIGINT)
     _, errors = driver.communicate(timeout=30)
     assert "KeyboardInterrupt" in errors
     assert jobs.all_end(pids)
     assert jobs.all_end(session)
-
-
-def session_pids(leader: int) -> list[int]:
-    """Processes of the session that `leader` leads: the driver, and the cluster it started."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdecimal() and os.getsid(int(entry.name)) == leader:
-                found.append(int(entry.name))
-        except ProcessLookupError:
-            continue
-    return found
 
 
 def test_nothing_answers_at_the_address() -> None:

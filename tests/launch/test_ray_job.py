@@ -19,7 +19,6 @@ import pytest
 
 from moe_ep.bench.results import read_lines
 from tests.launch import jobs
-from tests.launch.test_ray_gang import session_pids
 
 pytest.importorskip("ray")
 RUN = ["run", "--device", "cpu", "--steps", "1", "--tokens-per-rank", "4"]
@@ -86,7 +85,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         started.wait()
         yield started
     finally:
-        processes = session_pids(started.process.pid)
+        processes = jobs.session_pids(started.process.pid)
         started.process.send_signal(signal.SIGTERM)
         started.process.wait(30)
         assert jobs.all_end(processes)

@@ -20,7 +20,6 @@ from moe_ep.registry import ALL2ALL_BACKENDS
 from tests.checkpoint.checkpoints import make_checkpoint
 from tests.checkpoint.test_real_layer import text_moe
 from tests.launch import jobs
-from tests.launch.test_ray_gang import session_pids
 
 STEPS = 2
 ALONE = ("--device", "cpu", "--launcher", "local", "--ep-size", "1")
@@ -163,7 +162,7 @@ def test_more_gpus_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
 
 def at_work(leader: int, launcher: str) -> bool:
     """Whether the gang's processes are there; under Ray its actors, which start when the cluster has."""
-    everybody = session_pids(leader)
+    everybody = jobs.session_pids(leader)
     if launcher != "ray":
         return len(everybody) >= 5
     return sum(command_line(pid).startswith("ray::_Worker") for pid in everybody) == 2
@@ -191,7 +190,7 @@ def test_a_signal_ends_everything(launcher: str, number: signal.Signals, code: i
     while not at_work(process.pid, launcher) and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(3)
-    everybody = session_pids(process.pid)
+    everybody = jobs.session_pids(process.pid)
     assert len(everybody) >= 5
     # ctrl-C reaches the whole foreground group, a job manager's SIGTERM the driver.
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
