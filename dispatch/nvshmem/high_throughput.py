@@ -34,7 +34,7 @@ from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 
-# Within 5 % of the best on 4 H200 (docs/benchmarks/nvshmem.md); e4m3 rows are made and read by instructions.
+# Within 5 % of the best on 4 H200 (docs/benchmarks/high_throughput.md); e4m3 rows are made and read by instructions.
 DEFAULT_NUM_SMS = 24
 DEFAULT_NUM_SMS_FP8 = 48
 _THREADS = 1024
