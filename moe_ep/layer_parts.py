@@ -118,8 +118,9 @@ class LayerParts(ExpertShard):
         """A router's parameter is held as it is, so that it stays the one that the router is loaded into; any other
         tensor moves with the layer. Neither is saved with the layer."""
         name = "e_score_correction_bias"
-        self._buffers.pop(name, None)
         self.__dict__.pop(name, None)
+        if name in self._buffers:
+            delattr(self, name)
         if isinstance(bias, nn.Parameter):
             self.__dict__[name] = bias
         else:

@@ -228,8 +228,10 @@ def test_a_correction_bias_stays_the_routers_parameter() -> None:
     nn.init.zeros_(router.correction)
     assert torch.equal(twin[1](*make_inputs(T, K, E)), expected)
     assert not torch.equal(layer(*make_inputs(T, K, E)), expected)
-    layer.e_score_correction_bias = pushed
-    assert torch.equal(layer(*make_inputs(T, K, E)), expected)
+    for bias in (pushed, nn.Parameter(pushed), None, pushed):
+        layer.e_score_correction_bias = bias
+        output = layer.to(torch.bfloat16)(*make_inputs(T, K, E))
+        assert torch.equal(output, expected) == (bias is not None)
 
 
 def test_threads_may_call_a_layer_at_once_from_the_first_pass_on() -> None:
