@@ -16,17 +16,18 @@ from tests.checkpoint.test_format_cases import logits_of, make_layer
 
 pytestmark = pytest.mark.gpu
 K, N = 256, 128
+PLAIN = {"bf16", "bf16 fused rows", "bf16 fused columns", "bf16 gpt-oss"}
 # Number types and pairs of types that the packed kernels do not take.
-NOT_PACKED = {
-    "gptq 8 bits act-order",
-    "gptq v1 8 bits",
-    "packed int8 zero points",
-    "mixed int4 and fp8",
-    "bf16",
-    "bf16 fused rows",
-    "bf16 fused columns",
-    "bf16 gpt-oss",
-}
+NOT_PACKED = {"gptq 8 bits act-order", "gptq v1 8 bits", "packed int8 zero points", "mixed int4 and fp8"}
+
+
+def experts_for(name: str, dtype: torch.dtype) -> str:
+    """The registry's name of what computes a case here."""
+    if name in PLAIN:
+        fast = "grouped" if dtype == torch.bfloat16 else None
+    else:
+        fast = None if name in NOT_PACKED else "marlin"
+    return fast if fast is not None and EXPERTS.load(fast).unusable_reason() is None else "reference"
 
 
 def values_of(reader: CheckpointReader, layer: int) -> list[Expert]:
@@ -47,9 +48,8 @@ def test_runs_as_the_values_say(tmp_path: Path, name: str, dtype: torch.dtype) -
     with torch.device("cuda"):
         layer = make_layer(reader, 1, dtype)
     load_moe_layer(reader, model_spec(reader.config), 1, layer)
-    packed = name not in NOT_PACKED and EXPERTS.load("marlin").unusable_reason() is None
     assert layer.quant_method.gemm_weights(layer)[0].is_cuda
-    assert type(layer.modular_kernel.fused_experts).__name__ == ("MarlinExperts" if packed else "ReferenceExperts")
+    assert type(layer.modular_kernel.fused_experts) is EXPERTS.load(experts_for(name, dtype))
     experts = values_of(reader, 1)
     for T in (1, 40):
         x = torch.randn(T, K, generator=torch.Generator().manual_seed(T)).to(dtype)
