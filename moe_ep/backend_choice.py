@@ -17,8 +17,8 @@ from moe_ep.registry import ALL2ALL_BACKENDS
 logger = logging.getLogger(__name__)
 
 # Up to this capacity a backend of the batched format, which was faster on 4 H200 up to 256 tokens per rank, and up to
-# 1024 where its experts take rows by reference (docs/benchmarks/low_latency.md). But its experts' results have room for
-# all tokens of all ranks for each expert, gigabytes from 512 on; above it one whose rows lie without gaps.
+# 1024 where its experts take rows by reference (docs/benchmarks/low_latency.md). But its experts' results have room
+# for all tokens of all ranks for each expert, gigabytes from 512 on; above it one whose rows lie without gaps.
 DECODE_MAX_NUM_TOKENS = 256
 _NVSHMEM_MAX_RANKS = 8
 # The most of a GPU's memory that "auto" lets a backend's symmetric buffers take.
