@@ -107,7 +107,7 @@ def ending_after(seconds: float, doing: str) -> Iterator[None]:
 
     def end(thread: int) -> None:
         where = "".join(_stack_of(thread)[-_SHOWN_CALLS:])
-        _end(f"{doing} has not ended within {seconds:g} s, and the process ends; it was here:\n{where}", 1)
+        _end(f"{doing} has not ended within {seconds:.3g} s, and the process ends; it was here:\n{where}", 1)
 
     timer = threading.Timer(seconds, end, (threading.get_ident(),))
     timer.daemon = True
