@@ -54,6 +54,13 @@ def test_few_and_many_rows_side_by_side(counts: list[int]) -> None:
         check_batched(UINT4B8, 128, counts, (512, 256))
 
 
+@pytest.mark.parametrize("rows", [40, 100])
+def test_one_expert_of_many_rows_beside_many_of_few(rows: int) -> None:
+    """The blocks for many rows come one by one here, as those for few end, and the first claim most of the pieces."""
+    with tuning.forced(24):
+        check_batched(UINT4B8, 128, [8] * 63 + [rows], (2048, 1024))
+
+
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     K, N = 1024, 512
     first = make(UINT4B8, 128, 2, 2 * N, K, True, torch.bfloat16, False)

@@ -53,40 +53,6 @@ DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, SumsOf<kMost>&
   if (threadIdx.x == 0) add_release(piece_flag(p, g.phase, g.piece), 1);
 }
 
-// All pieces of a tile that only it has a part of, this block's among them.
-struct Sharers {
-  int first, last;
-  DEVICE Sharers(Schedule& s, const Segment& g) : first(g.piece), last(g.piece) {
-    while (s.piece[g.phase][first].step > 0) first--;
-    while (s.piece[g.phase][last + 1].step > 0) last++;
-  }
-  DEVICE int count() const { return last - first + 1; }
-};
-
-// The sums of eight tokens, left by all that share their tile, added in order.
-DEVICE void sum_pieces(const ExpertsParams& p, const Segment& g, const Sharers& sharers, int group,
-                       float (&sums)[2][4]) {
-  constexpr int kTogether = 8;  // whose loads are under way at once
-#pragma unroll
-  for (int i = 0; i < 8; i++) sums[i / 4][i % 4] = 0.0f;
-#pragma unroll 1
-  for (int piece = sharers.first; piece <= sharers.last; piece += kTogether) {
-    float4 v[kTogether][2];
-#pragma unroll
-    for (int n = 0; n < 2 * kTogether; n++) {
-      const float4* from = piece_sums(p, g.phase, min(piece + n / 2, sharers.last));
-      v[n / 2][n % 2] = __ldcg(from + (2 * group + n % 2) * kConsumerThreads);
-    }
-#pragma unroll
-    for (int n = 0; n < 2 * kTogether; n++) {
-      float* sum = sums[n % 2];
-      const float4& more = v[n / 2][n % 2];
-      float factor = piece + n / 2 <= sharers.last ? 1.0f : 0.0f;
-      sum[0] += factor * more.x, sum[1] += factor * more.y, sum[2] += factor * more.z, sum[3] += factor * more.w;
-    }
-  }
-}
-
 // Global scale and bias of the packed rows g and g + 8 of one piece.
 struct Affine {
   float alpha[2] = {kUnfold, kUnfold}, bias[2] = {0.0f, 0.0f};
@@ -198,59 +164,25 @@ DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, Su
   }
 }
 
-// Some groups of eight tokens of a tile that all its pieces have left.
-template <bool kActivate>
-DEVICE void store_groups(const ExpertsParams& p, Schedule& s, const Segment& g, const Sharers& sharers, int from,
-                         int to) {
-  TileStore<kActivate> tile(p, s, g);
-  if (!tile.present()) return;
-#pragma unroll 1
-  for (int group = from; group < to; group++) {
-    float sums[2][4];
-    sum_pieces(p, g, sharers, group, sums);
-    tile.store(group, sums[0], sums[1]);
-  }
-}
-
-// Tells those who wait for `hidden` that groups of its tokens are stored.
-DEVICE void announce_groups(const ExpertsParams& p, const Segment& g, int groups) {
+// Tells those who wait for `hidden` that a tile of it is stored.
+DEVICE void announce_tile(const ExpertsParams& p, const Segment& g) {
   fence_proxy_async_global();
   named_barrier<1, kConsumerThreads>();
-  if (threadIdx.x == 0) add_release(ready_flag(p, g.expert), groups);
-}
-
-// A tile of which every piece is a part: the first few add up all, each for some of the tokens.
-DEVICE void finish_left(const ExpertsParams& p, Schedule& s, const Segment& g) {
-  Sharers sharers(s, g);
-  int groups = token_groups(g.tokens), adders = min(min(sharers.count(), kMostAdders), groups);
-  int rank = g.piece - sharers.first;
-  if (rank >= adders) return;
-  if (threadIdx.x < sharers.count()) wait_at_least(piece_flag(p, g.phase, sharers.first + threadIdx.x), 1);
-  named_barrier<1, kConsumerThreads>();
-  int from = quotient(groups * rank, adders), to = quotient(groups * (rank + 1), adders);
-  if (g.phase == 1) {
-    store_groups<false>(p, s, g, sharers, from, to);
-  } else {
-    store_groups<true>(p, s, g, sharers, from, to);
-    announce_groups(p, g, to - from);
-  }
+  if (threadIdx.x == 0) add_release(ready_flag(p, g.expert), token_groups(g.tokens));
 }
 
 // All that a tile's sums go through once its steps are done here.
 template <int kMost>
 DEVICE void finish_segment(const ExpertsParams& p, Schedule& s, const Segment& g, SumsOf<kMost>& sums) {
-  bool whole = g.from == 0 && g.to == s.phase[g.phase].steps;
-  bool aligned = !whole && s.phase[g.phase].aligned;
-  if (g.from > 0 || aligned) {
+  if (g.from > 0) {
     leave_piece<kMost>(p, g, sums);
-    if (aligned) finish_left(p, s, g);
     return;
   }
-  if (!whole) add_pieces<kMost>(p, s, g, sums);
+  if (g.to < s.phase[g.phase].steps) add_pieces<kMost>(p, s, g, sums);
   if (g.phase == 1) {
     store_tile<false, kMost>(p, s, g, sums);
   } else {
     store_tile<true, kMost>(p, s, g, sums);
-    announce_groups(p, g, token_groups(g.tokens));
+    announce_tile(p, g);
   }
 }

@@ -4,15 +4,12 @@
 // where no expert has more or that takes about as long; a step is 128 columns of it. Tiles are numbered expert by
 // expert, then by weight rows, then by tokens, so that blocks at work together share weights and tokens. An item is
 // what a block claims at once, by a ticket: first the items of w13, then those of w2, so an item only waits for earlier
-// tickets, whose blocks are running; nothing depends on how many blocks are resident, but for what follows.
+// tickets, whose blocks are running; nothing depends on how many blocks are resident.
 //
 // Whole tiles are items while they fill the machine. Where the last wave would leave too many blocks idle, the last
 // one to two waves are cut into one piece a block, of equal cost (split). A piece may begin and end inside a tile: the
 // block that has a tile's first step adds up the pieces that follow, in order. Pieces are claimed last one first, so
 // the pieces waited for have earlier tickets, and are computed at the start of their item.
-//
-// Where a tile has four pieces or more, no piece has a part of two tiles, and the first kMostAdders of a tile add up
-// all of them for some of its tokens each. They wait for each other: so many blocks must be resident at once.
 //
 // Example: 3 tiles of 4 steps on 2 blocks: the pieces are steps 0..5 and 6..11, tile 1 is shared. Block A claims steps
 // 6..11 and leaves the sum of tile 1's steps 2, 3 for block B, which has tile 0 and adds it to tile 1's steps 0, 1.
@@ -26,7 +23,6 @@ constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
 
 constexpr int kNarrowRows = 192;
-constexpr int kMostAdders = 8;
 
 // Steps that a tile takes longer where blocks share it.
 constexpr int kSplitSteps = 5;
@@ -44,7 +40,6 @@ struct Position {
 struct PhaseShape {
   int tile_rows, row_tiles, steps;
   int whole_items, items;
-  bool aligned;  // no piece has parts of two tiles
 };
 
 struct Schedule {
@@ -91,7 +86,6 @@ DEVICE PhaseShape shape_phase(const GemmParams& gemm, int most_tokens, int large
     pieces = phase.whole_items ? blocks : min(cost * row_tiles * steps / (2 * many_tile_cost(most_tokens)), blocks);
   }
   phase.items = phase.whole_items + pieces;
-  phase.aligned = 4 * tiles <= pieces;
   return phase;
 }
 
@@ -203,21 +197,6 @@ DEVICE Position position_of_cost(Schedule& s, int n, int phase, int cost) {
   return {s.tile_start(n)[e] * row_tiles + row_tile * token_tiles + token_tile, step};
 }
 
-// Pieces that lie in tiles before this one, where none has parts of two: as many as there is cost, rounded.
-DEVICE int pieces_before_tile(Schedule& s, int n, int phase, int tile, int total) {
-  if (tile == s.tile_start(n)[n] * s.phase[phase].row_tiles) return s.phase[phase].items;
-  return quotient(2 * cost_before_tile(s, n, phase, tile) * s.phase[phase].items + total - 1, 2 * total);
-}
-
-// The same cut between tiles, and every tile evenly.
-DEVICE Position aligned_position(Schedule& s, int n, int phase, int piece, int total) {
-  const PhaseShape& shape = s.phase[phase];
-  if (piece == shape.items) return {s.tile_start(n)[n] * shape.row_tiles, 0};
-  int tile = position_of_cost(s, n, phase, quotient((2 * piece + 1) * total, 2 * shape.items)).tile;
-  int first = pieces_before_tile(s, n, phase, tile, total), last = pieces_before_tile(s, n, phase, tile + 1, total);
-  return {tile, quotient((piece - first) * shape.steps, last - first)};
-}
-
 // All threads, after make_tables: the starts of the pieces of both phases.
 DEVICE void make_pieces(Schedule& s, int n) {
   for (int phase = 0; phase < 2; phase++) {
@@ -226,10 +205,6 @@ DEVICE void make_pieces(Schedule& s, int n) {
     if (pieces == 0) continue;
     int total = s.cost_start(n)[n] * shape.row_tiles * shape.steps;
     for (int piece = threadIdx.x; piece <= pieces; piece += blockDim.x) {
-      if (shape.aligned) {
-        s.piece[phase][piece] = aligned_position(s, n, phase, piece, total);
-        continue;
-      }
       int start = shape.whole_items ? cost_before_tile(s, n, phase, shape.whole_items) : 0;
       int share = quotient(total - start, pieces), longer = total - start - share * pieces;
       s.piece[phase][piece] = position_of_cost(s, n, phase, start + piece * share + min(piece, longer));
