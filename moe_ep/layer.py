@@ -199,7 +199,7 @@ class FusedMoE(LayerParts):
         """What the graph node runs: the routed output, reduced where asked; with shared experts (shared, routed)."""
         self.check_loaded()
         self._check_inputs(hidden_states, router_logits)
-        hidden_states, router_logits = hidden_states.contiguous(), router_logits.contiguous()
+        hidden_states = hidden_states.contiguous()
         if self.prepare_finalize.max_num_tokens_per_rank() is None:
             shared, routed = self._forward_tokens(hidden_states, router_logits)
         else:
@@ -266,7 +266,7 @@ class FusedMoE(LayerParts):
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, **state: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`select_experts` with the layer's settings; a layer whose model routes by itself has another."""
-        return select_experts(hidden_states, router_logits, **self._routing, **state)
+        return select_experts(hidden_states, router_logits.contiguous(), **self._routing, **state)
 
     def _check_inputs(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> None:
         K, dtype = self.moe_config.hidden_dim, self.moe_config.in_dtype

@@ -7,7 +7,9 @@ import struct
 import pytest
 import torch
 
-from moe_ep.integrations import choices
+from moe_ep.integrations import choices, routed_experts
+from moe_ep.layer import FusedMoE
+from moe_ep.stages import Listener, listening
 
 E, TOP_K = 5, 3
 
@@ -48,6 +50,31 @@ def test_by_hand(num_tokens: int, masked: bool) -> None:
     assert found_ids.tolist() == expected_ids and found_weights.view(torch.int32).tolist() == expected_bits
     choices.count_choices(found_ids, counts)
     assert counts.tolist() == expected_counts
+
+
+class Routed(Listener):
+    """Keeps the ids that layers went by."""
+
+    def __init__(self) -> None:
+        self.ids: list[torch.Tensor] = []
+
+    def routed(self, layer: FusedMoE, topk_ids: torch.Tensor) -> None:
+        self.ids.append(topk_ids)
+
+
+def test_a_layer_copies_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = routed_experts.RoutedExperts(
+        num_experts=E, top_k=TOP_K, hidden_size=32, intermediate_size=32, params_dtype=torch.float32
+    )
+    for param in layer.parameters():
+        torch.nn.init.normal_(param)
+    ids, weights, _ = made(4, "cpu", torch.float32)
+    packed = choices.pack_choices(ids, weights, E)
+    monkeypatch.setattr(routed_experts, "pack_choices", lambda *args: packed)
+    routed = Routed()
+    with torch.no_grad(), listening(routed):
+        layer(torch.randn(4, 32), ids, weights)
+    assert [found.data_ptr() for found in routed.ids] == [packed[:, 1].data_ptr()]
 
 
 def check_triton(device: str) -> None:
