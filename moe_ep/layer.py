@@ -206,7 +206,7 @@ class FusedMoE(LayerParts):
             shared, routed = self.forward_impl_chunked(hidden_states, router_logits)
         if self.reduce_results:
             routed = self.maybe_all_reduce_tensor_model_parallel(routed)
-        return routed if shared is None else (shared, routed)
+        return routed if shared is None else (shared.contiguous(), routed)
 
     def forward_impl_chunked(
         self, full_hidden_states: torch.Tensor, full_router_logits: torch.Tensor

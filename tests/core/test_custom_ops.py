@@ -57,10 +57,17 @@ def test_a_compiled_model_of_two_layers() -> None:
     assert torch.equal(compiled(*make_inputs(3, K, E)), model(*make_inputs(3, K, E)))
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_fake_tensors_agree_with_real_ones(shared: bool) -> None:
-    layer = make_layer(shared_experts=SharedExperts(K, N) if shared else None)
-    op = torch.ops.moe_ep.moe_forward_shared if shared else torch.ops.moe_ep.moe_forward
+class StridedSharedExperts(SharedExperts):
+    """Whose output has other strides than its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).t().contiguous().t()
+
+
+@pytest.mark.parametrize("shared_experts", [None, SharedExperts, StridedSharedExperts])
+def test_fake_tensors_agree_with_real_ones(shared_experts: type[SharedExperts] | None) -> None:
+    layer = make_layer(shared_experts=shared_experts and shared_experts(K, N))
+    op = torch.ops.moe_ep.moe_forward_shared if shared_experts else torch.ops.moe_ep.moe_forward
     for inputs in (make_inputs(5, K, E), [tensor.t().contiguous().t() for tensor in make_inputs(5, K, E)]):
         torch.library.opcheck(op, (*inputs, layer.layer_name), test_utils=("test_schema", "test_faketensor"))
 
