@@ -57,14 +57,14 @@ def run_experts(
 
 
 def _hopper_serves(pair: WeightPair) -> bool:
-    """Whether it is Hopper whose kernels compute this: groups in order and equally far apart, and w2's columns as w13's
-    rows. BackendUnavailableError for GPUs that no kernels are for."""
+    """Whether it is Hopper whose kernels compute this: groups in order and equally far apart, w2's columns as w13's
+    rows, and no more experts than there is room for. BackendUnavailableError for GPUs that no kernels are for."""
     capability, w13, w2 = torch.cuda.get_device_capability(pair.device), pair.w13, pair.w2
     if capability < _OLDEST:
         raise BackendUnavailableError(
             f"{torch.cuda.get_device_name(pair.device)} has compute capability {capability[0]}.{capability[1]}; packed "
             f"experts need 8.0 (A100) or newer, choose experts='reference' on this GPU"
         )
-    if capability != _HOPPER or w2.sort_indices is not None:
+    if capability != _HOPPER or w2.sort_indices is not None or pair.num_experts > hopper.MOST_EXPERTS:
         return False
     return w13.has_regular_groups and w2.has_regular_groups and hopper.have_one_spacing(w13, w2)

@@ -4,7 +4,7 @@ Experts of few rows are one kernel's, those of more another's; how many are few 
 whose is decided on the device from the rows of all (cuda/threshold.cuh). What a launch needs beside its inputs is
 small: flags (never cleared, or zero before and after: no memset), and room for the sums of tiles that several blocks
 share, at most 2 x blocks x 256 x tokens of a tile floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens, 2 MB for
-tiles of 8.
+tiles of 8 (and what is read behind the last of small tiles, 57 KB at most).
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from moe_ep.kernels.marlin.weights import Weights
 _FEW_THREADS, _MANY_THREADS = 640, 384
 _TILE_ROWS = 256
 _MAX_BLOCKS = 256
+MOST_EXPERTS = 768  # kMostExperts of cuda/params.cuh
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
 _FEW_TOKENS = 8  # of tiles whose results go from block to block as words
+_READ_TOKENS = 64  # of a tile's sums that the kernel for many rows reads at once, there or not
 # What it costs to begin with the second kernel where both have rows, in few_cost() of cuda/threshold.cuh times steps of
 # a block: 25 us.
 _BEGIN_ANEW = 200
@@ -79,7 +81,8 @@ def have_one_spacing(w13: Weights, w2: Weights) -> bool:
 
 def partials_numel(max_rows: int, device: torch.device) -> int:
     """f32 numbers a launch needs for shared tiles."""
-    return 2 * _num_blocks(device.index or 0) * _TILE_ROWS * _tile_tokens(max_rows)
+    tokens = _tile_tokens(max_rows)
+    return _TILE_ROWS * (2 * _num_blocks(device.index or 0) * tokens + max(_READ_TOKENS - tokens, 0))
 
 
 def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor) -> None:

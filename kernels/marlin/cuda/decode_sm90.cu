@@ -97,6 +97,12 @@ DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring ring) {
   });
 }
 
+// Who waits for a stage by its parity must not miss two of its fillings: teams, which see every fourth step, need four.
+static_assert(kRingPlace + exchange_bytes(kFewRows, teams_of(kFewRows)) +
+                      4 * (kTokenPlace + kFewRows * 2 * kStepColumns) + kMostExperts * sizeof(Schedule::Active) <=
+                  kSharedBytes,
+              "no room for four stages");
+
 // The exchange holds the sums of any tile up to the largest there is; the ring fills what is left before it. Tokens are
 // read 8 or 16 at a time.
 DEVICE Ring make_ring(u8* memory, u32 end, int largest) {

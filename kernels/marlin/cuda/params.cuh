@@ -5,6 +5,10 @@
 // The most rows of an expert that decode_sm90.cu computes.
 constexpr int kFewRows = 32;
 
+// What Hopper's kernels have shared memory for: their tables of experts lie there.
+constexpr int kMostExperts = 768;
+constexpr int kSharedBytes = 232448;
+
 // a / b, both at least 0 and the quotient below 2^21, in a third of the time.
 DEVICE int quotient(int a, int b) {
   int q = (int)__fdividef((float)a, (float)b), rest = a - q * b;

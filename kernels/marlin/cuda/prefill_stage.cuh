@@ -55,7 +55,8 @@ struct Shared {
   Schedule schedule;
 };
 
-static_assert(kStages * (kTokenStage + kCodeStage) + sizeof(Shared) + 8192 <= 232448, "no room for experts' tables");
+static_assert(kStages * (kTokenStage + kCodeStage) + sizeof(Shared) + 4 * (kMostExperts + 1) * sizeof(int) <= kSharedBytes,
+              "no room for experts' tables");
 
 // Where a warp is in the ring of stages, 128 columns each. Codes: [strip][32 columns][16 rows][lane], then scales
 // [group][256], then zero points alike. Tokens, which lie apart: 64 columns, then the next 64, as the tensor cores read
