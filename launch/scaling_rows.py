@@ -49,7 +49,7 @@ class Rows:
         about: what all rows of this run say: versions, machine, commit, seed, command, ceilings.
         total: rows that were asked for.
         before: of an earlier run, the same on every rank. Those that say the same of all but command and ceilings are
-            taken for measured.
+            taken for measured, where there is a commit to know their code by.
         speaks: whether this is rank 0.
     """
 
@@ -58,6 +58,13 @@ class Rows:
         self._found: dict[int, Row] = {}
         same = [key for key in about if key not in (*_CEILINGS, "command")]
         alike = [row for row in before if all(row.get(key) == about[key] for key in same)]
+        if alike and _is_of_any_code(about["commit"]):
+            if speaks:
+                logger.warning(
+                    "--resume measures everything anew: the commit is %s, which says nothing of the code that was "
+                    "measured before; commit what was changed, or give --commit", about["commit"],
+                )  # fmt: skip
+            alike = []
         self._measured = {_measurement_of(row): row for row in alike}
         self._written = {(_measurement_of(row), row["scaling"], row["asked_tokens"]) for row in alike}
 
@@ -133,6 +140,11 @@ class Clock:
 
     def _spent(self) -> float:
         return time.time() - self._started
+
+
+def _is_of_any_code(commit: str) -> bool:
+    """Whether rows of this commit (`bench.results.facts`) may be of several states of the code."""
+    return commit == "unknown" or commit.endswith("-dirty")
 
 
 def _measurement_of(row: Row) -> Measurement:

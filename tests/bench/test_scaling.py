@@ -143,8 +143,8 @@ def test_variants_are_measured_where_asked_and_nothing_twice(monkeypatch: pytest
     assert {r["asked_tokens"] for r in rows if r["routing"] != "uniform"} == {8}
 
 
-def test_a_run_goes_on_where_another_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"scaling": ("weak", "strong"), "routing": ("uniform", "zipf:1")}
+def test_a_run_goes_on_where_another_ended(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"scaling": ("weak", "strong"), "routing": ("uniform", "zipf:1"), "commit": "abc"}
     _, wanted = run_here(monkeypatch, whole := Measured(), **options)
     before, rest = wanted[:7], Measured()
     others = [before[0] | {"commit": "another"}, before[1] | {"gpu": "another"}]
@@ -153,6 +153,10 @@ def test_a_run_goes_on_where_another_ended(monkeypatch: pytest.MonkeyPatch) -> N
     # What strong scaling has in common with weak was measured before.
     assert len(rest.settings) == len(whole.settings) - 5
     assert len(came) == len(wanted) - 5 and all(row not in before[2:] for row in came)
+    for commit in ("abc-dirty", "unknown"):  # may be of other code
+        before = [row | {"commit": commit} for row in wanted]
+        came, _ = run_here(monkeypatch, Measured(), before, **options | {"commit": commit})
+        assert len(came) == len(wanted) and f"anew: the commit is {commit}" in caplog.text
 
 
 def test_time_may_be_short(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
