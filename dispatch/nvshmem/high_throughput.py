@@ -90,21 +90,34 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         super().__init__(moe_config=moe_config, quant_config=quant_config, process_group=process_group, owners=owners)
         self._check_config()
         if num_sms is None:
-            is_fp8 = quant_config is not None and quant_config.dispatch_dtype is not None
-            num_sms = env.NVSHMEM_NUM_SMS.get() or (DEFAULT_NUM_SMS_FP8 if is_fp8 else DEFAULT_NUM_SMS)
+            num_sms = env.NVSHMEM_NUM_SMS.get() or None
         for name, value in (("num_sms", num_sms), ("batches_in_flight", batches_in_flight)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        self.num_sms, self.exact_rows = num_sms, exact_rows
+        self.exact_rows = exact_rows
         device_api = not arena.SymmetricArena.of(self.ranks.group).is_mapped
         self._layout = _layout(moe_config, quant_config, batches_in_flight, device_api)
         facts = facts_of(moe_config, fp8=self._layout.fp8, device_api=device_api, batches_in_flight=batches_in_flight)
         self._block = self._meeting = Block.of(self._layout, self.ranks, moe_config.in_dtype, facts)
         device = torch.device("cuda", torch.cuda.current_device())
+        self.num_sms = self._sms_of_a_batch(num_sms, device)
         self._kernels = {
             name: jit.load(kernel_source(name, self._layout, moe_config.in_dtype), device) for name in KERNELS
         }
         self._owners_of(device)
+
+    def _sms_of_a_batch(self, asked: int | None, device: torch.device) -> int:
+        """As asked, or what is nearly the best. Blocks wait for all blocks of other ranks, so all must fit at once."""
+        batches, sms = self._layout.batches_in_flight, torch.cuda.get_device_properties(device).multi_processor_count
+        most = max(sms // batches, 1)
+        if asked is None:
+            return min(DEFAULT_NUM_SMS_FP8 if self._layout.fp8 else DEFAULT_NUM_SMS, most)
+        if asked > most:
+            raise ValueError(
+                f"num_sms is {asked} with {batches} batches in flight; all of them must fit on the GPU's {sms} SMs at "
+                f"once, ask for {most} at most"
+            )
+        return asked
 
     @staticmethod
     def size_hint(
