@@ -15,16 +15,12 @@ import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint.formats.canonical import CanonicalWeights
-from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEPermuteExpertsUnpermute
+from moe_ep.config import FusedMoEConfig
+from moe_ep.contracts import ExpertTokensMetadata, FusedMoEPermuteExpertsUnpermute
 from moe_ep.kernels.align import batched_moe_align_block_size, sort_slots_by_expert
+from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat
 from moe_ep.kernels.grouped_rows import activate_rows, move_rows
 from moe_ep.kernels.mul_sum import moe_fused_mul_sum
-from moe_ep.topk_weight_and_reduce import (
-    TopKWeightAndReduce,
-    TopKWeightAndReduceDelegate,
-    TopKWeightAndReduceNoOP,
-)
 
 _Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 # Major compute capabilities on which torch's grouped product is one kernel.
@@ -97,17 +93,8 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
         return product if bias is None else product.add_(bias[experts])
 
 
-class GroupedExperts(_GroupedExpertsBase):
+class GroupedExperts(StandardFormat, _GroupedExpertsBase):
     """Standard format: gathers the rows of each local expert, computes them, adds them up weighted, in slot order."""
-
-    def activation_format(self) -> FusedMoEActivationFormat:
-        return FusedMoEActivationFormat.Standard
-
-    def supports_chunking(self) -> bool:
-        return True
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceNoOP()
 
     def workspace_shapes(
         self,
@@ -151,32 +138,8 @@ class GroupedExperts(_GroupedExpertsBase):
         moe_fused_mul_sum(rows.view(*topk_ids.shape, rows.size(1)), weights, output, topk_ids, expert_map)
 
 
-class BatchedGroupedExperts(_GroupedExpertsBase):
+class BatchedGroupedExperts(BatchedFormat, _GroupedExpertsBase):
     """BatchedExperts format, rows in place or by reference."""
-
-    def __init__(
-        self,
-        moe_config: FusedMoEConfig,
-        quant_config: FusedMoEQuantConfig | None = None,
-        *,
-        max_num_tokens: int | None = None,
-        num_dispatchers: int | None = None,
-    ) -> None:
-        super().__init__(moe_config, quant_config)
-        per_dispatcher = moe_config.max_num_tokens if max_num_tokens is None else max_num_tokens
-        self._max_rows = per_dispatcher * (moe_config.ep_size if num_dispatchers is None else num_dispatchers)
-
-    def activation_format(self) -> FusedMoEActivationFormat:
-        return FusedMoEActivationFormat.BatchedExperts
-
-    def supports_chunking(self) -> bool:
-        return False
-
-    def supports_row_ids(self) -> bool:
-        return True
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceDelegate()
 
     def workspace_shapes(
         self,
@@ -189,9 +152,7 @@ class BatchedGroupedExperts(_GroupedExpertsBase):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: MoEActivation | str,
     ) -> _Shapes:
-        by_reference = expert_tokens_meta is not None and expert_tokens_meta.expert_row_ids is not None
-        max_rows = self._max_rows if by_reference else M
-        return (0,), (0,), (local_num_experts, max_rows, K)
+        return (0,), (0,), (local_num_experts, self.max_rows(M, expert_tokens_meta), K)
 
     def apply(
         self,
@@ -211,12 +172,8 @@ class BatchedGroupedExperts(_GroupedExpertsBase):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        if expert_tokens_meta is None:
-            raise ValueError(
-                "expert_tokens_meta is None; batched experts need the number of rows of each expert, as the "
-                "prepare step returns it"
-            )
-        counts, row_ids = expert_tokens_meta.expert_num_tokens, expert_tokens_meta.expert_row_ids
+        meta = self.given(expert_tokens_meta)
+        counts, row_ids = meta.expert_num_tokens, meta.expert_row_ids
         max_rows, K = output.size(1), output.size(2)
         places, _, _ = batched_moe_align_block_size(max_rows, 1, counts)
         # No expert has more than all tokens that can come, and no token has more than topk experts.

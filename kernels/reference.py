@@ -16,16 +16,8 @@ import torch.nn.functional as F
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.modular_kernel import (
-    ExpertTokensMetadata,
-    FusedMoEActivationFormat,
-    FusedMoEPermuteExpertsUnpermute,
-)
-from moe_ep.topk_weight_and_reduce import (
-    TopKWeightAndReduce,
-    TopKWeightAndReduceDelegate,
-    TopKWeightAndReduceNoOP,
-)
+from moe_ep.contracts import ExpertTokensMetadata, FusedMoEPermuteExpertsUnpermute
+from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat
 
 
 class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
@@ -84,20 +76,11 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
         return F.linear(hidden, self._weight(w2, 1, expert), None if bias2 is None else bias2[expert].float())
 
 
-class ReferenceExperts(_ReferenceExpertsBase):
+class ReferenceExperts(StandardFormat, _ReferenceExpertsBase):
     """Standard format: finds the rows of each local expert, computes them, adds them up weighted, in expert order."""
-
-    def activation_format(self) -> FusedMoEActivationFormat:
-        return FusedMoEActivationFormat.Standard
-
-    def supports_chunking(self) -> bool:
-        return True
 
     def supports_cuda_graph(self) -> bool:
         return False
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceNoOP()
 
     def workspace_shapes(
         self,
@@ -142,34 +125,8 @@ class ReferenceExperts(_ReferenceExpertsBase):
         output.copy_(total)
 
 
-class BatchedReferenceExperts(_ReferenceExpertsBase):
+class BatchedReferenceExperts(BatchedFormat, _ReferenceExpertsBase):
     """BatchedExperts format, rows in place or by reference; static shapes and no host synchronisation on a GPU."""
-
-    def __init__(
-        self,
-        moe_config: FusedMoEConfig,
-        quant_config: FusedMoEQuantConfig | None = None,
-        *,
-        max_num_tokens: int | None = None,
-        num_dispatchers: int | None = None,
-        w13_g_idx: torch.Tensor | None = None,
-        w2_g_idx: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(moe_config, quant_config, w13_g_idx=w13_g_idx, w2_g_idx=w2_g_idx)
-        per_dispatcher = moe_config.max_num_tokens if max_num_tokens is None else max_num_tokens
-        self._max_rows = per_dispatcher * (moe_config.ep_size if num_dispatchers is None else num_dispatchers)
-
-    def activation_format(self) -> FusedMoEActivationFormat:
-        return FusedMoEActivationFormat.BatchedExperts
-
-    def supports_chunking(self) -> bool:
-        return False
-
-    def supports_row_ids(self) -> bool:
-        return True
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceDelegate()
 
     def workspace_shapes(
         self,
@@ -182,9 +139,7 @@ class BatchedReferenceExperts(_ReferenceExpertsBase):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: MoEActivation | str,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        by_reference = expert_tokens_meta is not None and expert_tokens_meta.expert_row_ids is not None
-        max_rows = self._max_rows if by_reference else M
-        return (0,), (0,), (local_num_experts, max_rows, K)
+        return (0,), (0,), (local_num_experts, self.max_rows(M, expert_tokens_meta), K)
 
     def apply(
         self,
@@ -204,14 +159,9 @@ class BatchedReferenceExperts(_ReferenceExpertsBase):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        if expert_tokens_meta is None:
-            raise ValueError(
-                "expert_tokens_meta is None; batched experts need the number of rows of each expert, as the "
-                "prepare step returns it"
-            )
-        row_ids = expert_tokens_meta.expert_row_ids
-        num_rows = expert_tokens_meta.expert_num_tokens
-        on_host = expert_tokens_meta.expert_num_tokens_cpu if num_rows.is_cuda else num_rows
+        meta = self.given(expert_tokens_meta)
+        num_rows, row_ids = meta.expert_num_tokens, meta.expert_row_ids
+        on_host = meta.expert_num_tokens_cpu if num_rows.is_cuda else num_rows
         for expert in range(w1.size(0)):
             bound = output.size(1) if on_host is None else int(on_host[expert])
             if row_ids is None:

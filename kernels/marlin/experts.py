@@ -15,10 +15,10 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import (
     ExpertTokensMetadata,
     ExpertWeights,
-    FusedMoEActivationFormat,
     FusedMoEPermuteExpertsUnpermute,
 )
 from moe_ep.kernels import jit
+from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat
 from moe_ep.kernels.marlin.checks import check_batch, check_tokens, check_weight_pair
 from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens
 from moe_ep.kernels.marlin.gemm import partials_numel
@@ -26,11 +26,6 @@ from moe_ep.kernels.marlin.packing import has_all_groups, not_packed_reason, pac
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, weight_type
 from moe_ep.scalar_type import ScalarType
-from moe_ep.topk_weight_and_reduce import (
-    TopKWeightAndReduce,
-    TopKWeightAndReduceDelegate,
-    TopKWeightAndReduceNoOP,
-)
 
 _Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -142,7 +137,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         return 2 * partials_numel(max_rows, self._device) if self._device.type == "cuda" else 0
 
 
-class BatchedMarlinExperts(_MarlinExpertsBase):
+class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
     """BatchedExperts format, rows in place or by reference; no host synchronisation, CUDA-graph capturable."""
 
     def __init__(
@@ -160,26 +155,14 @@ class BatchedMarlinExperts(_MarlinExpertsBase):
         super().__init__(
             moe_config,
             quant_config,
+            max_num_tokens,
+            num_dispatchers,
             w13_g_idx=w13_g_idx,
             w2_g_idx=w2_g_idx,
             w13_g_idx_sort_indices=w13_g_idx_sort_indices,
             w2_g_idx_sort_indices=w2_g_idx_sort_indices,
             is_k_full=is_k_full,
         )
-        per_dispatcher = moe_config.max_num_tokens if max_num_tokens is None else max_num_tokens
-        self._max_rows = per_dispatcher * (moe_config.ep_size if num_dispatchers is None else num_dispatchers)
-
-    def activation_format(self) -> FusedMoEActivationFormat:
-        return FusedMoEActivationFormat.BatchedExperts
-
-    def supports_chunking(self) -> bool:
-        return False
-
-    def supports_row_ids(self) -> bool:
-        return True
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceDelegate()
 
     def workspace_shapes(
         self,
@@ -192,8 +175,7 @@ class BatchedMarlinExperts(_MarlinExpertsBase):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: MoEActivation | str,
     ) -> _Shapes:
-        by_reference = expert_tokens_meta is not None and expert_tokens_meta.expert_row_ids is not None
-        max_rows = self._max_rows if by_reference else M
+        max_rows = self.max_rows(M, expert_tokens_meta)
         return (self._partials(max_rows),), (local_num_experts * max_rows, N), (local_num_experts, max_rows, K)
 
     def apply(
@@ -214,29 +196,16 @@ class BatchedMarlinExperts(_MarlinExpertsBase):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        if expert_tokens_meta is None:
-            raise ValueError(
-                "expert_tokens_meta is None; batched experts need the number of rows of each expert, as the "
-                "prepare step returns it"
-            )
+        meta = self.given(expert_tokens_meta)
+        counts, row_ids = meta.expert_num_tokens, meta.expert_row_ids
         # With apply_router_weight_on_input the rows were weighted before they were dispatched.
         pair = self._weights(w1, w2, activation, hidden_states.dtype)
-        counts, row_ids = expert_tokens_meta.expert_num_tokens, expert_tokens_meta.expert_row_ids
         check_batch(pair, hidden_states, counts, row_ids)
         compute_batch(pair, output, hidden_states, counts, row_ids, workspace13, workspace2)
 
 
-class MarlinExperts(_MarlinExpertsBase):
+class MarlinExperts(StandardFormat, _MarlinExpertsBase):
     """Standard format: gathers the rows of each local expert, computes them, adds them up weighted, in slot order."""
-
-    def activation_format(self) -> FusedMoEActivationFormat:
-        return FusedMoEActivationFormat.Standard
-
-    def supports_chunking(self) -> bool:
-        return True
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceNoOP()
 
     def workspace_shapes(
         self,
