@@ -16,7 +16,7 @@ from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.launch.cli import main
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.checkpoint.format_cases import write_case
-from tests.checkpoint.test_models import router_of, save_model
+from tests.checkpoint.model_cases import router_of, save_model
 
 KINDS = ("int4", "int8", "fp8")
 # Half a step of the largest weight of a group, over the mean of a normal distribution's magnitudes.

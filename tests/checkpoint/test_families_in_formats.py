@@ -22,7 +22,7 @@ from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.stack import MoEStack
 from tests.checkpoint.format_cases import CASES, make_experts
-from tests.checkpoint.test_models import MODELS, config_of
+from tests.checkpoint.model_cases import MODELS, config_of
 from tests.ranks import ranks
 
 # Fused tensors belong to the families that write them: test_format_cases.py and test_models.py have those.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -30,102 +29,8 @@ from moe_ep.errors import CheckpointError
 from moe_ep.routing import select_experts
 from moe_ep.sparse_mixer import sparse_mixer
 from tests.checkpoint.checkpoints import LoadingLayer, plain_shapes
+from tests.checkpoint.model_cases import EXPERTS, MODELS, SIZES, config_of, router_of, save_model
 
-SIZES = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "num_experts_per_tok": 2,
-    "intermediate_size": 48,
-}
-MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-EXPERTS = 8
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": EXPERTS}),
-    "qwen2_moe": (
-        "Qwen2Moe",
-        {
-            "num_experts": EXPERTS,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 40,
-            "decoder_sparse_step": 2,
-        },
-    ),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        {"num_experts": EXPERTS, "moe_intermediate_size": 32, "mlp_only_layers": [1], "norm_topk_prob": True},
-    ),
-    "olmoe": ("Olmoe", {"num_experts": EXPERTS}),
-    "deepseek_v2": (
-        "DeepseekV2",
-        {
-            "n_routed_experts": EXPERTS,
-            "moe_intermediate_size": 32,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
-            "topk_method": "group_limited_greedy",
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 16.0,
-            **MLA,
-        },
-    ),
-    "deepseek_v3": (
-        "DeepseekV3",
-        {
-            "n_routed_experts": EXPERTS,
-            "moe_intermediate_size": 32,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 2,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 2.5,
-            "num_mtp_layers": 0,
-            **MLA,
-        },
-    ),
-    "glm4_moe": (
-        "Glm4Moe",
-        {
-            "n_routed_experts": EXPERTS,
-            "moe_intermediate_size": 32,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "n_group": 2,
-            "topk_group": 1,
-            "routed_scaling_factor": 1.5,
-            "head_dim": 32,
-        },
-    ),
-    "minimax_m2": ("MiniMaxM2", {"num_local_experts": EXPERTS, "head_dim": 32, "rotary_dim": 16}),
-    "phimoe": ("Phimoe", {"num_local_experts": EXPERTS, "router_jitter_noise": 0.2}),
-    "qwen3_next": (
-        "Qwen3Next",
-        {
-            "num_experts": EXPERTS,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 40,
-            "head_dim": 32,
-            "linear_num_value_heads": 2,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-        },
-    ),
-    "ernie4_5_moe": (
-        "Ernie4_5_Moe",
-        {
-            "moe_num_experts": EXPERTS,
-            "moe_k": 2,
-            "moe_intermediate_size": 32,
-            "moe_num_shared_experts": 2,
-            "moe_layer_start_index": 1,
-        },
-    ),
-    "gpt_oss": ("GptOss", {"num_local_experts": EXPERTS, "head_dim": 32}),
-}
 SAME_AS = {
     "kimi_k2": "deepseek_v3",
     "deepseek_v32": "deepseek_v3",
@@ -196,28 +101,6 @@ EXPECTED = {
 }
 
 
-def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    """config.json as transformers writes it."""
-    name, extra = MODELS[family]
-    config = getattr(transformers, f"{name}Config")(**SIZES, **extra, dtype="bfloat16")
-    return json.loads(config.to_json_string()) | changes
-
-
-def save_model(family: str, directory: Path) -> Any:
-    """A small random model of the family, saved by transformers."""
-    name, extra = MODELS[family]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES, **extra, dtype="bfloat16")
-    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("e_score_correction_bias"):
-            torch.nn.init.normal_(buffer, std=0.1)
-    model.save_pretrained(directory, max_shard_size="100KB")
-    return model.eval()
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
     """A family, the directory of a small model of it, and the model."""
@@ -262,10 +145,6 @@ def test_phi_mixes_with_the_jitter_of_its_config() -> None:
     weights, ids = sparse_mixer(torch.zeros(1, 4), logits, 2, False, jitter_eps=0.01)
     assert ids.tolist() == [[0, 1]]
     torch.testing.assert_close(weights, torch.tensor([[torch.sigmoid(torch.tensor(0.01)), 1.0]]))
-
-
-def router_of(block: Any) -> Any:
-    return block.router if hasattr(block, "router") else block.gate
 
 
 def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> None:

@@ -24,7 +24,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.layer import FusedMoE
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
-from tests.checkpoint.test_models import MODELS, save_model
+from tests.checkpoint.model_cases import MODELS, save_model
 
 
 def make_layer(reader: CheckpointReader, spec: MoEModelSpec, dtype: torch.dtype, **arguments: Any) -> FusedMoE:

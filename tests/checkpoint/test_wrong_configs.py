@@ -12,7 +12,7 @@ from moe_ep.checkpoint import model_spec
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.errors import CheckpointError
 from tests.checkpoint.format_cases import CASES
-from tests.checkpoint.test_models import MODELS, config_of
+from tests.checkpoint.model_cases import MODELS, config_of
 
 WRONG: tuple[Any, ...] = (None, "x", -1, 0, 0.5, float("nan"), [], {}, [1], [[]], {"a": 1}, True, 10**30)
 
