@@ -89,7 +89,7 @@ def cuda_align(
         key_bits=(num_experts - 1).bit_length(),
     )
     kernel = _kernels(ids.dtype, ids.device)[blocks]
-    kernel.launch(params, (blocks, 1, 1), warps * _WARP, _shared_bytes(num_experts, warps, blocks))
+    kernel.launch(params, (blocks, 1, 1), warps * _WARP, _shared_bytes(num_experts, warps, blocks), early=True)
     return sorted_ids, expert_ids, num_tokens, used
 
 

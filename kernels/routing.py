@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from moe_ep.kernels.triton_handover import comes_early, take_over
 from moe_ep.topk import topk_reference
 
 # A row's experts stay in registers of one program.
@@ -57,6 +58,7 @@ def _topk_kernel(
     BLOCK_MEMBERS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Chooses the experts of one token.
 
@@ -73,6 +75,7 @@ def _topk_kernel(
     HIGHEST: tl.constexpr = 3.4028234663852886e38
     NOT_THERE: tl.constexpr = -0x7F800001  # the key of -inf
     TINY: tl.constexpr = 1.1754943508222875e-38
+    take_over(EARLY)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_GROUPS)
     member = tl.arange(0, BLOCK_MEMBERS)
@@ -171,6 +174,7 @@ def fused_topk(
         return weights, ids
     group_size = num_experts // num_expert_group
     block_groups, block_members = _power_of_2(num_expert_group), _power_of_2(group_size)
+    early = comes_early(router_logits.device)
     with torch.cuda.device_of(router_logits):
         _topk_kernel[(num_tokens,)](
             source,
@@ -190,6 +194,8 @@ def fused_topk(
             BLOCK_MEMBERS=block_members,
             BLOCK_K=_power_of_2(top_k),
             PRECISE=not _INTERPRETED,
+            EARLY=early,
+            launch_pdl=early,
             num_warps=1 if block_groups * block_members <= 512 else 4,
             enable_fp_fusion=False,
         )

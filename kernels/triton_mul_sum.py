@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ep.kernels.triton_handover import comes_early, take_over
+
 # A thread loads 16 bytes at a time. Below this many programs the blocks are made smaller, to occupy a large GPU twice.
 _VECTOR_BYTES = 16
 _WARP = 32
@@ -51,6 +53,7 @@ def _mul_sum_kernel(
     HAS_IDS: tl.constexpr,
     HAS_MAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Adds up the weighted slots of one token in one pass over memory.
 
@@ -60,6 +63,7 @@ def _mul_sum_kernel(
 
     Example: t=0, TOPK=2, ids [3, -1], weights [.5, 2], inputs[0] = [[2, 4], [?, ?]]: .5 * [2, 4] = [1, 2].
     """
+    take_over(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_row = column < hidden_size
@@ -95,6 +99,7 @@ def triton_mul_sum(
     """
     num_tokens, topk, hidden_size = inputs.shape
     block, num_warps = choose_blocks(num_tokens, hidden_size, inputs.element_size())
+    early = comes_early(inputs.device)
     with torch.cuda.device_of(inputs):
         _mul_sum_kernel[(num_tokens, -(-hidden_size // block))](
             inputs,
@@ -111,6 +116,8 @@ def triton_mul_sum(
             HAS_IDS=topk_ids is not None,
             HAS_MAP=expert_map is not None,
             BLOCK=block,
+            EARLY=early,
+            launch_pdl=early,
             num_warps=num_warps,
             enable_fp_fusion=False,
         )

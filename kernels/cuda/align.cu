@@ -34,6 +34,14 @@ struct AlignParams {
     int key_bits;  // experts - 1 has no more
 };
 
+// Waits for the kernels before this one, and lets the next come up while it runs (programmatic dependent launch).
+__device__ __forceinline__ void take_over() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
@@ -247,11 +255,12 @@ extern "C" __global__ void __launch_bounds__(1024)
     int* mine = counts + warp * p.experts;
     int first = min(((int)blockIdx.x * warps + warp) * p.run, p.numel), last = min(first + p.run, p.numel);
     bool gathers = BLOCKS > 1 && p.run <= 32 * kRounds;
+    for (int expert = lane; expert < p.experts; expert += 32) mine[expert] = 0;
 
+    take_over();
     Slots slots(p, first, last);
     fill(p.sorted, p.length, p.numel);
     if (p.expert_ids != nullptr) fill(p.expert_ids, p.num_blocks, -1);
-    for (int expert = lane; expert < p.experts; expert += 32) mine[expert] = 0;
     __syncwarp();
     int place[kRounds];
     slots.rank(p, mine, place);

@@ -30,6 +30,12 @@ def compiled_ptx(kernel, types: dict[str, str], constants: dict, divisible: tupl
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
 
 
+def hands_over_first(ptx: str) -> bool:
+    """Whether the kernel waits for those before it, then lets the next one come, before it touches global memory."""
+    wait, come = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
+    return 0 <= wait < come < min(ptx.index("ld.global"), ptx.index("st.global"))
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("kind", [0, 1, 2])
 @pytest.mark.parametrize(("groups", "size", "kept", "top_k"), [(1, 384, 1, 8), (8, 32, 4, 8), (9, 8, 3, 6)])
@@ -42,11 +48,12 @@ def test_topk(arch: int, kind: int, groups: int, size: int, kept: int, top_k: in
         "KIND": kind, "HAS_BIAS": True, "RENORMALIZE": True, "TOP_K": top_k, "NUM_GROUPS": groups, "GROUP_SIZE": size,
         "TOPK_GROUP": kept, "BLOCK_GROUPS": triton.next_power_of_2(groups),
         "BLOCK_MEMBERS": triton.next_power_of_2(size), "BLOCK_K": triton.next_power_of_2(top_k), "PRECISE": True,
-        "column_stride": 1,
+        "column_stride": 1, "EARLY": arch >= 90,
     }  # fmt: skip
     ptx = compiled_ptx(_topk_kernel, types, constants, (), arch)
     # The sigmoid must round as torch's does: a true division, not a multiplication by an approximate reciprocal.
     assert ("div.rn.f32" in ptx) == (kind == 1)
+    assert hands_over_first(ptx) == (arch >= 90)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -57,6 +64,7 @@ def test_mul_sum_reads_16_bytes_at_a_time_and_does_not_fuse(arch: int) -> None:
     constants = {
         "TOPK": 8, "HAS_IDS": True, "HAS_MAP": True, "BLOCK": 1024, "input_column_stride": 1,
         "output_column_stride": 1, "weight_slot_stride": 1, "id_slot_stride": 1,
+        "EARLY": arch >= 90,
     }  # fmt: skip
     divisible = (
         "inputs_ptr", "outputs_ptr", "hidden_size", "input_token_stride", "input_slot_stride", "output_token_stride"
@@ -65,6 +73,7 @@ def test_mul_sum_reads_16_bytes_at_a_time_and_does_not_fuse(arch: int) -> None:
     assert ptx.count("ld.global.v4.b32") == 8
     assert ptx.count("st.global.v4.b32") == 1
     assert "fma.rn.f32" not in ptx
+    assert hands_over_first(ptx) == (arch >= 90)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
