@@ -22,12 +22,15 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json, with the quantization that NVIDIA's tool leaves in a file beside it.
+    """config.json, with a quantization that stands elsewhere under quantization_config: where NVIDIA's tool leaves it,
+    in a file beside it, or under the name that compressed-tensors had for it first.
 
     Raises:
         CheckpointError: a file that is missing or holds no JSON object.
     """
     config, beside = read_json(directory / "config.json"), directory / MODELOPT_NAME
+    if config.get("quantization_config") is None and "compression_config" in config:
+        config["quantization_config"] = config.pop("compression_config")
     if config.get("quantization_config") is None and beside.is_file():
         found = read_json(beside).get("quantization")
         if not isinstance(found, dict):
@@ -47,10 +50,18 @@ def find_tensors(directory: Path) -> dict[str, TensorInfo]:
         return _tensors_of_index(index)
     if single.is_file():
         return read_header(single)
-    pickled = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pt")) + sorted(directory.glob("*.pth"))
-    found = pickled[0].name if pickled else "neither"
-    way_out = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""
-    raise CheckpointError(f"{directory}: expected {single.name} or {index.name}, found {found}{way_out}")
+    ways_out = {
+        "*.safetensors": f"; one file must be called {single.name}, and several need the index",
+        "*.bin": "; pickled weights are never loaded, convert them to safetensors",
+        "*.pt": "; pickled weights are never loaded, convert them to safetensors",
+        "*.pth": "; pickled weights are never loaded, convert them to safetensors",
+        "*.gguf": "; GGUF is not read, take the model in safetensors",
+    }
+    found = next(
+        ((file.name, way_out) for kind, way_out in ways_out.items() for file in sorted(directory.glob(kind))),
+        ("neither", ""),
+    )
+    raise CheckpointError(f"{directory}: expected {single.name} or {index.name}, found {''.join(found)}")
 
 
 def _tensors_of_index(index: Path) -> dict[str, TensorInfo]:

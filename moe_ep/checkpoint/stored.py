@@ -1,8 +1,9 @@
 """Where the tensors of one layer's experts lie: a tensor for each linear layer, or rows of tensors of all experts.
 
-    per expert   prefix.3.gate_proj.weight [N, K], ...up_proj..., ...down_proj... [K, N]
+    per expert   prefix.3.gate_proj.weight [N, K], ...up_proj..., ...down_proj... [K, N]; or prefix.gate_proj.3.weight
     fused        prefix.gate_up_proj [E, 2N, K], prefix.down_proj [E, K, N]; or both with their last dimensions swapped
                  prefix.gate_up_proj_blocks u8 [E, 2N, K / 32, 16], ..._scales u8 [E, 2N, K / 32], down_proj_... alike
+                 prefix.gate_up_proj_scale_inv [E, 2N / 128, K / 128] beside e4m3, swapped where that is
                  prefix.gate_up_proj_bias [E, 2N], prefix.down_proj_bias [E, K]
 
 Everything is checked against the files' headers; no data is read here.
@@ -17,7 +18,6 @@ from dataclasses import dataclass
 import torch
 
 from moe_ep.checkpoint.formats import LayerQuantization, ModelQuantization, PerGemm, QuantizationConfig
-from moe_ep.checkpoint.formats.fp4 import MXFP4Config
 from moe_ep.checkpoint.formats.layout import Role, TensorLayout, plain_tensors
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
 from moe_ep.checkpoint.spec import MoEModelSpec
@@ -27,7 +27,6 @@ ROLES = ("gate", "down", "up")
 GEMM_OF_ROLE = {"gate": "w13", "up": "w13", "down": "w2"}
 # What a linear layer's tensor is called behind the fused name.
 _PLAIN_ENDINGS = {"weight": "", "bias": "_bias"}
-_MXFP4_ENDINGS = {"weight": "_blocks", "weight_scale": "_scales", "bias": "_bias"}
 
 
 @dataclass(frozen=True)
@@ -156,6 +155,8 @@ class ExpertTensors:
             for role in ROLES
         }
         self.fused = bool(reader.names(f"{self._prefix}.gate_up_proj"))
+        # Model Optimizer takes the fused experts of Qwen3-VL apart in this order.
+        self._by_projection = bool(reader.names(f"{self._prefix}.{spec.projections.gate}.0."))
         if self.fused:
             self._endings, self._transposed = self._fused_form()
         else:
@@ -173,7 +174,9 @@ class ExpertTensors:
         """What a tensor is or would be called."""
         if self.fused and suffix in self._endings:
             return self._fused_name(role, suffix)
-        return f"{self._prefix}.{expert}.{getattr(self._spec.projections, role)}.{suffix}"
+        projection = getattr(self._spec.projections, role)
+        module = f"{projection}.{expert}" if self._by_projection else f"{expert}.{projection}"
+        return f"{self._prefix}.{module}.{suffix}"
 
     def find(self, expert: int, role: str) -> dict[str, Stored]:
         """The tensors that are there, by suffix; CheckpointError for one of another shape or dtype."""
@@ -186,7 +189,7 @@ class ExpertTensors:
         return find_linear(self._reader, self.name(expert, role, ""), self._layouts[role])
 
     def _check_expert_count(self) -> None:
-        prefix = self._prefix + "."
+        prefix = self._prefix + "." + (f"{self._spec.projections.gate}." if self._by_projection else "")
         parts = {name[len(prefix) :].split(".", 1)[0] for name in self._reader.names(prefix)}
         found = {int(part) for part in parts if part.isdecimal()}
         expected = set(range(self._spec.num_experts))
@@ -201,26 +204,34 @@ class ExpertTensors:
     def _fused_name(self, role: str, suffix: str) -> str:
         return f"{self._prefix}.{'down_proj' if role == 'down' else 'gate_up_proj'}{self._endings[suffix]}"
 
-    def _fused_form(self) -> tuple[dict[str, str], bool]:
+    def _fused_form(self) -> tuple[Mapping[str, str], bool]:
         """The endings of names, and whether plain matrices lie transposed, which both shapes together always tell."""
-        if self._quantization is None:
-            self._endings = _PLAIN_ENDINGS
-        elif self._quantization == MXFP4Config():
-            self._endings = _MXFP4_ENDINGS
-        else:
+        quantization = self._quantization
+        self._endings = _PLAIN_ENDINGS if quantization is None else quantization.fused_endings or {}
+        if quantization is not None and not self._endings:
             raise CheckpointError(
                 f"{self._reader.index_file}: {self._prefix}.gate_up_proj: expected a tensor for each expert, found all "
-                f"in one, which is read in plain form and as mxfp4, not as {self._quantization.quant_method}"
+                f"in one, which is read in plain form, as mxfp4 and as fp8 in blocks, not as "
+                f"{quantization.quant_method}"
             )
         known = {self._fused_name(role, suffix) for role in ROLES for suffix in self._endings}
         for name in self._reader.names(self._prefix + "."):
             if name not in known:
                 raise _unknown_tensor(self._reader.info(name), dict.fromkeys(sorted(known)))
-        if self._quantization is not None:
-            return self._endings, False
+        self._check_blocks()
         sizes = {role: self._rows_and_columns(role, "weight") for role in ("gate", "down")}
         shapes = {role: self._reader.info(self._fused_name(role, "weight")).shape[1:] for role in sizes}
         return self._endings, shapes != sizes and all(shapes[role] == sizes[role][::-1] for role in sizes)
+
+    def _check_blocks(self) -> None:
+        """Gate and up have scales of their own only where no block holds rows of both."""
+        rows = 1 if self._quantization is None else self._quantization.of_gemm("w13").row_block
+        if rows > 1 and (self._spec.interleaved or self._spec.moe_intermediate_size % rows):
+            raise CheckpointError(
+                f"{self._reader.index_file}: {self._prefix}.gate_up_proj: expected gate rows and then up rows, each a "
+                f"multiple of {rows}, the rows of a block of scales; found {self._spec.moe_intermediate_size} of each"
+                f"{' in turns' if self._spec.interleaved else ''}"
+            )
 
     def _rows_and_columns(self, role: str, suffix: str) -> tuple[int, ...]:
         """The shape of one expert's part of a fused tensor."""
@@ -229,7 +240,7 @@ class ExpertTensors:
 
     def _row(self, expert: int, role: str, suffix: str) -> Stored:
         info, layout = self._reader.info(self._fused_name(role, suffix)), self._layouts[role][suffix]
-        transposed = self._transposed and layout.role is Role.CODES
+        transposed = self._transposed and len(layout.shape) == 2
         shape = self._rows_and_columns(role, suffix)
         expected = (self._spec.num_experts, *(shape[::-1] if transposed else shape))
         # The sixteen bytes of a group of mxfp4 have a dimension of their own.

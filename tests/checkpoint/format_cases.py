@@ -31,6 +31,8 @@ from tests.checkpoint.format_encoders import (
 )
 
 E, TOP_K, LAYERS = 4, 2, 2
+# What the tensors of all experts in one are called behind gate_up_proj and down_proj.
+FUSED_ENDINGS = {"weight": "", "weight_packed": "_blocks", "weight_scale": "_scales", "weight_scale_inv": "_scale_inv"}
 Names = dict[str, str]
 GATE_DOWN_UP = {"gate": "gate_proj", "down": "down_proj", "up": "up_proj"}
 
@@ -132,6 +134,13 @@ CASES: dict[str, Case] = {
     ),
     "fp8 blocks": Case(BLOCK, fp8("weight_scale_inv", (128, 128), torch.float32), sizes=(160, 96)),
     "fp8 blocks e8m0": Case(BLOCK, fp8("weight_scale_inv", (128, 128), torch.float8_e8m0fnu), sizes=(128, 160)),
+    "fp8 blocks fused columns": Case(
+        BLOCK,
+        fp8("weight_scale_inv", (128, 128), torch.float32),
+        fused="columns",
+        sizes=(160, 128),
+        config=QWEN3_VL,
+    ),
     "fp8 of one number": Case(
         {"quant_method": "fp8", "activation_scheme": "static"}, fp8("weight_scale", None, torch.float32)
     ),
@@ -197,7 +206,9 @@ def write_case(
     if case.config is GPT_OSS:
         config["intermediate_size"] = N
     if case.config is QWEN3_VL:
-        config = {"model_type": "qwen3_vl_moe", "text_config": config | {"model_type": "qwen3_vl_moe_text"}}
+        of_text = config | {"model_type": "qwen3_vl_moe_text"}
+        quantization = of_text.pop("quantization_config")
+        config = {"model_type": "qwen3_vl_moe", "text_config": of_text, "quantization_config": quantization}
     write_checkpoint(
         directory, {k: v for k, v in config.items() if v is not None}, tensors.items(), max_shard_bytes=8_000
     )
@@ -239,11 +250,12 @@ def fused_tensors(case: Case, prefix: str, experts: list[Any]) -> Iterator[tuple
     for role, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
         for suffix in experts[0][0]["gate"]:
             whole = torch.stack([joined([raw[part][suffix] for part in parts]) for raw, _ in experts])
-            if case.fused == "blocks":
-                whole = whole.unflatten(-1, (-1, 16)) if suffix == "weight_packed" else whole
-                yield f"{prefix}.{role}_{'blocks' if suffix == 'weight_packed' else 'scales'}", whole
-            else:
-                yield f"{prefix}.{role}", (whole if case.fused == "rows" else whole.transpose(1, 2)).contiguous()
+            if case.fused == "blocks" and suffix == "weight_packed":
+                whole = whole.unflatten(-1, (-1, 16))
+            yield (
+                f"{prefix}.{role}{FUSED_ENDINGS[suffix]}",
+                (whole.transpose(1, 2) if case.fused == "columns" else whole).contiguous(),
+            )
         if case.has_bias:
             yield (
                 f"{prefix}.{role}_bias",

@@ -15,7 +15,7 @@ from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.stack import MoEStack
-from tests.checkpoint.format_cases import BLOCK, CASES, write_case
+from tests.checkpoint.format_cases import CASES, write_case
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"
@@ -201,8 +201,13 @@ DAMAGED: dict[str, tuple[str, Change, str]] = {
     ),
     "fused in another format": (
         "mxfp4 gpt-oss",
-        setting(**BLOCK),
-        "gate_up_proj: expected a tensor for each expert, found all in one, which is read in plain form and as mxfp4",
+        setting(quant_method="awq", bits=4, group_size=32),
+        "gate_up_proj: expected a tensor for each expert, found all in one, .* plain form, .*, not as awq",
+    ),
+    "fused gate and up in one block": (
+        "fp8 blocks fused columns",
+        setting(weight_block_size=[96, 96]),
+        "gate_up_proj: expected gate rows and then up rows, each a multiple of 96, .*; found 128 of each",
     ),
     "no expression": ("packed int4", setting(ignore=["re:("]), r"expected a regular expression, found '\('"),
 }

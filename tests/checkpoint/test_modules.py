@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec, read_linear
+from moe_ep.checkpoint import (
+    CheckpointReader,
+    expert_tensors,
+    load_moe_layer,
+    model_spec,
+    read_expert,
+    read_linear,
+)
+from moe_ep.checkpoint.directory import read_config
 from moe_ep.checkpoint.formats import ModuleSchemes, PerGemm, dequantize, quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.canonical import CanonicalWeights
@@ -39,6 +49,9 @@ GATE, GATE_PROJ = "model.layers.3.mlp.gate", "model.layers.3.mlp.experts.7.gate_
         (["*.gate"], GATE_PROJ, False),
         (["model.layers.*.mlp"], GATE_PROJ, True),
         (["*mlp.gate*"], GATE, True),
+        (["model.layers.3."], GATE_PROJ, True),
+        ([".gate."], GATE, True),
+        (["."], GATE, False),
         ([], GATE, False),
     ],
 )
@@ -84,6 +97,73 @@ def test_targets_of_compressed_tensors_as_the_library_orders_them() -> None:
     assert found.of_module(GATE_PROJ).bits == 8
     assert found.of_module("model.layers.3.mlp.experts.7.down_proj").bits == 8
     assert found.of_module("model.layers.3.mlp.experts.7.up_proj").bits == 4
+
+
+def test_groups_of_scattered_columns_by_any_of_their_names() -> None:
+    for actorder, scattered in {"group": True, "GROUP": True, "dynamic": True, True: True, "weight": False}.items():
+        weights = {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": actorder}
+        found = compressed(config_groups={"group_0": {"targets": ["Linear"], "weights": weights}})
+        assert found.of_module(GATE_PROJ).scattered == scattered
+
+
+def test_auto_round_has_the_tensors_of_gptq_or_awq() -> None:
+    exceptions = {
+        "model.layers.0": {"bits": 16, "data_type": "float"},
+        r".*\.mlp\.gate": {"bits": 16},
+        "model.layers.3.mlp.experts": {"bits": 8, "group_size": 64},
+    }
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "extra_config": exceptions}
+
+    def found(name: str, **changes: Any) -> Any:
+        return quantization_config({"quantization_config": settings | changes}).of_module(name)
+
+    assert found("model.layers.0.mlp.experts.1.up_proj") is None
+    assert found("model.layers.10.mlp.experts.1.up_proj") == GPTQConfig(bits=4, group_size=128)
+    assert found("model.layers.10.mlp.gate") is None
+    assert found(GATE_PROJ) == GPTQConfig(bits=8, group_size=64)
+    awq = {"packing_format": "auto_round:auto_awq", "extra_config": None}
+    assert found(GATE_PROJ, **awq) == AWQConfig(group_size=128)
+    for wrong, message in {
+        "packing_format": "packing_format is 'x'; it must be one of auto_round:auto_gptq, auto_round:auto_awq",
+        "extra_config": "extra_config: expected an object, found 'x'",
+        "bits": "bits is 'x'; it must be one of 4, 8",
+    }.items():
+        with pytest.raises(CheckpointError, match=message):
+            found(GATE_PROJ, **{wrong: "x"})
+    with pytest.raises(CheckpointError, match="extra_config: gate: expected an object of settings, found 16"):
+        found(GATE_PROJ, extra_config={"gate": 16})
+
+
+def test_a_quantization_that_stands_elsewhere(tmp_path: Path) -> None:
+    """In the part of a language model, or under the name that it had first."""
+    write_case("packed int4", tmp_path, with_values=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert quantization_config({"text_config": config}).of_module(GATE_PROJ).quant_method == "pack-quantized"
+    config["compression_config"] = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert quantization_config(read_config(tmp_path)).of_module(GATE_PROJ).quant_method == "pack-quantized"
+
+
+def test_experts_of_a_projection_side_by_side(tmp_path: Path) -> None:
+    """Names in the other order, `experts.gate_proj.3`, as Model Optimizer writes for models of fused experts."""
+    before = write_case("nvfp4 modelopt", tmp_path)
+    with CheckpointReader(tmp_path) as reader:
+        swapped = {name: re.sub(r"experts\.(\d+)\.(\w+)", r"experts.\2.\1", name) for name in reader.names()}
+        tensors = {swapped[name]: reader.read(name) for name in reader.names()}
+    write_checkpoint(tmp_path / "swapped", reader.config, tensors.items())
+    with CheckpointReader(tmp_path / "swapped") as reader:
+        spec = model_spec(reader.config)
+        for layer in spec.moe_layers:
+            found = expert_tensors(reader, spec, layer)
+            for expert, values in enumerate(before[layer]):
+                matrices = read_expert(reader, found, expert)
+                for role in ("gate", "up", "down"):
+                    assert torch.equal(getattr(matrices, role), getattr(values, role))
+        load_moe_layer(reader, spec, 1, make_layer(reader, 1))
+    fewer = {name: tensor for name, tensor in tensors.items() if "gate_proj.2." not in name}
+    write_checkpoint(tmp_path / "fewer", reader.config, fewer.items())
+    with pytest.raises(CheckpointError, match=r"experts\.gate_proj\.\*: expected 4 .* expert 2 is missing"):
+        expert_tensors(CheckpointReader(tmp_path / "fewer"), spec, 1)
 
 
 def compressed(**settings: Any) -> Any:

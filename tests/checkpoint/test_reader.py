@@ -281,6 +281,9 @@ def test_missing_directory_config_and_weights(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(CheckpointError, match="found pytorch_model.bin; pickled weights are never loaded"):
         CheckpointReader(tmp_path)
+    (tmp_path / "gptq_model-4bit-128g.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="found gptq_model.*; one file must be called model.safetensors"):
+        CheckpointReader(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
     with pytest.raises(CheckpointError, match="expected a weight_map"):
         CheckpointReader(tmp_path)

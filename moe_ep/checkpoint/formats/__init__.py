@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moe_ep.checkpoint.formats import compressed_tensors, modelopt
+from moe_ep.checkpoint.formats import auto_round, compressed_tensors, modelopt
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
 from moe_ep.checkpoint.formats.fp4 import MXFP4Config
@@ -81,6 +81,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization]] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     modelopt.METHOD: modelopt.modelopt_schemes,
+    auto_round.METHOD: auto_round.auto_round_schemes,
 }
 
 

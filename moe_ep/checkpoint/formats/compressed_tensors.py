@@ -30,6 +30,8 @@ FORMATS = (
     "nvfp4-pack-quantized",
 )
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
+# Values of actorder, as text, with which the columns of a group may be scattered.
+_SCATTERED = ("group", "dynamic", "true")
 _WHERE = "config.json: quantization_config: "
 
 
@@ -103,9 +105,8 @@ def _scheme(group: Mapping[str, Any], form: str) -> QuantizationConfig:
     if form == "pack-quantized":
         if bits not in (4, 8) or kind != "int":
             raise CheckpointError(f"weights of {bits} bits ({kind}); pack-quantized ones must be int of 4 or 8 bits")
-        return PackQuantizedConfig(
-            bits=bits, scale=scale, symmetric=symmetric, scattered=weights.get("actorder") in ("group", "dynamic")
-        )
+        scattered = str(weights.get("actorder")).lower() in _SCATTERED
+        return PackQuantizedConfig(bits=bits, scale=scale, symmetric=symmetric, scattered=scattered)
     _require(weights, symmetric=True, type=form.removesuffix("-quantized"))
     if form == "int-quantized" and bits == 4:
         # A byte each, as wider ones.

@@ -51,6 +51,11 @@ class MXFP4Config(QuantizationConfig):
     def column_block(self) -> int:
         return MXFP4_GROUP
 
+    @property
+    def fused_endings(self) -> dict[str, str] | None:
+        is_fused = self.weight_name == "weight"
+        return {"weight": "_blocks", "weight_scale": "_scales", "bias": "_bias"} if is_fused else None
+
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         require_multiple("in_features", in_features, MXFP4_GROUP, "mxfp4")
         octet = torch.uint8

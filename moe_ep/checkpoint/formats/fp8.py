@@ -4,6 +4,8 @@
     weight_scale_inv  f32 or e8m0 [ceil(N / bn), ceil(K / bk)]   with weight_block_size [bn, bk]; or
     weight_scale      [1] or [N, 1], f32 or the model's dtype; blocks and groups in compressed-tensors
 
+Qwen3-VL has all experts in one: `gate_up_proj` e4m3 [E, K, 2N] with `gate_up_proj_scale_inv` [E, K / bk, 2N / bn].
+
 Both are multipliers, whatever their name says. A block at an edge may be smaller; gate and up have blocks of their own,
 so their rows are joined after the scales have been spread over them. The formats are those of
 https://huggingface.co/deepseek-ai/DeepSeek-V3 (inference/fp8_cast_bf16.py) and compressed-tensors' float-quantized.
@@ -64,6 +66,12 @@ class Float8Config(QuantizationConfig):
     @property
     def row_block(self) -> int:
         return self.scale.rows
+
+    @property
+    def fused_endings(self) -> dict[str, str] | None:
+        if self.scale_name != "weight_scale_inv":
+            return None
+        return {"weight": "", "weight_scale_inv": "_scale_inv", "bias": "_bias"}
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         dtypes = (*FLOATS, torch.float8_e8m0fnu)

@@ -85,6 +85,11 @@ class QuantizationConfig(ABC):
         """Whether some experts may turn out to have zero points, and others not."""
         return False
 
+    @property
+    def fused_endings(self) -> Mapping[str, str] | None:
+        """What a linear layer's tensors are called behind the name of all experts in one; None where they never are."""
+        return None
+
     @abstractmethod
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         """The tensors of a linear layer `[out_features, in_features]` by the last part of their names.

@@ -17,7 +17,8 @@ class ModulePatterns:
     """Names of modules, as configurations write them.
 
     A pattern is `re:` and a regular expression from the start of the name (compressed-tensors), a name with `*`
-    (modelopt, mxfp4), or whole parts of a dotted name: `mlp.gate` means the router, and not `mlp.gate_proj`.
+    (modelopt, mxfp4), or whole parts of a dotted name: `mlp.gate` means the router, and not `mlp.gate_proj`, as does
+    `mlp.gate.`.
 
     Raises:
         CheckpointError: a pattern that is no text, or no regular expression.
@@ -36,8 +37,8 @@ class ModulePatterns:
             elif "*" in pattern:
                 anything = ".*".join(re.escape(part) for part in pattern.split("*"))
                 self._expressions.append(re.compile(anything + r"(\..*)?\Z"))
-            elif pattern:
-                self._exact.add(pattern)
+            elif name := pattern.strip("."):
+                self._exact.add(name)
         self._lengths = {pattern.count(".") + 1 for pattern in self._exact}
 
     def __contains__(self, name: str) -> bool:
@@ -94,6 +95,7 @@ class PerGemm:
     """w13 and w2 of a layer, each with a scheme of its own."""
 
     quant_method: ClassVar[str] = "mixed-precision"
+    fused_endings: ClassVar[None] = None
 
     w13: QuantizationConfig
     w2: QuantizationConfig
