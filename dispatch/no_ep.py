@@ -36,6 +36,9 @@ class NoEPPrepareFinalize(FusedMoEPrepareAndFinalize):
     def topk_indices_dtype(self) -> torch.dtype | None:
         return None
 
+    def finalize_only_copies(self) -> bool:
+        return True
+
     def supports_cuda_graph(self) -> bool:
         return True
 

@@ -111,6 +111,11 @@ class FusedMoEPrepareAndFinalize(ABC):
     def output_is_reduced(self) -> bool:
         """Whether finalize leaves complete sums, so that no all-reduce is due after it."""
 
+    def finalize_only_copies(self) -> bool:
+        """Whether finalize just copies rows that the experts have weighted and summed: they may then write the output
+        themselves."""
+        return False
+
     def supports_cuda_graph(self) -> bool:
         """Whether a step can be captured: static shapes, no host synchronisation."""
         return False

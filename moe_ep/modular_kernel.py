@@ -6,6 +6,7 @@ in `moe_ep.contracts` and can be imported from here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from moe_ep.contracts import (
 )
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.stages import stage
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from moe_ep.workspace import Request, num_bytes, workspace_manager
 
 __all__ = [
@@ -68,6 +70,11 @@ class FusedMoEModularKernel(nn.Module):
         self.prepare_finalize = prepare_finalize
         self.fused_experts = fused_experts
         self.shared_experts = shared_experts
+        self._standard = ours is FusedMoEActivationFormat.Standard
+        reduce_impl = fused_experts.finalize_weight_and_reduce_impl()
+        self._finished_rows = prepare_finalize.finalize_only_copies() and reduce_impl == TopKWeightAndReduceNoOP()
+        # Rows that are computed at a time; None for all of them.
+        self._chunk_size = env.CHUNK_SIZE.get() if self._standard and fused_experts.supports_chunking() else None
         self._most_rows = prepare_finalize.most_rows()
         # Of the scratch for so many rows, by what it follows from.
         self._least_bytes: dict[tuple[object, ...], int] = {}
@@ -128,7 +135,7 @@ class FusedMoEModularKernel(nn.Module):
         weights = topk_weights if weights is None else weights
         with stage("experts"):
             expert_output = self._run_experts(
-                hidden_states.dtype, rows, row_scales, meta, ids, weights, w1, w2,
+                None if inplace else output, hidden_states.dtype, rows, row_scales, meta, ids, weights, w1, w2,
                 activation, global_num_experts, expert_map, apply_router_weight_on_input,
             )  # fmt: skip
         with stage("combine"):
@@ -147,6 +154,7 @@ class FusedMoEModularKernel(nn.Module):
 
     def _run_experts(
         self,
+        target: torch.Tensor | None,
         act_dtype: torch.dtype,
         rows: torch.Tensor,
         row_scales: torch.Tensor | None,
@@ -160,49 +168,54 @@ class FusedMoEModularKernel(nn.Module):
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
-        """The experts on everything that arrived, in as many passes over M as the chunk size asks for."""
+        """The experts on everything that arrived, in as many passes over M as the chunk size asks for.
+
+        Args:
+            target: where the output goes, if it may be written before all rows were read; used where it fits.
+        """
         experts = self.fused_experts
         E, M, N, K, topk = experts.moe_problem_size(rows, w1, w2, ids)
-        standard = experts.activation_format() is FusedMoEActivationFormat.Standard
-        dtype = experts.workspace_dtype(act_dtype)
-        limit = env.CHUNK_SIZE.get() if standard and experts.supports_chunking() else None
-        chunk = M if limit is None else min(M, limit)
+        dtype, limit = experts.workspace_dtype(act_dtype), self._chunk_size
+        if target is not None and not (self._finished_rows and target.dtype == dtype and target.is_contiguous()):
+            target = None
 
-        def requests(num_rows: int) -> list[Request]:
+        def requests(num_rows: int) -> tuple[Request, ...]:
             """Scratch for a chunk of so many rows, and the output of them all."""
             sizes = (N, K, topk, global_num_experts, E, meta, activation)
             rows_at_once = num_rows if limit is None else min(num_rows, limit)
             scratch13, scratch2, shape = experts.workspace_shapes(rows_at_once, *sizes)
             if rows_at_once < num_rows:
                 shape = experts.workspace_shapes(num_rows, *sizes)[2]
-            return [(scratch13, dtype), (scratch2, dtype), (shape, dtype)]
+            return (scratch13, dtype), (scratch2, dtype), (shape if target is None else (0,), dtype)
 
         least_bytes = 0
         if self._most_rows is not None:
-            key = (E, N, K, topk, dtype, activation, limit)
+            key = (E, N, K, topk, dtype, activation)
             if key not in self._least_bytes:
-                self._least_bytes[key] = num_bytes(requests(self._most_rows))
+                self._least_bytes[key] = num_bytes(*requests(self._most_rows))
             least_bytes = self._least_bytes[key]
-        workspace13, workspace2, output = workspace_manager().get(requests(M), rows.device, least_bytes)
-        if standard and M == 0:
+        workspace13, workspace2, scratch = workspace_manager().get(rows.device, *requests(M), least_bytes=least_bytes)
+        output = scratch if target is None else target
+        if self._standard and M == 0:
             return output
-        parts = [slice(None)] if chunk == M else [slice(start, start + chunk) for start in range(0, M, chunk)]
-        for part in parts:
+        whole = (output, rows, weights, ids, row_scales)
+        chunks = [(*whole, meta)] if limit is None or limit >= M else _chunks(M, limit, *whole)
+        for part_output, part_rows, part_weights, part_ids, part_scales, part_meta in chunks:
             experts.apply(
-                output[part],
-                rows[part],
+                part_output,
+                part_rows,
                 w1,
                 w2,
-                weights[part],
-                ids[part],
+                part_weights,
+                part_ids,
                 activation,
                 global_num_experts,
                 expert_map,
-                None if row_scales is None else row_scales[part],
+                part_scales,
                 experts.quant_config.a2_scale,
                 workspace13,
                 workspace2,
-                meta if chunk == M else None,
+                part_meta,
                 apply_router_weight_on_input,
             )
         return output
@@ -226,6 +239,12 @@ class FusedMoEModularKernel(nn.Module):
         current = torch.cuda.current_stream(shared_output.device)
         current.wait_stream(self._side_stream)
         shared_output.record_stream(current)
+
+
+def _chunks(num_rows: int, size: int, *tensors: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """So many rows of the tensors at a time, without metadata: that goes with the whole."""
+    for start in range(0, num_rows, size):
+        yield *(None if tensor is None else tensor[start : start + size] for tensor in tensors), None
 
 
 def make_prepare_finalize(

@@ -12,20 +12,29 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 _ALIGNMENT = 256
 
-Request = tuple[Sequence[int], torch.dtype]
+Request = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """A buffer, and the last views of it: the next layer mostly asks for the same, and making them takes longest."""
+
+    buffer: torch.Tensor
+    requests: tuple[Request, ...]
+    views: tuple[torch.Tensor, ...]
 
 
 class _OfThread(threading.local):
     """What goes with its thread."""
 
     def __init__(self) -> None:
-        self.buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self.scratch: dict[tuple[torch.device, int], _Scratch] = {}
 
 
 class WorkspaceManager:
@@ -39,7 +48,7 @@ class WorkspaceManager:
         self._of_thread = _OfThread()
         self._captured: list[torch.Tensor] = []
 
-    def get(self, requests: Sequence[Request], device: torch.device, least_bytes: int = 0) -> list[torch.Tensor]:
+    def get(self, device: torch.device, *requests: Request, least_bytes: int = 0) -> tuple[torch.Tensor, ...]:
         """Uninitialised tensors of the given shapes and dtypes, side by side in the scratch of this stream.
 
         Args:
@@ -48,59 +57,69 @@ class WorkspaceManager:
         Raises:
             RuntimeError: under CUDA-graph capture, when no buffer is large enough.
         """
-        offsets, end = [], 0
-        for request in requests:
-            offsets.append(end)
-            end += _aligned_bytes(*request)
-        buffer = self._buffer(max(end, least_bytes), device)
-        return [
-            buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
-            for start, (shape, dtype) in zip(offsets, requests, strict=True)
-        ]
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        key = (device, current_stream(device) if device.type == "cuda" else 0)
+        scratch = self._of_thread.scratch.get(key)
+        if scratch is None or scratch.requests != requests or scratch.buffer.numel() < least_bytes:
+            del scratch  # and its views, so that a buffer that is too small can go
+            # Tensors of the ordinary kind, which passes in any mode may write to.
+            with torch.inference_mode(False):
+                scratch = self._new_views(key, requests, max(num_bytes(*requests), least_bytes), capturing)
+        if capturing and all(scratch.buffer is not kept for kept in self._captured):
+            self._captured.append(scratch.buffer)
+        return scratch.views
 
     def num_bytes(self, device: torch.device | None = None) -> int:
         """Bytes held by this thread, on one device or on all."""
-        return sum(b.numel() for (where, _), b in self._of_thread.buffers.items() if device is None or where == device)
+        held = self._of_thread.scratch.items()
+        return sum(scratch.buffer.numel() for (where, _), scratch in held if device is None or where == device)
 
-    def _buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        key = (device, current_stream(device) if device.type == "cuda" else 0)
-        buffers = self._of_thread.buffers
-        buffer = buffers.get(key)
-        if buffer is None or buffer.numel() < num_bytes:
-            if capturing:
-                buffer = self._borrow(num_bytes, device)
-            else:
-                # Its memory, if no graph needs it, is there for the larger one.
-                del buffer
-                buffers.pop(key, None)
-                buffer = self._grow(num_bytes, device)
-            buffers[key] = buffer
-        if capturing and all(buffer is not kept for kept in self._captured):
-            self._captured.append(buffer)
-        return buffer
+    def _new_views(
+        self, key: tuple[torch.device, int], requests: tuple[Request, ...], num_bytes: int, capturing: bool
+    ) -> _Scratch:
+        """Of the buffer that is there, or of a larger one."""
+        held = self._of_thread.scratch
+        if key in held and held[key].buffer.numel() >= num_bytes:
+            buffer = held[key].buffer
+        elif capturing:
+            buffer = self._borrow(num_bytes, key[0])
+        else:
+            # Its memory, if no graph needs it, is there for the larger one.
+            held.pop(key, None)
+            buffer = self._allocate(num_bytes, key[0])
+        held[key] = _Scratch(buffer, requests, _views(buffer, requests))
+        return held[key]
 
     @staticmethod
-    def _grow(num_bytes: int, device: torch.device) -> torch.Tensor:
+    def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(max(num_bytes, _ALIGNMENT), dtype=torch.uint8, device=device)
 
     def _borrow(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """The scratch of the stream that the warm-up ran on: graphs that replay in turn share it."""
-        for (where, _), buffer in self._of_thread.buffers.items():
-            if where == device and buffer.numel() >= num_bytes:
-                return buffer
+        for (where, _), scratch in self._of_thread.scratch.items():
+            if where == device and scratch.buffer.numel() >= num_bytes:
+                return scratch.buffer
         raise RuntimeError(
             f"a pass under CUDA-graph capture needs {num_bytes} bytes of scratch and no buffer of that size is there; "
             f"run one pass of the same size, in the same thread, before capturing"
         )
 
 
-def num_bytes(requests: Sequence[Request]) -> int:
+def num_bytes(*requests: Request) -> int:
     """Bytes that `get` takes for these tensors."""
     return sum(_aligned_bytes(*request) for request in requests)
 
 
-def _aligned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+def _views(buffer: torch.Tensor, requests: tuple[Request, ...]) -> tuple[torch.Tensor, ...]:
+    """The requested tensors, one behind the other in the buffer."""
+    views, start = [], 0
+    for shape, dtype in requests:
+        views.append(buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape))
+        start += _aligned_bytes(shape, dtype)
+    return tuple(views)
+
+
+def _aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -132,7 +132,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         )
 
     def gemm_weights(self, layer: ExpertShard) -> tuple[torch.Tensor, torch.Tensor]:
-        return layer.get_buffer("w13_processed_weight"), layer.get_buffer("w2_processed_weight")
+        return cast(torch.Tensor, layer.w13_processed_weight), cast(torch.Tensor, layer.w2_processed_weight)
 
     def get_fused_moe_quant_config(self, layer: ExpertShard) -> FusedMoEQuantConfig:
         return FusedMoEQuantConfig(

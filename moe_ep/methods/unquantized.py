@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.methods.base import FusedMoEMethodBase, w13_rows
@@ -32,7 +33,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
         self.add_biases(layer, num_experts, rows, K, params_dtype)
 
     def gemm_weights(self, layer: ExpertShard) -> tuple[torch.Tensor, torch.Tensor]:
-        return layer.get_parameter("w13_weight").data, layer.get_parameter("w2_weight").data
+        return cast(nn.Parameter, layer.w13_weight).data, cast(nn.Parameter, layer.w2_weight).data
 
     def get_fused_moe_quant_config(self, layer: ExpertShard) -> FusedMoEQuantConfig:
         return FusedMoEQuantConfig(w1_bias=self.bias(layer, "w13"), w2_bias=self.bias(layer, "w2"))

@@ -73,6 +73,22 @@ def test_inplace_writes_over_the_input():
     torch.testing.assert_close(x, expected)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_experts_write_the_output_where_finalize_would_only_copy_it(inplace):
+    x, w1, w2, weights, ids = problem(5)
+    expected, written = plain_moe(x, w1, w2, weights, ids), []
+
+    class Experts(ReferenceExperts):
+        def apply(self, output, *args):
+            written.append(output.data_ptr())
+            super().apply(output, *args)
+
+    of_one_rank = FusedMoEModularKernel(make_prepare_finalize("no_ep", moe_config()), Experts(moe_config()))
+    got = of_one_rank(x, w1, w2, weights, ids, inplace=inplace)
+    assert (written == [got.data_ptr()]) is not inplace
+    torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("chunk", ["1", "4", "7", "100"])
 def test_chunks_are_together_what_the_whole_is(monkeypatch, chunk):
     x, w1, w2, weights, ids = problem(14)

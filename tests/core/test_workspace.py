@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 def test_views_lie_side_by_side_in_one_buffer():
     manager = WorkspaceManager()
-    a, b, empty = manager.get([((3, 5), torch.float32), ((7,), torch.bfloat16), ((0, 4), torch.float32)], CPU)
+    a, b, empty = manager.get(CPU, ((3, 5), torch.float32), ((7,), torch.bfloat16), ((0, 4), torch.float32))
     a.fill_(1.0)
     b.fill_(2.0)
     assert a.shape == (3, 5) and b.shape == (7,) and empty.shape == (0, 4)
@@ -23,44 +23,55 @@ def test_views_lie_side_by_side_in_one_buffer():
 
 def test_smaller_requests_reuse_and_larger_ones_grow():
     manager = WorkspaceManager()
-    (first,) = manager.get([((1024,), torch.float32)], CPU)
+    (first,) = manager.get(CPU, ((1024,), torch.float32))
     held = manager.num_bytes(CPU)
-    (second,) = manager.get([((16,), torch.float16)], CPU)
-    (third,) = manager.get([((1024,), torch.float32)], CPU)
+    (second,) = manager.get(CPU, ((16,), torch.float16))
+    (third,) = manager.get(CPU, ((1024,), torch.float32))
     assert first.data_ptr() == second.data_ptr() == third.data_ptr() and manager.num_bytes() == held
-    manager.get([((2048,), torch.float32)], CPU)
+    manager.get(CPU, ((2048,), torch.float32))
     assert manager.num_bytes() == 2 * held
 
 
 def test_a_buffer_that_is_too_small_is_given_back_before_a_larger_one_is_taken(monkeypatch: pytest.MonkeyPatch):
-    manager, grow, held = WorkspaceManager(), WorkspaceManager._grow, []
-    manager.get([((1024,), torch.float32)], CPU)
-    monkeypatch.setattr(manager, "_grow", lambda *size: held.append(manager.num_bytes()) or grow(*size))
-    manager.get([((2048,), torch.float32)], CPU)
+    manager, allocate, held = WorkspaceManager(), WorkspaceManager._allocate, []
+    manager.get(CPU, ((1024,), torch.float32))
+    monkeypatch.setattr(manager, "_allocate", lambda *size: held.append(manager.num_bytes()) or allocate(*size))
+    manager.get(CPU, ((2048,), torch.float32))
     assert held == [0]
+
+
+def test_the_same_request_gets_the_same_views_until_another_comes():
+    manager, request = WorkspaceManager(), ((16, 4), torch.float32)
+    with torch.inference_mode():
+        (first,) = manager.get(CPU, request)
+    (again,) = manager.get(CPU, request)
+    assert again is first and not first.is_inference()
+    assert manager.get(CPU, ((8, 4), torch.float32))[0].shape == (8, 4)
+    (roomy,) = manager.get(CPU, request, least_bytes=10_000)
+    assert roomy.shape == (16, 4) and manager.num_bytes() == 10_000
 
 
 def test_threads_have_scratch_of_their_own():
     manager = WorkspaceManager()
-    (mine,) = manager.get([((64,), torch.float32)], CPU)
+    (mine,) = manager.get(CPU, ((64,), torch.float32))
     with ThreadPoolExecutor(1) as thread:
-        (theirs,) = thread.submit(manager.get, [((64,), torch.float32)], CPU).result()
+        (theirs,) = thread.submit(manager.get, CPU, ((64,), torch.float32)).result()
     assert theirs.data_ptr() != mine.data_ptr()
-    assert manager.get([((64,), torch.float32)], CPU)[0].data_ptr() == mine.data_ptr()
+    assert manager.get(CPU, ((64,), torch.float32))[0].data_ptr() == mine.data_ptr()
 
 
 @pytest.mark.gpu
 def test_capture_borrows_the_warm_buffer_keeps_it_and_never_allocates():
     device = torch.device("cuda", torch.cuda.current_device())
     manager = WorkspaceManager()
-    (warm,) = manager.get([((256,), torch.float32)], device)
+    (warm,) = manager.get(device, ((256,), torch.float32))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        (captured,) = manager.get([((256,), torch.float32)], device)
+        (captured,) = manager.get(device, ((256,), torch.float32))
         captured.fill_(3.0)
         with pytest.raises(RuntimeError, match="run one pass of the same size, in the same thread, before capturing"):
-            manager.get([((4096,), torch.float32)], device)
+            manager.get(device, ((4096,), torch.float32))
     assert captured.data_ptr() == warm.data_ptr()
-    manager.get([((4096,), torch.float32)], device)
+    manager.get(device, ((4096,), torch.float32))
     graph.replay()
     assert warm.eq(3.0).all()
