@@ -76,8 +76,20 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
     _library.define(schema)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_ep::{name}", fake, lib=_library)
+    op = getattr(torch.ops.moe_ep, name).default
+
+    def without_autocast(*args: Any) -> Any:
+        """A layer computes in the dtypes it was made for, so `torch.autocast` around a model stops at it."""
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return op(*args)
+
+    for key in _AUTOCAST_KEYS:
+        _library.impl(name, without_autocast, key)
 
 
+_AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_AUTOCAST |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 _library = torch.library.Library("moe_ep", "FRAGMENT")
 _define(
     "moe_forward(Tensor hidden_states, Tensor router_logits, str layer_name) -> Tensor",

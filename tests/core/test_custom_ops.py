@@ -72,6 +72,15 @@ def test_fake_tensors_agree_with_real_ones(shared_experts: type[SharedExperts] |
         torch.library.opcheck(op, (*inputs, layer.layer_name), test_utils=("test_schema", "test_faketensor"))
 
 
+def test_autocast_stops_at_the_layer() -> None:
+    layer = make_layer(shared_experts=SharedExperts(K, N))
+    inputs = make_inputs(5, K, E)
+    expected = layer(*inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(*inputs), expected)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(*inputs), expected)
+
+
 def test_rows_reach_experts_contiguous() -> None:
     layer = make_layer()
     hidden_states, router_logits = make_inputs(6, K, E)
