@@ -19,12 +19,16 @@ from moe_ep.launch import interrupts
 from moe_ep.launch.commands import bench, convert, doctor, eplb, generate, plan, plot, run, tune
 from moe_ep.launch.options import OptionError, Parser
 
+_DESCRIPTION = "Expert parallelism for mixture-of-experts models: run, generate, measure and balance over many GPUs."
+
 
 def make_parser() -> Parser:
     """All commands and their flags."""
-    parser = Parser(prog="moe-ep", description="An expert-parallel runtime for mixture-of-experts layers.")
+    parser = Parser(prog="moe-ep", description=_DESCRIPTION, epilog="moe-ep COMMAND --help explains a command.")
     parser.add_argument("--version", action="version", version=f"moe-ep {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    subparsers = parser.add_subparsers(
+        title="commands", dest="command", required=True, metavar="COMMAND", parser_class=Parser
+    )
     for command in (run, generate, convert, bench, plot, plan, eplb, tune, doctor):
         command.add_parser(subparsers)
     return parser
@@ -32,7 +36,11 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return 2
+    args = parser.parse_args(argv)
     args.shown = shlex.join(["moe-ep", *(sys.argv[1:] if argv is None else argv)])
     with interrupts.raised_as_interrupt():
         try:

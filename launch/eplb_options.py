@@ -39,46 +39,50 @@ class EplbOptions:
 
     eplb: bool = field(
         default=False,
-        metadata=option(None, "after --steps steps move experts to where the load is, and run as many steps again"),
+        metadata=option(None, "after --steps steps, move experts to level the load, then run as many steps again"),
     )
     num_redundant_experts: int | None = field(
         default=None,
-        metadata=option(at_least(0), "slots for replicas over all workers; one a worker and what makes them even", "N"),
+        metadata=option(
+            at_least(0),
+            "extra expert slots, over all workers, for replicas (default: one for each worker, made even)",
+            "N",
+        ),
     )
     eplb_interval: int | None = field(
-        default=None, metadata=option(at_least(1), "steps between later plans; without it there is one plan", "N")
+        default=None, metadata=option(at_least(1), "steps between later plans; without it, there is one plan only", "N")
     )
     eplb_policy: str = field(
         default="incremental",
-        metadata=option(one_of_these(lambda: tuple(EPLB_POLICIES)), "incremental (the default) or deepseek"),
+        metadata=option(one_of_these(lambda: tuple(EPLB_POLICIES)), "incremental or deepseek"),
     )
     eplb_objective: str = field(
         default="tokens",
         metadata=option(
             one_of("tokens", "active_experts", "auto"),
-            "what a plan evens out: tokens (the default), active_experts or auto",
+            "what a plan levels: tokens, active_experts or auto",
         ),
     )
     eplb_threshold: float = field(
-        default=0.97, metadata=option(_share, "no plan is made at this balancedness and above (0.97)", "SHARE")
+        default=0.97, metadata=option(_share, "make no plan while balancedness is at least this", "SHARE")
     )
     eplb_synchronous: bool = field(
-        default=False, metadata=option(None, "move experts between two steps and not beside them")
+        default=False, metadata=option(None, "move experts between two steps instead of in the background")
     )
     load_placement: Path | None = field(
-        default=None, metadata=option(_file, "placement to begin with, as --save-placement writes it", "FILE")
+        default=None, metadata=option(_file, "start from this placement, as --save-placement writes it", "FILE")
     )
     save_placement: Path | None = field(
-        default=None, metadata=option(output_file, "write where the experts are at the end", "FILE")
+        default=None, metadata=option(output_file, "write the placement at the end of the run", "FILE")
     )
     routing: str | None = field(
         default=None,
         metadata=option(
-            _routing, "in place of the routers: uniform, zipf:S or recorded:FILE, as --record-routing writes it", "HOW"
+            _routing, "replace the routers: uniform, zipf:S, or recorded:FILE with a file of --record-routing", "HOW"
         ),
     )
     record_routing: Path | None = field(
-        default=None, metadata=option(output_file, "write what the tokens of every step chose (.npz)", "FILE")
+        default=None, metadata=option(output_file, "write the experts that every token chose (.npz)", "FILE")
     )
 
     def check_eplb(self) -> None:

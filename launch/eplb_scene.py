@@ -19,15 +19,15 @@ _share = number("a number above 0 and below 1, such as 0.5", lambda share: 0 < s
 class MachineConfig:
     """The ranks that a plan is for, and what it evens out."""
 
-    ep_size: int = field(default=8, metadata=option(at_least(1), "ranks (8)"))
-    redundant: int = field(default=0, metadata=option(at_least(0), "redundant experts, of all ranks together (0)"))
-    groups: int = field(default=1, metadata=option(at_least(1), "groups that the experts divide into (1)"))
-    nodes: int = field(default=1, metadata=option(at_least(1), "hosts (1)"))
+    ep_size: int = field(default=8, metadata=option(at_least(1), "ranks"))
+    redundant: int = field(default=0, metadata=option(at_least(0), "redundant experts, over all ranks"))
+    groups: int = field(default=1, metadata=option(at_least(1), "groups that the experts are divided into"))
+    nodes: int = field(default=1, metadata=option(at_least(1), "hosts"))
     objective: str = field(
         default="tokens",
         metadata=option(
             one_of("tokens", "active_experts", "auto"),
-            "what a plan evens out: tokens (the default), active_experts or auto",
+            "what a plan levels: tokens, active_experts or auto",
         ),
     )
 
@@ -37,13 +37,15 @@ class SceneConfig(MachineConfig):
     """A machine, which part of a trace is planned on, and how files of plain choices are read."""
 
     planned_on: float = field(
-        default=0.5, metadata=option(_share, "share of the steps that plans are made from; the rest is measured (0.5)")
+        default=0.5, metadata=option(_share, "share of the steps to plan on; the others are measured")
     )
     step_tokens: int = field(
         default=1024,
-        metadata=option(at_least(1), "tokens of all ranks in a step, for choices drawn or without steps (1024)"),
+        metadata=option(at_least(1), "tokens of all ranks in a step, for choices that are drawn or have no steps"),
     )
-    array: str = field(default="", metadata=option(str, "array of a file of plain choices; all, one after the other"))
+    array: str = field(
+        default="", metadata=option(str, "array of a file of plain choices (default: all, one after the other)")
+    )
 
 
 def scene_of(config: SceneConfig) -> Scene:

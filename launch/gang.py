@@ -39,6 +39,7 @@ ECHO_GRACE_S = 3.0
 _LEAVING_S = 30.0
 # Workers on CPUs wait for each other more than they compute, so more of them than cores is no mistake; many more is.
 WORKERS_PER_CORE = 16
+_SMALLER = "lower --ep-size or add machines"
 _ECHO = re.compile(
     r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|socketPoll|recvValue", re.IGNORECASE
 )
@@ -178,17 +179,17 @@ def gang_error(failure: WorkerFailure) -> MoeEpError:
     return ConfigError(failure.cause) if failure.refusal else GangError(str(failure))
 
 
-def not_enough(kind: str, asked: int, there: str) -> NoRoomError:
+def not_enough(kind: str, asked: int, there: str, mend: str = _SMALLER) -> NoRoomError:
     """The error for a gang that the machines cannot hold."""
-    return NoRoomError(
-        f"the gang asks for {asked} {kind} (one a worker) and there are {there}; lower --ep-size or add machines"
-    )
+    return NoRoomError(f"the gang asks for {asked} {kind} (one a worker) and there are {there}; {mend}")
 
 
 def check_room(num_workers: int, device: str) -> None:
     """Raises NoRoomError for more workers than this machine has GPUs, or than its cores can serve."""
     if device == "cuda" and num_local_gpus() < num_workers:
-        raise not_enough("GPUs", num_workers, f"{num_local_gpus()} on this machine")
+        found = num_local_gpus()
+        mend = _SMALLER if found else "leave out --device cuda to run on CPUs, or check CUDA_VISIBLE_DEVICES"
+        raise not_enough("GPUs", num_workers, f"{found} on this machine", mend)
     if device == "cpu" and num_workers > WORKERS_PER_CORE * num_cpus():
         raise not_enough("CPUs", num_workers, f"{num_cpus()} here, each for at most {WORKERS_PER_CORE}")
 

@@ -27,29 +27,31 @@ class GangConfig:
         default=None,
         metadata=option(
             one_of(*LAUNCHERS),
-            "ray, torchrun or local; ray unless torchrun or srun started this process as one of its ranks",
+            "ray, torchrun or local (default: ray, or torchrun in a process that torchrun or srun started)",
         ),
     )
     address: str | None = field(
         default=None,
         metadata=option(
             ray_address,
-            "Ray cluster to run on, or auto for the one that is there; without it one is started on this machine",
+            "Ray cluster to join, or auto for the one on this machine; without it, a private one is started here",
             "HOST:PORT",
         ),
     )
     nnodes: int = field(
-        default=1, metadata=option(at_least(1), "nodes, for --launcher torchrun; each runs the same command")
+        default=1,
+        metadata=option(at_least(1), "number of nodes, with --launcher torchrun; every node runs the same command"),
     )
     rdzv_endpoint: str | None = field(
-        default=None, metadata=option(endpoint, "where those nodes meet, for --launcher torchrun", "HOST:PORT")
+        default=None, metadata=option(endpoint, "where those nodes meet, with --launcher torchrun", "HOST:PORT")
     )
     ep_size: int | None = field(
-        default=None, metadata=option(at_least(1), "workers; as many as there are GPUs, or 4 without any")
+        default=None,
+        metadata=option(at_least(1), "number of workers (default: one for each GPU, or 4 on a machine without)"),
     )
     device: str = field(
         default="auto",
-        metadata=option(one_of("auto", "cpu", "cuda"), "auto (GPUs where there are any, the default), cpu or cuda"),
+        metadata=option(one_of("auto", "cpu", "cuda"), "auto, cpu or cuda; auto takes GPUs where there are any"),
     )
 
 

@@ -27,24 +27,24 @@ class GenerateConfig(ModelConfig):
         default=None,
         metadata=option(
             _prompts_file,
-            'the prompts, needed: a line of text each, or in a .jsonl file a string or an object with "prompt"',
+            'prompts, one on each line (required); in a .jsonl file, a string or an object with "prompt"',
             "FILE",
         ),
     )
     output: Path | None = field(
         default=None,
-        metadata=option(output_file, "write the JSON lines here; otherwise they are printed", "FILE"),
+        metadata=option(output_file, "write the JSON lines here instead of printing them", "FILE"),
     )
     max_new_tokens: int = field(
-        default=64, metadata=option(at_least(1), "most tokens that a prompt is continued by (64)")
+        default=64, metadata=option(at_least(1), "continue each prompt by at most this many tokens")
     )
-    batch_size: int = field(default=8, metadata=option(at_least(1), "sequences that a worker decodes together (8)"))
-    eplb: bool = field(default=False, metadata=option(None, "balance the experts over workers while they decode"))
+    batch_size: int = field(default=8, metadata=option(at_least(1), "sequences that each worker decodes at a time"))
+    eplb: bool = field(default=False, metadata=option(None, "balance the experts over the workers while they decode"))
     num_redundant_experts: int = field(
-        default=0, metadata=option(at_least(0), "slots for replicas over all workers, for --eplb (0)", "N")
+        default=0, metadata=option(at_least(0), "extra expert slots, over all workers, for replicas; with --eplb", "N")
     )
     graphs: bool = field(
-        default=True, metadata=option(None, "decode in CUDA graphs, on GPUs where backend and experts allow it (yes)")
+        default=True, metadata=option(None, "decode in CUDA graphs, where the backend and the experts allow it")
     )
 
 

@@ -33,7 +33,7 @@ class ModelConfig(GangConfig):
     model: Path | None = field(
         default=None,
         metadata=option(
-            checkpoint_folder, "checkpoint folder; without it a small Qwen3-MoE checkpoint is made once and used", "DIR"
+            checkpoint_folder, "checkpoint folder; without it, a small Qwen3-MoE checkpoint that is made once", "DIR"
         ),
     )
     backend: str = field(
@@ -43,13 +43,13 @@ class ModelConfig(GangConfig):
     dtype: str | None = field(
         default=None,
         metadata=option(
-            one_of(*DTYPES), "of activations and plain weights: f32, f16 or bf16; bf16 on GPUs, f32 on CPUs"
+            one_of(*DTYPES), "f32, f16 or bf16, for activations and plain weights (default: bf16 on GPUs, f32 on CPUs)"
         ),
     )
     quantize: str = field(
         default="none",
         metadata=option(
-            one_of("none", "int4", "int8", "fp8"), "quantize plain experts on load to int4, int8 or fp8 (none)"
+            one_of("none", "int4", "int8", "fp8"), "quantize plain experts while they load: int4, int8 or fp8"
         ),
     )
 

@@ -14,7 +14,7 @@ from moe_ep.registry import ALL2ALL_BACKENDS
 
 # For help, which does not wait for torch: the names of moe_ep.bench.geometries.PRESETS.
 GEOMETRY_NAMES = "deepseek-v3, kimi-k2, qwen3-235b, qwen3-30b, mixtral-8x7b, gpt-oss-120b, small"
-BACKEND_NAMES = ", ".join(["auto (the default)", *ALL2ALL_BACKENDS])
+BACKEND_NAMES = ", ".join(["auto", *ALL2ALL_BACKENDS])
 
 
 def check_backends(names: Sequence[str], num_ranks: int | None, device: str | None) -> None:

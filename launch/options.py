@@ -2,7 +2,7 @@
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    steps: int = option(8, at_least(1), "steps to run")         # --steps
+    steps: int = field(default=8, metadata=option(at_least(1), "steps to run"))  # --steps N  steps to run (default: 8)
 
 add_flags(parser, Config)
 config = from_args(Config, parser.parse_args())                 # OptionError names flag, value and rule
@@ -27,7 +27,11 @@ class OptionError(ValueError):
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong with the command line in one line, and exits with code 2; its result's `prog` is the command,
-    with its subcommand where it has some."""
+    with its subcommand where it has some. Flags are written out: a shortened one would mean another when flags are
+    added."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
@@ -43,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 def option(parse: Parse | None, text: str, metavar: str = "") -> dict[str, Any]:
     """Metadata of a field that is a flag. `parse` turns text into its value or raises ValueError with the rule ("it
-    must be ..."); None makes a yes/no flag."""
+    must be ..."); None makes a yes/no flag. `text` is for help, which adds the default where there is one."""
     return {"parse": parse, "text": text, "metavar": metavar}
 
 
@@ -59,11 +63,20 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 
 
 def _add_flag(group: argparse._ActionsContainer, item: Field[Any]) -> None:
-    text = item.metadata["text"]
+    text = item.metadata["text"] + _shown_default(item.default)
     if item.metadata["parse"] is None:
         group.add_argument(flag(item.name), action=argparse.BooleanOptionalAction, default=item.default, help=text)
     else:
         group.add_argument(flag(item.name), metavar=item.metadata["metavar"] or _metavar(item.type), help=text)
+
+
+def _shown_default(default: Any) -> str:
+    """What help says a flag is without being given; nothing where the text has to explain it."""
+    if default is None or default is False or default in ((), ""):
+        return ""
+    if isinstance(default, tuple):
+        default = ",".join(map(str, default))
+    return f" (default: {'yes' if default is True else default})"
 
 
 def from_args(config: type[C], args: argparse.Namespace) -> C:

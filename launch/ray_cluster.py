@@ -75,7 +75,7 @@ def connect(address: str | None, num_workers: int, device: str = "auto") -> Priv
             with _own_sigterm_handler():
                 ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise GangError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}{_token()}") from None
+            raise GangError(f"no Ray cluster answers at {address}: {first_line(error)}{_token()}") from None
         return None
     check_room(num_workers, "cuda" if device == "cuda" else "cpu")
     return PrivateCluster(max(num_cpus(), num_workers), quiet)
@@ -86,6 +86,16 @@ def _token() -> str:
     if os.environ.get("RAY_AUTH_MODE") == "token":
         return ""
     return "; if it wants a token, as clusters of newer Ray do, set RAY_AUTH_MODE=token"
+
+
+def first_line(error: Exception) -> str:
+    """What an error of Ray says, without the pages that may follow and the full stop."""
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(". ")
+
+
+def _newest_logs() -> Path:
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    return Path(folder, "ray", "session_latest", "logs")
 
 
 class PrivateCluster:
@@ -105,9 +115,15 @@ class PrivateCluster:
         try:
             with _loopback_cluster(), _environment(worker_variables()), _own_sigterm_handler():
                 ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
-        except BaseException:
+        except BaseException as error:
             self._processes = children(os.getpid()) - before
             self.end()
+            if isinstance(error, Exception):
+                # Of no class of its own where a server of the cluster was not up in Ray's time, as on a busy machine.
+                raise GangError(
+                    f"Ray did not start here: {first_line(error)}; its logs are in {_newest_logs()}; try again, or "
+                    f"take --launcher local, which needs no Ray"
+                ) from error
             raise
         self._processes = children(os.getpid()) - before
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from moe_ep import env
+from moe_ep.errors import GangError, rank_list
 from moe_ep.launch.rank_env import RankEnv
 
 if TYPE_CHECKING:
@@ -136,7 +137,10 @@ def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: tim
             elif store.check([f"hello/{peer}"]):
                 store.set(f"welcome/{peer}/{store.get(f'hello/{peer}').decode()}", name)
         if missing and time.monotonic() > deadline:
-            raise TimeoutError(f"ranks {sorted(missing)} did not come within {timeout.total_seconds():g} s")
+            raise GangError(
+                f"{rank_list(sorted(missing))} of {world_size} did not come within {timeout.total_seconds():g} s; see "
+                f"why on their nodes, or give them more time by {env.DISPATCH_TIMEOUT_S.name}"
+            )
         time.sleep(0.005)
     return name
 

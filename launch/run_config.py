@@ -37,30 +37,35 @@ class RunConfig(ModelConfig, EplbOptions):
 
     tokens_per_rank: tuple[int, ...] = field(
         default=(64,),
-        metadata=option(_token_counts, "tokens of each worker in a step (64), or one number a worker: 64,0,17,32", "T"),
+        metadata=option(
+            _token_counts, "tokens of each worker in a step, or one number for each worker: 64,0,17,32", "T"
+        ),
     )
-    steps: int = field(default=8, metadata=option(at_least(1), "measured steps (8)"))
+    steps: int = field(default=8, metadata=option(at_least(1), "steps to measure"))
     text: Path | None = field(
         default=None,
         metadata=option(
-            _text_file, "text or JSON with strings to take the tokens from; otherwise they are drawn", "FILE"
+            _text_file,
+            "take the tokens from this text (plain, or JSON with strings); without it they are drawn",
+            "FILE",
         ),
     )
     graphs: bool = field(default=False, metadata=option(None, "run the measured steps as a CUDA graph, on GPUs"))
     verify: bool = field(default=True, metadata=option(None, "compare every layer with the plain reference"))
-    seed: int = field(default=0, metadata=option(at_least(0), "of the drawn tokens (0)"))
+    seed: int = field(default=0, metadata=option(at_least(0), "seed of the drawn tokens"))
     metrics_port: int | None = field(
         default=None,
-        metadata=option(port, "serve Prometheus metrics during the steps, at this + local rank", "PORT"),
+        metadata=option(port, "serve Prometheus metrics during the steps, each rank at PORT + its local rank", "PORT"),
     )
     metrics_host: str = field(
-        default="127.0.0.1", metadata=option(host, "address that metrics are served at (127.0.0.1)", "HOST")
+        default="127.0.0.1", metadata=option(host, "address to serve metrics at; 0.0.0.0 for all", "HOST")
     )
     trace: Path | None = field(
         default=None, metadata=option(new_folder, "write a Perfetto trace of each rank's steps into this folder", "DIR")
     )
     json: Path | None = field(
-        default=None, metadata=option(output_file, "write a line for each layer and step, and a summary", "FILE")
+        default=None,
+        metadata=option(output_file, "write JSON lines: one for each layer and step, and a summary", "FILE"),
     )
 
     def num_tokens(self, rank: int) -> int:

@@ -45,78 +45,79 @@ class ScalingConfig(GangConfig):
         default=(),
         metadata=option(
             _list_of(geometry_name),
-            f"presets, with commas between: {GEOMETRY_NAMES}; small on CPUs and deepseek-v3 on GPUs without it",
+            f"presets to measure: {GEOMETRY_NAMES} (default: deepseek-v3 on GPUs, small on CPUs)",
         ),
     )
     model: Path | None = field(
         default=None,
-        metadata=option(checkpoint_folder, "take the geometry from a checkpoint's config.json instead", "DIR"),
+        metadata=option(checkpoint_folder, "take the geometry from this checkpoint's config.json instead", "DIR"),
     )
     ep_sizes: tuple[int, ...] = field(
-        default=(), metadata=option(whole_numbers, "EP sizes; powers of two up to the number of workers")
+        default=(),
+        metadata=option(whole_numbers, "EP sizes to measure (default: powers of two up to the number of workers)"),
     )
     scaling: tuple[str, ...] = field(
         default=("weak",),
         metadata=option(
             _list_of(one_of("weak", "strong")),
-            "weak: the tokens below are of each rank (the default), strong: of all together; or both",
+            "weak: the tokens below are each rank's; strong: they are the sum over all ranks",
         ),
     )
     decode_tokens: tuple[int, ...] = field(
         default=(1, 8, 32, 64, 128, 256),
-        metadata=option(_numbers_or_none, "tokens of decode steps, or none (1,8,32,64,128,256)"),
+        metadata=option(_numbers_or_none, "tokens of decode steps, or none"),
     )
     prefill_tokens: tuple[int, ...] = field(
         default=(1024, 4096, 8192),
-        metadata=option(_numbers_or_none, "tokens of prefill steps, or none (1024,4096,8192)"),
+        metadata=option(_numbers_or_none, "tokens of prefill steps, or none"),
     )
     backend: tuple[str, ...] = field(
         default=("auto",),
         metadata=option(
             _list_of(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS))),
-            f"dispatch backends, with commas between: {BACKEND_NAMES}",
+            f"dispatch backends: {BACKEND_NAMES}",
         ),
     )
     wire: tuple[str, ...] = field(
         default=("activations",),
-        metadata=option(
-            _list_of(one_of("activations", "fp8")), "dtype of dispatched rows: activations (the default), fp8"
-        ),
+        metadata=option(_list_of(one_of("activations", "fp8")), "dtype of dispatched rows: activations, fp8"),
     )
     routing: tuple[str, ...] = field(
-        default=("uniform",), metadata=option(_list_of(_routing), "uniform, zipf:S or an .npz file of choices")
+        default=("uniform",), metadata=option(_list_of(_routing), "uniform, zipf:S or an .npz file of recorded choices")
     )
     eplb: tuple[str, ...] = field(
         default=("off",),
         metadata=option(
-            _list_of(one_of("off", "on")), "off (the default), on: one spare slot a rank, experts placed by their load"
+            _list_of(one_of("off", "on")), "off, or on: one spare slot on each rank, and experts placed by their load"
         ),
     )
     variant_tokens: tuple[int, ...] = field(
         default=(),
         metadata=option(
             whole_numbers,
-            "tokens at which every --backend, --wire, --routing and --eplb is measured, in the first --scaling, and at "
-            "others the first of each; without it all at all",
+            "measure every --backend, --wire, --routing and --eplb at these tokens only, and the first of each at the "
+            "others; without it, everything is measured at all tokens",
         ),
     )
-    chain: int = field(default=8, metadata=option(at_least(1), "steps in one repeat, each with other tokens (8)"))
-    repeats: int = field(default=30, metadata=option(at_least(1), "repeats of the chain (30)"))
+    chain: int = field(default=8, metadata=option(at_least(1), "steps in one repeat, each with other tokens"))
+    repeats: int = field(default=30, metadata=option(at_least(1), "most repeats of a row"))
     repeat_seconds: float = field(
-        default=0.25, metadata=option(_seconds, "that the repeats of a row may take; 5 are made in any case (0.25)")
+        default=0.25, metadata=option(_seconds, "stop repeating a row after so many seconds, and at least 5 repeats")
     )
     seconds: float | None = field(
         default=None,
-        metadata=option(_seconds, "begin no row that may end later than so many after the start; variants come last"),
+        metadata=option(
+            _seconds, "time limit of the whole command: no row begins that may end after it; variants come last"
+        ),
     )
-    seed: int = field(default=0, metadata=option(at_least(0), "of weights, tokens and choices (0)"))
+    seed: int = field(default=0, metadata=option(at_least(0), "seed of weights, tokens and choices"))
     commit: str | None = field(
-        default=None, metadata=option(str, "what to record where this does not run from a git checkout", "HASH")
+        default=None, metadata=option(str, "commit to record, where this is no git checkout", "HASH")
     )
     json: Path | None = field(
-        default=None, metadata=option(output_file, "append one JSON line a row, as soon as it is measured", "FILE")
+        default=None, metadata=option(output_file, "append a JSON line for each row, as soon as it is measured", "FILE")
     )
     resume: bool = field(
         default=False,
-        metadata=option(None, "leave out what --json FILE has of this commit, these versions and machines"),
+        metadata=option(None, "skip rows that --json FILE already has of this commit, these versions and machines"),
     )

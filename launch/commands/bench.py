@@ -22,14 +22,14 @@ from moe_ep.launch.scaling_config import ScalingConfig
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    parser = subparsers.add_parser("bench", help="benchmarks that run on a gang of workers")
+    parser = subparsers.add_parser("bench", help="benchmark expert parallelism on these GPUs")
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK", parser_class=Parser)
     scaling = benchmarks.add_parser(
         "scaling",
-        help="how a MoE layer scales over ranks",
+        help="measure how a MoE layer scales over ranks",
         description=(
-            "Times MoE layers of known models at several EP sizes, in decode and prefill, by stage, beside the floors "
-            "that this machine's own ceilings give, and says how each scales."
+            "Times MoE layers of well-known models at several EP sizes, for decode and prefill, stage by stage, next "
+            "to the least time that this machine's measured memory, compute and link rates allow."
         ),
     )
     add_flags(scaling, ScalingConfig)

@@ -14,15 +14,15 @@ KINDS = ("int4", "int8", "fp8")
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser(
         "convert",
-        help="write a checkpoint with its experts quantized",
+        help="quantize the experts of a checkpoint",
         description=(
-            "Quantizes the experts of a plain checkpoint, round to nearest, and writes them in the form of "
-            "compressed-tensors, a tensor for each linear layer of each expert; everything else is copied."
+            "Quantizes the experts of a plain checkpoint (round to nearest) and writes a new checkpoint in "
+            "compressed-tensors format, one tensor for each linear layer of each expert; the rest is copied."
         ),
     )
     parser.add_argument("input", metavar="IN", help="checkpoint folder with plain experts")
-    parser.add_argument("output", metavar="OUT", help="folder to make; it must not hold anything")
-    parser.add_argument("--quantize", metavar="KIND", required=True, help=f"{', '.join(KINDS)}")
+    parser.add_argument("output", metavar="OUT", help="folder to write, new or empty")
+    parser.add_argument("--quantize", metavar="KIND", required=True, help=f"{', '.join(KINDS)} (required)")
     parser.set_defaults(main=main)
 
 

@@ -36,8 +36,8 @@ _MENDS = {
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser(
         "doctor",
-        help="what this machine has, what runs on it, and what would mend the rest",
-        description="Prints GPUs, links, versions, and for each backend whether it runs here or what would mend it.",
+        help="show what runs on this machine, and how to fix the rest",
+        description="Prints GPUs, links, versions, and for every backend whether it runs here or what would fix it.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(main=main)

@@ -52,26 +52,26 @@ class SimulateConfig(SceneConfig):
         default="zipf:0.5",
         metadata=option(
             _routing,
-            "zipf:S, a trace of moe-ep run --record-routing, or .npz choices [layer, token, top_k] (zipf:0.5)",
+            "zipf:S, a trace of `moe-ep run --record-routing`, or an .npz file of choices [layer, token, top_k]",
             "HOW",
         ),
     )
     policies: tuple[str, ...] = field(
         default=("linear", "deepseek", "incremental"),
-        metadata=option(_names, "policies to compare (linear,deepseek,incremental)"),
+        metadata=option(_names, "policies to compare"),
     )
     rules: tuple[str, ...] = field(
         default=("levelled", "hash-rank", "known-counts"),
-        metadata=option(_names, "replica rules to compare (levelled,hash-rank,known-counts)"),
+        metadata=option(_names, "replica rules to compare"),
     )
-    layers: int = field(default=4, metadata=option(at_least(1), "layers, where choices are drawn (4)"))
-    experts: int = field(default=256, metadata=option(at_least(1), "experts, where choices are drawn (256)"))
-    top_k: int = field(default=8, metadata=option(at_least(1), "choices of a token, where they are drawn (8)"))
-    steps: int = field(default=32, metadata=option(at_least(2), "steps, where choices are drawn (32)"))
+    layers: int = field(default=4, metadata=option(at_least(1), "layers of drawn choices"))
+    experts: int = field(default=256, metadata=option(at_least(1), "experts of drawn choices"))
+    top_k: int = field(default=8, metadata=option(at_least(1), "experts that each token draws"))
+    steps: int = field(default=32, metadata=option(at_least(2), "steps of drawn choices"))
     expert_bytes: int | None = field(
-        default=None, metadata=option(at_least(1), "bytes of an expert, to say how many are moved; not said without it")
+        default=None, metadata=option(at_least(1), "bytes of an expert, to tell how many GB move")
     )
-    seed: int = field(default=0, metadata=option(at_least(0), "of choices that are drawn (0)"))
+    seed: int = field(default=0, metadata=option(at_least(0), "seed of drawn choices"))
     json: Path | None = field(default=None, metadata=option(output_file, "write a JSON line for each row", "FILE"))
 
 
@@ -79,11 +79,9 @@ class SimulateConfig(SceneConfig):
 class ReportConfig(SceneConfig):
     """The settings of `moe-ep eplb report`."""
 
-    policy: str = field(default="incremental", metadata=option(str, "the policy to plan with (incremental)"))
-    rule: str = field(default="levelled", metadata=option(str, "the replica rule (levelled)"))
-    out: Path = field(
-        default=Path("eplb-load.png"), metadata=option(output_file, "the PNG file (eplb-load.png)", "FILE")
-    )
+    policy: str = field(default="incremental", metadata=option(str, "policy to plan with"))
+    rule: str = field(default="levelled", metadata=option(str, "replica rule"))
+    out: Path = field(default=Path("eplb-load.png"), metadata=option(output_file, "PNG file to write", "FILE"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +89,14 @@ class PlanConfig(MachineConfig):
     """The settings of `moe-ep eplb plan`."""
 
     model: Path | None = field(
-        default=None, metadata=option(checkpoint_folder, "the checkpoint that the trace was recorded with", "DIR")
+        default=None, metadata=option(checkpoint_folder, "checkpoint that the trace was recorded with", "DIR")
     )
-    policy: str = field(default="incremental", metadata=option(str, "the policy to plan with (incremental)"))
-    out: Path = field(
-        default=Path("placement.json"), metadata=option(output_file, "the file to write (placement.json)", "FILE")
-    )
+    policy: str = field(default="incremental", metadata=option(str, "policy to plan with"))
+    out: Path = field(default=Path("placement.json"), metadata=option(output_file, "file to write", "FILE"))
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    parser = subparsers.add_parser("eplb", help="what balancing would do with a routing trace")
+    parser = subparsers.add_parser("eplb", help="try and plan load balancing on a routing trace")
     commands = parser.add_subparsers(dest="eplb", required=True, metavar="WHAT", parser_class=Parser)
     simulate = commands.add_parser(
         "simulate",
@@ -111,18 +107,22 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     simulate.set_defaults(main=main_simulate)
     report = commands.add_parser(
         "report",
-        help="heat maps of expert load before and after a plan",
-        description="Plans on the first steps of a trace, draws the load of the rest before and after, prints a table.",
+        help="draw the load before and after a plan",
+        description=(
+            "Plans on the first steps of a trace, draws the load of the others before and after it, and prints a table."
+        ),
     )
-    report.add_argument("trace", metavar="TRACE", help="a trace of moe-ep run --record-routing, or .npz choices")
+    report.add_argument(
+        "trace", metavar="TRACE", help="a trace of `moe-ep run --record-routing`, or an .npz file of choices"
+    )
     add_flags(report, ReportConfig)
     report.set_defaults(main=main_report)
     plan = commands.add_parser(
         "plan",
-        help="a placement to begin a run with",
-        description="Plans on all steps of a trace and writes the placement for moe-ep run --eplb --load-placement.",
+        help="write a placement to start a run with",
+        description="Plans on all steps of a trace and writes the placement for `moe-ep run --eplb --load-placement`.",
     )
-    plan.add_argument("trace", metavar="TRACE", help="a trace of moe-ep run --record-routing")
+    plan.add_argument("trace", metavar="TRACE", help="a trace of `moe-ep run --record-routing`")
     add_flags(plan, PlanConfig)
     plan.set_defaults(main=main_plan)
 

@@ -21,10 +21,10 @@ from moe_ep.launch.rank_env import RankEnv
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser(
         "generate",
-        help="continue prompts with a transformers model whose experts are divided over workers",
+        help="generate text, the experts divided over workers",
         description=(
             "Divides the experts of a checkpoint over a gang of workers, spreads the prompts over them, and continues "
-            "each greedily. Prints a JSON line for each prompt and one summary; the account goes to stderr."
+            "each one greedily. Prints a JSON line for each prompt and a summary; timings go to stderr."
         ),
     )
     add_flags(parser, GenerateConfig)

@@ -16,20 +16,20 @@ class PlotConfig:
 
     out: Path = field(
         default=Path(),
-        metadata=option(new_folder, "folder for the files, made where it is missing; the current one", "DIR"),
+        metadata=option(new_folder, "folder for the files, made if it is missing", "DIR"),
     )
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser(
         "plot",
-        help="pictures and tables of a scaling benchmark",
+        help="draw the results of `bench scaling`",
         description=(
             "Draws scaling, stages, latency and load from the JSON lines of `moe-ep bench scaling`, and writes the "
             "rows as markdown tables."
         ),
     )
-    parser.add_argument("file", metavar="FILE", help="what --json of the benchmark wrote")
+    parser.add_argument("file", metavar="FILE", help="JSON lines that the benchmark wrote with --json")
     add_flags(parser, PlotConfig)
     parser.set_defaults(main=main)
 

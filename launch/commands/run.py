@@ -19,7 +19,7 @@ from moe_ep.launch.run_config import RunConfig
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser(
         "run",
-        help="run the MoE layers of a checkpoint on a gang of workers",
+        help="run, time and verify a checkpoint's MoE layers over workers",
         description=(
             "Divides the experts of a checkpoint over a gang of workers, drives batches of tokens through every MoE "
             "layer, and prints placement, load, times and the error against a plain reference."

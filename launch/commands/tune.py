@@ -31,31 +31,31 @@ class TuneConfig:
     """The settings of `moe-ep tune`."""
 
     geometry: str | None = field(
-        default=None, metadata=option(geometry_name, f"experts and weights of a preset: {GEOMETRY_NAMES}")
+        default=None, metadata=option(geometry_name, f"a preset's experts and weights: {GEOMETRY_NAMES}")
     )
-    ep_size: int = field(default=8, metadata=option(at_least(1), "ranks that share the preset's experts (8)"))
+    ep_size: int = field(default=8, metadata=option(at_least(1), "ranks that share the preset's experts"))
     shape: tuple[int, ...] | None = field(
-        default=None, metadata=option(_shape, "local experts, K and N instead of a preset", "E,K,N")
+        default=None, metadata=option(_shape, "local experts, K and N, instead of a preset", "E,K,N")
     )
     weights: str = field(
         default="uint4b8",
-        metadata=option(one_of(*_GROUP_SIZES), f"number type that goes with --shape: {', '.join(_GROUP_SIZES)}"),
+        metadata=option(one_of(*_GROUP_SIZES), f"number type of --shape: {', '.join(_GROUP_SIZES)}"),
     )
     group_size: int | None = field(
-        default=None, metadata=option(at_least(1), "columns that share a scale (128; of float4_e2m1f 32)")
+        default=None, metadata=option(at_least(1), "columns that share a scale (default: 128, or 32 for float4_e2m1f)")
     )
     output: Path | None = field(
-        default=None, metadata=option(output_file, "table to write instead of the one under MOE_EP_CACHE_DIR", "FILE")
+        default=None, metadata=option(output_file, "table to write, instead of the one in MOE_EP_CACHE_DIR", "FILE")
     )
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser(
         "tune",
-        help="measure what the packed experts' kernels choose by shape",
+        help="measure which expert kernel is faster, for a layer's shape",
         description=(
-            "Times both kernels of the packed experts on this GPU at few rows, and keeps up to how many rows the one "
-            "for few is taken, in a table that layers of this shape read when they start."
+            "Times the two kernels of the packed experts on this GPU, and records up to how many rows of an expert the "
+            "one for few rows is faster. Layers of this shape read the record when they start."
         ),
     )
     add_flags(parser, TuneConfig)

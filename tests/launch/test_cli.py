@@ -108,7 +108,7 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(
 
 @pytest.mark.parametrize(
     ("arguments", "prog"),
-    [([], "moe-ep"), (["fly"], "moe-ep"), (["--fast"], "moe-ep"), (["eplb", "report", "x", "y"], "moe-ep eplb report")],
+    [(["fly"], "moe-ep"), (["--fast"], "moe-ep"), (["eplb", "report", "x", "y"], "moe-ep eplb report")],
 )
 def test_an_unknown_word_is_said_of_the_command_it_follows(
     arguments: list[str], prog: str, capsys: pytest.CaptureFixture[str]
@@ -119,6 +119,19 @@ def test_an_unknown_word_is_said_of_the_command_it_follows(
     error = capsys.readouterr().err
     assert error.startswith(f"{prog}: ") and error.endswith(f"; see {prog} --help\n")
     assert error.count("\n") == 1
+
+
+def test_without_a_command_help_tells_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and "generate" in output.err
+
+
+def test_flags_are_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--step", "1"])
+    assert caught.value.code == 2
+    assert "unrecognized arguments: --step 1" in capsys.readouterr().err
 
 
 def test_the_least_values_are_values() -> None:
@@ -166,6 +179,7 @@ def test_every_field_of_the_configuration_is_a_flag(capsys: pytest.CaptureFixtur
     for field in fields(RunConfig):
         assert flag(field.name) in text
     assert "--no-verify" in text
+    assert "steps to measure (default: 8)" in text and "(default: yes)" in " ".join(text.split())
     titles = [line for line in text.splitlines() if line[:1].isalpha() and line.endswith(":")]
     assert titles == ["options:", "model:", "workers:", "routing and load balancing:"]
 
