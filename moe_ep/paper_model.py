@@ -2,24 +2,27 @@
 
 One step of one layer on the busiest of R ranks, T tokens each, uniform routing, stages one after the other:
 
-    experts   active experts x bytes at the memory's rate, and rows x operations at that of the matrix units, each over
-              the share of it that the experts reach; one after the other: dequantizing leaves little room to overlap
+    experts   a latency, active experts x bytes at the memory's rate, and rows x operations at that of the matrix units,
+              each over the share of it that the experts reach; one after the other: dequantizing leaves little room to
+              overlap
     dispatch  a latency, and the larger of the bytes over the links of a host and over the network, there
     combine   the same, back
 
-A token goes once to every rank that has one of its experts. Across hosts it goes once to every HOST that has one, to
-the GPU of the sender's index there, which passes it on over the host's links, where `two_level` is set. Where the ranks
-do not divide the experts, replicas fill them up and are counted as experts of their own.
+A token goes once to every rank that has one of its experts (`moe_ep.paper_routing`). Across hosts it goes once to every
+HOST that has one, to the GPU of the sender's index there, which passes it on over the host's links, where `two_level`
+is set. Where the ranks do not divide the experts, replicas fill them up and are counted as experts of their own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from moe_ep.bench.geometries import Geometry
+from moe_ep.paper_routing import Load, busiest_rank, experts_per_rank, rows_sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,8 @@ class Machine:
         link_bytes_per_s: out of one GPU to others of its host, all of them at once.
         network_bytes_per_s: out of one GPU to other hosts; a GPU has its own network card.
         link_latency_us, network_latency_us: of one dispatch or combine of hardly any bytes.
+        experts_latency_us: of experts of hardly any bytes and rows.
+        alone_us: more of them where there is one rank, which sorts tokens by expert and adds them up.
         memory_efficiency, compute_efficiency: shares of those rates that the experts reach; that of memory may be above
             1, since its rate is that of reads and writes, and experts hardly write.
         wire_efficiency: share of the links' rate that dispatch and combine reach.
@@ -46,6 +51,8 @@ class Machine:
     network_bytes_per_s: float = 50e9
     link_latency_us: float = 8.0
     network_latency_us: float = 20.0
+    experts_latency_us: float = 6.0
+    alone_us: float = 12.0
     memory_efficiency: float = 1.15
     compute_efficiency: float = 0.82
     wire_efficiency: float = 0.9
@@ -64,6 +71,7 @@ class Step:
 
     Attributes:
         bottleneck: the largest of memory, compute, links, network and latency.
+        active_experts: of the busiest rank.
         link_bytes, network_bytes: that leave a GPU in the dispatch.
         weights_bytes: of all MoE layers of the model on one rank.
         tokens_per_s: of all ranks through all MoE layers of the model.
@@ -85,21 +93,6 @@ class Step:
     @property
     def step_us(self) -> float:
         return self.route_us + self.dispatch_us + self.experts_us + self.combine_us
-
-
-def expected_groups(num_experts: int, group_size: int, top_k: int) -> float:
-    """Groups of experts that a token's top_k distinct experts fall into, on average.
-
-    A group of g of E experts is missed with probability C(E - g, k) / C(E, k).
-
-    Example: 256 experts on 8 ranks of 32, top-8: 5.29.
-    """
-    return num_experts / group_size * (1 - math.comb(num_experts - group_size, top_k) / math.comb(num_experts, top_k))
-
-
-def experts_per_rank(geometry: Geometry, ep_size: int) -> int:
-    """Physical experts of a rank: the experts divided over the ranks, rounded up."""
-    return -(-geometry.num_experts // ep_size)
 
 
 def predict(
@@ -124,10 +117,11 @@ def predict(
     per_rank = experts_per_rank(geometry, ep_size)
     there = K * wire_bytes + (4 * -(-K // 128) if wire_bytes == 1 else 0)
     rows_link, rows_network = rows_sent(geometry, ep_size, tokens_per_rank, machine.gpus_per_host, two_level)
-    active = _active_experts(geometry, ep_size, tokens_per_rank)
-    weights_us, products_us = experts_floors_us(geometry, active, tokens_per_rank * geometry.top_k, machine)
+    load = busiest_rank(geometry, ep_size, tokens_per_rank)
+    weights_us, products_us = experts_floors_us(geometry, load, machine)
     weights_us, products_us = weights_us / machine.memory_efficiency, products_us / machine.compute_efficiency
-    experts_us = weights_us + products_us
+    fixed_us = machine.experts_latency_us + (machine.alone_us if ep_size == 1 else 0.0)
+    experts_us = fixed_us + weights_us + products_us
     dispatch_us, parts = _wire(rows_link * there, rows_network * there, ep_size, machine)
     combine_us, _ = _wire(rows_link * K * 2, rows_network * K * 2, ep_size, machine)
     shares = {"memory": weights_us, "compute": products_us, **{name: 2 * us for name, us in parts.items()}}
@@ -140,7 +134,7 @@ def predict(
         experts_us=experts_us,
         combine_us=combine_us,
         bottleneck=max(shares, key=lambda name: shares[name]),
-        active_experts=active,
+        active_experts=load.active_experts,
         link_bytes=rows_link * there,
         network_bytes=rows_network * there,
         weights_bytes=geometry.num_layers * per_rank * geometry.bytes_per_expert,
@@ -148,34 +142,10 @@ def predict(
     )
 
 
-def rows_sent(
-    geometry: Geometry, ep_size: int, num_tokens: int, gpus_per_host: int, two_level: bool
-) -> tuple[float, float]:
-    """(rows over a GPU's links to its host, rows over the network), in one dispatch; a rank keeps what is its own."""
-    per_rank, k = experts_per_rank(geometry, ep_size), geometry.top_k
-    E = per_rank * ep_size
-    ranks = expected_groups(E, per_rank, k)
-    if ep_size <= gpus_per_host:
-        return num_tokens * ranks * (ep_size - 1) / ep_size, 0.0
-    hosts = ep_size // gpus_per_host
-    to_own_host = ranks / hosts
-    over_network = (ranks - to_own_host) if not two_level else expected_groups(E, E // hosts, k) * (hosts - 1) / hosts
-    own = to_own_host * (gpus_per_host - 1) / gpus_per_host
-    # What arrives over the network is passed on to the ranks of the host that are not where it arrived.
-    passed_on = (ranks - to_own_host) * (gpus_per_host - 1) / gpus_per_host if two_level else 0.0
-    return num_tokens * (own + passed_on), num_tokens * over_network
-
-
-def _active_experts(geometry: Geometry, ep_size: int, num_tokens: int) -> float:
-    """Experts of a rank that have tokens."""
-    per_rank = experts_per_rank(geometry, ep_size)
-    return per_rank * (1 - (1 - geometry.top_k / (per_rank * ep_size)) ** (ep_size * num_tokens))
-
-
-def experts_floors_us(geometry: Geometry, active: float, rows: float, machine: Machine) -> tuple[float, float]:
+def experts_floors_us(geometry: Geometry, load: Load, machine: Machine) -> tuple[float, float]:
     """(microseconds to read the active experts, microseconds of their rows' operations) at the machine's rates."""
-    memory = active * geometry.bytes_per_expert / machine.memory_bytes_per_s
-    compute = rows * geometry.flops_per_row / machine.flops_per_s
+    memory = load.active_experts * geometry.bytes_per_expert / machine.memory_bytes_per_s
+    compute = load.rows * geometry.flops_per_row / machine.flops_per_s
     return memory * 1e6, compute * 1e6
 
 
@@ -191,18 +161,20 @@ def _wire(link_bytes: float, network_bytes: float, ep_size: int, machine: Machin
 
 
 def calibrated(machine: Machine, geometry: Geometry, rows: Sequence[dict[str, Any]]) -> Machine:
-    """The machine with rates, latency and efficiencies as measured by the geometry's rows of `moe-ep bench scaling`.
+    """The machine with rates, latencies and efficiencies as measured by the geometry's rows of `moe-ep bench scaling`.
 
-    Ceilings are the rows' own. The two efficiencies of the experts, and latency and efficiency of the wire, are those
-    that leave the least squares of relative errors. A row's stages are scaled to add up to its step: events between
-    them take time too.
+    Ceilings are the rows' own. Latencies and efficiencies are those that leave the least squares of relative errors
+    over rows of uniform routing: of the wire by the stage of dispatch, since that of combine holds the wait for the
+    busiest rank, and of the experts by what is left of the step. A row's stages are scaled to add up to its step:
+    events between them take time too.
 
     Raises:
-        ValueError: no rows, or rows of a single rank alone.
+        ValueError: no rows of uniform routing, or those of a single rank alone.
     """
+    rows = uniform_rows(rows)
     several = [row for row in rows if row["ep_size"] > 1 and row.get("link_gb_per_s")]
     if not several:
-        raise ValueError("there are no rows of more than one rank; measure at least EP size 2")
+        raise ValueError("there are no rows of uniform routing over more than one rank; measure at least EP size 2")
     machine = replace(
         machine,
         memory_bytes_per_s=several[0]["memory_tb_per_s"] * 1e12,
@@ -210,21 +182,45 @@ def calibrated(machine: Machine, geometry: Geometry, rows: Sequence[dict[str, An
         link_bytes_per_s=several[0]["link_gb_per_s"] * 1e9,
         route_us=sorted(_stage_us(row, "route") for row in rows)[len(rows) // 2],
     )
-    floors = [
-        experts_floors_us(geometry, row["active_experts_max"], max(row["rows_per_rank"]), machine) for row in rows
-    ]
-    per_byte, per_operation = _fit(floors, [_stage_us(row, "experts") for row in rows])
-    wire_us = [_stage_us(row, "dispatch") + _stage_us(row, "combine") for row in several]
-    links = [(2.0, row["bytes_sent"] / machine.link_bytes_per_s * 1e6) for row in several]
-    latency, per_link_byte = _fit(links, wire_us)
-    return replace(
+    links = [_link_us(row, machine) for row in several]
+    latency, per_link_us = _fit([(1.0, us) for us in links], [_stage_us(row, "dispatch") for row in several])
+    machine = replace(
         machine,
-        memory_efficiency=1 / per_byte,
-        compute_efficiency=1 / per_operation,
         link_latency_us=latency,
         network_latency_us=max(machine.network_latency_us, latency),
-        wire_efficiency=1 / per_link_byte,
+        wire_efficiency=1 / per_link_us,
     )
+    terms, times = [], []
+    for row in rows:
+        load, is_alone = busiest_rank(geometry, row["ep_size"], row["tokens_per_rank"]), row["ep_size"] == 1
+        there_us = 0.0 if is_alone else latency + per_link_us * _link_us(row, machine)
+        terms.append((1.0, float(is_alone), *experts_floors_us(geometry, load, machine)))
+        times.append(row["us"] - machine.route_us - 2 * there_us)
+    fixed, alone, per_weights_us, per_products_us = _fit(terms, times)
+    return replace(
+        machine,
+        experts_latency_us=fixed,
+        alone_us=alone if len(several) < len(rows) else machine.alone_us,
+        memory_efficiency=1 / per_weights_us,
+        compute_efficiency=1 / per_products_us,
+    )
+
+
+def uniform_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of uniform routing without balancing, each once: weak and strong scaling have measurements in common."""
+    found = {}
+    for row in rows:
+        if row["routing"] == "uniform" and row.get("eplb") != "on":
+            found[tuple(row.get(key) for key in _MEASUREMENT)] = row
+    return list(found.values())
+
+
+_MEASUREMENT = ("phase", "ep_size", "tokens_per_rank", "backend", "wire", "us")
+
+
+def _link_us(row: dict[str, Any], machine: Machine) -> float:
+    """What the rows that leave a rank in one direction take at the link's rate."""
+    return float(row["bytes_sent"]) / 2 / machine.link_bytes_per_s * 1e6
 
 
 def _stage_us(row: dict[str, Any], stage: str) -> float:
@@ -232,16 +228,19 @@ def _stage_us(row: dict[str, Any], stage: str) -> float:
     return stages.get(stage, 0.0) * float(row["us"]) / sum(stages.values())
 
 
-def _fit(terms: Sequence[tuple[float, float]], times: Sequence[float]) -> tuple[float, float]:
-    """Factors (a, b), above 0, of time = a x + b y with the least squares of (a x + b y) / time - 1."""
-    xs, ys = ([term[i] / time for term, time in zip(terms, times, strict=True)] for i in (0, 1))
-    xx, yy, xy = (sum(p * q for p, q in zip(u, v, strict=True)) for u, v in ((xs, xs), (ys, ys), (xs, ys)))
-    determinant = xx * yy - xy * xy
-    if determinant > 1e-9 * xx * yy:
-        a, b = (sum(xs) * yy - sum(ys) * xy) / determinant, (sum(ys) * xx - sum(xs) * xy) / determinant
-        if a > 0 and b > 0:
-            return a, b
-    # One number cannot be told from the other: both alike.
-    both = [x + y for x, y in zip(xs, ys, strict=True)]
-    factor = sum(both) / sum(value * value for value in both)
-    return factor, factor
+def _fit(terms: Sequence[tuple[float, ...]], times: Sequence[float]) -> list[float]:
+    """Factors above 0 of time = sum of factor x term, with the least squares of relative errors.
+
+    A term whose factor would not be above 0 is taken together with the last one: they cannot be told from each other.
+    """
+    shares = np.array(terms) / np.array(times)[:, None]
+    alike = list(range(shares.shape[1]))  # term -> the term that it is taken with
+    while True:
+        kept = sorted(set(alike))
+        merged = np.stack([shares[:, [i for i, at in enumerate(alike) if at == term]].sum(axis=1) for term in kept], 1)
+        factors, _, rank, _ = np.linalg.lstsq(merged, np.ones(len(times)), rcond=1e-6)
+        wrong = [term for term, factor in zip(kept, factors, strict=True) if factor <= 0]
+        if len(kept) == 1 or (not wrong and rank == len(kept)):
+            return [float(factors[kept.index(at)]) for at in alike]
+        first, last = (wrong or kept)[0], kept[-1]
+        alike = [(last if first != last else kept[-2]) if at == first else at for at in alike]

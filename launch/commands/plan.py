@@ -29,36 +29,32 @@ def _results(raw: str) -> Path:
 class PlanConfig:
     """The settings of `moe-ep plan`."""
 
-    geometry: str = field(
-        default="deepseek-v3", metadata=option(geometry_name, f"a preset: {GEOMETRY_NAMES} (deepseek-v3)")
-    )
+    geometry: str = field(default="deepseek-v3", metadata=option(geometry_name, f"a preset: {GEOMETRY_NAMES}"))
     gpus: tuple[int, ...] = field(
         default=(8, 16, 32, 64, 128, 256, 512),
-        metadata=option(whole_numbers, "EP sizes, one rank a GPU (8 to 512)", "N,N"),
+        metadata=option(whole_numbers, "EP sizes, one rank for each GPU", "N,N"),
     )
     tokens: tuple[int, ...] = field(
         default=(1, 64, 128, 4096),
-        metadata=option(whole_numbers, "tokens of each rank in a step (1,64,128,4096)", "T,T"),
+        metadata=option(whole_numbers, "tokens of each rank in a step", "T,T"),
     )
-    gpus_per_host: int = field(default=8, metadata=option(at_least(1), "GPUs that the links of a host join (8)"))
+    gpus_per_host: int = field(default=8, metadata=option(at_least(1), "GPUs that one host's links join"))
     network_gb_per_s: float = field(
-        default=50.0, metadata=option(_rate, "GB/s out of one GPU to other hosts (50: a card of 400 Gb/s for each)")
+        default=50.0, metadata=option(_rate, "GB/s from one GPU to other hosts; 50 is a 400 Gb/s card for each")
     )
-    wire: str = field(
-        default="bf16", metadata=option(one_of("bf16", "fp8"), "dtype of dispatched rows: bf16 (the default) or fp8")
-    )
-    two_level: bool = field(default=True, metadata=option(None, "send a token once to each host, not to each rank"))
+    wire: str = field(default="bf16", metadata=option(one_of("bf16", "fp8"), "dtype of dispatched rows: bf16 or fp8"))
+    two_level: bool = field(default=True, metadata=option(None, "send a token once to each host instead of each rank"))
     measured: Path | None = field(
         default=None,
-        metadata=option(_results, "take rates from these results, and show them beside the prediction", "FILE"),
+        metadata=option(_results, "fit the rates to these results of `bench scaling`, and compare", "FILE"),
     )
-    json: Path | None = field(default=None, metadata=option(output_file, "write one JSON line a row", "FILE"))
+    json: Path | None = field(default=None, metadata=option(output_file, "write a JSON line for each row", "FILE"))
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="predict a layer on more GPUs than are here",
+        help="predict a model's MoE layers on more GPUs than you have",
         description=(
             "Predicts memory, time by stage, tokens/s and the bottleneck of a model's MoE layers from bytes and "
             "operations over measured rates; uniform routing, stages one after the other."
@@ -115,7 +111,8 @@ def _assumed(config: PlanConfig, geometry: Geometry, machine: Machine) -> str:
         f"{geometry.num_layers} MoE layers, without attention\n"
         f"GPU      {machine.memory_bytes / 1e9:.0f} GB, {machine.memory_bytes_per_s / 1e9:,.4g} GB/s and "
         f"{machine.flops_per_s / 1e12:,.3g} TFLOP/s, of which experts reach {machine.memory_efficiency:.2f} and "
-        f"{machine.compute_efficiency:.2f}; routing {machine.route_us:,.4g} us\n"
+        f"{machine.compute_efficiency:.2f}; their latency {machine.experts_latency_us:,.3g} us, routing "
+        f"{machine.route_us:,.3g} us\n"
         f"links    {machine.link_bytes_per_s / 1e9:,.4g} GB/s a GPU in hosts of {machine.gpus_per_host}, of which "
         f"{machine.wire_efficiency:.2f} are reached; latency {machine.link_latency_us:,.4g} us\n"
         f"network  {machine.network_bytes_per_s / 1e9:,.4g} GB/s a GPU; latency {machine.network_latency_us:,.4g} us\n"
@@ -166,16 +163,10 @@ def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machi
 def _compared(geometry: Geometry, machine: Machine, measured: list[dict[str, Any]]) -> str:
     """Prediction beside measurement, for every measured row of uniform routing."""
     from moe_ep.bench.results import table
-    from moe_ep.paper_model import predict
+    from moe_ep.paper_model import predict, uniform_rows
 
     rows: list[dict[str, Any]] = []
-    seen = set()
-    for row in measured:
-        # Weak and strong scaling have measurements in common.
-        same = tuple(row.get(key) for key in ("phase", "ep_size", "tokens_per_rank", "backend", "wire", "us"))
-        if row["routing"] != "uniform" or row.get("eplb") == "on" or same in seen:
-            continue
-        seen.add(same)
+    for row in uniform_rows(measured):
         wire_bytes = 1 if row["wire"] == "fp8" else 2
         step = predict(geometry, row["ep_size"], row["tokens_per_rank"], machine, wire_bytes=wire_bytes)
         about = {"EP": row["ep_size"], "T": row["tokens_per_rank"], "backend": row["backend"], "wire": row["wire"]}
