@@ -54,7 +54,9 @@ def output_file(raw: str) -> Path:
     path = Path(raw).expanduser().absolute()
     if not raw or path.is_dir() or not path.parent.is_dir():
         raise ValueError("it must be a file to write, in a folder that exists")
-    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    # A file is replaced by a new one of its folder; a pipe or a device is written to.
+    is_replaced = path.is_file() or not path.exists()
+    if (is_replaced and not os.access(path.parent, os.W_OK)) or (path.exists() and not os.access(path, os.W_OK)):
         raise ValueError("it must be a file that may be written, and this user may not")
     return path
 

@@ -13,10 +13,15 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A name beside `path` to write the file at; it takes the place of `path` when the block ends, and is removed where
     the block fails.
 
+    What is no plain file, such as a link, a pipe or /dev/stdout, stays what it is: the block gets `path` itself.
+
     Raises:
         OSError: the folder cannot be written to.
     """
     target = Path(path)
+    if target.is_symlink() or (target.exists() and not target.is_file()):
+        yield target
+        return
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield partial

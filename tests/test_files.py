@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,16 @@ def test_a_file_changes_as_a_whole_or_stays_as_it_was(tmp_path: Path) -> None:
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.jsonl", "first")]
     write_text(file, "zweites, größer")
     assert file.read_text(encoding="utf-8") == "zweites, größer"
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+    """As /dev/stdout and /dev/null must, whoever runs the command."""
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "file")
+    os.mkfifo(pipe)
+    write_text(link, "through the link")
+    assert link.is_symlink() and (tmp_path / "file").read_text() == "through the link"
+    writer = threading.Thread(target=write_text, args=(pipe, "into the pipe"))
+    writer.start()
+    assert pipe.read_text() == "into the pipe" and pipe.is_fifo()
+    writer.join()

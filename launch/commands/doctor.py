@@ -6,9 +6,14 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+import os
 import platform
+from pathlib import Path
 from typing import Any
 
+import moe_ep
+from moe_ep import env
+from moe_ep.launch.gang import num_cpus
 from moe_ep.launch.options import Parser
 
 # Name shown, and the distributions that may bring it.
@@ -54,8 +59,13 @@ def examine() -> dict[str, Any]:
     from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 
     return {
+        "moe_ep": moe_ep.__version__,
+        "folder": str(Path(moe_ep.__path__[0])),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "cpus": num_cpus(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "cache": {"folder": str(env.CACHE_DIR.get()), "unusable": _why_unwritable(env.CACHE_DIR.get())},
         "versions": {name: _version(distributions) for name, distributions in _PACKAGES.items()},
         **_gpus(),
         "backends": {name: why_unusable(ALL2ALL_BACKENDS, name) for name in ALL2ALL_BACKENDS},
@@ -80,6 +90,14 @@ def _version(distributions: tuple[str, ...]) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+def _why_unwritable(folder: Path) -> str | None:
+    """Why nothing can be kept there, with the mend; it need not exist yet."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return None
+    return f"cannot be written to; set {env.CACHE_DIR.name} to a folder that can"
 
 
 def _gpus() -> dict[str, Any]:
@@ -120,7 +138,14 @@ def _driver_version() -> str | None:
 
 
 def _lines(findings: dict[str, Any]) -> list[str]:
-    lines = [f"python {findings['python']} on {findings['platform']}", "versions:"]
+    cache = findings["cache"]
+    lines = [
+        f"moe_ep {findings['moe_ep']} in {findings['folder']}",
+        f"python {findings['python']} on {findings['platform']}",
+        f"{findings['cpus']} CPU cores, {findings['memory_bytes'] / 2**30:.0f} GiB memory",
+        f"cache in {cache['folder']}" + (f" ({cache['unusable']})" if cache["unusable"] else ""),
+        "versions:",
+    ]
     for name, version in findings["versions"].items():
         mend = _MENDS.get(name, "pip install 'moe_ep[cuda]'")
         lines.append(f"  {name:<14}{version or f'not installed; {mend}'}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 
@@ -24,6 +27,7 @@ def write_checkpoint(
 
     Raises:
         ValueError: max_shard_bytes below 1, no tensors, or a name given twice.
+        OSError: a file cannot be written, as where the disk is full.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
@@ -38,7 +42,10 @@ def write_checkpoint(
 
     def flush() -> None:
         file = directory / f"shard-{len(shards)}.tmp"
-        save_file(pending, file, metadata={"format": "pt"})
+        try:
+            save_file(pending, file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise _as_os_error(error, file) from error
         # safetensors makes files that only their owner can read; a checkpoint is as open as the files beside it.
         file.chmod(mode)
         shards.append(list(pending))
@@ -67,6 +74,12 @@ def write_checkpoint(
         write_json(directory / "model.safetensors.index.json", index)
     for number, file in enumerate(files):
         (directory / f"shard-{number}.tmp").rename(directory / file)
+
+
+def _as_os_error(error: SafetensorError, file: Path) -> Exception:
+    """safetensors wraps what the system said, as in "I/O error: No space left on device (os error 28)"."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1])), str(file)) if found else error
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
 from moe_ep.checkpoint import CheckpointReader, embed_rows, load_moe_layer, load_norm, load_router, model_spec
@@ -56,6 +57,16 @@ def test_writer_refuses(tmp_path: Path) -> None:
         write_checkpoint(tmp_path, {}, [("a", torch.ones(1))] * 2)
     with pytest.raises(ValueError, match="tensors is empty"):
         write_checkpoint(tmp_path, {}, [])
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("moe_ep.checkpoint.writer.save_file", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_checkpoint(tmp_path, {}, [("a", torch.ones(1))])
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_demo_is_sharded_and_every_layer_loads(demo: Path) -> None:

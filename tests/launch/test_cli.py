@@ -240,6 +240,16 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert findings["backends"]["no_ep"] is None
     assert findings["versions"]["torch"]
     assert len(findings["p2p"]) == len(findings["gpus"])
+    assert findings["cache"]["unusable"] is None and findings["cpus"] > 0
+
+
+def test_doctor_tells_a_cache_that_nothing_can_be_kept_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("MOE_EP_CACHE_DIR", str(tmp_path / "a file" / "cache"))
+    assert main(["doctor"]) == 0
+    assert "(cannot be written to; set MOE_EP_CACHE_DIR to a folder that can)" in capsys.readouterr().out
 
 
 def test_doctor_as_text(capsys: pytest.CaptureFixture[str]) -> None:
