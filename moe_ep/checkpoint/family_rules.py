@@ -49,6 +49,14 @@ def listed_layers(config: Config) -> tuple[int, ...] | None:
     return tuple(i for i in layers if kinds[i] == "sparse")
 
 
+def top_k(config: Config) -> int:
+    """Experts of a token; Hunyuan lists them by layer, and they are the same in all."""
+    listed = config.get("moe_topk")
+    if isinstance(listed, list) and listed and all(value == listed[0] for value in listed):
+        config = config | {"moe_topk": listed[0]}
+    return positive(config, "num_experts_per_tok", "moe_k", "moe_topk")
+
+
 def all_layers(config: Config) -> tuple[int, ...]:
     return tuple(range(positive(config, "num_hidden_layers")))
 
@@ -143,11 +151,18 @@ def gated_shared_expert(config: Config) -> SharedExpertsSpec | None:
 
 
 def deepseek_shared_experts(config: Config) -> SharedExpertsSpec | None:
-    count = whole(config, "n_shared_experts", 0)
+    """One MLP for all of them; EXAONE calls their number otherwise."""
+    key = "n_shared_experts" if config.get("n_shared_experts") is not None else "num_shared_experts"
+    count = whole(config, key, 0)
     if not count:
         return None
     size = count * positive(config, "moe_intermediate_size")
     return SharedExpertsSpec(module="shared_experts", num_experts=count, intermediate_size=size)
+
+
+def shared_mlp(config: Config) -> SharedExpertsSpec:
+    size = positive(config, "intermediate_size")
+    return SharedExpertsSpec(module="shared_mlp", num_experts=1, intermediate_size=size)
 
 
 def ernie_shared_experts(config: Config) -> SharedExpertsSpec | None:
@@ -164,6 +179,16 @@ def ernie_shared_experts(config: Config) -> SharedExpertsSpec | None:
 
 def whole_config(config: Config) -> Config:
     return config
+
+
+def mimo_config(config: Config) -> Config:
+    """As transformers writes it, from the file that the models came with, which calls some things otherwise."""
+    changes: Config = {"rms_norm_eps": config.get("rms_norm_eps") or config.get("layernorm_epsilon")}
+    if config.get("routed_scaling_factor") is None:
+        changes["routed_scaling_factor"] = 1.0
+    if isinstance(sparse := config.get("moe_layer_freq"), list):
+        changes |= {"moe_layer_freq": None, "mlp_layer_types": ["sparse" if layer else "dense" for layer in sparse]}
+    return config | changes
 
 
 def text_part(config: Config) -> Config:

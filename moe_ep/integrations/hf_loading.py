@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.directory import read_config
@@ -37,7 +37,8 @@ def load_without_experts(
 ) -> tuple[Any, list[ExpertsShape]]:
     """The causal language model of a checkpoint on the CPU, and the shapes of the experts that it lacks.
 
-    Linear layers that are quantized on disk are dequantized.
+    A family that transformers has only with eyes comes with them. Linear layers that are quantized on disk are
+    dequantized.
 
     Args:
         path: a checkpoint folder. Nothing is fetched, and no code of the checkpoint is run.
@@ -79,14 +80,19 @@ def _kind_and_config(path: Path) -> tuple[Any, Any]:
     """transformers' class of the checkpoint's language model, and its configuration."""
     model_type = str(read_config(path).get("model_type"))
     known = _SAME_AS.get(model_type, model_type)
-    if known not in CONFIG_MAPPING or CONFIG_MAPPING[known] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    kind: Any = None
+    # These mappings import as they are asked, and know nothing by `get`.
+    if known in CONFIG_MAPPING:
+        config_class = CONFIG_MAPPING[known]
+        kinds = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+        kind = next((mapping[config_class] for mapping in kinds if config_class in mapping), None)
+    if kind is None:
         raise ConfigError(
             f"{path}: transformers {transformers.__version__} has no causal language model of model_type "
             f"{model_type!r}; install one that has"
         )
     with _quiet():
-        config = CONFIG_MAPPING[known].from_pretrained(path, local_files_only=True)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        config = config_class.from_pretrained(path, local_files_only=True)
     return kind, config if isinstance(config, kind.config_class) else config.get_text_config()
 
 
@@ -119,8 +125,9 @@ def _quiet() -> Iterator[None]:
 
 def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) -> None:
     """Reads the weights that transformers did not find, or took for what they are not: those quantized on disk."""
-    # Language models of others, such as those that see, lie deeper in the files than in transformers' class.
-    root = model_spec(reader.config).layers_module.removesuffix("layers")
+    # Language models of others, such as those that see, may lie deeper in the files than in transformers' class.
+    layers = model_spec(reader.config).layers_module
+    root = "model." if f"{layers}.0" in dict(model.named_modules()) else layers.removesuffix("layers")
     is_plain = quantization_config(reader.config) is None
     for name, param in model.named_parameters():
         stored = root + name.removeprefix("model.") if name.startswith("model.") else name

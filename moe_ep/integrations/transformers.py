@@ -245,10 +245,15 @@ def _put(model: Any, shape: ExpertsShape, layer: RoutedExperts, steps: StepCoord
 
 def _top_k(model: Any) -> int:
     config = model.config.get_text_config()
-    found = [value for name in _TOP_K if isinstance(value := getattr(config, name, None), int)]
-    if not found:
-        raise ConfigError(f"the {type(config).__name__} of the model has none of {', '.join(_TOP_K)}; set one of them")
-    return found[0]
+    for name in _TOP_K:
+        found = getattr(config, name, None)
+        # Hunyuan has one for each layer.
+        numbers = set(found) if isinstance(found, list) else {found}
+        if len(numbers) == 1 and isinstance(number := numbers.pop(), int):
+            return number
+    raise ConfigError(
+        f"the {type(config).__name__} of the model has one number in none of {', '.join(_TOP_K)}; set one of them"
+    )
 
 
 def _nobody(done: int, total: int) -> None:

@@ -77,6 +77,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 32,
         },
     ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {
+            "num_experts": EXPERTS,
+            "moe_intermediate_size": 32,
+            "num_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "head_dim": 32,
+        },
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {
+            "n_routed_experts": EXPERTS,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "v_head_dim": 16,
+        },
+    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {"num_experts": EXPERTS, "moe_topk": [2, 2, 2], "head_dim": 32}),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": EXPERTS, "head_dim": 32, "rotary_dim": 16}),
     "phimoe": ("Phimoe", {"num_local_experts": EXPERTS, "router_jitter_noise": 0.2}),
     "qwen3_next": (
@@ -106,10 +130,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def _sizes(extra: dict[str, Any]) -> dict[str, Any]:
+    """What a family says is more than SIZES say, also by another name."""
+    return {
+        key: value for key, value in SIZES.items() if key != "num_experts_per_tok" or "moe_topk" not in extra
+    } | extra
+
+
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
     """config.json as transformers writes it."""
     name, extra = MODELS[family]
-    config = getattr(transformers, f"{name}Config")(**SIZES, **extra, dtype="bfloat16")
+    config = getattr(transformers, f"{name}Config")(**_sizes(extra), dtype="bfloat16")
     return json.loads(config.to_json_string()) | changes
 
 
@@ -117,7 +148,7 @@ def save_model(family: str, directory: Path) -> Any:
     """A small random model of the family, saved by transformers."""
     name, extra = MODELS[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES, **extra, dtype="bfloat16")
+    config = getattr(transformers, f"{name}Config")(**_sizes(extra), dtype="bfloat16")
     model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

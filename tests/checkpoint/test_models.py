@@ -37,6 +37,7 @@ SAME_AS = {
     "glm4_moe_lite": "glm4_moe",
     "glm_moe_dsa": "glm4_moe",
     "dots1": "deepseek_v3",
+    "solar_open": "deepseek_v3",
     "minimax": "mixtral",
     "qwen3_5_moe_text": "qwen3_next",
 }
@@ -82,6 +83,20 @@ EXPECTED = {
             has_correction_bias=True,
         ),
     },
+    "exaone_moe": {
+        "moe_layers": (1, 2),
+        "routing": RoutingSpec(
+            renormalize=True,
+            scoring_func="sigmoid",
+            use_grouped_topk=True,
+            num_expert_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            has_correction_bias=True,
+        ),
+    },
+    "mimo_v2_flash": {"moe_layers": (1, 2), "shared_experts": None},
+    "hunyuan_v1_moe": {"moe_intermediate_size": 48, "routing": RoutingSpec(renormalize=True)},
     "minimax_m2": {
         "moe_intermediate_size": 48,
         "routing": RoutingSpec(renormalize=True, scoring_func="sigmoid", has_correction_bias=True),
@@ -109,7 +124,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_every_family_is_tested() -> None:
-    assert set(MODELS) == set(EXPECTED) == set(FAMILIES) - set(SAME_AS) - {"qwen3_vl_moe", "qwen3_5_moe"}
+    assert set(MODELS) == set(EXPECTED) == set(FAMILIES) - set(SAME_AS) - {"qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"}
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -138,6 +153,17 @@ def test_layers_that_transformers_lists() -> None:
             model_spec(listed | {"mlp_layer_types": wrong})
 
 
+def test_mimo_as_the_models_came() -> None:
+    came = {"moe_layer_freq": [0, 1, 1], "routed_scaling_factor": None, "layernorm_epsilon": 1e-5, "rms_norm_eps": None}
+    came |= {"mlp_layer_types": None, "n_shared_experts": None}
+    assert model_spec(config_of("mimo_v2_flash") | came) == model_spec(config_of("mimo_v2_flash"))
+
+
+def test_hunyuan_has_one_number_of_experts_a_token() -> None:
+    with pytest.raises(CheckpointError, match=r"moe_topk: expected a whole number of at least 1, found \[2, 1, 2\]"):
+        model_spec(config_of("hunyuan_v1_moe", moe_topk=[2, 1, 2]))
+
+
 def test_phi_mixes_with_the_jitter_of_its_config() -> None:
     routing = model_spec(config_of("phimoe")).routing
     assert routing.custom_routing_function.keywords == {"jitter_eps": 0.2}
@@ -160,7 +186,8 @@ def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> Non
         assert names == set(reader.names(spec.expert_prefix(index) + "."))
         block = model.model.layers[index].mlp
         router = load_router(reader, spec, index)
-        assert torch.equal(router.weight, router_of(block).weight)
+        found = router_of(block)
+        assert torch.equal(router.weight, getattr(found, "wg", found).weight)
         assert (router.bias is not None) == spec.has_router_bias
         assert (router.correction_bias is not None) == spec.routing.has_correction_bias
         norm = model.model.layers[index].post_attention_layernorm
@@ -172,7 +199,16 @@ def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> Non
 
 
 # How many experts the shared MLP stands for.
-SHARED = {"qwen2_moe": 1, "qwen3_next": 1, "deepseek_v2": 2, "deepseek_v3": 1, "glm4_moe": 1, "ernie4_5_moe": 2}
+SHARED = {
+    "qwen2_moe": 1,
+    "qwen3_next": 1,
+    "deepseek_v2": 2,
+    "deepseek_v3": 1,
+    "glm4_moe": 1,
+    "ernie4_5_moe": 2,
+    "exaone_moe": 2,
+    "hunyuan_v1_moe": 1,
+}
 
 
 def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any]) -> None:
@@ -185,7 +221,7 @@ def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any]) -> 
     if family not in SHARED:
         assert shared is None and not hasattr(block, "shared_expert") and not hasattr(block, "shared_experts")
         return
-    module = block.shared_expert if hasattr(block, "shared_expert") else block.shared_experts
+    module = getattr(block, spec.shared_experts.module)
     assert torch.equal(shared.gate, module.gate_proj.weight)
     assert torch.equal(shared.up, module.up_proj.weight)
     assert torch.equal(shared.down, module.down_proj.weight)

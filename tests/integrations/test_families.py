@@ -18,6 +18,7 @@ import moe_ep
 from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError
+from moe_ep.integrations.generation import Generation, Request
 from moe_ep.integrations.hf_experts import find_experts
 from moe_ep.methods import relative_error, tolerance
 from tests.integrations.hf_models import FAMILIES, GROUPED, MLA, SIZES, make_model
@@ -28,6 +29,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "GlmMoeDsa": {**MLA, **GROUPED, **INDEXER},
     "Glm4MoeLite": {**MLA, **GROUPED, "head_dim": 8},
     "Dots1": {**GROUPED, "norm_topk_prob": True},
+    "SolarOpen": {**GROUPED, "first_k_dense_replace": 0},
+    "ExaoneMoe": {**GROUPED, "num_experts": 8, "num_shared_experts": 1, "sliding_window": 8},
+    "MiMoV2Flash": {**GROUPED, "n_shared_experts": None, "num_key_value_heads": 1, "v_head_dim": 16},
+    "HunYuanMoEV1": {"num_experts": 6, "num_experts_per_tok": [2, 2]},
     "MiniMax": {"num_local_experts": 6, "layer_types": ["linear_attention", "full_attention"]},
     "MiniMaxM2": {"num_local_experts": 6, "rotary_dim": 16},
     "Phimoe": {"num_local_experts": 6},
@@ -84,7 +89,9 @@ def test_a_configuration_that_calls_top_k_otherwise(monkeypatch: pytest.MonkeyPa
         pytest.skip(f"transformers {transformers.__version__} has Aria's experts in a form of their own")
     check(moe_ep.parallelize(copy.deepcopy(alone)), alone)
     monkeypatch.setattr("moe_ep.integrations.transformers._TOP_K", ("num_experts_per_tok",))
-    with pytest.raises(ConfigError, match="the AriaTextConfig of the model has none of num_experts_per_tok; set one"):
+    with pytest.raises(
+        ConfigError, match="the AriaTextConfig of the model has one number in none of num_experts_per_tok; set"
+    ):
         moe_ep.parallelize(alone)
 
 
@@ -97,6 +104,55 @@ def test_kimi_is_deepseek_by_another_name(tmp_path: Path) -> None:
     check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
 
 
+VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+IMAGE = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+# (the family's sizes, those of its eyes)
+SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen3VLMoe": ({"num_experts": 6, "mrope_section": [4, 6, 6]}, {"deepstack_visual_indexes": [0]}),
+    "Glm4vMoe": ({**GROUPED, "mrope_section": [2, 3, 3]}, {}),
+}
+
+
+def make_seeing(family: str) -> Any:
+    text, vision = SEEING[family]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": text["mrope_section"]}
+    config = getattr(transformers, f"{family}Config")(
+        text_config={**SIZES, **text, "rope_parameters": rope},
+        vision_config={**VISION, **vision, "patch_size": 4, "temporal_patch_size": 1},
+        **IMAGE,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval().requires_grad_(False)
+    for name, param in model.named_parameters():
+        if "experts." in name or name.endswith("mlp.gate.weight"):
+            torch.nn.init.normal_(param, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_a_model_that_sees(family: str, tmp_path: Path) -> None:
+    """Whole, with its eyes: text, an image in it, and generation, in slots too."""
+    alone = make_seeing(family)
+    alone.save_pretrained(tmp_path)
+    parallel = moe_ep.parallelize(tmp_path, dtype=torch.float32)
+    check(parallel, alone)
+    tokens = torch.randint(1, 80, (1, 12), generator=torch.Generator().manual_seed(1))
+    tokens[0, 3:9] = torch.tensor([92, 90, 90, 90, 90, 93])
+    seen = {
+        "input_ids": tokens,
+        "mm_token_type_ids": (tokens == 90).int(),
+        "pixel_values": torch.randn(16, 48, generator=torch.Generator().manual_seed(2)),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+    greedy = {"max_new_tokens": 6, "do_sample": False}
+    with torch.inference_mode():
+        assert relative_error(parallel(**seen).logits, alone(**seen).logits) < 2 * tolerance(torch.float32)
+        assert torch.equal(parallel.generate(**seen, **greedy), alone.generate(**seen, **greedy))
+    text = tokens[0, :3]
+    (done,) = Generation(parallel, [Request(0, text)], max_new_tokens=6, num_slots=2, stop_ids=[]).run()
+    assert done.token_ids == alone.generate(text[None], **greedy)[0, 3:].tolist()
+
+
 def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
     """Qwen3.5, whose files have it deeper than transformers' class; its attention is quantized, here without loss."""
     if not hasattr(transformers, "Qwen3_5MoeConfig"):
@@ -104,8 +160,7 @@ def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
     text = {key: value for key, value in {**SIZES, **FAMILIES["Qwen3Next"]}.items() if key != "intermediate_size"}
     text["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
     text["rope_parameters"]["rope_theta"] = 1e4
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
-    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
     torch.manual_seed(0)
     alone = transformers.Qwen3_5MoeForConditionalGeneration(config).eval().requires_grad_(False)
     for name, param in alone.named_parameters():
