@@ -9,13 +9,22 @@ from typing import Any
 import torch
 
 import moe_ep
-from moe_ep.registry import ALL2ALL_BACKENDS
+from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS, Registry
 
 
 def backend_name(prepare_finalize: Any) -> str:
     """The registry's name of a dispatch backend, or its class where it has none."""
-    target = f"{type(prepare_finalize).__module__}:{type(prepare_finalize).__name__}"
-    return next((name for name in ALL2ALL_BACKENDS if ALL2ALL_BACKENDS[name].target == target), target)
+    return _name_in(ALL2ALL_BACKENDS, prepare_finalize)
+
+
+def experts_name(experts: Any) -> str:
+    """The registry's name of what computes a layer's experts, or its class where it has none."""
+    return _name_in(EXPERTS, experts)
+
+
+def _name_in(registry: Registry, chosen: Any) -> str:
+    target = f"{type(chosen).__module__}:{type(chosen).__name__}"
+    return next((name for name in registry if registry[name].target == target), target)
 
 
 def versions() -> dict[str, str]:

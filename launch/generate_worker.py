@@ -23,7 +23,7 @@ from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.generation import Completion, Generation, Request
 from moe_ep.integrations.steps import StepCoordinator
 from moe_ep.launch import progress
-from moe_ep.launch.facts import backend_name, device_name, peak_memory, versions
+from moe_ep.launch.facts import backend_name, device_name, experts_name, peak_memory, versions
 from moe_ep.launch.generate_config import GenerateConfig
 from moe_ep.launch.generate_report import RankGeneration
 from moe_ep.launch.model_options import torch_dtype
@@ -75,7 +75,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[st
         device=rank_env.device,
         device_name=device_name(device),
         backends=_backends(steps, config.batch_size),
-        experts_name=type(steps.layers[0].modular_kernel.fused_experts).__name__,
+        experts_name=experts_name(steps.layers[0].modular_kernel.fused_experts),
         dtype=str(dtype).removeprefix("torch."),
         num_layers=len(steps.layers),
         num_experts=steps.layers[0].num_experts,

@@ -196,6 +196,6 @@ class RunReport:
         layer, worst = max(self.errors.items(), key=lambda item: item[1])
         verdict = "verified" if self.verified else "NOT verified"
         return (
-            f"{verdict}: maximum relative error {worst:.2e} (layer {layer}) against the plain reference without expert "
-            f"parallelism, {self.ranks[0].dtype} allows {self.tolerance:.0e}"
+            f"{verdict}: maximum relative error {worst:.2e} (layer {layer}) against the reference without expert "
+            f"parallelism ({self.ranks[0].dtype} allows {self.tolerance:.0e})"
         )

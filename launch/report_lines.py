@@ -34,7 +34,7 @@ def _head(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
     yield (
         f"model   {model['family']}, {len(report.layers)} MoE layers of {model['num_experts']} experts, "
         f"top-{model['top_k']}, hidden {model['hidden_size']}, intermediate {model['intermediate_size']}, "
-        f"quantization {model['quantization']}"
+        f"weights {'plain' if model['quantization'] == 'none' else model['quantization']}"
     )
     yield f"        {model['path']}"
     yield (
@@ -44,7 +44,7 @@ def _head(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _ranks(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
-    rows = [("rank", "placement: experts of every layer", "tokens a step", "memory", "where")]
+    rows = [("rank", "placement: experts in every layer", "tokens/step", "memory", "where")]
     rows += [
         (
             str(rank.rank),
@@ -68,20 +68,21 @@ def _loads(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
     else:
         names, rows = ["least", "mean", "most"], [[min(row), sum(row) / len(row), max(row)] for row in means]
     width = max(7, *(len(f"{load:.0f}") + 1 for row in rows for load in row))
-    yield "tokens per rank: expert assignments in a step, mean over steps"
+    yield "tokens per rank: what its experts get in a step, a token once for each expert; mean over steps"
     yield f"{'layer':<6}" + "".join(f"{name:>{width}}" for name in names) + f"{'mean/max':>10}"
     for layer, loads, row in zip(report.layers, means, rows, strict=True):
         yield f"{layer:<6}" + "".join(f"{load:>{width}.0f}" for load in row) + f"{_mean_over_max(loads):>10.3f}"
-    yield f"balancedness {summary['balancedness']:.3f}, 1 where every rank has the same"
+    yield f"balancedness {summary['balancedness']:.3f} (1 = the same load on every rank)"
 
 
 def _times(summary: dict[str, Any]) -> Iterator[str]:
-    yield f"{'ms of the slowest rank':<24}{'median':>10}{'p99':>10}{'max':>10}"
+    yield f"{'ms, slowest rank':<24}{'median':>10}{'p99':>10}{'max':>10}"
     for stage, ms in summary["ms"].items():
-        yield f"{stage + ' of a layer':<24}{ms['median']:>10.3f}{ms['p99']:>10.3f}{ms['max']:>10.3f}"
+        yield f"{stage + ', per layer':<24}{ms['median']:>10.3f}{ms['p99']:>10.3f}{ms['max']:>10.3f}"
     whole = summary["step_ms"]
     yield f"{'whole step':<24}{whole['median']:>10.3f}{whole['p99']:>10.3f}{whole['max']:>10.3f}"
-    yield f"{summary['tokens_per_s']:,.0f} tokens/s in {summary['steps']} step{'s' if summary['steps'] > 1 else ''}"
+    steps = f"{summary['steps']} step{'s' if summary['steps'] > 1 else ''}"
+    yield f"{summary['tokens_per_s']:,.0f} tokens/s through the MoE layers, all ranks together, over {steps}"
 
 
 def _eplb(eplb: dict[str, Any]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from moe_ep.eplb.trace import model_name
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.launch import progress
 from moe_ep.launch.balancing import Balancing
-from moe_ep.launch.facts import backend_name, device_name, peak_memory, versions
+from moe_ep.launch.facts import backend_name, device_name, experts_name, peak_memory, versions
 from moe_ep.launch.inputs import TokenSource
 from moe_ep.launch.model_options import torch_dtype
 from moe_ep.launch.observing import observing
@@ -197,7 +197,7 @@ def _new_report(
         experts=sorted(set(mine.tolist())),
         num_tokens=config.num_tokens(rank_env.rank),
         backend=backend_name(layer.prepare_finalize),
-        experts_name=type(layer.modular_kernel.fused_experts).__name__,
+        experts_name=experts_name(layer.modular_kernel.fused_experts),
         load_s=load_s,
         bytes_read=reader.bytes_read,
         versions=versions(),

@@ -23,7 +23,7 @@ def account(rank: int, errors: dict[int, float], **changes: Any) -> RankReport:
         "experts": [[0, 1, 2], [3, 5]][rank],
         "num_tokens": 10 * (rank + 1),
         "backend": "all_to_all",
-        "experts_name": "ReferenceExperts",
+        "experts_name": "reference",
         "load_s": 0.5,
         "bytes_read": 100,
         "versions": {"torch": "0"},
