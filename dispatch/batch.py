@@ -89,37 +89,28 @@ def check_arguments(
     topk_ids: torch.Tensor,
     apply_router_weight_on_input: bool,
     known_ids: int,
-    capacity: int | None,
+    capacity: int | None = None,
+    max_topk: int | None = None,
 ) -> None:
     """ValueError for a batch that would not survive the journey; shapes and dtypes only, no values on a GPU.
 
     Args:
         known_ids: ids are below this.
         capacity: the most tokens; None for any number.
+        max_topk: the most experts of a token; None for any number.
     """
-    rules = (
-        (a1.dim() == 2 and a1.dtype in ACTIVATION_DTYPES, "a1", a1, "(T, K) of f32, f16 or bf16"),
-        (
-            topk_ids.dim() == 2 and not (topk_ids.is_floating_point() or topk_ids.dtype is torch.bool),
-            "topk_ids",
-            topk_ids,
-            "(T, topk) of an integer type",
-        ),
-        (
-            topk_weights.shape == topk_ids.shape and topk_weights.dtype is torch.float32,
-            "topk_weights",
-            topk_weights,
-            f"f32 of topk_ids' shape {tuple(topk_ids.shape)}",
-        ),
-    )
-    for holds, name, tensor, rule in rules:
-        if not holds:
-            raise ValueError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be {rule}")
+    if a1.dim() != 2 or a1.dtype not in ACTIVATION_DTYPES:
+        raise _unfit("a1", a1, "(T, K) of f32, f16 or bf16")
+    if topk_ids.dim() != 2 or topk_ids.is_floating_point() or topk_ids.dtype is torch.bool:
+        raise _unfit("topk_ids", topk_ids, "(T, topk) of an integer type")
+    if topk_weights.shape != topk_ids.shape or topk_weights.dtype is not torch.float32:
+        raise _unfit("topk_weights", topk_weights, f"f32 of topk_ids' shape {tuple(topk_ids.shape)}")
     num_tokens, topk = topk_ids.shape
     if a1.size(0) != num_tokens:
         raise ValueError(f"a1 has {a1.size(0)} tokens and topk_ids {num_tokens}; they must have the same")
-    if not 1 <= topk <= MAX_TOPK:
-        raise ValueError(f"topk_ids has {topk} columns; it must have 1 to {MAX_TOPK}")
+    if topk < 1 or (max_topk is not None and topk > max_topk):
+        limit = "at least 1" if max_topk is None else f"1 to {max_topk}"
+        raise ValueError(f"topk_ids has {topk} columns; it must have {limit}")
     if apply_router_weight_on_input and topk != 1:
         raise ValueError(
             f"apply_router_weight_on_input needs top_k 1 and topk_ids has {topk} columns; apply the weights on the "
@@ -136,3 +127,7 @@ def check_arguments(
             f"a1 has {num_tokens} tokens and the capacity is {capacity} per rank; send at most {capacity} at a time "
             f"(FusedMoE does), or make the backend with max_num_tokens={num_tokens}"
         )
+
+
+def _unfit(name: str, tensor: torch.Tensor, rule: str) -> ValueError:
+    return ValueError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be {rule}")

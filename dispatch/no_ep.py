@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
+from moe_ep.dispatch.batch import check_arguments
 from moe_ep.topk_weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,
@@ -61,9 +62,15 @@ class NoEPPrepareFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> PrepareResult:
+        check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, num_experts)
         if apply_router_weight_on_input:
             a1 = (a1 * topk_weights).to(a1.dtype)
         if expert_map is not None:
+            if expert_map.shape != (num_experts,):
+                raise ValueError(
+                    f"expert_map has shape {tuple(expert_map.shape)}; it must have one entry for each of "
+                    f"num_experts ({num_experts})"
+                )
             is_local = (topk_ids >= 0) & (expert_map[topk_ids.long().clamp(min=0)] >= 0)
             topk_ids = torch.where(is_local, topk_ids, -1)
         return a1, None, None, topk_ids, topk_weights

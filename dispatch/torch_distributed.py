@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEPrepareAndFinalize, PrepareResult
-from moe_ep.dispatch.batch import Batch, OpenBatches, Pending, check_arguments
+from moe_ep.dispatch.batch import MAX_TOPK, Batch, OpenBatches, Pending, check_arguments
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
@@ -192,9 +192,8 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
                 )
             if expert_map is not None:
                 self._check_map(expert_map)
-            check_arguments(
-                a1, topk_weights, topk_ids, apply_router_weight_on_input, known_ids, self.max_num_tokens_per_rank()
-            )
+            capacity = self.max_num_tokens_per_rank()
+            check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, known_ids, capacity, MAX_TOPK)
         except ValueError as refusal:
             self.ranks.notes.leave(str(refusal))
             raise

@@ -11,16 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.errors import one_of
+from moe_ep.errors import check_at_least, one_of
 from moe_ep.expert_map import EXPERT_PLACEMENT_STRATEGIES
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _require_positive(owner: str, **values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{owner}: {name} is {value}; it must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +37,7 @@ class FusedMoEParallelConfig:
     expert_placement_strategy: str = "linear"
 
     def __post_init__(self) -> None:
-        _require_positive("FusedMoEParallelConfig", tp_size=self.tp_size, dp_size=self.dp_size, ep_size=self.ep_size)
+        check_at_least(1, tp_size=self.tp_size, dp_size=self.dp_size, ep_size=self.ep_size)
         for kind in ("tp", "dp", "ep"):
             rank, size = getattr(self, f"{kind}_rank"), getattr(self, f"{kind}_size")
             if not 0 <= rank < size:
@@ -79,7 +73,7 @@ class FusedMoEParallelConfig:
             ValueError: sizes below 1 or that do not multiply up, or a rank outside them.
         """
         given = {"tp_size": tp_size, "dp_size": dp_size, "ep_size": ep_size}
-        _require_positive(cls.__name__, **{name: size for name, size in given.items() if size is not None})
+        check_at_least(1, **{name: size for name, size in given.items() if size is not None})
         if tp_size is None and dp_size is None:
             ranks = ep_size if ep_size is not None and ep_size > 1 else (world_size or 1)
             tp_size, dp_size = 1, ranks
@@ -169,16 +163,17 @@ class FusedMoEConfig:
     num_fused_shared_experts: int = 0
 
     def __post_init__(self) -> None:
-        _require_positive(
-            "FusedMoEConfig",
+        check_at_least(
+            1,
             num_experts=self.num_experts,
             experts_per_token=self.experts_per_token,
             hidden_dim=self.hidden_dim,
             intermediate_size_per_partition=self.intermediate_size_per_partition,
             max_num_tokens=self.max_num_tokens,
         )
-        if self.num_local_experts < 0:
-            raise ValueError(f"num_local_experts is {self.num_local_experts}; it must be at least 0")
+        check_at_least(
+            0, num_local_experts=self.num_local_experts, num_fused_shared_experts=self.num_fused_shared_experts
+        )
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token (top_k) is {self.experts_per_token}; it must not exceed num_experts "

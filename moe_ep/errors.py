@@ -8,6 +8,7 @@ Every message is one sentence that names the thing, its value, the rule and the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 
 class MoeEpError(RuntimeError):
@@ -64,6 +65,15 @@ def missing_extra(package: str, extra: str, needed_for: str) -> ImportError:
 def rank_list(ranks: Sequence[int]) -> str:
     """The ranks in words: "rank 1", or "ranks 1, 3"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def check_at_least(least: int, **values: int) -> None:
+    """Raises TypeError for a value that is not a whole number, and ValueError for one that is too small."""
+    for name, value in values.items():
+        if not isinstance(value, Integral):
+            raise TypeError(f"{name} is {value!r}; it must be a whole number")
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 def one_of(argument: str, value: object, allowed: Sequence[str]) -> str:

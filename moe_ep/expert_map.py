@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_ep.errors import one_of
+from moe_ep.errors import check_at_least, one_of
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 if TYPE_CHECKING:
@@ -155,8 +155,7 @@ def maybe_roundup_hidden_size(
     Raises:
         ValueError: a hidden size that is not positive, or an unknown backend.
     """
-    if hidden_size < 1:
-        raise ValueError(f"hidden_size is {hidden_size}; it must be at least 1")
+    check_at_least(1, hidden_size=hidden_size)
     multiple = _PACKED_COLUMNS if quant_config is not None and quant_config.is_quantized else 1
     if parallel_config.use_all2all and parallel_config.all2all_backend != "auto":
         multiple = math.lcm(multiple, ALL2ALL_BACKENDS.load(parallel_config.all2all_backend).hidden_size_multiple)
@@ -173,12 +172,8 @@ def _owners(ep_size: int, num_experts: int, strategy: str) -> torch.Tensor:
 
 
 def _check_placement(ep_size: int, num_experts: int, strategy: str, num_fused_shared_experts: int) -> None:
-    if ep_size < 1:
-        raise ValueError(f"ep_size is {ep_size}; it must be at least 1")
-    if num_experts < 1:
-        raise ValueError(f"global_num_experts is {num_experts}; it must be at least 1")
-    if num_fused_shared_experts < 0:
-        raise ValueError(f"num_fused_shared_experts is {num_fused_shared_experts}; it must be at least 0")
+    check_at_least(1, ep_size=ep_size, global_num_experts=num_experts)
+    check_at_least(0, num_fused_shared_experts=num_fused_shared_experts)
     if strategy not in EXPERT_PLACEMENT_STRATEGIES:
         raise ValueError(one_of("expert_placement_strategy", strategy, EXPERT_PLACEMENT_STRATEGIES))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
-from moe_ep.errors import ConfigError
+from moe_ep.errors import ConfigError, check_at_least
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.expert_slots import ExpertSlots, LayerEplbState
 from moe_ep.fixed_tensors import FixedTensors, table_device
@@ -53,6 +53,10 @@ class ExpertShard(FixedTensors):
         layer_name: str,
     ) -> None:
         super().__init__()
+        # By the names that the layer's user gave; the configurations have others for some.
+        check_at_least(1, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, max_num_tokens=max_num_tokens)
+        check_at_least(1, intermediate_size=intermediate_size)
+        check_at_least(0, num_redundant_experts=num_redundant_experts, n_shared_experts=num_fused_shared_experts)
         self.layer_name = layer_name
         self.num_experts = num_experts
         self.num_redundant_experts = num_redundant_experts
@@ -99,8 +103,6 @@ class ExpertShard(FixedTensors):
 
     def _check_redundancy(self, enable_eplb: bool) -> None:
         E, redundant, ep_size = self.num_experts, self.num_redundant_experts, self.parallel_config.ep_size
-        if E < 1 or redundant < 0:
-            raise ValueError(f"num_experts is {E} and num_redundant_experts {redundant}; they must be at least 1 and 0")
         if (enable_eplb or redundant) and (E + redundant) % ep_size:
             raise ConfigError(
                 f"num_experts ({E}) + redundant ({redundant}) must be a multiple of ep_size ({ep_size}); "

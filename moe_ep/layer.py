@@ -18,7 +18,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.custom_ops import register_layer, unique_name
 from moe_ep.layer_parts import LayerParts
 from moe_ep.passes import most_tokens
-from moe_ep.process_groups import is_initialized
+from moe_ep.process_groups import this_rank
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.routing import check_router_weight_on_input, check_routing, select_experts
 from moe_ep.stages import stage, tell_routing
@@ -117,13 +117,12 @@ class FusedMoE(LayerParts):
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             params_dtype=params_dtype or torch.get_default_dtype(),
-            parallel_config=parallel_config
-            or FusedMoEParallelConfig.make(
-                tp_size,
-                dp_size,
-                ep_size,
-                rank=dist.get_rank(process_group) if is_initialized() else 0,
-                world_size=dist.get_world_size(process_group) if is_initialized() else None,
+            parallel_config=this_rank(
+                parallel_config,
+                process_group,
+                tp_size=tp_size,
+                dp_size=dp_size,
+                ep_size=ep_size,
                 is_sequence_parallel=is_sequence_parallel,
                 all2all_backend=all2all_backend,
                 expert_placement_strategy=expert_placement_strategy,

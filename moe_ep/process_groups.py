@@ -37,6 +37,27 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def this_rank(
+    parallel_config: FusedMoEParallelConfig | None, process_group: dist.ProcessGroup | None = None, **settings: Any
+) -> FusedMoEParallelConfig:
+    """The configuration given, or the one that these settings make for this rank of the process group.
+
+    Args:
+        settings: of `FusedMoEParallelConfig.make`.
+
+    Raises:
+        ValueError: sizes that do not multiply up, or settings that contradict the configuration.
+    """
+    if parallel_config is None:
+        ranks = (dist.get_rank(process_group), dist.get_world_size(process_group)) if is_initialized() else (0, None)
+        return FusedMoEParallelConfig.make(rank=ranks[0], world_size=ranks[1], **settings)
+    for name, value in settings.items():
+        default, configured = getattr(FusedMoEParallelConfig, name), getattr(parallel_config, name)
+        if value not in (None, default, configured):
+            raise ValueError(f"{name} is {value!r} and parallel_config has {configured!r}; give it in one of the two")
+    return parallel_config
+
+
 def layer_groups(
     parallel_config: FusedMoEParallelConfig, process_group: dist.ProcessGroup | None = None
 ) -> LayerGroups:

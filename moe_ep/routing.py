@@ -177,6 +177,8 @@ def check_routing(
             f"e_score_correction_bias has shape {tuple(bias.shape)}; it must have one value for each column of "
             f"router_logits, ({num_columns},)"
         )
+    if custom_routing_function is not None and not callable(custom_routing_function):
+        raise TypeError(f"custom_routing_function is {custom_routing_function!r}; it must be a function")
     if custom_routing_function is not None and (use_grouped_topk or bias is not None):
         raise ValueError(
             "custom_routing_function is given together with use_grouped_topk or e_score_correction_bias; it replaces "

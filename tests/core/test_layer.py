@@ -266,7 +266,7 @@ def test_repr_says_what_it_is() -> None:
     [
         ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input needs top_k 1 and top_k is 2"),
         ({"apply_router_weight_on_input": True, "top_k": 1, "n_shared_experts": 1}, "needs top_k 1 and top_k is 2"),
-        ({"num_redundant_experts": -1}, "num_redundant_experts -1; they must be at least 1 and 0"),
+        ({"num_redundant_experts": -1}, "num_redundant_experts is -1; it must be at least 0"),
         ({"num_experts": 0}, "num_experts is 0"),
         ({"activation": "tanh"}, "activation is 'tanh'; it must be one of silu"),
         ({"scoring_func": "tanh"}, "scoring_func is 'tanh'; it must be one of softmax, sigmoid"),
@@ -275,10 +275,14 @@ def test_repr_says_what_it_is() -> None:
         ({"all2all_backend": "pigeon", "ep_size": 1}, "all2all_backend is 'pigeon'; it must be one of auto, no_ep"),
         ({"expert_placement_strategy": "random"}, "expert_placement_strategy is 'random'"),
         ({"ep_size": 2, "tp_size": 3}, "ep_size is 2; it must be 1"),
+        ({"parallel_config": FusedMoEParallelConfig(), "tp_size": 2}, "tp_size is 2 and parallel_config has 1; give"),
+        ({"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
+        ({"top_k": 2.0}, "top_k is 2.0; it must be a whole number"),
+        ({"custom_routing_function": "even"}, "custom_routing_function is 'even'; it must be a function"),
     ],
 )
 def test_refuses_bad_arguments(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         make_layer(**options)
 
 

@@ -261,3 +261,9 @@ def test_no_ep_masks_what_is_elsewhere() -> None:
     assert torch.equal(output, weights[:, 1:].expand(2, 40))
     on_input = backend.prepare(rows, weights[:, :1], ids[:, :1], 3, expert_map, True, quant_config)[0]
     assert torch.equal(on_input, rows * weights[:, :1])
+    with pytest.raises(
+        ValueError, match=r"topk_weights is \(2, 1\) of torch.float32; it must be f32 of topk_ids' shape"
+    ):
+        backend.prepare(rows, weights[:, :1], ids, 3, expert_map, False, quant_config)
+    with pytest.raises(ValueError, match=r"expert_map has shape \(3,\); .* each of num_experts \(4\)"):
+        backend.prepare(rows, weights, ids, 4, expert_map, False, quant_config)

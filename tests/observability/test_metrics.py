@@ -79,7 +79,7 @@ def test_a_scraper_reads_what_the_layers_did() -> None:
 
 def observe_on_a_rank(rank: int, world_size: int) -> list[tuple[str, float, dict[str, str]]]:
     layer = make_layer(
-        parallel_config=FusedMoEParallelConfig.make(ep_size=world_size, rank=rank), all2all_backend="all_to_all"
+        parallel_config=FusedMoEParallelConfig.make(ep_size=world_size, rank=rank, all2all_backend="all_to_all")
     )
     sink = Kept()
     logits = torch.full((T, 8), -9.0)
