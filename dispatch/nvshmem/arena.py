@@ -24,6 +24,7 @@ import torch.distributed as dist
 from moe_ep import env
 from moe_ep.dispatch.nvshmem import device_api
 from moe_ep.dispatch.nvshmem.meeting import meet
+from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.errors import BackendUnavailableError, missing_extra
 from moe_ep.process_groups import host_name
 
@@ -72,13 +73,14 @@ class SymmetricArena:
     Attributes:
         rank, world_size: of this process in the group.
         device: the CUDA device.
+        order: of kernels that wait for other ranks, one for all arenas of the process.
     """
 
     def __init__(self, runtime: _Runtime, process_group: dist.ProcessGroup) -> None:
         self._runtime = runtime
         self._pes = dist.get_process_group_ranks(process_group)
         self.rank, self.world_size = dist.get_rank(process_group), len(self._pes)
-        self.device = runtime.device
+        self.device, self.order = runtime.device, runtime.order
 
     @property
     def is_mapped(self) -> bool:
@@ -136,6 +138,7 @@ class _Runtime:
             raise BackendUnavailableError("NVSHMEM needs a CUDA GPU and torch sees none")
         core, self._bindings = _nvshmem()
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self.order = Order(self.device)
         self.world = list(range(dist.get_world_size()))
         self.blocks: list[_Block] = []
         self.arenas: dict[tuple[int, ...], SymmetricArena] = {}

@@ -7,7 +7,8 @@ The protocol, for each batch in flight (cuda/protocol.cuh and low_latency.cuh ho
             on the host counts, and a captured graph may be replayed.
     flags   everything a peer writes carries the epoch: in each line or packet, or in a flag that is released behind a
             row. Epochs only grow, so what is left of earlier batches is never taken for new, and nothing needs to be
-            cleared.
+            cleared. They have 32 bits and begin again with 0; before, what was not written for long is written with
+            an old one (cuda/low_latency_refresh.cuh).
     rows    are written for a next batch only after this rank's combine, which waited for a result for every row that it
             had sent; by then the peer had read them. Results are written only after the owner's header came, which it
             sent behind its own combine before.
@@ -41,7 +42,17 @@ from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.errors import BackendUnavailableError
 
 _EPOCH_SHIFT = 32
+_NUM_EPOCHS = 1 << 32
 _channels: WeakKeyDictionary[SymmetricArena, WeakValueDictionary[str, Channel]] = WeakKeyDictionary()
+
+
+def latest(epochs: Sequence[int]) -> int:
+    """The last of epochs that are close together, as a signed number of 32 bits; 0 comes behind 2**32 - 1.
+
+    Example: [0xfffffffe, 1, 0] gives 1.
+    """
+    ahead = max((epoch - epochs[0] + _NUM_EPOCHS // 2) % _NUM_EPOCHS for epoch in epochs)
+    return (epochs[0] + ahead) % _NUM_EPOCHS - _NUM_EPOCHS // 2
 
 
 class Channel:
@@ -50,11 +61,12 @@ class Channel:
     Attributes:
         record: failed waits, for the host.
         alive: the EP ranks that take part.
+        order: of this process's kernels.
     """
 
     @torch.inference_mode(False)
     def __init__(self, arena: SymmetricArena, layout: BatchLayout, ranks: RankGroup, members: Sequence[int]) -> None:
-        self.layout, self.ranks, self.members = layout, ranks, members
+        self.layout, self.ranks, self.members, self.order = layout, ranks, members, arena.order
         self.region = arena.reserve(layout.symmetric_bytes, "low latency")
         pointers = self.region.peer_pointers.tolist()
         unreachable = [rank for rank, pointer in enumerate(pointers) if not pointer]
@@ -68,7 +80,7 @@ class Channel:
         self._counters = torch.empty((BATCHES_IN_FLIGHT, 2), dtype=torch.int64, device=arena.device)
         self._status = torch.zeros(2, dtype=torch.int32, device=arena.device)
         self._free = [True] * BATCHES_IN_FLIGHT
-        self._start(1)
+        self._start([1] * BATCHES_IN_FLIGHT)
         self._buffers = [self._buffers_of(pointers, batch) for batch in range(BATCHES_IN_FLIGHT)]
 
     @classmethod
@@ -126,16 +138,18 @@ class Channel:
         alive = [rank for rank in range(self.ranks.size) if rank not in dead]
         members = [self.members[rank] for rank in alive]
         torch.cuda.synchronize(self._status.device)
-        epoch = int((self._counters >> _EPOCH_SHIFT).max())
-        epochs = meet("recovery", members, str(epoch))
+        mine = [latest([counter >> _EPOCH_SHIFT for counter in both]) for both in self._counters.tolist()]
+        told = meet("recovery", members, " ".join(map(str, mine)))
         self.alive = alive
         self._free = [True] * BATCHES_IN_FLIGHT
-        self._start(max(map(int, epochs)) + 1)
+        self._start([latest(epochs) + 1 for epochs in zip(*(map(int, text.split()) for text in told), strict=True)])
         self.record.clear()
         meet("recovered", members)
 
-    def _start(self, epoch: int) -> None:
-        self._counters.fill_(epoch << _EPOCH_SHIFT)
+    def _start(self, epochs: Sequence[int]) -> None:
+        """Each set of buffers goes on with the batch of its number."""
+        upper = [latest([epoch]) << _EPOCH_SHIFT for epoch in epochs]
+        self._counters.copy_(torch.tensor(upper, dtype=torch.int64)[:, None])
         self._status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
         torch.cuda.synchronize(self._status.device)
 

@@ -169,9 +169,10 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         parts = self._block.take()
         number = parts.number
         where = [batch.topk_ids, batch.owners, parts.slots, parts.arriving if exact else None]
-        self._launch("plan", parts, where, [num_ids, num_tokens, number])
         tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
-        self._launch("dispatch", parts, tensors, [num_ids, num_tokens, 0 if exact else layout.max_rows])
+        with self._block.order.turn():
+            self._launch("plan", parts, where, [num_ids, num_tokens, number])
+            self._launch("dispatch", parts, tensors, [num_ids, num_tokens, 0 if exact else layout.max_rows])
 
         def receive() -> tuple[PrepareResult, _Handle]:
             rows = self._arrived(parts, number) if exact else layout.max_rows
@@ -210,7 +211,8 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
                     f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be contiguous {expected} of "
                     f"{self.moe_config.in_dtype}"
                 )
-        self._launch("combine", handle.parts, [rows, handle.parts.slots, output], [handle.num_tokens])
+        with self._block.order.turn():
+            self._launch("combine", handle.parts, [rows, handle.parts.slots, output], [handle.num_tokens])
         handle.parts.is_open = False
         return Pending(lambda: None, lambda: None)
 

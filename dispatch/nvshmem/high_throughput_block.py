@@ -125,12 +125,13 @@ class Block:
     Attributes:
         alive: the EP ranks that take part.
         record: failed waits, for the host.
+        order: of this process's kernels.
     """
 
     def __init__(
         self, symmetric: arena.SymmetricArena, layout: Layout, ranks: RankGroup, in_dtype: torch.dtype
     ) -> None:
-        self.layout, self._ranks, self._device = layout, ranks, symmetric.device
+        self.layout, self._ranks, self._device, self.order = layout, ranks, symmetric.device, symmetric.order
         self._region = symmetric.reserve(layout.symmetric_bytes, "high throughput")
         self._peers = self._region.peer_pointers.tolist()
         unreachable = [rank for rank, pointer in enumerate(self._peers) if not pointer]
@@ -179,7 +180,7 @@ class Block:
         return self._region.local[start : start + self.layout.sizes[name]]
 
     def common(self, batch: int, numbers: torch.Tensor) -> Any:
-        """`Common` of cuda/high_throughput.cuh; `numbers` begin with epoch, finished and taken."""
+        """`Common` of cuda/high_throughput.cuh; `numbers` are those of BatchParts."""
         layout, first = self.layout, numbers.data_ptr()
         return common_type(layout.num_ranks)(
             peers=(ctypes.c_uint64 * layout.num_ranks)(*(peer + batch * layout.batch_bytes for peer in self._peers)),
@@ -189,9 +190,9 @@ class Block:
             record=self.record.words.data_ptr(),
             timeout_ns=int(self.record.timeout_s * 1e9),
             epoch=first,
-            finished=first + 4,
-            taken=first + 8,
-            placement=first + 16,
+            finished=first + 8,
+            taken=first + 16,
+            placement=first + 24,
             rank=self._ranks.rank,
         )
 
@@ -200,7 +201,7 @@ class Block:
         members = dist.get_process_group_ranks(self._ranks.group)
         alive = [rank for rank in range(self._ranks.size) if rank not in dead]
         torch.cuda.synchronize(self._device)
-        epoch = max(int(parts.numbers[0]) for parts in self.batches)
+        epoch = max(int(parts.epoch) for parts in self.batches)
         epochs = meet(f"recovery of {NAME}", [members[rank] for rank in alive], str(epoch))
         self.alive = alive
         self._start(max(map(int, epochs)))
@@ -210,7 +211,7 @@ class Block:
     def _start(self, epoch: int) -> None:
         for parts in self.batches:
             parts.numbers.zero_()
-            parts.numbers[0] = epoch
+            parts.epoch.fill_(epoch)
             parts.arriving.zero_()
             parts.number, parts.is_open = 0, False
         self._status.copy_(torch.tensor([0, sum(1 << rank for rank in self.alive)], dtype=torch.int32))
@@ -224,7 +225,8 @@ class BatchParts:
         number: of the batch that has it; later ones have larger numbers.
         is_open: it is between prepare and finalize.
         common: what the kernels share.
-        numbers: int32: epoch, finished blocks, what was taken (2), the placement.
+        numbers: int32: epoch (2), finished blocks, nothing, what was taken (2), the placement.
+        epoch: int64 `[1]`, a view: the number of the last batch.
         slots: int32 `[C, R]`, of this rank's tokens.
         rows, ids, weights: `[R * C, …]`, what arrives, as the experts read it.
         arriving: int64 `[1]` in host memory, where the first kernel writes number << 32 | rows that arrive.
@@ -233,7 +235,8 @@ class BatchParts:
     def __init__(self, block: Block, index: int, in_dtype: torch.dtype) -> None:
         layout, device = block.layout, block.part(index, "ids").device
         self.number, self.is_open = 0, False
-        self.numbers = torch.zeros(4 + 4 * layout.num_ranks + 1, dtype=torch.int32, device=device)
+        self.numbers = torch.zeros(6 + 4 * layout.num_ranks + 1, dtype=torch.int32, device=device)
+        self.epoch = self.numbers[:2].view(torch.int64)
         self.slots = torch.empty((layout.capacity, layout.num_ranks), dtype=torch.int32, device=device)
         self.common = block.common(index, self.numbers)
         self.arriving = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -248,7 +251,7 @@ class BatchParts:
     def rows_of(self, number: int) -> int | None:
         """Rows of the batch of that number that arrive here, once the first kernel has told."""
         word = int(self._arriving[0])
-        return word & 0xFFFFFFFF if word >> 32 == number else None
+        return word & 0xFFFFFFFF if (word >> 32) - number & 0xFFFFFFFF == 0 else None
 
 
 @functools.cache

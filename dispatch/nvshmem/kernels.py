@@ -13,6 +13,7 @@ import torch
 
 from moe_ep.dispatch.nvshmem.device_api import device_archive
 from moe_ep.dispatch.nvshmem.layout import BUFFERS
+from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.kernels import jit
 
 SEND, RECEIVE = 1, 2
@@ -62,12 +63,13 @@ class Halves:
         to_send: int,
         to_receive: int,
         blocks: int,
+        order: Order,
         held: object,
         then: Callable[[], None] | None = None,
     ) -> None:
         self._kernel, self._params = kernel, params
         self._tasks = {SEND: to_send, RECEIVE: to_receive}
-        self._blocks, self._then = blocks, then
+        self._blocks, self._order, self._then = blocks, order, then
         # What is read by the kernels lives until they are launched.
         self._held: object | None = held
         self._left = SEND | RECEIVE
@@ -86,7 +88,8 @@ class Halves:
     def _launch(self, phases: int) -> None:
         self._params.common.phases = phases
         tasks = max(count for phase, count in self._tasks.items() if phase & phases)
-        self._kernel.launch(self._params, (min(max(tasks, 1), self._blocks), 1, 1), _THREADS, early=True)
+        with self._order.turn():
+            self._kernel.launch(self._params, (min(max(tasks, 1), self._blocks), 1, 1), _THREADS, early=True)
         self._left &= ~phases
 
 

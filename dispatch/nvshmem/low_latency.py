@@ -179,7 +179,8 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         if self.by_reference:
             expected = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks
             to_receive += -(-expected * self.tuning.take_parts // WARPS)
-        launch = Halves(self._kernels["low_latency_dispatch"], params, to_send, to_receive, self.tuning.blocks, batch)
+        where = (self.tuning.blocks, self._channel.order)
+        launch = Halves(self._kernels["low_latency_dispatch"], params, to_send, to_receive, *where, batch)
         meta = ExpertTokensMetadata(counts, None, row_ids)
         handle = _Handle(index, batch.topk_ids, positions, (El, max_rows))
 
@@ -214,7 +215,8 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         to_receive = num_tokens * self.tuning.output_parts
         held = (handle, output, fused_expert_output)
         launch = Halves(
-            self._kernels["low_latency_combine"], params, to_send, to_receive, self.tuning.blocks, held,
+            self._kernels["low_latency_combine"], params, to_send, to_receive, self.tuning.blocks,
+            self._channel.order, held,
             lambda: self._channel.give_back(handle.batch),
         )  # fmt: skip
         return Pending(launch.receive, launch.receive, launch.send)

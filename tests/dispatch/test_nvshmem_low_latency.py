@@ -12,8 +12,9 @@ import torch
 
 from moe_ep.bench.geometries import preset
 from moe_ep.config import FusedMoEQuantConfig
-from moe_ep.dispatch.nvshmem import arena
+from moe_ep.dispatch.nvshmem import arena, order
 from moe_ep.dispatch.nvshmem.backend import facts_of
+from moe_ep.dispatch.nvshmem.channel import latest
 from moe_ep.dispatch.nvshmem.device_api import device_archive
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
 from moe_ep.dispatch.nvshmem.high_throughput import HighThroughputPrepareFinalize
@@ -233,3 +234,45 @@ def test_the_document_has_the_models_numbers() -> None:
             times = [f"{step.dispatch_us:.0f}", f"{step.combine_us:.0f}"]
             expected += [f"{step.network_bytes / 1e6:.1f}", f"{step.link_bytes / 1e6:.1f}", *times]
         assert [number.strip() for number in numbers.split("|")] == expected, (hosts, tokens, wire)
+
+
+def test_the_latest_epoch_where_they_are_counted_anew() -> None:
+    assert latest([5, 7, 6]) == 7
+    assert latest([2**32 - 2, 1, 0]) == latest([-2, 0, 1]) == 1
+    assert latest([2**32 - 1]) == latest([-1, -2]) == -1
+    assert latest([2**31 - 1, 2**31]) == -(2**31)
+
+
+def test_turns_of_several_streams_run_in_the_order_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[str, str]] = []
+
+    def stream(name: str) -> SimpleNamespace:
+        def record_event() -> str:
+            log.append(("record", name))
+            return name
+
+        return SimpleNamespace(record_event=record_event, wait_event=lambda event: log.append((name, event)))
+
+    streams = {1: stream("a"), 2: stream("b")}
+    now = [1, 0]
+    monkeypatch.setattr(order, "current_stream", lambda device: now[0])
+    monkeypatch.setattr(order, "_capture", lambda device: now[1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[now[0]])
+    turns = order.Order(torch.device("cpu"))
+
+    def take(number: int, capture: int = 0) -> list[tuple[str, str]]:
+        now[:] = number, capture
+        log.clear()
+        with turns.turn():
+            pass
+        return list(log)
+
+    assert take(1) == take(1) == []
+    assert take(2) == [("record", "a"), ("b", "a"), ("record", "b")]
+    assert take(1) == [("a", "b"), ("record", "a")]
+    # What is captured cannot wait for what is not.
+    assert take(2, capture=3) == [("record", "b")]
+    assert take(1, capture=3) == [("a", "b"), ("record", "a")]
+    for _ in range(order._MEMORY):
+        take(1)
+    assert take(1) == []

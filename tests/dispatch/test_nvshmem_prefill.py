@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, Block, Layout, kernel_source
+from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, BatchParts, Block, Layout, kernel_source
 from moe_ep.kernels import jit
 
 
@@ -40,6 +42,97 @@ def test_parts_of_the_block_do_not_overlap_and_are_aligned(fp8: bool, topk: int)
     assert layout.sizes["results"] == 5 * min(4, topk) * 4000
     assert layout.symmetric_bytes == 3 * layout.batch_bytes
     assert layout.plain_bytes == 3 * (4 * 4 * 5 + (2 * 2000 * 4 * 5 if fp8 else 0))
+
+
+def test_the_number_of_rows_is_that_of_the_batch_when_numbers_have_more_than_32_bits() -> None:
+    for number in (1, 2**31, 2**32, 2**40 + 3):
+        word = torch.tensor([((number % 2**32) << 32 | 2**31 + 7) - (2**64 if number % 2**32 >= 2**31 else 0)])
+        parts = SimpleNamespace(_arriving=word.numpy())
+        assert BatchParts.rows_of(parts, number) == 2**31 + 7
+        assert BatchParts.rows_of(parts, number + 1) is None
+
+
+class Handshake(NamedTuple):
+    """A block that sends (cuda/high_throughput_flags.cuh): two warps, each with rows to one rank.
+
+    Attributes:
+        stored, left: rows that each warp has stored, and flags that it has left.
+        places: the flag that each warp has left, None for none.
+        through: warps that leave no more.
+        taken: the releasing warp's flags; None between two looks.
+        at: its next step.
+        is_last: all warps were through when it looked.
+        on_the_way, there: what other ranks do not see yet, and see: rows and flags.
+    """
+
+    stored: tuple[int, ...] = (0, 0)
+    left: tuple[int, ...] = (0, 0)
+    places: tuple[tuple | None, ...] = (None, None)
+    through: frozenset[int] = frozenset()
+    taken: tuple[tuple, ...] = ()
+    at: str = "through"
+    is_last: bool = False
+    on_the_way: frozenset[tuple] = frozenset()
+    there: frozenset[tuple] = frozenset()
+
+
+ROWS = 2
+
+
+def next_states(now: Handshake, fences: bool, reads_through_first: bool) -> Iterator[Handshake]:
+    """What may come next: a step of a warp, or something on its way arrives."""
+    for thing in now.on_the_way:
+        yield now._replace(on_the_way=now.on_the_way - {thing}, there=now.there | {thing})
+    for warp in range(2):
+
+        def with_own(values: tuple, value: object, warp: int = warp) -> tuple:
+            return (*values[:warp], value, *values[warp + 1 :])
+
+        stored, left = now.stored[warp], now.left[warp]
+        if stored == left < ROWS:
+            row = ("row", warp, stored)
+            yield now._replace(stored=with_own(now.stored, stored + 1), on_the_way=now.on_the_way | {row})
+        elif left < stored and now.places[warp] is None:
+            flag = ("flag", warp, left)
+            yield now._replace(left=with_own(now.left, left + 1), places=with_own(now.places, flag))
+        elif left == ROWS and warp not in now.through:
+            yield now._replace(through=now.through | {warp})
+    order = ("through", "places") if reads_through_first else ("places", "through")
+    if now.at == "through":
+        following = "places" if reads_through_first else "fence"
+        yield now._replace(is_last=len(now.through) == 2, at=following)
+    elif now.at == "places":
+        taken = tuple(flag for flag in now.places if flag)
+        yield now._replace(taken=taken, places=(None, None), at="fence" if reads_through_first else "through")
+    elif now.at == "fence" and now.taken:
+        if not fences or not now.on_the_way:
+            flags = frozenset(now.taken)
+            yield now._replace(on_the_way=now.on_the_way | flags, taken=(), at=order[0])
+    elif now.at == "fence":
+        yield now._replace(at="ended" if now.is_last else order[0])
+
+
+def mistakes_of(**how: bool) -> set[str]:
+    """What goes wrong in any order of the steps."""
+    found, known, left = set(), set(), [Handshake(at="through" if how["reads_through_first"] else "places")]
+    while left:
+        now = left.pop()
+        for kind, *row in now.there:
+            if kind == "flag" and ("row", *row) not in now.there:
+                found.add("a flag before its row")
+        following = list(next_states(now, **how))
+        if not following and (now.at != "ended" or len(now.there) < 2 * 2 * ROWS):
+            found.add("flags that nobody releases")
+        fresh = set(following) - known
+        known |= fresh
+        left += fresh
+    return found
+
+
+def test_flags_follow_their_rows_and_none_is_lost_in_any_order_of_steps() -> None:
+    assert mistakes_of(fences=True, reads_through_first=True) == set()
+    assert mistakes_of(fences=False, reads_through_first=True) == {"a flag before its row"}
+    assert mistakes_of(fences=True, reads_through_first=False) == {"flags that nobody releases"}
 
 
 def test_a_batch_takes_free_parts_and_then_those_of_the_oldest() -> None:

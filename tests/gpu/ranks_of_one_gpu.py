@@ -20,12 +20,14 @@ from moe_ep import env
 from moe_ep.dispatch import torch_distributed
 from moe_ep.dispatch.nvshmem import arena, channel, high_throughput_block
 from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning
+from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
 from tests.dispatch.backend_cases import Case, Setting, make_backend, make_setting, prepare_args
 
 LOW_LATENCY = "nvshmem_low_latency"
 # Each running kernel has one behind it that has come up early, and experts need room beside them.
 _BLOCKS = 64
+_LATE_CYCLES = 500_000
 
 
 class Host:
@@ -54,6 +56,7 @@ class RankArena:
 
     def __init__(self, host: Host, rank: int) -> None:
         self.host, self.rank, self.world_size, self.device = host, rank, host.num_ranks, host.device
+        self.order = Order(self.device)
 
     def reserve(self, nbytes: int, name: str) -> arena.Region:
         return self.host.reserve(self.rank, nbytes, name)
@@ -89,6 +92,7 @@ class Ranks:
 
     Attributes:
         present: the ranks that are called; those that are not leave None where others leave something.
+        late: the ranks whose kernels come up well behind those of the others.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class Ranks:
         self.in_halves = in_halves
         self.settings: list[Setting] = [make_setting(case, rank, num_ranks) for rank in range(num_ranks)]
         self.present: Sequence[int] = range(num_ranks)
+        self.late: Sequence[int] = ()
         blocks = _BLOCKS // num_ranks
         few = {"tuning": Tuning(blocks=blocks)} if backend == LOW_LATENCY else {"num_sms": max(1, blocks // 2)}
         self.backends: list[Any] = [make_backend(setting, backend, **few, **options) for setting in self.settings]
@@ -146,6 +151,8 @@ class Ranks:
         found: list[Any] = [None] * len(self.streams)
         for rank in self.present:
             with torch.cuda.stream(self.streams[rank]):
+                if rank in self.late:
+                    torch.cuda._sleep(_LATE_CYCLES)
                 found[rank] = call(rank)
         torch.cuda.synchronize()
         return found

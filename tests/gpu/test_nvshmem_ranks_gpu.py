@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning
 from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import Case, check_batched, check_standard, expected_output, run_experts
@@ -57,14 +58,62 @@ def check_decode(case: Case, name: str, num_ranks: int, by_reference: bool, in_h
     ranks = Ranks(case, num_ranks, LOW_LATENCY, by_reference, in_halves)
     for seed in range(2):
         ranks.redraw(seed=case.seed + 10 * seed)
-        batches = [expanded(result) for result in ranks.prepare()]
-        results = []
-        for setting, batch in zip(ranks.settings, batches, strict=True):
-            check_batched(setting, batch)
-            results.append(run_experts(setting, batch, "batched")[0])
-        outputs = ranks.finalize(results, [args[1:3] for args in ranks.args], TopKWeightAndReduceDelegate())
-        for setting, output in zip(ranks.settings, outputs, strict=True):
-            assert torch.equal(output.cpu(), expected_output(setting, num_ranks)), (name, setting.rank)
+        check_decode_step(ranks, name)
+
+
+def check_decode_step(ranks: Ranks, name: object) -> None:
+    results = []
+    for setting, result in zip(ranks.settings, ranks.prepare(), strict=True):
+        batch = expanded(result)
+        check_batched(setting, batch)
+        results.append(run_experts(setting, batch, "batched")[0])
+    outputs = ranks.finalize(results, [args[1:3] for args in ranks.args], TopKWeightAndReduceDelegate())
+    for setting, output in zip(ranks.settings, outputs, strict=True):
+        assert torch.equal(output.cpu(), expected_output(setting, len(ranks.settings))), (name, setting.rank)
+
+
+@WIRES
+@FACES
+def test_decode_when_batches_are_counted_anew(monkeypatch: pytest.MonkeyPatch, by_reference: bool, fp8: bool) -> None:
+    # All that lies in the buffers seems to be of batch 5, which comes soon, and late from two ranks.
+    on_one_gpu(monkeypatch, 3)
+    ranks = Ranks(replace(SMALL, fp8=fp8), 3, LOW_LATENCY, by_reference)
+    for each in ranks.backends:
+        each._channel.region.local.view(torch.int32).fill_(5)
+        each._channel._start([2**32 - 3] * 2)
+    for batch in range(-3, 7):
+        ranks.late = (1, 2) if batch == 5 else ()
+        ranks.redraw(seed=100 + batch, tokens=(40, 33, 7) if batch == 5 else (1, 2, 0))
+        check_decode_step(ranks, batch)
+    for each in ranks.backends:
+        each.recover(dead=())
+    assert {int(epoch) >> 32 for each in ranks.backends for epoch in each._channel._counters.flatten()} == {8, -2}
+
+
+def test_batches_that_begin_in_another_order_on_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two kernels of this size fill the GPU, and each waits for one of the other rank.
+    monkeypatch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "1")
+    on_one_gpu(monkeypatch, 2)
+    batches = [Ranks(replace(SMALL, seed=seed, tokens=(40,)), 2, LOW_LATENCY) for seed in (1, 2)]
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    for ranks in batches:
+        for each in ranks.backends:
+            each.tuning = Tuning(blocks=blocks)
+        check_decode_step(ranks, "alone")  # kernels are loaded and maps are known from here on
+    torch.cuda._sleep(1)
+    received = []
+    torch.cuda.synchronize()
+    for rank in range(2):
+        for ranks in batches:
+            with torch.cuda.stream(ranks.streams[rank]):
+                if rank == 1 and ranks is batches[0]:
+                    torch.cuda._sleep(20_000_000)
+                received.append((ranks.settings[rank], ranks.backends[rank]._begin(*ranks.args[rank]).receive()))
+    torch.cuda.synchronize()
+    for each in batches[0].backends:
+        each.check()
+    for setting, result in received:
+        check_batched(setting, expanded(result))
 
 
 @pytest.mark.parametrize("backend", [LOW_LATENCY, "nvshmem_high_throughput"])
@@ -104,16 +153,33 @@ def test_prefill_of_many_tokens(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> N
     check_prefill(replace(MANY, fp8=fp8), "many", 8)
 
 
+@WIRES
+def test_prefill_when_batches_are_counted_anew(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+    on_one_gpu(monkeypatch, 3)
+    ranks = Ranks(replace(CASES["random"], fp8=fp8), 3, "nvshmem_high_throughput")
+    for last in (2**31, 2**32):
+        for each in ranks.backends:
+            each._block.batches[0].number = last - 4
+            each._block.batches[0].epoch.fill_(last - 4)
+        for batch in range(7):
+            ranks.redraw(seed=batch)
+            check_prefill_step(ranks, (last, batch))
+
+
 def check_prefill(case: Case, name: str, num_ranks: int) -> None:
     ranks = Ranks(case, num_ranks, "nvshmem_high_throughput")
     for seed in range(2):
         ranks.redraw(seed=case.seed + 10 * seed)
-        received = ranks.prepare()
-        results = []
-        for setting, result in zip(ranks.settings, received, strict=True):
-            check_standard(setting, result, padded=False)
-            reduced = run_experts(setting, result, "noop")[0]
-            results.append(reduced if len(result[0]) else torch.empty_like(result[0]))
-        outputs = ranks.finalize(results, [(result[4], result[3]) for result in received], TopKWeightAndReduceNoOP())
-        for setting, output in zip(ranks.settings, outputs, strict=True):
-            assert torch.equal(output.cpu(), expected_output(setting, num_ranks)), (name, setting.rank)
+        check_prefill_step(ranks, name)
+
+
+def check_prefill_step(ranks: Ranks, name: object) -> None:
+    received = ranks.prepare()
+    results = []
+    for setting, result in zip(ranks.settings, received, strict=True):
+        check_standard(setting, result, padded=False)
+        reduced = run_experts(setting, result, "noop")[0]
+        results.append(reduced if len(result[0]) else torch.empty_like(result[0]))
+    outputs = ranks.finalize(results, [(result[4], result[3]) for result in received], TopKWeightAndReduceNoOP())
+    for setting, output in zip(ranks.settings, outputs, strict=True):
+        assert torch.equal(output.cpu(), expected_output(setting, len(ranks.settings))), (name, setting.rank)

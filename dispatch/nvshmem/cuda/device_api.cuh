@@ -48,6 +48,9 @@ __device__ __forceinline__ void put_flag(u64* flag, u64 value, int pe) {
     nvshmemx_signal_op(reinterpret_cast<library_u64*>(flag), value, NVSHMEM_SIGNAL_SET, pe);
 }
 
+// One thread's: until what was put before is there.
+__device__ __forceinline__ void wait_for_puts() { nvshmem_quiet(); }
+
 // To be called once a poll of the flag has seen `value`: what was put before it is there then.
 __device__ __forceinline__ void settle(u64* flag, u64 value) {
     nvshmem_uint64_test(reinterpret_cast<library_u64*>(flag), NVSHMEM_CMP_EQ, value);

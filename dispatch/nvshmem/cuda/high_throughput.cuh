@@ -11,7 +11,8 @@
 // A rank posts its counts of a batch when it is done with the batch before, in stream order. Nobody writes here
 // before that, so blocks are used again without a barrier. Every line and flag carries the batch's epoch. Even and
 // odd epochs have their own counts: a rank that posts those of epoch e + 2 has everybody's of e + 1, and those were
-// posted by ranks that had read the ones of e.
+// posted by ranks that had read the ones of e. Counts and done are written for every batch, so they need no more than 32
+// bits of its number; flags of rows, which may be left for long, have 64.
 //
 // With DEVICE_API nobody's memory need be mapped here: counts travel as signals, and rows, with their ids and weights
 // behind them, as puts out of staged copies, from which each rank makes the parts that its experts read.
@@ -43,6 +44,7 @@ __device__ constexpr int at_once(int most) {
     return (of_lane + rounds - 1) / rounds;
 }
 constexpr u32 kAllLanes = 0xffffffffu;
+constexpr u32 kPauseNs = 100;  // between two looks at what other warps of the block leave
 enum { ROWS_TAKEN, TOKENS_TAKEN };
 
 // Made by the first kernel of a batch.
@@ -58,7 +60,7 @@ struct Common {
     u64 peers[RANKS];  // address of each rank's block
     u64 counts, done, row_flags, result_flags, ids, weights, rows, results, staged_rows, staged_results;
     Limits limits;
-    u32* epoch;     // of the last batch whose counts were exchanged
+    u64* epoch;     // of the last batch whose counts were exchanged
     u32* finished;  // blocks of the running kernel that have sent everything
     u32* taken;     // [2]: how much of the batch was handed out to warps that take
     Placement* placement;
@@ -78,23 +80,16 @@ struct Common {
     __device__ __forceinline__ bool failed() const { return *reinterpret_cast<volatile u32*>(&limits.status->failed); }
     __device__ __forceinline__ u32 all_alive() const { return *reinterpret_cast<volatile u32*>(&limits.status->alive); }
     __device__ __forceinline__ bool alive(int peer) const { return all_alive() >> peer & 1; }
-    __device__ __forceinline__ u32 current_epoch() const { return *reinterpret_cast<volatile u32*>(epoch); }
+    __device__ __forceinline__ u64 current_epoch() const { return *reinterpret_cast<volatile u64*>(epoch); }
 };
-
-__device__ __forceinline__ u64 flag_of_epoch(u32 epoch) { return static_cast<u64>(epoch) << 32 | epoch; }
-
-// What the warp wrote before (after __syncwarp) is there for whoever acquires the flag.
-__device__ __forceinline__ void release_flag(u64* flag, u32 epoch) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(flag_of_epoch(epoch)) : "memory");
-}
 
 // Waits for a row's flag here, which mostly is there; called by any threads, each for its own.
 template <u32 kPhase>
-__device__ __forceinline__ bool await_flag(Wait<kPhase>& wait, u64* flag, int peer) {
-    const bool came = load_acquire(flag) == flag_of_epoch(wait.epoch) || wait.for_flags(flag, peer);
+__device__ __forceinline__ bool await_flag(Wait<kPhase>& wait, u64* flag, u64 epoch, int peer) {
+    const bool came = load_acquire(flag) == epoch || wait.for_flag(flag, epoch, peer);
 #if DEVICE_API
     if (came) {
-        settle(flag, flag_of_epoch(wait.epoch));
+        settle(flag, epoch);
     }
 #endif
     return came;
@@ -122,10 +117,10 @@ __device__ __forceinline__ void copy_row(const u8* row, u8* target) {
 #if DEVICE_API
 // A warp's: a staged row to where `offset` is at another rank, and its flag behind it.
 __device__ __forceinline__ void put_row(
-    const Common& c, int peer, u64 offset, const u8* staged, u64 bytes, u64* own_flag, u32 epoch) {
+    const Common& c, int peer, u64 offset, const u8* staged, u64 bytes, u64* own_flag, u64 epoch) {
     __threadfence_system();
     __syncwarp();
-    put_with_flag(c.at(c.rank, offset), staged, bytes, own_flag, flag_of_epoch(epoch), c.pes[peer]);
+    put_with_flag(c.at(c.rank, offset), staged, bytes, own_flag, epoch, c.pes[peer]);
 }
 #endif
 

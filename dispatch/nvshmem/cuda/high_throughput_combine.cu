@@ -2,7 +2,7 @@
 //
 // Before: results [received rows, HIDDEN] of this rank's experts. After: output [T, HIDDEN], the sum over ranks in
 // their order, in f32, rounded once; zeros for a token without any. This rank's own results are read where they are.
-#include "high_throughput.cuh"
+#include "high_throughput_flags.cuh"
 
 struct Params {
     Common common;
@@ -18,14 +18,15 @@ constexpr int kPartVectors = 128;
 constexpr int kParts = (kVectors + kPartVectors - 1) / kPartVectors;
 
 // Other ranks take turns, and each rank begins with the one behind it, so that no rank's links are everybody's target.
-__device__ __forceinline__ void send_results(const Params& p, int first, int warps, u32 epoch) {
+__device__ __forceinline__ void send_results(const Params& p, FlagsDue& due, int first, int warps, u64 epoch) {
     const Common& c = p.common;
     int most = 0;
     for (int source = 0; source < RANKS; ++source) {
         most = max(most, source == c.rank ? 0 : c.placement->count[source]);
     }
     constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
-    const int rounds = (most + kTurnRows - 1) / kTurnRows;
+    const int rounds = (most + kTurnRows - 1) / kTurnRows, lane = threadIdx.x % 32;
+    int sent = 0;
     for (int i = first; i < rounds * kOthers * kTurnRows; i += warps) {
         const int turn = i / kTurnRows, source = (c.rank + 1 + turn % kOthers) % RANKS;
         const int index = turn / kOthers * kTurnRows + i % kTurnRows;
@@ -39,10 +40,7 @@ __device__ __forceinline__ void send_results(const Params& p, int first, int war
             put_row(c, source, c.results + kResultBytes * home, staged, kResultBytes, flag, epoch);
 #else
             copy_row(result, c.at(source, c.results + kResultBytes * home));
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) {
-                release_flag(c.flag_of(source, c.result_flags, home), epoch);
-            }
+            leave_flags(due, lane == sent++ % RANKS ? c.flag_of(source, c.result_flags, home) : nullptr);
 #endif
         }
     }
@@ -84,7 +82,7 @@ __device__ __forceinline__ void sum_rows(u32 ranks, u64 address, int begin, int 
     }
 }
 
-__device__ __forceinline__ void take_tokens(const Params& p, u32 epoch) {
+__device__ __forceinline__ void take_tokens(const Params& p, u64 epoch) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;
     Wait<PHASE_COMBINE> wait(c.limits, epoch);
@@ -99,7 +97,7 @@ __device__ __forceinline__ void take_tokens(const Params& p, u32 epoch) {
             address = reinterpret_cast<u64>(p.results) + kResultBytes * row;
         } else if (slot >= 0) {
             address = reinterpret_cast<u64>(c.at(c.rank, c.results)) + static_cast<u64>(kResultBytes) * slot;
-            came = await_flag(wait, c.flag_of(c.rank, c.result_flags, slot), lane);
+            came = await_flag(wait, c.flag_of(c.rank, c.result_flags, slot), epoch, lane);
         }
         __syncwarp();
         if (__all_sync(kAllLanes, came)) {
@@ -112,9 +110,16 @@ __device__ __forceinline__ void take_tokens(const Params& p, u32 epoch) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_combine(const __grid_constant__ Params p) {
     const Common& c = p.common;
     const int warp = threadIdx.x / 32;
-    const u32 epoch = c.current_epoch();
-    if (warp < kSenders && !c.failed()) {
-        send_results(p, warp * gridDim.x + blockIdx.x, gridDim.x * kSenders, epoch);
+    const u64 epoch = c.current_epoch();
+    __shared__ FlagsDue due;
+    clear_flags(due);
+    if (warp < kSenders) {
+        if (!c.failed()) {
+            send_results(p, due, warp * gridDim.x + blockIdx.x, gridDim.x * kSenders, epoch);
+        }
+        leave_no_more(due);
+    } else if (warp == kSenders) {
+        release_flags(due, epoch);
     }
     take_tokens(p, epoch);
 }

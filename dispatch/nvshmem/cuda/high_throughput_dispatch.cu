@@ -3,6 +3,7 @@
 // Before: rows [T, HIDDEN]. After: at each rank the rows of its tokens, by (source, token), with their ids and weights.
 // Plain rows are read where they arrive. Quantized ones, and such as were put, are turned into plain ones in `out` as
 // they come, and a rank's own go there at once.
+#include "high_throughput_flags.cuh"
 #include "high_throughput_wire.cuh"
 
 struct Params {
@@ -23,13 +24,13 @@ constexpr int kRowsOfTurn = 2;  // that a warp takes of a source before the next
 // Where a token goes: the ranks as bits, and in lane r which row of the batch it is at rank r.
 struct Rows {
     u32 ranks;
-    u64 index;
+    u32 index;
 };
 
 __device__ __forceinline__ Rows rows_of(const Params& p, int token) {
     const int lane = threadIdx.x % 32;
     const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
-    const u64 index = slot >= 0 ? static_cast<u64>(slot + p.common.placement->send[lane]) : 0;
+    const u32 index = slot >= 0 ? slot + p.common.placement->send[lane] : 0;
     return Rows{__ballot_sync(kAllLanes, slot >= 0), index};
 }
 
@@ -39,7 +40,7 @@ __device__ __forceinline__ int owner_of(const Params& p, int id) {
 
 #if FP8 || DEVICE_API
 // One token: for this rank it is made as the experts read it, the others get it where they take it from.
-__device__ __forceinline__ void send(const Params& p, Tail& tail, int token, u32 epoch) {
+__device__ __forceinline__ void send(const Params& p, Tail& tail, FlagsDue& due, int token) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;
     const Rows rows = rows_of(p, token);
@@ -52,10 +53,10 @@ __device__ __forceinline__ void send(const Params& p, Tail& tail, int token, u32
         tail.words[kScaleWords + lane] = id;
         tail.words[kScaleWords + TOPK + lane] = weight;
     }
-    const u64 own = __shfl_sync(kAllLanes, rows.index, c.rank);
+    const u32 own = __shfl_sync(kAllLanes, rows.index, c.rank);
     u8* plain = nullptr;
     if (others != rows.ranks) {
-        plain = p.out + kResultBytes * own;
+        plain = p.out + static_cast<u64>(kResultBytes) * own;
         if (lane < TOPK) {
             keep_slot(c, own, id, weight);
         }
@@ -67,16 +68,14 @@ __device__ __forceinline__ void send(const Params& p, Tail& tail, int token, u32
     for (u32 left = others; left; left &= left - 1) {
         const int rank = __ffs(left) - 1;
         const u64 index = __shfl_sync(kAllLanes, rows.index, rank);
-        put_row(c, rank, c.rows + kRowBytes * index, staged, kRowBytes, c.flag_of(c.rank, c.row_flags, index), epoch);
+        u64* flag = c.flag_of(c.rank, c.row_flags, index);
+        put_row(c, rank, c.rows + kRowBytes * index, staged, kRowBytes, flag, c.current_epoch());
     }
 #else
     const bool has = others >> lane & 1;
-    const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + kRowBytes * rows.index)) : 0;
+    const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + static_cast<u64>(kRowBytes) * rows.index)) : 0;
     store_row(row, tail, others, target, plain);
-    __syncwarp();
-    if (has) {
-        release_flag(c.flag_of(lane, c.row_flags, rows.index), epoch);
-    }
+    leave_flags(due, has ? c.flag_of(lane, c.row_flags, rows.index) : nullptr);
 #endif
     __syncwarp();
 }
@@ -94,7 +93,7 @@ __device__ __forceinline__ void take_row(const Params& p, u64 row) {
 }
 
 // The other sources take turns, as their rows come.
-__device__ __forceinline__ void take_rows(const Params& p, u32 epoch) {
+__device__ __forceinline__ void take_rows(const Params& p) {
     const Common& c = p.common;
     constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
     const int lane = threadIdx.x % 32;
@@ -103,13 +102,15 @@ __device__ __forceinline__ void take_rows(const Params& p, u32 epoch) {
         most = max(most, source == c.rank ? 0 : c.placement->count[source]);
     }
     const int total = (most + kRowsOfTurn - 1) / kRowsOfTurn * kOthers;
-    Wait<PHASE_DISPATCH> wait(c.limits, epoch);
+    Wait<PHASE_DISPATCH> wait(c.limits, c.current_epoch());
     Turns turns(c.taken + ROWS_TAKEN);
     for (int turn = turns.next(); turn < total; turn = turns.next()) {
         const int source = (c.rank + 1 + turn % kOthers) % RANKS, index = turn / kOthers * kRowsOfTurn + lane;
         const u64 row = c.placement->begin[source] + index;
         const bool is_due = lane < kRowsOfTurn && index < c.placement->count[source];
-        const bool came = is_due && await_flag(wait, c.flag_of(c.rank, c.row_flags, row), source);
+        // The epoch is read anew, since there are no registers for it.
+        const bool came =
+            is_due && await_flag(wait, c.flag_of(c.rank, c.row_flags, row), c.current_epoch(), source);
         __syncwarp();
         for (u32 left = __ballot_sync(kAllLanes, came); left; left &= left - 1) {
             take_row(p, __shfl_sync(kAllLanes, row, __ffs(left) - 1));
@@ -147,7 +148,7 @@ __device__ __forceinline__ void send(const Params& p, int token) {
     const int id = lane < TOPK ? p.topk_ids[static_cast<u64>(token) * TOPK + lane] : -1, owner = owner_of(p, id);
     for (u32 left = rows.ranks; left; left &= left - 1) {
         const int rank = __ffs(left) - 1;
-        const u64 at = 4ull * (__shfl_sync(kAllLanes, rows.index, rank) * TOPK + lane);
+        const u64 at = 4ull * (static_cast<u64>(__shfl_sync(kAllLanes, rows.index, rank)) * TOPK + lane);
         if (lane < TOPK) {
             *reinterpret_cast<int*>(c.at(rank, c.ids + at)) = owner == rank ? id : -1;
             *reinterpret_cast<float*>(c.at(rank, c.weights + at)) =
@@ -155,7 +156,7 @@ __device__ __forceinline__ void send(const Params& p, int token) {
         }
     }
     const bool has = rows.ranks >> lane & 1;
-    const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + kRowBytes * rows.index)) : 0;
+    const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + static_cast<u64>(kRowBytes) * rows.index)) : 0;
     send_row(p.rows + static_cast<u64>(token) * kResultBytes, rows.ranks, target);
 }
 
@@ -191,28 +192,36 @@ __device__ __forceinline__ void finish(const Common& c, u32 epoch) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispatch(const __grid_constant__ Params p) {
     const Common& c = p.common;
+#if FP8 || DEVICE_API
+    __shared__ Tail tails[kSenders];
+    __shared__ FlagsDue due;
+    clear_flags(due);
+#endif
     wait_for_kernels_before();
     const int warp = threadIdx.x / 32;
-    const u32 epoch = c.current_epoch();
     int* ids = reinterpret_cast<int*>(c.at(c.rank, c.ids));
     const u64 begin = static_cast<u64>(c.placement->total) * TOPK, end = static_cast<u64>(p.max_rows) * TOPK;
     for (u64 i = begin + blockIdx.x * kThreads + threadIdx.x; i < end; i += gridDim.x * kThreads) {
         ids[i] = -1;
     }
 #if FP8 || DEVICE_API
-    __shared__ Tail tails[kSenders];
-    if (warp < kSenders && !c.failed()) {
-        for (int token = warp * gridDim.x + blockIdx.x; token < p.num_tokens; token += gridDim.x * kSenders) {
-            send(p, tails[warp], token, epoch);
+    if (warp < kSenders) {
+        if (!c.failed()) {
+            for (int token = warp * gridDim.x + blockIdx.x; token < p.num_tokens; token += gridDim.x * kSenders) {
+                send(p, tails[warp], due, token);
+            }
         }
+        leave_no_more(due);
+    } else if (warp == kSenders) {
+        release_flags(due, c.current_epoch());
     }
-    take_rows(p, epoch);
+    take_rows(p);
 #else
     if (!c.failed()) {
         for (int token = warp * gridDim.x + blockIdx.x; token < p.num_tokens; token += gridDim.x * kWarps) {
             send(p, token);
         }
     }
-    finish(c, epoch);
+    finish(c, c.current_epoch());
 #endif
 }

@@ -187,7 +187,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_plan(c
     let_next_kernel_come_up();
     __shared__ Shared shared;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
-    const u32 epoch = c.current_epoch() + 1, alive = c.all_alive();
+    const u64 epoch = c.current_epoch() + 1;
+    const u32 alive = c.all_alive();
     const int run = (p.num_tokens + kThreads - 1) / kThreads * 32;
     const int begin = warp * run, end = min(begin + run, p.num_tokens);
     if (thread < 2 * kLinesOfCounts) {

@@ -161,7 +161,7 @@ __device__ __forceinline__ u64 both(u32 epoch) { return static_cast<u64>(epoch) 
 // Waits for the flags of a row or result from `source`.
 template <typename Waits>
 __device__ __forceinline__ bool wait_for_row(const Buffers& b, Waits& wait, u64* flags, int source) {
-    const bool came = wait.for_flags(flags, source);
+    const bool came = wait.for_flag(flags, both(wait.epoch), source);
 #if DEVICE_API
     if (came && !b.reaches(source)) {
         settle(flags, both(wait.epoch));

@@ -5,7 +5,7 @@
 // the tokens' own ranks. Slots of one rank are summed in slot order and ranks in rank order, all in f32 without fused
 // multiply-add, with one rounding to the activations' dtype between: the same bits whatever arrives first.
 // Example: a token with slots of ranks 1, 0, 1 and weights a, b, c: out = r(b y0) + r(a y1 + c y1').
-#include "low_latency.cuh"
+#include "low_latency_refresh.cuh"
 
 using Waits = Wait<PHASE_COMBINE>;
 
@@ -146,6 +146,19 @@ __device__ __forceinline__ void send(const Params& p, const Shared& shared, int 
     }
 }
 
+// Where no result of a slot is sent.
+__device__ __forceinline__ void refresh(const Params& p, const Shared& shared, int token, u32 epoch, u32 alive) {
+    for (int source = 0; source < RANKS; ++source) {
+        if (alive >> source & 1) {
+            const bool is_sent = token < shared.tokens[source] && slots_of(p, source, token, epoch).present;
+            if (!is_sent) {
+                refresh_result(p.common.buffers, source, token, epoch);
+            }
+        }
+    }
+    end_refresh();
+}
+
 // The results of `ranks` added in rank order, as load(rank) gives them; of those alone for which came(rank, v) holds.
 template <typename Load, typename Came>
 __device__ __forceinline__ Vec sum_of(u32 ranks, const Load& load, const Came& came) {
@@ -246,6 +259,10 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     const u32 total = most * RANKS * parts;
     while (static_cast<u32>(ticket) < total) {
         send(p, shared, static_cast<int>(static_cast<u32>(ticket)), parts, epoch, alive);
+        ticket = tickets.next();
+    }
+    while (refresh_is_due(epoch) && static_cast<u32>(ticket) - total < static_cast<u32>(b.capacity)) {
+        refresh(p, shared, static_cast<int>(static_cast<u32>(ticket) - total), epoch, alive);
         ticket = tickets.next();
     }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "low_latency_dispatch.cuh"
+#include "low_latency_refresh.cuh"
 
 #if FP8
 __device__ __forceinline__ void store_codes(u8* row, Codes codes, float scale, int i) {
@@ -267,7 +268,14 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
             }
         }
         if (task >= total) {
-            return;
+            const u32 slot = task - total;
+            if (!refresh_is_due(epoch) || slot >= static_cast<u32>(b.capacity)) {
+                return;
+            }
+            int owner;
+            const u32 ranks = slot < static_cast<u32>(c.num_tokens) ? c.destinations(slot, alive, owner) : 0;
+            refresh_row(c, slot, ranks, epoch, alive);
+            continue;
         }
         int left = static_cast<int>(task);
 #if DEVICE_API

@@ -96,12 +96,11 @@ class Wait {
 public:
     __device__ __forceinline__ Wait(const Limits& limits, u32 epoch) : epoch(epoch), limits_(limits) {}
 
-    // Two flags side by side.
-    __device__ __forceinline__ bool for_flags(const u64* flags, int peer) {
-        const u64 both = static_cast<u64>(epoch) << 32 | epoch;
-        // Acquiring empties this SM's cache, so that is done once, when they are there.
-        return until(peer, [&] { return *reinterpret_cast<const volatile u64*>(flags) == both; }) &&
-               load_acquire(flags) == both;
+    // A flag of 64 bits, or two of 32 side by side.
+    __device__ __forceinline__ bool for_flag(const u64* flag, u64 value, int peer) {
+        // Acquiring empties this SM's cache, so that is done once, when it is there.
+        return until(peer, [&] { return *reinterpret_cast<const volatile u64*>(flag) == value; }) &&
+               load_acquire(flag) == value;
     }
 
     // A number of 32 bits with its epoch above it.
