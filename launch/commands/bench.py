@@ -67,6 +67,12 @@ def _work(
     return run_scaling(rank_env, config, command, started, before)
 
 
+_LISTS = (
+    "geometry", "ep_sizes", "scaling", "decode_tokens", "prefill_tokens", "backend", "wire", "routing", "eplb",
+    "variant_tokens",
+)  # fmt: skip
+
+
 def _check_together(config: ScalingConfig) -> None:
     """Options that contradict each other, found before anything starts."""
     if config.geometry and config.model is not None:
@@ -75,11 +81,17 @@ def _check_together(config: ScalingConfig) -> None:
         raise OptionError("--decode-tokens and --prefill-tokens are none; pass numbers for one of them")
     if config.resume and config.json is None:
         raise OptionError("--resume was given without --json; give the FILE that has the rows of the run before")
-    names = [Path(routing).name for routing in config.routing]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    unknown = set(config.variant_tokens) - {*config.decode_tokens, *config.prefill_tokens}
+    if unknown:
         raise OptionError(
-            f"--routing has {twice} twice; rows name a file without its folder, so give each its own name"
+            f"--variant-tokens has {min(unknown)}, which is neither in --decode-tokens nor in --prefill-tokens; pass "
+            f"tokens that are measured"
         )
+    for flag, values in {name: getattr(config, name) for name in _LISTS}.items():
+        # Rows name a file without its folder.
+        names = [Path(value).name if flag == "routing" else str(value) for value in values]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise OptionError(f"--{flag.replace('_', '-')} has {twice} twice; rows would not be told apart")
     if len(config.routing) == 1 and config.routing[0].endswith(".npz"):
         _check_recorded(config)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,21 +144,21 @@ def _row(config: PlanConfig, geometry: Geometry, machine: Machine, ep_size: int,
 
 def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machine, str]:
     """The machine by the measured rows, and those rows beside their prediction."""
-    from moe_ep.bench.results import read_lines
+    from moe_ep.bench.scaling_file import about_runs, read_scaling
     from moe_ep.paper_model import calibrated
 
     try:
-        rows = read_lines(path)
+        rows, runs = read_scaling(path)
     except ValueError as error:
-        raise OptionError(f"--measured is no result of a benchmark: {error}") from None
-    found = [row for row in rows if row.get("geometry") == geometry.name]
+        raise OptionError(f"--measured is {path}: {error}") from None
+    found = [row for row in rows if row["geometry"] == geometry.name]
     try:
         machine = calibrated(machine, geometry, found)
-        return machine, _compared(geometry, machine, found)
-    except KeyError as error:
-        raise OptionError(f"--measured is {path}; its rows lack {error}, as an older benchmark's do") from None
     except ValueError as error:
         raise OptionError(f"--measured is {path}; of {geometry.name} {error}") from None
+    if told := about_runs(runs):
+        print(told, file=sys.stderr)
+    return machine, _compared(geometry, machine, found)
 
 
 def _compared(geometry: Geometry, machine: Machine, measured: list[dict[str, Any]]) -> str:
@@ -175,8 +176,6 @@ def _compared(geometry: Geometry, machine: Machine, measured: list[dict[str, Any
         times = {f"{name}_us": f"{us:.1f} ({row['stages_us'].get(name, 0.0):.1f})" for name, us in parts.items()}
         rows.append(about | {"measured_us": row["us"], "predicted_us": step.step_us} | times
                     | {"error_%": 100 * (step.step_us / row["us"] - 1)})  # fmt: skip
-    if not rows:
-        return "no rows of uniform routing"
     errors = sorted(abs(row["error_%"]) for row in rows)
     shown = table(rows, {name: name.replace("_", " ") for name in rows[0]})
     return (

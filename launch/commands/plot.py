@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,8 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def main(args: argparse.Namespace) -> int:
     config = from_args(PlotConfig, args)
     from moe_ep.bench.plots import plot_scaling
-    from moe_ep.bench.results import read_lines
-    from moe_ep.bench.scaling import with_efficiency
+    from moe_ep.bench.scaling_file import about_runs, read_scaling
     from moe_ep.bench.scaling_tables import as_markdown
     from moe_ep.files import write_text
 
@@ -46,14 +46,13 @@ def main(args: argparse.Namespace) -> int:
     if not path.is_file():
         raise OptionError(f"FILE is {args.file!r}; it must be a file that a benchmark wrote, and there is none")
     try:
-        rows = read_lines(path)
-        config.out.mkdir(exist_ok=True)
-        written = plot_scaling(rows, config.out)
+        rows, runs = read_scaling(path)
     except ValueError as error:
         raise OptionError(f"FILE is {args.file!r}; {error}") from None
-    if any("efficiency" not in row for row in rows):
-        # A benchmark that was ended early has written none.
-        rows = with_efficiency(rows)
+    if told := about_runs(runs):
+        print(told, file=sys.stderr)
+    config.out.mkdir(exist_ok=True)
+    written = plot_scaling(rows, config.out)
     tables = config.out / "tables.md"
     write_text(tables, as_markdown(rows))
     print("\n".join(map(str, [*written, tables])))

@@ -33,14 +33,12 @@ def plot_scaling(rows: list[Row], folder: Path) -> list[Path]:
     rank over their mean. Decode and prefill have a panel each; scaling and latency show the kind of backend, wire
     dtype, routing and balancing that most rows have.
 
+    Args:
+        rows: as `read_scaling` has them.
+
     Raises:
-        ValueError: no rows of a scaling benchmark.
         ImportError: matplotlib is missing.
     """
-    if not rows or any(key not in row for row in rows for key in ("geometry", "ep_size", "stages_us", "us")):
-        raise ValueError(
-            "it holds no rows of a scaling benchmark; give a file that `moe-ep bench scaling --json` wrote"
-        )
     written = []
     for geometry in sorted({row["geometry"] for row in rows}):
         mine = [row for row in rows if row["geometry"] == geometry]

@@ -74,7 +74,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}, is not a JSON object; give a file that a benchmark wrote")
+            raise ValueError(
+                f"{path}, line {number}, is not a JSON object; give a file that a benchmark wrote, or delete that "
+                f"line if it was cut off"
+            )
         rows.append(row)
     return rows
 

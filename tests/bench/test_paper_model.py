@@ -112,6 +112,9 @@ def row_of(machine: Machine, ep_size: int, tokens: int) -> dict[str, Any]:
     stages = {name: getattr(step, f"{name}_us") for name in ("route", "dispatch", "experts", "combine")}
     return {
         "geometry": "deepseek-v3", "ep_size": ep_size, "tokens_per_rank": tokens, "routing": "uniform",
+        "scaling": "weak", "phase": "prefill" if tokens > 256 else "decode", "asked_tokens": tokens,
+        "asked_backend": "x", "tokens_per_s": 1.0, "tokens_per_s_per_gpu": 1.0, "p99_us": step.step_us,
+        "floor_over_time": 1.0, "rows_per_rank": [1.0] * ep_size, "balancedness": 1.0,
         "wire": "activations", "backend": "x", "eplb": "off", "us": step.step_us, "memory_tb_per_s": 4.0,
         "tflop_per_s": 800.0, "link_gb_per_s": 300.0 if ep_size > 1 else None, "bytes_sent": 2 * step.link_bytes,
         # Events between the stages take time of their own.
@@ -158,4 +161,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "there is none" in capsys.readouterr().err
     (tmp_path / "text").write_text("# not rows\n")
     assert main(["plan", "--measured", str(tmp_path / "text")]) == 2
-    assert "--measured is no result of a benchmark: " in capsys.readouterr().err
+    assert "text, line 1, is not a JSON object" in capsys.readouterr().err
+    for row in rows_of(MEASURED):
+        append_line(results, row | {"commit": "later", "us": 2 * row["us"]})
+    append_line(results, rows_of(MEASURED)[0])
+    assert main(["plan", "--measured", str(results), "--gpus", "8"]) == 0
+    assert "rows of 2 runs are shown together: commit None" in capsys.readouterr().err

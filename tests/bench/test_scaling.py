@@ -191,6 +191,8 @@ def test_routing_of_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (["--decode-tokens", "0"], "--decode-tokens is '0'; it must be whole numbers of at least 1"),
         (["--seconds", "soon"], "--seconds is 'soon'; it must be a number of seconds above 0"),
         (["--routing", "zipf:1,uniform,zipf:1"], "--routing has zipf:1 twice"),
+        (["--ep-sizes", "1,2,2"], "--ep-sizes has 2 twice"),
+        (["--variant-tokens", "7"], "--variant-tokens has 7, which is neither in --decode-tokens nor"),
         (["--resume"], "--resume was given without --json"),
         (["--backend", "auto,nvshmem_low_latency"], "--backend is 'nvshmem_low_latency' and the workers run on CPUs"),
         (["--backend", "no_ep"], "--backend is 'no_ep', which moves nothing, and 4 workers share the experts"),
@@ -211,4 +213,7 @@ def test_a_file_without_results(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = tmp_path / "other.jsonl"
     path.write_text(json.dumps({"us": 1}) + "\n")
     assert main(["plot", str(path), "--out", str(tmp_path)]) == 2
-    assert "it holds no rows of a scaling benchmark" in capsys.readouterr().err
+    assert "other rows than those of a scaling benchmark: row 1 has no geometry" in capsys.readouterr().err
+    path.write_text("")
+    assert main(["plot", str(path), "--out", str(tmp_path)]) == 2
+    assert "it holds no rows; give a file" in capsys.readouterr().err
