@@ -12,14 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
+from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.repack import PackedWeights, unpack_marlin
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights, group_size_of
-from moe_ep.scalar_type import scalar_types
-
-# The sixteen numbers of e2m1 (OCP Microscaling Formats, section 5.3.3).
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 ActivationFunction = Callable[[MoEActivation, torch.Tensor, torch.Tensor], None]
 
@@ -33,16 +30,19 @@ def dequantize_packed(weights: Weights, kind: WeightType, expert: int) -> torch.
         None,
         None if weights.sort_indices is None else weights.sort_indices[expert : expert + 1],
     )
-    num_groups = weights.scales.size(1)
-    size = group_size_of(kind, weights.num_columns, num_groups) or kind.group_sizes[0]
+    size = group_size_of(kind, weights.num_columns, weights.scales.size(1)) or kind.group_sizes[0]
     codes, scales, zeros = unpack_marlin(packed, kind.scalar_type.id, size, gated=weights.gated)
-    columns = _group_of_columns(weights, expert, num_groups)
-    values = _values(codes[0], kind) if zeros is None else codes[0].float() - zeros[0].float()[:, columns]
-    values = values * _scale_values(scales[0])[:, columns]
-    if weights.alphas is not None:
-        alphas = weights.alphas[expert].reshape(-1)
-        values = values * alphas.repeat_interleave(weights.num_rows // alphas.numel())[:, None]
-    return values
+    return dequantize(
+        CanonicalWeights(
+            codes=codes[0],
+            scales=scales[0],
+            zero_points=None if zeros is None else zeros[0],
+            g_idx=_group_of_columns(weights, expert),
+            quant_type_id=kind.scalar_type.id,
+            group_size=size,
+            global_scales=None if weights.alphas is None else weights.alphas[expert],
+        )
+    )
 
 
 def compute_expert(
@@ -60,29 +60,13 @@ def compute_expert(
     return F.linear(hidden, dequantize_packed(w2, kind, expert), bias2)
 
 
-def _group_of_columns(weights: Weights, expert: int, num_groups: int) -> torch.Tensor:
+def _group_of_columns(weights: Weights, expert: int) -> torch.Tensor:
     """int64 `[columns]`: the group of every column, in natural order."""
     if weights.g_idx is None or weights.has_regular_groups:
         packed = torch.arange(weights.num_columns, device=weights.qweight.device)
-        packed //= weights.num_columns // num_groups
+        packed //= weights.num_columns // weights.scales.size(1)
     else:
         packed = weights.g_idx[expert].long()
     if weights.sort_indices is None:
         return packed
     return torch.empty_like(packed).scatter_(0, weights.sort_indices[expert].long(), packed)
-
-
-def _values(codes: torch.Tensor, kind: WeightType) -> torch.Tensor:
-    if kind.scalar_type == scalar_types.float8_e4m3fn:
-        return codes.view(torch.float8_e4m3fn).float()
-    if kind.scalar_type == scalar_types.float4_e2m1f:
-        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
-        return table[codes.long()]
-    return codes.float() - kind.scalar_type.bias
-
-
-def _scale_values(scales: torch.Tensor) -> torch.Tensor:
-    """Scales as f32; bytes are exponents of two with a bias of 127 (e8m0)."""
-    if scales.dtype == torch.float8_e4m3fn or scales.dtype.itemsize > 1:
-        return scales.float()
-    return torch.exp2(scales.view(torch.uint8).float() - 127.0)
