@@ -195,7 +195,8 @@ def calibrated(machine: Machine, geometry: Geometry, rows: Sequence[dict[str, An
         load, is_alone = busiest_rank(geometry, row["ep_size"], row["tokens_per_rank"]), row["ep_size"] == 1
         there_us = 0.0 if is_alone else latency + per_link_us * _link_us(row, machine)
         terms.append((1.0, float(is_alone), *experts_floors_us(geometry, load, machine)))
-        times.append(max(row["us"] - machine.route_us - 2 * there_us, _stage_us(row, "experts")))
+        # Where times are uneven, as on CPUs, nothing may be left.
+        times.append(max(row["us"] - machine.route_us - 2 * there_us, _stage_us(row, "experts") / 2))
     fixed, alone, per_weights_us, per_products_us = _fit(terms, times)
     return replace(
         machine,
