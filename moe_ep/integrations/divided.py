@@ -3,6 +3,7 @@ it is not saved."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -14,31 +15,45 @@ from moe_ep.integrations.steps import StepCoordinator
 _eager = torch.compiler.disable(reason="before each pass the ranks of moe_ep agree on the host; leave fullgraph out")
 
 
+class _Passes:
+    """The hooks of a model: its passes begin and end the ranks' steps."""
+
+    def __init__(self, steps: StepCoordinator) -> None:
+        self._steps = steps
+        self._begun = False
+
+    @_eager
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._steps.current is None:
+            self._steps.begin(_num_tokens(args, kwargs))
+            self._begun = True
+
+    @_eager
+    def after(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        if self._begun:
+            self._begun = False
+            if output is None:  # The pass failed.
+                self._steps.current = None
+            else:
+                self._steps.end()
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "a model with divided experts cannot be pickled, nor saved by torch.save: a rank holds its own experts "
+            "alone; save the model before parallelize"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Passes:
+        return _Passes(copy.deepcopy(self._steps, memo))
+
+
 def make_divided(model: Any, steps: StepCoordinator) -> None:
     """Every pass of the model from here on is a step of all ranks."""
-    begun = False
-
-    @_eager
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal begun
-        if steps.current is None:
-            steps.begin(_num_tokens(args, kwargs))
-            begun = True
-
-    @_eager
-    def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
-        nonlocal begun
-        if begun:
-            begun = False
-            if output is None:  # The pass failed.
-                steps.current = None
-            else:
-                steps.end()
-
+    passes = _Passes(steps)
     model._moe_ep_steps = steps
-    model.save_pretrained = _refuse_saving
-    model.base_model.register_forward_pre_hook(before, with_kwargs=True)
-    model.base_model.register_forward_hook(after, always_call=True)
+    model.save_pretrained = model.push_to_hub = _refuse_saving
+    model.base_model.register_forward_pre_hook(passes.before, with_kwargs=True)
+    model.base_model.register_forward_hook(passes.after, always_call=True)
 
 
 def steps_of(model: Any) -> StepCoordinator:
@@ -59,6 +74,6 @@ def _num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> None:
     raise ConfigError(
-        "save_pretrained: a rank of a divided model holds its own experts alone, in moe_ep's layout, which no other "
-        "program reads; save the model before parallelize, and quantize a checkpoint with moe-ep convert"
+        "save_pretrained and push_to_hub: a rank of a divided model holds its own experts alone, in moe_ep's layout, "
+        "which no other program reads; save the model before parallelize, and quantize a checkpoint with moe-ep convert"
     )

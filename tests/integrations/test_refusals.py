@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -112,8 +113,11 @@ def test_a_gate_that_is_inherited_is_no_silu() -> None:
 
 def test_a_divided_model_is_not_saved_nor_copied_nor_one_graph() -> None:
     model = moe_ep.parallelize(make_model("Qwen3Moe"))
-    with pytest.raises(ConfigError, match="holds its own experts alone, .* save the model before parallelize"):
-        model.save_pretrained("nowhere")
+    for save in (model.save_pretrained, model.push_to_hub):
+        with pytest.raises(ConfigError, match="holds its own experts alone, .* save the model before parallelize"):
+            save("nowhere")
+    with pytest.raises(ConfigError, match="cannot be pickled, nor saved by torch.save"):
+        pickle.dumps(model)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="agree on the host; leave fullgraph out"):
         torch.compile(model, fullgraph=True, backend="eager")(torch.ones(1, 2, dtype=torch.int64))
     steps_of(model)._channel.size = 2
