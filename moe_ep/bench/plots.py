@@ -22,7 +22,7 @@ _LINES = ("-", "--", "-.", ":")
 _SHADES = ("0.1", "0.45", "0.65")
 _GREYS = ("0.15", "0.5", "0.75", "0.9")
 _HATCHES = ("", "///", "...", "xxx")
-_WORDS = {"asked_tokens": "T ", "tokens_per_rank": "T ", "ep_size": "EP ", "eplb": "EPLB ", "wire": "wire "}
+_WORDS = {"tokens_per_rank": "T ", "ep_size": "EP ", "eplb": "EPLB ", "wire": "wire "}
 
 
 def plot_scaling(rows: list[Row], folder: Path) -> list[Path]:
@@ -97,7 +97,8 @@ def _scaling(axes: Axes, rows: list[Row]) -> None:
         ideal = [rates[0] / reached[0] * size for size in sizes]
         axes.plot(sizes, ideal, color="0.75", linewidth=0.8, zorder=0)
     axes.plot([], [], color="0.75", linewidth=0.8, label="ideal")
-    _logarithmic(axes, "EP size", "tokens/s, all ranks", sizes)
+    whose = "of all ranks" if rows[0]["scaling"] == "strong" else "per rank"
+    _logarithmic(axes, "EP size", "tokens/s, all ranks", sizes, f"tokens {whose}")
 
 
 def _latency(axes: Axes, rows: list[Row]) -> None:
@@ -189,7 +190,7 @@ def _style(index: int) -> dict[str, Any]:
     }
 
 
-def _logarithmic(axes: Axes, x: str, y: str, ticks: list[int]) -> None:
+def _logarithmic(axes: Axes, x: str, y: str, ticks: list[int], legend_title: str | None = None) -> None:
     from matplotlib.ticker import EngFormatter, LogLocator
 
     axes.set_xscale("log", base=2)
@@ -201,4 +202,6 @@ def _logarithmic(axes: Axes, x: str, y: str, ticks: list[int]) -> None:
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
     axes.grid(True, which="major", color="0.92", linewidth=0.6)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes.legend(
+        title=legend_title, title_fontsize=7, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False
+    )
