@@ -20,10 +20,11 @@ unexport PYTHONDONTWRITEBYTECODE
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		"$(PYTHON) is " + sys.version.split()[0] + "; moe_ep needs 3.11 or newer: make PYTHON=python3.11")'
+	@echo "Installing torch, Ray and the rest into $(VENV): some minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[test]'
-	touch $@
+	@touch $@
 
 run: $(VENV)/.installed
 	$(BIN)/moe-ep run $(ARGS)
