@@ -1,7 +1,7 @@
-"""The activations between the two expert GEMMs, in plain form.
+"""The activations between the two expert GEMMs, in plain torch.
 
-Gated ones read `[..., 2N]`, gate columns first, then up columns, and write `[..., N]`; ungated ones read and write
-`[..., N]`. The arithmetic is f32, rounded once to the output's dtype.
+Gated activations read `[..., 2N]`, gate columns first, then up columns, and write `[..., N]`; ungated ones read and
+write `[..., N]`. They are computed in f32 and rounded once to the output's dtype.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SWIGLUOAI_LIMIT = 7.0
 
 
 class MoEActivation(StrEnum):
-    """Name of an activation; a plain string of the same value serves wherever one is taken."""
+    """The name of an activation; a plain string of the same value is accepted everywhere too."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -30,7 +30,7 @@ class MoEActivation(StrEnum):
 
     @classmethod
     def parse(cls, value: MoEActivation | str) -> MoEActivation:
-        """The activation of that name; ValueError with the allowed names otherwise."""
+        """The activation of that name; ValueError, listing the known names, if there is none."""
         try:
             return cls(value)
         except ValueError:
@@ -38,7 +38,7 @@ class MoEActivation(StrEnum):
 
     @property
     def is_gated(self) -> bool:
-        """Whether w13 holds gate and up rows (2N) rather than N rows."""
+        """Whether w13 has gate and up rows (2N in all) rather than N rows."""
         return not self.value.endswith("_no_mul")
 
 
@@ -49,7 +49,7 @@ def apply_activation(
 
     Args:
         input: `[..., 2N]` for a gated activation (gate, then up), `[..., N]` otherwise.
-        output: `[..., N]`, written in place; None makes one of the input's dtype.
+        output: `[..., N]`, written in place; None creates one of the input's dtype.
 
     Raises:
         ValueError: an unknown name, an odd width for a gated activation, or an output of another shape.

@@ -1,7 +1,6 @@
-"""What a MoE layer is made of, as frozen dataclasses.
+"""The configuration of a MoE layer, as frozen dataclasses.
 
-They hold plain values and tensors, know nothing of backends, and check themselves when made: a configuration
-that exists can be run.
+They hold plain values and tensors, know nothing about backends, and check their values when they are created.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class FusedMoEParallelConfig:
-    """How the ranks of a layer divide the work, and which of them this is.
+    """How the ranks of a layer divide the work, and this rank's place among them.
 
-    The world has dp_size x tp_size ranks, rank = dp_rank * tp_size + tp_rank. With expert parallelism
-    (ep_size > 1) all of them form one EP group and every expert is whole on its rank; without it, tp_size ranks
-    shard the intermediate size N of every expert.
+    There are dp_size x tp_size ranks, rank = dp_rank * tp_size + tp_rank. With expert parallelism (ep_size > 1) they
+    all form one EP group, and every expert is whole on its rank; without it, tp_size ranks shard the intermediate
+    size N of every expert.
     """
 
     tp_size: int = 1
@@ -60,17 +59,17 @@ class FusedMoEParallelConfig:
         all2all_backend: str = "auto",
         expert_placement_strategy: str = "linear",
     ) -> FusedMoEParallelConfig:
-        """The configuration of one rank, with what is left out derived from what is given.
+        """Creates the configuration of one rank; sizes that are not given are derived from the others.
 
-        With nothing given, all `world_size` ranks are data-parallel and form the EP group. With `tp_size` or
-        `dp_size` alone there is no expert parallelism unless dp_size > 1. `ep_size` must be 1 or tp_size * dp_size.
+        If none is given, all `world_size` ranks are data-parallel and form the EP group. If only `tp_size` or `dp_size`
+        is given, there is expert parallelism if dp_size > 1. `ep_size` must be 1 or tp_size * dp_size.
 
         Args:
-            rank: this process among the tp_size * dp_size ranks.
-            world_size: ranks there are; None means as many as the sizes ask for.
+            rank: this process's rank among the tp_size * dp_size ranks.
+            world_size: the number of ranks; None means as many as the sizes require.
 
         Raises:
-            ValueError: sizes below 1 or that do not multiply up, or a rank outside them.
+            ValueError: sizes below 1 or that do not match each other, or a rank out of range.
         """
         given = {"tp_size": tp_size, "dp_size": dp_size, "ep_size": ep_size}
         check_at_least(1, **{name: size for name, size in given.items() if size is not None})
@@ -116,38 +115,38 @@ class FusedMoEParallelConfig:
 
     @property
     def use_all2all(self) -> bool:
-        """Whether ranks hold different tokens, so that tokens must travel to the experts.
+        """Whether ranks hold different tokens, so that tokens must be sent to the ranks of their experts.
 
-        False with expert parallelism over plain tensor-parallel ranks: they all hold the same tokens, each
-        computes its own experts and the outputs are all-reduced.
+        False for expert parallelism over plain tensor-parallel ranks: they all hold the same tokens, each computes
+        its own experts, and the outputs are all-reduced.
         """
         return self.use_ep and (self.tp_size < self.ep_size or self.is_sequence_parallel)
 
     @property
     def token_rank(self) -> int:
-        """Whose tokens this rank has, as an EP rank: 0 for all ranks that hold the same ones, which must send them to
-        the same replicas."""
+        """The EP rank whose tokens these are: 0 on all ranks that hold the same tokens, since they must choose the same
+        replicas for them."""
         return self.ep_rank if self.use_all2all else 0
 
     @property
     def shards_experts(self) -> bool:
-        """Whether the intermediate size N of every expert is divided over the tensor-parallel ranks."""
+        """Whether the tensor-parallel ranks divide the intermediate size N of every expert."""
         return not self.use_ep and self.tp_size > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedMoEConfig:
-    """Shapes of one MoE layer as one rank sees them.
+    """The shapes of one MoE layer on one rank.
 
     Attributes:
-        num_experts: routed (physical) experts E over all ranks, redundant ones included.
-        experts_per_token: top_k, fused shared experts not counted.
+        num_experts: routed (physical) experts E over all ranks, including redundant ones.
+        experts_per_token: top_k, not counting fused shared experts.
         hidden_dim: K.
         intermediate_size_per_partition: N on this rank.
-        num_local_experts: El, the slots of this rank, fused shared experts included.
+        num_local_experts: El, this rank's slots, including fused shared experts.
         in_dtype: dtype of the activations: f32, f16 or bf16.
-        max_num_tokens: capacity, tokens per rank of one pass through a fixed-capacity backend.
-        num_fused_shared_experts: experts that every rank holds behind its routed slots; their ids start at num_experts.
+        max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
+        num_fused_shared_experts: experts that every rank holds after its routed slots; their ids start at num_experts.
     """
 
     num_experts: int
@@ -195,24 +194,24 @@ class FusedMoEConfig:
 
     @property
     def global_num_experts(self) -> int:
-        """Ids that can occur in topk_ids: routed (physical) and fused shared experts."""
+        """The number of ids that can occur in topk_ids: routed (physical) and fused shared experts."""
         return self.num_experts + self.num_fused_shared_experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedMoEQuantConfig:
-    """How the experts' weights are quantized, with the tensors that undo it, and what travels on the wire.
+    """How the experts' weights are quantized, with their scales and biases, and the dtype of rows on the wire.
 
     Attributes:
-        quant_type_id: `ScalarType.id` of the weights; None where they are plain.
-        group_size: input columns that share a scale; -1 for a whole row.
-        w2_quant_type_id, w2_group_size: of w2 where they differ from w1's.
+        quant_type_id: `ScalarType.id` of the weights; None if they are plain.
+        group_size: number of input columns that share a scale; -1 for a whole row.
+        w2_quant_type_id, w2_group_size: those of w2, if they differ from w1's.
         w1_scale, w2_scale, w1_zp, w2_zp: scales and zero points in the layout of the chosen experts.
         w1_bias, w2_bias: `[El, 2N]` and `[El, K]`.
         g1_alphas, g2_alphas: global scales per expert, f32 `[El]` (or `[El, 2]` for w13).
         a1_scale, a2_scale: static activation scales.
-        dispatch_dtype: dtype of rows on the wire: None for the activations' own, or torch.float8_e4m3fn
-            (with one f32 scale per 128 columns).
+        dispatch_dtype: dtype of rows on the wire: None for that of the activations, or torch.float8_e4m3fn (with one
+            f32 scale per 128 columns).
     """
 
     quant_type_id: int | None = None
@@ -240,7 +239,7 @@ class FusedMoEQuantConfig:
 
     @classmethod
     def unquantized(cls) -> FusedMoEQuantConfig:
-        """Plain weights, rows on the wire in the activations' dtype."""
+        """Plain weights, and rows on the wire in the activations' dtype."""
         return cls()
 
     @property
@@ -248,5 +247,5 @@ class FusedMoEQuantConfig:
         return self.quant_type_id is not None
 
     def with_dispatch_dtype(self, dtype: torch.dtype | None) -> FusedMoEQuantConfig:
-        """The same weights with other rows on the wire."""
+        """The same configuration with rows of another dtype on the wire."""
         return replace(self, dispatch_dtype=dtype)

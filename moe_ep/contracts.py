@@ -1,7 +1,7 @@
-"""The two contracts of a MoE layer, and the two formats in which rows pass from one to the other.
+"""The two contracts of a MoE layer, and the two formats in which rows pass between them.
 
-A prepare/finalize backend knows how rows travel; experts know how they are computed; neither knows the other.
-`moe_ep.modular_kernel` joins two of them; everything here is importable from there too.
+A prepare/finalize backend knows how rows travel, experts know how to compute them, and neither knows the other.
+`moe_ep.modular_kernel` joins one of each; everything here can be imported from there too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class FusedMoEActivationFormat(Enum):
-    """How rows lie between dispatch and experts.
+    """The layout of rows between dispatch and experts.
 
     Standard: `[num_recv_tokens, K]`, each row with its topk_ids and topk_weights.
-    BatchedExperts: `[num_local_experts, max_tokens, K]`, expert e's rows first, as many as expert_num_tokens[e].
+    BatchedExperts: `[num_local_experts, max_tokens, K]`; of expert e the first expert_num_tokens[e] rows count.
     """
 
     Standard = "standard"
@@ -39,9 +39,9 @@ class ExpertTokensMetadata:
 
     Attributes:
         expert_num_tokens: int32 `[El]`, on the device.
-        expert_num_tokens_cpu: the same on the host, where it is known without a synchronisation.
-        expert_row_ids: int32 `[El, max_rows]`: with it the input is batched by reference, hidden_states is
-            `[num_rows, K]` and expert e's i-th row is `expert_row_ids[e, i]`; the output is batched as ever.
+        expert_num_tokens_cpu: the same on the host, if it is known without a synchronisation.
+        expert_row_ids: int32 `[El, max_rows]`. If given, the input is batched by reference: hidden_states is
+            `[num_rows, K]` and expert e's i-th row is `expert_row_ids[e, i]`; the output is batched as usual.
     """
 
     expert_num_tokens: torch.Tensor
@@ -50,16 +50,16 @@ class ExpertTokensMetadata:
 
     @classmethod
     def make_from_list(cls, counts: list[int], device: torch.device | str) -> ExpertTokensMetadata:
-        """From counts known on the host."""
+        """Creates the metadata from counts that are known on the host."""
         on_host = torch.tensor(counts, dtype=torch.int32)
         return cls(on_host.to(device, non_blocking=True), on_host)
 
 
 class ExpertWeights(NamedTuple):
-    """Quantized weights of one GEMM of all local experts, in the layout of the experts that take them, `[El, ...]`.
+    """Quantized weights `[El, ...]` of one GEMM of all local experts, in the layout that its implementation reads.
 
     Attributes:
-        global_scales: f32 `[El]`, or `[El, 2]` where gate and up have factors of their own.
+        global_scales: f32 `[El]`, or `[El, 2]` if gate and up have separate factors.
     """
 
     weight: torch.Tensor
@@ -79,41 +79,41 @@ PrepareResult = tuple[
 class FusedMoEPrepareAndFinalize(ABC):
     """Moves rows to the ranks that hold their experts, and the results back."""
 
-    # Rows have a multiple of so many columns.
+    # The number of columns must be a multiple of this.
     hidden_size_multiple: ClassVar[int] = 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedMoEPrepareAndFinalize:
-        """The same backend: it is this rank's part of its group, and layers share it as they share the group."""
+        """Returns the backend itself: like the process group that it belongs to, it is shared between layers."""
         return self
 
     @classmethod
     def unusable_reason(cls) -> str | None:
-        """Why this backend cannot run on this machine, with the mend, in one line; None where it can."""
+        """Why this backend cannot run on this machine, and how to fix that, in one line; None if it can."""
         return None
 
     @abstractmethod
     def activation_format(self) -> FusedMoEActivationFormat:
-        """The format that prepare returns and finalize takes."""
+        """The format that prepare returns and finalize accepts."""
 
     @abstractmethod
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """The dtype topk_ids must have; None for any integer."""
+        """The dtype that topk_ids must have; None for any integer dtype."""
 
     @abstractmethod
     def max_num_tokens_per_rank(self) -> int | None:
-        """Capacity: the most tokens one rank may hand to prepare; None where there is no limit."""
+        """The capacity: the most tokens that one rank may pass to prepare; None if there is no limit."""
 
     @abstractmethod
     def num_dispatchers(self) -> int:
-        """Ranks that can send rows here, this one included."""
+        """Number of ranks that can send rows here, including this one."""
 
     @abstractmethod
     def output_is_reduced(self) -> bool:
-        """Whether finalize leaves complete sums, so that no all-reduce is due after it."""
+        """Whether finalize returns complete sums, so that no all-reduce is needed after it."""
 
     def finalize_only_copies(self) -> bool:
-        """Whether finalize just copies rows that the experts have weighted and summed: they may then write the output
-        themselves."""
+        """Whether finalize only copies rows that the experts have already weighted and summed. If so, the experts write
+        the output directly."""
         return False
 
     def supports_cuda_graph(self) -> bool:
@@ -121,23 +121,23 @@ class FusedMoEPrepareAndFinalize(ABC):
         return False
 
     def most_rows(self) -> int | None:
-        """Rows that prepare hands over under CUDA-graph capture, where eager passes get those that arrived; scratch for
-        so many is made in either case. None where both are the same."""
+        """Number of rows that prepare returns under CUDA-graph capture, if that is more than actually arrived, as it
+        returns in eager mode; scratch is always allocated for this many. None if the two do not differ."""
         return None
 
     def check(self) -> None:
-        """Raises DispatchTimeoutError where a wait on the device that is over was in vain; waits for nothing itself.
+        """Raises DispatchTimeoutError if a wait on the device has timed out; does not wait for the device itself.
 
-        Nothing to do for backends whose steps raise by themselves.
+        Backends whose steps raise on the host need not override it.
         """
         return
 
     def hand_over_row_ids(self) -> None:
-        """The experts take rows by reference (expert_row_ids): hand them over so where that saves a copy."""
+        """Called if the experts accept rows by reference (expert_row_ids): pass them that way if it saves a copy."""
         return
 
     def supports_async(self) -> bool:
-        """Whether prepare_async and finalize_async exist."""
+        """Whether prepare_async and finalize_async are implemented."""
         return False
 
     @abstractmethod
@@ -151,19 +151,19 @@ class FusedMoEPrepareAndFinalize(ABC):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> PrepareResult:
-        """Quantizes rows for the wire where asked, and dispatches them.
+        """Dispatches this rank's rows, quantized for the wire if asked for.
 
         Args:
-            a1: `[T, K]`, this rank's tokens; T may differ from rank to rank and be 0.
+            a1: `[T, K]`, this rank's tokens; T may differ between ranks and be 0.
             topk_weights: f32 `[T, topk]`.
-            topk_ids: `[T, topk]`, global (physical) ids; -1 goes nowhere.
-            num_experts: ids that can occur, over all ranks.
-            expert_map: int32 `[num_experts]`, global -> local, -1 where not local; None when all are local.
+            topk_ids: `[T, topk]`, global (physical) ids; -1 is sent nowhere.
+            num_experts: number of ids that can occur, over all ranks.
+            expert_map: int32 `[num_experts]`, global -> local, -1 if not local; None if all are local.
             apply_router_weight_on_input: multiply rows by their weight before they leave (topk must be 1).
 
         Returns:
-            (rows, scales | None, metadata | None, ids | None, weights | None). Standard: ids of the received rows are
-            global, -1 where the expert is not on this rank. BatchedExperts: ids and weights are None, the backend
+            (rows, scales | None, metadata | None, ids | None, weights | None). Standard: the ids of received rows are
+            global, -1 if the expert is not on this rank. BatchedExperts: ids and weights are None, and the backend
             keeps what finalize needs.
 
         Raises:
@@ -181,7 +181,7 @@ class FusedMoEPrepareAndFinalize(ABC):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> None:
-        """Weights, reduces and brings the results home: writes `output` `[T, K]` in place."""
+        """Weights and sums the results and returns them to the tokens' ranks; writes `output` `[T, K]` in place."""
 
     def prepare_async(
         self,
@@ -193,8 +193,8 @@ class FusedMoEPrepareAndFinalize(ABC):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
-        """prepare in two: sends at once, and returns (hook, receiver). `hook()` waits for the data, `receiver()`
-        gives what prepare would have returned."""
+        """prepare in two halves: starts sending and returns (hook, receiver). `hook()` waits for the data, `receiver()`
+        returns what prepare would have returned."""
         raise RuntimeError(
             f"{type(self).__name__} has no asynchronous form; call prepare, or ask supports_async() first"
         )
@@ -208,7 +208,7 @@ class FusedMoEPrepareAndFinalize(ABC):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """finalize in two: sends at once, and returns (hook, receiver); `receiver()` writes `output`."""
+        """finalize in two halves: starts sending and returns (hook, receiver); `receiver()` writes `output`."""
         raise RuntimeError(
             f"{type(self).__name__} has no asynchronous form; call finalize, or ask supports_async() first"
         )
@@ -223,17 +223,17 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
 
     @classmethod
     def unusable_reason(cls) -> str | None:
-        """Why these experts cannot run on this machine, with the mend, in one line; None where they can."""
+        """Why these experts cannot run on this machine, and how to fix that, in one line; None if they can."""
         return None
 
     @classmethod
     def refuses(
         cls, moe_config: FusedMoEConfig, weights: tuple[CanonicalWeights, ...], device: torch.device
     ) -> str | None:
-        """Why these experts cannot compute such a layer on such a device, in one line; None where they can.
+        """Why these experts cannot compute a layer like this on this device, in one line; None if they can.
 
         Args:
-            weights: w13 and w2 in the canonical quantized form; empty where they are plain.
+            weights: w13 and w2 in the canonical quantized form; empty if they are plain.
         """
         return cls.unusable_reason()
 
@@ -241,7 +241,7 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
     def pack_weights(
         cls, w13: CanonicalWeights, w2: CanonicalWeights, moe_config: FusedMoEConfig
     ) -> tuple[ExpertWeights, ExpertWeights]:
-        """Canonical quantized weights `[El, out, in]` in the layout of these experts; as they are by default."""
+        """Converts canonical quantized weights `[El, out, in]` to the layout of these experts; unchanged by default."""
         first, second = (
             ExpertWeights(part.codes, part.scales, part.zero_points, part.g_idx, global_scales=part.global_scales)
             for part in (w13, w2)
@@ -254,14 +254,14 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
 
     @abstractmethod
     def supports_expert_map(self) -> bool:
-        """Whether ids of experts elsewhere may occur, marked by expert_map."""
+        """Whether ids of experts on other ranks may occur, as told by expert_map."""
 
     @abstractmethod
     def supports_chunking(self) -> bool:
-        """Whether rows may be computed in several passes over M."""
+        """Whether the rows may be computed in several chunks of M."""
 
     def supports_row_ids(self) -> bool:
-        """Whether input batched by reference (expert_row_ids) is understood."""
+        """Whether input batched by reference (expert_row_ids) is accepted."""
         return False
 
     def supports_cuda_graph(self) -> bool:
@@ -270,7 +270,7 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
 
     @abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """What is left to do with the output: nothing, or one of the strategies."""
+        """How the output still has to be weighted and summed, if at all."""
 
     @abstractmethod
     def workspace_shapes(
@@ -284,10 +284,10 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
         expert_tokens_meta: ExpertTokensMetadata | None,
         activation: MoEActivation | str,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of workspace13 (serves both GEMM outputs), workspace2 (the activation's) and the output."""
+        """Shapes of workspace13 (for the outputs of both GEMMs), workspace2 (for the activation's) and the output."""
 
     def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of all three."""
+        """The dtype of the two workspaces and the output."""
         return act_dtype
 
     def activation(self, activation: MoEActivation | str, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -297,7 +297,7 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> tuple[int, int, int, int, int]:
-        """(E, M, N, K, topk): N = w1.size(1), all its rows; M = rows, of each expert for a batched input."""
+        """Returns (E, M, N, K, topk): N is w1.size(1), all its rows, and M the rows, per expert if they are batched."""
         E, N = w1.size(0), w1.size(1)
         M = a1.size(1) if a1.dim() == 3 else a1.size(0)
         return E, M, N, a1.size(-1), topk_ids.size(-1)
@@ -321,4 +321,5 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Computes the experts and writes `output` in place; only rows that belong to an expert are read or written."""
+        """Computes the experts and writes `output` in place; of batched input only the rows that count are read and
+        written."""

@@ -1,4 +1,4 @@
-"""What one rank holds of a MoE layer: its experts' parameters, how they are loaded, and what moves with an expert."""
+"""One rank's part of a MoE layer: the experts' parameters, how they are loaded, and what moves with an expert."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_ep.fixed_tensors import FixedTensors, table_device
 from moe_ep.methods.base import make_method
 from moe_ep.weight_loading import ExpertMapping, ExpertWeightLoader, expert_params_mapping, matching_rows
 
-# Held by the thread that readies a layer; passes of others wait for it.
+# Held by the thread that prepares a layer for its first pass; the passes of other threads wait for it.
 FIRST_USE = threading.RLock()
 
 
@@ -26,11 +26,11 @@ class ExpertShard(FixedTensors):
     """The experts of one rank, as parameters `[El, ...]`: routed slots first, then fused shared experts.
 
     Raises:
-        ValueError: sizes that cannot be divided over the ranks, or that the quantization cannot hold.
+        ValueError: sizes that cannot be divided over the ranks, or that the quantization does not support.
     """
 
     expert_map: torch.Tensor | None
-    # Who computes them: a name of the experts' registry, or "auto".
+    # The implementation that computes them: a name from the experts registry, or "auto".
     experts: str = "auto"
 
     def __init__(
@@ -53,7 +53,7 @@ class ExpertShard(FixedTensors):
         layer_name: str,
     ) -> None:
         super().__init__()
-        # By the names that the layer's user gave; the configurations have others for some.
+        # Checked here under the argument names of the layer; the configurations use other names for some.
         check_at_least(1, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, max_num_tokens=max_num_tokens)
         check_at_least(1, intermediate_size=intermediate_size)
         check_at_least(0, num_redundant_experts=num_redundant_experts, n_shared_experts=num_fused_shared_experts)
@@ -146,10 +146,10 @@ class ExpertShard(FixedTensors):
         num_experts: int,
         num_redundant_experts: int = 0,
     ) -> ExpertMapping:
-        """(param_name, weight_name, expert_id, shard_id) of each physical expert and shard w1, w2 and w3.
+        """Returns (param_name, weight_name, expert_id, shard_id) for each physical expert and shard w1, w2 and w3.
 
-        A name of the checkpoint that contains weight_name becomes the parameter's by replacing it with param_name. A
-        redundant expert p is loaded from expert p mod E.
+        Replacing weight_name by param_name in a checkpoint's tensor name gives the parameter's name. Redundant expert p
+        is loaded from expert p mod E.
         """
         return expert_params_mapping(
             ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name, num_experts, num_redundant_experts
@@ -164,31 +164,31 @@ class ExpertShard(FixedTensors):
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        """Copies a tensor of the checkpoint into every local slot that it belongs to now.
+        """Copies a checkpoint tensor into every local slot that currently holds its expert.
 
         Args:
             param: one of the layer's expert parameters.
-            loaded_weight: one expert's tensor, whole (this rank's TP part is cut out of it), or all experts' with a
-                leading dimension E, for which expert_id is ignored. It is not touched where the expert is elsewhere.
+            loaded_weight: the full tensor of one expert (this rank's TP part is cut out of it), or of all experts with
+                a leading dimension E, in which case expert_id is ignored. It is not read if the expert is not local.
             weight_name: its name, for messages.
-            shard_id: w1 (gate, or the whole of an ungated w13), w3 (up) or w2 (down).
-            expert_id: physical expert; fused shared ones come behind the redundant ones. After EPLB has moved experts
-                the tensor goes where the expert is now.
+            shard_id: w1 (gate, or all of an ungated w13), w3 (up) or w2 (down).
+            expert_id: physical expert; fused shared experts follow the redundant ones. After EPLB has moved experts,
+                the tensor goes to the expert's current slots.
 
         Returns:
-            Whether an expert of this rank took it, where return_success is set; None otherwise.
+            Whether a local expert took it, if return_success is set; None otherwise.
 
         Raises:
-            ValueError: a parameter, id or shard that is not there, or a tensor of another shape or dtype.
-            RuntimeError: the parameters were processed, and freed, already.
+            ValueError: an unknown parameter, id or shard, or a tensor of another shape or dtype.
+            RuntimeError: the parameters were already processed and freed.
         """
-        # By what it is and not by a mark on it: the same parameter of another layer must not do.
+        # By identity and not by an attribute, so that another layer's parameter of the same name is refused.
         param_name = next((name for name, own in self._parameters.items() if own is param), "")
         taken = self.loader.load(param_name, param, loaded_weight, weight_name, shard_id, expert_id)
         return taken if return_success else None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads tensors by their names in the checkpoint, and returns the names of the parameters that took some.
+        """Loads tensors by their checkpoint names; returns the names of the parameters that received data.
 
         Raises:
             ValueError: the layer was made without expert_mapping, or has no parameter for a name.
@@ -207,32 +207,32 @@ class ExpertShard(FixedTensors):
         return taken
 
     def is_local_expert(self, physical_expert_id: int) -> bool:
-        """Whether loading this id fills a slot here; ValueError for an id that does not exist."""
+        """Whether this physical expert is loaded into a local slot; ValueError for an id that does not exist."""
         return bool(self.slots.of_id(physical_expert_id))
 
     def process_weights_after_loading(self) -> None:
-        """Brings loaded weights into the form that experts read; the first time by the first pass if nobody calls it.
+        """Converts loaded weights to the form that the experts read. The first pass does this if nobody did before.
 
         Raises:
-            RuntimeError: loading has begun and something is missing.
+            RuntimeError: loading has begun and tensors are missing.
         """
         self._check_complete()
         with FIRST_USE:
             if not self._processed:
-                # Tensors of the ordinary kind, whatever the mode of the pass that comes first.
+                # Ordinary tensors, even if the first pass runs in inference mode.
                 with torch.inference_mode(False), torch.no_grad():
                     self.quant_method.process_weights_after_loading(self)
                 self._processed, self._reloading = True, False
 
     def begin_reload(self) -> None:
-        """Makes room for weights of the checkpoint beside those in use, to load all experts or some of them again.
+        """Prepares for loading all or some of the experts again, with room for them beside the weights in use.
 
-        Load as the first time, then call `process_weights_after_loading`. What is loaded goes to the slots where its
-        experts are now, in place, so that CUDA graphs stay valid; the other experts stay as they are. Parameters that
-        are not packed, such as plain weights and biases, change while they are loaded. No pass may run in between.
+        Load as the first time, then call `process_weights_after_loading`. The weights are written in place into the
+        experts' current slots, so CUDA graphs stay valid; experts that are not loaded keep theirs. Parameters that are
+        not packed, such as plain weights and biases, change while they are loaded. No pass may run in between.
 
         Raises:
-            RuntimeError: loading has begun and something is missing.
+            RuntimeError: loading has begun and tensors are missing.
         """
         self.process_weights_after_loading()
         self.quant_method.begin_reload(self)
@@ -240,7 +240,7 @@ class ExpertShard(FixedTensors):
         self._processed, self._reloading = False, True
 
     def check_loaded(self) -> None:
-        """RuntimeError, naming what is missing, if loading has begun and not finished."""
+        """Raises RuntimeError, naming what is missing, if loading has begun and is not complete."""
         self._check_complete()
         if self._reloading:
             raise RuntimeError(
@@ -254,13 +254,13 @@ class ExpertShard(FixedTensors):
             raise RuntimeError(f"the weights of {self.layer_name} are not complete: {missing[0]}{more} were not loaded")
 
     def expert_weights(self) -> list[torch.Tensor]:
-        """Everything that must move with a routed expert, each `[local routed slots, ...]`, as views."""
+        """Views `[local routed slots, ...]` of everything that must move with a routed expert."""
         self.process_weights_after_loading()
         return [tensor[: self.slots.num_local_routed] for tensor in self.quant_method.expert_tensors(self)]
 
     @property
     def enable_eplb(self) -> bool:
-        """Whether ids are mapped to replicas and the load is recorded."""
+        """Whether ids are mapped to replicas and loads are recorded."""
         return self.eplb_state is not None
 
     def set_eplb_state(
@@ -270,7 +270,7 @@ class ExpertShard(FixedTensors):
         logical_to_physical_map: torch.Tensor,
         logical_replica_count: torch.Tensor,
     ) -> None:
-        """Uses row moe_layer_idx of the model's EPLB tensors, as views, in place of the layer's own.
+        """Replaces the layer's own EPLB tensors by views of row moe_layer_idx of the model's.
 
         Args:
             expert_load_view: int32 `[L, num_physical]`.

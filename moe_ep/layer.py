@@ -1,6 +1,6 @@
-"""The MoE layer: routes tokens, and runs the experts wherever they are.
+"""The MoE layer: routes tokens and runs their experts, whichever rank holds them.
 
-A pass reads from top to bottom: forward -> torch.ops.moe_ep.moe_forward -> forward_impl -> (forward_impl_chunked)
+A forward pass, from top to bottom: forward -> torch.ops.moe_ep.moe_forward -> forward_impl -> (forward_impl_chunked)
 -> select_experts -> quant_method.apply -> modular kernel -> dispatch.prepare, experts, dispatch.finalize.
 """
 
@@ -26,40 +26,42 @@ from moe_ep.weight_loading import ExpertMapping
 
 
 class FusedMoE(LayerParts):
-    """A layer of E routed experts of which every token takes top_k, divided over the ranks of a process group.
+    """A MoE layer with E routed experts, divided over the ranks of a process group; every token uses top_k of them.
 
-    Sizes that are None come from torch.distributed: all ranks are then data-parallel and form one EP group. With EP the
-    dp x tp ranks hold whole experts; without it TP divides N and the output is a partial sum that `reduce_results`
-    completes. Where ranks hold the same tokens (EP over plain TP ranks) each computes its own experts for all of them,
-    and the output is a partial sum too.
+    If no sizes are given, they come from torch.distributed: all ranks are data-parallel and form one EP group. With EP,
+    each of the dp x tp ranks holds whole experts. Without it, TP divides N, and the output is a partial sum that
+    `reduce_results` completes. If the ranks hold the same tokens (EP over plain TP ranks), each computes its own
+    experts for all tokens, and the output is again a partial sum.
 
     Args:
         num_experts: logical routed experts E.
-        top_k: experts of a token; K is hidden_size, N is intermediate_size, of one expert.
-        params_dtype: of the activations and plain weights, for good: `.to(dtype)` moves the layer and casts nothing of
-            it. None is torch's default dtype.
-        reduce_results: all-reduce the output over TP ranks where it is a partial sum; otherwise that is the caller's.
+        top_k: experts per token.
+        hidden_size, intermediate_size: K, and N of one expert.
+        params_dtype: dtype of the activations and of plain weights; None means torch's default dtype. It is fixed:
+            `.to(dtype)` does not cast the layer.
+        reduce_results: all-reduce the output over the TP ranks if it is a partial sum; otherwise the caller must.
         renormalize, use_grouped_topk, num_expert_group, topk_group, custom_routing_function, scoring_func,
             routed_scaling_factor, e_score_correction_bias: as in `moe_ep.routing.select_experts`. The bias may be the
-            router's parameter, loaded later; it is not saved with the layer, and may be assigned anew.
-        apply_router_weight_on_input: multiply the rows before they are sent, with top_k 1.
+            router's own parameter, loaded later; it is not saved with the layer and can be reassigned.
+        apply_router_weight_on_input: multiply the rows by their weights before they are sent; needs top_k 1.
         activation: a `MoEActivation` or its name.
         tp_size, dp_size, ep_size, is_sequence_parallel: how the ranks divide the layer (`FusedMoEParallelConfig.make`).
-        enable_eplb: map ids to replicas and count loads, for an `EPLBManager`.
-        has_bias: experts have biases, w13_bias `[El, 2N]` and w2_bias `[El, K]`.
-        all2all_backend: a name of the dispatch registry; "auto" asks MOE_EP_ALL2ALL_BACKEND, then chooses.
-        quant_config: an object whose `quant_method` names the method; None for plain weights.
-        prefix: the layer's name in graphs and messages; made up where empty, made unique where taken.
-        num_redundant_experts: physical experts beyond E; replicas, once EPLB is on.
+        enable_eplb: map ids to replicas and record the load, for an `EPLBManager`.
+        has_bias: the experts have biases, w13_bias `[El, 2N]` and w2_bias `[El, K]`.
+        all2all_backend: a name from the dispatch registry; "auto" takes MOE_EP_ALL2ALL_BACKEND if it is set, and
+            otherwise chooses.
+        quant_config: an object whose `quant_method` names the quantization method; None for plain weights.
+        prefix: the layer's name in graphs and messages; generated if empty, made unique if already taken.
+        num_redundant_experts: physical experts beyond E, which EPLB uses for replicas.
         zero_expert_num: identity experts, the last columns of the router logits.
-        expert_mapping: what `load_weights` goes by, as `make_expert_params_mapping` returns it.
-        n_shared_experts: fused shared experts, computed as routed experts that every token takes with weight 1.
-        shared_experts: a module `[T, K]` to `[T, K]` whose output, complete on every rank, is added.
+        expert_mapping: the mapping that `load_weights` uses, from `make_expert_params_mapping`.
+        n_shared_experts: fused shared experts, computed like routed experts that every token uses with weight 1.
+        shared_experts: a module from `[T, K]` to `[T, K]`, complete on every rank, whose output is added.
         process_group: the layer's dp_size * tp_size ranks; None for the default group.
-        parallel_config: all sizes and this rank at once, in place of the arguments that say them singly.
-        max_num_tokens: capacity of a fixed-capacity backend, tokens per rank of one pass.
-        dispatch_dtype: of rows on the wire: None for the activations' own, or torch.float8_e4m3fn.
-        experts: a name of the experts' registry that fits the backend's format; "auto" for the usual one.
+        parallel_config: all sizes and this rank's place, instead of the separate arguments.
+        max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
+        dispatch_dtype: dtype of rows on the wire: None for that of the activations, or torch.float8_e4m3fn.
+        experts: a name from the experts registry that fits the backend's format; "auto" chooses.
 
     Raises:
         ValueError: sizes, names or options that do not fit together.
@@ -167,9 +169,9 @@ class FusedMoE(LayerParts):
         register_layer(self)
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        """The layer's output `[T, K]`; a collective step of the layer's ranks, T may differ and be 0 on any of them.
+        """Returns the layer's output `[T, K]`. All ranks of the layer must call it; T may differ between them and be 0.
 
-        A layer of one rank may be called by several threads at once.
+        A layer on a single rank may be called by several threads at once.
 
         Args:
             hidden_states: `[T, K]` of params_dtype, any strides; the output is contiguous.
@@ -177,7 +179,7 @@ class FusedMoE(LayerParts):
 
         Raises:
             ValueError: shapes or dtypes that do not fit the layer; under CUDA-graph capture, T above the capacity.
-            RuntimeError: weights that are only partly loaded, or gradients that are asked for.
+            RuntimeError: the weights are only partly loaded, or an input requires a gradient.
         """
         if torch.is_grad_enabled() and (hidden_states.requires_grad or router_logits.requires_grad):
             raise RuntimeError(
@@ -187,7 +189,7 @@ class FusedMoE(LayerParts):
         if self.shared_experts is None:
             return torch.ops.moe_ep.moe_forward(hidden_states, router_logits, self.layer_name)
         shared, routed = torch.ops.moe_ep.moe_forward_shared(hidden_states, router_logits, self.layer_name)
-        # A sum that the caller is still to make over TP ranks takes the shared output once.
+        # If the caller still has to sum over the TP ranks, only one of them may add the shared output.
         if self.reduce_results or self._takes_complete_terms:
             routed = routed + shared
         return routed
@@ -195,7 +197,8 @@ class FusedMoE(LayerParts):
     def forward_impl(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """What the graph node runs: the routed output, reduced where asked; with shared experts (shared, routed)."""
+        """The body of the graph node: the routed output, all-reduced if asked for; with shared experts, (shared,
+        routed)."""
         self.check_loaded()
         self._check_inputs(hidden_states, router_logits)
         hidden_states = hidden_states.contiguous()
@@ -210,7 +213,9 @@ class FusedMoE(LayerParts):
     def forward_impl_chunked(
         self, full_hidden_states: torch.Tensor, full_router_logits: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Passes of at most the backend's capacity, as many on every rank as the rank with the most tokens needs.
+        """Runs the tokens in chunks of at most the backend's capacity.
+
+        Every rank makes as many passes as the rank with the most tokens needs.
 
         Returns:
             (shared output or None, routed output), both `[T, K]`.
@@ -240,7 +245,7 @@ class FusedMoE(LayerParts):
     def _forward_tokens(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(shared output, routed output) of one pass."""
+        """Returns (shared output, routed output) of one pass."""
         eplb, bias = self.eplb_state, self.e_score_correction_bias
         with stage("route"):
             topk_weights, topk_ids, zero_expert_result = self._select_experts(
@@ -264,7 +269,7 @@ class FusedMoE(LayerParts):
     def _select_experts(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, **state: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """`select_experts` with the layer's settings; a layer whose model routes by itself has another."""
+        """`select_experts` with the layer's settings; a subclass whose model does its own routing overrides it."""
         return select_experts(hidden_states, router_logits.contiguous(), **self._routing, **state)
 
     def _check_inputs(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> None:
@@ -300,7 +305,7 @@ class FusedMoE(LayerParts):
         )
 
     def _divide_fused_shared_experts(self, topk_ids: torch.Tensor) -> None:
-        """Where TP ranks hold the same tokens and whole experts, each takes its share of rows to the shared ones."""
+        """If TP ranks hold the same tokens and whole experts, each gives only its share of rows to shared experts."""
         parallel, num_shared = self.parallel_config, self.num_fused_shared_experts
         if num_shared and parallel.use_ep and not parallel.use_all2all:
             rows = torch.arange(topk_ids.size(0), device=topk_ids.device)

@@ -1,4 +1,4 @@
-"""What runs a MoE layer: the backend that moves its rows and the experts, made when they are first needed."""
+"""What a MoE layer runs on, its dispatch backend and its experts, both created when they are first needed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class LayerParts(ExpertShard):
-    """The experts of one rank, joined with the ranks of its layer.
+    """One rank's experts, connected to the other ranks of the layer.
 
     Attributes:
-        groups: the process groups of the layer.
+        groups: the layer's process groups.
         shared_experts: a module whose output is added, or None.
-        e_score_correction_bias: of the router, `[E]`, or None; may be assigned.
-        dispatch_dtype: of rows on the wire; None for the activations' own.
+        e_score_correction_bias: the router's, `[E]`, or None; can be reassigned.
+        dispatch_dtype: dtype of rows on the wire; None for that of the activations.
     """
 
-    # Attributes that hold kernels.
+    # The attributes that hold modular kernels.
     _kernels: ClassVar[tuple[str, ...]] = ("_modular_kernel",)
 
     groups: LayerGroups
@@ -37,23 +37,23 @@ class LayerParts(ExpertShard):
     dispatch_dtype: torch.dtype | None
 
     def _join(self, process_group: dist.ProcessGroup | None) -> None:
-        """Finds the ranks; makes the backend where they are there already."""
+        """Finds the layer's ranks, and creates the backend if they have met already."""
         self.groups = layer_groups(self.parallel_config, process_group)
         self._modular_kernel: FusedMoEModularKernel | None = None
         self._prepare_finalize: FusedMoEPrepareAndFinalize | None = None
-        # Terms that every rank holds whole are added to a complete sum by all ranks, to partial sums by one of them.
+        # A term that every rank holds in full: all ranks add it to complete outputs, only one to partial sums.
         self._takes_complete_terms = True
         if is_initialized() or not self._spans_ranks():
             self._make_prepare_finalize()
 
     @property
     def asks_for_tokens(self) -> bool:
-        """Whether its ranks must know how many tokens the others have."""
+        """Whether the ranks must know each other's number of tokens."""
         return self.groups.ep is not None and self.prepare_finalize.max_num_tokens_per_rank() is not None
 
     @property
     def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
-        """The backend that moves rows for this layer."""
+        """The backend that moves this layer's rows."""
         if self._prepare_finalize is not None:
             return self._prepare_finalize
         try:
@@ -67,7 +67,7 @@ class LayerParts(ExpertShard):
                 f"the layer {self.layer_name} is one of {self.parallel_config.tp_size * self.parallel_config.dp_size} "
                 f"ranks and torch.distributed is not initialised; call init_process_group before making the layer"
             )
-        with torch.device("cpu"):  # Its tables have values where the layer is made on the meta device, too.
+        with torch.device("cpu"):  # Its tables need values even if the layer is created on the meta device.
             self._prepare_finalize = self.quant_method.maybe_make_prepare_finalize(self.groups.ep, self.dispatch_dtype)
         self._takes_complete_terms = self.must_reduce_shared_expert_outputs() or self.parallel_config.tp_rank == 0
         return self._prepare_finalize
@@ -77,14 +77,14 @@ class LayerParts(ExpertShard):
 
     @property
     def modular_kernel(self) -> FusedMoEModularKernel:
-        """The backend and the experts, joined when the weights are ready."""
+        """The backend joined with the experts; created once the weights are ready."""
         kernel = self._modular_kernel
         if kernel is None:
             with FIRST_USE:
                 kernel = self._modular_kernel
                 if kernel is None:
                     kernel = self._make_kernel()
-                    # Not as a submodule: the shared experts are the layer's already, and would be saved twice.
+                    # Not as a submodule: its shared experts are the layer's, and would be saved twice.
                     self.__dict__["_modular_kernel"] = kernel
         return kernel
 
@@ -94,11 +94,11 @@ class LayerParts(ExpertShard):
             experts = self.quant_method.select_gemm_impl(self.prepare_finalize, cast("FusedMoE", self))
             return FusedMoEModularKernel(self.prepare_finalize, experts, self.shared_experts)
         except AttributeError as error:
-            # A module takes it for a missing property of its own.
+            # nn.Module would report it as a missing attribute of the layer.
             raise RuntimeError(f"the experts of {self.layer_name} cannot be made: {error}") from error
 
     def _forget_kernels(self) -> None:
-        """Lets kernels be made anew: their experts hold on to scales and biases that are about to be others."""
+        """Drops the modular kernels, whose experts keep references to scales and biases that are being replaced."""
         self.__dict__.update(dict.fromkeys(self._kernels))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -109,14 +109,14 @@ class LayerParts(ExpertShard):
         if name == "e_score_correction_bias":
             self._hold_bias(value)
             return
-        # As load_state_dict does with assign=True.
+        # load_state_dict(assign=True) does this.
         if isinstance(value, torch.Tensor) and (name in self._parameters or name in self._buffers):
             self._forget_kernels()
         super().__setattr__(name, value)
 
     def _hold_bias(self, bias: torch.Tensor | None) -> None:
-        """A router's parameter is held as it is, so that it stays the one that the router is loaded into; any other
-        tensor moves with the layer. Neither is saved with the layer."""
+        """Keeps a router's parameter itself, so that loading the router still reaches it; any other tensor becomes a
+        buffer and moves with the layer. Neither is saved with the layer."""
         name = "e_score_correction_bias"
         self.__dict__.pop(name, None)
         if name in self._buffers:
@@ -127,21 +127,22 @@ class LayerParts(ExpertShard):
             self.register_buffer(name, None if bias is None else bias.detach(), persistent=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy makes its kernels anew: the experts in them hold on to this layer's weights."""
+        """A copy creates its own modular kernels, since this layer's keep references to its weights."""
         return {**self.__dict__, **dict.fromkeys(self._kernels)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is a layer of its own, so it runs under a name of its own."""
+        """A copy is a separate layer and gets a name of its own."""
         super().__setstate__(state)
         self.layer_name = unique_name(self.layer_name)
         register_layer(cast("FusedMoE", self))
 
     def must_reduce_shared_expert_outputs(self) -> bool:
-        """Whether the combine returns complete outputs, so that no all-reduce follows that would complete others."""
+        """Whether the combine step returns complete sums. No all-reduce follows it then, so partial sums of shared
+        experts must be reduced separately."""
         return self.prepare_finalize.output_is_reduced()
 
     def maybe_all_reduce_tensor_model_parallel(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` summed over TP ranks, in place, where the layer's outputs are partial sums; `x` itself where not."""
+        """Sums `x` over the TP ranks, in place, if the layer's outputs are partial sums; otherwise returns `x`."""
         if not self.must_reduce_shared_expert_outputs() and self.groups.tp is not None:
             dist.all_reduce(x, group=self.groups.tp)
         return x

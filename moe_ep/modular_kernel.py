@@ -1,7 +1,7 @@
-"""The object that joins the two contracts of a MoE layer, and the factories that make its halves by name.
+"""Joins a dispatch backend with experts, and creates either by name.
 
-`FusedMoEModularKernel` runs prepare -> experts -> finalize and owns the scratch between. The contracts themselves are
-in `moe_ep.contracts` and can be imported from here.
+`FusedMoEModularKernel` runs prepare -> experts -> finalize and owns the scratch in between. The contracts of the two
+sides are in `moe_ep.contracts` and can be imported from here too.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ __all__ = [
 
 
 class FusedMoEModularKernel(nn.Module):
-    """Joins a prepare/finalize backend with experts of the same format.
+    """Joins a prepare/finalize backend with experts of the same activation format.
 
     Raises:
-        ValueError: the two speak different formats.
+        ValueError: their formats differ.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class FusedMoEModularKernel(nn.Module):
         self._standard = ours is FusedMoEActivationFormat.Standard
         reduce_impl = fused_experts.finalize_weight_and_reduce_impl()
         self._finished_rows = prepare_finalize.finalize_only_copies() and reduce_impl == TopKWeightAndReduceNoOP()
-        # Rows that are computed at a time; None for all of them.
+        # Rows computed at a time; None for all at once.
         self._chunk_size = env.CHUNK_SIZE.get() if self._standard and fused_experts.supports_chunking() else None
         self._most_rows = prepare_finalize.most_rows()
-        # Of the scratch for so many rows, by what it follows from.
+        # Size of the scratch for that many rows, by the shapes that determine it.
         self._least_bytes: dict[tuple[object, ...], int] = {}
         self._side_stream: torch.cuda.Stream | None = None
 
@@ -94,19 +94,19 @@ class FusedMoEModularKernel(nn.Module):
         apply_router_weight_on_input: bool = False,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Runs the layer's experts on this rank's tokens; a collective step of all ranks of the backend's group.
+        """Runs the layer's experts on this rank's tokens; all ranks of the backend's group must call it.
 
         Args:
             hidden_states: `[T, K]`; T may be 0.
-            w1, w2: local weights, in the layout of the experts.
+            w1, w2: local weights, in the experts' layout.
             topk_weights: f32 `[T, topk]`.
-            topk_ids: `[T, topk]`, global physical ids, -1 for none.
+            topk_ids: `[T, topk]`, global physical ids, -1 for no expert.
             inplace: write the result over hidden_states.
-            global_num_experts: ids that can occur; -1 means the local ones are all there are.
-            shared_experts_input: what the shared experts read; None means hidden_states.
+            global_num_experts: number of ids that can occur; -1 means all experts are local.
+            shared_experts_input: the input of the shared experts; None means hidden_states.
 
         Returns:
-            `[T, K]`, or (shared output, `[T, K]`) where there are shared experts.
+            `[T, K]`, or (shared output, `[T, K]`) if there are shared experts.
         """
         if apply_router_weight_on_input and topk_ids.size(-1) != 1:
             raise ValueError(
@@ -168,10 +168,10 @@ class FusedMoEModularKernel(nn.Module):
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
-        """The experts on everything that arrived, in as many passes over M as the chunk size asks for.
+        """Runs the experts on all rows that arrived, in chunks of at most MOE_EP_CHUNK_SIZE rows where they allow it.
 
         Args:
-            target: where the output goes, if it may be written before all rows were read; used where it fits.
+            target: the layer's output, if it may be written before all rows were read; written directly if it fits.
         """
         experts = self.fused_experts
         E, M, N, K, topk = experts.moe_problem_size(rows, w1, w2, ids)
@@ -180,7 +180,7 @@ class FusedMoEModularKernel(nn.Module):
             target = None
 
         def requests(num_rows: int) -> tuple[Request, ...]:
-            """Scratch for a chunk of so many rows, and the output of them all."""
+            """Scratch for one chunk of that many rows, and the output for all of them."""
             sizes = (N, K, topk, global_num_experts, E, meta, activation)
             rows_at_once = num_rows if limit is None else min(num_rows, limit)
             scratch13, scratch2, shape = experts.workspace_shapes(rows_at_once, *sizes)
@@ -221,7 +221,7 @@ class FusedMoEModularKernel(nn.Module):
         return output
 
     def _start_shared_experts(self, shared_input: torch.Tensor) -> torch.Tensor | None:
-        """Runs the shared experts beside the rest: on a stream of their own on a GPU."""
+        """Runs the shared experts; on a GPU on a separate stream, in parallel with the rest."""
         if self.shared_experts is None:
             return None
         if not shared_input.is_cuda:
@@ -242,7 +242,7 @@ class FusedMoEModularKernel(nn.Module):
 
 
 def _chunks(num_rows: int, size: int, *tensors: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """So many rows of the tensors at a time, without metadata: that goes with the whole."""
+    """Yields `size` rows of the tensors at a time, and None for the metadata, which describes all rows together."""
     for start in range(0, num_rows, size):
         yield *(None if tensor is None else tensor[start : start + size] for tensor in tensors), None
 
@@ -253,10 +253,10 @@ def make_prepare_finalize(
     quant_config: FusedMoEQuantConfig | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> FusedMoEPrepareAndFinalize:
-    """A dispatch backend by name, with a capacity of `moe_config.max_num_tokens` per rank.
+    """Creates a dispatch backend by name, with a capacity of `moe_config.max_num_tokens` per rank.
 
     Args:
-        backend: a name of `moe_ep.registry.ALL2ALL_BACKENDS`, or "auto".
+        backend: a name from `moe_ep.registry.ALL2ALL_BACKENDS`, or "auto".
         process_group: the EP group, in ep_rank order; None for the default group.
 
     Raises:
@@ -275,7 +275,7 @@ def make_experts(
     quant_config: FusedMoEQuantConfig | None = None,
     **kwargs: Any,
 ) -> FusedMoEPermuteExpertsUnpermute:
-    """Experts by name of `moe_ep.registry.EXPERTS`; keyword arguments go to the class.
+    """Creates experts by their name in `moe_ep.registry.EXPERTS`; keyword arguments are passed to the class.
 
     Raises:
         ValueError: an unknown name; the known ones are listed.

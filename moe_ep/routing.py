@@ -1,9 +1,8 @@
-"""Which expert gets which token, and with what weight.
+"""Routing: which experts each token uses, and with what weights.
 
-The pipeline, top to bottom: scores -> choice -> grouped mask -> top-k -> weights -> identity (zero) experts -> physical
-ids and load record (EPLB) -> slots of fused shared experts. All of it is plain torch without a host synchronisation,
-so it can be captured in a CUDA graph; the part up to the weights is in `moe_ep.topk`, and on CUDA tensors one Triton
-kernel.
+The steps, in order: scores -> choice -> grouped mask -> top-k -> weights -> identity (zero) experts -> physical ids and
+load record (EPLB) -> slots of fused shared experts. None of them synchronises with the host, so routing can be captured
+in a CUDA graph. The steps up to the weights are in `moe_ep.topk`; on CUDA tensors they are one Triton kernel.
 """
 
 from __future__ import annotations
@@ -52,32 +51,33 @@ def select_experts(
     """Chooses the experts of every token.
 
     Args:
-        hidden_states: `[T, K]`; read by identity experts and by custom routing only.
-        router_logits: `[T, E + zero_expert_num]`, f32, f16 or bf16; computed in f32.
+        hidden_states: `[T, K]`; only identity experts and custom routing read it.
+        router_logits: `[T, E + zero_expert_num]`, f32, f16 or bf16; the arithmetic is f32.
         use_grouped_topk: keep the best `topk_group` of `num_expert_group` groups and choose inside them. A group's
             score is its best choice, or with a bias the sum of its two best.
-        renormalize: divide the weights of a token by their sum, identity experts included.
-        custom_routing_function: called with hidden_states, gating_output, topk and renormalize as keywords, returns
-            (weights `[T, top_k]`, ids `[T, top_k]`, those of no column mean no expert); takes the place of everything
-            up to the weights.
-        routed_scaling_factor: multiplies all weights after that, custom ones too; not those of shared experts.
-        e_score_correction_bias: `[E + zero_expert_num]`, added to the scores to choose, never to the weights.
+        renormalize: divide a token's weights by their sum, in which identity experts count too.
+        custom_routing_function: called with the keywords hidden_states, gating_output, topk and renormalize; returns
+            (weights `[T, top_k]`, ids `[T, top_k]`), where an id that is no column of the logits means no expert. It
+            replaces all steps up to the weights.
+        routed_scaling_factor: factor of all weights, including custom ones, applied last; shared experts keep weight 1.
+        e_score_correction_bias: `[E + zero_expert_num]`, added to the scores for the choice, never to the weights.
         indices_type: integer dtype of the ids; None means int32.
         enable_eplb: map logical ids to physical ones and count them in `expert_load_view` (int32 `[num_physical]`),
             with the layer's `logical_to_physical_map` `[E, max_replicas]` and `logical_replica_count` `[E]`.
-        expert_map: not read: ids are global on every rank, and whoever computes them applies the map.
-        global_num_experts: physical routed experts; None takes it from the load view, or E without EPLB.
-        zero_expert_num: identity experts, the last columns of the logits.
-        zero_expert_type: "identity" where there are any.
-        num_fused_shared_experts: slots to append, ids global_num_experts + 0..n-1, weight 1.
-        ep_rank, ep_size: whose tokens these are, and how many ranks hold the physical experts; with EPLB replicas are
-            chosen to level the ranks' loads. None levels those of the physical experts.
+        expert_map: ignored: ids are global on every rank, and the experts apply the map.
+        global_num_experts: number of physical routed experts; None takes it from the load view, or E without EPLB.
+        zero_expert_num: number of identity experts, which are the last columns of the logits.
+        zero_expert_type: must be "identity" if there are any.
+        num_fused_shared_experts: number of slots to append, with ids global_num_experts + 0..n-1 and weight 1.
+        ep_rank, ep_size: the rank whose tokens these are, and the number of ranks that hold the physical experts. With
+            EPLB, replicas are chosen so that the loads of these ranks even out; if ep_size is None, those of experts.
 
     Returns:
-        (topk_weights, topk_ids, zero_expert_result): f32 and integer `[T, top_k + num_fused_shared_experts]`, a token's
-        experts in falling order of choice, equal ones by id; ids are physical with EPLB, logical without, -1 for none
-        (then the weight is 0). zero_expert_result is `[T, K]`, what identity experts add to the layer's output; None
-        where there are none. NaN logits are chosen last: ids are valid and distinct whatever the logits hold.
+        (topk_weights, topk_ids, zero_expert_result). The first two are f32 and integer
+        `[T, top_k + num_fused_shared_experts]`: a token's experts from the best choice down, ties by lowest id. Ids are
+        physical with EPLB and logical without, -1 for no expert (whose weight is 0). zero_expert_result is `[T, K]`,
+        what identity experts add to the layer's output, or None if there are none. NaN logits are chosen last: ids are
+        valid and distinct whatever the logits are.
 
     Raises:
         ValueError: shapes, counts or names that do not fit together.
@@ -154,13 +154,13 @@ def check_routing(
     zero_expert_num: int = 0,
     zero_expert_type: str | None = None,
 ) -> tuple[int, int]:
-    """Checks how tokens are to be routed, before there are any; the arguments are those of `select_experts`.
+    """Checks the settings of `select_experts`, without tokens.
 
     Args:
-        num_columns: of the router's logits, identity experts included.
+        num_columns: number of columns of the router logits, including identity experts.
 
     Returns:
-        (number of groups, groups to keep); (1, 1) where experts are not grouped.
+        (number of groups, groups to keep); (1, 1) if experts are not grouped.
 
     Raises:
         ValueError: counts, names or a bias that do not fit together.
@@ -189,7 +189,7 @@ def check_routing(
 
 
 def check_router_weight_on_input(top_k: int) -> None:
-    """Raises ValueError unless a token has exactly one expert, so that its weight may be applied on the input."""
+    """Raises ValueError unless tokens have exactly one expert, whose weight can be applied to the input."""
     if top_k != 1:
         raise ValueError(
             f"apply_router_weight_on_input needs top_k 1 and top_k is {top_k}; apply the weights on the output instead"
@@ -198,7 +198,7 @@ def check_router_weight_on_input(top_k: int) -> None:
 
 @cache
 def _fused_topk() -> TopK | None:
-    """The Triton kernel, or None where Triton is not installed."""
+    """The Triton kernel, or None if Triton is not installed."""
     try:
         from moe_ep.kernels.routing import fused_topk
     except ImportError:
@@ -230,7 +230,7 @@ def _custom_topk(
 def _apply_zero_experts(
     hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Takes identity experts out of the slots; returns weights, ids and their share of the output, `[T, K]`."""
+    """Clears the slots of identity experts; returns weights, ids and their part of the output, `[T, K]`."""
     is_identity = topk_ids >= num_experts
     identity_weight = torch.where(is_identity, topk_weights, 0.0).sum(dim=-1, keepdim=True)
     result = (hidden_states.float() * identity_weight).to(hidden_states.dtype)
@@ -240,7 +240,7 @@ def _apply_zero_experts(
 def _append_shared_experts(
     topk_weights: torch.Tensor, topk_ids: torch.Tensor, first_id: int, num_shared: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives every token num_shared more slots of weight 1, ids first_id, first_id + 1, ..."""
+    """Appends num_shared slots of weight 1 to every token, with ids first_id, first_id + 1, ..."""
     num_tokens = topk_ids.size(0)
     shared_ids = torch.arange(first_id, first_id + num_shared, dtype=topk_ids.dtype, device=topk_ids.device)
     weights = torch.cat([topk_weights, topk_weights.new_ones(num_tokens, num_shared)], dim=1)
@@ -248,7 +248,7 @@ def _append_shared_experts(
 
 
 def _check_logits(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> int:
-    """The number of columns of the logits, once they are known to fit."""
+    """Checks the logits' shape and returns their number of columns."""
     if router_logits.dim() != 2 or hidden_states.dim() != 2 or router_logits.size(0) != hidden_states.size(0):
         raise ValueError(
             f"router_logits has shape {tuple(router_logits.shape)} and hidden_states {tuple(hidden_states.shape)}; "
@@ -270,7 +270,7 @@ def _check_zero_experts(num_columns: int, zero_expert_num: int, zero_expert_type
 def _check_groups(
     use_grouped_topk: bool, num_expert_group: int | None, topk_group: int | None, num_columns: int, top_k: int
 ) -> tuple[int, int]:
-    """(number of groups, groups to keep); (1, 1) where experts are not grouped."""
+    """Returns (number of groups, groups to keep); (1, 1) if experts are not grouped."""
     if not use_grouped_topk:
         return 1, 1
     if num_expert_group is None or topk_group is None:
@@ -295,7 +295,7 @@ def _check_groups(
 
 
 def _check_num_physical(global_num_experts: int | None, num_experts: int, load_view: torch.Tensor | None) -> int:
-    """The number of physical routed experts, behind which shared experts are numbered."""
+    """The number of physical routed experts, which is the id of the first shared expert."""
     if global_num_experts is None:
         return num_experts if load_view is None else load_view.size(-1)
     if global_num_experts < num_experts:

@@ -1,6 +1,6 @@
-"""The plain top-k of a router: scores -> choice -> grouped mask -> top-k -> weights.
+"""The top-k of a router in plain torch: scores -> choice -> grouped mask -> top-k -> weights.
 
-It knows no optimisation, runs on any device and is what the fused kernel is compared with.
+It runs on any device, without optimisation, and is the reference for the fused kernel.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ def topk_reference(
     e_score_correction_bias: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The plain form of the top-k, on any device; `moe_ep.kernels.routing.fused_topk` returns the same ids.
+    """The top-k in plain torch, on any device; `moe_ep.kernels.routing.fused_topk` returns the same ids.
 
     Example: sigmoid, logits [2, -1, .5, 0, 1, 1.2, -2, 3], bias [0, 0, 0, 0, .3, .3, 0, -.9], top 2 in the best 2 of 4
-    groups. The two best choices of the groups sum to 1.15, 1.12, 2.10 and 0.17, so groups 2 and 0 stay; in them experts
-    5 (1.07) and 4 (1.03) are best. Weights .7685, .7311; renormalized .5125, .4875.
+    groups. The two best choices of each group sum to 1.15, 1.12, 2.10 and 0.17, so groups 2 and 0 are kept; the best
+    experts in them are 5 (1.07) and 4 (1.03). Weights .7685, .7311; renormalized .5125, .4875.
+
+    Args: as in `select_experts`, not checked.
 
     Returns:
-        (weights f32 `[T, top_k]`, ids int32 `[T, top_k]`), not checked; see `select_experts`.
+        (weights f32 `[T, top_k]`, ids int32 `[T, top_k]`).
     """
     logits = router_logits.float()
     scores = logits.softmax(dim=-1) if scoring_func == "softmax" else logits.sigmoid()
@@ -43,18 +45,18 @@ def topk_reference(
 
 
 def choice_values(logits: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What the best experts are chosen by, finite f32 `[T, E]`.
+    """The values by which experts are chosen, finite f32 `[T, E]`.
 
-    Without a bias these are the logits: both scores grow with them, and unlike the scores they do not depend on how a
-    device rounds its exponential.
+    Without a bias these are the logits: softmax and sigmoid grow with them, and logits do not depend on how a device
+    rounds its exponential.
     """
     choice = logits if bias is None else scores + bias.float()
-    # -inf is kept free for groups that are out; adding 0 makes -0 and 0 one value for every sort.
+    # -inf is reserved for groups that were dropped; adding 0 turns -0 into 0, which some sorts tell apart.
     return torch.nan_to_num(choice, nan=_F32.min, neginf=_F32.min, posinf=_F32.max) + 0.0
 
 
 def _keep_best_groups(choice: torch.Tensor, num_expert_group: int, topk_group: int, sum_of_two: bool) -> torch.Tensor:
-    """The choice with -inf in all but the best `topk_group` groups, f32 `[T, E]`."""
+    """The choice, f32 `[T, E]`, with -inf in all but the best `topk_group` groups."""
     num_tokens, num_columns = choice.shape
     grouped = choice.view(num_tokens, num_expert_group, num_columns // num_expert_group)
     counted = min(2 if sum_of_two else 1, grouped.size(-1))
@@ -65,8 +67,8 @@ def _keep_best_groups(choice: torch.Tensor, num_expert_group: int, topk_group: i
 
 
 def _topk_lowest_id(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Positions of the k largest values of each row, int64 `[T, k]`, equal values by position.
+    """Positions of the k largest values of each row, int64 `[T, k]`; of equal values the first comes first.
 
-    torch.topk leaves the order of equal values open.
+    torch.topk does not define the order of equal values.
     """
     return torch.sort(values, dim=-1, descending=True, stable=True).indices[:, :k]
