@@ -54,7 +54,7 @@ class ScalingConfig(GangConfig):
     )
     ep_sizes: tuple[int, ...] = field(
         default=(),
-        metadata=option(whole_numbers, "EP sizes to measure (default: powers of two up to the number of workers)"),
+        metadata=option(whole_numbers, "EP sizes to measure (default: all that divide the number of workers)"),
     )
     scaling: tuple[str, ...] = field(
         default=("weak",),

@@ -125,7 +125,7 @@ def _rows_before(config: ScalingConfig) -> list[dict[str, Any]]:
 
 
 def _ep_sizes(config: ScalingConfig, world_size: int) -> tuple[int, ...]:
-    sizes = config.ep_sizes or tuple(1 << i for i in range(world_size.bit_length()) if world_size % (1 << i) == 0)
+    sizes = config.ep_sizes or tuple(size for size in range(1, world_size + 1) if world_size % size == 0)
     if unfit := [size for size in sizes if world_size % size]:
         raise OptionError(
             f"--ep-sizes has {unfit[0]} and there are {world_size} workers; a size must divide them, so that groups of "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint.spec import MoEModelSpec, RoutingSpec
-from moe_ep.errors import one_of
+from moe_ep.errors import ConfigError, one_of
 from moe_ep.scalar_type import scalar_types
 
 
@@ -41,6 +41,7 @@ INT4 = WeightFormat()
 MXFP4 = WeightFormat(quant_type="float4_e2m1f", group_size=32, scale_bits=8)
 _SOFTMAX_ROUTING = RoutingSpec(renormalize=True)
 BF16 = WeightFormat(quant_type=None, bits=16)
+_GROUP_SIZES = (128, 64, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,18 @@ def preset(name: str) -> Geometry:
 
 
 def of_model(spec: MoEModelSpec, name: str) -> Geometry:
-    """The layers of a checkpoint, with int4 weights."""
+    """The layers of a checkpoint, with int4 weights in the largest groups that divide both matrices' columns.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    columns = (spec.hidden_size, spec.moe_intermediate_size)
+    group_size = next((size for size in _GROUP_SIZES if not any(number % size for number in columns)), None)
+    if group_size is None:
+        raise ConfigError(
+            f"{name} has experts of hidden size {columns[0]} and intermediate size {columns[1]}; one of the groups "
+            f"{', '.join(map(str, _GROUP_SIZES))} of int4 weights must divide both"
+        )
     return Geometry(
         name=name,
         hidden_size=spec.hidden_size,
@@ -130,5 +142,7 @@ def of_model(spec: MoEModelSpec, name: str) -> Geometry:
         top_k=spec.top_k,
         num_layers=len(spec.moe_layers),
         routing=spec.routing,
+        weights=WeightFormat(group_size=group_size),
         activation=spec.activation,
+        has_bias=spec.has_bias,
     )

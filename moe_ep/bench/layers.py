@@ -78,6 +78,7 @@ class BenchLayers:
             "use_grouped_topk": routing.use_grouped_topk,
             "num_expert_group": routing.num_expert_group,
             "topk_group": routing.topk_group,
+            "custom_routing_function": routing.custom_routing_function,
             "scoring_func": routing.scoring_func,
             "routed_scaling_factor": routing.routed_scaling_factor,
             "e_score_correction_bias": bias,

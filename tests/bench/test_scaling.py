@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from moe_ep.bench.ceilings import Ceilings
-from moe_ep.bench.geometries import Geometry
+from moe_ep.bench.geometries import Geometry, of_model
 from moe_ep.bench.results import read_lines
+from moe_ep.checkpoint import model_spec
 from moe_ep.errors import ConfigError
 from moe_ep.launch import gang_choice, progress, scaling_worker
 from moe_ep.launch.cli import main
@@ -207,6 +208,18 @@ def test_bad_options_are_refused_before_anything_starts(
     assert main(["bench", "scaling", "--device", "cpu", *options]) == 2
     said = capsys.readouterr().err
     assert message in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("sizes", "group_size"), [((7168, 2048), 128), ((2880, 2880), 64), ((96, 32), 32)])
+def test_weights_of_a_checkpoint_have_the_largest_groups_that_fit(sizes: tuple[int, int], group_size: int) -> None:
+    config = {
+        "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2,
+        "norm_topk_prob": True, "rms_norm_eps": 1e-6, "vocab_size": 100, "hidden_act": "silu",
+    }  # fmt: skip
+    shape = dict(zip(("hidden_size", "moe_intermediate_size"), sizes, strict=True))
+    assert of_model(model_spec(config | shape), "m").weights.group_size == group_size
+    with pytest.raises(ConfigError, match="m has experts of hidden size 96 and intermediate size 80; one of the groups"):
+        of_model(model_spec(config | {"hidden_size": 96, "moe_intermediate_size": 80}), "m")
 
 
 def test_a_file_without_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
