@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
-from moe_ep.dispatch.batch import Batch, Pending
+from moe_ep.dispatch.batch import Batch, Pending, check_tensor
 from moe_ep.dispatch.payload import make_send_plan
 from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
@@ -89,6 +89,7 @@ class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
         rows = reduced_rows(
             weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
         )
+        check_tensor("reduced expert output", rows, (sum(handle.received), output.size(1)), output.dtype, output.device)
         returned = rows.new_empty((sum(handle.sent), rows.size(1)))
         steps = self.ranks.steps("combine", output.device)
         steps.all_to_all(returned, rows, handle.sent, handle.received)

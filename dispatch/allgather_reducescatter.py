@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
-from moe_ep.dispatch.batch import Batch, Pending
+from moe_ep.dispatch.batch import Batch, Pending, check_tensor
 from moe_ep.dispatch.payload import ids_for_rank, make_send_plan
 from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import sum_rows
 from moe_ep.kernels.quantize import dequantize_rows
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
+
+
+class _Handle(NamedTuple):
+    slots: torch.Tensor
+    num_rows: int
 
 
 class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize):
@@ -34,7 +41,7 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize):
     def max_num_tokens_per_rank(self) -> int | None:
         return None
 
-    def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, torch.Tensor]]:
+    def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, _Handle]]:
         num_tokens, topk = batch.topk_ids.shape
         num_ranks, hidden_size = self.ranks.size, batch.rows.size(1)
         steps = self.ranks.steps("dispatch", batch.rows.device)
@@ -50,18 +57,18 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize):
             steps.all_gather(all_meta, meta)
         slots = make_send_plan(batch.topk_ids, batch.owners, num_ranks, padded_tokens).slots
 
-        def receive() -> tuple[PrepareResult, torch.Tensor]:
+        def receive() -> tuple[PrepareResult, _Handle]:
             steps.wait()
             arrived = dequantize_rows(all_rows, hidden_size, batch.rows.dtype) if batch.quantized else all_rows
             ids = self._ids_for_this_rank(all_meta[:, :topk], batch.owners)
             weights = all_meta[:, topk:].contiguous().view(torch.float32)
-            return (arrived, None, None, ids, weights), slots
+            return (arrived, None, None, ids, weights), _Handle(slots, len(all_rows))
 
         return Pending(steps.wait, receive)
 
     def _combine(
         self,
-        handle: torch.Tensor,
+        handle: _Handle,
         output: torch.Tensor,
         fused_expert_output: torch.Tensor,
         topk_weights: torch.Tensor,
@@ -72,6 +79,7 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize):
         rows = reduced_rows(
             weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
         )
+        check_tensor("reduced expert output", rows, (handle.num_rows, output.size(1)), output.dtype, output.device)
         returned = torch.empty_like(rows)
         steps = self.ranks.steps("combine", output.device)
         if rows.size(0):
@@ -79,7 +87,7 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize):
 
         def receive() -> None:
             steps.wait()
-            sum_rows(returned, handle, output)
+            sum_rows(returned, handle.slots, output)
 
         return Pending(steps.wait, receive)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -40,7 +41,7 @@ class Batch:
         topk_ids: int32 `[T, topk]`, contiguous.
         topk_weights: f32 `[T, topk]`, contiguous.
         owners: int32 `[E]`.
-        expert_map: int32 `[E]`; None for the identity.
+        expert_map: int32 `[E]`: index of each id on this rank, -1 where it is on another.
         quantized: rows travel in e4m3.
     """
 
@@ -48,7 +49,7 @@ class Batch:
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     owners: torch.Tensor
-    expert_map: torch.Tensor | None
+    expert_map: torch.Tensor
     quantized: bool
 
     def wire_rows(self) -> torch.Tensor:
@@ -68,6 +69,16 @@ class OpenBatches(Generic[Handle]):
 
     def clear(self) -> None:
         self._open = []
+
+    @contextmanager
+    def taken(self, topk_ids: torch.Tensor) -> Iterator[Handle]:
+        """As `take`; the batch stays open where the results are refused with a ValueError."""
+        handle = self.take(topk_ids)
+        try:
+            yield handle
+        except ValueError:
+            self.put(topk_ids, handle)
+            raise
 
     def take(self, topk_ids: torch.Tensor) -> Handle:
         """RuntimeError where it cannot be told which batch is meant."""
@@ -105,6 +116,9 @@ def check_arguments(
         raise _unfit("topk_ids", topk_ids, "(T, topk) of an integer type")
     if topk_weights.shape != topk_ids.shape or topk_weights.dtype is not torch.float32:
         raise _unfit("topk_weights", topk_weights, f"f32 of topk_ids' shape {tuple(topk_ids.shape)}")
+    for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if tensor.device != a1.device:
+            raise ValueError(f"{name} is on {tensor.device} and a1 on {a1.device}; they must be on one device")
     num_tokens, topk = topk_ids.shape
     if a1.size(0) != num_tokens:
         raise ValueError(f"a1 has {a1.size(0)} tokens and topk_ids {num_tokens}; they must have the same")
@@ -127,6 +141,24 @@ def check_arguments(
             f"a1 has {num_tokens} tokens and the capacity is {capacity} per rank; send at most {capacity} at a time "
             f"(FusedMoE does), or make the backend with max_num_tokens={num_tokens}"
         )
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    contiguous: bool = False,
+) -> None:
+    """ValueError for a tensor of another shape or dtype, or in another place."""
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}; it must be {shape} of {dtype} on "
+            f"{device}"
+        )
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
 
 
 def _unfit(name: str, tensor: torch.Tensor, rule: str) -> ValueError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
-from moe_ep.dispatch.batch import Batch, Pending
+from moe_ep.dispatch.batch import Batch, Pending, check_tensor
 from moe_ep.dispatch.messages import MessageLayout, OpenedMessages, open_messages, pack_messages
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import sum_rows, weighted_rows
@@ -78,9 +78,11 @@ class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
                 f"weight_and_reduce_impl is {weight_and_reduce_impl!r}; batched_all_to_all weights and reduces itself, "
                 f"so batched experts must leave it to it (TopKWeightAndReduceDelegate)"
             )
-        hidden_size = fused_expert_output.size(2)
+        capacity, hidden_size = self.ranks.size * self.moe_config.max_num_tokens, output.size(1)
+        shape = (self.moe_config.num_local_experts, capacity, hidden_size)
+        check_tensor("fused_expert_output", fused_expert_output, shape, output.dtype, output.device)
         weights = None if apply_router_weight_on_input else handle.opened.weights
-        outgoing = fused_expert_output.new_empty((self.ranks.size * self.moe_config.max_num_tokens, hidden_size))
+        outgoing = fused_expert_output.new_empty((capacity, hidden_size))
         weighted_rows(fused_expert_output.reshape(-1, hidden_size), handle.opened.slots, weights, outgoing)
         incoming = torch.empty_like(outgoing)
         steps = self.ranks.steps("combine", output.device)

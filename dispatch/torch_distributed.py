@@ -16,17 +16,26 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEPrepareAndFinalize, PrepareResult
-from moe_ep.dispatch.batch import MAX_TOPK, Batch, OpenBatches, Pending, check_arguments
+from moe_ep.dispatch.batch import MAX_TOPK, Batch, OpenBatches, Pending, check_arguments, check_tensor
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
+
+
+class _Sent(NamedTuple):
+    """A batch between prepare and finalize: what the combine needs, and what its output must be."""
+
+    handle: Any
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
 
 
 class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
@@ -72,7 +81,8 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
                 f"{moe_config.ep_size} holds {num_local_experts}"
             )
         self._owners_on: dict[torch.device, torch.Tensor] = {self._owners.device: self._owners}
-        self._open: OpenBatches[Any] = OpenBatches()
+        self._map_on: dict[torch.device, torch.Tensor] = {}
+        self._open: OpenBatches[_Sent] = OpenBatches()
         self._known_maps: dict[int, weakref.ref[torch.Tensor]] = {}
         self._side_stream: torch.cuda.Stream | None = None
 
@@ -151,9 +161,8 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> None:
-        handle = self._open.take(topk_ids)
         args = (output, fused_expert_output, topk_weights, topk_ids)
-        self._combine(handle, *args, apply_router_weight_on_input, weight_and_reduce_impl).receive()
+        self._begin_combine(*args, apply_router_weight_on_input, weight_and_reduce_impl).receive()
 
     def finalize_async(
         self,
@@ -169,8 +178,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             return self._on_side_stream(
                 output.device, self.finalize, *args, apply_router_weight_on_input, weight_and_reduce_impl
             )
-        handle = self._open.take(topk_ids)
-        pending = self._combine(handle, *args, apply_router_weight_on_input, weight_and_reduce_impl)
+        pending = self._begin_combine(*args, apply_router_weight_on_input, weight_and_reduce_impl)
         return pending.wait, pending.receive
 
     def _begin(
@@ -205,17 +213,28 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             topk_ids=topk_ids.to(torch.int32).contiguous(),
             topk_weights=topk_weights.contiguous(),
             owners=self._owners_of(a1.device),
-            expert_map=expert_map,
+            expert_map=self._map_of(a1.device),
             quantized=self._wire(quant_config).dispatch_dtype is not None,
         )
         pending = self._dispatch(batch)
 
         def receive() -> PrepareResult:
             result, handle = pending.receive()
-            self._open.put(topk_ids if result[3] is None else result[3], handle)
+            sent = _Sent(handle, (len(rows), rows.size(1)), rows.dtype, rows.device)
+            self._open.put(topk_ids if result[3] is None else result[3], sent)
             return result
 
         return Pending(pending.wait, receive, pending.start)
+
+    def _begin_combine(self, output: torch.Tensor, fused_expert_output: torch.Tensor, *args: Any) -> Pending[None]:
+        """Sends results home; a batch whose results are refused stays open.
+
+        Args:
+            args: the others of finalize, topk_weights and topk_ids first.
+        """
+        with self._open.taken(args[1]) as sent:
+            check_tensor("output", output, sent.shape, sent.dtype, sent.device)
+            return self._combine(sent.handle, output, fused_expert_output, *args)
 
     def _wire(self, quant_config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
         return quant_config if self.quant_config is None else self.quant_config
@@ -244,11 +263,11 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             return
         if expert_map.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        here = self._owners_of(expert_map.device) == self.ranks.rank
-        if not torch.equal(expert_map >= 0, here):
+        own = self._map_of(expert_map.device)
+        if expert_map.shape != own.shape or bool((expert_map != own).any()):
             raise ValueError(
-                f"expert_map has experts {_numbers(expert_map >= 0)} on EP rank {self.ranks.rank} and rows of "
-                f"{_numbers(here)} are sent to it; pass the map of the placement that moe_config names "
+                f"expert_map has experts {_experts(expert_map)} on EP rank {self.ranks.rank} and rows of "
+                f"{_experts(own)} are sent to it, in this order; pass the map of the placement that moe_config names "
                 f"('{self.moe_config.moe_parallel_config.expert_placement_strategy}'), or make the backend with owners="
             )
         self._known_maps[id(expert_map)] = weakref.ref(expert_map)
@@ -258,6 +277,14 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         if owners is None:
             owners = self._owners_on[device] = self._owners.to(device)
         return owners
+
+    def _map_of(self, device: torch.device) -> torch.Tensor:
+        """int32: the index of each id among those of this rank, in their order; -1 where it is elsewhere."""
+        found = self._map_on.get(device)
+        if found is None:
+            here = self._owners_of(device) == self.ranks.rank
+            found = self._map_on[device] = torch.where(here, here.cumsum(0) - 1, -1).to(torch.int32)
+        return found
 
     def _on_side_stream(
         self, device: torch.device, run: Callable[..., Any], *args: Any
@@ -288,9 +315,10 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         return hook, receive
 
 
-def _numbers(chosen: torch.Tensor) -> str:
-    """Where it is true, in short. Example: [True, True, False] gives "0, 1"."""
-    numbers = chosen.nonzero().flatten().tolist()
+def _experts(expert_map: torch.Tensor) -> str:
+    """Those of this rank in the order of their indices, in short. Example: [1, 0, -1] gives "1, 0"."""
+    order = expert_map.argsort(stable=True)
+    numbers = order[expert_map[order] >= 0].tolist()
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 

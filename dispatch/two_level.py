@@ -224,11 +224,10 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> None:
-        came = self._open.take(topk_ids)
-        of_host = output.new_empty((came.num_rows, output.size(1)))
-        self._within.finalize(
-            of_host, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        )
+        with self._open.taken(topk_ids) as came:
+            of_host = output.new_empty((came.num_rows, output.size(1)))
+            args = (of_host, fused_expert_output, topk_weights, topk_ids)
+            self._within.finalize(*args, apply_router_weight_on_input, weight_and_reduce_impl)
         self._across.finalize(
             output, of_host, came.weights, came.ids, apply_router_weight_on_input, TopKWeightAndReduceNoOP()
         )

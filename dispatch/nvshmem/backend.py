@@ -13,6 +13,7 @@ from moe_ep.dispatch.batch import Batch
 from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
 from moe_ep.dispatch.nvshmem.kernels import Shape
+from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels import jit
 
@@ -22,9 +23,11 @@ class Meeting(Protocol):
 
     Attributes:
         alive: the ranks that were not declared dead.
+        order: of this process's kernels.
     """
 
     record: FailureRecord
+    order: Order
 
     @property
     def alive(self) -> Collection[int]: ...
@@ -96,12 +99,13 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
 
     def _check_batch(self, batch: Batch) -> None:
         """ValueError where the batch is of another shape than the kernels were compiled for."""
-        shape = (batch.rows.size(1), batch.topk_ids.size(1), batch.rows.dtype, batch.quantized)
-        made_for = (self._layout.hidden_size, self._layout.topk, self.moe_config.in_dtype, self._layout.fp8)
+        device = self._meeting.order.device
+        shape = (batch.rows.size(1), batch.topk_ids.size(1), batch.rows.dtype, batch.quantized, batch.rows.device)
+        made_for = (self._layout.hidden_size, self._layout.topk, self.moe_config.in_dtype, self._layout.fp8, device)
         if shape != made_for:
             raise ValueError(
-                f"the batch has (K, topk, dtype, fp8 on the wire) {shape} and {self.NAME} was made for {made_for}; "
-                f"give the backend the configuration of the batches"
+                f"the batch has (K, topk, dtype, fp8 on the wire, device) {shape} and {self.NAME} was made for "
+                f"{made_for}; give the backend the configuration of the batches"
             )
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
-from moe_ep.dispatch.batch import Batch, Pending
+from moe_ep.dispatch.batch import Batch, Pending, check_tensor
 from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, facts_of
 from moe_ep.dispatch.nvshmem.high_throughput_block import (
@@ -205,12 +205,8 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
             ("reduced expert output", rows, handle.rows),
             ("output", output, handle.num_tokens),
         ):
-            expected = (num_rows, self._layout.hidden_size)
-            if tensor.shape != expected or tensor.dtype != self.moe_config.in_dtype or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be contiguous {expected} of "
-                    f"{self.moe_config.in_dtype}"
-                )
+            shape = (num_rows, self._layout.hidden_size)
+            check_tensor(name, tensor, shape, self.moe_config.in_dtype, output.device, contiguous=True)
         with self._block.order.turn():
             self._launch("combine", handle.parts, [rows, handle.parts.slots, output], [handle.num_tokens])
         handle.parts.is_open = False

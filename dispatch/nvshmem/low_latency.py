@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
-from moe_ep.dispatch.batch import Batch, Pending
+from moe_ep.dispatch.batch import Batch, Pending, check_tensor
 from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, facts_of
 from moe_ep.dispatch.nvshmem.channel import Channel
@@ -138,9 +138,8 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        handle = self._open.take(topk_ids)
         args = (output, fused_expert_output, topk_weights, topk_ids)
-        pending = self._combine(handle, *args, apply_router_weight_on_input, weight_and_reduce_impl)
+        pending = self._begin_combine(*args, apply_router_weight_on_input, weight_and_reduce_impl)
         pending.start()
         return pending.wait, pending.receive
 
@@ -149,7 +148,6 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         self._check_batch(batch)
         layout, config, device = self._layout, self.moe_config, batch.rows.device
         El, max_rows = config.num_local_experts, layout.num_ranks * layout.capacity
-        index = self._channel.take()
         new = functools.partial(torch.empty, device=device)
         counts, positions = new(El, dtype=torch.int32), new(max_rows * layout.topk, dtype=torch.int32)
         row_ids = new((El, max_rows), dtype=torch.int32) if self.by_reference else None
@@ -158,6 +156,8 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
             out = new((El, max_rows, layout.hidden_size), dtype=config.in_dtype)
         elif layout.fp8:
             out = new((max_rows, layout.hidden_size), dtype=config.in_dtype)
+        # Behind what may fail for want of memory.
+        index = self._channel.take()
         rows = self._channel.rows(index, config.in_dtype) if out is None else out
         num_tokens = batch.topk_ids.size(0)
         shares = 1 if self.by_reference else self._blocks_of_expert(num_tokens)
@@ -247,8 +247,4 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
             ("fused_expert_output", results, expected),
             ("output", output, (handle.topk_ids.size(0), self._layout.hidden_size)),
         ):
-            if tensor.shape != shape or tensor.dtype != self.moe_config.in_dtype or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be contiguous {shape} of "
-                    f"{self.moe_config.in_dtype}"
-                )
+            check_tensor(name, tensor, shape, self.moe_config.in_dtype, output.device, contiguous=True)

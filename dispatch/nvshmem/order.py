@@ -23,10 +23,10 @@ _MEMORY = 256
 
 
 class Order:
-    """Turns of one process's kernels on its GPU."""
+    """Turns of one process's kernels on its GPU, `device`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         # Of the last turn: its stream, and the capture that it is part of, 0 for none.
         self._last = (0, 0)
         self._stream: torch.cuda.Stream | None = None
@@ -40,9 +40,9 @@ class Order:
 
         A turn that is captured runs behind those of its own capture: graphs must be launched in one order on all ranks.
         """
-        now = (current_stream(self._device), _capture(self._device))
+        now = (current_stream(self.device), _capture(self.device))
         if now != self._last or self._stream is None:
-            stream = torch.cuda.current_stream(self._device)
+            stream = torch.cuda.current_stream(self.device)
             if self._stream is not None and now[1] == self._last[1]:
                 # Where no event was made in time, what else was queued behind that turn is waited for too.
                 stream.wait_event(self._event or self._stream.record_event())

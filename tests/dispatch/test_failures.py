@@ -211,12 +211,23 @@ def check_construction(rank: int, world_size: int) -> None:
     backend = make_prepare_finalize("batched_all_to_all", config)
     args = prepare_args(make_setting(Case(), rank, world_size), "cpu")
     rows = backend.prepare(*args)[0]
-    other = args[4].flip(0)
-    story = f"expert_map has experts [05].* on EP rank {rank} and rows of [05].* are sent to it; pass the map"
-    with pytest.raises(ValueError, match=story):
-        backend.prepare(*args[:4], other, *args[5:])
+    for wrong in (args[4].flip(0), torch.where(args[4] >= 0, 4 - args[4], -1)):
+        story = f"expert_map has experts [049], .* on EP rank {rank} and rows of [05], .* are sent to it, in this order"
+        with pytest.raises(ValueError, match=story):
+            backend.prepare(*args[:4], wrong, *args[5:])
+    output, delegate = torch.empty_like(args[0]), TopKWeightAndReduceDelegate()
     with pytest.raises(ValueError, match=r"weight_and_reduce_impl is TopKWeightAndReduceNoOP\(\)"):
-        backend.finalize(torch.empty_like(args[0]), rows, args[1], args[2], False, TopKWeightAndReduceNoOP())
+        backend.finalize(output, rows, args[1], args[2], False, TopKWeightAndReduceNoOP())
+    with pytest.raises(
+        ValueError, match=r"output is \(\d, 39\) of torch.float32 on cpu; it must be \(\d, 40\) of torch"
+    ):
+        backend.finalize(output[:, 1:], rows, args[1], args[2], False, delegate)
+    with pytest.raises(ValueError, match=r"fused_expert_output is \(5, 15, 40\) .* it must be \(5, 16, 40\) of torch"):
+        backend.finalize(output, rows[:, 1:], args[1], args[2], False, delegate)
+    # A batch whose results were refused stays open.
+    backend.finalize(output, rows, args[1], args[2], False, delegate)
+    # Where experts are is known without a map.
+    check_batched(make_setting(Case(), rank, world_size), backend.prepare(*args[:4], None, *args[5:]))
 
 
 def test_what_cannot_be_made() -> None:

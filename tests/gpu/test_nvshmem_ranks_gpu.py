@@ -94,7 +94,7 @@ def test_batches_that_begin_in_another_order_on_another_rank(monkeypatch: pytest
     # Two kernels of this size fill the GPU, and each waits for one of the other rank.
     monkeypatch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "1")
     on_one_gpu(monkeypatch, 2)
-    batches = [Ranks(replace(SMALL, seed=seed, tokens=(40,)), 2, LOW_LATENCY) for seed in (1, 2)]
+    batches = [Ranks(replace(SMALL, seed=seed, tokens=(32,)), 2, LOW_LATENCY, True) for seed in (1, 2)]
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
     for ranks in batches:
         for each in ranks.backends:
