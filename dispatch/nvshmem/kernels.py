@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from moe_ep.dispatch.nvshmem.device_api import device_archive
 from moe_ep.dispatch.nvshmem.layout import BUFFERS
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.kernels import jit
+from moe_ep.workspace import current_stream
 
 SEND, RECEIVE = 1, 2
 KERNELS = ("low_latency_dispatch", "low_latency_combine")
@@ -54,7 +55,11 @@ def kernel_source(name: str, layout: Shape, dtype: torch.dtype) -> jit.KernelSou
 
 
 class Halves:
-    """A kernel launched as one, or first what sends and later what receives."""
+    """A kernel launched as one, or first what sends and later what receives, on whatever stream is current then.
+
+    Args:
+        held: what it reads and writes; memory of the stream that is current now.
+    """
 
     def __init__(
         self,
@@ -64,14 +69,13 @@ class Halves:
         to_receive: int,
         blocks: int,
         order: Order,
-        held: object,
+        held: Sequence[torch.Tensor],
         then: Callable[[], None] | None = None,
     ) -> None:
         self._kernel, self._params = kernel, params
         self._tasks = {SEND: to_send, RECEIVE: to_receive}
         self._blocks, self._order, self._then = blocks, order, then
-        # What is read by the kernels lives until they are launched.
-        self._held: object | None = held
+        self._held, self._stream = held, current_stream(order.device)
         self._left = SEND | RECEIVE
 
     def send(self) -> None:
@@ -81,7 +85,10 @@ class Halves:
         """Everything that was not launched yet; may be called again."""
         if self._left:
             self._launch(self._left)
-            self._held = None
+            if current_stream(self._order.device) != self._stream:
+                for tensor in self._held:
+                    tensor.record_stream(torch.cuda.current_stream(self._order.device))
+            self._held = ()
             if self._then is not None:
                 self._then()
 

@@ -84,6 +84,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
             name: jit.load(kernel_source(name, self._layout, moe_config.in_dtype), device) for name in KERNELS
         }
         self._owner_table = self._owners_of(device)
+        self._map_of(device)  # not made under capture
         self._local_table = local_indices(self._owners).to(device)
 
     @staticmethod
@@ -179,8 +180,11 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         if self.by_reference:
             expected = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks
             to_receive += -(-expected * self.tuning.take_parts // WARPS)
-        where = (self.tuning.blocks, self._channel.order)
-        launch = Halves(self._kernels["low_latency_dispatch"], params, to_send, to_receive, *where, batch)
+        made = [tensor for tensor in (out, row_ids) if tensor is not None]
+        launch = Halves(
+            self._kernels["low_latency_dispatch"], params, to_send, to_receive, self.tuning.blocks,
+            self._channel.order, [batch.rows, batch.topk_ids, batch.topk_weights, counts, positions, *made],
+        )  # fmt: skip
         meta = ExpertTokensMetadata(counts, None, row_ids)
         handle = _Handle(index, batch.topk_ids, positions, (El, max_rows))
 
@@ -213,7 +217,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         )
         to_send = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks * self.tuning.packet_parts
         to_receive = num_tokens * self.tuning.output_parts
-        held = (handle, output, fused_expert_output)
+        held = (handle.topk_ids, handle.positions, output, fused_expert_output)
         launch = Halves(
             self._kernels["low_latency_combine"], params, to_send, to_receive, self.tuning.blocks,
             self._channel.order, held,
