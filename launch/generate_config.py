@@ -9,7 +9,10 @@ from typing import Any
 
 from moe_ep.launch.model_options import ModelConfig
 from moe_ep.launch.option_values import output_file
-from moe_ep.launch.options import at_least, option
+from moe_ep.launch.options import OptionError, at_least, number, option
+
+# A text, or the messages of a conversation.
+Prompt = str | list[dict[str, Any]]
 
 
 def _prompts_file(raw: str) -> Path:
@@ -27,7 +30,7 @@ class GenerateConfig(ModelConfig):
         default=None,
         metadata=option(
             _prompts_file,
-            'prompts, one on each line (required); in a .jsonl file, a string or an object with "prompt"',
+            'prompts, one on each line (required); in a .jsonl file, a string or an object with "prompt" or "messages"',
             "FILE",
         ),
     )
@@ -38,6 +41,27 @@ class GenerateConfig(ModelConfig):
     max_new_tokens: int = field(
         default=64, metadata=option(at_least(1), "continue each prompt by at most this many tokens")
     )
+    chat: bool = field(
+        default=False, metadata=option(None, "take each prompt as a message to the model, by its chat template")
+    )
+    temperature: float = field(
+        default=0.0,
+        metadata=option(
+            number("a number of at least 0", lambda value: value >= 0),
+            "draw tokens at this temperature; at 0, take the likeliest",
+        ),
+    )
+    top_k: int = field(
+        default=0, metadata=option(at_least(0), "draw among this many of the likeliest tokens; at 0, among all")
+    )
+    top_p: float = field(
+        default=1.0,
+        metadata=option(
+            number("above 0 and at most 1", lambda value: 0 < value <= 1),
+            "draw among the likeliest tokens that together have this probability",
+        ),
+    )
+    seed: int = field(default=0, metadata=option(at_least(0), "seed of the drawn tokens"))
     batch_size: int = field(default=8, metadata=option(at_least(1), "sequences that each worker decodes at a time"))
     eplb: bool = field(default=False, metadata=option(None, "balance the experts over the workers while they decode"))
     num_redundant_experts: int = field(
@@ -47,31 +71,59 @@ class GenerateConfig(ModelConfig):
         default=True, metadata=option(None, "decode in CUDA graphs, where the backend and the experts allow it")
     )
 
+    def check_sampling(self) -> None:
+        """Raises OptionError for settings of drawn tokens where none are drawn."""
+        for flag, value, default in (("--top-k", self.top_k, 0), ("--top-p", self.top_p, 1.0)):
+            if self.temperature == 0 and value != default:
+                raise OptionError(f"{flag} is {value} and --temperature is 0, where nothing is drawn; raise it")
+
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The prompts of a file, each an object with "prompt"; blank lines are none.
+    """The prompts of a file, each an object with "prompt" or "messages"; blank lines are none.
 
     Raises:
         ValueError: a line of a .jsonl file that holds no prompt, or a file without any; the message names it.
     """
     # Not splitlines: what it also takes for ends of lines may stand within a prompt.
     lines = path.read_text(encoding="utf-8-sig").split("\n")
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    numbered = [(at, line) for at, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise ValueError(f"{path}: expected a prompt a line, found none")
     if path.suffix != ".jsonl":
         return [{"prompt": line} for _, line in numbered]
     prompts = []
-    for number, line in numbered:
+    for at, line in numbered:
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if isinstance(value, str):
             value = {"prompt": value}
-        if not isinstance(value, dict) or not isinstance(value.get("prompt"), str) or not value["prompt"]:
+        if not _holds_a_prompt(value):
             raise ValueError(
-                f'{path}: line {number}: expected a string or an object with "prompt", found {line[:80]!r}'
+                f'{path}: line {at}: expected a string or an object with "prompt" (a text) or "messages" (each with '
+                f"role and content), found {line[:80]!r}"
             )
         prompts.append(value)
     return prompts
+
+
+def prompt_of(line: dict[str, Any], chat: bool) -> Prompt:
+    """What the model is given for an object of `read_prompts`."""
+    if "prompt" not in line:
+        return line["messages"]
+    return [{"role": "user", "content": line["prompt"]}] if chat else line["prompt"]
+
+
+def _holds_a_prompt(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if "prompt" in value:
+        return isinstance(value["prompt"], str) and bool(value["prompt"])
+    messages = value.get("messages")
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
+        and all("content" in message for message in messages)
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from jinja2 import TemplateError
 
 import moe_ep
 from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS
@@ -21,43 +22,47 @@ from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.generation import Completion, Generation, Request
+from moe_ep.integrations.hf_loading import context_length, text_config
+from moe_ep.integrations.sampling import Sampling
 from moe_ep.integrations.steps import StepCoordinator
 from moe_ep.launch import progress
 from moe_ep.launch.facts import backend_name, device_name, experts_name, peak_memory, versions
-from moe_ep.launch.generate_config import GenerateConfig
+from moe_ep.launch.generate_config import GenerateConfig, Prompt
 from moe_ep.launch.generate_report import RankGeneration
 from moe_ep.launch.model_options import torch_dtype
 from moe_ep.launch.rank_env import RankEnv
 
 
-def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[str]) -> RankGeneration:
+def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Prompt]) -> RankGeneration:
     """One rank's part of the generation, in its process group; prompt i is that of rank i mod R.
 
     Raises:
         CheckpointError: the checkpoint does not hold what it says.
-        ConfigError: a model that cannot be divided or decoded in slots, no tokenizer, a prompt without tokens or with
-            some that the model does not have.
+        ConfigError: a model that cannot be divided or decoded in slots, no tokenizer or none for conversations, a
+            prompt without tokens, with too many, or with some that the model does not have.
     """
     device = torch.device(rank_env.device)
     dtype = torch_dtype(config.dtype, device)
     folder = config.model if config.model is not None else demo_checkpoint()
-    tokenizer = _tokenizer(folder)
+    tokenizer, of_text = _tokenizer(folder), text_config(folder)
+    requests = [
+        Request(index, _token_ids(tokenizer, of_text, index, prompts[index]))
+        for index in range(rank_env.rank, len(prompts), rank_env.world_size)
+    ]
     started = time.perf_counter()
     model = _load(config, folder, device, dtype)
     load_s = time.perf_counter() - started
     steps = steps_of(model)
     for layer in steps.layers:
         layer.counts_load = True
-    requests = [
-        Request(index, _token_ids(tokenizer, model, index, prompts[index]))
-        for index in range(rank_env.rank, len(prompts), rank_env.world_size)
-    ]
     generation = Generation(
         model,
         requests,
         max_new_tokens=config.max_new_tokens,
         num_slots=config.batch_size,
-        stop_ids=_stop_ids(model),
+        stop_ids=_stop_ids(model, tokenizer, config.chat),
+        sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed),
+        max_length=context_length(of_text),
         graphs=config.graphs,
         on_progress=lambda finished: progress.report("sequences", finished, len(prompts)),
     )
@@ -120,22 +125,45 @@ def _tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _token_ids(tokenizer: Any, model: Any, index: int, prompt: str) -> torch.Tensor:
-    ids = tokenizer(prompt)["input_ids"]
+def _token_ids(tokenizer: Any, of_text: Any, index: int, prompt: Prompt) -> torch.Tensor:
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        ids = tokenizer(_conversation(tokenizer, index, prompt), add_special_tokens=False)["input_ids"]
     if not ids:
         raise ConfigError(f"prompt {index} is {prompt!r} and has no tokens; give it some text")
-    known = model.get_input_embeddings().num_embeddings
-    if max(ids) >= known:
+    if max(ids) >= of_text.vocab_size:
         raise ConfigError(
-            f"prompt {index} has the token {max(ids)} and the model knows {known}; the tokenizer is another model's"
+            f"prompt {index} has the token {max(ids)} and the model knows {of_text.vocab_size}; the tokenizer is "
+            f"another model's"
+        )
+    most = context_length(of_text)
+    if most is not None and len(ids) >= most:
+        raise ConfigError(
+            f"prompt {index} has {len(ids)} tokens and the model reads {most}, continuation included; shorten it"
         )
     return torch.tensor(ids)
 
 
-def _stop_ids(model: Any) -> list[int]:
-    """The tokens that end a text, as transformers' generate knows them."""
+def _conversation(tokenizer: Any, index: int, messages: Sequence[dict[str, str]]) -> str:
+    """The text of a conversation up to where the model answers; the template runs in jinja's sandbox."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(
+            f"prompt {index} is a conversation and the model's tokenizer has no chat template; give it as text, "
+            f"without --chat"
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, ValueError, TypeError) as error:
+        raise ConfigError(f"prompt {index}: the model's chat template does not take it: {error}") from None
+
+
+def _stop_ids(model: Any, tokenizer: Any, chat: bool) -> list[int]:
+    """The tokens that end a text, as transformers' generate knows them; an answer ends with the tokenizer's own too."""
     ids = model.generation_config.eos_token_id
-    return [] if ids is None else ids if isinstance(ids, list) else [ids]
+    found = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    own = tokenizer.eos_token_id
+    return [*found, own] if chat and own is not None else found
 
 
 def _told(tokenizer: Any, completion: Completion) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from moe_ep.errors import missing_extra
 from moe_ep.files import write_text
 from moe_ep.launch.gang import set_up_logging
 from moe_ep.launch.gang_choice import start_gang
-from moe_ep.launch.generate_config import GenerateConfig, read_prompts
+from moe_ep.launch.generate_config import GenerateConfig, Prompt, prompt_of, read_prompts
 from moe_ep.launch.generate_report import GenerationReport, RankGeneration
 from moe_ep.launch.option_values import check_backends
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="generate text, the experts divided over workers",
         description=(
             "Divides the experts of a checkpoint over a gang of workers, spreads the prompts over them, and continues "
-            "each one greedily. Prints a JSON line for each prompt and a summary; timings go to stderr."
+            "each one. Prints a JSON line for each prompt and a summary; timings go to stderr."
         ),
     )
     add_flags(parser, GenerateConfig)
@@ -37,6 +37,7 @@ def main(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("transformers") is None:
         raise missing_extra("transformers", "hf", "moe-ep generate")
     config.check_quantize()
+    config.check_sampling()
     prompts = _prompts(config)
     config, gang = start_gang(config, lambda *found: check_backends([config.backend], *found))
     try:
@@ -45,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
 
             # Here for its progress bar; workers of other nodes make their own.
             demo_checkpoint()
-        results = gang.run(_work, config, [prompt["prompt"] for prompt in prompts])
+        results = gang.run(_work, config, [prompt_of(line, config.chat) for line in prompts])
     finally:
         gang.close()
     if gang.is_driver:
@@ -53,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _work(rank_env: RankEnv, config: GenerateConfig, prompts: list[str]) -> RankGeneration:
+def _work(rank_env: RankEnv, config: GenerateConfig, prompts: list[Prompt]) -> RankGeneration:
     """The worker's part; what it needs is imported there, so that the driver starts without torch."""
     from moe_ep.launch.generate_worker import run_generate
 

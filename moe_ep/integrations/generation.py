@@ -1,4 +1,4 @@
-"""Greedy text generation over ranks: each continues prompts of its own, and helps with the others' experts."""
+"""Text generation over ranks: each continues prompts of its own, and helps with the others' experts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from moe_ep.integrations.decoder import SlotDecoder
+from moe_ep.integrations.sampling import Sampling, SequenceRandom, next_tokens
 
 # (sequences that all ranks have finished)
 OnProgress = Callable[[int], None]
@@ -64,7 +65,12 @@ class Generation:
         max_new_tokens: where a sequence ends if the model does not end it.
         num_slots: sequences that decode together, the same on every rank.
         stop_ids: tokens that end a sequence.
+        sampling: how tokens are chosen; the likeliest unless it says otherwise.
+        max_length: where a sequence ends at the latest, prompt and continuation; None for no such end.
         graphs: whether decoding may be captured in CUDA graphs.
+
+    Raises:
+        ValueError: a prompt without tokens, or one that leaves no room below max_length.
     """
 
     def __init__(
@@ -75,13 +81,19 @@ class Generation:
         max_new_tokens: int,
         num_slots: int,
         stop_ids: Sequence[int],
+        sampling: Sampling | None = None,
+        max_length: int | None = None,
         graphs: bool = True,
         on_progress: OnProgress | None = None,
     ) -> None:
-        longest = max((request.token_ids.numel() for request in requests), default=0)
-        self._decoder = SlotDecoder(model, num_slots, longest + max_new_tokens, graphs=graphs)
+        _check_lengths(requests, max_length)
+        longest = max((request.token_ids.numel() for request in requests), default=0) + max_new_tokens
+        self._max_length = longest if max_length is None else min(longest, max_length)
+        self._decoder = SlotDecoder(model, num_slots, self._max_length, graphs=graphs)
         self._waiting = deque(requests)
         self._running: list[Completion | None] = [None] * num_slots
+        self._sampling = sampling or Sampling()
+        self._randoms = {request.index: SequenceRandom(self._sampling, request.index) for request in requests}
         self._max_new_tokens = max_new_tokens
         self._stop_ids = frozenset(stop_ids)
         self._on_progress = on_progress or (lambda finished: None)
@@ -123,13 +135,15 @@ class Generation:
                 spent.append(time.perf_counter() - started)
 
     def _read(self, prompt: Request, slot: int) -> None:
-        token = self._decoder.prefill(slot, prompt.token_ids).argmax()
+        logits = self._decoder.prefill(slot, prompt.token_ids)
+        token = next_tokens(logits[None], self._sampling, [self._randoms[prompt.index].draw()])[0]
         self._decoder.append(slot, token)
         self._running[slot] = Completion(prompt.index, prompt.token_ids.numel())
         self._take(slot, int(token))
 
     def _decode(self) -> None:
-        tokens = self._decoder.decode().argmax(dim=-1)
+        draws = [0.0 if sequence is None else self._randoms[sequence.index].draw() for sequence in self._running]
+        tokens = next_tokens(self._decoder.decode(), self._sampling, draws)
         self._decoder.append(slice(None), tokens)
         for slot, token in enumerate(tokens.tolist()):
             if self._running[slot] is not None:
@@ -144,9 +158,18 @@ class Generation:
             sequence.finish = "stop"
         else:
             sequence.token_ids.append(token)
-            if len(sequence.token_ids) < self._max_new_tokens:
+            num_tokens = len(sequence.token_ids)
+            if num_tokens < self._max_new_tokens and sequence.num_prompt_tokens + num_tokens < self._max_length:
                 return
             sequence.finish = "length"
         self.completions.append(sequence)
         self._running[slot] = None
         self._decoder.free(slot)
+
+
+def _check_lengths(requests: Sequence[Request], max_length: int | None) -> None:
+    for request in requests:
+        length = request.token_ids.numel()
+        if length == 0 or (max_length is not None and length >= max_length):
+            most = "" if max_length is None else f" and below max_length ({max_length})"
+            raise ValueError(f"request {request.index} has {length} tokens; it must have at least 1{most}")

@@ -76,6 +76,23 @@ def load_without_experts(
     return model, shapes
 
 
+def text_config(path: Path) -> Any:
+    """transformers' configuration of the checkpoint's language model; ConfigError where it knows none."""
+    return _kind_and_config(path)[1].get_text_config()
+
+
+def context_length(config: Any) -> int | None:
+    """Tokens that a language model reads at most, as far as its rotary embedding is stretched; None if nothing says."""
+    known = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Some have one for each kind of attention.
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    stretched = [
+        int(part["factor"] * part.get("original_max_position_embeddings", 0)) for part in kinds if part.get("factor")
+    ]
+    return max([known, *stretched]) if isinstance(known, int) else None
+
+
 def _kind_and_config(path: Path) -> tuple[Any, Any]:
     """transformers' class of the checkpoint's language model, and its configuration."""
     model_type = str(read_config(path).get("model_type"))

@@ -23,10 +23,12 @@ from moe_ep.errors import ConfigError
 from moe_ep.integrations.decoder import SlotDecoder
 from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.generation import Completion, Generation, Request
+from moe_ep.integrations.hf_loading import context_length
 from moe_ep.integrations.perplexity import perplexity
+from moe_ep.integrations.sampling import Sampling, next_tokens
 from moe_ep.launch.cli import main
-from moe_ep.launch.generate_config import read_prompts
-from moe_ep.launch.generate_worker import _token_ids, _tokenizer
+from moe_ep.launch.generate_config import prompt_of, read_prompts
+from moe_ep.launch.generate_worker import _stop_ids, _token_ids, _tokenizer
 from tests.checkpoint.test_real_layer import text_moe
 from tests.integrations.alone import continue_alone, load_alone
 from tests.integrations.hf_models import SIZES, make_model
@@ -91,6 +93,63 @@ def test_slots_continue_as_transformers_alone(family: str, options: dict[str, An
         assert load == top_k * moe_layers * routed
 
 
+def drawn(rank: int, world_size: int) -> dict[int, list[int]]:
+    """Tokens drawn for the prompts that would be this rank's, in more slots on a later one."""
+    sampling = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)
+    requests = requests_of(0)[rank::world_size]
+    generation = Generation(
+        moe_ep.parallelize(make_model("Qwen3Moe")),
+        requests,
+        max_new_tokens=NEW_TOKENS,
+        num_slots=2 + rank,
+        stop_ids=[],
+        sampling=sampling,
+        max_length=20,
+    )
+    return {completion.index: completion.token_ids for completion in generation.run()}
+
+
+def test_drawn_tokens_are_those_of_the_seed_on_any_ranks_and_end_with_the_context() -> None:
+    alone = drawn(0, 1)
+    assert alone == dict(sorted((index, ids) for part in (drawn(0, 2), drawn(1, 2)) for index, ids in part.items()))
+    # Prompts of 3, 8, 13, 18 and 3 tokens.
+    assert [len(ids) for ids in alone.values()] == [12, 12, 7, 2, 12]
+    model = moe_ep.parallelize(make_model("Qwen3Moe"))
+    with pytest.raises(ValueError, match="request 3 has 18 tokens; it must have at least 1 and below max_length .18."):
+        Generation(model, requests_of(0), max_new_tokens=2, num_slots=1, stop_ids=[], max_length=18)
+
+
+def test_next_tokens() -> None:
+    logits = torch.tensor([0.3, 0.0, 0.5, 0.2]).log()[None]
+
+    def drawn_at(*draws: float, **settings: Any) -> list[int]:
+        rows = logits.expand(len(draws), -1)
+        return next_tokens(rows, Sampling(**{"temperature": 1.0, **settings}), draws).tolist()
+
+    assert drawn_at(0.0, 0.49, 0.51, 0.79, 0.81, 0.9999999) == [2, 2, 0, 0, 3, 3]
+    assert drawn_at(0.0, 0.9999999, temperature=0.0) == [2, 2]
+    assert drawn_at(0.62, 0.63, 0.9999999, top_p=0.6) == [2, 0, 0]
+    assert drawn_at(0.9999999, top_p=1e-9) == drawn_at(0.9999999, top_k=1) == drawn_at(0.99, temperature=1e-3) == [2]
+    assert drawn_at(0.62, 0.63, top_k=2) == [2, 0]
+    # As transformers has it: of k tokens those that come to p of the k.
+    assert drawn_at(0.9999999, top_k=2, top_p=0.62) == [2]
+    for setting, wrong in {"temperature": -1.0, "top_k": -1, "top_p": 0.0}.items():
+        with pytest.raises(ValueError, match=f"{setting} is {wrong}; it must be"):
+            Sampling(**{setting: wrong})
+
+
+def test_the_length_of_a_context() -> None:
+    def length(**settings: Any) -> int | None:
+        return context_length(SimpleNamespace(**settings))
+
+    assert length() is None
+    assert length(max_position_embeddings=128) == length(max_position_embeddings=128, rope_parameters=None) == 128
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert length(max_position_embeddings=128, rope_parameters=yarn) == 512
+    assert length(max_position_embeddings=128, rope_parameters={"full_attention": yarn, "sliding_attention": {}}) == 512
+    assert length(max_position_embeddings=4096, rope_parameters=yarn) == 4096
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The demo checkpoint, in a cache folder of the module's own."""
@@ -118,11 +177,15 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     prompts = ["def read(self, size):", "The list of", "import", "# A line", "return None"]
     folder = shutil.copytree(demo, tmp_path / "model")
     trace = add_code(folder)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
     file, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     file.write_text(
         "".join(
-            json.dumps({"prompt": prompt, "id": f"p{i}", "kind": "mine"}) + "\n" for i, prompt in enumerate(prompts)
+            json.dumps({"prompt": prompt, "id": f"p{i}", "kind": "mine"}) + "\n"
+            for i, prompt in enumerate(prompts[:-1])
         )
+        + json.dumps({"messages": [{"role": "user", "content": prompts[-1]}], "id": "p4"})
     )
     flags = ["--launcher", "local", "--ep-size", "2", "--device", "cpu", "--batch-size", "2", "--max-new-tokens", "10"]
     assert main(["generate", "--model", str(folder), "--prompts", str(file), "--output", str(output), *flags]) == 0
@@ -132,7 +195,7 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     alone, tokenizer = load_alone(demo), transformers.AutoTokenizer.from_pretrained(demo)
     for index, (line, prompt) in enumerate(zip(lines, prompts, strict=True)):
         assert (line["kind"], line["index"], line["id"], line["rank"]) == ("completion", index, f"p{index}", index % 2)
-        assert line["prompt"] == prompt
+        assert line["prompt"] == prompt if index < 4 else line["messages"][0]["content"] == prompt
         assert line["text"] == continue_alone(alone, tokenizer, prompt, 10)
     assert summary["kind"] == "summary"
     assert summary["tokens_per_rank"] == [
@@ -150,7 +213,7 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (
             "prompts.jsonl",
             '"one"\n{"text": "two"}\n',
-            'line 2: expected a string or an object with "prompt", found \'{"text": "two"}\'',
+            'or "messages" (each with role and content), found \'{"text": "two"}\'',
         ),
     ],
 )
@@ -173,10 +236,39 @@ def test_what_ends_a_line_elsewhere_may_stand_in_a_prompt(tmp_path: Path) -> Non
         read_prompts(objects)
 
 
-def test_a_tokenizer_of_no_or_another_model(demo: Path, tmp_path: Path) -> None:
-    model = SimpleNamespace(get_input_embeddings=lambda: torch.nn.Embedding(3, 1))
-    with pytest.raises(ConfigError, match="prompt 7 has the token 5 and the model knows 3; the tokenizer is another"):
-        _token_ids(lambda prompt: {"input_ids": [1, 5]}, model, 7, "x")
+def test_prompts_that_the_model_cannot_take(demo: Path) -> None:
+    config = SimpleNamespace(vocab_size=3, max_position_embeddings=4)
+
+    def ids(*found: int) -> Any:
+        return _token_ids(lambda prompt: {"input_ids": list(found)}, config, 7, "x")
+
+    assert ids(1, 2, 1).tolist() == [1, 2, 1]
+    for found, message in {
+        (): "prompt 7 is 'x' and has no tokens; give it some text",
+        (1, 5): "prompt 7 has the token 5 and the model knows 3; the tokenizer is another",
+        (1, 2, 1, 2): "prompt 7 has 4 tokens and the model reads 4, continuation included; shorten it",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            ids(*found)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo)
+    messages = prompt_of({"prompt": "x"}, chat=True)
+    assert messages == [{"role": "user", "content": "x"}]
+    with pytest.raises(ConfigError, match="prompt 7 is a conversation and the model's tokenizer has no chat template"):
+        _token_ids(tokenizer, config, 7, messages)
+    tokenizer.chat_template = "{{ raise_exception('no users here') }}"
+    with pytest.raises(ConfigError, match="prompt 7: the model's chat template does not take it: no users here"):
+        _token_ids(tokenizer, config, 7, messages)
+
+
+def test_what_ends_an_answer() -> None:
+    tokenizer = SimpleNamespace(eos_token_id=9)
+    for ids, expected in {None: [], 4: [4], (4, 5): [4, 5]}.items():
+        ended = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=list(ids) if ids == (4, 5) else ids))
+        assert _stop_ids(ended, tokenizer, chat=False) == expected
+        assert _stop_ids(ended, tokenizer, chat=True) == [*expected, 9]
+
+
+def test_a_tokenizer_of_no_model(demo: Path, tmp_path: Path) -> None:
     shutil.copy(demo / "config.json", tmp_path)
     with pytest.raises(ConfigError, match="(expected a|cannot read its) tokenizer"):
         _tokenizer(tmp_path)
@@ -188,9 +280,18 @@ def test_a_model_with_a_cache_of_its_own_is_refused() -> None:
         SlotDecoder(model, 1, 8, graphs=False)
 
 
-def test_prompts_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate"]) == 2
-    assert "--prompts is missing" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--prompts is missing"),
+        (["--top-p", "1.5"], "--top-p is '1.5'; it must be above 0 and at most 1"),
+        (["--temperature", "-1"], "--temperature is '-1'; it must be a number of at least 0"),
+        (["--top-k", "5"], "--top-k is 5 and --temperature is 0, where nothing is drawn; raise it"),
+    ],
+)
+def test_flags_that_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 needs_text_moe = pytest.mark.skipif(text_moe() is None, reason="text-moe is not here; MOE_EP_TEXT_MOE names its folder")

@@ -1,0 +1,73 @@
+"""How the next token of a sequence is chosen: the likeliest, or drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Tokens are drawn from softmax(logits / temperature), of its likeliest ones.
+
+    Attributes:
+        temperature: 0 takes the likeliest token always.
+        top_k: so many of the likeliest may be drawn; 0 for all.
+        top_p: of these the fewest, likeliest first, whose probabilities come to it.
+        seed: with a sequence's number it says which tokens are drawn for it.
+
+    Raises:
+        ValueError: a number outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be a number of at least 0, 0 for the likeliest"
+            )
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be at least 0, 0 for all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1, 1 for all tokens")
+
+
+class SequenceRandom:
+    """One sequence's random numbers, which nothing else depends on or changes: not its neighbours, not the ranks."""
+
+    def __init__(self, sampling: Sampling, index: int) -> None:
+        self._random = random.Random(f"{sampling.seed} {index}")
+
+    def draw(self) -> float:
+        """The next number of [0, 1)."""
+        return self._random.random()
+
+
+def next_tokens(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> torch.Tensor:
+    """The next token `[B]` of each row of logits `[B, vocabulary]`; no host synchronisation.
+
+    Args:
+        draws: a number of [0, 1) for each row; not looked at with temperature 0.
+
+    Example: probabilities .5, .3, .2 of the tokens 7, 1, 4, top_p .6: a draw below .625 gives 7, any other 1.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(dim=-1)
+    scores, tokens = (logits.float() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k:
+        scores, tokens = scores[:, : sampling.top_k], tokens[:, : sampling.top_k]
+    sums = scores.softmax(dim=-1).cumsum(dim=-1)
+    # A token may be drawn if those before it do not come to top_p; the first one always.
+    before = torch.nn.functional.pad(sums, (1, 0))[:, :-1]
+    allowed = before < sampling.top_p
+    total = torch.where(allowed, sums, 0).amax(dim=-1, keepdim=True)
+    targets = torch.tensor(draws, dtype=torch.float32).to(logits.device, non_blocking=True)[:, None] * total
+    place = (allowed & (sums <= targets)).sum(dim=-1, keepdim=True).clamp(max=allowed.sum(dim=-1, keepdim=True) - 1)
+    return tokens.gather(-1, place).squeeze(-1)
