@@ -1,7 +1,7 @@
-"""What the ranks of a group have to say before a step: how they agree on those of a layer or a model, while GPUs go on.
+"""How the hosts of a group's ranks exchange small numbers before a step, while their GPUs keep working.
 
-Ranks of one host tell each other through memory that they share, which takes microseconds, where a collective of gloo
-takes some hundreds; ranks of several hosts use such a collective.
+Ranks of one host use shared memory, which takes microseconds where a gloo collective takes hundreds of them; ranks on
+several hosts use such a collective.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _SHARED_MEMORY = Path("/dev/shm")
 _VALUE_BITS = 32
 _QUESTIONS = 1 << 31
 
-# By group; None where ranks cannot share memory, or where a group takes tensors of the host itself.
+# By group. A board is None if the ranks cannot share memory, a host group if the group accepts host tensors itself.
 _boards: WeakKeyDictionary[dist.ProcessGroup, Board | None] = WeakKeyDictionary()
 _host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 
 
 def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
-    """The largest `value` of the group's ranks, at least 0; `value` itself without a group. A collective step of them.
+    """The largest `value` of the group's ranks, at least 0; `value` itself without a group. All ranks must call it.
 
     Raises:
-        DispatchTimeoutError: a rank of this host did not come before the deadline.
+        DispatchTimeoutError: a rank of this host did not answer before the deadline.
     """
     if group is None:
         return value
@@ -53,16 +53,16 @@ def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
 
 
 class Board:
-    """Memory of all ranks of one host, with two places for each: for even and for odd questions.
+    """Shared memory of the ranks of one host, with two places for each rank: for even and for odd questions.
 
-    To a question a rank writes `question << 32 | value` for each of its values, and waits until all have. Nobody's
-    answer is overwritten before it was read: who answers question q + 2 had everybody's to q + 1, which each gave after
-    it had read those to q.
+    A rank answers a question by writing `question << 32 | value` for each of its values, and waits until all have.
+    No answer is overwritten before it was read: a rank that answers question q + 2 has seen all answers to q + 1, and
+    every rank gave its own only after it had read those to q.
 
     Args:
-        path: as `make_file` made it for these sizes.
-        rank: of this process among the `size` that share it.
-        width: values of an answer, each a whole number from 0 to 2^32 - 1.
+        path: a file that `make_file` made for these sizes.
+        rank: this process's rank among the `size` ranks that share it.
+        width: number of values in an answer, each a whole number from 0 to 2^32 - 1.
         timeout_s: deadline of every question.
     """
 
@@ -75,7 +75,7 @@ class Board:
 
     @staticmethod
     def make_file(size: int, width: int) -> Path:
-        """Where ranks that open it share memory, all zeros."""
+        """Creates a file of zeros, through which the ranks that open it share memory."""
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         handle, name = tempfile.mkstemp(prefix="moe_ep_", dir=folder)
         with os.fdopen(handle, "wb") as file:
@@ -83,13 +83,15 @@ class Board:
         return Path(name)
 
     def gather(self, values: Sequence[int], what: str) -> list[list[int]]:
-        """Asks the next question: the values of every rank, by rank. Every rank asks as many.
+        """Exchanges the answers to the next question; returns the values of every rank, by rank.
+
+        Every rank must call it equally often.
 
         Args:
             what: for the message, completes "to come to".
 
         Raises:
-            DispatchTimeoutError: a rank did not come before the deadline.
+            DispatchTimeoutError: a rank did not answer before the deadline.
         """
         question = self._question = (self._question + 1) % _QUESTIONS
         answers = self._answers[question % 2]
@@ -105,21 +107,21 @@ class Board:
 
 
 def share_board(group: dist.ProcessGroup, width: int) -> Board | None:
-    """A board of a group's ranks; None where they cannot share memory. A collective step of them.
+    """Creates a board for a group's ranks; None if they cannot share memory. All ranks must call it.
 
     Args:
-        width: values of an answer.
+        width: number of values in an answer.
     """
     if num_hosts(group) > 1:
         return None
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     deadline = deadline_of(group)
     made, board = None, None
-    with suppress(OSError):  # an empty name tells the others
+    with suppress(OSError):  # the others learn of a failure by the empty name
         made = Board.make_file(size, width) if rank == 0 else None
     try:
         name = _gathered("" if made is None else str(made), group)[0]
-        with suppress(OSError):  # ranks that name one host may still have no files in common
+        with suppress(OSError):  # ranks on hosts of one name may still have no files in common
             board = Board(Path(name), rank, size, width, deadline) if name else None
         is_shared = all(_gathered(board is not None, group))
     finally:
@@ -129,14 +131,14 @@ def share_board(group: dist.ProcessGroup, width: int) -> Board | None:
 
 
 def _gathered(mine: T, group: dist.ProcessGroup) -> list[T]:
-    """What every rank has, by rank."""
+    """The objects of all ranks, by rank."""
     found = [mine] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
 
 
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for tensors in host memory; a collective step of them, on first use."""
+    """A group of the same ranks that accepts tensors in host memory; on first use all ranks must call it."""
     if group not in _host_groups:
         made = None
         if not any(pair.startswith("cpu:") for pair in dist.get_backend_config(group).split(",")):

@@ -1,4 +1,4 @@
-"""The one place that turns all2all_backend="auto" into a name, and checks a name that was given."""
+"""The only place that turns all2all_backend="auto" into a name, and checks a name that was given."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from moe_ep.registry import ALL2ALL_BACKENDS
 
 logger = logging.getLogger(__name__)
 
-# Up to this capacity a backend of the batched format, which was faster on 4 H200 up to 256 tokens per rank, and up to
-# 1024 where its experts take rows by reference (docs/benchmarks/low_latency.md). But its experts' results have room
-# for all tokens of all ranks for each expert, gigabytes from 512 on; above it one whose rows lie without gaps.
+# Up to this capacity "auto" chooses a backend of the batched format, which was faster on 4 H200 up to 256 tokens per
+# rank, and up to 1024 if its experts take rows by reference (docs/benchmarks/low_latency.md). But each expert's results
+# need room for all tokens of all ranks, gigabytes from 512 on, so larger capacities get a backend without such gaps.
 DECODE_MAX_NUM_TOKENS = 256
 _NVSHMEM_MAX_RANKS = 8
-# The most of a GPU's memory that "auto" lets a backend's symmetric buffers take.
+# The largest part of a GPU's memory that "auto" gives to a backend's symmetric buffers.
 _SYMMETRIC_SHARE = 1 / 8
 
 
 def choose_backend(backend: str, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None = None) -> str:
-    """The registry name to use; what "auto" chose, and why, is logged.
+    """Returns the registry name to use, and logs why.
 
     Args:
-        backend: "auto" (then MOE_EP_ALL2ALL_BACKEND decides where it is set) or a registry name.
+        backend: a registry name, or "auto", which takes MOE_EP_ALL2ALL_BACKEND if it is set.
 
     Raises:
         ValueError: an unknown name; the known ones are listed.
-        ConfigError: no_ep for ranks that hold different tokens, none of which would reach the others' experts.
+        ConfigError: no_ep for ranks that hold different tokens, which would not reach the experts of other ranks.
         BackendUnavailableError: the named backend cannot run on this machine.
     """
     ALL2ALL_BACKENDS.check(backend, also=("auto",))
@@ -73,7 +73,7 @@ def _best(moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -
 
 
 def _obstacle_of_any(name: str, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -> str | None:
-    """Why an NVSHMEM backend is not for these ranks, as all of them see it: this rank's obstacle, or another's."""
+    """Why these ranks cannot use an NVSHMEM backend, because of this rank or another; None on all ranks or on none."""
     if num_hosts(process_group) > 1:
         return "the ranks are on several hosts"
     mine = _nvshmem_obstacle(name, moe_config)
@@ -84,7 +84,7 @@ def _obstacle_of_any(name: str, moe_config: FusedMoEConfig, process_group: dist.
 
 
 def _nvshmem_obstacle(name: str, moe_config: FusedMoEConfig) -> str | None:
-    """Why an NVSHMEM backend is not for this rank; None where it is."""
+    """Why this rank cannot use an NVSHMEM backend; None if it can."""
     backend = ALL2ALL_BACKENDS.load(name)
     columns, is_f32 = backend.hidden_size_multiple, moe_config.in_dtype is torch.float32
     if is_f32 or moe_config.hidden_dim % columns or moe_config.ep_size > _NVSHMEM_MAX_RANKS:

@@ -1,4 +1,4 @@
-"""Which commit this code is, where it runs from a git checkout."""
+"""The commit of this code, if it runs from a git checkout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def checkout_commit() -> str | None:
-    """The commit of the checkout, with "-dirty" where tracked files differ; None outside one."""
+    """The checkout's commit, with "-dirty" if tracked files differ from it; None outside a checkout."""
     # The package lies in the checkout's root, and launch/ and kernels/ are reached through links in it.
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():

@@ -1,6 +1,6 @@
-"""`torch.ops.moe_ep.*`: one node a layer for torch.compile and CUDA-graph capture.
+"""`torch.ops.moe_ep.*`: one node per layer for torch.compile and CUDA-graph capture.
 
-A graph cannot hold a module, so a layer is named in it and found here by its name when the node runs.
+A graph cannot hold a module, so a node has the layer's name, by which the layer is found here when the node runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 
 def unique_name(prefix: str) -> str:
-    """`prefix`, with a number where it is empty or the name of a living layer."""
+    """`prefix`, with a number appended if it is taken; a generated name if it is empty."""
     name = prefix or f"moe_layer_{next(_numbers)}"
     while name in _layers:
         name = f"{prefix or 'moe_layer'}#{next(_numbers)}"
@@ -28,12 +28,12 @@ def unique_name(prefix: str) -> str:
 
 
 def register_layer(layer: FusedMoE) -> None:
-    """Files the layer under its `layer_name`, held weakly."""
+    """Registers the layer under its `layer_name`, by a weak reference."""
     _layers[layer.layer_name] = layer
 
 
 def find_layer(name: str) -> FusedMoE:
-    """The layer filed under `name`; RuntimeError when it is gone."""
+    """The layer registered under `name`; RuntimeError if it no longer exists."""
     layer = _layers.get(name)
     if layer is None:
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""Every environment variable that moe_ep reads, with its type, its default and its meaning.
+"""Every environment variable that moe_ep reads, with its type, default and meaning.
 
-They are read when asked for, not at import, so a test or a launcher may set them late. Command-line flags and
-constructor arguments win over them.
+They are read when they are needed and not at import, so a test or a launcher may set them late. Command-line flags and
+constructor arguments take precedence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class EnvVar(Generic[T]):
-    """One variable: `VAR.get()` gives its value, parsed, or the default where it is unset or empty."""
+    """One variable: `VAR.get()` returns its parsed value, or the default if it is unset or empty."""
 
     name: str
     parse: Callable[[str], T]

@@ -1,8 +1,8 @@
-"""What can go wrong, by name.
+"""The exceptions of moe_ep, and the sentences that they have in common.
 
-A mistake in an argument is a plain ValueError or TypeError. The classes here are for the rest: a file that
-does not hold what it says, a backend that cannot run here, a peer that did not answer, a gang that died.
-Every message is one sentence that names the thing, its value, the rule and the way out.
+A mistake in an argument is a plain ValueError or TypeError. The classes here are for everything else: a file that does
+not contain what it should, a backend that cannot run here, a peer that did not answer, a gang that died. Every message
+is one sentence that names the thing, its value, the rule and the way out.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class CheckpointError(MoeEpError):
 
 
 class BackendUnavailableError(MoeEpError):
-    """A backend was asked for by name and cannot run on this machine; the message says what would mend it."""
+    """A backend was chosen by name and cannot run on this machine; the message says how to fix that."""
 
 
 class DispatchTimeoutError(MoeEpError):
     """A collective step of dispatch or combine did not finish before the group's deadline.
 
     Attributes:
-        ranks: the EP ranks known to be at fault, empty where nobody could tell.
+        ranks: the EP ranks known to be at fault; empty if that could not be determined.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -39,9 +39,9 @@ class DispatchTimeoutError(MoeEpError):
 
 
 class EplbError(MoeEpError):
-    """A rearrangement of experts cannot go on: the ranks disagree, or one did not take part in time.
+    """A rearrangement of experts cannot continue: the ranks disagree, or one did not take part in time.
 
-    It is raised on every rank, with the same sentence wherever ranks can reach each other.
+    It is raised on every rank, with the same message on all that can reach each other.
     """
 
 
@@ -50,15 +50,15 @@ class GangError(MoeEpError):
 
 
 class ConfigError(ValueError, MoeEpError):
-    """A combination of settings that can not be run, found before any work starts."""
+    """A combination of settings that cannot run, found before any work starts."""
 
 
 class NoRoomError(ConfigError, GangError):
-    """A gang that the machines cannot hold; the message says what it asks for and what is there."""
+    """The machines have no room for a gang; the message says what it needs and what there is."""
 
 
 def missing_extra(package: str, extra: str, needed_for: str) -> ImportError:
-    """The ImportError for an optional dependency, with the pip line that brings it."""
+    """The ImportError for an optional dependency, with the pip command that installs it."""
     return ImportError(f"{needed_for} needs {package}, which is not installed; run: pip install 'moe_ep[{extra}]'")
 
 
@@ -77,5 +77,5 @@ def check_at_least(least: int, **values: int) -> None:
 
 
 def one_of(argument: str, value: object, allowed: Sequence[str]) -> str:
-    """The sentence for a value outside a fixed set."""
+    """The sentence about a value that is not in a fixed set."""
     return f"{argument} is {value!r}; it must be one of {', '.join(allowed)}"

@@ -1,8 +1,8 @@
-"""Which rank holds which expert, and where on that rank it lies.
+"""Placement: which rank holds which expert, and at which local index.
 
-Two placements: linear gives every rank a contiguous range of ids, round_robin deals them out like cards (rank r holds
-r, r + ep_size, r + 2 * ep_size, ...). Both give the first E % ep_size ranks one expert more than the others.
-Everything here is computed once, on the host, and is the same on every rank up to `ep_rank`; tensors are left there.
+There are two strategies: linear gives every rank a contiguous range of ids, round_robin deals them out in turn (rank r
+holds r, r + ep_size, r + 2 * ep_size, ...). Either way, the first E % ep_size ranks hold one expert more than the rest.
+Everything here is computed once, on the host, and depends on nothing but its arguments; tensors stay on the host.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 EXPERT_PLACEMENT_STRATEGIES: tuple[str, ...] = ("linear", "round_robin")
 
-# Whatever the default device: meta would hold no values.
+# Regardless of the default device: on meta these tensors would have no values.
 _HOST = torch.device("cpu")
-# Input columns that quantized experts handle at a time.
+# Quantized experts process input columns in groups of this size.
 _PACKED_COLUMNS = 32
 
 
@@ -34,22 +34,22 @@ def determine_expert_map(
     num_fused_shared_experts: int = 0,
     return_expert_mask: bool = False,
 ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """The experts of one rank.
+    """Determines the experts of one rank.
 
-    E is divided evenly; of the remainder the first E % ep_size ranks get one each, so E=10 over 4 ranks is 3, 3, 2, 2
-    and E < ep_size leaves the last ranks with none.
+    E is divided evenly, and the first E % ep_size ranks get one more each: E=10 over 4 ranks is 3, 3, 2, 2, and if
+    E < ep_size the last ranks have none.
 
     Example: E=5, ep_size=2, ep_rank=1: linear [-1, -1, -1, 0, 1], round_robin [-1, 0, -1, 1, -1].
 
     Args:
-        return_expert_mask: also make the mask, and extend the map by the fused shared experts, which every rank holds
-            behind its routed ones.
+        return_expert_mask: also return the mask, and extend the map by the fused shared experts, which every rank holds
+            after its routed ones.
 
     Returns:
         (local_num_experts, expert_map, expert_mask). local_num_experts counts routed experts only. expert_map is int32
-        `[E]`, or `[E + shared]` with the mask: global -> local index, -1 where not local. expert_mask is int32
-        `[E + shared + 1]`: 1 where local, 1 for shared experts, 0 at the end; None unless asked for. With ep_size 1
-        every expert is local and both are None.
+        `[E]`, or `[E + shared]` with the mask: global -> local index, -1 if not local. expert_mask is int32
+        `[E + shared + 1]`: 1 for local and for shared experts, 0 for others and at the end; None unless asked for. With
+        ep_size 1 every expert is local, and both are None.
 
     Raises:
         ValueError: a size that is not positive, a rank outside [0, ep_size), an unknown strategy.
@@ -74,26 +74,26 @@ def determine_expert_map(
 
 
 def get_compressed_expert_map(expert_map: torch.Tensor) -> str:
-    """The local experts of a map as text, local->global in local order: "0->3, 1->4, 2->5".
+    """The local experts of a map as text, "local->global" in local order: "0->3, 1->4, 2->5".
 
     Args:
-        expert_map: integer `[E]`, global -> local index, -1 where not local.
+        expert_map: integer `[E]`, global -> local index, -1 if not local.
     """
     pairs = sorted((local, expert) for expert, local in enumerate(expert_map.tolist()) if local >= 0)
     return ", ".join(f"{local}->{expert}" for local, expert in pairs)
 
 
 def round_robin_routing_tables(ep_size: int, global_num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids of a round-robin placement to rank-major positions, and back.
+    """Maps the ids of a round-robin placement to positions in rank order, and back.
 
-    A backend that finds the owner of an id by division needs ids in the order of the ranks that hold them: first all
-    experts of rank 0, then all of rank 1. Routing sends global id e to position global_to_physical[e].
+    A backend that finds the owner of an id by division needs ids in the order of the ranks that hold them: all experts
+    of rank 0 first, then all of rank 1. Global id e is sent to position global_to_physical[e].
 
     Example: E=8, ep_size=2: global_to_physical [0, 4, 1, 5, 2, 6, 3, 7], physical_to_global [0, 2, 4, 6, 1, 3, 5, 7].
     E=5, ep_size=2: [0, 3, 1, 4, 2] and [0, 2, 4, 1, 3].
 
     Returns:
-        (global_to_physical, physical_to_global), both int32 `[E]`, inverse to each other.
+        (global_to_physical, physical_to_global), both int32 `[E]`, each the inverse of the other.
 
     Raises:
         ValueError: a size that is not positive.
@@ -115,12 +115,12 @@ def expert_owner_table(
 ) -> torch.Tensor:
     """The EP rank that each expert id is sent to, int32 `[E + shared]`.
 
-    Fused shared experts lie on every rank, so a rank sends their tokens to itself.
+    Every rank holds the fused shared experts, so a rank sends their tokens to itself.
 
     Example: E=5, ep_size=2, one shared expert, ep_rank=1: linear [0, 0, 0, 1, 1, 1], round_robin [0, 1, 0, 1, 0, 1].
 
     Args:
-        ep_rank: the rank that asks.
+        ep_rank: the rank that sends.
 
     Raises:
         ValueError: a size that is not positive, a rank outside [0, ep_size), an unknown strategy.
@@ -137,20 +137,20 @@ def maybe_roundup_hidden_size(
     quant_config: FusedMoEQuantConfig | None,
     parallel_config: FusedMoEParallelConfig,
 ) -> int:
-    """The hidden size a layer must allocate so that its experts and its backend can run.
+    """The hidden size that a layer must allocate for its experts and its dispatch backend.
 
-    Packed weights come in groups of 32 input columns and plain experts take any size; a dispatch backend that is named
-    may ask for a multiple (`hidden_size_multiple`, of ours 16 at most), and "auto" finds one for any size. So a
-    multiple of 32 is never changed by what is ours.
+    Packed weights have input columns in groups of 32, and plain experts accept any size. A dispatch backend chosen by
+    name may need a multiple (`hidden_size_multiple`, at most 16 for the backends here); "auto" finds a backend for any
+    size. So a multiple of 32 is never changed.
 
     Args:
         hidden_size: K of the model.
-        act_dtype: dtype of the activations; nothing of ours depends on it.
-        quant_config: of the experts; None for plain weights.
+        act_dtype: dtype of the activations; nothing here depends on it.
+        quant_config: the experts' quantization; None for plain weights.
         parallel_config: names the dispatch backend.
 
     Returns:
-        The smallest sufficient size, at least `hidden_size`.
+        The smallest size, not below `hidden_size`, that will do.
 
     Raises:
         ValueError: a hidden size that is not positive, or an unknown backend.

@@ -1,7 +1,7 @@
-"""Which slots of this rank hold which expert of the checkpoint, now.
+"""Which of this rank's slots hold which expert of the checkpoint at the moment.
 
-A rank has a slot for each of its physical experts and, behind them, one for each fused shared expert. At the start
-physical expert p < E is the checkpoint's expert p and redundant ones copy i mod E; EPLB changes that while serving.
+A rank has a slot for each of its physical experts, followed by one for each fused shared expert. Initially physical
+expert p holds the checkpoint's expert p mod E; EPLB changes that while serving.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 
 from moe_ep.fixed_tensors import FixedTensors, table_device
 
-# The physical experts that hold a logical one now, first replica first.
+# Returns the physical experts that currently hold a logical one, first replica first.
 Replicas = Callable[[int], list[int]]
 
 
 def initial_physical_to_logical(num_experts: int, num_redundant_experts: int) -> list[int]:
-    """The logical expert of each physical one at the start: [0..E-1], then i mod E.
+    """The initial logical expert of each physical one: [0..E-1], then i mod E.
 
     Example: E=3 with 4 redundant: [0, 1, 2, 0, 1, 2, 0].
     """
@@ -25,7 +25,7 @@ def initial_physical_to_logical(num_experts: int, num_redundant_experts: int) ->
 
 
 def initial_replicas(num_experts: int, num_redundant_experts: int) -> list[list[int]]:
-    """The physical experts of each logical one at the start, the inverse of `initial_physical_to_logical`."""
+    """The initial physical experts of each logical one, the inverse of `initial_physical_to_logical`."""
     replicas: list[list[int]] = [[] for _ in range(num_experts)]
     for physical, logical in enumerate(initial_physical_to_logical(num_experts, num_redundant_experts)):
         replicas[logical].append(physical)
@@ -33,10 +33,10 @@ def initial_replicas(num_experts: int, num_redundant_experts: int) -> list[list[
 
 
 class LayerEplbState(FixedTensors):
-    """One layer's rows of the EPLB tensors: where the replicas of a logical expert are, and what each was given.
+    """One layer's rows of the EPLB tensors: where the replicas of each logical expert are, and their loads.
 
     Attributes:
-        expert_load_view: int32 `[P]`, tokens of this rank by physical expert, added to by every pass.
+        expert_load_view: int32 `[P]`, this rank's tokens per physical expert, to which every pass adds.
         logical_to_physical_map: int `[E, max_replicas]`, -1 padded.
         logical_replica_count: int `[E]`.
     """
@@ -60,7 +60,7 @@ class LayerEplbState(FixedTensors):
             self.register_buffer(name, tensor, persistent=False)
 
     def replicas(self, logical: int) -> list[int]:
-        """The physical experts that hold a logical one now."""
+        """The physical experts that currently hold a logical one."""
         return [physical for physical in self.logical_to_physical_map[logical].tolist() if physical >= 0]
 
     def set(
@@ -70,7 +70,7 @@ class LayerEplbState(FixedTensors):
         logical_to_physical_map: torch.Tensor,
         logical_replica_count: torch.Tensor,
     ) -> None:
-        """Takes this layer's rows of `[L, ...]` tensors as views: what is written to those is seen here, and back.
+        """Uses views of this layer's rows of `[L, ...]` tensors, so that changes on either side are seen on the other.
 
         Raises:
             ValueError: an index or shapes that do not fit the layer.
@@ -94,13 +94,13 @@ class LayerEplbState(FixedTensors):
 class ExpertSlots:
     """Finds the local slots of a checkpoint's experts.
 
-    Loading names physical experts: routed and redundant ones 0..P-1, then fused shared ones P..P+S-1. Each logical
-    expert e has as many ids as it had replicas at the start; the r-th of them fills the current replicas r, r + ids,
-    r + 2 ids, ... So an id fills its own slot at first, and all ids together always fill every replica.
+    Weight loading names physical experts: routed and redundant ones 0..P-1, then fused shared ones P..P+S-1. A logical
+    expert with n initial replicas has n such ids; the r-th of them fills the current replicas r, r + n, r + 2n, ... So
+    an id fills its own slot at first, and all ids together always fill every replica.
 
     Args:
-        expert_map: int32 `[P + S]` (or `[P]`), physical -> local, -1 where not local; None when all are local.
-        replicas: the current replicas of a logical expert, asked at every use; None for those of the start.
+        expert_map: int32 `[P + S]` (or `[P]`), physical -> local, -1 if not local; None if all are local.
+        replicas: returns the current replicas of a logical expert, called at every use; None for the initial ones.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class ExpertSlots:
 
     @property
     def num_local(self) -> int:
-        """Slots of this rank: routed, then fused shared."""
+        """Number of slots on this rank, routed and fused shared."""
         return self.num_local_routed + self.num_fused_shared_experts
 
     def of_id(self, expert_id: int) -> list[int]:
-        """The local slots that loading a physical expert fills; ValueError for an id that does not exist."""
+        """The local slots that a physical expert is loaded into; ValueError for an id that does not exist."""
         shared = expert_id - self.num_physical_experts
         if not 0 <= expert_id < self.num_physical_experts + self.num_fused_shared_experts:
             raise ValueError(
@@ -141,13 +141,13 @@ class ExpertSlots:
         return self._slots(self._replicas(logical)[nth :: len(self._initial[logical])])
 
     def of_checkpoint_expert(self, expert: int) -> list[int]:
-        """All local slots of a logical expert (below E) or of a fused shared one (E and on)."""
+        """All local slots of a logical expert (below E) or a fused shared one (from E on)."""
         if expert >= self.num_experts:
             return [self.num_local_routed + expert - self.num_experts]
         return self._slots(self._replicas(expert))
 
     def logical_of_physical(self) -> list[int]:
-        """The logical expert in each physical one, of all ranks, now."""
+        """The current logical expert of each physical one, over all ranks."""
         logical = [-1] * self.num_physical_experts
         for expert in range(self.num_experts):
             for physical in self._replicas(expert):

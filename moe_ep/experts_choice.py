@@ -1,4 +1,4 @@
-"""The one place that turns experts="auto" into names, and checks a name that was given."""
+"""The only place that turns experts="auto" into names, and checks a name that was given."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 ExpertsNames = dict[FusedMoEActivationFormat, str]
 
-# The two of a family take weights in one layout.
+# Both implementations of a pair read weights in the same layout.
 PACKED: ExpertsNames = {
     FusedMoEActivationFormat.Standard: "marlin",
     FusedMoEActivationFormat.BatchedExperts: "batched_marlin",
@@ -26,7 +26,7 @@ GROUPED: ExpertsNames = {
     FusedMoEActivationFormat.Standard: "grouped",
     FusedMoEActivationFormat.BatchedExperts: "batched_grouped",
 }
-# Computes anything anywhere.
+# Computes every kind of layer on every device.
 REFERENCE: ExpertsNames = {
     FusedMoEActivationFormat.Standard: "reference",
     FusedMoEActivationFormat.BatchedExperts: "batched_reference",
@@ -36,13 +36,14 @@ REFERENCE: ExpertsNames = {
 def choose_experts(
     asked: str, moe_config: FusedMoEConfig, weights: tuple[CanonicalWeights, ...], device: torch.device
 ) -> ExpertsNames:
-    """The registry's name for each activation format; what "auto" chose, and why, is logged: with a warning where
-    experts on a GPU must do without its kernels.
+    """Returns a registry name for each activation format.
+
+    Logs what "auto" chose and why, as a warning if experts on a GPU have to run without GPU kernels.
 
     Args:
-        asked: "auto" or a registry name, which then stands for both formats.
-        weights: w13 and w2 in the canonical quantized form; empty where they are plain.
-        device: where they are.
+        asked: "auto", or a registry name, which is then used for both formats.
+        weights: w13 and w2 in the canonical quantized form; empty if they are plain.
+        device: the device of the weights.
 
     Raises:
         ValueError: an unknown name; the known ones are listed.
@@ -68,5 +69,5 @@ def choose_experts(
 
 @cache
 def _warn_once(message: str) -> None:
-    """Said for the first layer of many."""
+    """Logs a message once and not for every layer of a model."""
     logger.warning(message)

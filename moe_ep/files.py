@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writing files so that they are complete or absent, never partial."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A name beside `path` to write the file at; it takes the place of `path` when the block ends, and is removed where
-    the block fails.
+    """Gives a temporary path next to `path` to write to; it replaces `path` when the block ends, and is removed if the
+    block fails.
 
     What is no plain file, such as a link, a pipe or /dev/stdout, stays what it is: the block gets `path` itself.
 
@@ -31,6 +31,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """The text in UTF-8, in place of what was there."""
+    """Writes the text in UTF-8, replacing what was there."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Modules whose tensors mean what they are: casting leaves their types alone, and moving leaves their tables filled."""
+"""Modules whose own tensors keep their dtypes when a model is cast, and their tables when it leaves the meta device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 class FixedTensors(nn.Module):
     """A module that moves between devices, and whose own parameters and buffers keep their dtypes.
 
-    `model.to(torch.bfloat16)` would round scales and correction biases, and the type of fp4 scales tells one format
-    from another. `model.to_empty(device=...)` after construction on the meta device would leave garbage in buffers that
-    no state_dict brings back (those that are not persistent): they keep their values, or stay without any. Submodules
-    are cast and emptied as ever.
+    `model.to(torch.bfloat16)` would round scales and correction biases, and the dtype of fp4 scales distinguishes two
+    formats. After construction on the meta device, `model.to_empty(device=...)` would leave garbage in non-persistent
+    buffers, which no state_dict restores: here they keep their values, if they have any. Submodules are cast and
+    emptied as usual.
     """
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -37,6 +37,6 @@ class FixedTensors(nn.Module):
 
 
 def table_device() -> torch.device:
-    """Where such tables are made: the default device, or the host where that is meta and would hold no values."""
+    """The device to create such tables on: the default device, or the host if that is meta and would hold no values."""
     device = torch.get_default_device()
     return torch.device("cpu") if device.type == "meta" else device

@@ -1,4 +1,4 @@
-"""What ranks can tell each other when a collective step has failed: words in the store that the job met in."""
+"""How ranks can still reach each other after a collective step has failed: keys in the store of the rendezvous."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _ROLL_CALL_S = 2.0
 
 
 def job_store() -> dist.Store:
-    """The store that the default group met in; every rank of every group reaches it.
+    """The store of the default group's rendezvous, which every rank of every group can reach.
 
     Raises:
-        RuntimeError: there is no default group (any more).
+        RuntimeError: there is no default group, or no longer one.
     """
     try:
         return dist.distributed_c10d._get_default_store()
@@ -22,12 +22,12 @@ def job_store() -> dist.Store:
 
 
 def roll_call(prefix: str, rank: int, size: int) -> list[int]:
-    """Says that this rank's step has failed, and returns the ranks that do not say so too within two seconds: dead,
-    stuck, or elsewhere.
+    """Reports that this rank's step has failed, and returns the ranks that do not report the same within two seconds,
+    because they are dead, stuck or elsewhere.
 
     Args:
-        prefix: of the words in the store, one for each group.
-        rank, size: of this process in the group.
+        prefix: prefix of the keys in the store, one for each group.
+        rank, size: this process's rank in the group, and the group's size.
 
     Raises:
         RuntimeError: the store cannot be reached.

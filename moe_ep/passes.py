@@ -1,7 +1,7 @@
-"""How many tokens the ranks bring to a layer, which they agree on once for all layers of a pass.
+"""The ranks' agreement on the largest number of tokens, made once for all layers of a model's pass.
 
-A backend of fixed capacity takes more tokens in several steps, as many on every rank. So the ranks must know the most
-that any of them has, and a layer that is called by itself has to ask for it.
+A fixed-capacity backend splits more tokens into several steps, equally many on every rank. So the ranks must know the
+most tokens that any of them has, and a layer that is called outside `one_pass` has to ask for it every time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _agreed: ContextVar[Mapping[dist.ProcessGroup, int] | None] = ContextVar("moe_ep
 
 @contextmanager
 def one_pass(layers: Iterable[FusedMoE], num_tokens: int) -> Iterator[None]:
-    """A block in which these layers get at most num_tokens tokens at a time, and ask no other rank how many it has.
+    """A block in which these layers get at most num_tokens tokens at a time, and need not ask the other ranks.
 
-    Entering it is a collective step of the layers' ranks, each with tokens of its own. It may be entered anew for every
-    pass of a model, or once for passes of one size. Under CUDA-graph capture it does nothing: layers ask nobody there.
+    All ranks of the layers must enter it, each with its own number of tokens, either for every pass of a model or once
+    for many passes of one size. Under CUDA-graph capture it does nothing, since layers do not ask there.
 
     Example:
         with moe_ep.one_pass(layers, hidden_states.size(0)):
@@ -49,7 +49,7 @@ def one_pass(layers: Iterable[FusedMoE], num_tokens: int) -> Iterator[None]:
 
 
 def most_tokens(num_tokens: int, group: dist.ProcessGroup | None) -> int:
-    """The most tokens of any rank of the group: as agreed for the pass, or else by asking, a collective step.
+    """The most tokens that any rank of the group has: as agreed for the pass, or otherwise by asking all ranks.
 
     Raises:
         ValueError: this rank has more tokens than it said for the pass.

@@ -1,4 +1,4 @@
-"""The process groups of a layer, and what its ranks must agree on."""
+"""The process groups of a layer, and questions that their ranks ask each other."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ import torch.distributed as dist
 from moe_ep import env
 from moe_ep.config import FusedMoEParallelConfig
 
-# Subgroups made here, by the group they divide and tp_size: a model of sixty layers makes them once.
+# The subgroups created here, by the group that they divide and tp_size, so that all layers of a model share them.
 _tp_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
-# What the ranks of a group answered, by the question.
+# The answers of a group's ranks, by question.
 _answers: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 class LayerGroups(NamedTuple):
-    """The EP group, in ep_rank order, and the TP group of this rank; None where such a group has one member."""
+    """The EP group, in ep_rank order, and this rank's TP group; None for a group of one rank."""
 
     ep: dist.ProcessGroup | None
     tp: dist.ProcessGroup | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroups:
-        """The same groups: a layer's copy talks to the same ranks."""
+        """Returns the groups themselves: a copy of a layer communicates with the same ranks."""
         return self
 
 
 def is_initialized() -> bool:
-    """Whether this process is one of a group of ranks."""
+    """Whether torch.distributed has been initialised in this process."""
     return dist.is_available() and dist.is_initialized()
 
 
 def this_rank(
     parallel_config: FusedMoEParallelConfig | None, process_group: dist.ProcessGroup | None = None, **settings: Any
 ) -> FusedMoEParallelConfig:
-    """The configuration given, or the one that these settings make for this rank of the process group.
+    """Returns the given configuration, or creates one from the settings and this process's rank in the group.
 
     Args:
-        settings: of `FusedMoEParallelConfig.make`.
+        settings: arguments of `FusedMoEParallelConfig.make`.
 
     Raises:
-        ValueError: sizes that do not multiply up, or settings that contradict the configuration.
+        ValueError: sizes that do not match each other, or settings that contradict the configuration.
     """
     if parallel_config is None:
         ranks = (dist.get_rank(process_group), dist.get_world_size(process_group)) if is_initialized() else (0, None)
@@ -61,14 +61,14 @@ def this_rank(
 def layer_groups(
     parallel_config: FusedMoEParallelConfig, process_group: dist.ProcessGroup | None = None
 ) -> LayerGroups:
-    """The groups that a layer's ranks talk in; a collective step of the ranks of one TP group, on first use.
+    """The groups in which a layer's ranks communicate; on first use all ranks of a TP group must call it.
 
     Args:
         process_group: the dp_size * tp_size ranks of the layer, rank = dp_rank * tp_size + tp_rank; None for the
             default group. Without torch.distributed there are no groups.
 
     Raises:
-        ValueError: EP or TP is asked for and the group has other than dp_size * tp_size ranks.
+        ValueError: EP or TP is asked for and the group does not have dp_size * tp_size ranks.
     """
     sizes = parallel_config
     group = (process_group or dist.group.WORLD) if is_initialized() else None
@@ -84,10 +84,10 @@ def layer_groups(
 
 
 def answers_of_ranks(question: Hashable, mine: Any, process_group: dist.ProcessGroup | None = None) -> tuple[Any, ...]:
-    """What each of the group's ranks has to say, by rank; a collective step of them when it is first asked.
+    """The answers of the group's ranks to a question, by rank; when it is first asked, all ranks must call it.
 
     Args:
-        question: the same on every rank; a rank's answer to it never changes.
+        question: the same on every rank. A rank's answer to it never changes.
         mine: this rank's answer, anything that can be pickled.
     """
     group = process_group or dist.group.WORLD
@@ -100,33 +100,33 @@ def answers_of_ranks(question: Hashable, mine: Any, process_group: dist.ProcessG
 
 
 def timeout_of(process_group: dist.ProcessGroup) -> timedelta | None:
-    """The shortest deadline of the group's transports, which groups of some of its ranks should have too."""
+    """The shortest timeout of the group's transports, which groups of some of its ranks should have too."""
     devices = [pair.partition(":")[0] for pair in dist.get_backend_config(process_group).split(",")]
     options = [getattr(process_group._get_backend(torch.device(device)), "options", None) for device in devices]
     return min((option._timeout for option in options if option is not None), default=None)
 
 
 def deadline_of(process_group: dist.ProcessGroup) -> float:
-    """Seconds that a step of the ranks may take: MOE_EP_DISPATCH_TIMEOUT_S, or the group's own where shorter."""
+    """Seconds that a step of the ranks may take: MOE_EP_DISPATCH_TIMEOUT_S, or the group's timeout if shorter."""
     of_group = timeout_of(process_group)
     return min(env.DISPATCH_TIMEOUT_S.get(), math.inf if of_group is None else of_group.total_seconds())
 
 
 def host_name() -> str:
-    """This machine's name, with a number behind it where MOE_EP_RANKS_PER_HOST makes several hosts of one."""
+    """This machine's name, followed by a number if MOE_EP_RANKS_PER_HOST makes one machine pass for several."""
     name, ranks_per_host = platform.node(), env.RANKS_PER_HOST.get()
     return f"{name}#{dist.get_rank() // ranks_per_host}" if ranks_per_host else name
 
 
 def hosts_of(process_group: dist.ProcessGroup | None = None) -> tuple[str, ...]:
-    """The host of each of the group's ranks; a collective step of them, on first use."""
+    """The host of each of the group's ranks; on first use all ranks must call it."""
     if not is_initialized():
         return (platform.node(),)
     return answers_of_ranks(("host", env.RANKS_PER_HOST.get()), host_name(), process_group)
 
 
 def num_hosts(process_group: dist.ProcessGroup | None = None) -> int:
-    """Machines that the group's ranks are on, by their names; a collective step of them, on first use."""
+    """The number of machines that the group's ranks run on, told apart by name; on first use all ranks must call it."""
     return len(set(hosts_of(process_group)))
 
 

@@ -1,7 +1,7 @@
 """What can be chosen by name: dispatch backends, experts, quantization methods and balancing policies.
 
 An entry is a name, a "module:Class" string and one line of description. The module is imported when its name is
-chosen, so a missing optional package only hurts whoever chose it, and the core can be read without the rest.
+chosen, so a missing optional package affects only those who chose it, and the core does not depend on the rest.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from moe_ep.errors import one_of
 
 @dataclass(frozen=True)
 class Entry:
-    """One choice: where its class lives, and what it is in one line."""
+    """One choice: where its class is, and a description in one line."""
 
     target: str
     summary: str
 
 
 class Registry:
-    """Names and the classes behind them, imported when chosen.
+    """Names and the classes behind them, which are imported when chosen.
 
     Args:
         kind: the argument that takes such a name, for messages.
-        contract: "module:Class" that every choice is a subclass of; empty where choices are functions.
+        contract: the "module:Class" that every choice must be a subclass of; empty if the choices are functions.
 
     Example:
         >>> EXPERTS.load("reference")          # imports moe_ep.kernels.reference
@@ -66,7 +66,7 @@ class Registry:
         Raises:
             ValueError: an unknown name; the known ones are listed.
             ImportError: its module cannot be imported, or has no such class.
-            TypeError: the class does not keep the contract of these choices.
+            TypeError: the class is not a subclass of the contract.
         """
         target = self[name].target
         found = _find(target)

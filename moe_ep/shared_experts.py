@@ -1,4 +1,4 @@
-"""The experts that every token passes: one plain gated MLP beside the routed ones."""
+"""Shared experts, which every token uses: one plain gated MLP next to the routed experts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from moe_ep.activation import MoEActivation, apply_activation
 
 
 class SharedExperts(nn.Module):
-    """A gated MLP, `[T, K]` to `[T, K]`, whole on every rank.
+    """A gated MLP from `[T, K]` to `[T, K]`, complete on every rank.
 
-    Several shared experts of a checkpoint are one MLP of their summed width. With `expert_gate` the output is
-    multiplied by sigmoid of one more projection, as in Qwen2-MoE (its `shared_expert_gate`).
+    Several shared experts of a checkpoint form one MLP of their total width. With `expert_gate` the output is
+    multiplied by the sigmoid of one more projection, as in Qwen2-MoE (its `shared_expert_gate`).
 
     Parameters: `gate_proj.weight` and `up_proj.weight` `[N, K]`, `down_proj.weight` `[K, N]`, and with the gate
     `expert_gate.weight` `[1, K]`.

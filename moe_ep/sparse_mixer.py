@@ -1,6 +1,6 @@
-"""PhiMoE's routing: one expert after the other, each weighted among those whose logits are close to its own.
+"""PhiMoE's routing: experts are chosen one after another, each weighted against those with logits close to its own.
 
-The rule is that of transformers/models/phimoe (`sparsemixer`, without its sampling in training;
+The rule is that of transformers/models/phimoe (`sparsemixer`, without the sampling that it does in training;
 https://huggingface.co/papers/2409.12136).
 """
 
@@ -12,13 +12,13 @@ import torch
 def sparse_mixer(
     hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool, *, jitter_eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A `custom_routing_function`, once it knows `jitter_eps`, which says how close is close.
+    """A `custom_routing_function` once `jitter_eps` is bound, which defines how close logits must be.
 
-    Example: logits [2, 1.99, 0] with jitter_eps 0.01: expert 0 gets its softmax among the logits 2 and 1.99, and
-    expert 1, as the other is taken and 0 is far, gets 1.
+    Example: logits [2, 1.99, 0] with jitter_eps 0.01: expert 0 gets its softmax among the logits 2 and 1.99. Expert 1
+    then gets 1, since expert 0 is taken and the logit 0 is far away.
 
     Returns:
-        Weights f32 and ids int64, both `[T, topk]`; weights stay as they are, renormalized or not.
+        Weights f32 and ids int64, both `[T, topk]`; `renormalize` is ignored.
     """
     logits = gating_output.float()
     left, weights, ids = logits, [], []

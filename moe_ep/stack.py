@@ -1,4 +1,4 @@
-"""The MoE layers of a checkpoint, one after the other: what is left of a model when attention is taken out.
+"""All MoE layers of a checkpoint in sequence: a model without its attention.
 
     stack = MoEStack(reader, model_spec(reader.config), parallel_config, dtype=torch.bfloat16, device="cuda:0")
     hidden_states = stack(hidden_states)        # [T, K] -> [T, K], a collective step of all EP ranks
@@ -45,7 +45,7 @@ Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class MoEBlock(FixedTensors):
-    """One layer: norm, router, experts. The router computes in f32, whatever the activations are."""
+    """One layer: norm, router and experts. The router computes in f32, whatever the dtype of the activations."""
 
     norm_weight: torch.Tensor
     norm_bias: torch.Tensor | None
@@ -89,7 +89,7 @@ class MoEBlock(FixedTensors):
             "custom_routing_function": spec.routing.custom_routing_function,
         }
         shared_experts = _shared_experts(reader, spec, layer_index, dtype)
-        # Parameters are made where they stay: a shard may not fit into host memory twice.
+        # Parameters are created on their final device: a shard may not fit into host memory twice.
         with torch.device(device):
             self.moe = FusedMoE(
                 num_experts=spec.num_experts,
@@ -125,7 +125,7 @@ class MoEBlock(FixedTensors):
         return linear(hidden_states.float(), self.router_weight, self.router_bias)
 
     def choices(self, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The logical experts `[T, top_k]` that the layer chooses for MoE inputs `[T, K]`, or for these logits."""
+        """The logical experts `[T, top_k]` that the layer chooses for MoE inputs `[T, K]`, or for the given logits."""
         logits = self.router_logits(hidden_states) if router_logits is None else router_logits
         bias = self.moe.e_score_correction_bias
         return select_experts(hidden_states, logits, e_score_correction_bias=bias, **self._routing)[1]
@@ -133,10 +133,10 @@ class MoEBlock(FixedTensors):
     def forward(
         self, x: torch.Tensor, observer: Observer | None = None, router_logits: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`[T, K]` to `[T, K]`; a collective step of the EP ranks, T may differ and be 0 on any of them.
+        """Maps `[T, K]` to `[T, K]`. All EP ranks must call it; T may differ between them and be 0.
 
         Args:
-            router_logits: f32 `[T, E]` in place of the router's.
+            router_logits: f32 `[T, E]`, used instead of the router's.
         """
         hidden_states = self.normalize(x)
         with stage("route"):
@@ -151,16 +151,16 @@ class MoEStack(nn.Module):
     """Every MoE layer of a checkpoint, with this rank's experts.
 
     Args:
-        dtype: of the activations, and of weights that are not quantized.
-        quantize: "int4", "int8" or "fp8" quantizes plain experts while they are loaded; "none" leaves them as they are.
-        max_num_tokens: capacity of a fixed-capacity backend, tokens per rank of one pass.
+        dtype: dtype of the activations and of weights that are not quantized.
+        quantize: "int4", "int8" or "fp8" quantizes plain experts while they are loaded; "none" keeps them as they are.
+        max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
         process_group: the EP ranks; None for the default group.
-        num_redundant_experts: with it the layers are made for EPLB, with so many physical experts beyond E.
-        on_layer: called with (layers loaded, layers) as loading goes on.
+        num_redundant_experts: if given, even as 0, enables EPLB with that many physical experts beyond E.
+        on_layer: called with (layers loaded, all layers) while loading progresses.
 
     Raises:
         CheckpointError: tensors missing or not as the config says.
-        ConfigError: quantization on load of experts that are quantized already.
+        ConfigError: quantization on load is asked for and the experts are quantized already.
         ValueError: settings that do not fit together.
     """
 
@@ -212,10 +212,10 @@ class MoEStack(nn.Module):
         observer: Observer | None = None,
         router_logits: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """`[T, K]` to `[T, K]`; `observer` sees every layer's MoE input and output.
+        """Maps `[T, K]` to `[T, K]`; calls `observer` with every layer's MoE input and output.
 
         Args:
-            router_logits: of each layer f32 `[T, E]`, in place of its router's.
+            router_logits: f32 `[T, E]` for each layer, used instead of its router's.
         """
         with one_pass((block.moe for block in self.layers()), x.size(0)):
             for position, block in enumerate(self.layers()):
@@ -224,12 +224,12 @@ class MoEStack(nn.Module):
 
 
 def expert_quantization(config: dict[str, Any], quantize: str = "none") -> Any:
-    """How the experts of a checkpoint are quantized: its own way, or on load; `layer_quant_config` is for one layer.
+    """How the experts of a checkpoint are quantized, in the checkpoint or on load; see `layer_quant_config`.
 
     Raises:
         ValueError: `quantize` is not one of `QUANTIZE`.
-        ConfigError: quantization on load of experts that are quantized already.
-        CheckpointError: a quantization that is not known.
+        ConfigError: quantization on load is asked for and the experts are quantized already.
+        CheckpointError: an unknown quantization.
     """
     if quantize not in QUANTIZE:
         raise ValueError(one_of("quantize", quantize, QUANTIZE))
@@ -245,10 +245,10 @@ def expert_quantization(config: dict[str, Any], quantize: str = "none") -> Any:
 
 
 def layer_quant_config(quantization: Any, spec: MoEModelSpec, layer_index: int) -> Any:
-    """The `quant_config` of one layer, from what `expert_quantization` says of the model.
+    """The `quant_config` of one layer, from the result of `expert_quantization` for the model.
 
     Raises:
-        CheckpointError: experts of the layer that are quantized in ways that cannot be one layer.
+        CheckpointError: the layer's experts are quantized in different ways that one layer cannot combine.
     """
     if isinstance(quantization, OnlineConfig):
         return quantization

@@ -1,8 +1,8 @@
-"""Where the time of a pass goes: named stages that listeners may watch, and that cost nothing when nobody does.
+"""Named stages of a pass, which listeners can time; without listeners they cost next to nothing.
 
-The runtime marks route, dispatch, experts and combine with `with stage("dispatch"):`, and what balancing does too;
-`tell_routing` says where tokens go. `record(device)` collects durations of passes, with CUDA events on a GPU and the
-host clock elsewhere; metrics and traces (`moe_ep.observability`) listen too.
+The runtime marks route, dispatch, experts and combine, and the steps of balancing, with `with stage("dispatch"):`;
+`tell_routing` reports where tokens go. `record(device)` collects the durations, with CUDA events on a GPU and the host
+clock elsewhere; metrics and traces (`moe_ep.observability`) are listeners too.
 
 Example:
     with stages.record(hidden_states.device) as recorder:
@@ -31,35 +31,35 @@ class Listener:
     """Watches the stages of every layer of this process."""
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """What is entered around a stage."""
+        """A context manager that is entered around each stage."""
         return _NOTHING
 
     def routed(self, layer: FusedMoE, topk_ids: torch.Tensor) -> None:
-        """Called with the physical ids `[T, top_k]` that a layer's tokens chose, -1 for none; between stages."""
+        """Called between stages with the physical ids `[T, top_k]` of a layer's tokens, -1 for no expert."""
         return
 
 
 _listeners: tuple[Listener, ...] = ()
-# What graphs record into. An event that is gone when its graph is replayed takes the process with it, and how long a
-# graph lives nobody here knows.
+# Events that were recorded under capture. Replaying a graph whose event has been freed crashes the process, and the
+# lifetime of graphs is not known here, so they are kept forever.
 _captured: list[torch.cuda.Event] = []
 
 
 def listen(listener: Listener) -> None:
-    """Tells a listener of everything from here on; several may listen at once."""
+    """Adds a listener; there may be several."""
     global _listeners
     _listeners = (*_listeners, listener)
 
 
 def stop_listening(listener: Listener) -> None:
-    """Tells it no more; nothing changes where it was not listening."""
+    """Removes a listener, if it is there."""
     global _listeners
     _listeners = tuple(other for other in _listeners if other is not listener)
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tells a listener of everything that happens inside the block."""
+    """Adds a listener for the duration of the block."""
     listen(listener)
     try:
         yield
@@ -75,7 +75,7 @@ def stage(name: str) -> AbstractContextManager[None]:
 
 
 def tell_routing(layer: FusedMoE, topk_ids: torch.Tensor) -> None:
-    """Says where the tokens of a pass go."""
+    """Tells the listeners which experts the tokens of a pass use."""
     for listener in _listeners:
         listener.routed(layer, topk_ids)
 
@@ -89,7 +89,7 @@ def _spans(name: str) -> Iterator[None]:
 
 
 class StageRecorder(Listener):
-    """Durations of stages in the order in which they ran, in milliseconds."""
+    """Records the durations of stages, in the order in which they ran."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -107,14 +107,14 @@ class StageRecorder(Listener):
             self._spans.append((name, start, self._now()))
 
     def clear(self) -> None:
-        """Forgets what was recorded."""
+        """Discards what was recorded."""
         self._spans.clear()
 
     def _now(self) -> object:
         return timing_event() if self._cuda else time.perf_counter()
 
     def durations_ms(self) -> dict[str, list[float]]:
-        """Durations by stage, oldest first; waits for the GPU when the spans are there."""
+        """Durations in milliseconds by stage, oldest first; waits for the GPU if the stages ran there."""
         if self._cuda:
             torch.cuda.synchronize()
         result: dict[str, list[float]] = {}
@@ -128,7 +128,7 @@ class StageRecorder(Listener):
 
 
 def timing_event() -> torch.cuda.Event:
-    """A CUDA event, recorded. Under capture every replay records it anew, and its times are those of the last one."""
+    """Records a CUDA event. One recorded under capture is recorded again by every replay, and has the last time."""
     capturing = torch.cuda.is_current_stream_capturing()
     event = torch.cuda.Event(enable_timing=True, external=capturing)
     event.record()
@@ -139,7 +139,7 @@ def timing_event() -> torch.cuda.Event:
 
 @contextmanager
 def record(device: torch.device | str = "cpu") -> Iterator[StageRecorder]:
-    """Records every stage that runs inside the block; recorders do not nest."""
+    """Records every stage inside the block; recorders cannot be nested."""
     if any(isinstance(listener, StageRecorder) for listener in _listeners):
         raise RuntimeError("stages are being recorded already; end the outer record() first")
     recorder = StageRecorder(torch.device(device))

@@ -1,7 +1,7 @@
-"""Who multiplies expert outputs by the router weights and sums them, and how.
+"""Strategies for multiplying expert outputs by the router weights and summing them.
 
-Experts say through `finalize_weight_and_reduce_impl()` in which form they leave their output; prepare/finalize
-backends apply that strategy, or replace a delegated one by their own.
+Through `finalize_weight_and_reduce_impl()` experts name the strategy that fits the form of their output;
+prepare/finalize backends apply it, or use their own if it is delegated to them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class TopKWeightAndReduce(ABC):
-    """Turns a fused expert output into `[T, K]`. Strategies of one kind are equal."""
+    """Turns a fused expert output into `[T, K]`. Two strategies of one kind compare equal."""
 
     @abstractmethod
     def apply(
@@ -23,17 +23,17 @@ class TopKWeightAndReduce(ABC):
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
-        """Weights and sums.
+        """Weights and sums the output of the experts.
 
         Args:
-            output: `[T, K]`, written in place; None makes one (or hands back the input where nothing is to do).
-            fused_expert_output: what the experts wrote; its shape is the strategy's.
+            output: `[T, K]`, written in place; None creates one, or returns the input if nothing is left to do.
+            fused_expert_output: the experts' output, in the shape that the strategy expects.
             topk_weights: f32 `[T, topk]`.
-            topk_ids: `[T, topk]`, -1 for "no expert".
-            apply_router_weight_on_input: the weights went into the experts' input already and are not applied again.
+            topk_ids: `[T, topk]`, -1 for no expert.
+            apply_router_weight_on_input: the experts' input was weighted already, so weights are not applied again.
 
         Returns:
-            `output`, or the tensor made in its place, `[T, K]`.
+            `output`, or the tensor created in its place, `[T, K]`.
         """
 
     def __eq__(self, other: object) -> bool:
@@ -63,7 +63,7 @@ def _deliver(total: torch.Tensor, output: torch.Tensor | None, dtype: torch.dtyp
 
 
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """The prepare/finalize backend does it, in its own way, as it moves the rows."""
+    """Leaves it to the prepare/finalize backend, which does it in its own way while it moves the rows."""
 
     def apply(
         self,
@@ -80,7 +80,7 @@ class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
-    """The experts did it: their output is `[T, K]` already, and is copied where `output` is another tensor."""
+    """For experts that do it themselves: their output is `[T, K]`, and is copied if `output` is another tensor."""
 
     def apply(
         self,
@@ -96,7 +96,7 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
-    """The experts left one row a slot, `[T, topk, K]` or `[T * topk, K]`: weighted and summed in slot order, in f32."""
+    """For one row per slot, `[T, topk, K]` or `[T * topk, K]`: weights and sums them in slot order, in f32."""
 
     def apply(
         self,
@@ -113,13 +113,13 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
             row = rows[:, slot].float()
             if not apply_router_weight_on_input:
                 row = row * topk_weights[:, slot, None]
-            # Skipped slots were never written and may hold NaN: they must not be multiplied by zero.
+            # Skipped slots were never written and may hold NaN, so multiplying them by zero is not enough.
             total += torch.where(topk_ids[:, slot, None] >= 0, row, 0.0)
         return _deliver(total, output, fused_expert_output.dtype)
 
 
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
-    """The experts left `[El, T, K]`, an expert's rows in token order; sums the part of the experts of one rank.
+    """For `[El, T, K]`, each expert's rows in token order: sums the results of one rank's experts.
 
     Example: ids [[0, 2], [2, 1]], rank 0 with El = 2: output[0] = w[0,0] * y[0,0], output[1] = w[1,1] * y[1,0].
     """

@@ -1,7 +1,7 @@
-"""What a MoE layer ought to compute, in the slowest and plainest way: the reference that a run is held against.
+"""A slow and plain reference for a MoE layer, with which the results of a run are compared.
 
-It shares nothing with the layer but the checkpoint: no expert parallelism, no kernels, no routing code. One expert at a
-time is read, dequantized to f32 and multiplied.
+It shares only the checkpoint reader with the layer: no expert parallelism, no kernels, no routing code. It reads one
+expert at a time, dequantizes it to f32 and multiplies.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from moe_ep.checkpoint import (
     read_expert,
 )
 
-# max |difference| / max |reference| over a layer that rounding and the order of sums can cause, by the dtype of the
+# The max |difference| / max |reference| of a layer that rounding and the order of sums can cause, by the dtype of the
 # activations.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The largest `max_relative_error` of a layer that computes in `dtype` and is right."""
+    """The largest `max_relative_error` that a correct layer computing in `dtype` can have."""
     return _TOLERANCES[dtype]
 
 
 def max_relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    """max |output - reference| / max |reference| in f32; 0 without elements, infinite where anything is not finite."""
+    """max |output - reference| / max |reference| in f32; 0 without elements, infinite if it is not a finite number."""
     if not reference.numel():
         return 0.0
     error = (output.float() - reference).abs().max() / reference.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
@@ -48,13 +48,13 @@ def reference_moe(
     online: Callable[[torch.Tensor], torch.Tensor] | None = None,
     router_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The output f32 `[T, K]` of one MoE layer, shared experts included, for its inputs `[T, K]`.
+    """Computes the output f32 `[T, K]` of one MoE layer, including shared experts, from its inputs `[T, K]`.
 
-    Only experts that some token chose are read, one at a time.
+    Only experts that a token uses are read, one at a time.
 
     Args:
-        online: where plain experts were quantized on load, what became of a plain matrix, f32.
-        router_logits: f32 `[T, E]` in place of the router's.
+        online: if plain experts were quantized on load, returns the f32 values that a plain matrix was quantized to.
+        router_logits: f32 `[T, E]`, used instead of the router's.
     """
     x = hidden_states.float()
     weights, ids = _route(reader, spec, layer_index, x, router_logits)
@@ -76,7 +76,7 @@ def reference_moe(
 def _route(
     reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, x: torch.Tensor, logits: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """weights f32 and ids, both `[T, top_k]`."""
+    """Returns weights, f32, and ids, both `[T, top_k]`."""
     router, routing = load_router(reader, spec, layer_index), spec.routing
     if logits is None:
         logits = linear(x, router.weight.to(x), None if router.bias is None else router.bias.to(x))

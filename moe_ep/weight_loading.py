@@ -1,9 +1,9 @@
-"""From a tensor of the checkpoint to its place in a layer's parameters.
+"""Copies tensors of a checkpoint to their places in a layer's parameters.
 
-A parameter holds all local experts, `[El, ...]`. Its `ParamLayout` says the three things that differ between kinds of
-parameters: which dimension gate and up share, which dimension tensor parallelism divides, and who adds it. One
-procedure serves them all: find the local slots, cut the slot to the shard's half, cut the tensor to this TP rank's
-part, compare shapes and dtypes, copy, and remember that it came.
+A parameter holds all local experts, `[El, ...]`. Its `ParamLayout` states what differs between kinds of parameters:
+the dimension that gate and up share, the dimension that tensor parallelism divides, and which TP ranks add it. The
+procedure is the same for all: find the local slots, take the shard's half of each, take this TP rank's part of the
+tensor, compare shapes and dtypes, copy, and record that the tensor arrived.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from moe_ep.errors import one_of
 from moe_ep.expert_slots import ExpertSlots
 
-# shard id -> (which GEMM's parameters, which half of them)
+# shard id -> (the GEMM that it belongs to, its half of w13)
 SHARDS = {"w1": ("w13", 0), "w3": ("w13", 1), "w2": ("w2", 0)}
 # (parameter, local slot, shard)
 _Piece = tuple[str, int, str]
@@ -26,7 +26,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class FusedMoeWeightScaleSupported(Enum):
-    """What shares one scale: a whole matrix, an output channel, a group of input columns, or a 2-D block."""
+    """What one scale covers: a whole matrix, an output channel, a group of input columns, or a 2-D block."""
 
     TENSOR = "tensor"
     CHANNEL = "channel"
@@ -36,14 +36,15 @@ class FusedMoeWeightScaleSupported(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ParamLayout:
-    """Where the shards of one expert lie in a parameter; dimensions are of one expert's part, `[El, ...]` less El.
+    """Where the shards of one expert lie in a parameter. Dimensions count without the leading El.
 
     Attributes:
         gemm: "w13" or "w2".
-        halves_dim: gate and up are the two halves along it; None where both write the whole and must agree.
-        tp_dim: tensor parallelism divides it; None where every TP rank takes the whole.
-        first_tp_rank_only: zero on every other TP rank, because the all-reduce adds it once for each.
-        optional: the value it was created with stands where the checkpoint has none.
+        halves_dim: the dimension along which gate and up are the two halves; None if they share the whole and must
+            agree.
+        tp_dim: the dimension that tensor parallelism divides; None if every TP rank takes the whole.
+        first_tp_rank_only: zero on all other TP ranks, since the all-reduce would add it once for each.
+        optional: keeps its initial value if the checkpoint has no such tensor.
     """
 
     gemm: str
@@ -54,27 +55,27 @@ class ParamLayout:
 
 
 def weight_layout(gemm: str) -> ParamLayout:
-    """Of a matrix `[out, in]` of one expert; packed dimensions are divided alike."""
+    """The layout of one expert's matrix `[out, in]`; packed dimensions are divided in the same way."""
     if gemm == "w13":
         return ParamLayout(gemm=gemm, halves_dim=0, tp_dim=0)
     return ParamLayout(gemm=gemm, tp_dim=1)
 
 
 def bias_layout(gemm: str) -> ParamLayout:
-    """Of one number for each output row."""
+    """The layout of one number per output row."""
     if gemm == "w13":
         return ParamLayout(gemm=gemm, halves_dim=0, tp_dim=0)
     return ParamLayout(gemm=gemm, first_tp_rank_only=True)
 
 
 class ExpertWeightLoader:
-    """Loads the expert parameters of one layer and knows what is still missing.
+    """Loads the expert parameters of one layer and keeps track of what is missing.
 
     Args:
-        name: of the layer, for messages.
+        name: the layer's name, for messages.
         slots: which checkpoint expert goes to which local slots.
-        gated: whether w13 has two halves; an ungated one is loaded through shard w1.
-        tp_rank, tp_size: this rank's part of N where TP shards experts, 0 of 1 otherwise.
+        gated: whether w13 has two halves; an ungated w13 is loaded through shard w1.
+        tp_rank, tp_size: this rank's part of N if TP shards experts, otherwise 0 of 1.
     """
 
     def __init__(self, *, name: str, slots: ExpertSlots, gated: bool, tp_rank: int = 0, tp_size: int = 1) -> None:
@@ -90,26 +91,26 @@ class ExpertWeightLoader:
         self._again = False
 
     def declare(self, param_name: str, layout: ParamLayout) -> None:
-        """Makes a parameter known by its name."""
+        """Registers a parameter by its name."""
         self._declared[param_name] = layout
 
     def close(self) -> None:
-        """Says that the parameters' storage is gone: what is loaded from here on is an error."""
+        """Marks the parameters' storage as freed; loading from here on is an error."""
         self._closed = True
 
     def reopen(self) -> None:
-        """Says that there is storage again, for all experts or some: a slot is to get all of its tensors or none."""
+        """Marks the storage as present again, to load all experts or some; a slot must then get all tensors or none."""
         self._closed, self._again = False, True
         self._pending = None
         self._loaded.clear()
 
     @property
     def slots_loaded_again(self) -> list[int] | None:
-        """The local slots that got something since `reopen`; None where that was never called."""
+        """The local slots that received tensors since `reopen`; None if that was never called."""
         return sorted({slot for _, slot, _ in self._loaded}) if self._again else None
 
     def missing(self) -> list[str]:
-        """What has not arrived, as "w13_weight of local expert 3 (shard w1)"; nothing before loading has begun."""
+        """What has not arrived, as "w13_weight of local expert 3 (shard w1)"; empty before loading begins."""
         if not self._pending:
             return []
         again = self.slots_loaded_again
@@ -128,10 +129,10 @@ class ExpertWeightLoader:
         shard_id: str,
         expert_id: int,
     ) -> bool:
-        """Copies one tensor of the checkpoint to its place; the semantics are those of `FusedMoE.weight_loader`.
+        """Copies one checkpoint tensor to its place, as described for `FusedMoE.weight_loader`.
 
         Args:
-            param_name: what `param` was declared as; empty for a parameter that is not the layer's.
+            param_name: the name that `param` was declared with; empty if it is not one of the layer's.
         """
         if self._closed:
             raise RuntimeError(
@@ -145,7 +146,7 @@ class ExpertWeightLoader:
         self._check_shard(weight_name, param_name, shard_id)
         if self._pending is None:
             self._pending = self._required()
-        # A weight of all experts has the parameter's own number of dimensions; a single number never is one.
+        # A tensor of all experts has as many dimensions as the parameter; a single number is never one.
         if getattr(loaded_weight, "ndim", 0) == param.ndim and loaded_weight.numel() > 1:
             return self._load_all(param_name, param, loaded_weight, weight_name, shard_id)
         slots = self.slots.of_id(expert_id)
@@ -156,7 +157,7 @@ class ExpertWeightLoader:
     def _load_all(
         self, param_name: str, param: nn.Parameter, loaded_weight: torch.Tensor, weight_name: str, shard_id: str
     ) -> bool:
-        """A tensor `[E, ...]`, or `[E + S, ...]` with the fused shared experts behind."""
+        """Loads a tensor `[E, ...]`, or `[E + S, ...]` if fused shared experts follow."""
         routed, shared = self.slots.num_experts, self.slots.num_fused_shared_experts
         if loaded_weight.shape[0] not in (routed, routed + shared):
             raise ValueError(
@@ -170,7 +171,7 @@ class ExpertWeightLoader:
                 found = True
         return found
 
-    @torch.inference_mode()  # which may write to parameters that were made in it and to others
+    @torch.inference_mode()  # can write to parameters whether or not they were created in inference mode
     def _load_slot(self, piece: _Piece, param: nn.Parameter, weight: torch.Tensor, weight_name: str) -> None:
         param_name, slot, shard_id = piece
         layout = self._declared[param_name]
@@ -194,7 +195,7 @@ class ExpertWeightLoader:
     def _part_of_this_rank(
         self, weight: torch.Tensor, target: torch.Tensor, layout: ParamLayout, weight_name: str, param_name: str
     ) -> torch.Tensor:
-        """The part of a whole tensor that `target` takes, after its shape and dtype were found to be right."""
+        """Checks a whole tensor's shape and dtype, and returns the part that belongs in `target`."""
         expected = list(target.shape)
         if layout.tp_dim is not None:
             expected[layout.tp_dim] *= self._tp_size
@@ -242,7 +243,7 @@ ExpertMapping = list[tuple[str, str, int, str]]
 def expert_params_mapping(
     gate_name: str, down_name: str, up_name: str, num_experts: int, num_redundant_experts: int = 0
 ) -> ExpertMapping:
-    """(param_name, weight_name, expert_id, shard_id) of each physical expert and shard w1, w2, w3.
+    """Returns (param_name, weight_name, expert_id, shard_id) for each physical expert and shard w1, w2, w3.
 
     Example: `("experts.w13_", "experts.3.gate_proj.", 3, "w1")`.
     """
@@ -257,7 +258,7 @@ def expert_params_mapping(
 def matching_rows(
     weights: Iterable[tuple[str, torch.Tensor]], mapping: ExpertMapping
 ) -> Iterator[tuple[str, torch.Tensor, str, str, int]]:
-    """(checkpoint name, tensor, parameter's name in the layer, shard_id, expert_id) of each match."""
+    """Yields (checkpoint name, tensor, the parameter's name in the layer, shard_id, expert_id) for each match."""
     for name, tensor in weights:
         for param_name, weight_name, expert_id, shard_id in mapping:
             if weight_name in name:

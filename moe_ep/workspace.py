@@ -1,11 +1,11 @@
 """Scratch memory shared by all layers of a process.
 
-One buffer a thread, device and stream, as large as the largest request so far (a high-water mark), so that sixty layers
-need the scratch of one and the decode path never allocates. Threads have their own, since one may come to its experts
-while another's results are still to be read. A CUDA graph keeps the addresses it was captured with: buffers handed out
-under capture are never freed, and nothing is allocated under capture. Run a pass of the same size once before
-capturing, in the same thread, and on the same streams where a graph forks into several: a stream without a buffer of
-its own borrows another's, which is safe only for graphs that replay one after the other.
+There is one buffer for each thread, device and stream, as large as the largest request so far, so sixty layers need no
+more scratch than one, and the decode path never allocates. Threads have separate buffers, since one may run its experts
+before another's results have been read. A CUDA graph keeps the addresses that it was captured with: buffers used under
+capture are never freed, and nothing is allocated under capture. Before capturing, run one pass of the same size in the
+same thread, and on the same streams if the graph forks into several. A stream without a buffer borrows another
+stream's, which is safe only for graphs that replay one after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Request = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class _Scratch:
-    """A buffer, and the last views of it: the next layer mostly asks for the same, and making them takes longest."""
+    """A buffer and the last views of it, kept because the next layer usually asks for the same ones."""
 
     buffer: torch.Tensor
     requests: tuple[Request, ...]
@@ -31,7 +31,7 @@ class _Scratch:
 
 
 class _OfThread(threading.local):
-    """What goes with its thread."""
+    """The buffers of one thread, by device and stream."""
 
     def __init__(self) -> None:
         self.scratch: dict[tuple[torch.device, int], _Scratch] = {}
@@ -52,7 +52,7 @@ class WorkspaceManager:
         """Uninitialised tensors of the given shapes and dtypes, side by side in the scratch of this stream.
 
         Args:
-            least_bytes: make the scratch at least so large, for later requests.
+            least_bytes: make the buffer at least this large, for later requests.
 
         Raises:
             RuntimeError: under CUDA-graph capture, when no buffer is large enough.
@@ -61,8 +61,8 @@ class WorkspaceManager:
         key = (device, current_stream(device) if device.type == "cuda" else 0)
         scratch = self._of_thread.scratch.get(key)
         if scratch is None or scratch.requests != requests or scratch.buffer.numel() < least_bytes:
-            del scratch  # and its views, so that a buffer that is too small can go
-            # Tensors of the ordinary kind, which passes in any mode may write to.
+            del scratch  # and its views, so that a buffer that is too small can be freed
+            # Ordinary tensors, which passes can write to whether or not they run in inference mode.
             with torch.inference_mode(False):
                 scratch = self._new_views(key, requests, max(num_bytes(*requests), least_bytes), capturing)
         if capturing and all(scratch.buffer is not kept for kept in self._captured):
@@ -70,21 +70,21 @@ class WorkspaceManager:
         return scratch.views
 
     def num_bytes(self, device: torch.device | None = None) -> int:
-        """Bytes held by this thread, on one device or on all."""
+        """The number of bytes that this thread holds, on one device or on all."""
         held = self._of_thread.scratch.items()
         return sum(scratch.buffer.numel() for (where, _), scratch in held if device is None or where == device)
 
     def _new_views(
         self, key: tuple[torch.device, int], requests: tuple[Request, ...], num_bytes: int, capturing: bool
     ) -> _Scratch:
-        """Of the buffer that is there, or of a larger one."""
+        """Makes the views, of the present buffer if it is large enough and of a larger one otherwise."""
         held = self._of_thread.scratch
         if key in held and held[key].buffer.numel() >= num_bytes:
             buffer = held[key].buffer
         elif capturing:
             buffer = self._borrow(num_bytes, key[0])
         else:
-            # Its memory, if no graph needs it, is there for the larger one.
+            # Freed first, unless a graph needs it, so that the larger one can take its memory.
             held.pop(key, None)
             buffer = self._allocate(num_bytes, key[0])
         held[key] = _Scratch(buffer, requests, _views(buffer, requests))
@@ -95,7 +95,7 @@ class WorkspaceManager:
         return torch.empty(max(num_bytes, _ALIGNMENT), dtype=torch.uint8, device=device)
 
     def _borrow(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """The scratch of the stream that the warm-up ran on: graphs that replay in turn share it."""
+        """The buffer of the stream that the warm-up ran on; graphs that replay one after the other share it."""
         for (where, _), scratch in self._of_thread.scratch.items():
             if where == device and scratch.buffer.numel() >= num_bytes:
                 return scratch.buffer
@@ -106,12 +106,12 @@ class WorkspaceManager:
 
 
 def num_bytes(*requests: Request) -> int:
-    """Bytes that `get` takes for these tensors."""
+    """The number of bytes that `get` needs for these tensors."""
     return sum(_aligned_bytes(*request) for request in requests)
 
 
 def _views(buffer: torch.Tensor, requests: tuple[Request, ...]) -> tuple[torch.Tensor, ...]:
-    """The requested tensors, one behind the other in the buffer."""
+    """The requested tensors, one after the other in the buffer."""
     views, start = [], 0
     for shape, dtype in requests:
         views.append(buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape))
@@ -124,7 +124,7 @@ def _aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def current_stream(device: torch.device) -> int:
-    """The handle of the stream that is current on a GPU; torch makes no object for it, which would take longer."""
+    """The handle of a GPU's current stream; faster than torch.cuda.current_stream, which creates an object."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch._C._cuda_getCurrentRawStream(index)  # type: ignore[attr-defined]
 
@@ -133,5 +133,5 @@ _manager = WorkspaceManager()
 
 
 def workspace_manager() -> WorkspaceManager:
-    """The manager of this process."""
+    """The workspace manager of this process."""
     return _manager

@@ -1,4 +1,4 @@
-"""What a quantization method owes a layer, and the steps that are the same for all of them."""
+"""The contract of quantization methods, and the steps that they have in common."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from moe_ep.expert_shard import ExpertShard
     from moe_ep.layer import FusedMoE
 
-# mean |difference| / mean |reference| that two right answers may differ by, from rounding and order of sums.
+# The mean |difference| / mean |reference| of two correct results that rounding and the order of sums can cause.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _FP8_DISPATCH_TOLERANCE = 5e-2
 
 
 def tolerance(dtype: torch.dtype, dispatch_dtype: torch.dtype | None = None) -> float:
-    """The `relative_error` of two layers with the same weights, for this dtype of activations and of rows sent."""
+    """The largest `relative_error` of two layers with the same weights, for these dtypes of activations and wire."""
     return _TOLERANCES[dtype] if dispatch_dtype is None else _FP8_DISPATCH_TOLERANCE
 
 
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    """mean |output - reference| / mean |reference|, in f32; 0 for tensors without elements."""
+    """mean |output - reference| / mean |reference| in f32; 0 for tensors without elements."""
     if not reference.numel():
         return 0.0
     difference = (output.float() - reference.float()).abs().mean()
@@ -46,11 +46,11 @@ def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 class FusedMoEMethodBase(ABC):
-    """The parameters of one kind of experts, and the experts that compute them.
+    """Creates the parameters of one kind of experts, and chooses the implementation that computes them.
 
     Args:
-        moe_config: shapes of the layer on this rank.
-        quant_config: how the checkpoint quantizes, or None.
+        moe_config: the layer's shapes on this rank.
+        quant_config: how the checkpoint is quantized, or None.
     """
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: Any = None) -> None:
@@ -59,11 +59,12 @@ class FusedMoEMethodBase(ABC):
 
     @property
     def supports_eplb(self) -> bool:
-        """Whether experts can be moved while serving: `expert_tensors` is everything that belongs to one."""
+        """Whether experts can be moved while serving, for which `expert_tensors` must be everything that belongs to
+        one."""
         return True
 
     def uses_weight_scale_2_pattern(self) -> bool:
-        """Whether per-tensor scales are named `weight_scale_2`, as in nvfp4."""
+        """Whether per-tensor scales are called `weight_scale_2`, as in nvfp4."""
         return False
 
     @abstractmethod
@@ -76,30 +77,30 @@ class FusedMoEMethodBase(ABC):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Adds the parameters `[num_experts, ...]` to the layer; ValueError for sizes that do not fit."""
+        """Adds the parameters `[num_experts, ...]` to the layer; ValueError for unsuitable sizes."""
 
     def process_weights_after_loading(self, layer: ExpertShard) -> None:
-        """Brings loaded parameters into the form the experts read. Nothing to do for plain weights.
+        """Converts loaded parameters to the form that the experts read. Nothing to do for plain weights.
 
-        Called once, and again after each `begin_reload`: then what was loaded (`layer.loader.slots_loaded_again`) goes
-        into the tensors in use, in place.
+        Called once, and again after each `begin_reload`, when the slots that were loaded
+        (`layer.loader.slots_loaded_again`) must be written in place into the tensors in use.
         """
         return
 
     def begin_reload(self, layer: ExpertShard) -> None:
-        """Has the layer take tensors of the checkpoint again; plain weights always do."""
+        """Prepares the layer for loading checkpoint tensors again; plain weights are always ready for that."""
         return
 
     @abstractmethod
     def gemm_weights(self, layer: ExpertShard) -> tuple[torch.Tensor, torch.Tensor]:
-        """w1 and w2 as the experts take them."""
+        """w1 and w2 in the experts' layout."""
 
     @abstractmethod
     def get_fused_moe_quant_config(self, layer: ExpertShard) -> FusedMoEQuantConfig:
-        """The processed scales, zero points and biases."""
+        """The configuration with the processed scales, zero points and biases."""
 
     def expert_kwargs(self, layer: ExpertShard) -> dict[str, Any]:
-        """What the experts' constructor needs beside the two configurations."""
+        """What the experts' constructor needs in addition to the two configurations."""
         return {}
 
     @abstractmethod
@@ -109,7 +110,7 @@ class FusedMoEMethodBase(ABC):
     def maybe_make_prepare_finalize(
         self, process_group: dist.ProcessGroup | None = None, dispatch_dtype: torch.dtype | None = None
     ) -> FusedMoEPrepareAndFinalize:
-        """The layer's backend where tokens must travel, and the one where nothing does elsewhere."""
+        """Creates the layer's backend: the one that it names if tokens must travel between ranks, otherwise no_ep."""
         parallel = self.moe_config.moe_parallel_config
         backend = parallel.all2all_backend if parallel.use_all2all else "no_ep"
         quant_config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(dispatch_dtype)
@@ -118,7 +119,7 @@ class FusedMoEMethodBase(ABC):
     def select_gemm_impl(
         self, prepare_finalize: FusedMoEPrepareAndFinalize, layer: FusedMoE
     ) -> FusedMoEPermuteExpertsUnpermute:
-        """The experts for the backend's format: those the layer names, or the default ones."""
+        """Creates the experts for the backend's format: those that the layer names, or the default ones."""
         activation_format = prepare_finalize.activation_format()
         name = self.experts_names(layer)[activation_format]
         kwargs = self.expert_kwargs(layer)
@@ -131,13 +132,13 @@ class FusedMoEMethodBase(ABC):
         return make_experts(name, self.moe_config, quant_config, **kwargs)
 
     def experts_names(self, layer: ExpertShard) -> ExpertsNames:
-        """The experts that compute this layer, by activation format."""
+        """The registry names of the experts that compute this layer, by activation format."""
         return choose_experts(layer.experts, self.moe_config, (), self.gemm_weights(layer)[0].device)
 
     def apply(
         self, layer: FusedMoE, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Runs the modular kernel: `[T, K]`, or (shared, `[T, K]`) with shared experts."""
+        """Runs the modular kernel; returns `[T, K]`, or (shared, `[T, K]`) with shared experts."""
         kernel = layer.modular_kernel
         w1, w2 = self.gemm_weights(layer)
         return kernel(
@@ -159,13 +160,13 @@ class FusedMoEMethodBase(ABC):
         layer.loader.declare(name, layout)
 
     def add_biases(self, layer: ExpertShard, num_experts: int, w13_rows: int, w2_rows: int, dtype: torch.dtype) -> None:
-        """`w13_bias` `[El, 2N]` and `w2_bias` `[El, K]`, where the layer has biases."""
+        """Adds `w13_bias` `[El, 2N]` and `w2_bias` `[El, K]`, if the layer has biases."""
         if self.moe_config.has_bias:
             self.add_parameter(layer, "w13_bias", torch.zeros(num_experts, w13_rows, dtype=dtype), bias_layout("w13"))
             self.add_parameter(layer, "w2_bias", torch.zeros(num_experts, w2_rows, dtype=dtype), bias_layout("w2"))
 
     def bias(self, layer: ExpertShard, gemm: str) -> torch.Tensor | None:
-        """The bias of "w13" or "w2", where the layer has biases."""
+        """The bias of "w13" or "w2", if the layer has biases."""
         return layer.get_parameter(f"{gemm}_bias").data if self.moe_config.has_bias else None
 
     def expert_tensors(self, layer: ExpertShard) -> list[torch.Tensor]:
@@ -174,22 +175,22 @@ class FusedMoEMethodBase(ABC):
         return [*self.weight_tensors(layer), *(bias for bias in biases if bias is not None)]
 
     def rebuild_derived_state(self, layer: ExpertShard, slots: Sequence[int]) -> None:
-        """Brings what the method keeps beside `expert_tensors` up to date after other experts came into local slots.
+        """Updates what the method keeps besides `expert_tensors` after other experts have moved into local slots.
 
-        Called between two steps, in stream order: in place and without waiting for the device. Nothing to do where all
-        that is derived from an expert moves with it.
+        Called between two steps, in stream order; must work in place and not wait for the device. Nothing to do if
+        everything that is derived from an expert moves with it.
         """
         return
 
 
 def w13_rows(moe_config: FusedMoEConfig) -> int:
-    """Rows of w13 on this rank: 2N, gate then up, or N where the activation is ungated."""
+    """The rows of w13 on this rank: 2N, gate then up, or N if the activation is ungated."""
     rows = moe_config.intermediate_size_per_partition
     return 2 * rows if MoEActivation.parse(moe_config.activation).is_gated else rows
 
 
 def make_method(moe_config: FusedMoEConfig, quant_config: Any = None) -> FusedMoEMethodBase:
-    """The method that `quant_config.quant_method` names in the registry; None is the one for plain weights.
+    """Creates the method that `quant_config.quant_method` names in the registry; for None, that of plain weights.
 
     Raises:
         TypeError: a quant_config without a quant_method.

@@ -1,7 +1,7 @@
-"""Quantized weights: what those of a checkpoint, and plain ones quantized on load, become before experts run them.
+"""The steps between loaded weights and experts that all quantized weights share, whether they come quantized or not.
 
-A subclass unpacks the loaded parameters to `CanonicalWeights`; the experts that will compute the layer put them into
-their own layout. The layer holds that layout's fields `[El, ...]` of each GEMM (`ExpertWeights`) as buffers
+A subclass unpacks the loaded parameters to `CanonicalWeights`, and the chosen experts convert those to their own
+layout. The layer holds the fields `[El, ...]` of that layout (`ExpertWeights`) for each GEMM as buffers
 `w13_processed_weight`, `w13_processed_scales` and so on; a field that is None has no buffer.
 """
 
@@ -27,7 +27,7 @@ _GEMMS = ("w13", "w2")
 
 
 class CanonicalFusedMoEMethod(FusedMoEMethodBase):
-    """Base of methods whose weights pass through `CanonicalWeights`; a subclass creates parameters and unpacks them."""
+    """Base of methods whose weights pass through `CanonicalWeights`; subclasses create parameters and unpack them."""
 
     _packed_on: torch.device | None = None
     _experts_names: ExpertsNames | None = None
@@ -42,7 +42,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         """The loaded parameters of "w13" or "w2", with the leading dimension El."""
 
     def process_weights_after_loading(self, layer: ExpertShard) -> None:
-        """Unpacks both GEMMs, agrees on one number type, packs them for the experts, and frees what was loaded."""
+        """Unpacks both GEMMs, brings them to one number type, packs them for the experts, and frees what was loaded."""
         params = {name: param for name, param in layer.named_parameters(recurse=False) if not name.endswith("_bias")}
         again = layer.loader.slots_loaded_again
         if again is not None:
@@ -60,7 +60,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             self._pack_again(layer, *unpacked, again)
 
     def begin_reload(self, layer: ExpertShard) -> None:
-        """Parameters as the checkpoint has them once more; biases stay those that the experts read."""
+        """Creates the checkpoint's parameters again, except for the biases, which the experts read directly."""
         biases = {name: param for name, param in layer.named_parameters(recurse=False) if name.endswith("_bias")}
         config = self.moe_config
         self.create_weights(
@@ -74,7 +74,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             layer.register_parameter(name, bias)
 
     def _pack(self, layer: ExpertShard, w13: CanonicalWeights, w2: CanonicalWeights) -> None:
-        """Chooses the experts for where the weights are, and gives the layer the weights in their layout."""
+        """Chooses experts for the weights' device, and stores the weights in their layout in the layer."""
         self._packed_on = w13.codes.device
         self._experts_names = choose_experts(layer.experts, self.moe_config, (w13, w2), self._packed_on)
         experts = EXPERTS.load(self._experts_names[FusedMoEActivationFormat.Standard])
@@ -82,11 +82,11 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             for field, tensor in packed._asdict().items():
                 if tensor is not None:
                     layer.register_buffer(f"{gemm}_processed_{field}", tensor)
-                elif _held(layer, gemm, field) is not None:  # of the layout before, on another device
+                elif _held(layer, gemm, field) is not None:  # from a previous layout, for another device
                     delattr(layer, f"{gemm}_processed_{field}")
 
     def _pack_again(self, layer: ExpertShard, w13: CanonicalWeights, w2: CanonicalWeights, slots: list[int]) -> None:
-        """Puts the weights of some slots in the place of those in use, in the same layout."""
+        """Overwrites the weights in use of some slots, in the same layout."""
         experts = EXPERTS.load(self.experts_names(layer)[FusedMoEActivationFormat.Standard])
         device = self.gemm_weights(layer)[0].device
         parts = [
@@ -103,13 +103,13 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
                     f"an order of columns where those in use have none; load them into a new layer"
                 )
             if held is not None:
-                with torch.inference_mode():  # which may write to tensors of either kind
+                with torch.inference_mode():  # can write to tensors whether or not they were created in it
                     for slot, expert in zip(slots, new, strict=True):
                         held[slot].copy_(expert)
         self.rebuild_derived_state(layer, slots)
 
     def experts_names(self, layer: ExpertShard) -> ExpertsNames:
-        """Those that the weights were packed for; weights that moved to another device unpacked are packed there."""
+        """The experts that the weights were packed for; unpacked ones that moved to another device are packed there."""
         if self._experts_names is None:
             raise RuntimeError(
                 f"the weights of {layer.layer_name} are not processed; call process_weights_after_loading"
@@ -120,7 +120,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         return self._experts_names
 
     def _canonical(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
-        """Weights that are in the canonical form still: one code a byte."""
+        """The weights, if they are still in the canonical form: one code per byte."""
         return CanonicalWeights(
             codes=layer.get_buffer(f"{gemm}_processed_weight"),
             scales=layer.get_buffer(f"{gemm}_processed_scales"),

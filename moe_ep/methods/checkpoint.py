@@ -1,4 +1,4 @@
-"""Quantized weights as a checkpoint has them: one method for all formats, told by a format's layouts."""
+"""Weights that are quantized in the checkpoint: one method for all formats, driven by the layouts of a format."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 
 
 class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
-    """Parameters in the names, dtypes and shapes of the checkpoint, of all local experts.
+    """Parameters of all local experts with the names, dtypes and shapes of the checkpoint.
 
     A linear layer's tensor `weight_packed` becomes `w13_weight_packed` and `w2_weight_packed`, `[El, ...]`; w13 holds
-    the gate's tensor and the up projection's side by side, along the dimension of the outputs. They are unpacked apart
-    and their rows joined after, so a block of scales never spans both.
+    the tensors of gate and up side by side, along the output dimension. They are unpacked separately and their rows
+    joined afterwards, so a block of scales never spans both.
 
-    Tensor parallelism divides the groups of w2 where its part of N is whole groups in order. Elsewhere (act-order, or
-    a group that straddles two ranks) every rank keeps the scales of all groups, and g_idx says which it uses.
+    Tensor parallelism divides the groups of w2 if a rank's part of N consists of whole groups in order. Otherwise
+    (act-order, or a group that straddles two ranks) every rank keeps the scales of all groups, and g_idx says which
+    it uses.
 
     Raises:
-        ValueError: sizes that the format, or its division over ranks, cannot hold.
+        ValueError: sizes that the format, or its division over ranks, does not support.
     """
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: LayerQuantization) -> None:
@@ -94,7 +95,7 @@ class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
                     f"{layer.layer_name} is made on the meta device, which cannot hold what {gemm}_{name} is where a "
                     f"checkpoint leaves it out; make the layer on the device that it is to run on"
                 )
-            # What stands where the checkpoint has none: this rank's part of it.
+            # The value if the checkpoint has no such tensor: this rank's part of the default.
             default, size = whole.default(), local.shape[0]  # type: ignore[misc]
             data.copy_(default.narrow(0, self._tp_rank * size, size) if tp_dim is not None else default)
         optional = local.default is not None
@@ -122,7 +123,7 @@ class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
             }
             gate, up = (scheme.unpack({name: pair[i] for name, pair in halves.items()}) for i in range(2))
             weights = concatenate_rows(gate, up)
-        # What moves with an expert must be the same list on every rank, whatever its experts happen to hold.
+        # The list of tensors that move with an expert must be the same on every rank, whatever its experts contain.
         if layer.enable_eplb and scheme.act_order:
             weights = with_g_idx(weights)
         if layer.enable_eplb and scheme.may_have_zero_points:
@@ -132,7 +133,7 @@ class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
     def _with_own_groups(
         self, scheme: QuantizationConfig, held: dict[str, torch.Tensor], layouts: dict[str, TensorLayout]
     ) -> dict[str, torch.Tensor]:
-        """Where this rank has a part of the groups only, an index counts from the first of them."""
+        """Makes group indices count from the first group of this rank, if it holds only a part of the groups."""
         if self._tp_size == 1 or not self._divides_groups or scheme.column_block == 1:
             return held
         first_group = self._tp_rank * (self.moe_config.intermediate_size_per_partition // scheme.column_block)

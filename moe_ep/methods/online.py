@@ -1,4 +1,4 @@
-"""Plain weights of the checkpoint, quantized to 4- or 8-bit integers or 8-bit floats when they are all there."""
+"""Plain weights that are quantized to 4- or 8-bit integers or 8-bit floats once all of them are loaded."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class OnlineConfig(ABC):
 
     @abstractmethod
     def group_size_for(self, *sizes: int) -> int:
-        """Input columns that share a scale, for matrices with these numbers of columns; ValueError where none fits."""
+        """The group size for matrices with these numbers of input columns; ValueError if none fits."""
 
     @abstractmethod
     def quantize(self, weight: torch.Tensor, group_size: int) -> CanonicalWeights:
-        """A plain weight `[..., N, K]` in the canonical form."""
+        """Quantizes a plain weight `[..., N, K]` to the canonical form."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class OnlineIntConfig(OnlineConfig):
 
     Attributes:
         bits: 4 or 8.
-        group_size: input columns that share a scale; None means the largest of 128, 64 and 32 that fits.
+        group_size: number of input columns that share a scale; None means the largest of 128, 64 and 32 that fits.
 
     Raises:
-        ValueError: other bits.
+        ValueError: any other number of bits.
     """
 
     quant_method: ClassVar[str] = "online_int"
@@ -72,7 +72,7 @@ class OnlineIntConfig(OnlineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineFp8Config(OnlineConfig):
-    """Quantize on load to e4m3 with a scale a row."""
+    """Quantize on load to e4m3 with one scale per row."""
 
     quant_method: ClassVar[str] = "online_fp8"
 
@@ -92,7 +92,7 @@ ONLINE: dict[str, OnlineConfig] = {
 
 
 class OnlineFusedMoEMethod(CanonicalFusedMoEMethod):
-    """Parameters of plain weights until they are processed, canonical weights from then on."""
+    """Has the parameters of plain weights until they are processed, and canonical weights from then on."""
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: OnlineConfig) -> None:
         super().__init__(moe_config, quant_config)
@@ -114,5 +114,5 @@ class OnlineFusedMoEMethod(CanonicalFusedMoEMethod):
         return self.quant_config.quantize(layer.get_parameter(f"{gemm}_weight").data, self.group_size)
 
     def as_quantized(self, weight: torch.Tensor) -> torch.Tensor:
-        """The values f32 that the layer has for a plain weight `[N, K]` of the checkpoint."""
+        """The f32 values to which the layer quantizes a plain weight `[N, K]` of the checkpoint."""
         return dequantize(self.quant_config.quantize(weight.to(self.moe_config.in_dtype), self.group_size))
