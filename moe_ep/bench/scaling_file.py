@@ -14,11 +14,9 @@ Row = dict[str, Any]
 # What tells rows of one run apart.
 _ROW = ("geometry", "ep_size", "scaling", "phase", "asked_tokens", *KIND)
 _RUN = ("commit", "gpu", "workers", "hosts")
-# What tables, pictures and predictions are made from.
-_NUMBERS = (
-    "tokens_per_rank", "us", "p99_us", "tokens_per_s", "tokens_per_s_per_gpu", "stages_us", "bytes_sent",
-    "floor_over_time", "rows_per_rank", "balancedness", "memory_tb_per_s", "tflop_per_s",
-)  # fmt: skip
+# What tables, pictures and predictions are made from besides: all must be there, and these be numbers above 0.
+_MORE = ("backend", "bytes_sent", "floor_over_time", "balancedness", "memory_tb_per_s", "tflop_per_s")
+_POSITIVE = ("ep_size", "asked_tokens", "tokens_per_rank", "us", "p99_us", "tokens_per_s", "tokens_per_s_per_gpu")
 
 
 def read_scaling(path: Path) -> tuple[list[Row], list[str]]:
@@ -31,11 +29,10 @@ def read_scaling(path: Path) -> tuple[list[Row], list[str]]:
     """
     found = {}
     for number, row in enumerate(read_lines(path), 1):
-        lacking = [key for key in (*_ROW, "backend", *_NUMBERS) if row.get(key) is None]
-        if lacking:
+        if lacking := _lacking(row):
             raise ValueError(
-                f"it holds other rows than those of a scaling benchmark: row {number} has no {lacking[0]}; give a file "
-                f"that `moe-ep bench scaling --json` of this version wrote"
+                f"it holds other rows than those of a scaling benchmark: row {number} has no {lacking}; give a "
+                f"file that `moe-ep bench scaling --json` of this version wrote"
             )
         found[tuple(row[key] for key in _ROW)] = row
     if not found:
@@ -43,6 +40,22 @@ def read_scaling(path: Path) -> tuple[list[Row], list[str]]:
     runs = {tuple(row.get(key) for key in _RUN): None for row in found.values()}
     told = [f"commit {commit}, {workers} x {gpu}, {hosts} host(s)" for commit, gpu, workers, hosts in runs]
     return with_efficiency(list(found.values())), told
+
+
+def _lacking(row: Row) -> str | None:
+    """What a row does not have, if anything."""
+    wrong = [key for key in (*_ROW, *_MORE) if row.get(key) is None]
+    wrong += [key for key in _POSITIVE if not _is_positive(row.get(key))]
+    stages, loads = row.get("stages_us"), row.get("rows_per_rank")
+    if not isinstance(stages, dict) or not _is_positive(sum(stages.values())):
+        wrong.append("stages_us")
+    if not isinstance(loads, list) or len(loads) != row.get("ep_size") or not _is_positive(sum(loads)):
+        wrong.append("rows_per_rank")
+    return wrong[0] if wrong else None
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value > 0
 
 
 def about_runs(runs: list[str]) -> str | None:
