@@ -98,7 +98,10 @@ def draw(case: Case, world_size: int) -> list[Inputs]:
             scores[:, max(1, case.num_experts // world_size) :] -= 1.0
         if case.routing == "one_expert":
             scores[:, case.num_experts // 2] += 1.0
-        ids = scores.topk(case.topk, dim=1).indices
+        if case.routing == "any":
+            ids = torch.randint(-1, case.num_experts, (num_tokens, case.topk), generator=generator)
+        else:
+            ids = scores.topk(case.topk, dim=1).indices
         if case.routing == "masked":
             ids[torch.rand(ids.shape, generator=generator) < 0.5] = -1
         if case.routing == "none":
