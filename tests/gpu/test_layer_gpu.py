@@ -117,6 +117,34 @@ def test_compiled_over_ranks(world_size: int, backend: str) -> None:
     ranks(world_size, "nccl").run(compiled_over_ranks, backend)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("T", [1, 8, 130, 700])
+def test_kernels_that_come_early_wait_for_those_before(T: int, shared: bool) -> None:
+    """Replays of a chain in which each layer's choices follow from the output before have the bits of one kernel at a
+    time: what a kernel reads is there, and what it writes is no longer read."""
+    layers = [make_layer({"quant_config": OnlineIntConfig(), "shared_experts": shared}) for _ in range(2)]
+    static, _ = inputs_of(layers[0], T, seed=0)
+
+    def chain(hidden_states: torch.Tensor, wait: bool = False) -> torch.Tensor:
+        for layer in layers * 4:
+            output = layer(hidden_states, hidden_states[:, : layer.num_router_columns])
+            hidden_states = output / output.float().square().mean().sqrt().to(output.dtype)
+            if wait:
+                torch.cuda.synchronize()
+        return hidden_states
+
+    chain(static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = chain(static)
+    for seed in range(1, 6):
+        fresh, _ = inputs_of(layers[0], T, seed=seed)
+        static.copy_(fresh)
+        graph.replay()
+        assert torch.equal(output, chain(fresh, wait=True))
+
+
 def captured(rank: int, world_size: int, options: dict[str, Any], backend: str = "batched_all_to_all") -> str:
     layer, alone = make_pair(options, all2all_backend=backend)
     T = layer.moe_config.max_num_tokens // 2
