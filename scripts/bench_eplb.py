@@ -191,8 +191,8 @@ def step_loads(chosen: Array, num_slots: int, num_ranks: int) -> Array:
 
 
 def bench_rules(arguments: argparse.Namespace) -> Iterator[Row]:
-    """256 experts, top-8, Zipf 0.5, one spare slot a rank, planned for the true frequencies; several orders of the
-    experts, each with a placement of its own."""
+    """256 experts, top-8, Zipf 0.5, one spare slot a rank, planned from 100,000 tokens in steps as those that are
+    measured, as a manager plans; several orders of the experts, each with a placement of its own."""
     for num_ranks, tokens, num_steps in ((32, 1, 500), (32, 32, 60), (8, 1, 400), (8, 32, 200), (8, 128, 40)):
         num_slots, ranks = 256 + num_ranks, np.repeat(np.arange(num_ranks), tokens)
         ratios: dict[str, list[Array]] = {}
@@ -200,8 +200,9 @@ def bench_rules(arguments: argparse.Namespace) -> Iterator[Row]:
         for order in range(_ORDERS):
             rng = np.random.default_rng((arguments.seed, order))
             log_load = np.log(zipf(1, 256, 0.5, rng)[0])
-            draws = [_draw(log_load, 5_000, rng).ravel() for _ in range(20)]
-            slots = plan(np.bincount(np.concatenate(draws), minlength=256)[None], num_slots, num_ranks)[0]
+            seen = np.concatenate([_draw(log_load, 5_000, rng) for _ in range(20)])
+            window = count_steps(seen[None, : len(seen) // ranks.size * ranks.size], 256, ranks.size)
+            slots = plan(window.sum(axis=0), num_slots, num_ranks, window=window)[0]
             steps = np.stack([_draw(log_load, ranks.size, rng) for _ in range(num_steps)])
             for name, chosen in run_rules(steps, ranks, slots, 256, num_ranks).items():
                 loads = step_loads(chosen, num_slots, num_ranks)

@@ -269,6 +269,25 @@ def test_refinement_separates_experts_that_peak_together():
     assert np.array_equal(plan(window.sum(axis=0), 4, 2, old=start, window=window, refine=False), start)
 
 
+def test_copies_join_as_many_ranks_as_they_can():
+    # Experts 0 and 1 have two copies each, both on the same two ranks; the load is level as it is.
+    start = np.array([[0, 1, 0, 1, 2, 3, 4, 5]])
+    window = np.random.default_rng(0).poisson(100 * np.array([[2, 2, 1, 1, 1, 1]]), (300, 1, 6))
+    assert np.array_equal(plan(window.sum(axis=0), 8, 4, old=start, window=window, refine=False), start)
+    slots = plan(window.sum(axis=0), 8, 4, old=start, window=window).reshape(4, 2)
+    assert (slots < 2).sum(axis=1).tolist() == [1, 1, 1, 1]
+    assert replica_counts(slots.reshape(1, 8), 6).tolist() == [[2, 2, 1, 1, 1, 1]]
+
+
+def test_refined_plans_keep_groups_on_their_hosts():
+    rng = np.random.default_rng(1)
+    window = rng.poisson(rng.pareto(1.5, (1, 3, 16)) * 20 + 5, (40, 3, 16))
+    slots = rebalance_experts(window.sum(axis=0), 24, 4, 2, 8, window=window).physical_to_logical.numpy()
+    groups = slots.reshape(3, 2, 12) // 4
+    assert all(len(set(host.tolist())) == 2 for layer in groups for host in layer)
+    assert all(len(set(rank)) == 3 for rank in slots.reshape(-1, 3).tolist())
+
+
 @pytest.mark.skipif(not ROUTING.exists(), reason="needs a recorded routing trace beside the checkout")
 @pytest.mark.parametrize(("num_ranks", "redundant", "bar"), [(8, 0, 0.85), (16, 0, 0.73), (8, 8, 0.87), (16, 16, 0.78)])
 def test_recorded_routing_second_half(num_ranks, redundant, bar):

@@ -9,7 +9,8 @@ q on rank j changes the sum by
 
     -2 (v_i - v_j) . (u_p - u_q) + 2 |u_p - u_q|**2.
 
-Ranks meet in pairs, every pair once a tournament; each pair of a round makes its best exchange if it helps.
+Ranks meet in pairs, every pair once a tournament; each pair of a round makes its best exchange if it helps. In the end
+copies of experts are placed so that batches can be levelled (`moe_ep.eplb.policy.join`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_ep.eplb.policy.join import Joints
 from moe_ep.eplb.policy.maps import keep_slots, replica_counts
 from moe_ep.eplb.policy.problem import Problem
 
@@ -66,21 +68,21 @@ def refine_plan(problem: Problem, slots: Array, window: Array, search: Search | 
 
 def _refine_layers(problem: Problem, slots: Array, window: Array, search: Search) -> None:
     """Exchanges slots `[L, P]` in place."""
-    layers = _Layers(slots, window, problem.num_ranks)
+    layers = Layers(slots, window, problem.num_ranks)
     least = search.least_gain * window.shape[0]
+    per_host = problem.num_ranks // problem.num_nodes if problem.by_host else problem.num_ranks
     for _ in range(search.tournaments):
         active = layers.active
         for first, second in meetings(problem.num_ranks):
-            if problem.by_host:
-                per_host = problem.num_ranks // problem.num_nodes
-                together = first // per_host == second // per_host
-                first, second = first[together], second[together]
-            if first.size:
-                layers.meet(active, first, second, least)
+            together = first // per_host == second // per_host
+            if together.any():
+                layers.meet(active, first[together], second[together], least)
         layers.active = np.flatnonzero(layers.exchanged)
         layers.exchanged[:] = False
         if layers.active.size == 0:
-            return
+            break
+    if layers.replicated:
+        Joints(layers, per_host).improve(least)
 
 
 def meetings(num_ranks: int) -> Iterator[tuple[Array, Array]]:
@@ -94,11 +96,14 @@ def meetings(num_ranks: int) -> Iterator[tuple[Array, Array]]:
         circle[1:] = np.roll(circle[1:], 1)
 
 
-class _Layers:
-    """Layers being refined together. S steps, R ranks of W slots, A pairs of ranks.
+class Layers:
+    """Layers being refined together. S steps, R ranks of W slots, A pairs of ranks. Loads are in those of a mean rank.
 
     Attributes:
         slots: int64 `[L, R, W]`, a view of the plan.
+        counts: int64 `[L, E]`, replicas.
+        mean: float32 `[L, E]`, an expert's load over its replicas, the mean of all steps.
+        square_of_mean: float32 `[L]`, the mean rank's load, squared, the sum of all steps.
         product: float32 `[L, E, E]`, u_e . u_f of two experts.
         along: float32 `[L, R, E]`, v_r . u_e of a rank and an expert.
         active: the layers that the last tournament still changed.
@@ -108,11 +113,14 @@ class _Layers:
     def __init__(self, slots: Array, window: Array, num_ranks: int) -> None:
         num_layers, num_experts = slots.shape[0], window.shape[2]
         self.slots = slots.reshape(num_layers, num_ranks, -1)
-        counts = replica_counts(slots, num_experts).astype(np.float32)
+        self.counts = replica_counts(slots, num_experts)
         self.replicated = slots.shape[1] > num_experts
+        mean_rank = window.sum(axis=2) / np.float32(num_ranks)
         # Scaled so that a step's mean rank load is one on average.
-        scale = np.maximum(window.sum(axis=2).mean(axis=0) / np.float32(num_ranks), np.float32(1e-30))
-        unit = window.transpose(1, 2, 0) / (counts * scale[:, None])[:, :, None]
+        scale = np.maximum(mean_rank.mean(axis=0), np.float32(1e-30))
+        self.mean = window.mean(axis=0) / scale[:, None]
+        self.square_of_mean = ((mean_rank / scale) ** 2).sum(axis=0)
+        unit = window.transpose(1, 2, 0) / (self.counts.astype(np.float32) * scale[:, None])[:, :, None]
         self.product = unit @ unit.transpose(0, 2, 1)
         self.square = np.ascontiguousarray(np.diagonal(self.product, axis1=1, axis2=2))
         held = np.zeros((num_layers, num_ranks, num_experts), dtype=np.float32)
@@ -149,9 +157,21 @@ class _Layers:
         if row.size == 0:
             return
         slot_i, slot_j = np.divmod(best[row, meeting], width)
-        self._exchange(active[row], first[meeting], slot_i, second[meeting], slot_j)
+        self.exchange(active[row], first[meeting], slot_i, second[meeting], slot_j)
 
-    def _exchange(self, layer: Array, rank_i: Array, slot_i: Array, rank_j: Array, slot_j: Array) -> None:
+    def gain(self, layer: Array, rank: Array, expert: Array) -> Array:
+        """Half of what the sum of squares falls by when an expert of a rank is exchanged for what lies in each slot of
+        all ranks, float32 `[n, R, W]`, for n layers with a rank and an expert each."""
+        there = self.slots[layer]
+        each, here = layer[:, None, None], expert[:, None, None]
+        leave = self.along[layer, rank, expert][:, None] - self.along[layer, :, expert]
+        arrive = np.take_along_axis(self.along[layer], there, axis=2) - self.along[each, rank[:, None, None], there]
+        both = self.square[each, here] + self.square[each, there] - 2 * self.product[each, here, there]
+        result: Array = leave[:, :, None] + arrive - both
+        return result
+
+    def exchange(self, layer: Array, rank_i: Array, slot_i: Array, rank_j: Array, slot_j: Array) -> None:
+        """Exchanges the experts in two slots of each listed layer; no rank may be listed twice."""
         goes, comes = self.slots[layer, rank_i, slot_i], self.slots[layer, rank_j, slot_j]
         change = self.product[layer, goes] - self.product[layer, comes]
         self.along[layer, rank_i] -= change
