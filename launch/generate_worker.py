@@ -127,9 +127,9 @@ def _tokenizer(folder: Path) -> Any:
 
 def _token_ids(tokenizer: Any, of_text: Any, index: int, prompt: Prompt) -> torch.Tensor:
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
+        ids = tokenizer(prompt, verbose=False)["input_ids"]
     else:
-        ids = tokenizer(_conversation(tokenizer, index, prompt), add_special_tokens=False)["input_ids"]
+        ids = tokenizer(_conversation(tokenizer, index, prompt), add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise ConfigError(f"prompt {index} is {prompt!r} and has no tokens; give it some text")
     if max(ids) >= of_text.vocab_size:

@@ -240,7 +240,7 @@ def test_prompts_that_the_model_cannot_take(demo: Path) -> None:
     config = SimpleNamespace(vocab_size=3, max_position_embeddings=4)
 
     def ids(*found: int) -> Any:
-        return _token_ids(lambda prompt: {"input_ids": list(found)}, config, 7, "x")
+        return _token_ids(lambda prompt, verbose: {"input_ids": list(found)}, config, 7, "x")
 
     assert ids(1, 2, 1).tolist() == [1, 2, 1]
     for found, message in {
