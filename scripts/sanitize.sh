@@ -39,7 +39,7 @@ for tool in memcheck racecheck; do
     $tests tests/gpu/test_nvshmem_ranks_gpu.py -k in_halves &
   running="$running $!"
   check $tool 0 "high_throughput_plan high_throughput_dispatch high_throughput_combine" \
-    $tests tests/gpu/test_nvshmem_ranks_gpu.py -k without_early_launches &
+    $tests tests/gpu/test_nvshmem_ranks_gpu.py -k all_has_come &
   running="$running $!"
   check $tool 0 "decode prefill" $tests tests/gpu/test_marlin_gpu.py -k "small_shapes and hopper and ($types)" &
   running="$running $!"

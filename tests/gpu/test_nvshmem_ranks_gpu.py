@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning
-from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
-from tests.dispatch.backend_cases import Case, check_batched, check_standard, expected_output, run_experts
+from tests.dispatch.backend_cases import Case, check_batched, check_standard, expected_output, owner_of, run_experts
 from tests.gpu.nvshmem_cases import BF16, expanded
 from tests.gpu.ranks_of_one_gpu import LOW_LATENCY, Ranks, on_one_gpu
 
@@ -139,12 +139,33 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, num_ranks: int, fp8: bool) -> 
 
 
 @WIRES
-def test_prefill_without_early_launches(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
-    # What scripts/sanitize.sh runs: its tools may let a launch wait for the kernel before, which waits for other ranks.
-    launch = jit.Kernel.launch
-    monkeypatch.setattr(jit.Kernel, "launch", lambda kernel, *args, early=False: launch(kernel, *args))
+def test_prefill_of_a_rank_for_which_all_has_come(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+    # What scripts/sanitize.sh runs, whose tools let kernels run one by one: what the others send is there before.
     on_one_gpu(monkeypatch, 3)
-    check_prefill(replace(CASES["random"], fp8=fp8), "random", 3)
+    ranks = Ranks(replace(CASES["random"], fp8=fp8), 3, "nvshmem_high_throughput")
+    ranks.present = (0,)
+    first, *others = ranks.backends
+
+    def part(backend: Any, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return backend._block.part(0, name).view(dtype).view(*shape)
+
+    part(first, "counts", torch.int32, 2, 3, 4, 4)[1, 1:] = torch.tensor([[5, 1, 0, 1], *[[0, 1, 0, 1]] * 3]).cuda()
+    part(first, "done", torch.int32, 3, 4)[:] = 1
+    for name in ("row_flags", "result_flags"):
+        part(first, name, torch.int64, -1).fill_(1)
+    rows, _, _, ids, weights = ranks.prepare()[0]
+    setting = ranks.settings[0]
+    owners = torch.tensor([[owner_of(setting, 0, expert) for expert in row] for row in setting.inputs[0].ids.tolist()])
+    mine = int((owners == 0).any(dim=1).sum())
+    assert len(rows) == mine + 10
+    results = torch.randn(rows.shape, device="cuda").to(BF16)
+    ranks.finalize([results, None, None], [(weights, ids), None, None], TopKWeightAndReduceNoOP())
+    for rank, other in enumerate(others, start=1):
+        sent = int((owners == rank).any(dim=1).sum())
+        assert sent and part(other, "row_flags", torch.int64, -1).tolist() == [int(fp8 and i < sent) for i in range(24)]
+        assert part(other, "result_flags", torch.int64, -1).tolist() == [1] * 5 + [0] * 19
+        home = part(other, "results", BF16, 24, 256)
+        assert torch.equal(home[:5], results[mine + 5 * (rank - 1) :][:5])
 
 
 @WIRES

@@ -24,13 +24,13 @@ constexpr int kRowsOfTurn = 2;  // that a warp takes of a source before the next
 // Where a token goes: the ranks as bits, and in lane r which row of the batch it is at rank r.
 struct Rows {
     u32 ranks;
-    u32 index;
+    u64 index;
 };
 
 __device__ __forceinline__ Rows rows_of(const Params& p, int token) {
     const int lane = threadIdx.x % 32;
     const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
-    const u32 index = slot >= 0 ? slot + p.common.placement->send[lane] : 0;
+    const u64 index = slot >= 0 ? static_cast<u64>(slot + p.common.placement->send[lane]) : 0;
     return Rows{__ballot_sync(kAllLanes, slot >= 0), index};
 }
 
@@ -53,10 +53,10 @@ __device__ __forceinline__ void send(const Params& p, Tail& tail, FlagsDue& due,
         tail.words[kScaleWords + lane] = id;
         tail.words[kScaleWords + TOPK + lane] = weight;
     }
-    const u32 own = __shfl_sync(kAllLanes, rows.index, c.rank);
+    const u64 own = __shfl_sync(kAllLanes, rows.index, c.rank);
     u8* plain = nullptr;
     if (others != rows.ranks) {
-        plain = p.out + static_cast<u64>(kResultBytes) * own;
+        plain = p.out + kResultBytes * own;
         if (lane < TOPK) {
             keep_slot(c, own, id, weight);
         }
@@ -73,7 +73,7 @@ __device__ __forceinline__ void send(const Params& p, Tail& tail, FlagsDue& due,
     }
 #else
     const bool has = others >> lane & 1;
-    const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + static_cast<u64>(kRowBytes) * rows.index)) : 0;
+    const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + kRowBytes * rows.index)) : 0;
     store_row(row, tail, others, target, plain);
     leave_flags(due, has ? c.flag_of(lane, c.row_flags, rows.index) : nullptr);
 #endif
@@ -148,7 +148,7 @@ __device__ __forceinline__ void send(const Params& p, int token) {
     const int id = lane < TOPK ? p.topk_ids[static_cast<u64>(token) * TOPK + lane] : -1, owner = owner_of(p, id);
     for (u32 left = rows.ranks; left; left &= left - 1) {
         const int rank = __ffs(left) - 1;
-        const u64 at = 4ull * (static_cast<u64>(__shfl_sync(kAllLanes, rows.index, rank)) * TOPK + lane);
+        const u64 at = 4ull * (__shfl_sync(kAllLanes, rows.index, rank) * TOPK + lane);
         if (lane < TOPK) {
             *reinterpret_cast<int*>(c.at(rank, c.ids + at)) = owner == rank ? id : -1;
             *reinterpret_cast<float*>(c.at(rank, c.weights + at)) =
@@ -156,7 +156,7 @@ __device__ __forceinline__ void send(const Params& p, int token) {
         }
     }
     const bool has = rows.ranks >> lane & 1;
-    const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + static_cast<u64>(kRowBytes) * rows.index)) : 0;
+    const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + kRowBytes * rows.index)) : 0;
     send_row(p.rows + static_cast<u64>(token) * kResultBytes, rows.ranks, target);
 }
 
