@@ -36,6 +36,7 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
+    _open_what_is_closed()
     parser = make_parser()
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help(sys.stderr)
@@ -61,6 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             error, code = str(failure), 1
     print(f"{args.prog}: {error}", file=sys.stderr)
     return code
+
+
+def _open_what_is_closed() -> None:
+    """Gives a process that was started without stdout or stderr, as by `>&-`, ones that nobody reads."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
 
 
 def _has_lost_its_reader(pipe: int) -> bool:

@@ -101,14 +101,14 @@ _COLUMNS = {
     "GiB_of_weights": "GiB of experts",
     "fits": "fits",
     "tokens_per_s": "tokens/s",
-    "tokens_per_s_per_GPU": "of one GPU",
+    "tokens_per_s_per_GPU": "per GPU",
 }
 
 
 def _assumed(config: PlanConfig, geometry: Geometry, machine: Machine) -> str:
     """What the prediction rests on, in lines for people; --json has every number of it."""
     return (
-        f"{geometry.name}, {config.wire} rows, T tokens a rank, uniform routing; tokens/s through all "
+        f"{geometry.name}, {config.wire} rows, T tokens per rank, uniform routing; tokens/s through all "
         f"{geometry.num_layers} MoE layers, without attention\n"
         f"GPU      {machine.memory_bytes / 1e9:.0f} GB, {machine.memory_bytes_per_s / 1e9:,.4g} GB/s and "
         f"{machine.flops_per_s / 1e12:,.3g} TFLOP/s, of which experts reach {machine.memory_efficiency:.2f} and "

@@ -171,6 +171,13 @@ def test_an_output_that_nobody_reads_any_more_ends_the_command_silently(
     assert capsys.readouterr().err == ""
 
 
+def test_a_process_without_an_output_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    monkeypatch.setattr("moe_ep.launch.commands.plan.main", lambda args: print("a line", file=sys.stderr) or 0)
+    assert main(["plan"]) == 0
+
+
 def test_every_field_of_the_configuration_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["run", "--help"])
