@@ -68,7 +68,7 @@ def _open_what_is_closed() -> None:
     """Gives a process that was started without stdout or stderr, as by `>&-`, ones that nobody reads."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _has_lost_its_reader(pipe: int) -> bool:

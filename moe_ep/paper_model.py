@@ -27,7 +27,7 @@ from moe_ep.paper_routing import Load, busiest_rank, experts_per_rank, rows_sent
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Rates of one GPU and its links; the defaults were measured on 8 H200s of one host, the network's is 400 Gb/s.
+    """Rates of one GPU and its links; the defaults are those of H200s, the network's is 400 Gb/s.
 
     Attributes:
         gpus_per_host: ranks that reach each other over the host's links.
