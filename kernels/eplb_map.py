@@ -29,7 +29,7 @@ class _MapParams(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("row_stride", "column_stride", "max_replicated", "stride", "words")),
         *((name, ctypes.c_int) for name in ("ranks", "ep_rank")),
         ("rank_factor", ctypes.c_uint),
-        *((name, ctypes.c_int) for name in ("dividing", "expert_threads")),
+        *((name, ctypes.c_int) for name in ("dividing", "expert_threads", "physical")),
     )
 
 
@@ -54,6 +54,7 @@ class _Block(NamedTuple):
     def of(cls, tile_slots: int, num_experts: int, num_physical: int, num_ranks: int) -> _Block:
         max_replicated = min(max(num_physical - num_experts, 0), num_experts)
         stride, words = max_replicated | 1, -(-tile_slots // _WARP)
+        numbers = _WARP + 2 + num_ranks + num_physical
         dividing = _whole_warps(max(max_replicated, 1))
         expert_threads = max(min(_whole_warps(num_experts), _LEAST_THREADS), dividing)
         slots_each = _FEW_SLOTS if tile_slots <= _LEAST_THREADS else _MANY_SLOTS
@@ -66,7 +67,7 @@ class _Block(NamedTuple):
             expert_threads=expert_threads,
             slots_each=slots_each,
             threads=expert_threads + slot_threads,
-            shared_bytes=26 * max_replicated + 6 * words * stride + 4 * (_WARP + 2 + num_ranks) + 10 * num_experts,
+            shared_bytes=26 * max_replicated + 6 * words * stride + 4 * numbers + 10 * num_experts,
         )
 
     @property
@@ -142,6 +143,7 @@ def map_and_record(
         words=block.words,
         dividing=block.dividing,
         expert_threads=block.expert_threads,
+        physical=num_physical,
     )
     kernel = _kernels(ids.dtype, table.dtype, out.dtype, ids.device)[block.slots_each]
     kernel.allow_shared(block.shared_bytes)

@@ -76,14 +76,14 @@ struct Division {
         }
     }
 
-    // For the slots of the expert to see, and adds its tokens to the load.
-    __device__ __forceinline__ void store(const Params& p, const Shared& s, int x) const {
+    // For the slots of the expert to see, and what the tile adds to the load.
+    __device__ __forceinline__ void store(const Shared& s, int x) const {
         const int second = share[0] + share[1], third = second + share[2];
         s.ends[x] = make_uint2(share[0] | second << 16, third);
         const int candidate[kCandidates] = {candidates.x, candidates.y, candidates.z, candidates.w};
 #pragma unroll
         for (int i = 0; i < kCandidates; ++i) {
-            if (share[i] > 0) atomicAdd(p.load + candidate[i], share[i]);
+            if (share[i] > 0) s.load[candidate[i]] = share[i];
         }
     }
 

@@ -11,14 +11,15 @@
 //     ------------------------------------------------------------------------------------------------ counted
 //     level what has one replica, divide the rest evenly   write slots of one replica, mark those of the others
 //     ------------------------------------------------------------------------------------------------ levelled
-//     take turns at filling, add to the load               how many of an expert's slots come before each
+//     take turns at filling                                how many of an expert's slots come before each
 //     ------------------------------------------------------------------------------------------------ divided
-//                                                          write the other slots
+//     add to the load                                      write the other slots
 //
 // The slots of an expert are bits, one word for 32 slots of the tile. All sums are of integers, so the order of the
 // atomic additions does not show. The load gets one addition for each expert or replica of a tile, however hot it is.
 // The kernel comes up while the one before it runs, and reads the maps before that one has ended: whatever writes them
-// must not be the kernel before, but a copy, or a kernel with another between.
+// must not be the kernel before, but a copy, or a kernel with another between that waits for it before it lets this one
+// come up.
 //
 // Example: ids [[0, -1], [1, 0]], table [[0, 2], [1, -1]], counts [2, 1], one physical expert a rank. Expert 0 has two
 // tokens, which are divided 1 and 1; ranks 0 and 2 are level, and it stays so. Its first token (row 0) goes to 0, the
@@ -63,7 +64,7 @@ __device__ __forceinline__ void serve_experts(const Params& p, const Shared& s, 
         const int amount = s.label[expert] == kSingle ? s.num_tokens[expert] : 0, physical = s.first[expert];
         if (amount == 0) continue;
         atomicAdd(s.level + rank_of(p, physical), amount);
-        atomicAdd(p.load + physical, amount);
+        s.load[physical] = amount;
     }
     if (thread < p.dividing) division.begin(s);
     sync_block();  // levelled
@@ -74,9 +75,16 @@ __device__ __forceinline__ void serve_experts(const Params& p, const Shared& s, 
         } else {
             division.take_turns<false>(p.dividing);
         }
-        if (thread < p.max_replicated) division.store(p, s, thread);
+        if (thread < p.max_replicated) division.store(s, thread);
     }
     sync_block();  // divided
+
+    // By neighbours to neighbours: what a warp adds goes to few lines of memory, where the tiles meet.
+#pragma unroll 1
+    for (int physical = thread; physical < p.physical; physical += p.expert_threads) {
+        const int amount = s.load[physical];
+        if (amount > 0) atomicAdd(p.load + physical, amount);
+    }
 }
 
 // How many slots of experts first, first + step and so on come before each word; a warp together.

@@ -43,6 +43,7 @@ struct Params {
     unsigned rank_factor;  // ceil(2^32 / slots_per_rank), 0 where that is 1
     int dividing;          // threads that divide: max_replicated rounded up to whole warps
     int expert_threads;    // the first threads of a block, dividing or more; the others have slots
+    int physical;          // experts of all ranks
 };
 
 // Where things lie in shared memory. X is max_replicated.
@@ -54,6 +55,7 @@ struct Shared {
     int* num_replicated;     // experts with several replicas
     int* level;              // [ranks] tokens that this tile sends to each rank
     int* num_tokens;         // [experts] counted tokens
+    int* load;               // [physical] tokens that this tile sends to each
     int* first;              // [experts] the first replica
     unsigned short* before;  // [words, stride] an expert's slots in the words before
     unsigned short* expert;  // [X]
@@ -67,13 +69,14 @@ struct Shared {
         num_replicated = spare + 32;
         level = num_replicated + 1;
         num_tokens = level + p.ranks + 1;
-        first = num_tokens + p.experts;
+        load = num_tokens + p.experts;
+        first = load + p.physical;
         before = reinterpret_cast<unsigned short*>(first + p.experts);
         expert = before + p.words * p.stride;
         label = expert + p.max_replicated;
     }
 
-    // What is counted in, `mine` to `num_tokens`, is one run of words. Behind the levels stands that of no rank.
+    // What is counted in, `mine` to `load`, is one run of words. Behind the levels stands that of no rank.
     __device__ __forceinline__ void clear(const Params& p) const {
         int* none = level + p.ranks;
 #pragma unroll 1
