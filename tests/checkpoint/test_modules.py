@@ -22,6 +22,7 @@ from moe_ep.checkpoint.directory import read_config
 from moe_ep.checkpoint.formats import ModuleSchemes, PerGemm, dequantize, quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4
 from moe_ep.checkpoint.formats.gptq import GPTQConfig
 from moe_ep.checkpoint.formats.modules import ModulePatterns
 from moe_ep.checkpoint.stored import layer_quantization
@@ -124,7 +125,7 @@ def test_auto_round_has_the_tensors_of_gptq_or_awq() -> None:
     awq = {"packing_format": "auto_round:auto_awq", "extra_config": None}
     assert found(GATE_PROJ, **awq) == AWQConfig(group_size=128)
     for wrong, message in {
-        "packing_format": "packing_format is 'x'; it must be one of auto_round:auto_gptq, auto_round:auto_awq",
+        "packing_format": "packing_format is 'x'; it must be one of auto_gptq, auto_awq",
         "extra_config": "extra_config: expected an object, found 'x'",
         "bits": "bits is 'x'; it must be one of 4, 8",
     }.items():
@@ -132,6 +133,30 @@ def test_auto_round_has_the_tensors_of_gptq_or_awq() -> None:
             found(GATE_PROJ, **{wrong: "x"})
     with pytest.raises(CheckpointError, match="extra_config: gate: expected an object of settings, found 16"):
         found(GATE_PROJ, extra_config={"gate": 16})
+
+
+def test_modules_that_model_optimizer_lists() -> None:
+    listed = {
+        "model.layers.3.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.3.mlp.shared_expert.down_proj": {"quant_algo": "FP8"},
+    }
+    settings = {"quant_method": "modelopt_mixed", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
+
+    def found(name: str, **changes: Any) -> Any:
+        return quantization_config({"quantization_config": settings | changes}).of_module(name)
+
+    assert found(GATE_PROJ) is MODELOPT_NVFP4
+    assert found("model.layers.3.mlp.shared_expert.down_proj").quant_method == "fp8"
+    assert found(GATE_PROJ.replace(".3.", ".31.")) is found("model.layers.3.mlp.shared_expert.up_proj") is None
+    assert found(GATE_PROJ, quant_method="modelopt_fp4", quant_algo="W4A16_NVFP4") is MODELOPT_NVFP4
+    for changes, message in (
+        ({"quant_algo": "W4A8"}, "quant_algo is 'W4A8'; it must be one of NVFP4, W4A16_NVFP4, FP8, MIXED_PRECISION"),
+        ({"quantized_layers": {}}, "quantized_layers: expected an object of modules, found {}"),
+        ({"quantized_layers": {"a.b": 4}}, "quantized_layers: a.b: expected an object of settings, found 4"),
+        ({"quantized_layers": {"a": {"quant_algo": "MIXED_PRECISION"}}}, "a: quant_algo is 'MIXED_PRECISION'; it must"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            found(GATE_PROJ, **changes)
 
 
 def test_a_quantization_that_stands_elsewhere(tmp_path: Path) -> None:

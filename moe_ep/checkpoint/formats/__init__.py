@@ -80,7 +80,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization]] = {
     compressed_tensors.METHOD: compressed_tensors.compressed_tensors_schemes,
     "fp8": _fp8,
     "mxfp4": _mxfp4,
-    modelopt.METHOD: modelopt.modelopt_schemes,
+    **dict.fromkeys(modelopt.METHODS, modelopt.modelopt_schemes),
     auto_round.METHOD: auto_round.auto_round_schemes,
 }
 

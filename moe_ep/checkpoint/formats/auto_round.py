@@ -19,8 +19,8 @@ from moe_ep.errors import CheckpointError, one_of
 METHOD = "auto-round"
 # GPTQ's zero points are stored less one, and there is no g_idx.
 _PACKINGS: dict[str, type[AWQConfig | GPTQConfig]] = {
-    "auto_round:auto_gptq": GPTQConfig,
-    "auto_round:auto_awq": AWQConfig,
+    "auto_gptq": GPTQConfig,
+    "auto_awq": AWQConfig,
 }
 # What is none is a regular expression, to be found anywhere in a name.
 _NAME = re.compile(r"[\w.-]+")
@@ -30,7 +30,7 @@ _WHERE = "config.json: quantization_config: "
 
 def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     """The schemes of a checkpoint; CheckpointError for another packing, or bits and groups that it does not have."""
-    packing = values.get("packing_format") or "auto_round:auto_gptq"
+    packing = str(values.get("packing_format") or "auto_gptq").removeprefix("auto_round:")
     if packing not in tuple(_PACKINGS):
         raise CheckpointError(_WHERE + one_of("packing_format", packing, list(_PACKINGS)))
     exceptions = values.get("extra_config") or {}
