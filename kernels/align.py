@@ -1,7 +1,7 @@
-"""Index lists for grouped GEMMs: which rows each block of an expert's rows consists of.
+"""Index lists for grouped GEMMs: the rows of every block of each expert.
 
-Static output sizes, no host synchronisation, and no atomics: the same input gives the same lists, an expert's rows in
-rising order. Plain torch on any device; on CUDA tensors one kernel each makes the same lists.
+The sizes of the lists are static, and there is no host synchronisation. The lists are deterministic, with each expert's
+rows in ascending order. There is a plain-torch form for any device and one kernel for CUDA tensors, with equal results.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Groups slots by expert, each expert's list padded to whole blocks.
+    """Groups slots by expert, and pads each expert's list to whole blocks.
 
-    Slot t * top_k + j is where token t asks for its j-th expert. Ids below 0 or from num_experts on are no expert and
-    appear nowhere.
+    Slot t * top_k + j is the j-th choice of token t. Ids below 0 or from num_experts on are no expert and appear
+    nowhere.
 
     Example: topk_ids [[1, 0], [1, -1]], block_size 2, num_experts 3, so the sentinel is 4 and the length 4 + 3 * 1:
     sorted_token_ids [1, 4, 0, 2, 4, 4, 4], expert_ids [0, 1, -1, -1], num_tokens_post_padded [4].
 
     Args:
         topk_ids: integer `[T, top_k]`, global ids.
-        num_experts: global ids that can occur.
-        expert_map: integer `[num_experts]`, global -> local, -1 where not local; expert_ids are then local. Slots of
-            experts that are not local keep their blocks, whose expert id is -1.
+        num_experts: number of global ids that can occur.
+        expert_map: integer `[num_experts]`, global -> local, -1 if not local; expert_ids are then local. Slots of
+            experts that are not local keep their blocks, with expert id -1.
         pad_sorted_ids: make the length of sorted_token_ids a multiple of block_size.
-        ignore_invalid_experts: with an expert_map, give experts that are not local no blocks at all, and order the
+        ignore_invalid_experts: with an expert_map, leave out the blocks of experts that are not local, and order the
             others by local index.
 
     Returns:
-        sorted_token_ids: int32 `[length]`, slots by expert, each expert padded with the sentinel topk_ids.numel(), the
-            rest of the list too. length is numel + num_experts * (block_size - 1), or numel * block_size where fewer
-            slots than experts make that the smaller.
+        sorted_token_ids: int32 `[length]`, slots by expert; the padding of each expert and the rest of the list are the
+            sentinel topk_ids.numel(). length is numel + num_experts * (block_size - 1), or numel * block_size if there
+            are fewer slots than experts and that is smaller.
         expert_ids: int32 `[ceil(length / block_size)]`, the expert of each block, -1 for unused blocks.
-        num_tokens_post_padded: int32 `[1]`, entries in use, a multiple of block_size.
+        num_tokens_post_padded: int32 `[1]`, the number of entries in use, a multiple of block_size.
 
     Raises:
         ValueError: a block size or a number of experts below 1, or a map of another length.
@@ -73,17 +73,17 @@ def moe_align_block_size(
 def sort_slots_by_expert(
     topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots of each local expert, one expert after the other and each expert's in rising order, without padding.
+    """The slots of the local experts, expert by expert and in ascending order, without padding.
 
     Example: ids [[1, -1], [0, 1]], 2 experts: slots [2, 0, 3, ?], counts [1, 2].
 
     Args:
         topk_ids: integer `[T, top_k]`, global ids; those that are no expert (see moe_align_block_size) appear nowhere.
-        num_experts: local experts.
-        expert_map: integer `[global experts]`, global -> local, -1 where not local; None: ids are local ones.
+        num_experts: number of local experts.
+        expert_map: integer `[global experts]`, global -> local, -1 if not local; None if the ids are local.
 
     Returns:
-        (slots int32 `[T * top_k]`, those behind the last expert's meaning nothing; counts int32 `[num_experts]`).
+        (slots int32 `[T * top_k]`, undefined after the last expert's; counts int32 `[num_experts]`).
     """
     num_ids = num_experts if expert_map is None else expert_map.numel()
     slots, _, counts, _ = _align(topk_ids, 1, num_ids, topk_ids.numel(), expert_map, None, wants_blocks=False)
@@ -93,20 +93,20 @@ def sort_slots_by_expert(
 def batched_moe_align_block_size(
     max_tokens_per_batch: int, block_size: int, expert_num_tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same lists for batched rows `[El, max_tokens_per_batch, K]`, seen as El * max_tokens_per_batch rows.
+    """The same lists for batched rows `[El, max_tokens_per_batch, K]`, numbered as El * max_tokens_per_batch rows.
 
     Example: 2 experts, at most 3 rows each, block_size 2, counts [1, 3], sentinel 6: sorted_token_ids
     [0, 6, 3, 4, 5, 6, 6, 6], expert_ids [0, 1, 1, -1], num_tokens_post_padded [6].
 
     Args:
-        max_tokens_per_batch: rows there is room for per expert.
-        expert_num_tokens: integer `[El]`, rows in use per expert, at most max_tokens_per_batch each.
+        max_tokens_per_batch: the number of rows that each expert has room for.
+        expert_num_tokens: integer `[El]`, the rows in use of each expert, at most max_tokens_per_batch.
 
     Returns:
         sorted_token_ids: int32 `[El * max_tokens_per_batch rounded up to blocks]`: row e * max_tokens_per_batch + i for
             the i-th row of expert e, padded with the sentinel El * max_tokens_per_batch.
         expert_ids: int32, the local expert of each block, -1 for unused blocks.
-        num_tokens_post_padded: int32 `[1]`, entries in use, a multiple of block_size.
+        num_tokens_post_padded: int32 `[1]`, the number of entries in use, a multiple of block_size.
 
     Raises:
         ValueError: a size below 1, or counts that are not one-dimensional.
@@ -121,7 +121,7 @@ def batched_moe_align_block_size(
 def batched_align_reference(
     max_tokens_per_batch: int, block_size: int, expert_num_tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The plain form of batched_moe_align_block_size, on any device."""
+    """batched_moe_align_block_size in plain torch, on any device."""
     counts = expert_num_tokens.long()
     num_local_experts = counts.numel()
     num_blocks = num_local_experts * _ceil_div(max_tokens_per_batch, block_size)
@@ -142,7 +142,7 @@ def _align(
     *,
     wants_blocks: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As cuda_align, where it runs; the plain form makes the expert ids wanted or not."""
+    """cuda_align if it can run, otherwise the plain form, which always makes the expert ids."""
     align = _cuda_align() if topk_ids.is_cuda else None
     if align is not None and num_experts <= align.MAX_EXPERTS:
         return align.cuda_align(topk_ids, block_size, num_experts, length, key_map, names, wants_blocks=wants_blocks)
@@ -151,7 +151,7 @@ def _align(
 
 @cache
 def _cuda_align() -> ModuleType | None:
-    """The kernel's module, or None where it cannot run."""
+    """The module of the CUDA kernel, or None if it cannot run."""
     if jit.unusable_reason() is not None:
         return None
     from moe_ep.kernels import cuda_align
@@ -167,7 +167,7 @@ def align_reference(
     key_map: torch.Tensor | None,
     names: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The plain form on any device; arguments and results as in cuda_align."""
+    """The lists in plain torch, on any device; arguments and results as in cuda_align."""
     flat = topk_ids.reshape(-1).long()
     numel = flat.numel()
     keys = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
@@ -191,11 +191,11 @@ def align_reference(
 def _padded_lists(
     counts: torch.Tensor, block_size: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What lies at each position of `length` positions when the experts' lists follow each other in whole blocks.
+    """What is at each of `length` positions if the experts' lists follow each other in whole blocks.
 
     Returns:
-        (expert, row of that expert, whether that row exists, positions in use `[1]`), int64 but for the bools. Where
-        the row does not exist, expert is a valid index and row means nothing.
+        (expert, row of that expert, whether that row exists, positions in use `[1]`), int64 and bool. If the row does
+        not exist, expert is still a valid index and row is meaningless.
     """
     ends = _padded_ends(counts, block_size)
     position = torch.arange(length, device=counts.device)
@@ -206,7 +206,7 @@ def _padded_lists(
 
 
 def _expert_of_blocks(counts: torch.Tensor, block_size: int, num_blocks: int) -> torch.Tensor:
-    """The expert of each block, -1 behind the last one, int64 `[num_blocks]`."""
+    """The expert of each block, -1 after the last one's blocks, int64 `[num_blocks]`."""
     ends = _padded_ends(counts, block_size)
     expert = torch.searchsorted(ends, torch.arange(num_blocks, device=counts.device) * block_size, right=True)
     return torch.where(expert < counts.numel(), expert, -1)

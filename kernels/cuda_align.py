@@ -1,4 +1,4 @@
-"""The index lists of grouped GEMMs as one CUDA kernel; `moe_ep.kernels.align` is how it is called."""
+"""The index lists of grouped GEMMs as one CUDA kernel, called through `moe_ep.kernels.align`."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def cuda_align(
     *,
     wants_blocks: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(sorted ids, expert ids, tokens of each expert, entries in use), int32; arguments not checked.
+    """Returns (sorted ids, expert ids, tokens of each expert, entries in use), int32; does not check its arguments.
 
     Args:
         topk_ids: integer ids of any shape.
-        length: entries of the sorted ids.
-        key_map: integer `[num_experts]`, the list of each id, -1 for none; None: its own.
-        names: integer `[num_experts]`, what stands for an expert in the expert ids; None: its number.
-        wants_blocks: without it the expert ids are not made, and empty.
+        length: number of entries of the sorted ids.
+        key_map: integer `[num_experts]`, the list that each id goes to, -1 for none; None if it is the id's own.
+        names: integer `[num_experts]`, the number that stands for each list in the expert ids; None for its own.
+        wants_blocks: if false, the expert ids are not made and returned empty.
     """
     ids = topk_ids.to(topk_ids.dtype if topk_ids.dtype == torch.int64 else torch.int32).contiguous()
     num_blocks = -(-length // block_size) if wants_blocks else 0
@@ -95,7 +95,7 @@ def cuda_align(
 
 @functools.cache
 def _kernels(ids: torch.dtype, device: torch.device) -> dict[int, jit.Kernel]:
-    """The kernels by their blocks; both, since a captured pass may have more slots than the one before it."""
+    """The kernels by number of blocks, all at once, since a captured pass may have more slots than its warm-up."""
     found = {}
     for blocks in (1, _CLUSTER) if jit.capability(device.index) >= (9, 0) else (1,):
         found[blocks] = jit.load(kernel_source(ids, blocks), device)
@@ -104,12 +104,12 @@ def _kernels(ids: torch.dtype, device: torch.device) -> dict[int, jit.Kernel]:
 
 
 def _shared_bytes(num_experts: int, warps: int, blocks: int) -> int:
-    """Sums of warps, places and totals, each warp's counts, and in a cluster the slots in their order."""
+    """Shared memory for the warps' sums, places and totals, each warp's counts, and in a cluster the sorted slots."""
     gathered = num_experts + warps * _KEPT_SLOTS if blocks > 1 else 0
     return 4 * (_WARP + num_experts * (warps + 2) + gathered)
 
 
 def _most_warps(num_experts: int, blocks: int) -> int:
-    """Warps of which a block's shared memory holds the counts."""
+    """The most warps whose counts fit into a block's shared memory."""
     none, one = (_shared_bytes(num_experts, warps, blocks) for warps in (0, 1))
     return (_MAX_SHARED - none) // (one - none)

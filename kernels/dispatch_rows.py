@@ -1,7 +1,7 @@
-"""Rows in and out of what travels: packing for the wire, weighting before the way back, summing at home.
+"""Rows before and after they travel: packing for the wire, weighting before the way back, summing on their own rank.
 
-Each function has a Triton form for CUDA tensors and a plain one, which is the reference: same bits, the plain form
-where Triton is missing. Slots are row numbers, -1 for none.
+Each function has a Triton form for CUDA tensors and a plain one, which is the reference and is used without Triton;
+both give the same bits. Slots are row numbers, -1 for none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def pack_rows(
     send_rows: torch.Tensor,
     send_meta: torch.Tensor,
 ) -> None:
-    """Copies each token to its row for every destination rank, with the ids and weights that are that rank's.
+    """Copies each token to its row for every destination rank, with that rank's ids and weights.
 
     Example: owners [0, 1], ids [[0, 1]], slots [[0, 1]]: send_rows = [row, row], ids in send_meta [[0, -1], [-1, 1]].
 
@@ -30,7 +30,7 @@ def pack_rows(
         topk_weights: f32 `[T, topk]`, contiguous.
         owners: int32 `[E]`.
         slots: int32 `[T, R]`.
-        send_rows: `[M, W]` of rows' dtype, written where a slot says so.
+        send_rows: `[M, W]` of rows' dtype; only rows that a slot names are written.
         send_meta: int32 `[M, 2 * topk]`: ids, -1 where the expert is another rank's, then the bits of the weights,
             0 there.
     """
@@ -47,7 +47,7 @@ def pack_rows_reference(
     send_rows: torch.Tensor,
     send_meta: torch.Tensor,
 ) -> None:
-    """The plain form of pack_rows, on any device."""
+    """pack_rows in plain torch, on any device."""
     token, rank = (slots >= 0).nonzero(as_tuple=True)
     target = slots[token, rank].long()
     send_rows[target] = rows[token]
@@ -63,7 +63,7 @@ def weighted_rows(
 ) -> None:
     """send_rows[i] = sum over slots j, in order and in f32, of weights[i, j] * expert_output[slots[i, j]].
 
-    A row without any slot is not read from anywhere, and what it gets is nobody's business.
+    A row without any slot reads nothing, and its result is undefined.
 
     Args:
         expert_output: `[X, K]`.
@@ -78,7 +78,7 @@ def weighted_rows(
 def weighted_rows_reference(
     expert_output: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None, send_rows: torch.Tensor
 ) -> None:
-    """The plain form of weighted_rows, on any device."""
+    """weighted_rows in plain torch, on any device."""
     total = torch.zeros(send_rows.shape, dtype=torch.float32, device=send_rows.device)
     for slot in range(slots.size(1)):
         total += _taken(expert_output, slots[:, slot], None if weights is None else weights[:, slot])
@@ -89,7 +89,7 @@ def sum_rows(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) 
     """output[t] = sum over ranks r, in order and in f32, of received[slots[t, r]]; zeros for a token without any.
 
     Args:
-        received: `[M, K]`; rows that no slot names may hold anything.
+        received: `[M, K]`; rows that no slot names may contain anything.
         slots: int32 `[T, R]`.
         output: `[T, K]`, rounded once from f32.
     """
@@ -98,7 +98,7 @@ def sum_rows(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) 
 
 
 def sum_rows_reference(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) -> None:
-    """The plain form of sum_rows, on any device."""
+    """sum_rows in plain torch, on any device."""
     total = torch.zeros(output.shape, dtype=torch.float32, device=output.device)
     for rank in range(slots.size(1)):
         total += _taken(received, slots[:, rank], None)
@@ -106,7 +106,7 @@ def sum_rows_reference(received: torch.Tensor, slots: torch.Tensor, output: torc
 
 
 def _taken(source: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """source[slots] in f32, weighted; 0 where the slot is -1."""
+    """source[slots] in f32, weighted; 0 for slots of -1."""
     if not source.size(0):
         return torch.zeros((), dtype=torch.float32, device=source.device)
     rows = source[slots.long().clamp(min=0)].float()

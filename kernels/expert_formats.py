@@ -1,4 +1,4 @@
-"""What all experts of one activation format answer alike."""
+"""Base classes with the answers that all experts of one activation format share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_ep.topk_weight_and_reduce import (
 
 
 class StandardFormat(FusedMoEPermuteExpertsUnpermute):
-    """Experts that find each expert's rows themselves, and weight and sum what comes of them."""
+    """Experts that find the rows of each expert themselves, and weight and sum the results."""
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
@@ -27,12 +27,12 @@ class StandardFormat(FusedMoEPermuteExpertsUnpermute):
 
 
 class BatchedFormat(FusedMoEPermuteExpertsUnpermute):
-    """Experts that get each expert's rows, in place or by reference, and leave weights and sums to the backend.
+    """Experts that are given the rows of each expert, in place or by reference, and leave weighting to the backend.
 
     Args:
-        max_num_tokens, num_dispatchers: rows by reference come from so many ranks of so many tokens each; None: as
-            moe_config says.
-        more: of the class that says how experts are computed.
+        max_num_tokens, num_dispatchers: rows by reference come from num_dispatchers ranks with at most max_num_tokens
+            tokens each; None takes them from moe_config.
+        more: arguments of the class that computes the experts.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class BatchedFormat(FusedMoEPermuteExpertsUnpermute):
         return TopKWeightAndReduceDelegate()
 
     def max_rows(self, M: int, expert_tokens_meta: ExpertTokensMetadata | None) -> int:
-        """Rows that there is room for in an expert's output, where the input has M."""
+        """The rows that each expert's output has room for, if the input has M."""
         by_reference = expert_tokens_meta is not None and expert_tokens_meta.expert_row_ids is not None
         return self._max_rows if by_reference else M
 
     @staticmethod
     def given(expert_tokens_meta: ExpertTokensMetadata | None) -> ExpertTokensMetadata:
-        """The metadata itself; ValueError where prepare's is missing."""
+        """Returns the metadata, or raises ValueError if it is None."""
         if expert_tokens_meta is None:
             raise ValueError(
                 "expert_tokens_meta is None; batched experts need the number of rows of each expert, as the "

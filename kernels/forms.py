@@ -1,4 +1,4 @@
-"""Functions of two forms: plain torch, which is the reference and runs anywhere, and Triton kernels on GPUs."""
+"""Functions that have two forms: plain torch, the reference, which runs anywhere, and Triton kernels for GPUs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Plain = TypeVar("Plain", bound=Callable[..., Any])
 
 
 def form_for(plain: Plain, triton_form: str, *tensors: torch.Tensor) -> Plain:
-    """The Triton form where all tensors are on GPUs and hold something and Triton is installed, else the plain one.
+    """The Triton form if all tensors are on GPUs and not empty and Triton is installed, otherwise the plain one.
 
     Args:
-        triton_form: "module.function" of moe_ep.kernels, with the arguments and results of the plain form.
+        triton_form: "module.function" in moe_ep.kernels, with the same arguments and results as the plain form.
     """
     if all(tensor.is_cuda and tensor.numel() for tensor in tensors):
         return _imported(triton_form) or plain
@@ -25,7 +25,7 @@ def form_for(plain: Plain, triton_form: str, *tensors: torch.Tensor) -> Plain:
 
 @functools.cache
 def _imported(triton_form: str) -> Any:
-    """The function, or None where Triton is not installed."""
+    """The function, or None if Triton is not installed."""
     module, function = triton_form.rsplit(".", 1)
     try:
         return getattr(importlib.import_module(f"moe_ep.kernels.{module}"), function)

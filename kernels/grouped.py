@@ -1,9 +1,9 @@
-"""Experts of plain weights by torch's grouped matrix product: all rows of an expert beside each other, one product for
-w13 of all experts and one for w2.
+"""Experts with plain weights on torch's grouped matrix product: rows are sorted by expert, one product computes w13 of
+all experts, and another one w2.
 
-Row counts stay on the device and shapes follow from the most rows there can be, so passes can be captured. torch
-computes grouped products of bf16 on GPUs of sm_90 and sm_100 in one kernel; elsewhere it loops over the experts and
-waits for their row counts, and layers take the reference instead.
+Row counts stay on the device, and shapes follow from the largest possible number of rows, so passes can be captured.
+On GPUs of sm_90 and sm_100 torch computes grouped products of bf16 in one kernel. On others it loops over the experts
+and waits for their row counts, so layers use the reference there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from moe_ep.kernels.mul_sum import moe_fused_mul_sum
 _Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 # Major compute capabilities on which torch's grouped product is one kernel.
 _ONE_KERNEL = (9, 10)
-# It takes rows that begin at multiples of 16 bytes.
+# It needs rows that begin at multiples of 16 bytes.
 _ROW_BYTES = 16
 
 
 class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
-    """Both products and the activation on rows in the experts' order; the formats say how they come into it."""
+    """Both products and the activation, on rows sorted by expert; each format sorts them in its own way."""
 
     @classmethod
     def unusable_reason(cls) -> str | None:
@@ -70,7 +70,7 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
         activation: MoEActivation | str,
         ends: torch.Tensor,
     ) -> torch.Tensor:
-        """rows `[S, K]` in the experts' order, where expert e's end before ends[e] (int32 `[El]`), to `[S, K]`."""
+        """Computes rows `[S, K]` that are sorted by expert; those of expert e end before ends[e] (int32 `[El]`)."""
         experts = None
         if self.quant_config.w1_bias is not None:
             positions = torch.arange(rows.size(0), dtype=torch.int32, device=rows.device)
@@ -88,13 +88,13 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
         bias: torch.Tensor | None,
         experts: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`[S, in]` times each row's expert of `[El, out, in]`, with its bias `[out]` if there are any."""
+        """Multiplies rows `[S, in]` by their experts' weights `[El, out, in]`, and adds biases `[El, out]` if any."""
         product = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
         return product if bias is None else product.add_(bias[experts])
 
 
 class GroupedExperts(StandardFormat, _GroupedExpertsBase):
-    """Standard format: gathers the rows of each local expert, computes them, adds them up weighted, in slot order."""
+    """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order."""
 
     def workspace_shapes(
         self,

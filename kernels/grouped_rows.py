@@ -1,7 +1,7 @@
-"""Rows of grouped products: into the experts' order, through the activation, and back.
+"""The steps of grouped products that move rows: into the experts' order, through the activation, and back.
 
-Lists are as long as there can be rows; how many there are is a number on the device, and nothing is read or written
-behind it. Each function has a Triton form for CUDA tensors and a plain one, which is the reference.
+Lists have room for all possible rows; the actual number is on the device, and nothing beyond it is read or written.
+Each function has a Triton form for CUDA tensors and a plain one, which is the reference.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def move_rows(
 ) -> None:
     """target[targets[j]] = source[sources[j]] for j below count.
 
-    Example: source [a, b], sources [1, 1, 0], count [2]: target [b, b, as before].
+    Example: source [a, b], sources [1, 1, 0], count [2]: target [b, b, unchanged].
 
     Args:
         source, target: `[*, K]` of one dtype, each row contiguous.
-        sources, targets: int32 `[S]`, row numbers; None stands for 0, 1, 2, ...
+        sources, targets: int32 `[S]`, row numbers; None means 0, 1, 2, ...
         count: int32 `[1]`, at most S.
     """
     form_for(move_rows_reference, "triton_grouped_rows.triton_move_rows", source, target)(
@@ -40,7 +40,7 @@ def move_rows_reference(
     targets: torch.Tensor | None,
     count: torch.Tensor,
 ) -> None:
-    """The plain form of move_rows, which waits for the count."""
+    """move_rows in plain torch; waits for the count."""
     used = int(count)
     origins = slice(used) if sources is None else sources[:used].long()
     places = slice(used) if targets is None else targets[:used].long()
@@ -50,11 +50,11 @@ def move_rows_reference(
 def activate_rows(
     activation: MoEActivation | str, input: torch.Tensor, output: torch.Tensor, count: torch.Tensor
 ) -> None:
-    """The activation of the first `count` rows, computed in f32 and rounded once.
+    """Applies the activation to the first `count` rows, in f32 and rounded once.
 
     Args:
         input: `[S, 2N]` for a gated activation (gate, then up), `[S, N]` otherwise; contiguous.
-        output: `[S, N]`, contiguous; rows from count on are left alone.
+        output: `[S, N]`, contiguous; rows from count on are not written.
         count: int32 `[1]`, at most S.
     """
     form_for(activate_rows_reference, "triton_grouped_rows.triton_activate_rows", input)(
@@ -65,6 +65,6 @@ def activate_rows(
 def activate_rows_reference(
     activation: MoEActivation, input: torch.Tensor, output: torch.Tensor, count: torch.Tensor
 ) -> None:
-    """The plain form of activate_rows, which waits for the count."""
+    """activate_rows in plain torch; waits for the count."""
     used = int(count)
     apply_activation(activation, input[:used], output[:used])

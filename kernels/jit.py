@@ -1,12 +1,12 @@
-"""CUDA C++ kernels compiled at run time with NVRTC, through cuda.core: no nvcc, and the wheel stays pure Python.
+"""CUDA C++ kernels compiled at run time with NVRTC through cuda.core: nvcc is not needed, and the wheel is pure Python.
 
-A `KernelSource` names a .cu file, its `extern "C"` entry and the `-D` constants it is compiled with. `compile_only`
-needs neither a GPU nor a driver. `load` gives a launchable kernel for a device; cubins are kept on disk under
-MOE_EP_CACHE_DIR, keyed by source, own headers, options and the versions of the toolchain. Any number of processes
-may start at once: files of the cache are put in place atomically, and a race costs a compilation, never an error.
+A `KernelSource` names a .cu file, its `extern "C"` entry and the `-D` constants that it is compiled with.
+`compile_only` needs neither a GPU nor a driver. `load` returns a launchable kernel for a device; cubins are cached
+under MOE_EP_CACHE_DIR, keyed by source, our headers, options and the versions of the toolchain. Any number of processes
+may start at once: cache files are put in place atomically, and a race costs a compilation, never an error.
 
-Loading a module is not allowed under CUDA-graph capture, so whoever captures loads before: a first call outside
-the graph does it, and so does `load` itself.
+Modules cannot be loaded under CUDA-graph capture, so a kernel must be loaded before, by a first call outside the graph
+or by `load`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Archive:
 
     Attributes:
         path: the .a file.
-        include_paths: of its headers, and of those that they include.
-        start: makes loaded code ready; called once for each kernel, with its cuda.core.ObjectCode.
+        include_paths: the folders of its headers and of those that they include.
+        start: initialises loaded code; called once for each kernel, with its cuda.core.ObjectCode.
     """
 
     path: Path
@@ -54,10 +54,10 @@ class KernelSource:
     """A kernel to compile.
 
     Attributes:
-        path: the .cu file; its own headers are the .cuh files beside it.
+        path: the .cu file; our headers are the .cuh files next to it.
         entry: name of the `extern "C" __global__` function.
         defines: (name, value) pairs, passed as -D.
-        archive: what it is linked with; None for nothing.
+        archive: device code that it is linked with, or None.
     """
 
     path: Path
@@ -76,7 +76,7 @@ class Resources(NamedTuple):
 
 
 def compile_only(source: KernelSource, arch: str) -> Resources:
-    """Compiles for `arch` ("sm_80", "sm_90a") and reports what the kernel uses; touches no GPU, driver or cache.
+    """Compiles for `arch` ("sm_80", "sm_90a") and reports the resources used; touches no GPU, driver or cache.
 
     Raises:
         ImportError: cuda-core or NVRTC is missing.
@@ -108,11 +108,11 @@ class Kernel:
         self._function = checked(driver.cuKernelGetFunction(handle))
         self._context = checked(driver.cuCtxGetCurrent())
         self._shared_bytes = 0
-        # What was launched before, by grid, block, shared memory, `early` and stream.
+        # Launch configurations used so far, by grid, block, shared memory, `early` and stream.
         self._configs: dict[tuple[tuple[int, int, int], int, int, bool, int], Any] = {}
 
     def allow_shared(self, num_bytes: int) -> None:
-        """Raises the dynamic shared memory a launch may ask for; call before capture."""
+        """Raises the limit of dynamic shared memory per launch; must be called before capture."""
         if num_bytes > max(self._shared_bytes, 48 * 1024):
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             checked(self._driver.cuFuncSetAttribute(self._function, attribute, num_bytes))
@@ -129,8 +129,8 @@ class Kernel:
         """Launches on the current stream of the device; `params` is copied before this returns.
 
         Args:
-            early: let it come up before the kernel before it has ended (programmatic dependent launch, from Hopper on);
-                the kernel must wait for that one itself, with griddepcontrol.wait.
+            early: allow it to start before the previous kernel has ended (programmatic dependent launch, from Hopper
+                on); the kernel itself must wait for that one with griddepcontrol.wait.
         """
         index = self._device.index
         if torch.cuda.current_device() != index:
@@ -170,7 +170,7 @@ def capability(device_index: int) -> tuple[int, int]:
 
 
 def load(source: KernelSource, device: torch.device) -> Kernel:
-    """The kernel on `device`, compiled or taken from the cache on the first call.
+    """The kernel on `device`; the first call compiles it or takes it from the cache.
 
     Raises:
         ImportError: cuda-core or NVRTC is missing.
@@ -197,12 +197,12 @@ def load(source: KernelSource, device: torch.device) -> Kernel:
 
 
 def compile_ahead(source: KernelSource, device: torch.device) -> None:
-    """Compiles into the cache on disk what is not there yet, and loads nothing: processes may share the work."""
+    """Compiles a kernel into the disk cache, unless it is there, without loading it; processes may share the work."""
     _cubin(source, _arch_of(device))
 
 
 def unusable_reason() -> str | None:
-    """Why kernels cannot be compiled and run on this machine, with the mend, in one line; None where they can."""
+    """Why kernels cannot be compiled and run on this machine, and how to fix that, in one line; None if they can."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA GPU"
     capability = torch.cuda.get_device_capability()
@@ -222,12 +222,12 @@ def _arch_of(device: torch.device) -> str:
             f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; the "
             f"kernels need 8.0 (A100) or newer, choose experts='reference' on this GPU"
         )
-    # sm_90a has the instructions of Hopper alone; later architectures run what sm_80 has.
+    # sm_90a has instructions that only Hopper has; later architectures run the code for sm_80.
     return "sm_90a" if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
 
 
 def _cubin(source: KernelSource, arch: str) -> bytes:
-    """The machine code, from the cache on disk or compiled into it."""
+    """The machine code, from the disk cache; compiled into it if missing."""
     from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
 
     code, options = source.path.read_text(), _options(source, arch)
@@ -243,7 +243,7 @@ def _cubin(source: KernelSource, arch: str) -> bytes:
 
 
 def _compile(source: KernelSource, arch: str, log: io.StringIO | None = None) -> Any:
-    """A cubin, linked where the kernel has an archive; what ptxas reports goes into the log."""
+    """Compiles a cubin, and links it if the kernel has an archive; the output of ptxas goes into the log."""
     core = _cuda_core()
     program = core.Program(source.path.read_text(), "c++", _options(source, arch, report=log is not None))
     code = program.compile("cubin", logs=log)
@@ -268,7 +268,7 @@ def _options(source: KernelSource, arch: str, report: bool = False) -> Any:
 
 
 def _surroundings(source: KernelSource) -> bytes:
-    """A digest of own headers, the archive, and the version of cuda.core; the key itself holds NVRTC's."""
+    """A digest of our headers, the archive, and the version of cuda.core; the key itself covers NVRTC's version."""
     digest = hashlib.sha256(_cuda_core().__version__.encode())
     for header in sorted(source.path.parent.glob("*.cuh")):
         digest.update(header.name.encode() + b"\0" + header.read_bytes())
@@ -295,7 +295,7 @@ def _object_code_type() -> Any:
 
 
 def driver_bindings() -> Any:
-    """The driver's bindings; asked for first, since loading without a driver can hang instead of failing."""
+    """The driver's bindings. Checks for a driver first, since loading them without one can hang instead of failing."""
     _cuda_core()
     if ctypes.util.find_library("cuda") is None and not torch.cuda.is_available():
         raise BackendUnavailableError("libcuda.so.1 is not there; GPU kernels need NVIDIA's driver")
@@ -305,12 +305,12 @@ def driver_bindings() -> Any:
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Where a tensor lies, for a launch's structure; null where there is none."""
+    """A tensor's address for a launch structure; None, a null pointer, without a tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call; RuntimeError with the error's name where it failed."""
+    """The value of a driver call; RuntimeError with the error's name if it failed."""
     status, *values = result
     if int(status) != 0:
         raise RuntimeError(f"CUDA driver call failed with {status.name}")

@@ -18,18 +18,18 @@ def moe_fused_mul_sum(
 ) -> torch.Tensor:
     """outputs[t] = sum over slots j of topk_weights[t, j] * inputs[t, j].
 
-    Added in f32 with j rising, so the same input gives the same bits. A slot counts if its id is at least 0 and, where
-    there is an expert_map, local; any other may hold anything, NaN too. On CUDA tensors one Triton kernel reads what
-    counts once and writes the result once, with the same bits.
+    The sum is in f32 in the order of j, so the same input gives the same bits. A slot counts if its id is at least 0
+    and, with an expert_map, local; other slots may contain anything, even NaN. On CUDA tensors this is one Triton
+    kernel, which reads the slots that count once and writes the result once, with the same bits.
 
     Example: weights [[.5, 2]], inputs [[[2, 4], [1, nan]]], topk_ids [[3, -1]]: [[1, 2]].
 
     Args:
         inputs: `[T, topk, K]`, f32, f16 or bf16.
-        topk_weights: `[T, topk]`, any real dtype, taken as f32.
-        outputs: `[T, K]`, written in place; None makes one of the inputs' dtype.
-        topk_ids: integer `[T, topk]`, -1 for "no expert"; None means that every slot counts.
-        expert_map: integer `[E]`, global -> local, -1 where not local.
+        topk_weights: `[T, topk]`, any real dtype, converted to f32.
+        outputs: `[T, K]`, written in place; None creates one of the inputs' dtype.
+        topk_ids: integer `[T, topk]`, -1 for no expert; None means that every slot counts.
+        expert_map: integer `[E]`, global -> local, -1 if not local.
 
     Returns:
         `outputs`, rounded once from f32.
@@ -51,7 +51,7 @@ def mul_sum_reference(
     topk_ids: torch.Tensor | None,
     expert_map: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The plain form on any device, slot by slot; arguments as above, not checked."""
+    """The sum in plain torch, slot by slot, on any device; arguments as above, not checked."""
     total = torch.zeros(outputs.shape, dtype=torch.float32, device=inputs.device)
     counts = _counting_slots(topk_ids, expert_map)
     for slot in range(inputs.size(1)):
@@ -61,7 +61,7 @@ def mul_sum_reference(
 
 
 def _counting_slots(topk_ids: torch.Tensor | None, expert_map: torch.Tensor | None) -> torch.Tensor | None:
-    """Which slots count, bool `[T, topk]`; None where all do."""
+    """Which slots count, bool `[T, topk]`; None if all do."""
     if topk_ids is None:
         return None
     counts = topk_ids >= 0

@@ -1,8 +1,8 @@
-"""Rows in e4m3 for the wire: one byte a column, and one f32 scale for every 128 columns of a row.
+"""Rows in e4m3 for the wire: one byte per column, and one f32 scale for every 128 columns of a row.
 
-A quantized row is a run of bytes: K codes, padding to a multiple of 4, then ceil(K / 128) scales. The last group may be
-partial. value = code * scale, scale = max |x| of the group / 448, so the largest column of a group is exact up to the
-rounding of the scale.
+A quantized row is a sequence of bytes: K codes, padding to a multiple of 4, then ceil(K / 128) scales. The last group
+may be partial. value = code * scale with scale = max |x| of the group / 448, so the largest column of a group is exact
+up to the rounding of the scale.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moe_ep.kernels.forms import form_for
 
 GROUP_SIZE = 128
 E4M3_MAX = 448.0
-# The smallest normal f32: a group of zeros has this scale, so that nothing is divided by zero.
+# The smallest normal f32. A group of zeros has this scale, to avoid a division by zero.
 TINY_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -31,23 +31,23 @@ def quantized_row_bytes(hidden_size: int) -> int:
 
 
 def quantize_rows(rows: torch.Tensor) -> torch.Tensor:
-    """`[T, K]` f32, f16 or bf16 to uint8 `[T, quantized_row_bytes(K)]`.
+    """Quantizes `[T, K]` f32, f16 or bf16 to uint8 `[T, quantized_row_bytes(K)]`.
 
     Codes are rounded to nearest, ties to even, and have the signs of their columns; NaN stays NaN, and infinity becomes
-    it. Both forms, Triton on CUDA and plain torch, give the same bits.
+    NaN. Both forms, Triton on CUDA and plain torch, give the same bits.
     """
     quantized = rows.new_empty((rows.size(0), quantized_row_bytes(rows.size(1))), dtype=torch.uint8)
     return form_for(quantize_rows_reference, "triton_quantize.triton_quantize_rows", rows)(rows, quantized)
 
 
 def dequantize_rows(quantized: torch.Tensor, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """What quantize_rows made, back to `[T, K]` of `dtype`; `quantized` may have a row stride of its own."""
+    """Converts the result of quantize_rows back to `[T, K]` of `dtype`; `quantized` may have any row stride."""
     rows = quantized.new_empty((quantized.size(0), hidden_size), dtype=dtype)
     return form_for(dequantize_rows_reference, "triton_quantize.triton_dequantize_rows", rows)(quantized, rows)
 
 
 def quantize_rows_reference(rows: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
-    """The plain form on any device: writes `quantized` and returns it."""
+    """quantize_rows in plain torch, on any device; writes `quantized` and returns it."""
     num_tokens, hidden_size = rows.shape
     num_groups = -(-hidden_size // GROUP_SIZE)
     padded = torch.zeros((num_tokens, num_groups * GROUP_SIZE), dtype=torch.float32, device=rows.device)
@@ -55,10 +55,10 @@ def quantize_rows_reference(rows: torch.Tensor, quantized: torch.Tensor) -> torc
     groups = padded.view(num_tokens, num_groups, GROUP_SIZE)
     magnitudes = groups.abs()
     largest = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(dim=2)
-    # Divided by a tensor: torch on CUDA multiplies by the reciprocal of a scalar, which rounds differently.
+    # The divisor is a tensor, since torch on CUDA multiplies by the reciprocal of a scalar, which rounds differently.
     scales = (largest / torch.full_like(largest, E4M3_MAX)).clamp(min=TINY_SCALE)
     codes = (groups / scales[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    # Of infinity divided by infinity machines differ in the sign.
+    # Machines differ in the sign of infinity divided by infinity.
     codes = (codes & 0x7F) | (groups.signbit().to(torch.uint8) << 7)
     quantized[:, :hidden_size] = codes.flatten(1)[:, :hidden_size]
     start = scale_offset(hidden_size)
@@ -68,7 +68,7 @@ def quantize_rows_reference(rows: torch.Tensor, quantized: torch.Tensor) -> torc
 
 
 def dequantize_rows_reference(quantized: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The plain form on any device: writes `rows` and returns it."""
+    """dequantize_rows in plain torch, on any device; writes `rows` and returns it."""
     hidden_size = rows.size(1)
     codes = quantized[:, :hidden_size].contiguous().view(torch.float8_e4m3fn).float()
     scales = quantized[:, scale_offset(hidden_size) :].contiguous().view(torch.float32)

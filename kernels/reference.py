@@ -1,11 +1,11 @@
-"""The plain-torch experts: what every other implementation is compared with.
+"""The experts in plain torch, the reference for all other implementations.
 
-Nothing here is fast. Weights are dequantized to f32 one expert at a time, the arithmetic is f32 throughout, and the
-result is rounded once. Works on the CPU and on GPUs, for plain and quantized weights and every activation.
+Nothing here is optimised. Weights are dequantized to f32 one expert at a time, the arithmetic is f32 throughout, and
+the result is rounded once. It runs on CPUs and GPUs, for plain and quantized weights and every activation.
 
-Weights come plain, w1 `[El, 2N, K]` (gate rows, then up rows; `[El, N, K]` ungated) and w2 `[El, K, N]`, or in the
-canonical quantized form: uint8 codes of the same shapes, with scales `[El, out, in / group_size]` and zero points
-alike in the quant_config, and g_idx int32 `[El, in]` where the columns of a group are scattered (act-order).
+Weights are plain, w1 `[El, 2N, K]` (gate rows, then up rows; `[El, N, K]` if ungated) and w2 `[El, K, N]`, or in the
+canonical quantized form: uint8 codes of the same shapes, with scales and zero points `[El, out, in / group_size]` in
+the quant_config, and g_idx int32 `[El, in]` if the columns of a group are scattered (act-order).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat
 
 
 class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
-    """One expert in f32; the two formats below say which rows it gets."""
+    """Computes one expert in f32; the two formats below select its rows."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
     def _compute(
         self, rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, expert: int, activation: MoEActivation | str
     ) -> torch.Tensor:
-        """rows `[n, K]` through one expert, f32 `[n, K]`."""
+        """Runs rows `[n, K]` through one expert; returns f32 `[n, K]`."""
         bias1, bias2 = self.quant_config.w1_bias, self.quant_config.w2_bias
         hidden = F.linear(rows.float(), self._weight(w1, 0, expert), None if bias1 is None else bias1[expert].float())
         hidden = apply_activation(activation, hidden)
@@ -77,7 +77,7 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
 
 
 class ReferenceExperts(StandardFormat, _ReferenceExpertsBase):
-    """Standard format: finds the rows of each local expert, computes them, adds them up weighted, in expert order."""
+    """Standard format: finds the rows of each local expert, computes them, and sums them weighted in expert order."""
 
     def supports_cuda_graph(self) -> bool:
         return False
@@ -167,7 +167,7 @@ class BatchedReferenceExperts(BatchedFormat, _ReferenceExpertsBase):
             if row_ids is None:
                 rows = hidden_states[expert, :bound]
             else:
-                # Entries behind the count are not row numbers.
+                # Entries beyond the count are not row numbers.
                 rows = hidden_states[row_ids[expert, :bound].long().clamp(0, hidden_states.size(0) - 1)]
             result = self._compute(rows, w1, w2, expert, activation)
             belongs = torch.arange(bound, device=num_rows.device) < num_rows[expert]
@@ -176,7 +176,7 @@ class BatchedReferenceExperts(BatchedFormat, _ReferenceExpertsBase):
 
 
 def to_local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """Global ids to local indices, int64 `[T, topk]`: -1 stays -1 and so does every expert that is not local."""
+    """Converts global ids to local indices, int64 `[T, topk]`; -1, and every expert that is not local, becomes -1."""
     ids = topk_ids.long()
     if expert_map is None:
         return ids

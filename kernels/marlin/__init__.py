@@ -1,4 +1,4 @@
-"""Experts from packed 4- and 8-bit weights: packing, the functions, and the classes for the modular kernel."""
+"""Experts with packed 4- and 8-bit weights: packing, functions, and classes for the modular kernel."""
 
 from moe_ep.kernels.marlin import custom_ops as custom_ops  # registers torch.ops.moe_ep.*
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts, MarlinExperts

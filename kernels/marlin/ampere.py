@@ -1,7 +1,7 @@
-"""Launches the kernels of any GPU from sm_80 on: one for each GEMM, and one that puts columns in order (act-order).
+"""Launches the kernels for all GPUs from sm_80 on: one for each GEMM, and one that reorders columns (act-order).
 
-They compute everything that packed weights can be; on Hopper they serve what its own kernels do not. Columns put in
-order need no scratch: they lie where the results will.
+They support all packed weights; on Hopper they compute what its own kernels do not. Reordered columns need no scratch,
+since they are written to where the results will go.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def kernel_source(
     """The kernel of w13 (`phase` 0) or w2 (1).
 
     Args:
-        group_columns: columns that share a scale; -1 where a row has one group, 0 where each column's is looked up.
+        group_columns: columns that share a scale; -1 if a row has one group, 0 if each column's group is looked up.
     """
     defines = {
         "WEIGHT_TYPE": type_number(kind, scale_dtype),
@@ -76,12 +76,12 @@ def kernel_source(
 
 
 def gather_source(phase: int) -> jit.KernelSource:
-    """The kernel that puts the columns of w13's input (`phase` 0) or w2's (1) in order."""
+    """The kernel that reorders the columns of w13's input (`phase` 0) or w2's (1)."""
     return jit.KernelSource(CUDA / "ampere_gather.cu", "gather_columns", (("PHASE", str(phase)),))
 
 
 def group_columns(weights: Weights) -> int:
-    """As kernel_source takes it."""
+    """The value for kernel_source's argument of this name."""
     if not weights.has_regular_groups:
         return _LOOKED_UP
     groups = weights.scales.size(1)
@@ -112,7 +112,7 @@ def launch(
 
 
 def _kernels(pair: WeightPair) -> list[tuple[Weights, jit.Kernel, int]]:
-    """The weights of w13 and w2, each with its kernel and the shared memory that it is launched with."""
+    """The weights of w13 and w2, each with its kernel and the kernel's shared memory."""
     found = []
     for phase, weights in enumerate((pair.w13, pair.w2)):
         columns = group_columns(weights)
@@ -124,16 +124,16 @@ def _kernels(pair: WeightPair) -> list[tuple[Weights, jit.Kernel, int]]:
 
 
 def partials_numel(max_rows: int, device: torch.device) -> int:
-    """f32 numbers a launch needs for tiles that several blocks share."""
+    """The f32 numbers that a launch needs for tiles that several blocks share."""
     return _SLICES_PER_BLOCK * _BLOCKS_PER_SM * _sizes(device.index or 0)[0] * _TILE_ROWS * _tile_tokens(max_rows)
 
 
 def in_packed_order(
     output: torch.Tensor, hidden_states: torch.Tensor, w13: Weights, rows: Rows
 ) -> tuple[torch.Tensor, Rows]:
-    """The rows with their columns as w13 has them, written to `output` where they are not so yet, and how to read them.
+    """The rows with their columns in w13's order, and how to read them; `output` is used to reorder them if necessary.
 
-    Every expert has an order of its own, so a row that several experts read is written once for each.
+    Every expert has its own order, so a row that several experts read is written once for each.
     """
     if w13.sort_indices is None:
         return hidden_states, rows
@@ -156,7 +156,7 @@ def _gather(params: ExpertsParams, weights: Weights, phase: int, source: torch.T
 
 
 def _shared_bytes(kind: WeightType, weights: Weights, num_experts: int) -> int:
-    """Three stages of codes, scales and tokens, and the tables."""
+    """The bytes of three stages of codes, scales and tokens, and of the tables."""
     columns = group_columns(weights)
     groups = _STEP_COLUMNS // columns if 0 < columns < _STEP_COLUMNS else 1 if columns != _LOOKED_UP else 0
     per_row = _STEP_COLUMNS * kind.bits // 8
@@ -165,12 +165,12 @@ def _shared_bytes(kind: WeightType, weights: Weights, num_experts: int) -> int:
 
 
 def _tile_tokens(max_rows: int) -> int:
-    """Tokens that the sums of one slice are kept for, in whole products of 16."""
+    """The number of tokens whose sums a slice keeps, in whole products of 16."""
     return min(_TILE_TOKENS, -(-max_rows // 16) * 16)
 
 
 @functools.cache
 def _sizes(device_index: int) -> tuple[int, int]:
-    """SMs, and the shared memory of each."""
+    """The number of SMs, and the shared memory of each."""
     properties = torch.cuda.get_device_properties(device_index)
     return properties.multi_processor_count, properties.shared_memory_per_multiprocessor  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Checks of what a caller hands to the experts' functions, before anything is launched."""
+"""Checks of the arguments of the experts' functions, made before anything is launched."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def check_weight_pair(
     first: tuple,
     second: tuple,
 ) -> WeightPair:
-    """Both GEMMs' weights, checked against each other, for activations of one dtype.
+    """Checks the weights of both GEMMs, and that they fit each other and the activations' dtype.
 
     `first` and `second` are (qweight, scales, zeros, bias, alphas, g_idx, sort_indices) of w1 and w2.
 
     Raises:
-        ValueError: naming the argument that does not fit.
+        ValueError: an argument that does not fit; the message names it.
     """
     check_activation_dtype(act_dtype)
     w13 = check_weights(1, kind, act_dtype, activation.is_gated, is_k_full, *first)
@@ -52,7 +52,7 @@ def check_weight_pair(
 def check_batch(
     pair: WeightPair, hidden_states: torch.Tensor, counts: torch.Tensor, row_ids: torch.Tensor | None
 ) -> None:
-    """ValueError unless the batched rows, their counts and their ids fit the weights and each other."""
+    """Raises ValueError unless the batched rows, their counts and their ids fit the weights and each other."""
     num_experts = pair.num_experts
     _check_rows(pair, hidden_states)
     if counts.dtype != torch.int32 or counts.shape != (num_experts,):
@@ -80,7 +80,7 @@ def check_batch(
 def check_tokens(
     pair: WeightPair, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, on_input: bool
 ) -> None:
-    """ValueError unless tokens, ids and router weights fit the weights and each other."""
+    """Raises ValueError unless tokens, ids and router weights fit the experts' weights and each other."""
     _check_rows(pair, hidden_states)
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; it must be [T, K]")

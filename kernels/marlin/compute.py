@@ -1,4 +1,4 @@
-"""The experts on rows and weights that were checked, on a GPU by kernels and elsewhere in plain torch."""
+"""Computes the experts from arguments that were checked, with kernels on a GPU and in plain torch elsewhere."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def compute_tokens(
 
 
 def sort_by_expert(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None = None) -> Rows:
-    """Slots `[T, topk]` of the local experts, one expert after the other and in slot order; no host synchronisation.
+    """The slots of `[T, topk]` of the local experts, expert by expert and in slot order; no host synchronisation.
 
-    Example: ids [[1, -1], [0, 1]], 2 experts: counts [1, 2], slots 2, 0, 3 (and what is behind them means nothing).
+    Example: ids [[1, -1], [0, 1]], 2 experts: counts [1, 2], slots 2, 0, 3, and undefined after that.
     """
     slots, counts = sort_slots_by_expert(topk_ids, num_experts, expert_map)
     return Rows(counts, topk_ids.numel(), slots, topk_ids.size(1), is_sorted=True)
@@ -93,7 +93,7 @@ def _plain_slots(
     pair: WeightPair,
     activation_func: ActivationFunction | None,
 ) -> None:
-    """Every slot's row through its expert; on a GPU every expert takes all rows, so that shapes are static."""
+    """Runs every slot's row through its expert; on a GPU every expert computes all rows, so that shapes are static."""
     for expert in range(pair.num_experts):
         chosen = local_ids == expert
         if not rows.is_cuda:
@@ -107,14 +107,14 @@ def _plain_slots(
 
 
 def _scratch(given: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-    """`numel` numbers of `like`'s dtype, from the given buffer where it has them."""
+    """`numel` numbers of `like`'s dtype, from the given buffer if it is large enough."""
     if given is not None and given.dtype == like.dtype and given.is_contiguous() and given.numel() >= numel:
         return given.view(-1)[:numel]
     return like.new_empty(numel)
 
 
 def _partials(given: torch.Tensor | None, max_rows: int, like: torch.Tensor, used: int = 0) -> torch.Tensor:
-    """f32 scratch for shared tiles, from the given buffer behind its first `used` numbers where it has room."""
+    """f32 scratch for shared tiles, from the given buffer after its first `used` numbers if there is room."""
     numel = partials_numel(max_rows, like.device)
     start = -(-used // 128) * 128
     fits = given is not None and given.dtype == like.dtype and given.is_contiguous()

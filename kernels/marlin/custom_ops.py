@@ -1,6 +1,6 @@
 """The two functions as torch operators, so that torch.compile sees one node for each.
 
-They write `output` and nothing else; the functions call them by themselves while a graph is traced.
+They write nothing but `output`. The functions call them while a graph is being traced.
 """
 
 from __future__ import annotations

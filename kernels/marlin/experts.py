@@ -1,8 +1,8 @@
-"""The packed 4- and 8-bit experts as parts of the modular kernel, one class for each activation format.
+"""Packed 4- and 8-bit experts for the modular kernel, one class for each activation format.
 
-Scratch of a pass: `workspace2` holds the activation's output (N numbers a row), `workspace13` what
-shared tiles need, at most 35 MB (and, in the Standard format, one row of K for each slot). There is no room for gate
-and up rows: they never leave the kernel.
+Scratch of a pass: `workspace2` holds the activation's output (N numbers per row), and `workspace13` the partial sums
+of tiles that several blocks share, at most 35 MB, and in the Standard format also one row of K for each slot. Gate and
+up rows need no scratch, since they never leave the kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
-    """What both formats share: the weights' companions and the problem's size."""
+    """What both formats share: the tensors that belong to the weights, and the problem size."""
 
     def __init__(
         self,
@@ -110,14 +110,14 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> tuple[int, int, int, int, int]:
-        """(E, M, N, K, topk), N the intermediate size: packed w2 has N / 16 in its second dimension."""
+        """Returns (E, M, N, K, topk); N is the intermediate size, as packed w2 has N / 16 in its second dimension."""
         M = a1.size(1) if a1.dim() == 3 else a1.size(0)
         return w1.size(0), M, w2.size(1) * 16, a1.size(-1), topk_ids.size(-1)
 
     def _weights(
         self, w1: torch.Tensor, w2: torch.Tensor, activation: MoEActivation | str, act_dtype: torch.dtype
     ) -> WeightPair:
-        """The weights with their companions; checked again only where they are not those of the last pass."""
+        """The weights with the tensors that belong to them; checked again only if they changed since the last pass."""
         pair = self._pair
         if (
             pair is None
@@ -133,7 +133,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         return pair
 
     def _partials(self, max_rows: int) -> int:
-        """Numbers of the activations' dtype that shared tiles need."""
+        """The scratch for shared tiles, in numbers of the activations' dtype."""
         return 2 * partials_numel(max_rows, self._device) if self._device.type == "cuda" else 0
 
 
@@ -205,7 +205,7 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
 
 
 class MarlinExperts(StandardFormat, _MarlinExpertsBase):
-    """Standard format: gathers the rows of each local expert, computes them, adds them up weighted, in slot order."""
+    """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order."""
 
     def workspace_shapes(
         self,

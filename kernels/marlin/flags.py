@@ -1,4 +1,4 @@
-"""Flags that kernels leave as they found them or count up: cleared once, so that no launch needs a memset."""
+"""Flags that kernels reset after use or only count up, so they are cleared once and no launch needs a memset."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _buffers: dict[tuple[int, int, str], list[torch.Tensor]] = {}
 
 
 def stream_flags(device: torch.device, kernel: str, numel: int) -> torch.Tensor:
-    """int32 flags of the current stream for one kernel, zero at first; like the scratch, one set a stream.
+    """The int32 flags of one kernel on the current stream, initially zero.
 
-    Outgrown ones are kept: a captured graph may still use them.
+    If they become too small, the old ones are kept, since a captured graph may still use them.
     """
     buffers = _buffers.setdefault((device.index or 0, current_stream(device), kernel), [])
     if not buffers or buffers[-1].numel() < numel:

@@ -1,8 +1,8 @@
-"""The experts as functions: batched, batched by reference, and on a list of tokens with their chosen experts.
+"""The experts as functions: for batched rows, in place or by reference, and for tokens with the ids of their experts.
 
-On a GPU from sm_80 on they are computed by kernels (gemm.py says which). On the CPU, and with an activation_func of the
-caller's, the same functions dequantize and multiply in f32 with torch.
-Arguments are checked before anything is launched; a ValueError names the one that does not fit.
+On GPUs from sm_80 on, kernels compute them (gemm.py chooses which). On the CPU, and if the caller passes an
+activation_func, the same functions dequantize the weights and multiply in f32 with torch. Arguments are checked before
+anything is launched; a ValueError names the one that does not fit.
 """
 
 from __future__ import annotations
@@ -50,29 +50,30 @@ def batched_fused_marlin_moe(
     inplace: bool = False,
     expert_row_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each local expert on its own rows: w13, activation, w2, unweighted.
+    """Computes each local expert on its own rows: w13, activation, w2; the results are not weighted.
 
     Args:
         hidden_states: bf16 or f16 `[El, max_tokens, K]`; with expert_row_ids `[num_rows, K]`.
-        expert_num_tokens: int32 `[El]`, on the device; only rows below it are read or written.
+        expert_num_tokens: int32 `[El]`, on the device; rows from this number on are neither read nor written.
         w1, w2: packed weights (repack.pack_marlin), of 2N x K (gate, then up; N x K ungated) and K x N.
-        bias1, bias2: `[El, 2N]` and `[El, K]`, gate then up, or None.
+        bias1, bias2: `[El, 2N]`, gate then up, and `[El, K]`, or None.
         w1_scale, w2_scale, w1_zeros, w2_zeros: as packed.
-        global_scale1, global_scale2: f32 `[El]`; `[El, 2]` for w1 where gate and up differ.
-        intermediate_cache13, intermediate_cache2: scratch, made where missing or too small; workspace is not needed.
-        output: `[El, max_tokens, K]`, made where missing; inplace writes over hidden_states.
+        global_scale1, global_scale2: f32 `[El]`; `[El, 2]` for w1 if gate and up differ.
+        workspace: not used.
+        intermediate_cache13, intermediate_cache2: scratch, allocated if missing or too small.
+        output: `[El, max_tokens, K]`, allocated if missing; inplace writes over hidden_states instead.
         g_idx1, g_idx2, sort_indices1, sort_indices2: act-order, int32 `[El, K]` and `[El, N]`, as packed: the group of
-            each packed column, and the input column it multiplies. sort_indices alone, where the groups are in order
-            once the columns are; g_idx alone, where the columns are in order.
-        is_k_full: every group has as many columns, so g_idx says no more than that; False where w1 and w2 hold a part
-            of the columns, and scales of all groups.
-        expert_row_ids: int32 `[El, max_tokens]`: the input row of each expert's rows.
+            each packed column, and the input column that it multiplies. sort_indices alone if sorted columns have their
+            groups in order; g_idx alone if the columns are in order already.
+        is_k_full: all groups have the same number of columns, so g_idx is not needed to find them; False if w1 and w2
+            hold a part of the columns, with the scales of all groups.
+        expert_row_ids: int32 `[El, max_tokens]`, the input row of each of an expert's rows.
 
     Returns:
-        `[El, max_tokens, K]`; rows at or above expert_num_tokens are left as they were.
+        `[El, max_tokens, K]`; rows from expert_num_tokens on are not changed.
 
     Raises:
-        ValueError: a wrong dtype, shape, type id, group size, or something missing; nothing was launched.
+        ValueError: a wrong dtype, shape, type id or group size, or something missing; nothing was launched.
     """
     if apply_router_weight_on_input:
         raise ValueError(
@@ -136,21 +137,22 @@ def fused_marlin_moe(
     input_dtype: torch.dtype | None = None,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """The chosen experts of every token, weighted and summed in slot order.
+    """Computes the experts of every token, and sums the results weighted in slot order.
 
-    Args: as batched_fused_marlin_moe, and
+    Args: as for batched_fused_marlin_moe, and
         hidden_states: bf16 or f16 `[T, K]`.
         topk_weights: f32 `[T, topk]`.
-        topk_ids: `[T, topk]`, global ids, -1 for none; expert_map int32 takes them to local ones (None: they are).
-        apply_router_weight_on_input: multiply the rows instead of the results (topk must be 1).
-        activation_func: `f(activation, output, input)` in place of the built-in activation.
-        moe_sum: `f(rows [T, topk, K], output)` in place of the built-in sum; gets weighted rows, skipped ones zero.
+        topk_ids: `[T, topk]`, global ids, -1 for no expert.
+        expert_map: int32, global -> local ids; None if ids are local.
+        apply_router_weight_on_input: multiply the rows instead of the results by the weights (topk must be 1).
+        activation_func: `f(activation, output, input)`, used instead of the built-in activation.
+        moe_sum: `f(rows [T, topk, K], output)`, used instead of the built-in sum; rows are weighted, skipped ones zero.
 
     Returns:
         `[T, K]`.
 
     Raises:
-        ValueError: a wrong dtype, shape, type id, group size, or something missing; nothing was launched.
+        ValueError: a wrong dtype, shape, type id or group size, or something missing; nothing was launched.
     """
     act = MoEActivation.parse(activation)
     if input_dtype not in (None, hidden_states.dtype) or not (input_global_scale1 is input_global_scale2 is None):

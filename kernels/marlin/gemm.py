@@ -1,7 +1,7 @@
-"""Which kernels compute the experts' two GEMMs and the activation between them.
+"""Chooses the kernels that compute the experts' two GEMMs and the activation between them.
 
-Hopper has kernels of its own (hopper.py); GPUs from sm_80 on, and Hopper for what its own do not take, run those of
-ampere.py. Both take weights in the one packed layout.
+Hopper has its own kernels (hopper.py). Other GPUs from sm_80 on, and Hopper for cases that its own kernels do not
+support, run those of ampere.py. Both read the same packed layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OLDEST = (8, 0)
 
 
 def partials_numel(max_rows: int, device: torch.device) -> int:
-    """f32 numbers a launch needs as scratch, beside the activation's output."""
+    """The f32 numbers of scratch that a launch needs in addition to the activation's output."""
     kernels = hopper if jit.capability(device.index or 0) == _HOPPER else ampere
     return kernels.partials_numel(max_rows, device)
 
@@ -33,14 +33,14 @@ def run_experts(
     partials: torch.Tensor,
     ampere_only: bool = False,
 ) -> None:
-    """Computes every expert's rows; all arguments checked by the caller, all on one GPU.
+    """Computes every expert's rows. The caller has checked all arguments, and all are on one GPU.
 
     Args:
-        output: `[E, max_rows, K]`, or `[num_ids, K]` where rows are sorted.
+        output: `[E, max_rows, K]`, or `[num_ids, K]` if rows are sorted.
         hidden_states: rows of K numbers; may be `output`.
-        hidden: scratch for the activation's output, N numbers for each row.
-        partials: f32 scratch, partials_numel.
-        ampere_only: leave Hopper's own kernels out, so that tests can run on it what other GPUs would.
+        hidden: scratch for the activation's output, N numbers per row.
+        partials: f32 scratch of partials_numel numbers.
+        ampere_only: do not use Hopper's own kernels, so that tests can run those of other GPUs on it.
 
     Raises:
         BackendUnavailableError: the GPU is older than sm_80.
@@ -57,8 +57,8 @@ def run_experts(
 
 
 def _hopper_serves(pair: WeightPair) -> bool:
-    """Whether it is Hopper whose kernels compute this: groups in order and equally far apart, w2's columns as w13's
-    rows, and no more experts than there is room for. BackendUnavailableError for GPUs that no kernels are for."""
+    """Whether Hopper's own kernels can compute this: groups in order and with one spacing, w2's columns in the order of
+    w13's rows, and not too many experts. BackendUnavailableError on GPUs for which there are no kernels."""
     capability, w13, w2 = torch.cuda.get_device_capability(pair.device), pair.w13, pair.w2
     if capability < _OLDEST:
         raise BackendUnavailableError(

@@ -1,8 +1,8 @@
-"""From the canonical weights of an expert to packed ones: what has a packed form, and columns out of order (act-order).
+"""Converts canonical weights to packed ones: which weights have a packed form, and what becomes of act-order.
 
-w2 multiplies the activation's output, whose order is free: w13's rows may come in any, gate and up alike. Put into the
-order that sorts w2's columns by group, they leave w2 a matrix without act-order. w13's own columns belong to tokens
-that other experts read too, so their order is looked after while it runs.
+w2 multiplies the activation's output, whose order is free, since w13's rows can be in any order as long as gate and up
+have the same. If they are put into the order that sorts w2's columns by group, w2 no longer needs act-order. w13's
+own columns multiply tokens that other experts read too, so their order is handled at run time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_ep.scalar_type import ScalarType, scalar_types
 
 
 def not_packed_reason(weights: CanonicalWeights, row_multiple: int) -> str | None:
-    """Why these weights have no packed form, or None."""
+    """Why these weights have no packed form; None if they have one."""
     kind = WEIGHT_TYPES.get(weights.quant_type_id)
     _, num_rows, num_columns = weights.codes.shape
     if kind is None:
@@ -36,7 +36,7 @@ def not_packed_reason(weights: CanonicalWeights, row_multiple: int) -> str | Non
 def pack_experts(
     w13: CanonicalWeights, w2: CanonicalWeights, act_dtype: torch.dtype, gated: bool, has_bias: bool
 ) -> tuple[ExpertWeights, ExpertWeights]:
-    """Both matrices packed, with no more of act-order than has to be looked after while they run."""
+    """Packs both matrices, keeping only the part of act-order that has to be handled at run time."""
     if has_bias:
         return _packed(w13, act_dtype, gated), _packed(w2, act_dtype, False)
     w13, w2 = in_order_of_w2(w13, w2)
@@ -44,10 +44,10 @@ def pack_experts(
 
 
 def in_order_of_w2(w13: CanonicalWeights, w2: CanonicalWeights) -> tuple[CanonicalWeights, CanonicalWeights]:
-    """The same experts with w2's columns sorted by group, expert by expert, and w13's rows in the order of them.
+    """The same experts with w2's columns sorted by group, separately for each expert, and w13's rows in that order.
 
-    w13's rows are those of one matrix, or of several (gate, up) with as many rows each. Biases of w13 would have to
-    follow; there must be none.
+    w13 is one matrix, or several (gate, up) with the same number of rows. It must not have biases, which would have to
+    be reordered too.
     """
     if w2.g_idx is None:
         return w13, w2
@@ -63,7 +63,7 @@ def in_order_of_w2(w13: CanonicalWeights, w2: CanonicalWeights) -> tuple[Canonic
 
 
 def has_all_groups(group_size: int | None, num_groups: int, num_columns: int) -> bool:
-    """Whether the groups are those of these columns, and not of a whole of which they are a part."""
+    """Whether the groups are those of these columns alone, rather than of a larger matrix of which they are a part."""
     return num_groups == 1 or group_size is None or num_groups * group_size == num_columns
 
 
@@ -80,12 +80,12 @@ def _packed(weights: CanonicalWeights, act_dtype: torch.dtype, gated: bool) -> E
         weights.g_idx,
     )
     if has_all_groups(weights.group_size, packed.scales.size(1), weights.codes.size(2)):
-        packed = packed._replace(g_idx=None)  # it says no more than that now
+        packed = packed._replace(g_idx=None)  # the groups are in order, so it is redundant
     return ExpertWeights(*packed, global_scales=weights.global_scales)
 
 
 def _irregular_reason(weights: CanonicalWeights) -> str | None:
-    """Why sorting the columns by group does not leave as many in each, where it should; None where it does."""
+    """Why sorting the columns by group does not give groups of equal size, if it should; None if it does."""
     if weights.g_idx is None or not has_all_groups(weights.group_size, weights.scales.size(2), weights.codes.size(2)):
         return None
     num_columns = weights.codes.size(2)
@@ -97,6 +97,6 @@ def _irregular_reason(weights: CanonicalWeights) -> str | None:
 
 
 def _take(values: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
-    """`[E, out, in]` with the rows (dim 1) or columns (2) in another order for each expert; for one-byte floats too."""
+    """Reorders the rows (dim 1) or columns (dim 2) of `[E, out, in]` for each expert; works for one-byte floats too."""
     plain = values.view(torch.uint8) if values.dtype.itemsize == 1 else values
     return plain.gather(dim, index.unsqueeze(3 - dim).expand(values.shape)).view(values.dtype)

@@ -1,4 +1,4 @@
-"""The packed weights of both GEMMs of the local experts, checked once for all the passes that they serve."""
+"""The packed weights of both GEMMs of the local experts, checked once and used for many passes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class WeightPair:
-    """w13 and w2 that fit together, and what else follows from them alone.
+    """w13 and w2 that fit each other, with values that are derived from them and cached.
 
-    Experts keep one from pass to pass: the tensors' contents may change, their storage must stay where it is.
+    Experts keep a pair from pass to pass: the contents of its tensors may change, but their storage must not move.
 
     Attributes:
         kind: number type of both.
-        act_dtype: of the activations that they were checked for.
-        device: where all their tensors are.
+        act_dtype: dtype of the activations that they were checked for.
+        device: the device of all their tensors.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class WeightPair:
         self._known: dict[Callable[[WeightPair], Any], Any] = {}
 
     def once(self, of: Callable[[WeightPair], T]) -> T:
-        """`of(self)`, computed by the first call that asks for it."""
+        """`of(self)`, computed by the first call and cached."""
         if of not in self._known:
             self._known[of] = of(self)
         return self._known[of]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has tensors of its own, so what is known of these is not copied."""
+        """A copy has tensors of its own, so cached values are not copied."""
         return self.__dict__ | {"_known": {}}

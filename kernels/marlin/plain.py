@@ -1,6 +1,6 @@
-"""The same experts in plain torch: weights dequantized to f32 one expert at a time, matrix products in f32.
+"""The packed experts in plain torch: weights are dequantized to f32 one expert at a time, and products are in f32.
 
-This is what the functions run on the CPU, and what the kernels are compared with. On a GPU it serves a caller's own
+The functions run this on the CPU, and the kernels are compared with it. On a GPU it is used if the caller passes an
 activation function, with static shapes and without a host synchronisation.
 """
 
@@ -22,7 +22,7 @@ ActivationFunction = Callable[[MoEActivation, torch.Tensor, torch.Tensor], None]
 
 
 def dequantize_packed(weights: Weights, kind: WeightType, expert: int) -> torch.Tensor:
-    """f32 `[rows, columns]` of one expert in natural order: (code - zero point) * scale * global scale."""
+    """Dequantizes one expert to f32 `[rows, columns]` in natural order."""
     packed = PackedWeights(
         weights.qweight[expert : expert + 1],
         weights.scales[expert : expert + 1],
@@ -48,7 +48,7 @@ def dequantize_packed(weights: Weights, kind: WeightType, expert: int) -> torch.
 def compute_expert(
     rows: torch.Tensor, pair: WeightPair, expert: int, activation_func: ActivationFunction | None = None
 ) -> torch.Tensor:
-    """rows `[n, K]` through one expert, f32 `[n, K]`."""
+    """Runs rows `[n, K]` through one expert; returns f32 `[n, K]`."""
     kind, w13, w2, activation = pair.kind, pair.w13, pair.w2, pair.activation
     bias1, bias2 = (None if w.bias is None else w.bias[expert].float() for w in (w13, w2))
     gate_up = F.linear(rows.float(), dequantize_packed(w13, kind, expert), bias1)

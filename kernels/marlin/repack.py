@@ -1,8 +1,8 @@
-"""From plain codes to the layout that the grouped GEMM streams, and back.
+"""Converts plain codes to the layout that the grouped GEMM reads, and back.
 
 The GEMM multiplies 16 weight rows x 16 input columns at a time, with the weights as operand A of the tensor cores:
-lane `4 * g + t` of a warp holds rows g and g + 8, columns 2t, 2t + 1, 2t + 8, 2t + 9. The packed form holds, for each
-lane, what it needs for 32 columns, so that a warp reads whole lines and nothing is shuffled after.
+lane `4 * g + t` of a warp holds rows g and g + 8, columns 2t, 2t + 1, 2t + 8, 2t + 9. The packed form stores together
+what a lane needs for 32 columns, so that a warp reads whole cache lines and nothing has to be shuffled.
 
     weights of one expert        rows (packed order) x columns
       strip     64 rows, all columns; the last one may have 32           one after the other
@@ -46,7 +46,8 @@ class PackedWeights(NamedTuple):
         scales: `[E, groups, out]`, dtype as given.
         zeros: `[E, groups, out]` zero points as numbers of the scales' dtype, or None.
         g_idx: int32 `[E, in]`, sorted, with act-order; else None.
-        sort_indices: int32 `[E, in]`: packed column i is the checkpoint's column sort_indices[i]; else None.
+        sort_indices: int32 `[E, in]` with act-order: packed column i is the checkpoint's column sort_indices[i]; else
+            None.
     """
 
     qweight: torch.Tensor
@@ -65,10 +66,10 @@ def pack_marlin(
     gated: bool = False,
     g_idx: torch.Tensor | None = None,
 ) -> PackedWeights:
-    """Packs the experts' weights, on the device they are on.
+    """Packs the experts' weights, on their device.
 
     Args:
-        codes: uint8 `[E, out, in]`, one stored code a byte; out and in multiples of 32. Of w13: gate rows, then up.
+        codes: uint8 `[E, out, in]`, one stored code per byte; out and in are multiples of 32. w13: gate rows, then up.
         scales: `[E, out, groups]`; with g_idx there may be more groups than in / group_size (a shard of the columns).
         group_size: input columns that share a scale, -1 for all.
         zero_points: uint8 `[E, out, groups]`, for types that have them.
@@ -101,7 +102,7 @@ def pack_marlin(
 def unpack_marlin(
     packed: PackedWeights, quant_type_id: int, group_size: int, gated: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The exact inverse of pack_marlin: (codes, scales, zero_points) as they were given to it.
+    """The exact inverse of pack_marlin: returns the (codes, scales, zero_points) that were packed.
 
     Raises:
         ValueError: an unknown type id, or a group size that the type does not take.
@@ -125,7 +126,7 @@ def unpack_marlin(
 
 
 def row_order(num_rows: int, gated: bool, device: torch.device | str = "cpu") -> torch.Tensor:
-    """int64 `[num_rows]`: which row lies at each packed position."""
+    """int64 `[num_rows]`: the row at each packed position."""
     block = torch.arange(num_rows // 16, device=device).view(-1, 1, 1)
     half = torch.arange(2, device=device).view(1, 2, 1)
     j = torch.arange(8, device=device).view(1, 1, 8)
@@ -135,25 +136,25 @@ def row_order(num_rows: int, gated: bool, device: torch.device | str = "cpu") ->
 
 
 def _scale_order(num_rows: int, device: torch.device) -> torch.Tensor:
-    """int64 `[num_rows]`: the packed position whose scale lies at each place: 8 h + g at place 2 g + h."""
+    """int64 `[num_rows]`: the packed position of each scale; place 2 g + h has that of position 8 h + g."""
     return torch.arange(num_rows, device=device).view(-1, 2, 8).transpose(1, 2).flatten()
 
 
 def _reorder(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """values[..., order], contiguous, for one-byte float types too (torch has no indexing for all of them)."""
+    """values[..., order], contiguous; also for one-byte float types, not all of which torch can index."""
     if values.dtype.itemsize == 1:
         return values.view(torch.uint8)[..., order].contiguous().view(values.dtype)
     return values[..., order].contiguous()
 
 
 def _strips(num_rows: int) -> list[tuple[int, int]]:
-    """(first row, rows) of the whole strips together, and of the last one where it has 32."""
+    """(first row, rows) of all whole strips together, and of the last strip if it has 32 rows."""
     whole = num_rows // STRIP * STRIP
     return [(0, whole)] * (whole > 0) + [(whole, num_rows - whole)] * (num_rows > whole)
 
 
 def pack_codes_reference(codes: torch.Tensor, bits: int, gated: bool) -> torch.Tensor:
-    """uint8 `[E, out, in]`, contiguous, to int32 `[E, all]`: the plain form of `triton_pack_codes`, on any device."""
+    """Packs contiguous uint8 `[E, out, in]` to int32 `[E, all]`: `triton_pack_codes` in plain torch, on any device."""
     num_experts, _, num_columns = codes.shape
     rows = row_order(codes.size(1), gated, codes.device)
     # Eight codes at a time, which the columns are a multiple of.

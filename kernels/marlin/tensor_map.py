@@ -1,7 +1,7 @@
-"""Tensor maps: what Hopper's tensor copies need to know about a matrix in global memory.
+"""Tensor maps, which describe a matrix in global memory for Hopper's tensor copies.
 
-A map is a pure function of address and shape, so maps are kept and found again; encoding one takes microseconds. The
-format of the 128 bytes is the driver's own (CUDA driver API, cuTensorMapEncodeTiled).
+A map depends only on address and shape, so maps are cached; encoding one takes microseconds. The format of the 128
+bytes is internal to the driver (CUDA driver API, cuTensorMapEncodeTiled).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BOX_ROWS, _BOX_COLUMNS = 32, 64  # kBoxTokens and kHalfColumns of cuda/prefill_
 
 @functools.lru_cache(maxsize=1024)
 def encode(address: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> bytes:
-    """The map of a contiguous matrix of 16-bit floats, copied in boxes of 32 x 64, swizzle 128; beyond it lie zeros.
+    """The map of a contiguous matrix of 16-bit floats, copied in boxes of 32 x 64, swizzle 128, zeros out of bounds.
 
     Raises:
         ImportError: cuda-core is missing.

@@ -1,4 +1,4 @@
-"""What the Marlin kernels take: number types, the group sizes each allows, and what goes with them."""
+"""The number types that the Marlin kernels support, with the group sizes of each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moe_ep.scalar_type import ScalarType, scalar_types
 
 @dataclass(frozen=True)
 class WeightType:
-    """A quantized type as the kernels see it.
+    """A quantized type, and what the kernels support of it.
 
     Attributes:
-        group_sizes: input columns that may share a scale; -1 for a whole row.
-        has_zero_points: whether zero points are part of the weights.
+        group_sizes: how many input columns can share a scale; -1 for a whole row.
+        has_zero_points: whether the weights come with zero points.
     """
 
     scalar_type: ScalarType
@@ -48,7 +48,7 @@ ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def weight_type(quant_type_id: int) -> WeightType:
-    """The weight type of an id; ValueError for one these kernels do not take."""
+    """The weight type of an id; ValueError for one that these kernels do not support."""
     found = WEIGHT_TYPES.get(quant_type_id)
     if found is None:
         raise ValueError(
@@ -58,9 +58,9 @@ def weight_type(quant_type_id: int) -> WeightType:
 
 
 def check_group_size(kind: WeightType, group_size: int, num_columns: int | None) -> int | None:
-    """The number of groups of a row; ValueError where the type or the row does not allow the size.
+    """The number of groups in a row of num_columns; ValueError if the type or the row does not allow the size.
 
-    None for num_columns: any row, and there is no number of its groups.
+    If num_columns is None, only the type is checked, and None is returned.
     """
     if group_size not in kind.group_sizes:
         allowed = ", ".join(str(size) for size in kind.group_sizes)

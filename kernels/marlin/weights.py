@@ -1,4 +1,4 @@
-"""One GEMM's packed weights with all that goes with them, checked once before anything is launched."""
+"""The packed weights of one GEMM with their scales and so on, checked once before anything is launched."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_weights(
     g_idx: torch.Tensor | None,
     sort_indices: torch.Tensor | None,
 ) -> Weights:
-    """The weights of w1 (`which` 1) or w2 (2), or a ValueError that names the argument that does not fit."""
+    """Checks the weights of w1 (`which` 1) or w2 (2); a ValueError names the argument that does not fit."""
     name = f"w{which}"
     if qweight.dtype != torch.int32 or qweight.dim() != 3:
         raise ValueError(f"{name} is {qweight.dtype} {tuple(qweight.shape)}; it must be int32 [E, in/16, out*16/pack]")
@@ -90,7 +90,7 @@ def check_weights(
 
 
 def group_size_of(kind: WeightType, num_columns: int, num_groups: int) -> int | None:
-    """The group size that so many groups of a row mean, -1 for one; None where the type does not take it."""
+    """The group size of rows with this many groups, -1 for one group; None if the type does not support it."""
     if num_groups == 1 and -1 in kind.group_sizes:
         return -1
     size = num_columns // num_groups if num_groups and num_columns % num_groups == 0 else 0
@@ -143,6 +143,6 @@ def _check_like(
 
 
 def check_activation_dtype(dtype: torch.dtype) -> None:
-    """ValueError unless the kernels take activations of this dtype."""
+    """Raises ValueError unless the kernels support activations of this dtype."""
     if dtype not in ACTIVATION_DTYPES:
         raise ValueError(f"hidden_states is {dtype}; it must be {' or '.join(str(d) for d in ACTIVATION_DTYPES)}")
