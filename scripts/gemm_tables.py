@@ -2,8 +2,8 @@
 
     python scripts/gemm_tables.py gemm.jsonl
 
-Rows beside what is wanted of them, the shapes that have peers, uneven rows against even ones, and how much faster than
-each peer over all rows: the geometric mean, the least, and which rows are slower.
+Rows beside their targets and the times of other libraries, uneven rows against even ones, and how much faster than each
+library over all rows: the geometric mean, the least, and which rows are below the target.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TITLES = {
     "kimi-k2": "Kimi-K2 at EP8 (El 48, K 7168, N 2048)",
     "gpt-oss-120b": "GPT-OSS-120B at EP8 (El 16, K 2880, N 2880, mxfp4, biases, swigluoai)",
 }
-# Least floor / time wanted up to 16, 64, 256 and 1024 rows an expert.
+# Targets for floor / time, up to 16, 64, 256 and 1024 rows an expert.
 WANTED = {
     "qwen3-235b": (0.80, 0.62, 0.76, 0.82),
     "deepseek-v3": (0.86, 0.68, 0.80, 0.87),
@@ -31,11 +31,11 @@ WANTED = {
     "qwen3-30b": (0.50, 0.42, 0.62, 0.72),
 }
 PEERS = {"humming": "Humming", "vllm": "vLLM", "vllm_best": "vLLM, best block", "torch_bmm": "torch.bmm, bf16"}
-# What is wanted against each: the least at any row, and the geometric mean.
+# Targets against each: the least at any row, and the geometric mean.
 WANTED_OF_PEERS = {"humming": (1.0, 1.2), "vllm": (1.85, 2.7)}
 COLUMNS = {
     "rows": "rows/expert", "us": "us", "p99_us": "p99 us", "floor_us": "floor us", "share": "floor/time",
-    "wanted": "wanted", "mhz": "MHz", "error": "error",
+    "wanted": "target", "mhz": "MHz", "error": "error",
 }  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def wanted_share(row: dict[str, Any]) -> float | None:
-    """floor / time that is wanted of a row, None where nothing is."""
+    """The target for a row's floor / time, None where it has none."""
     if row["shape"] not in WANTED or not row["rows"].isdecimal():
         return None
     return WANTED[row["shape"]][sum(int(row["rows"]) > most for most in (16, 64, 256))]
@@ -95,25 +95,27 @@ def against(rows: list[dict[str, Any]], peer: str) -> str:
     ratios = {f"{row['shape']} {row['rows']}": row[peer] / row["us"] for row in rows if row.get(peer)}
     mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
     worst = min(ratios, key=ratios.__getitem__)
-    text = (
-        f"{PEERS[peer]}: {mean:.2f} x in the geometric mean of {len(ratios)} rows, least {ratios[worst]:.2f} ({worst})"
-    )
-    if peer not in WANTED_OF_PEERS:
-        return text + "."
-    least, wanted = WANTED_OF_PEERS[peer]
-    below = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio < least]
-    return f"{text}; wanted {wanted} and {least}. Below: {', '.join(below) or 'none'}."
+    least, wanted = WANTED_OF_PEERS.get(peer, (0.0, 0.0))
+    below = [f"{name} ({ratio:.2f})" for name, ratio in ratios.items() if ratio < least]
+    targets = [f" (target {target})" if target else "" for target in (wanted, least)]
+    return (
+        f"{PEERS[peer]}: {mean:.2f} x its speed in the geometric mean of {len(ratios)} rows{targets[0]}, at least "
+        f"{ratios[worst]:.2f} x{targets[1]}, with {worst}."
+    ) + (f" Below the target: {', '.join(below)}." if len(below) > 1 else "")
 
 
 def missed(rows: list[dict[str, Any]]) -> str:
-    """How many rows reach what is wanted, and which do not."""
+    """How many rows reach their target, and which do not, by shape."""
     wanted = [(row, wanted_share(row)) for row in rows if wanted_share(row) is not None]
-    short = [
-        f"{row['shape']} {row['rows']} ({row['floor_over_time']:.3f} of {share:.2f})"
-        for row, share in wanted
-        if share is not None and row["floor_over_time"] < share
-    ]
-    return f"{len(wanted) - len(short)} of {len(wanted)} rows reach what is wanted. Not: {', '.join(short) or 'none'}."
+    short: dict[str, list[str]] = {}
+    for row, share in wanted:
+        if share is not None and row["floor_over_time"] < share:
+            short.setdefault(row["shape"], []).append(f"{row['rows']} ({row['floor_over_time']:.3f} of {share:.2f})")
+    num_reached = len(wanted) - sum(map(len, short.values()))
+    named = "; ".join(f"{shape} at {', '.join(some)} rows" for shape, some in short.items())
+    return f"{num_reached} of {len(wanted)} rows reach their target for floor/time." + (
+        f" Below it: {named}." if named else ""
+    )
 
 
 def main() -> None:
