@@ -232,8 +232,14 @@ class ExpertShard(FixedTensors):
         not packed, such as plain weights and biases, change while they are loaded. No pass may run in between.
 
         Raises:
-            RuntimeError: loading has begun and tensors are missing.
+            RuntimeError: loading has begun and tensors are missing, or experts are moving: those that were fetched
+                before would overwrite what is loaded now.
         """
+        if self.eplb_state is not None and self.eplb_state.is_moving():
+            raise RuntimeError(
+                f"experts are still moving, and the weights of {self.layer_name} cannot be loaded again meanwhile; "
+                f"call finish of the EPLBManager on every rank first"
+            )
         self.process_weights_after_loading()
         self.quant_method.begin_reload(self)
         self.loader.reopen()

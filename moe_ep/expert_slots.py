@@ -39,6 +39,7 @@ class LayerEplbState(FixedTensors):
         expert_load_view: int32 `[P]`, this rank's tokens per physical expert, to which every pass adds.
         logical_to_physical_map: int `[E, max_replicas]`, -1 padded.
         logical_replica_count: int `[E]`.
+        is_moving: says whether experts that were fetched elsewhere are still to be put into slots here.
     """
 
     expert_load_view: torch.Tensor
@@ -58,6 +59,8 @@ class LayerEplbState(FixedTensors):
         for name, values in state.items():
             tensor = torch.tensor(values, dtype=torch.int32, device=table_device())
             self.register_buffer(name, tensor, persistent=False)
+        # Asks whoever balances the layer; nobody does so far.
+        self.is_moving: Callable[[], bool] = bool
 
     def replicas(self, logical: int) -> list[int]:
         """The physical experts that currently hold a logical one."""

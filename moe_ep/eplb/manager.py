@@ -99,12 +99,18 @@ class EPLBManager:
                 self.placement.logical_to_physical_map,
                 self.placement.logical_replica_count,
             )
+            if layer.eplb_state is not None:
+                layer.eplb_state.is_moving = lambda: self._commits_to_come
+        self._mover.rehearse()
+        self.recorder.rehearse()
+        self._telling = threading.Lock()
         self._num_jobs = 0
         self._busy = False
         self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
         if placement is not None:
             self._begin(self._job(target=self._checked(placement)), asynchronous=False)
-        self._thread: threading.Thread | None = threading.Thread(target=self._serve, name="moe_ep-eplb", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="moe_ep-eplb", daemon=True)
         self._thread.start()
 
     @property
@@ -198,6 +204,11 @@ class EPLBManager:
             self._rearrangement.close()
             self._mover.close()
 
+    @property
+    def _commits_to_come(self) -> bool:
+        """Whether a rearrangement is under way that has neither failed nor been closed."""
+        return self._busy and self._thread is not None and self._thread.is_alive()
+
     def _check_at_rest(self, called: str) -> None:
         self._gate.check()
         if self._busy:
@@ -251,7 +262,8 @@ class EPLBManager:
             self._busy = False
 
     def _tell(self, event: Event) -> None:
-        self.totals.add(event)
+        with self._telling:
+            self.totals.add(event)
         if self._listener is None:
             return
         try:

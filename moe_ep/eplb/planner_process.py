@@ -40,6 +40,8 @@ class PlannerProcess:
             stdout=subprocess.PIPE,
             env=environment,
             bufsize=0,
+            # Interrupts at the terminal are for the one that serves; this one ends when its pipe does.
+            start_new_session=True,
         )
         if self._process.stdin is not None:
             # A write takes what the pipe has room for, however long the child takes to read.

@@ -35,6 +35,11 @@ class ExpertLoadRecorder:
         """Empties a layer's part of the ring: its slots hold other experts now."""
         self.expert_load_window[:, layer].zero_()
 
+    def rehearse(self) -> None:
+        """Runs once what will run beside a serving model, so that its kernels are loaded; nothing is recorded yet."""
+        self.forget(0)
+        self.expert_load_window.roll(1, dims=0)
+
     def snapshot(self) -> torch.Tensor:
         """A copy of the recorded steps int32 `[S, L, P]`, oldest first."""
         size = len(self.expert_load_window)

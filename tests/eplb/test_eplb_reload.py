@@ -44,6 +44,33 @@ def reload(rank: int, world_size: int) -> None:
     manager.close()
 
 
+def reload_while_moving(rank: int, world_size: int) -> str:
+    """Loading must wait for `finish`; then it goes where the experts are."""
+    redundant = redundancy(world_size, 2)
+    layer = load_layer(make_layer("GPTQ", redundant), 0)
+    manager = EPLBManager([layer], CONFIG)
+    target = random_placement(1, E + redundant, seed=3)
+    manager.rearrange(target)
+    with pytest.raises(RuntimeError) as error:
+        layer.begin_reload()
+    manager.finish()
+    layer.begin_reload()
+    load_layer(layer, 50)
+    for tensor, wanted in zip(layer.expert_weights(), fresh_weights("GPTQ", redundant, 50, target[0]), strict=True):
+        assert torch.equal(tensor, wanted)
+    manager.rearrange(random_placement(1, E + redundant, seed=4))
+    manager.close()
+    layer.begin_reload()
+    load_layer(layer, 51)
+    return str(error.value)
+
+
+def test_weights_are_not_loaded_while_experts_move() -> None:
+    for message in ranks(2).run(reload_while_moving):
+        assert message.startswith("experts are still moving, and the weights of ")
+        assert message.endswith("; call finish of the EPLBManager on every rank first")
+
+
 def test_weights_loaded_after_a_move_go_to_the_present_owners() -> None:
     ranks(3).run(reload)
 
