@@ -1,8 +1,7 @@
-"""What a generation says: a JSON line for each prompt, a summary as the last one, and a table for the terminal."""
+"""What a generation says when it is over: a summary, and a table for the terminal."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ class RankGeneration:
     """One rank's account, of plain values.
 
     Attributes:
-        completions: index, text, num_prompt_tokens, num_tokens and finish of each of its prompts.
+        completions: index, text, num_prompt_tokens, num_tokens, finish and rank of each of its prompts.
         step_s: seconds of its steps by kind: prefill, decode (eager), replayed (decode in a CUDA graph), serve.
         elapsed_s: from the first step to the last, the same steps on every rank.
         balancedness: of all steps, layers and ranks together.
@@ -52,11 +51,8 @@ class RankGeneration:
 class GenerationReport:
     """The accounts of all ranks as one."""
 
-    def __init__(
-        self, config: GenerateConfig, command: str, prompts: Sequence[dict[str, Any]], ranks: Sequence[RankGeneration]
-    ) -> None:
-        self.config, self.command = config, command
-        self.prompts, self.ranks = list(prompts), list(ranks)
+    def __init__(self, config: GenerateConfig, command: str, ranks: Sequence[RankGeneration]) -> None:
+        self.config, self.command, self.ranks = config, command, list(ranks)
         self.elapsed_s = max(rank.elapsed_s for rank in ranks)
 
     def step_ms(self, kind: str) -> dict[str, float] | None:
@@ -95,17 +91,6 @@ class GenerationReport:
             "commit": checkout_commit(),
             "command": self.command,
         }
-
-    def json_lines(self) -> Iterator[str]:
-        """One line for each prompt, in their order, with what its line of the file said; then the summary."""
-        done = {
-            completion["index"]: completion | {"rank": rank.rank}
-            for rank in self.ranks
-            for completion in rank.completions
-        }
-        for index, prompt in enumerate(self.prompts):
-            yield json.dumps(prompt | {"kind": "completion"} | done[index], ensure_ascii=False)
-        yield json.dumps(self.summary(), allow_nan=False)
 
     def lines(self) -> Iterator[str]:
         """What goes to the terminal."""

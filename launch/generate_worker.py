@@ -28,6 +28,7 @@ from moe_ep.integrations.steps import StepCoordinator
 from moe_ep.launch import progress
 from moe_ep.launch.facts import backend_name, device_name, experts_name, peak_memory, versions
 from moe_ep.launch.generate_config import GenerateConfig, Prompt
+from moe_ep.launch.generate_lines import CompletionRelay
 from moe_ep.launch.generate_report import RankGeneration
 from moe_ep.launch.model_options import torch_dtype
 from moe_ep.launch.rank_env import RankEnv
@@ -55,6 +56,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
     steps = steps_of(model)
     for layer in steps.layers:
         layer.counts_load = True
+    relay = CompletionRelay(rank_env.rank, len(prompts))
     generation = Generation(
         model,
         requests,
@@ -64,7 +66,8 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
         sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed),
         max_length=context_length(of_text),
         graphs=config.graphs,
-        on_progress=lambda finished: progress.report("sequences", finished, len(prompts)),
+        on_progress=relay.collect,
+        on_completion=lambda completion: relay.leave(_told(tokenizer, completion, rank_env.rank)),
     )
     dist.barrier()
     started = time.perf_counter()
@@ -87,7 +90,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
         model=str(folder),
         load_s=load_s,
         versions=versions() | {"transformers": transformers.__version__},
-        completions=[_told(tokenizer, completion) for completion in completions],
+        completions=[_told(tokenizer, completion, rank_env.rank) for completion in completions],
         step_s=asdict(generation.times),
         elapsed_s=elapsed_s,
         balancedness=_balancedness(steps),
@@ -166,13 +169,14 @@ def _stop_ids(model: Any, tokenizer: Any, chat: bool) -> list[int]:
     return [*found, own] if chat and own is not None else found
 
 
-def _told(tokenizer: Any, completion: Completion) -> dict[str, Any]:
+def _told(tokenizer: Any, completion: Completion, rank: int) -> dict[str, Any]:
     return {
         "index": completion.index,
         "text": tokenizer.decode(completion.token_ids, skip_special_tokens=True),
         "num_prompt_tokens": completion.num_prompt_tokens,
         "num_tokens": len(completion.token_ids),
         "finish": completion.finish,
+        "rank": rank,
     }
 
 

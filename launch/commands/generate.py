@@ -8,10 +8,10 @@ import sys
 from typing import Any
 
 from moe_ep.errors import missing_extra
-from moe_ep.files import write_text
 from moe_ep.launch.gang import set_up_logging
 from moe_ep.launch.gang_choice import start_gang
 from moe_ep.launch.generate_config import GenerateConfig, Prompt, prompt_of, read_prompts
+from moe_ep.launch.generate_lines import CompletionLines
 from moe_ep.launch.generate_report import GenerationReport, RankGeneration
 from moe_ep.launch.option_values import check_backends
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
@@ -40,17 +40,22 @@ def main(args: argparse.Namespace) -> int:
     config.check_sampling()
     prompts = _prompts(config)
     config, gang = start_gang(config, lambda *found: check_backends([config.backend], *found))
+    lines = CompletionLines(prompts, config.output)
     try:
         if config.model is None:
             from moe_ep.checkpoint.demo import demo_checkpoint
 
             # Here for its progress bar; workers of other nodes make their own.
             demo_checkpoint()
-        results = gang.run(_work, config, [prompt_of(line, config.chat) for line in prompts])
+        results = gang.run(_work, config, [prompt_of(line, config.chat) for line in prompts], on_item=lines.take)
+    except BaseException:
+        if lines.num_written:
+            print(f"{config.output} has the first {lines.num_written} of {len(prompts)} prompts", file=sys.stderr)
+        raise
     finally:
         gang.close()
     if gang.is_driver:
-        _tell(config, GenerationReport(config, args.shown, prompts, results))
+        _tell(lines, GenerationReport(config, args.shown, results))
     return 0
 
 
@@ -74,11 +79,9 @@ def _prompts(config: GenerateConfig) -> list[dict[str, Any]]:
         raise OptionError(f"--prompts: {error}") from None
 
 
-def _tell(config: GenerateConfig, report: GenerationReport) -> None:
-    lines = "".join(f"{line}\n" for line in report.json_lines())
-    if config.output is not None:
-        write_text(config.output, lines)
-    else:
-        sys.stdout.write(lines)
-        sys.stdout.flush()
+def _tell(lines: CompletionLines, report: GenerationReport) -> None:
+    for rank in report.ranks:
+        for completion in rank.completions:
+            lines.take(completion)
+    lines.end(report.summary())
     print("\n".join(report.lines()), file=sys.stderr, flush=True)

@@ -13,8 +13,8 @@ import torch
 from moe_ep.integrations.decoder import SlotDecoder
 from moe_ep.integrations.sampling import Sampling, SequenceRandom, next_tokens
 
-# (sequences that all ranks have finished)
-OnProgress = Callable[[int], None]
+# (sequences that each rank has finished, by rank)
+OnProgress = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Generation:
         sampling: how tokens are chosen; the likeliest unless it says otherwise.
         max_length: where a sequence ends at the latest, prompt and continuation; None for no such end.
         graphs: whether decoding may be captured in CUDA graphs.
+        on_completion: called with each of this rank's as it is finished, before on_progress counts it on any rank.
 
     Raises:
         ValueError: a prompt without tokens, or one that leaves no room below max_length.
@@ -85,6 +86,7 @@ class Generation:
         max_length: int | None = None,
         graphs: bool = True,
         on_progress: OnProgress | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
     ) -> None:
         _check_lengths(requests, max_length)
         longest = max((request.token_ids.numel() for request in requests), default=0) + max_new_tokens
@@ -97,6 +99,7 @@ class Generation:
         self._max_new_tokens = max_new_tokens
         self._stop_ids = frozenset(stop_ids)
         self._on_progress = on_progress or (lambda finished: None)
+        self._on_completion = on_completion or (lambda completion: None)
         self.completions: list[Completion] = []
         self.times = StepTimes()
 
@@ -121,7 +124,7 @@ class Generation:
                 if step is None:
                     return
                 started = time.perf_counter()
-                self._on_progress(sum(step.done))
+                self._on_progress(step.done)
                 if prompt is not None and slot is not None:
                     self._waiting.popleft()
                     self._read(prompt, slot)
@@ -162,6 +165,7 @@ class Generation:
             if num_tokens < self._max_new_tokens and sequence.num_prompt_tokens + num_tokens < self._max_length:
                 return
             sequence.finish = "length"
+        self._on_completion(sequence)
         self.completions.append(sequence)
         self._running[slot] = None
         self._decoder.free(slot)
