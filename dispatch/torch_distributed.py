@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEPrepareAndFinalize, PrepareResult
 from moe_ep.dispatch.batch import MAX_TOPK, Batch, OpenBatches, Pending, check_arguments, check_tensor
 from moe_ep.dispatch.rank_group import RankGroup
+from moe_ep.dispatch.side_stream import SideStream
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 
@@ -84,7 +86,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         self._map_on: dict[torch.device, torch.Tensor] = {}
         self._open: OpenBatches[_Sent] = OpenBatches()
         self._known_maps: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._side_stream: torch.cuda.Stream | None = None
+        self._side = SideStream()
 
     @classmethod
     def unusable_reason(cls) -> str | None:
@@ -148,7 +150,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
     ) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
         args = (a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config)
         if a1.is_cuda:
-            return self._on_side_stream(a1.device, self.prepare, *args)
+            return self._side.run(a1.device, self.prepare, *args)
         pending = self._begin(*args)
         return pending.wait, pending.receive
 
@@ -175,7 +177,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         args = (output, fused_expert_output, topk_weights, topk_ids)
         if output.is_cuda:
-            return self._on_side_stream(
+            return self._side.run(
                 output.device, self.finalize, *args, apply_router_weight_on_input, weight_and_reduce_impl
             )
         pending = self._begin_combine(*args, apply_router_weight_on_input, weight_and_reduce_impl)
@@ -191,7 +193,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Pending[PrepareResult]:
-        try:
+        with self._refusals_are_told():
             known_ids = self._owners.numel()
             if num_experts != known_ids:
                 raise ValueError(
@@ -202,26 +204,23 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
                 self._check_map(expert_map)
             capacity = self.max_num_tokens_per_rank()
             check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, known_ids, capacity, MAX_TOPK)
-        except ValueError as refusal:
-            self.ranks.notes.leave(str(refusal))
-            raise
-        self.ranks.notes.withdraw()
-        self._must_agree(topk_ids.size(1), quant_config, a1.device)
-        rows = (a1 * topk_weights).to(a1.dtype) if apply_router_weight_on_input else a1
-        batch = Batch(
-            rows=rows.contiguous(),
-            topk_ids=topk_ids.to(torch.int32).contiguous(),
-            topk_weights=topk_weights.contiguous(),
-            owners=self._owners_of(a1.device),
-            expert_map=self._map_of(a1.device),
-            quantized=self._wire(quant_config).dispatch_dtype is not None,
-        )
-        pending = self._dispatch(batch)
+            self._must_agree(topk_ids.size(1), quant_config, a1.device)
+            rows = ((a1 * topk_weights).to(a1.dtype) if apply_router_weight_on_input else a1).contiguous()
+            batch = Batch(
+                rows=rows,
+                topk_ids=topk_ids.to(torch.int32).contiguous(),
+                topk_weights=topk_weights.contiguous(),
+                owners=self._owners_of(a1.device),
+                expert_map=self._map_of(a1.device),
+                quantized=self._wire(quant_config).dispatch_dtype is not None,
+            )
+            pending = self._dispatch(batch)
+
+        what = ((rows.size(0), rows.size(1)), rows.dtype, rows.device)
 
         def receive() -> PrepareResult:
             result, handle = pending.receive()
-            sent = _Sent(handle, (len(rows), rows.size(1)), rows.dtype, rows.device)
-            self._open.put(topk_ids if result[3] is None else result[3], sent)
+            self._open.put(topk_ids if result[3] is None else result[3], _Sent(handle, *what))
             return result
 
         return Pending(pending.wait, receive, pending.start)
@@ -232,9 +231,19 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         Args:
             args: the others of finalize, topk_weights and topk_ids first.
         """
-        with self._open.taken(args[1]) as sent:
+        with self._open.taken(args[1]) as sent, self._refusals_are_told():
             check_tensor("output", output, sent.shape, sent.dtype, sent.device)
             return self._combine(sent.handle, output, fused_expert_output, *args)
+
+    @contextmanager
+    def _refusals_are_told(self) -> Iterator[None]:
+        """Tells the other ranks, which will wait in vain, what is refused inside; until this one takes part again."""
+        try:
+            yield
+        except ValueError as refusal:
+            self.ranks.notes.leave(str(refusal))
+            raise
+        self.ranks.notes.withdraw()
 
     def _wire(self, quant_config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
         return quant_config if self.quant_config is None else self.quant_config
@@ -286,45 +295,9 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             found = self._map_on[device] = torch.where(here, here.cumsum(0) - 1, -1).to(torch.int32)
         return found
 
-    def _on_side_stream(
-        self, device: torch.device, run: Callable[..., Any], *args: Any
-    ) -> tuple[Callable[[], None], Callable[[], Any]]:
-        """Runs a synchronous form on the backend's stream, and returns its two halves."""
-        if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream(device)
-        side = self._side_stream
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            result = run(*args)
-            done = side.record_event()
-        # What was handed over lives until the hook: it is read on a stream that its memory does not belong to.
-        held = [args]
-
-        def hook() -> None:
-            if held:
-                consumer = torch.cuda.current_stream(device)
-                consumer.wait_event(done)
-                for tensor in _tensors_of(result):
-                    tensor.record_stream(consumer)
-                held.clear()
-
-        def receive() -> Any:
-            hook()
-            return result
-
-        return hook, receive
-
 
 def _experts(expert_map: torch.Tensor) -> str:
     """Those of this rank in the order of their indices, in short. Example: [1, 0, -1] gives "1, 0"."""
     order = expert_map.argsort(stable=True)
     numbers = order[expert_map[order] >= 0].tolist()
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-
-
-def _tensors_of(result: PrepareResult | Pending | None) -> list[torch.Tensor]:
-    if result is None or isinstance(result, Pending):
-        return []
-    rows, scales, meta, ids, weights = result
-    counts = None if meta is None else meta.expert_num_tokens
-    return [tensor for tensor in (rows, scales, counts, ids, weights) if tensor is not None]

@@ -154,7 +154,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         """As the contract says; everything is queued at once on a stream of its own, and the receiver waits for the
         number of rows."""
         args = (a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config)
-        hook, pending = self._on_side_stream(a1.device, self._begin, *args)
+        hook, pending = self._side.run(a1.device, self._begin, *args)
 
         def receive() -> PrepareResult:
             return pending().receive()
