@@ -4,9 +4,9 @@
     python scripts/bench_eplb_moving.py --device cpu --ranks 2 --geometry small --tokens 4 --steps 20
 
 A step is one replay of a CUDA graph with all layers, then `EPLBManager.step`; the host runs at most two steps ahead.
-The same steps are timed with nothing moving (before and after) and while a rearrangement is under way: then every rank
-gets --moves new experts a layer from its neighbour and gives them back, again and again. After each setting every slot
-is checked to hold its expert. A time is the maximum over ranks; median, p99 and maximum over steps. The transfer alone
+The same steps are timed with nothing moving and while a rearrangement is under way, in turns: then every rank gets
+--moves new experts a layer from its neighbour and gives them back, again and again. After each setting every slot is
+checked to hold its expert. A time is the maximum over ranks; median, p99 and maximum over steps. The transfer alone
 moves every expert of a layer to the next rank with nothing else running, beside plain copies and messages of the same
 size. One JSON line a row, then tables.
 """
@@ -31,7 +31,7 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from eplb_moving_model import NEVER, Model, run_steps, swapped
+from eplb_moving_model import NEVER, Model, run_moving, run_steps, swapped
 from eplb_skew_bench import skew_rows
 from eplb_transfer_bench import peer_bandwidth, stall_row, transfer_row
 
@@ -87,28 +87,26 @@ def moving_rows(model: Model, transport: str, gb_s: int | None) -> Iterator[dict
     )
     number = itertools.count()
 
-    def keep_moving() -> None:
+    def begin() -> None:
         manager.rearrange(swapped(manager.placement.host, model.size, args.moves, next(number)))
 
     for T in args.tokens:
         static, replay = model.capture(T)
         draws = model.draw(T, 0.0)
-        resting, _ = run_steps(model, static, replay, draws, args.steps // 2, manager)
         before = replace(manager.totals)
-        moving, events = run_steps(model, static, replay, draws, args.steps, manager, keep_moving)
+        times, events = run_moving(model, static, replay, draws, args.steps, manager, begin)
         manager.finish()
-        resting += run_steps(model, static, replay, draws, args.steps // 2, manager)[0]
         model.check(manager.placement.host)
-        by_event = {
-            event: [us for us, its in zip(moving, events, strict=True) if its == event] for event in set(events)
-        }
-        medians = {event: timing_of(times).median for event, times in by_event.items()}
+        by_event = {event: [us for us, its in zip(times, events, strict=True) if its == event] for event in set(events)}
+        medians = {event: timing_of(found).median for event, found in by_event.items()}
+        resting = by_event.pop("rest")
+        moving = [us for us, event in zip(times, events, strict=True) if event != "rest"]
         layers = manager.totals.layers_committed - before.layers_committed
         yield steps_row("nothing moves", T, resting, resting, transport=transport, gb_s=gb_s)
         yield steps_row(
             "experts move", T, moving, resting, transport=transport, gb_s=gb_s,
             begin_step_us=medians.get("begin"), commit_step_us=medians.get("commit"), other_step_us=medians.get(""),
-            slowest=_slowest(moving, events),
+            slowest=_slowest(times, events),
             layers_committed=layers,
             experts_moved=manager.totals.experts_moved - before.experts_moved,
             gb_moved=(manager.totals.bytes_moved - before.bytes_moved) / 1e9,
@@ -157,7 +155,7 @@ def run_rank(rank: int, size: int, args: argparse.Namespace, init_method: str) -
 
         T = max(args.tokens)
         if "bare" in args.parts:
-            bare, _ = run_steps(model, *model.capture(T), model.draw(T, 0.0), args.steps // 2, None)
+            bare = run_steps(model, *model.capture(T), model.draw(T, 0.0), args.steps // 2, None)
             keep(peer_bandwidth(model), steps_row("no manager", T, bare, bare))
         if "skew" in args.parts:
             for row in skew_rows(model, T):

@@ -170,29 +170,54 @@ def run_steps(
     draws: list[list[torch.Tensor]],
     count: int,
     manager: EPLBManager | None,
-    keep_moving: Callable[[], None] | None = None,
-) -> tuple[list[float], list[str]]:
-    """Step times, the slowest rank's, and what happened behind each: "begin", "commit" or "". Without the first few,
-    and only steps with a move under way where that is asked."""
+) -> list[float]:
+    """Step times, the slowest rank's, without the first few."""
     dist.barrier()
-    timer, counted, events = Timer(model.device), [], []
+    timer = Timer(model.device)
     timer.mark()
     warm_up = 5
-    while sum(counted) < count + warm_up:
-        for target, source in zip(static, draws[len(counted) % NUM_DRAWS], strict=True):
-            target.copy_(source)
-        replay()
-        event = ""
+    for number in range(count + warm_up):
+        _serve(static, replay, draws[number % NUM_DRAWS])
         if manager is not None:
-            before = manager.totals.layers_committed
-            if keep_moving is not None and not manager.busy:
-                keep_moving()
-                event = "begin"
             manager.step()
-            event = "commit" if manager.totals.layers_committed > before else event
         timer.mark()
-        counted.append(keep_moving is None or (manager is not None and manager.busy))
-        events.append(event)
-    chosen = [index for index, counts in enumerate(counted) if counts][warm_up:]
-    times = timer.times_us()
-    return slowest_rank([times[index] for index in chosen]), [events[index] for index in chosen]
+    return slowest_rank(timer.times_us()[warm_up:])
+
+
+def run_moving(
+    model: Model,
+    static: list[torch.Tensor],
+    replay: Callable[[], Any],
+    draws: list[list[torch.Tensor]],
+    count: int,
+    manager: EPLBManager,
+    begin: Callable[[], None],
+) -> tuple[list[float], list[str]]:
+    """Step times, the slowest rank's, and what each was: "rest", or with a move under way "begin", "commit" or "".
+
+    As many steps at rest as there are draws and whole rearrangements take turns until `count` steps had a move under
+    way, so that both see the same draws and placements: small batches take longer with some than with others.
+    """
+    dist.barrier()
+    timer, events, resting = Timer(model.device), [], 0
+    timer.mark()
+    while len(events) - events.count("rest") < count:
+        _serve(static, replay, draws[len(events) % NUM_DRAWS])
+        before = manager.totals.layers_committed
+        event = "" if manager.busy else "rest"
+        resting += not manager.busy
+        if resting == NUM_DRAWS + 1:
+            begin()
+            event, resting = "begin", 0
+        manager.step()
+        timer.mark()
+        events.append("commit" if manager.totals.layers_committed > before else event)
+    times = slowest_rank(timer.times_us())
+    # The first steps warm up.
+    return times[NUM_DRAWS // 2 :], events[NUM_DRAWS // 2 :]
+
+
+def _serve(static: list[torch.Tensor], replay: Callable[[], Any], draw: list[torch.Tensor]) -> None:
+    for target, source in zip(static, draw, strict=True):
+        target.copy_(source)
+    replay()

@@ -55,7 +55,7 @@ def _measure(
     model: Model, T: int, what: str, manager: EPLBManager, static: list[torch.Tensor], replay: Any, draws: Any
 ) -> dict[str, Any]:
     """Times of steps, and what the busiest rank had to do in them."""
-    times, _ = run_steps(model, static, replay, draws, model.args.steps // 2, manager)
+    times = run_steps(model, static, replay, draws, model.args.steps // 2, manager)
     counts = manager.recorder.snapshot()
     dist.all_reduce(counts)
     slots = counts.cpu().unflatten(2, (model.size, -1))
