@@ -163,7 +163,7 @@ def death_of(exitcode: int | None, rank: int, node: str | None = None) -> Worker
             name = f"signal {-exitcode}"
         cause = f"the process was killed by {name}"
         if name == "SIGKILL":
-            cause += "; where nobody sent it, the kernel did because memory ran out (dmesg tells)"
+            cause += "; if nobody sent it, the kernel did because memory ran out (see dmesg)"
     else:
         cause = f"the process ended with exit code {exitcode} before its work was done"
     return WorkerFailure(rank=rank, node=node or socket.gethostname(), cause=cause)

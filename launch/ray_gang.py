@@ -277,8 +277,8 @@ def _failure(error: Exception, rank: int, node: str) -> WorkerFailure:
     elif isinstance(error, ray.exceptions.ActorDiedError) and "Worker exit detail" in text:
         pid = re.search(r"pid: (\d+)", text)
         cause = (
-            f"the process{f' (pid {pid[1]})' if pid else ''} died: killed by a signal (SIGKILL where memory ran out; "
-            f"dmesg on the node tells) or crashed"
+            f"the process{f' (pid {pid[1]})' if pid else ''} died: killed by a signal (SIGKILL if memory ran out; see "
+            f"dmesg on the node) or crashed"
         )
     else:
         cause, traceback = type(error).__name__, text

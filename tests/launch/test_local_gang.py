@@ -39,7 +39,7 @@ def test_initialising_and_leaving_twice_is_safe() -> None:
     [
         ("raise", "ValueError: the tensor has a hole"),
         ("exit", "the process ended with exit code 7 before its work was done"),
-        ("SIGKILL", "the process was killed by SIGKILL; where nobody sent it, the kernel did because memory ran out"),
+        ("SIGKILL", "the process was killed by SIGKILL; if nobody sent it, the kernel did because memory ran out"),
         ("SIGSEGV", "the process was killed by SIGSEGV"),
     ],
 )
