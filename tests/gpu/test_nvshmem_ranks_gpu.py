@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning
+from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import Case, check_batched, check_standard, expected_output, owner_of, run_experts
 from tests.gpu.nvshmem_cases import BF16, expanded
@@ -94,12 +95,14 @@ def test_batches_that_begin_in_another_order_on_another_rank(monkeypatch: pytest
     # Two kernels of this size fill the GPU, and each waits for one of the other rank.
     monkeypatch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "1")
     on_one_gpu(monkeypatch, 2)
-    batches = [Ranks(replace(SMALL, seed=seed, tokens=(32,)), 2, LOW_LATENCY, True) for seed in (1, 2)]
-    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    batches = [Ranks(replace(SMALL, seed=seed, tokens=(40,)), 2, LOW_LATENCY, True) for seed in (1, 2)]
     for ranks in batches:
-        for each in ranks.backends:
-            each.tuning = Tuning(blocks=blocks)
         check_decode_step(ranks, "alone")  # kernels are loaded and maps are known from here on
+    driver, kernel = jit.driver_bindings(), batches[0].backends[0]._kernels["low_latency_dispatch"]
+    of_sm = jit.checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel._function, 512, 0))
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count * of_sm // 2
+    for each in (*batches[0].backends, *batches[1].backends):
+        each.tuning = Tuning(blocks=blocks)
     torch.cuda._sleep(1)
     received = []
     torch.cuda.synchronize()
