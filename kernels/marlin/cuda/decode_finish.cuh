@@ -91,6 +91,36 @@ DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, const float (&
   }
 }
 
+// A tile's sums over the teams, and over all blocks where this one has its first step; false where another block has it,
+// for which they are left. As words the others' are asked for while the teams still add.
+template <int kTokens, int kTeams>
+DEVICE bool complete_sums(const Lane<kTokens, kTeams>& me, const ExpertsParams& p, Shared& shared, const Segment& g,
+                          const float (&sums)[kTeams][kTokens / 2], float (&total)[kTokens / 2]) {
+  const Schedule& s = shared.schedule;
+  bool is_shared = g.from == 0 && g.to < s.steps[g.phase];
+  if constexpr (goes_by_words(kTokens)) {
+    if (is_shared) {
+      int after = piece_after(s, g);
+      Pieces others;
+      others.ask(p, g, g.piece + 1, after);
+      add_teams<kTokens, kTeams>(me, shared, g, sums, total);
+      take_sums(p, g, after, shared.launch, others, total);
+      return true;
+    }
+    add_teams<kTokens, kTeams>(me, shared, g, sums, total);
+    if (g.from > 0) leave_sums(my_sum_words(p, g.phase, g.piece), total, shared.launch);
+  } else {
+    add_teams<kTokens, kTeams>(me, shared, g, sums, total);
+    if (g.from > 0) {
+      leave_piece<kTokens>(p, g, total);
+    } else if (is_shared) {
+      barrier_wait(&shared.segment_pieces[g.number % kSegments], g.number / kSegments & 1);
+      add_pieces<kTokens>(p, s, g, total);
+    }
+  }
+  return g.from == 0;
+}
+
 // All that a tile's sums go through once its steps are done here.
 template <int kTokens, int kTeams>
 DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment& g,
@@ -98,30 +128,13 @@ DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment
   constexpr float kUnit = kRaw ? kRawUnit : kUnfold;
   Lane<kTokens, kTeams> me;
   float total[kTokens / 2];
-  add_teams<kTokens, kTeams>(me, shared, g, sums, total);
+  if (!complete_sums<kTokens, kTeams>(me, p, shared, g, sums, total)) return;
   int first = g.row_tile * kTileRows + me.first_row(me.team);
-  const Schedule& s = shared.schedule;
-  if constexpr (goes_by_words(kTokens)) {
-    if (g.from > 0) {
-      leave_sums(my_sum_words(p, g.phase, g.piece), total, shared.launch);
-      return;
-    }
-    if (g.to < s.steps[g.phase]) take_sums(p, g, piece_after(s, g), shared.launch, total);
-  } else {
-    if (g.from > 0) {
-      leave_piece<kTokens>(p, g, total);
-      return;
-    }
-    if (g.to < s.steps[g.phase]) {
-      barrier_wait(&shared.segment_pieces[g.number % kSegments], g.number / kSegments & 1);
-      add_pieces<kTokens>(p, s, g, total);
-    }
-  }
   if (first >= p.gemm[g.phase].rows) return;
   if (g.phase == 1) {
     store_rows<kTokens, false>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnit);
   } else if constexpr (goes_by_words(kTokens)) {
-    store_hidden(p, s, g, shared.launch, first, total, kUnit);
+    store_hidden(p, shared.schedule, g, shared.launch, first, total, kUnit);
   } else {
     store_rows<kTokens, true>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnit);
   }

@@ -7,7 +7,7 @@
 //   0          starts (decode_start.cuh), claims pieces (decode_schedule.cuh), streams weights by bulk copies
 //   1, 2       copy the tokens' rows, wherever they are, and wait for w13's tiles before they read `hidden`; of 8 tokens
 //              one prepares them (decode_prepare.cuh)
-//   3          tells other blocks what is stored, and helps with the tokens
+//   3          calls the first weights into L2, tells other blocks what is stored, and helps with the tokens
 //   4 to 19    in teams: prepare more tokens, multiply, add up over teams and blocks, apply bias and activation
 // Shared memory is a ring of stages of 128 columns: codes of 256 rows, their scales, the tokens. Its depth follows the
 // largest tile there is, so that a few rows leave room for many weights in flight. Weights run ahead of the tokens:
@@ -120,18 +120,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   extern __shared__ __align__(1024) u8 memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   int warp = threadIdx.x / 32, ticket = 0;
-  if (warp == kWeightWarp) {
-    prefetch_weights(p, threadIdx.x);
-  } else if (threadIdx.x == 32 * kFirstConsumer) {
-    init_shared(shared, p.num_experts);
+  if (threadIdx.x == 0) {
+    place_tables(shared, p.num_experts);
+  } else if (warp == kFlagWarp) {
+    prefetch_weights(p, threadIdx.x % 32);
+  } else if (warp == kFirstConsumer) {
+    if (threadIdx.x % 32 == 0) init_barriers(shared);
+    __syncwarp();
+    named_arrive<kInitBarrier, 64>();
   }
-  __syncthreads();
+  __syncwarp();
   wait_for_previous_kernels();
   let_next_kernel_come();
   // The weights' warp asks for its first weights as soon as there are tables; the others cut both phases meanwhile.
   if (warp == kWeightWarp) {
     ticket = start_launch(p, shared, threadIdx.x);
     named_arrive<kTablesBarrier, kThreads>();
+    named_barrier<kInitBarrier, 64>();
   } else {
     named_barrier<kTablesBarrier, kThreads>();
   }

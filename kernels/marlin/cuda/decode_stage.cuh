@@ -19,7 +19,7 @@ constexpr int kFlagWarp = 3;
 constexpr int kFirstConsumer = 4, kConsumerWarps = 16;
 constexpr int kConsumerThreads = 32 * kConsumerWarps;
 constexpr int kThreads = 32 * kFirstConsumer + kConsumerThreads;
-constexpr int kSumsBarrier = 1, kTablesBarrier = 2, kCutBarrier = 3;  // named ones
+constexpr int kSumsBarrier = 1, kTablesBarrier = 2, kCutBarrier = 3, kInitBarrier = 4;  // named ones
 constexpr int kReleases = 8;                                // arrivals that empty a stage
 
 struct Shared {

@@ -71,10 +71,11 @@ DEVICE void store_hidden(const ExpertsParams& p, const Schedule& s, const Segmen
 // The warps of tokens and of flags take the steps of a segment of w2 in turn, and bring each one's tokens into its
 // stage. Lanes 2 t and 2 t + 1 of half a warp have token t of every other 8 columns.
 DEVICE void take_hidden(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& ring) {
-  constexpr int kLoads = kHiddenWords / 64;
-  int lane = threadIdx.x % 32, token = lane / 2 % 8;
-  for (int step = g.from, end = g.to; step < end; step++, ring.forward(1)) {
-    if ((step - g.from) % (kTokenWarps + 1) != threadIdx.x / 32 - kTokenWarp) continue;
+  constexpr int kLoads = kHiddenWords / 64, kTurns = kTokenWarps + 1;
+  int lane = threadIdx.x % 32, token = lane / 2 % 8, step = g.from + threadIdx.x / 32 - kTokenWarp, end = g.to;
+  ring.forward(min(step, end) - g.from);
+#pragma unroll 1
+  while (step < end) {
     const u64* from = hidden_words(p, shared.schedule, g.active, step) + lane * 2;
     asm volatile("" : "+l"(from));  // one register pair, not one for each load
     int columns = token < g.rows ? p.gemm[1].columns - step * kStepColumns - lane / 16 * 8 : 0;
@@ -105,6 +106,8 @@ DEVICE void take_hidden(const ExpertsParams& p, Shared& shared, const Segment& g
       barrier_arrive(&shared.landed[ring.stage], 32 * kTokenWarps);  // as in every filling of a stage
       barrier_arrive(&shared.full[ring.stage], 32 * kTokenWarps);
     }
+    ring.forward(min(kTurns, end - step));
+    step += kTurns;
   }
 }
 
@@ -124,25 +127,36 @@ DEVICE void leave_sums(u64* to, const float (&sums)[4], int launch) {
   }
 }
 
-// Adds what other blocks leave of the pieces up to `after`, in order.
-DEVICE void take_sums(const ExpertsParams& p, const Segment& g, int after, int launch, float (&total)[4]) {
-  constexpr int kAtOnce = 2;
-  for (int first = g.piece + 1; first < after; first += kAtOnce) {
-    TwoWords v[kAtOnce][2];
-    bool all;
-    do {
-      all = true;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; i++) {
-        const u64* from = my_sum_words(p, g.phase, min(first + i, after - 1));
-        v[i][0] = load_two_words(from), v[i][1] = load_two_words(from + 2 * kConsumerThreads);
-        all &= v[i][0].written(launch) && v[i][1].written(launch);
-      }
-    } while (!__all_sync(~0u, all));
+// What other blocks leave of the pieces that follow in a segment's tile, some of them at once, there or not yet.
+struct Pieces {
+  static constexpr int kAtOnce = 4;
+  TwoWords words[kAtOnce][2];
+  DEVICE void ask(const ExpertsParams& p, const Segment& g, int first, int after) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++) {
-#pragma unroll
-      for (int m = 0; m < 4 && first + i < after; m++) total[m] += __uint_as_float(v[i][m / 2].value(m % 2));
+      const u64* from = my_sum_words(p, g.phase, min(first + i, after - 1));
+      words[i][0] = load_two_words(from), words[i][1] = load_two_words(from + 2 * kConsumerThreads);
     }
+  }
+  DEVICE bool written(int launch) const {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) all &= words[i][0].written(launch) && words[i][1].written(launch);
+    return all;
+  }
+};
+
+// Adds the pieces up to `after`, in order; the first ones have been asked for.
+DEVICE void take_sums(const ExpertsParams& p, const Segment& g, int after, int launch, Pieces& v, float (&total)[4]) {
+  for (int first = g.piece + 1; true;) {
+    while (!__all_sync(~0u, v.written(launch))) v.ask(p, g, first, after);
+#pragma unroll
+    for (int i = 0; i < Pieces::kAtOnce; i++) {
+#pragma unroll
+      for (int m = 0; m < 4 && first + i < after; m++) total[m] += __uint_as_float(v.words[i][m / 2].value(m % 2));
+    }
+    first += Pieces::kAtOnce;
+    if (first >= after) return;
+    v.ask(p, g, first, after);
   }
 }

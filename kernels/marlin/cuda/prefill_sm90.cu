@@ -54,12 +54,13 @@ DEVICE void leave(const ExpertsParams& p) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_constant__ PrefillParams params) {
   const ExpertsParams& p = params.experts;
   extern __shared__ __align__(1024) u8 memory[];
-  int few_rows = agreed_few_rows(p, threadIdx.x % 32), largest = most_rows(p);
+  let_next_kernel_come();
+  int largest = most_rows(p), few_rows = p.few_rows;
+  if (largest > few_rows) few_rows = agreed_few_rows(p, threadIdx.x % 32);
   if (largest <= few_rows) {
     if (blockIdx.x == 0) wait_for_previous_kernels();  // one block keeps the order of kernels
     return;
   }
-  let_next_kernel_come();
   Ring ring(memory);
   Shared& shared = ring.shared;
   int ticket = threadIdx.x == kWeightWarp * 32 ? atomicAdd(p.sync, 1) : 0;

@@ -25,20 +25,23 @@ DEVICE int many_cost(int rows) {
 // One warp: up to how many rows an expert is decode_sm90.cu's in this launch: p.few_rows, kFewRows or none.
 DEVICE int agreed_few_rows(const ExpertsParams& p, int lane) {
   if (p.second_kernel == 0) return p.few_rows;
+  auto rows_of = [&](int e) { return min(max(p.num_tokens[e], 0), p.max_rows); };
   int largest = 0, loss_of_few = 0, loss_of_many = 0;
   bool few = false;
   for (int e = lane; e < p.num_experts; e += 32) {
-    int rows = min(max(p.num_tokens[e], 0), p.max_rows), more = few_cost(rows) - many_cost(rows);
+    largest = max(largest, rows_of(e));
+    few |= rows_of(e) > 0 && rows_of(e) <= p.few_rows;
+  }
+  largest = __reduce_max_sync(~0u, largest);
+  if (largest <= p.few_rows || !__any_sync(~0u, few)) return p.few_rows;
+  for (int e = lane; e < p.num_experts; e += 32) {
+    int rows = rows_of(e), more = few_cost(rows) - many_cost(rows);
     if (rows > p.few_rows) {
       loss_of_few += more;
     } else if (rows > 0) {
       loss_of_many -= more;
-      few = true;
     }
-    largest = max(largest, rows);
   }
-  largest = __reduce_max_sync(~0u, largest);
-  if (largest <= p.few_rows || !__any_sync(~0u, few)) return p.few_rows;
   loss_of_few = __reduce_add_sync(~0u, loss_of_few);
   loss_of_many = __reduce_add_sync(~0u, loss_of_many);
   bool all_few = largest <= kFewRows && loss_of_few <= loss_of_many;
