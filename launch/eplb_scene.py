@@ -82,6 +82,8 @@ def read_trace(raw: str, config: SceneConfig) -> RoutingTrace:
     path = trace_file(raw)
     arrays = read_arrays(path)
     if "ids" in arrays:
+        if config.array:
+            raise OptionError(f"--array is {config.array!r}; {path.name} is a recorded trace, leave the option out")
         return RoutingTrace.load(path)
     found = {name: array for name, array in arrays.items() if array.ndim == 3}
     if config.array:

@@ -27,6 +27,7 @@ def _names(raw: str) -> tuple[str, ...]:
     return tuple(raw.split(","))
 
 
+_PICTURES = (".png", ".pdf", ".svg")
 # How the table shows what is not a whole number.
 _FORMS = {
     "balancedness": ".3f",
@@ -41,7 +42,15 @@ def _routing(raw: str) -> str:
     path = raw.removeprefix("recorded:")
     if re.fullmatch(r"zipf:\d+(\.\d+)?", raw) or Path(path).expanduser().is_file():
         return path
-    raise ValueError("it must be zipf:S with a number such as zipf:0.5, or an .npz file of recorded choices")
+    absent = "" if raw.startswith("zipf") else ", and there is no such file"
+    raise ValueError(f"it must be zipf:S with a number such as zipf:0.5, or an .npz file of recorded choices{absent}")
+
+
+def _picture(raw: str) -> Path:
+    path = output_file(raw)
+    if path.suffix.lower() not in _PICTURES:
+        raise ValueError(f"its name must end in one of {', '.join(_PICTURES)}")
+    return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +90,9 @@ class ReportConfig(SceneConfig):
 
     policy: str = field(default="incremental", metadata=option(str, "policy to plan with"))
     rule: str = field(default="levelled", metadata=option(str, "replica rule"))
-    out: Path = field(default=Path("eplb-load.png"), metadata=option(output_file, "PNG file to write", "FILE"))
+    out: Path = field(
+        default=Path("eplb-load.png"), metadata=option(_picture, "PNG file to write, or .pdf or .svg", "FILE")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,8 @@ def test_report_draws_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert before < after <= 1
     assert moved == sum(int(line.split()[3]) for line in lines[3:6]) > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["eplb", "report", str(tmp_path / "trace.npz"), "--array", "english"]) == 2
+    assert "--array is 'english'; trace.npz is a recorded trace, leave the option out" in capsys.readouterr().err
 
 
 def test_plain_choices_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,6 +76,8 @@ def test_plain_choices_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["simulate", "--planned-on", "1"], "--planned-on is '1'; it must be a number above 0 and below 1"),
         (["report", "none.npz"], "TRACE is 'none.npz'; it must be an .npz file"),
         (["report", "none.npz", "--policy", "best"], "--policy has 'best'"),
+        (["report", "none.npz", "--out", "load.txt"], "--out is 'load.txt'; its name must end in one of .png, "),
+        (["simulate", "--routing", "none.npz"], "an .npz file of recorded choices, and there is no such file"),
     ],
 )
 def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
