@@ -27,6 +27,16 @@ CASES = {
 SMALL = replace(CASES["random"], tokens=(33, 2, 0), capacity=40)
 # The same, and rows whose last packet is not full.
 MANY = Case(dtype=BF16, hidden_size=2000, tokens=(70, 33, 1, 0), num_experts=9, topk=2, capacity=70)
+# Ids as they come: none, the same twice in a token; ranks without experts; one token of room.
+ODD = [
+    (
+        5,
+        Case(
+            dtype=BF16, hidden_size=48, topk=3, num_experts=257, tokens=(4, 0, 1), capacity=4, routing="any", fp8=True
+        ),
+    ),
+    (7, Case(dtype=BF16, hidden_size=16, topk=1, num_experts=3, tokens=(1,), capacity=1, routing="any")),
+]
 FACES = pytest.mark.parametrize("by_reference", [False, True], ids=["expanded", "by reference"])
 WIRES = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 
@@ -53,6 +63,16 @@ def test_decode_in_halves(monkeypatch: pytest.MonkeyPatch, by_reference: bool, f
     # What scripts/sanitize.sh runs.
     on_one_gpu(monkeypatch, 3)
     check_decode(replace(SMALL, fp8=fp8), "small", 3, by_reference, in_halves=True)
+
+
+@pytest.mark.parametrize("backend", [LOW_LATENCY, "nvshmem_high_throughput"])
+@pytest.mark.parametrize(("num_ranks", "case"), ODD, ids=["5", "7"])
+def test_odd_numbers(monkeypatch: pytest.MonkeyPatch, num_ranks: int, case: Case, backend: str) -> None:
+    on_one_gpu(monkeypatch, num_ranks)
+    ranks = Ranks(case, num_ranks, backend, by_reference=backend == LOW_LATENCY and case.fp8)
+    for seed in range(4):
+        ranks.redraw(seed=seed)
+        (check_decode_step if backend == LOW_LATENCY else check_prefill_step)(ranks, seed)
 
 
 def check_decode(case: Case, name: str, num_ranks: int, by_reference: bool, in_halves: bool = False) -> None:
@@ -117,6 +137,33 @@ def test_batches_that_begin_in_another_order_on_another_rank(monkeypatch: pytest
         each.check()
     for setting, result in received:
         check_batched(setting, expanded(result))
+
+
+@FACES
+def test_a_rank_without_experts_and_tokens_does_not_run_ahead(
+    monkeypatch: pytest.MonkeyPatch, by_reference: bool
+) -> None:
+    monkeypatch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "0.5")
+    on_one_gpu(monkeypatch, 3)
+    case = Case(dtype=BF16, hidden_size=256, topk=2, num_experts=2, tokens=(3, 2, 0))
+    ranks = Ranks(case, 3, LOW_LATENCY, by_reference)
+    check_decode_step(ranks, "alone")  # kernels are loaded and maps are known from here on
+    outputs = [torch.full_like(args[0], float("nan")) for args in ranks.args]
+    results = [torch.zeros((s.config.num_local_experts, 24, 256), dtype=BF16, device="cuda") for s in ranks.settings]
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+    for rank in (2, 0, 1):
+        backend, args = ranks.backends[rank], ranks.args[rank]
+        with torch.cuda.stream(ranks.streams[rank]):
+            if rank != 2:
+                torch.cuda._sleep(2_000_000)
+            for _ in range(5):
+                backend.prepare(*args)
+                backend.finalize(outputs[rank], results[rank], *args[1:3], False, TopKWeightAndReduceDelegate())
+    torch.cuda.synchronize()
+    for each, output in zip(ranks.backends, outputs, strict=True):
+        each.check()
+        assert not output.any()
 
 
 @pytest.mark.parametrize("backend", [LOW_LATENCY, "nvshmem_high_throughput"])

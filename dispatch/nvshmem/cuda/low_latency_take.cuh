@@ -261,7 +261,8 @@ __device__ __forceinline__ void receive_all(const Params& p, Shared& shared) {
     const Common& c = p.common;
     const bool by_reference = p.expert_row_ids != nullptr;
     const int lists = p.num_local_experts * p.shares;
-    if (!by_reference && static_cast<int>(blockIdx.x) >= lists) {
+    // A rank without experts waits for the headers, too: it must not be two batches ahead of anybody.
+    if (!by_reference && static_cast<int>(blockIdx.x) >= max(lists, 1)) {
         return;
     }
     const u32 epoch = static_cast<u32>(*reinterpret_cast<volatile u64*>(&c.counters->dispatch) >> 32);
