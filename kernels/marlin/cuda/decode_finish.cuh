@@ -91,8 +91,8 @@ DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, const float (&
   }
 }
 
-// A tile's sums over the teams, and over all blocks where this one has its first step; false where another block has it,
-// for which they are left. As words the others' are asked for while the teams still add.
+// A tile's sums over the teams, and over all blocks where this one has its first step; false where another block has
+// it, for which they are left. As words the others' are asked for while the teams still add.
 template <int kTokens, int kTeams>
 DEVICE bool complete_sums(const Lane<kTokens, kTeams>& me, const ExpertsParams& p, Shared& shared, const Segment& g,
                           const float (&sums)[kTeams][kTokens / 2], float (&total)[kTokens / 2]) {

@@ -53,7 +53,7 @@ DEVICE int start_launch(const ExpertsParams& p, Shared& shared, int lane) {
   __syncwarp();
   if (lane != 0) return 0;
   if (shared.schedule.largest == 0) {
-    // All blocks see that nothing is to be claimed: their other tickets are counted, and nobody waits for their numbers.
+    // All blocks see that nothing is to be claimed: their other tickets are counted, without waiting for their numbers.
     draw_tickets(p, 2 + (blockIdx.x == 0 ? kTicketsPerLaunch - 3 * gridDim.x : 0));
     return 0;
   }
