@@ -1,7 +1,7 @@
 """Joins a dispatch backend with experts, and creates either by name.
 
 `FusedMoEModularKernel` runs prepare -> experts -> finalize and owns the scratch in between. The contracts of the two
-sides are in `moe_ep.contracts` and can be imported from here too.
+sides (`moe_ep.contracts`) and the reduce strategies (`moe_ep.topk_weight_and_reduce`) can be imported from here too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from moe_ep.contracts import (
 )
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.stages import stage
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from moe_ep.topk_weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNaiveBatched,
+    TopKWeightAndReduceNoOP,
+)
 from moe_ep.workspace import Request, num_bytes, workspace_manager
 
 __all__ = [
@@ -40,6 +46,11 @@ __all__ = [
     "FusedMoEPrepareAndFinalize",
     "FusedMoEQuantConfig",
     "PrepareResult",
+    "TopKWeightAndReduce",
+    "TopKWeightAndReduceContiguous",
+    "TopKWeightAndReduceDelegate",
+    "TopKWeightAndReduceNaiveBatched",
+    "TopKWeightAndReduceNoOP",
     "make_experts",
     "make_prepare_finalize",
 ]
