@@ -35,6 +35,8 @@ from moe_ep.stages import stage
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
+# What the message of rank 0 begins with: a plan follows, or it failed; 0 where nothing is to be done.
+_PLAN, _FAILED = 1, -1
 
 
 class Job(NamedTuple):
@@ -173,21 +175,29 @@ class Rearrangement:
         old = self._placement.host
         message = torch.zeros(1 + old.size, dtype=torch.int64)
         reason, seconds = "EP rank 0 made no plan", 0.0
+        failure: EplbError | None = None
         if self._channel.rank == 0:
             started = time.perf_counter()
             sizes = (self._placement.num_experts, self._channel.size)
-            if self._planner is None:
-                plan, reason = make_plan(total, load, old, *sizes, self._config)
-            else:
-                # Before the others give up waiting for the plan, so that they learn why.
-                limit_s = 0.8 * self._channel.timeout_s
-                plan, reason = self._planner.make_plan(total, old, *sizes, self._config, limit_s)
+            try:
+                if self._planner is None:
+                    plan, reason = make_plan(total, load, old, *sizes, self._config)
+                else:
+                    # Before the others give up waiting for the plan, so that they learn why.
+                    limit_s = 0.8 * self._channel.timeout_s
+                    plan, reason = self._planner.make_plan(total, old, *sizes, self._config, limit_s)
+                if plan is not None:
+                    message[0] = _PLAN
+                    message[1:] = torch.from_numpy(plan).flatten()
+            except Exception as error:
+                logger.exception("EPLB could not plan")
+                failure = self._channel.failed(f"no plan could be made on EP rank 0: {error!r}")
+                message[0] = _FAILED
             seconds = time.perf_counter() - started
-            if plan is not None:
-                message[0] = 1
-                message[1:] = torch.from_numpy(plan).flatten()
         self._channel.broadcast("the plan", message)
-        if not message[0]:
+        if message[0] == _FAILED:
+            raise failure or self._channel.failed_elsewhere("no plan could be made on EP rank 0")
+        if message[0] != _PLAN:
             return None, reason, seconds
         return message[1:].view(old.shape).numpy(), "", seconds
 

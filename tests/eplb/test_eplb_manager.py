@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.eplb import transfer
+from moe_ep.eplb import rearrangement, transfer
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import CommitReport
 from moe_ep.eplb.manager import EPLBManager
+from moe_ep.eplb.planner import make_plan
 from moe_ep.eplb.step_gate import StepGate
 from moe_ep.eplb.transfer import MessageTransport
 from moe_ep.errors import EplbError
@@ -172,14 +173,18 @@ def go_wrong(rank: int, world_size: int, how: str) -> str:
             rows[:, 5] += 1
 
         transfer.seal = wrong_seal
+    if how == "planner":
+        rearrangement.make_plan = lambda *args: 1 // 0  # type: ignore[assignment]
     if how == "commit" and rank == 1:
         manager._rearrangement.commit = lambda: 1 // 0  # type: ignore[method-assign]
-    if how != "absent" or rank != 1:
+    if how == "planner":
+        manager.plan_now()
+    elif how != "absent" or rank != 1:
         manager.rearrange(random_placement(L, num_slots, seed=rank if how == "plan" else 5))
     try:
-        return step_until_error(manager)
+        return step_until_error(manager, limit_s=8)
     finally:
-        transfer.seal = seal
+        transfer.seal, rearrangement.make_plan = seal, make_plan
 
 
 @pytest.mark.parametrize(
@@ -190,6 +195,7 @@ def go_wrong(rank: int, world_size: int, how: str) -> str:
         ("step", "the ranks disagree about rearrangement 1: step is 0 on EP rank 0 and 1 on EP rank 1; "),
         ("checksum", "experts of layer 0 did not arrive on EP rank 0 with another checksum than they left with"),
         ("commit", "a commit failed on EP rank 1: ZeroDivisionError("),
+        ("planner", "no plan could be made on EP rank 0: ZeroDivisionError("),
         ("absent", "the ranks could not exchange rearrangement 1 within 1.5 s: EP rank 1 did not take part; experts"),
     ],
 )
