@@ -45,7 +45,8 @@ class FusedMoE(LayerParts):
         reduce_results: all-reduce the output over the TP ranks if it is a partial sum; otherwise the caller must.
         renormalize, use_grouped_topk, num_expert_group, topk_group, custom_routing_function, scoring_func,
             routed_scaling_factor, e_score_correction_bias: as in `moe_ep.routing.select_experts`. The bias may be the
-            router's own parameter, loaded later; it is not saved with the layer and can be reassigned.
+            router's own parameter, loaded later; it is not saved with the layer and can be reassigned, as it must be
+            after `load_state_dict(assign=True)`, which gives the router another one.
         apply_router_weight_on_input: multiply the rows by their weights before they are sent; needs top_k 1.
         activation: a `MoEActivation` or its name.
         tp_size, dp_size, ep_size, is_sequence_parallel: how the ranks divide the layer (`FusedMoEParallelConfig.make`).
