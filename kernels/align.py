@@ -51,9 +51,10 @@ def moe_align_block_size(
         num_tokens_post_padded: int32 `[1]`, the number of entries in use, a multiple of block_size.
 
     Raises:
-        ValueError: a block size or a number of experts below 1, or a map of another length.
+        ValueError: a block size or a number of experts below 1, a map of another length, or ids that are not integers.
     """
     _check_sizes(block_size=block_size, num_experts=num_experts)
+    _check_integers(topk_ids=topk_ids, expert_map=expert_map)
     if expert_map is not None and expert_map.shape != (num_experts,):
         raise ValueError(
             f"expert_map has shape {tuple(expert_map.shape)}; it must have one entry for each of num_experts "
@@ -109,9 +110,10 @@ def batched_moe_align_block_size(
         num_tokens_post_padded: int32 `[1]`, the number of entries in use, a multiple of block_size.
 
     Raises:
-        ValueError: a size below 1, or counts that are not one-dimensional.
+        ValueError: a size below 1, or counts that are not integers in one dimension.
     """
     _check_sizes(block_size=block_size, max_tokens_per_batch=max_tokens_per_batch)
+    _check_integers(expert_num_tokens=expert_num_tokens)
     if expert_num_tokens.dim() != 1:
         raise ValueError(f"expert_num_tokens has shape {tuple(expert_num_tokens.shape)}; it must be (El,)")
     align = form_for(batched_align_reference, "triton_align.triton_batched_align", expert_num_tokens)
@@ -229,3 +231,9 @@ def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be at least 1")
+
+
+def _check_integers(**tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.is_floating_point():
+            raise ValueError(f"{name} is {tensor.dtype}; it must be of an integer type")

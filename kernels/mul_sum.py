@@ -91,5 +91,7 @@ def _check(
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}; with inputs {tuple(inputs.shape)} it must be {expected}"
             )
+    if topk_ids is not None and topk_ids.is_floating_point():
+        raise ValueError(f"topk_ids is {topk_ids.dtype}; it must be of an integer type")
     if expert_map is not None and topk_ids is None:
         raise ValueError("expert_map is given without topk_ids; pass the ids it is to be applied to")

@@ -18,6 +18,7 @@ from moe_ep.topk import topk_reference
 
 SCORING_FUNCS: tuple[str, ...] = ("softmax", "sigmoid")
 ZERO_EXPERT_TYPES: tuple[str, ...] = ("identity",)
+INDICES_TYPES = (torch.int16, torch.int32, torch.int64)
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -61,7 +62,7 @@ def select_experts(
             replaces all steps up to the weights.
         routed_scaling_factor: factor of all weights, including custom ones, applied last; shared experts keep weight 1.
         e_score_correction_bias: `[E + zero_expert_num]`, added to the scores for the choice, never to the weights.
-        indices_type: integer dtype of the ids; None means int32.
+        indices_type: dtype of the ids, one of `INDICES_TYPES`; None means int32.
         enable_eplb: map logical ids to physical ones and count them in `expert_load_view` (int32 `[num_physical]`),
             with the layer's `logical_to_physical_map` `[E, max_replicas]` and `logical_replica_count` `[E]`.
         expert_map: ignored: ids are global on every rank, and the experts apply the map.
@@ -99,6 +100,8 @@ def select_experts(
     num_physical = _check_num_physical(global_num_experts, num_experts, expert_load_view if enable_eplb else None)
     if num_fused_shared_experts < 0:
         raise ValueError(f"num_fused_shared_experts is {num_fused_shared_experts}; it must be at least 0")
+    if indices_type is not None and indices_type not in INDICES_TYPES:
+        raise ValueError(one_of("indices_type", str(indices_type), [str(dtype) for dtype in INDICES_TYPES]))
 
     if custom_routing_function is not None:
         topk_weights, topk_ids = _custom_topk(

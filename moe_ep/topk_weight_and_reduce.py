@@ -107,7 +107,13 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
         num_tokens, topk = topk_ids.shape
-        rows = fused_expert_output.view(num_tokens, topk, fused_expert_output.size(-1))
+        hidden_size = fused_expert_output.size(-1)
+        if fused_expert_output.numel() != num_tokens * topk * hidden_size:
+            raise ValueError(
+                f"fused_expert_output has shape {tuple(fused_expert_output.shape)}; with topk_ids of shape "
+                f"{tuple(topk_ids.shape)} it must be ({num_tokens}, {topk}, K) or ({num_tokens * topk}, K)"
+            )
+        rows = fused_expert_output.view(num_tokens, topk, hidden_size)
         total = _accumulator(rows, num_tokens)
         for slot in range(topk):
             row = rows[:, slot].float()

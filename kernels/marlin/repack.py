@@ -217,6 +217,8 @@ def _check(
     if scales.dim() != 3 or scales.shape[:2] != codes.shape[:2] or groups not in (None, scales.size(2)):
         wanted = (num_experts, num_rows, "groups" if groups is None else groups)
         raise ValueError(f"scales has shape {tuple(scales.shape)}; codes and group_size ask for {wanted}")
+    if not (scales.is_floating_point() or scales.dtype == torch.uint8):
+        raise ValueError(f"scales is {scales.dtype}; it must be a float type, or uint8 for the bits of e8m0 numbers")
     if (zero_points is not None) != kind.has_zero_points:
         raise ValueError(
             f"zero_points is {'missing' if zero_points is None else 'given'}; "

@@ -70,6 +70,8 @@ def test_an_output_of_another_shape_is_refused_by_all():
     ):
         with pytest.raises(ValueError, match="output has shape"):
             strategy.apply(torch.empty(2, len(IDS), K), rows, WEIGHTS, IDS, False)
+    with pytest.raises(ValueError, match=r"fused_expert_output has shape .* it must be \(\d+, \d+, K\) or"):
+        TopKWeightAndReduceContiguous().apply(None, torch.zeros(len(IDS), K), WEIGHTS, IDS, False)
 
 
 def test_delegate_cannot_be_applied():

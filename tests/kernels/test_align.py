@@ -191,6 +191,10 @@ def test_sizes_depend_on_shapes_alone(num_tokens: int) -> None:
         (lambda ids: moe_align_block_size(ids, 0, 4), "block_size is 0; it must be at least 1"),
         (lambda ids: moe_align_block_size(ids, 4, 0), "num_experts is 0; it must be at least 1"),
         (lambda ids: moe_align_block_size(ids, 4, 4, ids[0]), r"expert_map has shape \(2,\).*num_experts \(4\)"),
+        (
+            lambda ids: moe_align_block_size(ids.float(), 4, 4),
+            "topk_ids is torch.float32; it must be of an integer type",
+        ),
         (lambda ids: batched_moe_align_block_size(0, 4, ids[0]), "max_tokens_per_batch is 0"),
         (lambda ids: batched_moe_align_block_size(4, 0, ids[0]), "block_size is 0"),
         (lambda ids: batched_moe_align_block_size(4, 4, ids), r"expert_num_tokens has shape \(3, 2\)"),

@@ -134,6 +134,7 @@ def test_scales_and_zero_points_follow_their_rows_in_pairs() -> None:
         ({"codes": torch.zeros(2, 64, 48, dtype=torch.uint8)}, "codes"),
         ({"codes": torch.zeros(2, 32, 64, dtype=torch.uint8), "gated": True}, "codes"),
         ({"scales": torch.ones(2, 64, 3)}, "scales"),
+        ({"scales": torch.ones(2, 64, 2, dtype=torch.int32)}, "scales"),
         ({"group_size": 48}, "group_size"),
         ({"group_size": 128}, "group_size"),
         ({"quant_type_id": 7}, "quant_type_id"),
