@@ -1,4 +1,4 @@
-"""Index lists of batched rows as a Triton kernel; `moe_ep.kernels.align` is how it is called."""
+"""Index lists of batched rows as a Triton kernel, called through `moe_ep.kernels.align`."""
 
 from __future__ import annotations
 

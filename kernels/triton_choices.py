@@ -1,4 +1,4 @@
-"""Packing and counting choices, a Triton kernel each; called by `moe_ep.integrations.choices`."""
+"""Packing and counting choices, one Triton kernel each, called through `moe_ep.integrations.choices`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _pack_kernel(
     HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copies each token's weights and ids, those of no expert as 0 and -1.
+    """Copies each token's weights and ids, replacing those of unknown experts by 0 and -1.
 
     Before: ids and weights `[T, TOP_K]`, mask `[T]`. After: int32 bits of the f32 weights of all slots, and all ids
     plane_stride numbers after the first of these. Program b makes slots b * BLOCK ... of all T * TOP_K.

@@ -1,4 +1,4 @@
-"""Which token goes to which rank, as one Triton kernel; `moe_ep.dispatch.payload.make_send_plan` calls it."""
+"""Computes which token goes to which rank in one Triton kernel, called by `moe_ep.dispatch.payload.make_send_plan`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _send_plan_kernel(
     EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Column r of the plan: the row that each token has among everything this rank sends, -1 where r needs none.
+    """Computes column r of the plan: each token's row among all that this rank sends, -1 if rank r does not need it.
 
     Before: ids int32 `[T, TOPK]`, owners int32 `[E]`. After: slots int32 `[T, NUM_RANKS]`, counts int32 `[NUM_RANKS]`.
     Program r goes through the tokens in blocks. A token's destinations are the bits of one int64, so that program r

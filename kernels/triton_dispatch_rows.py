@@ -1,4 +1,4 @@
-"""Packing, weighting and summing of rows as Triton kernels; `moe_ep.kernels.dispatch_rows` is how they are called."""
+"""Packing, weighting and summing of rows as Triton kernels, called through `moe_ep.kernels.dispatch_rows`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLENTY = 8 * _ENOUGH_PROGRAMS
 
 
 def row_blocks(num_rows: int, num_columns: int, element_size: int) -> tuple[int, int]:
-    """(columns of one program, its warps) for a kernel with a program for every row and block of columns.
+    """Chooses (columns per program, warps) for a kernel with one program for each row and block of columns.
 
     Example: bf16, 7168 columns: 4096 rows give (2048, 4), 128 rows (1024, 4), one row (256, 1).
     """
@@ -115,7 +115,7 @@ def _weighted_rows_kernel(
     """target[i] = sum over j of weights[i, j] * source[slots[i, j]], in f32, for one block of columns.
 
     Before: source `[X, K]`, slots int32 and weights f32 `[M, TOPK]`. After: target `[M, K]`. Slots of -1 are masked out
-    of the loads. A row without any is left alone, or with ALWAYS set to zero.
+    of the loads. A row without slots is not written, or with ALWAYS set to zero.
 
     Example: slots [[2, -1]], weights [[.5, ?]]: target[0] = .5 * source[2].
     """
@@ -176,7 +176,7 @@ def triton_pack_rows(
 def triton_weighted_rows(
     expert_output: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None, send_rows: torch.Tensor
 ) -> None:
-    """Arguments as in `weighted_rows`, not checked; rows without a slot are left alone."""
+    """Arguments as in `weighted_rows`, not checked; rows without a slot are not written."""
     _launch_weighted_rows(expert_output, slots, weights, send_rows, always=False)
 
 

@@ -1,4 +1,4 @@
-"""Moving and activating rows as Triton kernels; `moe_ep.kernels.grouped_rows` is how they are called."""
+"""Moving and activating rows as Triton kernels, called through `moe_ep.kernels.grouped_rows`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _move_rows_kernel(
     HAS_TARGETS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (j, b) copies words b * BLOCK ... of the j-th row, and ends at once where there is no such row.
+    """Program (j, b) copies words b * BLOCK ... of the j-th row, and ends at once if there is no such row.
 
     Before: source `[*, W]` words, lists int32 `[S]`, count int32 `[1]`. After: target `[*, W]`.
 
@@ -50,7 +50,7 @@ def _move_rows_kernel(
 def _activate_kernel(
     input_ptr, output_ptr, count_ptr, num_columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program (j, b) makes columns b * BLOCK ... of row j in f32, and ends at once where there is no such row.
+    """Program (j, b) computes columns b * BLOCK ... of row j in f32, and ends at once if there is no such row.
 
     Before: input `[S, 2N]` (gate, then up) or `[S, N]`, count int32 `[1]`. After: output `[S, N]`.
 

@@ -1,4 +1,4 @@
-"""The weighted sum over slots as one Triton kernel; `moe_ep.kernels.mul_sum` is how it is called."""
+"""The weighted sum over slots as one Triton kernel, called through `moe_ep.kernels.mul_sum`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ENOUGH_PROGRAMS = 264
 
 
 def choose_blocks(num_tokens: int, hidden_size: int, element_size: int) -> tuple[int, int]:
-    """(columns of one program, its warps) for `[T, topk, K]` inputs.
+    """Chooses (columns per program, warps) for `[T, topk, K]` inputs.
 
-    A warp covers 32 vectors of 16 bytes. Four warps a program where there is enough work, fewer where a small batch
-    would leave most of the GPU idle, never more than K asks for.
+    A warp covers 32 vectors of 16 bytes. A program has four warps if there is enough work, fewer if a small batch would
+    leave most of the GPU idle, and never more than K needs.
 
     Example: bf16, K=7168: T=4096 gives (1024, 4), T=1 gives (256, 1).
     """
@@ -55,11 +55,11 @@ def _mul_sum_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Adds up the weighted slots of one token in one pass over memory.
+    """Sums the weighted slots of one token in one pass over memory.
 
     Before: inputs `[T, TOPK, K]`, weights and ids `[T, TOPK]`, map `[E]`. After: outputs `[T, K]`.
-    Program (t, b) makes columns b * BLOCK ... of token t: it reads the slots that count, in slot order, into an f32
-    register accumulator. A slot that does not count is masked out of the load, so its memory is never touched.
+    Program (t, b) computes columns b * BLOCK ... of token t: it adds the slots that count, in slot order, in f32
+    registers. A slot that does not count is masked out of the load, so its memory is never read.
 
     Example: t=0, TOPK=2, ids [3, -1], weights [.5, 2], inputs[0] = [[2, 4], [?, ?]]: .5 * [2, 4] = [1, 2].
     """

@@ -1,4 +1,4 @@
-"""Messages of fixed size, opened by one Triton kernel; `moe_ep.dispatch.messages` calls it and says what is in them."""
+"""Reads messages of fixed size in one Triton kernel; `moe_ep.dispatch.messages` calls it and describes the messages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _open_messages_kernel(
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copies received rows to the experts that asked for them, dequantizing where they are e4m3.
+    """Copies received rows to the experts that they are for, and dequantizes them if they are e4m3.
 
     Before: in the message of each rank a header int32 `[E]`, rows and meta int32 `[capacity, 3, TOPK]`. After: batch
     `[El, max_rows, K]`, slots int32 and weights f32 `[NUM_RANKS * capacity, TOPK]`, totals int32 `[El]`.

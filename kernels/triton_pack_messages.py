@@ -1,6 +1,6 @@
-"""Messages of fixed size, written by one Triton kernel; `moe_ep.dispatch.messages` calls it and says what is in them.
+"""Writes messages of fixed size in one Triton kernel; `moe_ep.dispatch.messages` calls it and describes the messages.
 
-A message is seen in two ways: as words of the rows, for copying, and as int32, for header, ids, positions and weights.
+A message has two views: words of the rows, for copying, and int32, for header, ids, positions and weights.
 """
 
 from __future__ import annotations

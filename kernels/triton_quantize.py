@@ -1,7 +1,7 @@
-"""e4m3 rows as Triton kernels; `moe_ep.kernels.quantize` is how they are called.
+"""e4m3 rows as Triton kernels, called through `moe_ep.kernels.quantize`.
 
-Codes are made and read by the GPU's conversions where it has an e4m3 type, and by integer arithmetic where it has none
-(sm_80); the bits are the same.
+Codes are converted by the GPU's instructions if it has an e4m3 type, and otherwise (sm_80) by integer arithmetic; the
+bits are the same.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from moe_ep.kernels.quantize import GROUP_SIZE, TINY_SCALE, scale_offset
 from moe_ep.kernels.triton_dispatch_rows import row_blocks
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
-# As measured: 16 columns a thread, and blocks that leave little behind the end of a row.
+# As measured: 16 columns per thread, and blocks that extend little beyond the end of a row.
 _MOST_COLUMNS, _WARP_COLUMNS = 1024, 512
 
 
 @triton.jit
 def _encode_e4m3(values):
-    """f32 in [-448, 448] or NaN to the bits of e4m3, int32: nearest, ties to even.
+    """Converts f32 in [-448, 448] or NaN to the bits of e4m3, int32, to nearest with ties to even.
 
     Normal numbers: round the 23 bits of mantissa to 3 by adding half a unit (less one bit where the last kept bit is
     even), and move the exponent's bias from 127 to 7. Below 2**-6, codes are multiples of 2**-9: adding 2**14 leaves
@@ -66,10 +66,10 @@ def _convert_e4m3(values, signs):
 
 @triton.jit
 def decode_e4m3(codes):
-    """e4m3 bits, as any integer, to f32; exact.
+    """Converts e4m3 bits, as any integer, to f32, exactly.
 
-    The 7 bits under the sign are moved to where f32 has exponent and mantissa; 2**120 mends the bias, for subnormals
-    too. 0x7f is NaN.
+    The 7 bits below the sign are moved to the place of exponent and mantissa in f32; a factor of 2**120 corrects the
+    bias, for subnormals too. 0x7f is NaN.
 
     Example: 0x38 -> 1.0, 0x01 -> 2**-9, 0x80 -> -0.0.
     """
