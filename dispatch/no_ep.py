@@ -16,10 +16,10 @@ from moe_ep.topk_weight_and_reduce import (
 
 
 class NoEPPrepareFinalize(FusedMoEPrepareAndFinalize):
-    """Hands this rank's rows to its own experts, and their sum back.
+    """Passes this rank's rows to its own experts, and returns their sum.
 
-    Standard format, any number of tokens. Rows are not quantized: there is no wire. Where experts of other ranks
-    occur (an expert_map is given), their ids become -1 and the output is this rank's partial sum.
+    Standard format, any number of tokens. Rows are not quantized, since they do not travel. With an expert_map, ids of
+    experts on other ranks become -1, and the output is this rank's partial sum.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class NoEPPrepareFinalize(FusedMoEPrepareAndFinalize):
                     f"expert_map has shape {tuple(expert_map.shape)}; it must have one entry for each of "
                     f"num_experts ({num_experts})"
                 )
-            is_local = (topk_ids >= 0) & (expert_map[topk_ids.long().clamp(min=0)] >= 0)
-            topk_ids = torch.where(is_local, topk_ids, -1)
+            # An id of -1 looks up the last expert, and stays -1 whether that is local or not.
+            topk_ids = torch.where(expert_map[topk_ids.long()] >= 0, topk_ids, -1)
         return a1, None, None, topk_ids, topk_weights
 
     def finalize(
