@@ -80,6 +80,15 @@ def test_quantized_experts_run_packed(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+def test_autocast_stops_at_the_layer() -> None:
+    layer = make_layer({"params_dtype": torch.float32, "shared_experts": True})
+    inputs = inputs_of(layer, 9, seed=9)
+    expected = layer(*inputs)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert torch.equal(layer(*inputs), expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True])
 def test_one_gpu_compiled(shared: bool) -> None:
     layer = make_layer({"shared_experts": shared})
