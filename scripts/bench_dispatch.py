@@ -2,7 +2,7 @@
 
     python scripts/bench_dispatch.py                              # one process a GPU of this machine
     torchrun --nproc-per-node 4 scripts/bench_dispatch.py         # the same, or across hosts
-    python scripts/bench_dispatch.py --device cpu --ranks 2 --hidden 256 --graph-tokens 8 --eager-tokens 64
+    python scripts/bench_dispatch.py --device cpu --ranks 2       # on CPUs, in small sizes
     python scripts/bench_dispatch.py --markdown rows.jsonl        # tables of what --json FILE recorded
 
 A time is prepare + finalize of one step, experts left out: their output is the rows they were given (of rows by
@@ -52,6 +52,9 @@ from dispatch_times import peer_bandwidth, raw_pair, time_halves, time_kernels, 
 from moe_ep.bench.results import append_line, facts, read_lines
 from moe_ep.bench.workload import parse_routing
 
+# What CPUs measure where nothing is said: a minute in place of hours.
+SMALL = {"hidden": [256], "graph_tokens": [8], "eager_tokens": [64], "repeats": 5, "chain": 2}
+
 
 def parse_all(argv: Sequence[str]) -> list[argparse.Namespace]:
     """The commands between --then, each with what it is recorded as."""
@@ -98,6 +101,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--commit", help="what to record where the script is not run from a git checkout")
     parser.add_argument("--json", type=Path, help="file to append the JSON lines to")
     parser.add_argument("--markdown", type=Path, metavar="JSONL", help="print tables of recorded lines and end")
+    if parser.parse_known_args(argv)[0].device == "cpu":
+        parser.set_defaults(**SMALL)
     return parser.parse_args(argv)
 
 
