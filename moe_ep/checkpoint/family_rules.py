@@ -6,6 +6,7 @@ Each function reads it from a config.json; which family has which is said in mod
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from moe_ep.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, MoEActivation
@@ -75,6 +76,21 @@ def layers_after_dense(config: Config) -> tuple[int, ...]:
     return tuple(i for i in all_layers(config) if i >= first and i % step == 0)
 
 
+def layers_after(key: str) -> Callable[[Config], tuple[int, ...]]:
+    """All but the first, whose number stands under that key."""
+
+    def layers(config: Config) -> tuple[int, ...]:
+        return tuple(i for i in all_layers(config) if i >= whole(config, key, 0))
+
+    return layers
+
+
+def jamba_layers(config: Config) -> tuple[int, ...]:
+    """Every `expert_layer_period`-th from `expert_layer_offset` on."""
+    step, first = whole(config, "expert_layer_period", 2, least=1), whole(config, "expert_layer_offset", 1)
+    return tuple(i for i in all_layers(config) if i % step == first)
+
+
 def layers_between(config: Config) -> tuple[int, ...]:
     """Ernie: every `moe_layer_interval`-th layer from a first to a last one."""
     first, step = whole(config, "moe_layer_start_index", 1), whole(config, "moe_layer_interval", 1, least=1)
@@ -97,6 +113,21 @@ def biased_softmax(config: Config) -> RoutingSpec:
 
 def biased_sigmoid(config: Config) -> RoutingSpec:
     return RoutingSpec(renormalize=True, scoring_func="sigmoid", has_correction_bias=True)
+
+
+def afmoe_routing(config: Config) -> RoutingSpec:
+    return replace(biased_sigmoid(config), routed_scaling_factor=number(config, "route_scale", 1.0))
+
+
+def lfm_routing(config: Config) -> RoutingSpec:
+    """Its sum, that it divides by, has 1e-6 more: below what a sum of sigmoids of chosen experts shows."""
+    bias, renormalize = config.get("use_expert_bias"), config.get("norm_topk_prob")
+    return RoutingSpec(
+        renormalize=renormalize is None or bool(renormalize),
+        scoring_func="sigmoid",
+        has_correction_bias=bias is None or bool(bias),
+        routed_scaling_factor=number(config, "routed_scaling_factor", 1.0),
+    )
 
 
 def phi_routing(config: Config) -> RoutingSpec:
@@ -189,6 +220,11 @@ def mimo_config(config: Config) -> Config:
     if isinstance(sparse := config.get("moe_layer_freq"), list):
         changes |= {"moe_layer_freq": None, "mlp_layer_types": ["sparse" if layer else "dense" for layer in sparse]}
     return config | changes
+
+
+def lfm_config(config: Config) -> Config:
+    """With names that others have; its activation is fixed."""
+    return config | {"rms_norm_eps": config.get("norm_eps"), "hidden_act": "silu"}
 
 
 def text_part(config: Config) -> Config:

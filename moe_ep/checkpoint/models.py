@@ -168,6 +168,26 @@ FAMILIES = {
         activation=rules.swigluoai,
         names={"router": "router", "has_router_bias": True, "has_bias": True, "interleaved": True},
     ),
+    "afmoe": _Family(
+        moe_layers=rules.layers_after("num_dense_layers"),
+        routing=rules.afmoe_routing,
+        shared_experts=rules.deepseek_shared_experts,
+        names={"router": "router.gate", "correction_bias_tensor": "expert_bias", "norm": "pre_mlp_layernorm"},
+    ),
+    "jamba": _Family(
+        moe_module="feed_forward",
+        intermediate_size="intermediate_size",
+        moe_layers=rules.jamba_layers,
+        names={"router": "router", "norm": "pre_ff_layernorm"},
+    ),
+    "lfm2_moe": _Family(
+        moe_module="feed_forward",
+        projections=_GATE_W1,
+        moe_layers=rules.layers_after("num_dense_layers"),
+        routing=rules.lfm_routing,
+        text_config=rules.lfm_config,
+        names={"correction_bias_tensor": "expert_bias", "norm": "ffn_norm"},
+    ),
     "exaone_moe": replace(_DEEPSEEK_V3, names={"correction_bias_tensor": "e_score_correction_bias"}),
     "mimo_v2_flash": replace(_DEEPSEEK_V3, text_config=rules.mimo_config),
     "hunyuan_v1_moe": _Family(

@@ -65,6 +65,7 @@ class MoEModelSpec:
         moe_module: name of the MoE block inside a layer.
         projections: names of gate, down and up on disk.
         layers_module: what the names of layers start with.
+        norm: the norm before the MoE block, inside a layer.
         router: the router inside the MoE block, and has_router_bias whether its logits have a bias.
         correction_bias_tensor: the `e_score_correction_bias` inside the MoE block.
         has_bias: whether experts have biases; missing ones are zeros.
@@ -90,6 +91,7 @@ class MoEModelSpec:
     projections: Projections
     embedding: str = "model.embed_tokens.weight"
     layers_module: str = "model.layers"
+    norm: str = "post_attention_layernorm"
     router: str = "gate"
     has_router_bias: bool = False
     correction_bias_tensor: str = "gate.e_score_correction_bias"
@@ -123,11 +125,11 @@ class MoEModelSpec:
 
     def norm_weight(self, layer: int) -> str:
         """Name of the weight of the norm before the MoE block, `[K]`."""
-        return f"{self.layers_module}.{layer}.post_attention_layernorm.weight"
+        return f"{self.layers_module}.{layer}.{self.norm}.weight"
 
     def norm_bias(self, layer: int) -> str | None:
         """Name of that norm's bias, `[K]`, or None for an RMS norm."""
-        return f"{self.layers_module}.{layer}.post_attention_layernorm.bias" if self.has_norm_bias else None
+        return f"{self.layers_module}.{layer}.{self.norm}.bias" if self.has_norm_bias else None
 
     def shared_experts_prefix(self, layer: int) -> str | None:
         """The shared experts' MLP, such as `model.layers.3.mlp.shared_experts`, or None."""

@@ -19,8 +19,9 @@ from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.errors import ConfigError
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-# Names of the activation modules of torch and transformers.
+# Names of the activation modules of torch and transformers, and of functions.
 _ACTIVATIONS = {
+    "silu": MoEActivation.SILU,
     "SiLU": MoEActivation.SILU,
     "SiLUActivation": MoEActivation.SILU,
     "GELU": MoEActivation.GELU,
@@ -139,7 +140,7 @@ def _activation(name: str, module: Any) -> MoEActivation:
             f"the experts {name} of {kind.__name__} have a gate of their own; of such gates moe_ep has only that of "
             f"GptOssExperts with alpha {_SWIGLUOAI[0]} and limit {_SWIGLUOAI[1]:g}"
         )
-    found = type(module.act_fn).__name__
+    found = getattr(module.act_fn, "__name__", type(module.act_fn).__name__)
     if found not in _ACTIVATIONS:
         raise ConfigError(
             f"the experts {name} of {kind.__name__} have the activation {found}; moe_ep has {', '.join(_ACTIVATIONS)}"

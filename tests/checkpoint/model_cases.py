@@ -77,6 +77,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 32,
         },
     ),
+    "afmoe": (
+        "Afmoe",
+        {
+            "num_experts": EXPERTS,
+            "moe_intermediate_size": 32,
+            "num_shared_experts": 2,
+            "head_dim": 32,
+            "num_dense_layers": 1,
+            "route_scale": 2.5,
+        },
+    ),
+    "jamba": ("Jamba", {"num_experts": EXPERTS, "mamba_d_state": 4, "attn_layer_period": 3, "attn_layer_offset": 1}),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "num_experts": EXPERTS,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 2,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "exaone_moe": (
         "ExaoneMoe",
         {
@@ -153,7 +175,7 @@ def save_model(family: str, directory: Path) -> Any:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("e_score_correction_bias"):
+        if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.1)
     model.save_pretrained(directory, max_shard_size="100KB")
     return model.eval()
@@ -162,3 +184,8 @@ def save_model(family: str, directory: Path) -> Any:
 def router_of(block: Any) -> Any:
     """The router of one of their MoE blocks."""
     return block.router if hasattr(block, "router") else block.gate
+
+
+def block_of(layer: Any) -> Any:
+    """The MoE block of one of their layers."""
+    return layer.mlp if hasattr(layer, "mlp") else layer.feed_forward

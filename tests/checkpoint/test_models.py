@@ -29,7 +29,7 @@ from moe_ep.errors import CheckpointError
 from moe_ep.routing import select_experts
 from moe_ep.sparse_mixer import sparse_mixer
 from tests.checkpoint.checkpoints import LoadingLayer, plain_shapes
-from tests.checkpoint.model_cases import EXPERTS, MODELS, SIZES, config_of, router_of, save_model
+from tests.checkpoint.model_cases import EXPERTS, MODELS, SIZES, block_of, config_of, router_of, save_model
 
 SAME_AS = {
     "kimi_k2": "deepseek_v3",
@@ -81,6 +81,19 @@ EXPECTED = {
             topk_group=1,
             routed_scaling_factor=1.5,
             has_correction_bias=True,
+        ),
+    },
+    "afmoe": {
+        "moe_layers": (1, 2),
+        "routing": RoutingSpec(
+            renormalize=True, scoring_func="sigmoid", has_correction_bias=True, routed_scaling_factor=2.5
+        ),
+    },
+    "jamba": {"moe_layers": (1,), "routing": RoutingSpec(renormalize=False)},
+    "lfm2_moe": {
+        "moe_layers": (2,),
+        "routing": RoutingSpec(
+            renormalize=True, scoring_func="sigmoid", has_correction_bias=True, routed_scaling_factor=1.5
         ),
     },
     "exaone_moe": {
@@ -184,13 +197,12 @@ def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> Non
         # A fused tensor is read by rows, name[0], name[1], ...
         names = {source.name.split("[")[0] for source in plan}
         assert names == set(reader.names(spec.expert_prefix(index) + "."))
-        block = model.model.layers[index].mlp
+        block = block_of(model.model.layers[index])
         router = load_router(reader, spec, index)
-        found = router_of(block)
-        assert torch.equal(router.weight, getattr(found, "wg", found).weight)
+        assert torch.equal(router.weight, next(router_of(block).parameters()))
         assert (router.bias is not None) == spec.has_router_bias
         assert (router.correction_bias is not None) == spec.routing.has_correction_bias
-        norm = model.model.layers[index].post_attention_layernorm
+        norm = getattr(model.model.layers[index], spec.norm)
         assert torch.equal(load_norm(reader, spec, index), norm.weight.float() + 1 if spec.norm_offset else norm.weight)
         assert (load_norm_bias(reader, spec, index) is not None) == spec.has_norm_bias
     dense = set(range(3)) - set(spec.moe_layers)
@@ -207,6 +219,7 @@ SHARED = {
     "glm4_moe": 1,
     "ernie4_5_moe": 2,
     "exaone_moe": 2,
+    "afmoe": 2,
     "hunyuan_v1_moe": 1,
 }
 
@@ -216,7 +229,7 @@ def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any]) -> 
     reader = CheckpointReader(directory)
     spec = model_spec(reader.config)
     index = spec.moe_layers[-1]
-    block = model.model.layers[index].mlp
+    block = block_of(model.model.layers[index])
     shared = load_shared_experts(reader, spec, index)
     if family not in SHARED:
         assert shared is None and not hasattr(block, "shared_expert") and not hasattr(block, "shared_experts")
@@ -238,12 +251,13 @@ def test_routing_chooses_as_the_model_does(saved: tuple[str, Path, Any]) -> None
     reader = CheckpointReader(directory)
     spec = model_spec(reader.config)
     index = spec.moe_layers[-1]
-    block = model.model.layers[index].mlp
+    block = block_of(model.model.layers[index])
     gate = copy.deepcopy(router_of(block)).float()
     hidden_states = torch.randn(64, 64)
-    # MiniMax hands its router the bias.
-    bias = [block.e_score_correction_bias.float()] if hasattr(block, "e_score_correction_bias") else []
-    _, weights, ids = gate(hidden_states, *bias)
+    # Some hand their router the bias, and AFMoE sequences.
+    biases = [getattr(block, name, None) for name in ("e_score_correction_bias", "expert_bias")]
+    shaped = hidden_states[None] if spec.family == "afmoe" else hidden_states
+    _, weights, ids = gate(shaped, *(bias.float() for bias in biases if bias is not None))
     router = load_router(reader, spec, index)
     arguments = dataclasses.asdict(spec.routing)
     arguments.pop("has_correction_bias")
@@ -300,7 +314,7 @@ def test_deepseek_layer_frequency() -> None:
     [
         (
             {"model_type": "llama"},
-            "model_type is 'llama'; it must be one of deepseek_v2, deepseek_v3, .*, mixtral, olmoe",
+            "model_type is 'llama'; it must be one of afmoe, deepseek_v2, .*, mixtral, olmoe",
         ),
         ({"model_type": None}, "model_type is None; it must be one of"),
         ({"hidden_size": None}, "expected hidden_size, found no such key"),

@@ -24,7 +24,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.layer import FusedMoE
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
-from tests.checkpoint.model_cases import MODELS, save_model
+from tests.checkpoint.model_cases import MODELS, block_of, save_model
 
 
 def make_layer(reader: CheckpointReader, spec: MoEModelSpec, dtype: torch.dtype, **arguments: Any) -> FusedMoE:
@@ -131,7 +131,7 @@ def test_block_equals_transformers(tmp_path: Path, family: str, fused_shared_exp
         shared_output = (F.silu(x @ gate.float().T) * (x @ up.float().T)) @ down.float().T
         output += shared_output if expert_gate is None else torch.sigmoid(x @ expert_gate.float().T) * shared_output
     with torch.no_grad():
-        expected = model.model.layers[index].mlp.float()(x.unsqueeze(0))
+        expected = block_of(model.model.layers[index]).float()(x.unsqueeze(0))
     # GPT-OSS returns its router's scores as well.
     expected = (expected[0] if isinstance(expected, tuple) else expected).view_as(x)
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
