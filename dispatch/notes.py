@@ -24,11 +24,23 @@ _standing: set[str] = set()
 
 
 class Notes:
-    """The notes of one process group, by rank of the group."""
+    """The notes of one process group, by rank of the group.
+
+    As a context: what is refused inside with a ValueError is told to the others; else this rank takes part again.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._prefix = f"moe_ep/dispatch/{group.group_name}"
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self.withdraw()
+        elif isinstance(error, ValueError):
+            self.leave(str(error))
 
     def leave(self, text: str) -> None:
         """Tells the others that this rank does not take part, and why."""

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -193,7 +192,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Pending[PrepareResult]:
-        with self._refusals_are_told():
+        with self.ranks.notes:
             known_ids = self._owners.numel()
             if num_experts != known_ids:
                 raise ValueError(
@@ -231,19 +230,9 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         Args:
             args: the others of finalize, topk_weights and topk_ids first.
         """
-        with self._open.taken(args[1]) as sent, self._refusals_are_told():
+        with self._open.taken(args[1]) as sent, self.ranks.notes:
             check_tensor("output", output, sent.shape, sent.dtype, sent.device)
             return self._combine(sent.handle, output, fused_expert_output, *args)
-
-    @contextmanager
-    def _refusals_are_told(self) -> Iterator[None]:
-        """Tells the other ranks, which will wait in vain, what is refused inside; until this one takes part again."""
-        try:
-            yield
-        except ValueError as refusal:
-            self.ranks.notes.leave(str(refusal))
-            raise
-        self.ranks.notes.withdraw()
 
     def _wire(self, quant_config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
         return quant_config if self.quant_config is None else self.quant_config

@@ -170,7 +170,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         number = parts.number
         where = [batch.topk_ids, batch.owners, parts.slots, parts.arriving if exact else None]
         tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
-        with self._block.order.turn():
+        with self._block.order:
             self._launch("plan", parts, where, [num_ids, num_tokens, number])
             self._launch("dispatch", parts, tensors, [num_ids, num_tokens, 0 if exact else layout.max_rows])
 
@@ -207,7 +207,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         ):
             shape = (num_rows, self._layout.hidden_size)
             check_tensor(name, tensor, shape, self.moe_config.in_dtype, output.device, contiguous=True)
-        with self._block.order.turn():
+        with self._block.order:
             self._launch("combine", handle.parts, [rows, handle.parts.slots, output], [handle.num_tokens])
         handle.parts.is_open = False
         return Pending(lambda: None, lambda: None)

@@ -95,7 +95,7 @@ class Halves:
     def _launch(self, phases: int) -> None:
         self._params.common.phases = phases
         tasks = max(count for phase, count in self._tasks.items() if phase & phases)
-        with self._order.turn():
+        with self._order:
             self._kernel.launch(self._params, (min(max(tasks, 1), self._blocks), 1, 1), _THREADS, early=True)
         self._left &= ~phases
 

@@ -10,9 +10,6 @@ Work of one stream is in order anyway, and costs nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from moe_ep.kernels import jit
@@ -34,9 +31,8 @@ class Order:
         self._event: torch.cuda.Event | None = None
         self._left = 0
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """What is queued inside runs behind what was queued in turns before.
+    def __enter__(self) -> None:
+        """A turn: what is queued inside runs behind what was queued in turns before.
 
         A turn that is captured runs behind those of its own capture: graphs must be launched in one order on all ranks.
         """
@@ -48,9 +44,10 @@ class Order:
                 stream.wait_event(self._event or self._stream.record_event())
                 self._left = _MEMORY
             self._last, self._stream = now, stream
-        yield
+
+    def __exit__(self, *exception: object) -> None:
         self._event = None
-        if self._left:
+        if self._left and self._stream is not None:
             self._left -= 1
             self._event = self._stream.record_event()
 

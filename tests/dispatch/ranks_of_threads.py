@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -35,13 +35,20 @@ class Board:
         return found
 
 
+class NoNotes(nullcontext):
+    """Notes that nobody reads."""
+
+    def read(self) -> dict[int, str]:
+        return {}
+
+
 class Group(RankGroup):
     """One thread's RankGroup."""
 
     def __init__(self, board: Board, rank: int, size: int) -> None:
         self.board, self.rank, self.size, self.timeout_s = board, rank, size, _TIMEOUT_S
         self.group: Any = None
-        self.notes: Any = SimpleNamespace(leave=lambda text: None, withdraw=lambda: None, read=dict, roll_call=list)
+        self.notes: Any = NoNotes()
         self._agrees = False
 
     def steps(self, name: str, device: torch.device) -> Any:

@@ -263,7 +263,7 @@ def test_turns_of_several_streams_run_in_the_order_of_the_calls(monkeypatch: pyt
     def take(number: int, capture: int = 0) -> list[tuple[str, str]]:
         now[:] = number, capture
         log.clear()
-        with turns.turn():
+        with turns:
             pass
         return list(log)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
 from tests.dispatch.backend_cases import Case, Setting, make_backend, make_setting, prepare_args
+from tests.dispatch.ranks_of_threads import NoNotes
 
 LOW_LATENCY = "nvshmem_low_latency"
 # Each running kernel has one behind it that has come up early, and experts need room beside them.
@@ -68,7 +68,7 @@ class Group(RankGroup):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.timeout_s = rank, size, 2 * env.NVSHMEM_TIMEOUT_S.get()
         self.group: Any = rank
-        self.notes: Any = SimpleNamespace(leave=lambda text: None, withdraw=lambda: None, read=dict, roll_call=list)
+        self.notes: Any = NoNotes()
 
 
 def on_one_gpu(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
