@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Array = np.ndarray
 
 # t in mean degrees of a rank; these are taken for at least so much of a mean rank's load.
-_REACH = 1.2
+_REACH = 1.0
 _LEAST_DEGREE = np.float32(1e-3)
 _SWEEPS = 2
 
