@@ -19,7 +19,7 @@ from moe_ep.custom_ops import register_layer, unique_name
 from moe_ep.layer_parts import LayerParts
 from moe_ep.methods import FusedMoEMethodBase, UnquantizedFusedMoEMethod
 from moe_ep.passes import most_tokens
-from moe_ep.process_groups import this_rank
+from moe_ep.process_groups import resolve_parallel_config
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.routing import check_router_weight_on_input, check_routing, select_experts
 from moe_ep.stages import stage, tell_routing
@@ -123,7 +123,7 @@ class FusedMoE(LayerParts):
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             params_dtype=params_dtype or torch.get_default_dtype(),
-            parallel_config=this_rank(
+            parallel_config=resolve_parallel_config(
                 parallel_config,
                 process_group,
                 tp_size=tp_size,

@@ -37,7 +37,7 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def this_rank(
+def resolve_parallel_config(
     parallel_config: FusedMoEParallelConfig | None, process_group: dist.ProcessGroup | None = None, **settings: Any
 ) -> FusedMoEParallelConfig:
     """Returns the given configuration, or creates one from the settings and this process's rank in the group.
