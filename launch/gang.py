@@ -179,17 +179,17 @@ def gang_error(failure: WorkerFailure) -> MoeEpError:
     return ConfigError(failure.cause) if failure.refusal else GangError(str(failure))
 
 
-def not_enough(kind: str, asked: int, there: str, mend: str = _SMALLER) -> NoRoomError:
+def not_enough(kind: str, asked: int, there: str, way_out: str = _SMALLER) -> NoRoomError:
     """The error for a gang that the machines cannot hold."""
-    return NoRoomError(f"the gang asks for {asked} {kind} (one a worker) and there are {there}; {mend}")
+    return NoRoomError(f"the gang asks for {asked} {kind} (one a worker) and there are {there}; {way_out}")
 
 
 def check_room(num_workers: int, device: str) -> None:
     """Raises NoRoomError for more workers than this machine has GPUs, or than its cores can serve."""
     if device == "cuda" and num_local_gpus() < num_workers:
         found = num_local_gpus()
-        mend = _SMALLER if found else "leave out --device cuda to run on CPUs, or check CUDA_VISIBLE_DEVICES"
-        raise not_enough("GPUs", num_workers, f"{found} on this machine", mend)
+        way_out = _SMALLER if found else "leave out --device cuda to run on CPUs, or check CUDA_VISIBLE_DEVICES"
+        raise not_enough("GPUs", num_workers, f"{found} on this machine", way_out)
     if device == "cpu" and num_workers > WORKERS_PER_CORE * num_cpus():
         raise not_enough("CPUs", num_workers, f"{num_cpus()} here, each for at most {WORKERS_PER_CORE}")
 

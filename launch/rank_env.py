@@ -46,12 +46,12 @@ class RankEnv:
             if not 0 <= rank < size:
                 raise ConfigError(
                     f"{kind}rank is {rank} and {kind}world_size is {size} (from {self.source}); the rank must be at "
-                    f"least 0 and below the size; mend the variables of {self.source} or unset them"
+                    f"least 0 and below the size; correct the variables of {self.source} or unset them"
                 )
         if self.local_world_size > self.world_size:
             raise ConfigError(
                 f"local_world_size is {self.local_world_size} and world_size is {self.world_size} (from "
-                f"{self.source}); a node cannot have more ranks than there are; mend the variables or unset them"
+                f"{self.source}); a node cannot have more ranks than there are; correct them or unset them"
             )
 
     def export(self) -> None:
@@ -136,7 +136,7 @@ def _number(variables: Mapping[str, str], name: str, default: int | None = None)
     if not raw and default is not None:
         return default
     if not raw.isdecimal():
-        raise ConfigError(f"{name} is {raw!r}; it must be a whole number; mend it or unset it")
+        raise ConfigError(f"{name} is {raw!r}; it must be a whole number; correct it or unset it")
     return int(raw)
 
 

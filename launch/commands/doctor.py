@@ -1,4 +1,4 @@
-"""moe-ep doctor: what this machine has, which backends and experts run on it, and what would mend the others."""
+"""moe-ep doctor: what this machine has, which backends and experts run on it, and how to fix the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PACKAGES = {
     "tokenizers": ("tokenizers",),
     "transformers": ("transformers",),
 }
-_MENDS = {
+_FIXES = {
     "torch": "pip install torch",
     "ray": "pip install 'ray[default]'",
     "nccl": "it comes with torch's CUDA build",
@@ -74,7 +74,7 @@ def examine() -> dict[str, Any]:
 
 
 def why_unusable(registry: Any, name: str) -> str | None:
-    """Why the choice cannot run here, with the mend, in one line; None where it can."""
+    """Why the choice cannot run here, with the way out, in one line; None where it can."""
     try:
         reason = registry.load(name).unusable_reason()
     except Exception as error:
@@ -93,7 +93,7 @@ def _version(distributions: tuple[str, ...]) -> str | None:
 
 
 def _why_unwritable(folder: Path) -> str | None:
-    """Why nothing can be kept there, with the mend; it need not exist yet."""
+    """Why nothing can be kept there, with the way out; it need not exist yet."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return None
@@ -106,7 +106,7 @@ def _gpus() -> dict[str, Any]:
     try:
         import torch
     except ImportError as error:
-        return found | {"gpu_note": f"torch cannot be imported ({error}); run: {_MENDS['torch']}"}
+        return found | {"gpu_note": f"torch cannot be imported ({error}); run: {_FIXES['torch']}"}
     found["cuda"] = torch.version.cuda
     if torch.version.cuda is None:
         return found | {"gpu_note": "torch is a CPU build; on a machine with GPUs install its CUDA build"}
@@ -147,8 +147,8 @@ def _lines(findings: dict[str, Any]) -> list[str]:
         "versions:",
     ]
     for name, version in findings["versions"].items():
-        mend = _MENDS.get(name, "pip install 'moe_ep[cuda]'")
-        lines.append(f"  {name:<14}{version or f'not installed; {mend}'}")
+        fix = _FIXES.get(name, "pip install 'moe_ep[cuda]'")
+        lines.append(f"  {name:<14}{version or f'not installed; {fix}'}")
     lines.append(f"driver: {findings['driver'] or 'none'}, CUDA of torch: {findings['cuda'] or 'none'}")
     lines.append(f"GPUs: {len(findings['gpus'])}" + (f" ({findings['gpu_note']})" if findings["gpu_note"] else ""))
     for gpu in findings["gpus"]:
