@@ -95,7 +95,10 @@ class FusedMoEParallelConfig:
                 f"start {ranks} processes or lower the sizes"
             )
         if not 0 <= rank < ranks:
-            raise ValueError(f"rank is {rank}; it must be at least 0 and below tp_size * dp_size ({ranks})")
+            raise ValueError(
+                f"rank is {rank}; it must be at least 0 and below tp_size * dp_size ({ranks}); make the layer on its "
+                f"own ranks only, with their process_group"
+            )
         return cls(
             tp_size=tp_size,
             tp_rank=rank % tp_size,

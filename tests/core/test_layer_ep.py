@@ -271,4 +271,7 @@ def test_a_layer_of_some_of_the_ranks() -> None:
     assert first == (
         "process_group has 3 ranks and dp_size (1) * tp_size (2) is 2; pass the group of exactly the layer's ranks"
     )
-    assert second == "rank is 2; it must be at least 0 and below tp_size * dp_size (2)"
+    assert second == (
+        "rank is 2; it must be at least 0 and below tp_size * dp_size (2); make the layer on its own ranks only, with "
+        "their process_group"
+    )
