@@ -72,7 +72,8 @@ class SlotDecoder:
             logits_to_keep=1,
         )
         if self._cache is None:
-            self._cache = SlotCache(prefilled, self.num_slots, self._max_length, self._positions)
+            kinds = getattr(self.model.config.get_text_config(), "layer_types", None)
+            self._cache = SlotCache(prefilled, kinds, self.num_slots, self._max_length, self._positions)
         length = token_ids.numel()
         self._cache.put(slot, prefilled, length)
         self._positions[slot] = length

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from moe_ep.errors import ConfigError
+
+# With the keys of an indexer that chooses which tokens are seen; not in every version.
+_IndexedLayer: Any = getattr(cache_utils, "DynamicIndexedLayer", None)
 
 
 class SlotCache(Cache):
@@ -20,17 +25,27 @@ class SlotCache(Cache):
 
     Args:
         prefilled: the cache of any sequence, for shapes and dtypes.
+        layer_types: what the model calls the kinds of its layers, one each; None where it has no names for them.
         positions: int64 `[num_slots]`, where each slot's next token goes; the caller advances it.
 
     Raises:
         ConfigError: layers that keep something else than keys and values, or states of linear attention.
     """
 
-    def __init__(self, prefilled: Cache, num_slots: int, max_length: int, positions: torch.Tensor) -> None:
+    def __init__(
+        self,
+        prefilled: Cache,
+        layer_types: Sequence[str] | None,
+        num_slots: int,
+        max_length: int,
+        positions: torch.Tensor,
+    ) -> None:
         self.positions = positions
         super().__init__(layers=[_slots_like(layer, num_slots, max_length, positions) for layer in prefilled.layers])
         self._columns = torch.arange(max_length, device=positions.device)
-        self._windows = {_kind(layer): getattr(layer, "sliding_window", None) for layer in prefilled.layers}
+        kinds = layer_types or [type(layer).__name__ for layer in prefilled.layers]
+        # One layer of each kind.
+        self._kinds: dict[str, Any] = dict(zip(kinds, prefilled.layers, strict=False))
 
     def put(self, slot: int, prefilled: Cache, length: int) -> None:
         """Gives the slot to the sequence of `prefilled`, which has `length` tokens."""
@@ -41,13 +56,13 @@ class SlotCache(Cache):
     def attention_mask(self, dtype: torch.dtype) -> Any:
         """What each slot's next token sees, added to scores: `[num_slots, 1, 1, max_length]`, by kind of layer where
         there are several kinds."""
-        masks = {kind: self._mask(kind, window, dtype) for kind, window in self._windows.items()}
+        masks = {kind: self._mask(layer, dtype) for kind, layer in self._kinds.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _mask(self, kind: str, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        if kind == "linear_attention":
+    def _mask(self, layer: Any, dtype: torch.dtype) -> torch.Tensor | None:
+        if isinstance(layer, LinearAttentionLayer):
             return None
-        last = self.positions[:, None]
+        last, window = self.positions[:, None], getattr(layer, "sliding_window", None)
         seen = self._columns <= last
         if window is not None:
             seen &= self._columns > last - window
@@ -83,6 +98,24 @@ class _AttentionSlots(DynamicLayer):
         self.values[slot, :, length - kept : length] = prefilled.values[0]
 
 
+class _IndexedSlots(_AttentionSlots):
+    indexer_keys: torch.Tensor
+
+    def __init__(self, prefilled: Any, num_slots: int, max_length: int, positions: torch.Tensor) -> None:
+        super().__init__(prefilled, num_slots, max_length, positions)
+        keys = prefilled.indexer_keys
+        self.indexer_keys = keys.new_zeros(num_slots, max_length, keys.size(2))
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Writes one token of each slot, `[num_slots, 1, index_head_dim]`; returns all that is held."""
+        self.indexer_keys[self._rows, self._positions] = indexer_key_states.squeeze(1)
+        return self.indexer_keys
+
+    def put(self, slot: int, prefilled: Any, length: int) -> None:
+        super().put(slot, prefilled, length)
+        self.indexer_keys[slot, :length] = prefilled.indexer_keys[0]
+
+
 class _LinearAttentionSlots(LinearAttentionLayer):
     _STATES = ("conv_states", "recurrent_states")
 
@@ -106,22 +139,15 @@ class _LinearAttentionSlots(LinearAttentionLayer):
                     getattr(self, name)[index][slot] = state[0]
 
 
-def _kind(layer: Any) -> str:
-    """What transformers calls such layers in `config.layer_types`."""
-    kinds: dict[type, str] = {
-        DynamicLayer: "full_attention",
-        DynamicSlidingWindowLayer: "sliding_attention",
-        LinearAttentionLayer: "linear_attention",
-    }
-    if type(layer) not in kinds:
+def _slots_like(layer: Any, num_slots: int, max_length: int, positions: torch.Tensor) -> Any:
+    if type(layer) is LinearAttentionLayer:
+        return _LinearAttentionSlots.like(layer, num_slots)
+    if type(layer) is _IndexedLayer and getattr(layer, "indexer_position_ids", None) is None:
+        indexed = layer.indexer_keys is not None
+        return (_IndexedSlots if indexed else _AttentionSlots)(layer, num_slots, max_length, positions)
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise ConfigError(
             f"the model keeps its past in a {type(layer).__name__}; sequences can share a batch only where layers keep "
-            f"{', '.join(kind.__name__ for kind in kinds)}; run it with transformers' generate"
+            f"keys and values, or states of linear attention, of every token alike; run it with transformers' generate"
         )
-    return kinds[type(layer)]
-
-
-def _slots_like(layer: Any, num_slots: int, max_length: int, positions: torch.Tensor) -> Any:
-    if _kind(layer) == "linear_attention":
-        return _LinearAttentionSlots.like(layer, num_slots)
     return _AttentionSlots(layer, num_slots, max_length, positions)
