@@ -73,8 +73,8 @@ class FusedMoEModularKernel(nn.Module):
         ours, theirs = prepare_finalize.activation_format(), fused_experts.activation_format()
         if ours is not theirs:
             raise ValueError(
-                f"prepare_finalize {type(prepare_finalize).__name__} speaks {ours.name} and fused_experts "
-                f"{type(fused_experts).__name__} speaks {theirs.name}; choose two of the same activation format"
+                f"prepare_finalize is {type(prepare_finalize).__name__} with activation format {ours.name} and "
+                f"fused_experts is {type(fused_experts).__name__} with {theirs.name}; choose two of the same format"
             )
         if fused_experts.supports_row_ids():
             prepare_finalize.hand_over_row_ids()

@@ -157,7 +157,9 @@ def test_router_weight_on_input_needs_top_1():
 
 def test_formats_must_agree():
     config = moe_config()
-    with pytest.raises(ValueError, match="NoEPPrepareFinalize speaks Standard .* speaks BatchedExperts"):
+    with pytest.raises(
+        ValueError, match="NoEPPrepareFinalize with activation format Standard and .* with BatchedExperts"
+    ):
         FusedMoEModularKernel(make_prepare_finalize("no_ep", config), make_experts("batched_reference", config))
 
 
