@@ -131,7 +131,7 @@ def check_arguments(
             f"output instead"
         )
     if not topk_ids.is_cuda and topk_ids.numel():
-        least, most = int(topk_ids.min()), int(topk_ids.max())
+        least, most = (int(bound) for bound in topk_ids.aminmax())
         if least < -1 or most >= known_ids:
             raise ValueError(
                 f"topk_ids goes from {least} to {most}; ids must be at least -1 and below num_experts ({known_ids})"
