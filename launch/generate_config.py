@@ -22,6 +22,12 @@ def _prompts_file(raw: str) -> Path:
     return path.absolute()
 
 
+def _some_text(raw: str) -> str:
+    if not raw:
+        raise ValueError("it must be some text")
+    return raw
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(ModelConfig):
     """The settings of one generation; the flags of `moe-ep generate` are these fields."""
@@ -40,6 +46,9 @@ class GenerateConfig(ModelConfig):
     )
     max_new_tokens: int = field(
         default=64, metadata=option(at_least(1), "continue each prompt by at most this many tokens")
+    )
+    stop: str | None = field(
+        default=None, metadata=option(_some_text, "end a text before this, wherever it comes up", "TEXT")
     )
     chat: bool = field(
         default=False, metadata=option(None, "take each prompt as a message to the model, by its chat template")

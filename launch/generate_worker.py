@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,12 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
         max_new_tokens=config.max_new_tokens,
         num_slots=config.batch_size,
         stop_ids=_stop_ids(model, tokenizer, config.chat),
+        ends=None if config.stop is None else partial(_has_come_to, tokenizer, config.stop),
         sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed),
         max_length=context_length(of_text),
         graphs=config.graphs,
         on_progress=relay.collect,
-        on_completion=lambda completion: relay.leave(_told(tokenizer, completion, rank_env.rank)),
+        on_completion=lambda completion: relay.leave(_told(tokenizer, completion, rank_env.rank, config.stop)),
     )
     dist.barrier()
     started = time.perf_counter()
@@ -90,7 +92,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
         model=str(folder),
         load_s=load_s,
         versions=versions() | {"transformers": transformers.__version__},
-        completions=[_told(tokenizer, completion, rank_env.rank) for completion in completions],
+        completions=[_told(tokenizer, completion, rank_env.rank, config.stop) for completion in completions],
         step_s=asdict(generation.times),
         elapsed_s=elapsed_s,
         balancedness=_balancedness(steps),
@@ -169,10 +171,18 @@ def _stop_ids(model: Any, tokenizer: Any, chat: bool) -> list[int]:
     return [*found, own] if chat and own is not None else found
 
 
-def _told(tokenizer: Any, completion: Completion, rank: int) -> dict[str, Any]:
+def _has_come_to(tokenizer: Any, stop: str, token_ids: list[int]) -> bool:
+    """Whether a text ends with a token that completes `stop`."""
+    # A token is a byte at least; a few more tokens, so that the first of these is whole.
+    last = token_ids[-len(stop.encode()) - 4 :]
+    return stop in tokenizer.decode(last, skip_special_tokens=True)
+
+
+def _told(tokenizer: Any, completion: Completion, rank: int, stop: str | None) -> dict[str, Any]:
+    text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
     return {
         "index": completion.index,
-        "text": tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+        "text": text if stop is None else text.partition(stop)[0],
         "num_prompt_tokens": completion.num_prompt_tokens,
         "num_tokens": len(completion.token_ids),
         "finish": completion.finish,

@@ -13,6 +13,8 @@ import torch
 from moe_ep.integrations.decoder import SlotDecoder
 from moe_ep.integrations.sampling import Sampling, SequenceRandom, next_tokens
 
+# Whether a sequence ends with the last of these tokens, all that it has been continued by.
+Ends = Callable[[list[int]], bool]
 # (sequences that each rank has finished, by rank)
 OnProgress = Callable[[Sequence[int]], None]
 
@@ -65,6 +67,7 @@ class Generation:
         max_new_tokens: where a sequence ends if the model does not end it.
         num_slots: sequences that decode together, the same on every rank.
         stop_ids: tokens that end a sequence.
+        ends: says after each other token whether it ends its sequence.
         sampling: how tokens are chosen; the likeliest unless it says otherwise.
         max_length: where a sequence ends at the latest, prompt and continuation; None for no such end.
         graphs: whether decoding may be captured in CUDA graphs.
@@ -82,6 +85,7 @@ class Generation:
         max_new_tokens: int,
         num_slots: int,
         stop_ids: Sequence[int],
+        ends: Ends | None = None,
         sampling: Sampling | None = None,
         max_length: int | None = None,
         graphs: bool = True,
@@ -98,6 +102,7 @@ class Generation:
         self._randoms = {request.index: SequenceRandom(self._sampling, request.index) for request in requests}
         self._max_new_tokens = max_new_tokens
         self._stop_ids = frozenset(stop_ids)
+        self._ends = ends or (lambda token_ids: False)
         self._on_progress = on_progress or (lambda finished: None)
         self._on_completion = on_completion or (lambda completion: None)
         self.completions: list[Completion] = []
@@ -162,9 +167,12 @@ class Generation:
         else:
             sequence.token_ids.append(token)
             num_tokens = len(sequence.token_ids)
-            if num_tokens < self._max_new_tokens and sequence.num_prompt_tokens + num_tokens < self._max_length:
+            if self._ends(sequence.token_ids):
+                sequence.finish = "stop"
+            elif num_tokens < self._max_new_tokens and sequence.num_prompt_tokens + num_tokens < self._max_length:
                 return
-            sequence.finish = "length"
+            else:
+                sequence.finish = "length"
         self._on_completion(sequence)
         self.completions.append(sequence)
         self._running[slot] = None

@@ -30,7 +30,7 @@ from moe_ep.launch import progress
 from moe_ep.launch.cli import main
 from moe_ep.launch.generate_config import prompt_of, read_prompts
 from moe_ep.launch.generate_lines import CompletionLines, CompletionRelay
-from moe_ep.launch.generate_worker import _stop_ids, _token_ids, _tokenizer
+from moe_ep.launch.generate_worker import _has_come_to, _stop_ids, _token_ids, _tokenizer, _told
 from tests.checkpoint.test_real_layer import text_moe
 from tests.integrations.alone import continue_alone, load_alone
 from tests.integrations.hf_models import SIZES, make_model
@@ -310,6 +310,22 @@ def test_what_ends_an_answer() -> None:
         assert _stop_ids(ended, tokenizer, chat=True) == [*expected, 9]
 
 
+def test_a_text_that_ends_before_what_stops_it(demo: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo)
+    ids = tokenizer("one, two;;\n three;;\n")["input_ids"]
+    for stop in (";;\n", "two", "e"):
+        first = next(end for end in range(1, len(ids)) if stop in tokenizer.decode(ids[:end]))
+        assert [_has_come_to(tokenizer, stop, ids[:end]) for end in range(1, first + 1)] == [False] * (first - 1) + [
+            True
+        ]
+        told = _told(tokenizer, Completion(0, 1, ids, "stop"), 0, stop)
+        assert told["text"] == "one, two;;\n three;;\n".split(stop)[0]
+    model = moe_ep.parallelize(make_model("Qwen3Moe"))
+    settings = {"max_new_tokens": 9, "num_slots": 2, "stop_ids": []}
+    done = Generation(model, requests_of(1), ends=lambda ids: len(ids) == 3, **settings).run()
+    assert [(len(completion.token_ids), completion.finish) for completion in done] == [(3, "stop")] * 2
+
+
 def test_a_tokenizer_of_no_model(demo: Path, tmp_path: Path) -> None:
     shutil.copy(demo / "config.json", tmp_path)
     with pytest.raises(ConfigError, match="(expected a|cannot read its) tokenizer"):
@@ -326,6 +342,7 @@ def test_a_model_with_a_cache_of_its_own_is_refused() -> None:
     ("flags", "message"),
     [
         ([], "--prompts is missing"),
+        (["--stop", ""], "--stop is ''; it must be some text"),
         (["--top-p", "1.5"], "--top-p is '1.5'; it must be above 0 and at most 1"),
         (["--temperature", "-1"], "--temperature is '-1'; it must be a number of at least 0"),
         (["--top-k", "5"], "--top-k is 5 and --temperature is 0, where nothing is drawn; raise it"),
