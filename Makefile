@@ -10,6 +10,9 @@ TESTS  ?= tests
 # (5 is pytest's word for no tests of that kind.)
 JOBS   ?= 2
 ARGS   ?=
+# Extras to install: on a machine with NVIDIA GPUs also what the kernels and NVSHMEM need.
+comma  := ,
+EXTRAS ?= test$(if $(wildcard /dev/nvidia[0-9]*),$(comma)cuda)
 
 # Modules stay compiled: every worker that a test starts imports torch, which takes twice as long from source.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,7 +26,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing torch, Ray and the rest into $(VENV): some minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 run: $(VENV)/.installed
