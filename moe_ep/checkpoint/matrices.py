@@ -58,18 +58,21 @@ def _none_of_that_name(reader: CheckpointReader, name: str) -> CheckpointError:
 
 
 def _read_matrix(
-    reader: CheckpointReader, scheme: QuantizationConfig | None, found: dict[str, Stored]
+    reader: CheckpointReader,
+    scheme: QuantizationConfig | None,
+    found: dict[str, Stored],
+    device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The values in f32 and the bias of a linear layer, from its tensors on disk."""
+    """The values in f32 and the bias of a linear layer, from its tensors on disk; unpacked on the device."""
     used = {suffix: stored for suffix, stored in found.items() if stored.layout.role not in (Role.CHECKED, Role.UNUSED)}
     by_info = {stored.info.name: stored.info for stored in used.values()}
     raw = {name: tensor.clone() for name, tensor in reader.read_many(by_info.values())}
     tensors = {suffix: stored.tensor(raw[stored.info.name]) for suffix, stored in used.items()}
     bias = tensors.pop("bias", None)
     if scheme is None:
-        return tensors["weight"].float(), bias
+        return tensors["weight"].to(device).float(), bias
     held = {
-        suffix: tensor.float() if used[suffix].layout.held == torch.float32 else tensor
+        suffix: (tensor.float() if used[suffix].layout.held == torch.float32 else tensor).to(device)
         for suffix, tensor in tensors.items()
     }
     return dequantize(scheme.unpack(held)), bias
@@ -90,11 +93,14 @@ def check_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
                     raise _none_of_that_name(reader, tensors.name(expert, role, suffix))
 
 
-def read_linear(reader: CheckpointReader, module: str, size: tuple[int, int]) -> torch.Tensor:
+def read_linear(
+    reader: CheckpointReader, module: str, size: tuple[int, int], device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """The weight of a linear layer in f32, by the module's name; parts of a quantized model may be plain.
 
     Args:
         size: (out_features, in_features).
+        device: where it is unpacked and stays.
 
     Raises:
         CheckpointError: a tensor that is missing, of another shape or dtype than its format says.
@@ -107,4 +113,4 @@ def read_linear(reader: CheckpointReader, module: str, size: tuple[int, int]) ->
     found = find_linear(reader, stem, layouts)
     for suffix in _missing(layouts, found):
         raise _none_of_that_name(reader, stem + suffix)
-    return _read_matrix(reader, scheme, found)[0]
+    return _read_matrix(reader, scheme, found, device)[0]

@@ -33,17 +33,18 @@ class ExpertsPlace(nn.Module):
 
 
 def load_without_experts(
-    path: Path, dtype: torch.dtype | None, attn_implementation: str | None
+    path: Path, dtype: torch.dtype | None, attn_implementation: str | None, device: torch.device | str = "cpu"
 ) -> tuple[Any, list[ExpertsShape]]:
-    """The causal language model of a checkpoint on the CPU, and the shapes of the experts that it lacks.
+    """The causal language model of a checkpoint, and the shapes of the experts that it lacks.
 
     A family that transformers has only with eyes comes with them. Linear layers that are quantized on disk are
-    dequantized.
+    dequantized, on the device.
 
     Args:
         path: a checkpoint folder. Nothing is fetched, and no code of the checkpoint is run.
         dtype: of weights and activations; None for the config's.
         attn_implementation: of transformers; None for its choice.
+        device: where the model goes.
 
     Raises:
         CheckpointError: tensors that are missing.
@@ -70,6 +71,7 @@ def load_without_experts(
     model.__class__ = kind
     if not shapes:
         raise ConfigError(f"{path}: {kind.__name__} has no layer with experts; parallelize takes models of experts")
+    model.to(device)
     unread = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
     with CheckpointReader(path) as reader:
         _fill_dequantized(model, reader, unread)
@@ -156,7 +158,7 @@ def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) ->
         if param.dim() != 2 or not found:
             raise CheckpointError(f"{reader.index_file}: expected tensor {stored}, found none of that name")
         with torch.no_grad():
-            param.copy_(read_linear(reader, module, (param.size(0), param.size(1))))
+            param.copy_(read_linear(reader, module, (param.size(0), param.size(1)), param.device))
     # Such as the biases of a router's choice, which transformers leaves at zero with a word in its log.
     for name, buffer in model.named_buffers():
         if name in unread:

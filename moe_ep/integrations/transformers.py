@@ -186,9 +186,8 @@ def _from_path(
         spec = model_spec(reader.config)
         check_experts(reader, spec)
         quantization = expert_quantization(reader.config, quantize)
-        model, shapes = hf_loading.load_without_experts(path, dtype, attn_implementation)
         device = torch.device(device or "cpu")
-        model.to(device)
+        model, shapes = hf_loading.load_without_experts(path, dtype, attn_implementation, device)
         for count, shape in enumerate(shapes):
             on_layer(count, len(shapes))
             quant_config = layer_quant_config(quantization, spec, shape.layer_index)

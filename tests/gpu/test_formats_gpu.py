@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ep.checkpoint import CheckpointReader, expert_tensors, load_moe_layer, model_spec, read_expert
+from moe_ep.checkpoint import CheckpointReader, expert_tensors, load_moe_layer, model_spec, read_expert, read_linear
 from moe_ep.methods import relative_error, tolerance
 from moe_ep.registry import EXPERTS
 from tests.checkpoint.checkpoints import make_checkpoint, qwen3_config
@@ -56,6 +56,17 @@ def test_runs_as_the_values_say(tmp_path: Path, name: str, dtype: torch.dtype) -
         logits = logits_of(reader, 1, x.float())
         output = layer(x.cuda(), logits.cuda()).cpu()
         assert relative_error(output, moe(experts, x.float(), logits)) < tolerance(torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.fused is None])
+def test_a_linear_layer_is_unpacked_here_as_on_a_cpu(tmp_path: Path, name: str) -> None:
+    write_case(name, tmp_path, (K, N), with_values=False)
+    reader = CheckpointReader(tmp_path)
+    for role, size in {"gate_proj": (N, K), "down_proj": (K, N)}.items():
+        module = f"model.layers.1.mlp.experts.0.{role}"
+        found = read_linear(reader, module, size, "cuda")
+        assert found.is_cuda
+        assert torch.equal(found.cpu(), read_linear(reader, module, size))
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8", "fp8"])
