@@ -33,7 +33,7 @@ class ExpertsPlace(nn.Module):
 
 
 def load_without_experts(
-    path: Path, dtype: torch.dtype | None, attn_implementation: str | None, device: torch.device | str = "cpu"
+    reader: CheckpointReader, dtype: torch.dtype | None, attn_implementation: str | None, device: torch.device | str
 ) -> tuple[Any, list[ExpertsShape]]:
     """The causal language model of a checkpoint, and the shapes of the experts that it lacks.
 
@@ -41,7 +41,7 @@ def load_without_experts(
     dequantized, on the device.
 
     Args:
-        path: a checkpoint folder. Nothing is fetched, and no code of the checkpoint is run.
+        reader: of the checkpoint. Nothing is fetched, and no code of the checkpoint is run.
         dtype: of weights and activations; None for the config's.
         attn_implementation: of transformers; None for its choice.
         device: where the model goes.
@@ -50,6 +50,7 @@ def load_without_experts(
         CheckpointError: tensors that are missing.
         ConfigError: a model without experts that moe_ep can take.
     """
+    path = reader.directory
     kind, config = _kind_and_config(path)
     # The experts read their own quantization; transformers would want a quantizer for it.
     if hasattr(config, "quantization_config"):
@@ -73,8 +74,7 @@ def load_without_experts(
         raise ConfigError(f"{path}: {kind.__name__} has no layer with experts; parallelize takes models of experts")
     model.to(device)
     unread = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
-    with CheckpointReader(path) as reader:
-        _fill_dequantized(model, reader, unread)
+    _fill_dequantized(model, reader, unread)
     return model, shapes
 
 

@@ -187,7 +187,7 @@ def _from_path(
         check_experts(reader, spec)
         quantization = expert_quantization(reader.config, quantize)
         device = torch.device(device or "cpu")
-        model, shapes = hf_loading.load_without_experts(path, dtype, attn_implementation, device)
+        model, shapes = hf_loading.load_without_experts(reader, dtype, attn_implementation, device)
         for count, shape in enumerate(shapes):
             on_layer(count, len(shapes))
             quant_config = layer_quant_config(quantization, spec, shape.layer_index)
