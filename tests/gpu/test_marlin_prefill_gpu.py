@@ -10,6 +10,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.kernels.marlin import tuning
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
 from moe_ep.kernels.marlin.types import WeightType
+from tests.gpu.marlin_cases import FORMATS_AGREE
 from tests.gpu.test_marlin_gpu import KINDS, UINT4B8, arguments, check_batched, make
 
 pytestmark = [
@@ -19,7 +20,7 @@ pytestmark = [
     ),
 ]
 
-# Beside an expert of so many rows tiles have up to 128 tokens, in small problems without one up to 64.
+# Beside an expert of so many rows tiles have up to 128 tokens or more, in small problems without one up to 64.
 tile_sizes = pytest.mark.parametrize("more", [[], [5000]], ids=["small-tiles", "large-tiles"])
 
 
@@ -30,6 +31,13 @@ def test_every_type_and_group_size(kind: WeightType, group: int, dtype: torch.dt
     check_batched(kind, group, [33, 0, 64, 130, 300, *more], (384, 256), dtype=dtype)
 
 
+@pytest.mark.parametrize(("kind", "group"), KINDS, ids=lambda v: str(getattr(v, "scalar_type", v)))
+@pytest.mark.parametrize("by_reference", [False, True], ids=["batched", "by-reference"])
+def test_many_experts_of_many_rows(kind: WeightType, group: int, by_reference: bool) -> None:
+    """Tiles have up to 176 tokens here where codes have 4 bits and no zero points, the last of experts fewer."""
+    check_batched(kind, group, [1000] * 9 + [100, 300], (1024, 512), by_reference=by_reference)
+
+
 @pytest.mark.parametrize("activation", list(MoEActivation))
 @pytest.mark.parametrize("by_reference", [False, True], ids=["batched", "by-reference"])
 def test_every_activation_with_biases(activation: MoEActivation, by_reference: bool) -> None:
@@ -37,7 +45,7 @@ def test_every_activation_with_biases(activation: MoEActivation, by_reference: b
 
 
 @tile_sizes
-@pytest.mark.parametrize("rows", [33, 63, 64, 65, 96, 127, 128, 129, 192, 193, 2049])
+@pytest.mark.parametrize("rows", [33, 48, 63, 64, 65, 80, 81, 96, 112, 127, 128, 129, 192, 193, 2049])
 def test_tails(rows: int, more: list[int]) -> None:
     check_batched(UINT4B8, 128, [rows, rows, rows, *more], (384, 256))
 
@@ -69,4 +77,5 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     rows = torch.randn(2, 300, K, device="cuda").bfloat16()
     counts = [torch.tensor([count, 40], dtype=torch.int32, device="cuda") for count in (300, 128)]
     results = [batched_fused_marlin_moe(rows, count, **more) for count in counts]
-    assert torch.allclose(results[0][:, :40].float(), results[1][:, :40].float(), rtol=2**-7, atol=2**-7)
+    first_rows, second_rows = (result[:, :40].float() for result in results)  # whose sums are added in another order
+    assert (first_rows - second_rows).abs().mean() < FORMATS_AGREE * second_rows.abs().mean()

@@ -53,6 +53,28 @@ DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, SumsOf<kMost>&
   if (threadIdx.x == 0) add_release(piece_flag(p, g.phase, g.piece), 1);
 }
 
+// The sums of eight tokens of a tile all of whose pieces are left, added in order.
+DEVICE void sum_pieces(const ExpertsParams& p, const Segment& g, int pieces, int group, float (&sums)[2][4]) {
+  constexpr int kTogether = 8;  // whose loads are under way at once
+#pragma unroll
+  for (int i = 0; i < 8; i++) sums[i / 4][i % 4] = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < pieces; first += kTogether) {
+    float4 v[kTogether][2];
+#pragma unroll
+    for (int n = 0; n < 2 * kTogether; n++) {
+      const float4* from = piece_sums(p, g.phase, g.piece + min(first + n / 2, pieces - 1));
+      v[n / 2][n % 2] = __ldcg(from + (2 * group + n % 2) * kConsumerThreads);
+    }
+#pragma unroll
+    for (int n = 0; n < 2 * kTogether; n++) {
+      float* sum = sums[n % 2];
+      const float4& more = v[n / 2][n % 2];
+      if (first + n / 2 < pieces) sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
+    }
+  }
+}
+
 // Global scale and bias of the packed rows g and g + 8 of one piece.
 struct Affine {
   float alpha[2] = {kUnfold, kUnfold}, bias[2] = {0.0f, 0.0f};
@@ -143,10 +165,10 @@ struct TileStore {
   }
 };
 
-// A tile from registers, by a loop over 64 tokens: what runs for the first time comes from memory.
+// A tile from registers, by a loop over 64 tokens: what runs for the first time comes from memory. Large tiles run often.
 template <bool kActivate, int kMost>
 DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, SumsOf<kMost>& sums) {
-  constexpr int kTogether = 64;  // tokens
+  constexpr int kTogether = kMost == kLargeTokens ? kMost : 64;  // tokens
   TileStore<kActivate> tile(p, s, g);
   if (!tile.present()) return;
 #pragma unroll 1
@@ -171,14 +193,35 @@ DEVICE void announce_tile(const ExpertsParams& p, const Segment& g) {
   if (threadIdx.x == 0) add_release(ready_flag(p, g.expert), token_groups(g.tokens));
 }
 
+// Additions of w2's pieces, every gridDim.x-th.
+DEVICE void run_additions(const ExpertsParams& p, Schedule& s, int number) {
+  const PhaseShape& shape = s.phase[1];
+  for (; shape.pieces_per_tile > 0 && number < shape.pieces; number += gridDim.x) {
+    Addition a = addition_of(s, p.num_experts, number);
+    if (a.groups <= 0) continue;
+    if (threadIdx.x < shape.pieces_per_tile) wait_at_least(piece_flag(p, 1, a.tile.piece + threadIdx.x), 1);
+    named_barrier<1, kConsumerThreads>();
+    TileStore<false> tile(p, s, a.tile);
+    if (!tile.present()) continue;
+#pragma unroll 1
+    for (int group = a.first_group; group < a.first_group + a.groups; group++) {
+      float sums[2][4];
+      sum_pieces(p, a.tile, shape.pieces_per_tile, group, sums);
+      tile.store(group, sums[0], sums[1]);
+    }
+  }
+}
+
 // All that a tile's sums go through once its steps are done here.
 template <int kMost>
 DEVICE void finish_segment(const ExpertsParams& p, Schedule& s, const Segment& g, SumsOf<kMost>& sums) {
-  if (g.from > 0) {
-    leave_piece<kMost>(p, g, sums);
-    return;
+  if constexpr (kMost != kLargeTokens) {  // whose tiles are whole
+    if (g.from > 0 || s.phase[g.phase].pieces_per_tile > 0) {
+      leave_piece<kMost>(p, g, sums);
+      return;
+    }
+    if (g.to < s.phase[g.phase].steps) add_pieces<kMost>(p, s, g, sums);
   }
-  if (g.to < s.phase[g.phase].steps) add_pieces<kMost>(p, s, g, sums);
   if (g.phase == 1) {
     store_tile<false, kMost>(p, s, g, sums);
   } else {

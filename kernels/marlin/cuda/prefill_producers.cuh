@@ -6,21 +6,22 @@
 
 struct CodeSource {
   const u8 *codes, *scales, *zeros;  // of the tile's first row
-  i64 strip_bytes, group_bytes;      // from one strip to the next, from one group to the next
+  u32 strip_bytes, group_bytes;      // from one strip to the next, from one group to the next
   int rows, columns, groups;
   DEVICE CodeSource(const GemmParams& gemm, const Segment& g) : columns(gemm.columns), groups(gemm.groups) {
     i64 first = g.first_row;
     rows = min(gemm.rows - g.first_row, g.tile_rows);
     codes = gemm.weights + (g.expert * (i64)gemm.rows + first) * columns * kBits / 8;
-    strip_bytes = (i64)64 * columns * kBits / 8;
-    group_bytes = (i64)gemm.rows * kScaleBytes;
+    strip_bytes = 64 * columns * kBits / 8;
+    group_bytes = gemm.rows * kScaleBytes;
     i64 scale = (g.expert * (i64)groups * gemm.rows + first) * kScaleBytes;
     scales = gemm.scales + scale;
     zeros = gemm.zeros + scale;
   }
 };
 
-DEVICE void load_codes(const CodeSource& source, int step, Ring& ring, u64 policy) {
+template <int kMost>
+DEVICE void load_codes(const CodeSource& source, int step, Ring<kMost>& ring, u64 policy) {
   int columns = min(source.columns - step * kStepColumns, kStepColumns);
   int first_group = source.groups > 1 ? step * SCALES_PER_STEP : 0;
   int groups = source.groups > 1 ? min(source.groups - first_group, SCALES_PER_STEP) : 1;
@@ -45,7 +46,7 @@ DEVICE void load_codes(const CodeSource& source, int step, Ring& ring, u64 polic
 #pragma unroll
   for (int i = 0; i < SCALES_PER_STEP; i++) {
     if (i >= groups) break;
-    i64 offset = (first_group + i) * source.group_bytes;
+    u32 offset = (first_group + i) * source.group_bytes;
     u32 row = to + kCodeBytes + i * kScaleRow;
     bulk_copy(row, source.scales + offset, scale_bytes, full, policy);
     if constexpr (kHasZeros) {
@@ -55,7 +56,8 @@ DEVICE void load_codes(const CodeSource& source, int step, Ring& ring, u64 polic
 }
 
 // One thread claims items and tells the other warps their segments, one after the other, as it begins to load them.
-DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring& ring, int ticket) {
+template <int kMost>
+DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring<kMost>& ring, int ticket) {
   int total = shared.schedule.phase[0].items + shared.schedule.phase[1].items;
   // Codes that several tiles of tokens read should stay in L2; otherwise nobody reads them again.
   u64 policy = shared.schedule.largest <= shared.schedule.most_tokens ? policy_evict_first() : policy_evict_normal();
@@ -70,17 +72,28 @@ DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring& ring
     }
   };
   while (ticket < total) {
-    cut_item(shared.schedule, p.num_experts, ticket, [&](const Segment& g) {
-      announce(g);
-      CodeSource source(p.gemm[g.phase], g);
-      for (int step = g.from; step < g.to; step++) {
+    if constexpr (kMost == kLargeTokens) {
+      const Segment& g = shared.segment[place];  // few registers are left: all is read again every step
+      announce(whole_tile(shared.schedule, p.num_experts, ticket));
+      for (int step = 0; step < g.to; step++) {
         ring.wait_empty();
-        load_codes(source, step, ring, policy);
+        load_codes(CodeSource(p.gemm[g.phase], g), step, ring, policy);
         ring.advance();
       }
-    });
+    } else {
+      cut_item(shared.schedule, p.num_experts, ticket, [&](const Segment& g) {
+        announce(g);
+        CodeSource source(p.gemm[g.phase], g);
+        for (int step = g.from; step < g.to; step++) {
+          ring.wait_empty();
+          load_codes(source, step, ring, policy);
+          ring.advance();
+        }
+      });
+    }
     ticket = atomicAdd(p.sync, 1);
   }
+  shared.first_addition = ticket - total;
   Segment none;
   none.phase = -1;
   announce(none);
@@ -94,7 +107,8 @@ DEVICE void wait_for_hidden(const ExpertsParams& p, Shared& shared, int expert) 
 }
 
 // Tokens that lie one after the other, by tensor copies of one thread. The last may be other experts', or nobody's.
-DEVICE void load_tokens(const PrefillParams& params, Shared& shared, const Segment& g, Ring& ring) {
+template <int kMost>
+DEVICE void load_tokens(const PrefillParams& params, Shared& shared, const Segment& g, Ring<kMost>& ring) {
   const ExpertsParams& p = params.experts;
   int row = g.first_token;
   if (g.phase == 1) {
@@ -104,13 +118,13 @@ DEVICE void load_tokens(const PrefillParams& params, Shared& shared, const Segme
   } else {
     row += g.expert * p.max_rows;
   }
-  int boxes = (tile_tokens(g.tokens) + kBoxTokens - 1) / kBoxTokens;
+  int boxes = (tile_tokens<kMost>(g.tokens) + kBoxTokens - 1) / kBoxTokens;
   for (int step = g.from; step < g.to; step++) {
     ring.wait_empty();
     barrier_arrive_expecting(ring.full(), 2 * boxes * kBoxBytes);
     barrier_arrive(ring.full(), kTokenWarps * 32 - 1);
     for (int i = 0; i < 2 * boxes; i++) {
-      u32 to = shared_address(ring.tokens()) + i % 2 * kTokenHalf + i / 2 * kBoxBytes;
+      u32 to = shared_address(ring.tokens()) + i % 2 * Ring<kMost>::kTokenHalf + i / 2 * kBoxBytes;
       int column = step * kStepColumns + i % 2 * kHalfColumns;
       tensor_copy(to, &params.tokens[g.phase], column, row + i / 2 * kBoxTokens, ring.full());
     }
@@ -124,7 +138,8 @@ DEVICE i64 gathered_row(const ExpertsParams& p, Schedule& s, int expert, int i) 
 }
 
 // A thread copies the same 16-byte chunk of every twelfth row; where those rows start is found once a tile.
-DEVICE void gather_tokens(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& ring) {
+template <int kMost>
+DEVICE void gather_tokens(const ExpertsParams& p, Shared& shared, const Segment& g, Ring<kMost>& ring) {
   constexpr int kApart = 4 * kTokenWarps;
   int lane = threadIdx.x % 32, first = (threadIdx.x / 32 - kWeightWarp - 1) * 4 + lane / 8, chunk = lane % 8;
   int columns = p.gemm[0].columns;
@@ -137,7 +152,7 @@ DEVICE void gather_tokens(const ExpertsParams& p, Shared& shared, const Segment&
     ring.wait_empty();
     for (int half = 0; half < 2; half++) {
       int column = step * kStepColumns + half * kHalfColumns + chunk * 8;
-      u32 valid = column < columns ? 16 : 0, to = shared_address(ring.tokens()) + half * kTokenHalf;
+      u32 valid = column < columns ? 16 : 0, to = shared_address(ring.tokens()) + half * Ring<kMost>::kTokenHalf;
 #pragma unroll 4
       for (int row = first; row < g.tokens; row += kApart) {
         copy_async_16(to + row * 128 + (chunk ^ row % 8) * 16, shared.gathered[row] + (valid ? column : 0), valid);
@@ -148,7 +163,8 @@ DEVICE void gather_tokens(const ExpertsParams& p, Shared& shared, const Segment&
   }
 }
 
-DEVICE void run_token_warps(const PrefillParams& params, Shared& shared, Ring& ring) {
+template <int kMost>
+DEVICE void run_token_warps(const PrefillParams& params, Shared& shared, Ring<kMost>& ring) {
   const ExpertsParams& p = params.experts;
   for_each_segment(shared, [&](const Segment g) {
     if (are_gathered(p, g.phase)) {

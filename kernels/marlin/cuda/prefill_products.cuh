@@ -1,57 +1,6 @@
 // The steps of a tile: codes are dequantized into registers, multiplied with the tokens and added up.
 #pragma once
-#include "prefill_dequant.cuh"
-#include "prefill_stage.cuh"
-#include "wgmma.cuh"
-
-// Sums of a lane: [half of the warpgroup's 128 rows][8 tokens][row g, row g + 8][two tokens]. While they are made they
-// take the registers of their own tokens only.
-template <int kTokens>
-using SumsOf = float[2][kTokens / 2];
-
-// Pieces of 16 neighbouring rows that a consumer warp has of a tile: two, or one in the second half of a narrow tile.
-DEVICE int pieces_of(int warp, int tile_rows) { return warp < kConsumerWarps / 2 || tile_rows == kTileRows ? 2 : 1; }
-
-// Their first row.
-DEVICE int warp_row(int warp, int pieces) {
-  return pieces == 2 ? warp * 32 : kTileRows / 2 + (warp - kConsumerWarps / 2) * 16;
-}
-
-// What a lane needs for 64 columns of its warp's rows, a piece for each half of the warpgroup's rows.
-constexpr int kScalesPerHalf = SCALES_PER_STEP <= 2 ? 1 : SCALES_PER_STEP / 2;
-struct Codes {
-  u32 words[2][2][2 * kWords];  // [piece][32 columns]
-  Scales scales[2][kScalesPerHalf];
-};
-
-struct CodeReader {
-  u32 codes, scales;  // where in a stage the lane's are
-  bool one_group;
-  DEVICE CodeReader(bool one_group, int pieces) : one_group(one_group) {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    int row = warp_row(thread / 32, pieces), lane = thread % 32;
-    codes = row / 64 * kStripBytes + row % 64 / 16 * kPieceBytes + lane * (kPieceBytes / 32);
-    scales = kCodeBytes + (row + lane / 4 * 2) * kScaleBytes;
-  }
-
-  // `half`: which 64 of the stage's 128 columns.
-  template <int kPieces, int kHalf>
-  DEVICE void read(Codes& to, const u8* stage) const {
-#pragma unroll
-    for (int n = 0; n < 2 * kPieces; n++) {
-      int i = n % kPieces, block = n / kPieces;
-      load_words(to.words[i][block], stage + codes + kHalf * 8 * kPieceBytes + (block * 4 + i) * kPieceBytes);
-    }
-    constexpr int kScales = SCALES_PER_STEP == 1 && kHalf ? 0 : kPieces * kScalesPerHalf;
-#pragma unroll
-    for (int n = 0; n < kScales; n++) {
-      int i = n % kPieces, group = one_group ? 0 : kHalf * SCALES_PER_STEP / 2 + n / kPieces;
-      const u8* row = stage + scales + group * kScaleRow + i * 16 * kScaleBytes;
-      to.scales[i][n / kPieces] = load_folded_scales(row, row + SCALES_PER_STEP * kScaleRow);
-    }
-  }
-};
+#include "prefill_large.cuh"
 
 template <int kPieces>
 using Weights = u32[4 * kPieces][4];  // operands of 16 columns, for each piece: [columns][piece][four pairs]
@@ -94,7 +43,7 @@ DEVICE void multiply_half(SumsOf<kTokens>& sums, const Weights<kPieces>& weights
 // where there are registers for it, dequantized. An instruction beside the products costs about 1.7 cycles. Unused sums
 // become zero, or the compiler keeps too many registers.
 template <int kMost, int kTokens, int kPieces>
-DEVICE void multiply_steps(SumsOf<kMost>& result, int steps, bool one_group, bool gathered, Ring& ring) {
+DEVICE void multiply_steps(SumsOf<kMost>& result, int steps, bool one_group, bool gathered, Ring<kMost>& ring) {
   constexpr bool kAhead = kTokens < kTileTokens || kPieces == 1;
   bool leader = threadIdx.x % 32 == 0;
   CodeReader reader(one_group, kPieces);
@@ -111,13 +60,13 @@ DEVICE void multiply_steps(SumsOf<kMost>& result, int steps, bool one_group, boo
   dequantize_codes<kPieces>(codes, weights[0]);
   while (true) {
     if (gathered) fence_proxy_async();  // tokens were written by ordinary copies and are read by the tensor cores
-    u32 operand = first + ring.stage * (kTokenStage / 16);
+    u32 operand = first + ring.stage * (kTokenStage<kMost> / 16);
     multiply_half<kTokens, kPieces>(sums, weights[0], operand, group);
     reader.read<kPieces, 1>(codes, ring.codes());
     if (kAhead) dequantize_codes<kPieces>(codes, weights[kAhead]);
     wgmma_wait<0>();
     if (!kAhead) dequantize_codes<kPieces>(codes, weights[0]);
-    multiply_half<kTokens, kPieces>(sums, weights[kAhead], operand + kTokenHalf / 16, group);
+    multiply_half<kTokens, kPieces>(sums, weights[kAhead], operand + Ring<kMost>::kTokenHalf / 16, group);
     u64* empty = ring.empty();
     ring.advance();
     bool more = --steps > 0;
@@ -139,23 +88,32 @@ DEVICE void multiply_steps(SumsOf<kMost>& result, int steps, bool one_group, boo
   }
 }
 
-template <int kMost, int kPieces>
-DEVICE void multiply_pieces(SumsOf<kMost>& sums, const Segment& g, bool one_group, bool gathered, Ring& ring) {
-  int steps = g.to - g.from, tokens = tile_tokens(g.tokens);
-  if (tokens == 32) return multiply_steps<kMost, 32, kPieces>(sums, steps, one_group, gathered, ring);
-  if (tokens == 64 || kMost == 64) return multiply_steps<kMost, 64, kPieces>(sums, steps, one_group, gathered, ring);
-  if constexpr (kMost > 64) {
-    if (tokens == 96) return multiply_steps<kMost, 96, kPieces>(sums, steps, one_group, gathered, ring);
-    multiply_steps<kMost, 128, kPieces>(sums, steps, one_group, gathered, ring);
+// All steps by the code for so many tokens, at least kTokens. Narrow tiles have code for every second size.
+template <int kMost, int kTokens, int kPieces>
+DEVICE void multiply_tokens(SumsOf<kMost>& sums, int tokens, int steps, bool one_group, bool gathered,
+                            Ring<kMost>& ring) {
+  constexpr int kNext = kMost == kLargeTokens ? kTokens + 48 : kTokens + (kPieces == 2 ? 16 : 32);
+  if constexpr (kTokens < kMost) {
+    if (tokens > kTokens) {
+      constexpr int kMore = kNext < kMost ? kNext : kMost;
+      return multiply_tokens<kMost, kMore, kPieces>(sums, tokens, steps, one_group, gathered, ring);
+    }
+  }
+  if constexpr (kMost == kLargeTokens) {
+    multiply_large_steps<kMost, kTokens>(sums, steps, one_group, gathered, ring);
+  } else {
+    multiply_steps<kMost, kTokens, kPieces>(sums, steps, one_group, gathered, ring);
   }
 }
 
 template <int kMost>
-DEVICE void multiply_segment(SumsOf<kMost>& sums, const Segment& g, bool one_group, bool gathered, Ring& ring) {
+DEVICE void multiply_segment(SumsOf<kMost>& sums, const Segment& g, bool one_group, bool gathered, Ring<kMost>& ring) {
+  constexpr int kLeast = kMost == kLargeTokens ? kLeastLarge : kLeastTokens;
+  int steps = g.to - g.from, tokens = tile_tokens<kMost>(g.tokens);
   // The compiler sees that it is the same for all lanes, and keeps addresses in registers of the warp.
-  if (__shfl_sync(~0u, pieces_of(threadIdx.x / 32, g.tile_rows), 0) == 2) {
-    multiply_pieces<kMost, 2>(sums, g, one_group, gathered, ring);
+  if (kMost == kLargeTokens || __shfl_sync(~0u, pieces_of(threadIdx.x / 32, g.tile_rows), 0) == 2) {
+    multiply_tokens<kMost, kLeast, 2>(sums, tokens, steps, one_group, gathered, ring);
   } else {
-    multiply_pieces<kMost, 1>(sums, g, one_group, gathered, ring);
+    multiply_tokens<kMost, kLeast, 1>(sums, tokens, steps, one_group, gathered, ring);
   }
 }

@@ -1,52 +1,33 @@
 // Who computes what among the experts with many rows, decided on the device from their row counts.
 //
-// A tile is 256 weight rows, or 192 where those fill the machine better, x up to 128 tokens of one expert, or up to 64
-// where no expert has more or that takes about as long; a step is 128 columns of it. Tiles are numbered expert by
-// expert, then by weight rows, then by tokens, so that blocks at work together share weights and tokens. An item is
-// what a block claims at once, by a ticket: first the items of w13, then those of w2, so an item only waits for earlier
-// tickets, whose blocks are running; nothing depends on how many blocks are resident.
+// Tiles (prefill_shape.cuh) are numbered expert by expert, then by weight rows, then by tokens, so that blocks at work
+// together share weights and tokens. An item is what a block claims at once, by a ticket: first the items of w13, then
+// those of w2, so an item only waits for earlier tickets, whose blocks are running; nothing depends on how many blocks
+// are resident.
 //
 // Whole tiles are items while they fill the machine. Where the last wave would leave too many blocks idle, the last
 // one to two waves are cut into one piece a block, of equal cost (split). A piece may begin and end inside a tile: the
 // block that has a tile's first step adds up the pieces that follow, in order. Pieces are claimed last one first, so
 // the pieces waited for have earlier tickets, and are computed at the start of their item.
 //
+// Where w2 has few tiles, one block would add up many pieces while the others wait. There every tile is cut into
+// equally many, all of which are left; additions follow, each of all pieces of one tile for some of its tokens. Whose
+// they are tells a block's last ticket, for which there is no item: so they, too, wait for earlier tickets alone.
+//
 // Example: 3 tiles of 4 steps on 2 blocks: the pieces are steps 0..5 and 6..11, tile 1 is shared. Block A claims steps
 // 6..11 and leaves the sum of tile 1's steps 2, 3 for block B, which has tile 0 and adds it to tile 1's steps 0, 1.
 #pragma once
-#include "threshold.cuh"
-
-constexpr int kTileRows = 256;
-constexpr int kTileTokens = kManyTileTokens;
-constexpr int kSmallTokens = 64;
-constexpr int kStepColumns = 128;
-constexpr int kMaxBlocks = 256;
-
-constexpr int kNarrowRows = 192;
-
-// Steps that a tile takes longer where blocks share it.
-constexpr int kSplitSteps = 5;
-// What a step of a tile of 192 rows takes, in sixteenths of one of 256: one warpgroup has 128 rows of either, and with
-// few tokens that is what takes the time.
-DEVICE constexpr int narrow_cost(int tokens) { return tokens > 32 ? 12 : 14; }
-
-// Tokens a tile is computed for: the least size that there is a matrix product for.
-DEVICE int tile_tokens(int rows) { return min((rows + 31) / 32, kTileTokens / 32) * 32; }
+#include "prefill_shape.cuh"
 
 struct Position {
   int tile, step;
-};
-
-struct PhaseShape {
-  int tile_rows, row_tiles, steps;
-  int whole_items, items;
 };
 
 struct Schedule {
   PhaseShape phase[2];
   Position piece[2][kMaxBlocks + 1];  // where each piece starts; the end of one is the start of the next
   int largest;                        // rows of the largest expert here
-  int most_tokens;                    // of a tile: kSmallTokens or kTileTokens
+  int most_tokens;                    // of a tile: kSmallTokens, kTileTokens or kLargeTokens
   // Behind this struct: four tables of num_experts + 1 numbers.
   DEVICE int* rows() { return reinterpret_cast<int*>(this + 1); }     // rows of every expert computed here
   DEVICE int* row_start(int n) { return rows() + (n + 1); }       // rows of all experts before, of any size
@@ -61,86 +42,18 @@ struct Segment {
   int piece;                                          // number of the piece it is in, -1 for a whole tile
 };
 
-// How the tiles of a phase are made and cut: what takes the least time. `cost` is that of all token tiles.
-DEVICE PhaseShape shape_phase(const GemmParams& gemm, int most_tokens, int largest, int token_tiles, int cost) {
-  PhaseShape phase;
-  int blocks = gridDim.x, steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
-  int row_tiles = (gemm.rows + kTileRows - 1) / kTileRows, tiles = token_tiles * row_tiles;
-  int narrow_tiles = token_tiles * ((gemm.rows + kNarrowRows - 1) / kNarrowRows);
-  // Steps of all blocks, idle ones too.
-  int whole = quotient(tiles + blocks - 1, blocks) * steps * blocks;
-  int narrow = quotient(narrow_tiles + blocks - 1, blocks) * steps * blocks;
-  int split = tiles * steps + kSplitSteps * blocks;
-  phase.tile_rows = kTileRows;
-  phase.row_tiles = row_tiles;
-  phase.steps = steps;
-  phase.whole_items = tiles;
-  int pieces = 0;
-  if (narrow / 16 * narrow_cost(min(largest, most_tokens)) < min(whole, split)) {
-    phase.tile_rows = kNarrowRows;
-    phase.row_tiles = (gemm.rows + kNarrowRows - 1) / kNarrowRows;
-    phase.whole_items = narrow_tiles;
-  } else if (split < whole) {
-    phase.whole_items = max(quotient(tiles, blocks) - 1, 0) * blocks;
-    // A piece has two steps at least.
-    pieces = phase.whole_items ? blocks : min(cost * row_tiles * steps / (2 * many_tile_cost(most_tokens)), blocks);
-  }
-  phase.items = phase.whole_items + pieces;
-  return phase;
-}
-
-// About how long a phase takes whose token tiles cost that much in all; the largest has `tokens`.
-DEVICE float phase_time(const GemmParams& gemm, int token_tiles, int cost, int tokens) {
-  int blocks = gridDim.x, steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
-  int row_tiles = (gemm.rows + kTileRows - 1) / kTileRows, narrow = (gemm.rows + kNarrowRows - 1) / kNarrowRows;
-  float mean = __fdividef(cost, token_tiles), dearest = many_tile_cost(tokens);
-  float whole_time = quotient(token_tiles * row_tiles - 1, blocks) * mean + dearest;
-  float narrow_time = (quotient(token_tiles * narrow - 1, blocks) * mean + dearest) * (narrow_cost(tokens) / 16.0f);
-  float split_time = __fdividef((float)cost * row_tiles, blocks) + __fdividef(kSplitSteps * mean, steps);
-  return fminf(fminf(whole_time, narrow_time), split_time) * steps;
-}
-
-DEVICE int rows_of(const ExpertsParams& p, int e) { return min(max(p.num_tokens[e], 0), p.max_rows); }
-
-// One warp: rows of the largest expert.
-DEVICE int most_rows(const ExpertsParams& p) {
-  int most = 0;
-  for (int e = threadIdx.x % 32; e < p.num_experts; e += 32) most = max(most, rows_of(p, e));
-  return __reduce_max_sync(~0u, most);
-}
-
-// One warp: the most tokens of a tile, where an expert has up to `largest` rows. Small tiles, unless the others take a
-// thirteenth less: the sums of blocks that share tiles cost more than is counted here.
-DEVICE int choose_tokens(const ExpertsParams& p, int few_rows, int largest, int lane) {
-  if (largest <= kSmallTokens) return kSmallTokens;
-  int tiles[2] = {0, 0}, cost[2] = {0, 0};
-  for (int e = lane; e < p.num_experts; e += 32) {
-    int rows = rows_of(p, e) > few_rows ? rows_of(p, e) : 0;
-    tiles[0] += (rows + kSmallTokens - 1) / kSmallTokens, cost[0] += many_cost<kSmallTokens>(rows);
-    tiles[1] += (rows + kTileTokens - 1) / kTileTokens, cost[1] += many_cost<kTileTokens>(rows);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    tiles[i] = __reduce_add_sync(~0u, tiles[i]);
-    cost[i] = __reduce_add_sync(~0u, cost[i]);
-  }
-  int large = lane % 2, tokens = min(largest, large ? kTileTokens : kSmallTokens);
-  float time = phase_time(p.gemm[lane / 2 % 2], large ? tiles[1] : tiles[0], large ? cost[1] : cost[0], tokens);
-  time += __shfl_xor_sync(~0u, time, 2);
-  float small_time = __shfl_sync(~0u, time, 0), large_time = __shfl_sync(~0u, time, 1);
-  return small_time * (12.0f / 13) < large_time ? kSmallTokens : kTileTokens;
-}
-
 // One warp fills the tables: prefix sums over the experts, 32 at a time.
 DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int largest, int lane) {
   int n = p.num_experts, sums[3] = {0, 0, 0};
   int most_tokens = choose_tokens(p, few_rows, largest, lane);
-  bool small = most_tokens == kSmallTokens;
+  bool small = most_tokens == kSmallTokens, large = most_tokens == kLargeTokens;
   for (int base = 0; base < n; base += 32) {
     int e = base + lane;
     int all = e < n ? rows_of(p, e) : 0;
     int rows = all > few_rows ? all : 0;
-    int tiles = small ? (rows + kSmallTokens - 1) / kSmallTokens : (rows + kTileTokens - 1) / kTileTokens;
+    int tiles = small   ? (rows + kSmallTokens - 1) / kSmallTokens
+                : large ? (rows + kLargeTokens - 1) / kLargeTokens
+                        : (rows + kTileTokens - 1) / kTileTokens;
     int own[3] = {all, tiles, small ? many_cost<kSmallTokens>(rows) : many_cost<kTileTokens>(rows)};
     if (e < n) s.rows()[e] = rows;
 #pragma unroll
@@ -157,7 +70,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int l
   }
   if (lane < 3) s.rows()[(lane + 1) * (n + 1) + n] = lane == 0 ? sums[0] : lane == 1 ? sums[1] : sums[2];
   if (lane < 2) {
-    s.phase[lane] = shape_phase(p.gemm[lane], most_tokens, largest, sums[1], sums[2]);
+    s.phase[lane] = shape_phase(p.gemm[lane], lane == 1, most_tokens, largest, sums[1], sums[2]);
   }
   if (lane == 0) s.largest = largest, s.most_tokens = most_tokens;
 }
@@ -201,12 +114,11 @@ DEVICE Position position_of_cost(Schedule& s, int n, int phase, int cost) {
 DEVICE void make_pieces(Schedule& s, int n) {
   for (int phase = 0; phase < 2; phase++) {
     const PhaseShape& shape = s.phase[phase];
-    int pieces = shape.items - shape.whole_items;
-    if (pieces == 0) continue;
+    if (shape.pieces == 0 || shape.pieces_per_tile) continue;
     int total = s.cost_start(n)[n] * shape.row_tiles * shape.steps;
-    for (int piece = threadIdx.x; piece <= pieces; piece += blockDim.x) {
+    for (int piece = threadIdx.x; piece <= shape.pieces; piece += blockDim.x) {
       int start = shape.whole_items ? cost_before_tile(s, n, phase, shape.whole_items) : 0;
-      int share = quotient(total - start, pieces), longer = total - start - share * pieces;
+      int share = quotient(total - start, shape.pieces), longer = total - start - share * shape.pieces;
       s.piece[phase][piece] = position_of_cost(s, n, phase, start + piece * share + min(piece, longer));
     }
   }
@@ -224,19 +136,58 @@ DEVICE void locate_tile(Schedule& s, int n, Segment& g) {
   g.tokens = min(s.rows()[g.expert] - g.first_token, s.most_tokens);
 }
 
+DEVICE Segment whole_tile(Schedule& s, int n, int ticket) {
+  Segment g;
+  g.phase = ticket >= s.phase[0].items;
+  g.tile = ticket - (g.phase ? s.phase[0].items : 0);
+  g.from = 0, g.to = s.phase[g.phase].steps;
+  g.piece = -1;
+  locate_tile(s, n, g);
+  return g;
+}
+
+// Where a piece starts.
+DEVICE Position piece_start(Schedule& s, int phase, int piece) {
+  const PhaseShape& shape = s.phase[phase];
+  if (shape.pieces_per_tile == 0) return s.piece[phase][piece];
+  int tile = quotient(piece, shape.pieces_per_tile);
+  return {tile, quotient((piece - tile * shape.pieces_per_tile) * shape.steps, shape.pieces_per_tile)};
+}
+
+// An addition: which tile, its first piece, and which groups of eight tokens.
+struct Addition {
+  Segment tile;
+  int first_group, groups;
+};
+
+// The one of that number, of as many as there are pieces: a part of every tile, then the next part.
+DEVICE Addition addition_of(Schedule& s, int n, int number) {
+  const PhaseShape& shape = s.phase[1];
+  int tiles = quotient(shape.pieces, shape.pieces_per_tile), part = quotient(number, tiles);
+  Addition a;
+  a.tile.phase = 1;
+  a.tile.tile = number - part * tiles;
+  a.tile.piece = a.tile.tile * shape.pieces_per_tile;
+  locate_tile(s, n, a.tile);
+  int groups = (a.tile.tokens + 7) / 8, each = quotient(groups + shape.pieces_per_tile - 1, shape.pieces_per_tile);
+  a.first_group = part * each;
+  a.groups = min(each, groups - a.first_group);
+  return a;
+}
+
 // Calls work(segment) for every tile, or part of one, of a ticket's item.
 template <typename Work>
 DEVICE void cut_item(Schedule& s, int n, int ticket, Work work) {
   Segment g;
   g.phase = ticket >= s.phase[0].items;
   const PhaseShape shape = s.phase[g.phase];
-  int item = ticket - (g.phase ? s.phase[0].items : 0);
+  int item = ticket - (g.phase ? s.phase[0].items : 0), number = item - shape.whole_items;
   Position from = {item, 0}, to = {item + 1, 0};
   g.piece = -1;
-  if (item >= shape.whole_items) {
-    g.piece = shape.items - 1 - item;
-    from = s.piece[g.phase][g.piece];
-    to = s.piece[g.phase][g.piece + 1];
+  if (number >= 0) {
+    g.piece = shape.pieces - 1 - number;
+    from = piece_start(s, g.phase, g.piece);
+    to = piece_start(s, g.phase, g.piece + 1);
   }
   for (g.tile = from.tile; g.tile <= to.tile; g.tile++) {
     g.from = g.tile == from.tile ? from.step : 0;

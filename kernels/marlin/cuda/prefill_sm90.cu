@@ -4,7 +4,7 @@
 //
 // Experts of few rows are left to decode_sm90.cu (threshold.cuh). Weights are operand A of the tensor cores,
 // dequantized in registers, tokens operand B in shared memory. The warps of a block:
-//   0 to 7     two warpgroups of 128 weight rows (the second: 64 of narrow tiles) x up to 128 tokens: dequantize,
+//   0 to 7     two warpgroups of 128 weight rows (the second: 64 of narrow tiles) x up to 176 tokens: dequantize,
 //              multiply, apply bias and activation
 //   8          claims items (prefill_schedule.cuh) and streams codes and scales with bulk copies
 //   9 to 11    load the tokens' rows, and wait for w13's tiles before they read `hidden`: one thread by tensor copies,
@@ -18,17 +18,27 @@
 #include "prefill_producers.cuh"
 
 template <int kMost>
-DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring& ring) {
+DEVICE void run_segment(const ExpertsParams& p, Shared& shared, const Segment& g, Ring<kMost>& ring) {
+  SumsOf<kMost> sums;
+  multiply_segment<kMost>(sums, g, p.gemm[g.phase].groups == 1, are_gathered(p, g.phase), ring);
+  finish_segment<kMost>(p, shared.schedule, g, sums);
+}
+
+template <int kMost>
+DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, u8* memory) {
+  Ring<kMost> ring(memory);
   if (threadIdx.x >= kConsumerThreads / 2) pass_turn(1);  // the first turn is the other warpgroup's
-  for_each_segment(shared, [&](const Segment& g) {
-    SumsOf<kMost> sums;
-    multiply_segment<kMost>(sums, g, p.gemm[g.phase].groups == 1, are_gathered(p, g.phase), ring);
-    finish_segment<kMost>(p, shared.schedule, g, sums);
+  for_each_segment(shared, [&](const Segment& in_shared) {
+    if constexpr (kMost == kLargeTokens) {
+      run_segment<kMost>(p, shared, in_shared, ring);  // the sums leave no registers for a copy
+    } else {
+      run_segment<kMost>(p, shared, Segment(in_shared), ring);
+    }
   });
 }
 
 DEVICE void init_barriers(Shared& shared) {
-  for (int i = 0; i < kStages; i++) {
+  for (int i = 0; i < kStages<kTileTokens>; i++) {
     barrier_init(&shared.full[i], 1 + kTokenWarps * 32);
     barrier_init(&shared.empty[i], kConsumerWarps);
   }
@@ -39,16 +49,37 @@ DEVICE void init_barriers(Shared& shared) {
   asm volatile("fence.mbarrier_init.release.cluster;");
 }
 
+template <int kMost>
+DEVICE void run_producers(const PrefillParams& params, Shared& shared, u8* memory, int ticket) {
+  Ring<kMost> ring(memory);
+  if (threadIdx.x / 32 == kWeightWarp) {
+    if (threadIdx.x % 32 == 0) run_weight_thread(params.experts, shared, ring, ticket);
+    __syncwarp();
+  } else {
+    run_token_warps(params, shared, ring);
+  }
+}
+
+// A last step of fewer columns multiplies what lies behind them by zero: it must be a number.
+template <int kMost>
+DEVICE void clear_codes(u8* memory) {
+  uint4* words = reinterpret_cast<uint4*>(Ring<kMost>(memory).codes());
+  for (int i = threadIdx.x; i < kStages<kMost> * kCodeStage / 16; i += kThreads) words[i] = make_uint4(0, 0, 0, 0);
+  fence_proxy_async();
+}
+
 // The last block to finish leaves all flags zero for the next launch.
 DEVICE void leave(const ExpertsParams& p) {
   __syncthreads();
   bool is_last = false;
-  if (threadIdx.x == 0) {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // not kept since the start
+  if (thread == 0) {
     wait_for_previous_kernels();  // keeps the order of kernels
     is_last = add_acquire_release(p.sync + 1, 1) == (int)gridDim.x - 1;
   }
   if (!__syncthreads_or(is_last)) return;
-  for (int i = threadIdx.x; i < 2 + p.num_experts + 2 * kMaxBlocks; i += blockDim.x) p.sync[i] = 0;
+  for (int i = thread; i < 2 + p.num_experts + 2 * kMaxBlocks; i += blockDim.x) p.sync[i] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_constant__ PrefillParams params) {
@@ -61,8 +92,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_c
     if (blockIdx.x == 0) wait_for_previous_kernels();  // one block keeps the order of kernels
     return;
   }
-  Ring ring(memory);
-  Shared& shared = ring.shared;
+  Shared& shared = shared_of(memory);
   int ticket = threadIdx.x == kWeightWarp * 32 ? atomicAdd(p.sync, 1) : 0;
   if (threadIdx.x < 32) {
     make_tables(shared.schedule, p, few_rows, largest, threadIdx.x);
@@ -72,29 +102,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_c
   __syncthreads();
   make_pieces(shared.schedule, p.num_experts);
   __syncthreads();
+  // The compiler sees that it is the same for all lanes.
+  int most_tokens = __shfl_sync(~0u, shared.schedule.most_tokens, 0);
+  bool large = kHasLarge && most_tokens == kLargeTokens;
   if (p.gemm[0].columns % kStepColumns || p.gemm[1].columns % kStepColumns) {
-    // A last step of fewer columns multiplies what lies behind them by zero: it must be a number.
-    uint4* words = reinterpret_cast<uint4*>(ring.codes());
-    for (int i = threadIdx.x; i < kStages * kCodeStage / 16; i += kThreads) words[i] = make_uint4(0, 0, 0, 0);
-    fence_proxy_async();
+    if (large) clear_codes<kLargeTokens>(memory); else clear_codes<kTileTokens>(memory);
   }
   __syncthreads();
-  if (threadIdx.x < kConsumerThreads) {
-    registers_grow<216>();
-    // Of its own for small tiles: fewer registers for sums leave the compiler more to order products by.
-    if (__shfl_sync(~0u, shared.schedule.most_tokens, 0) == kSmallTokens) {
-      run_consumers<kSmallTokens>(p, shared, ring);
-    } else {
-      run_consumers<kTileTokens>(p, shared, ring);
+  // Code of its own for each size of tiles: fewer registers for sums leave the compiler more to order products by.
+  if (large) {
+    if constexpr (kHasLarge) {
+      if (threadIdx.x < kConsumerThreads) {
+        registers_grow<232>();
+        run_consumers<kLargeTokens>(p, shared, memory);
+      } else {
+        registers_shrink<40>();
+        run_producers<kLargeTokens>(params, shared, memory, ticket);
+      }
     }
+  } else if (threadIdx.x < kConsumerThreads) {
+    registers_grow<216>();
+    if (most_tokens == kSmallTokens) {
+      run_consumers<kSmallTokens>(p, shared, memory);
+    } else {
+      run_consumers<kTileTokens>(p, shared, memory);
+    }
+    run_additions(p, shared.schedule, shared.first_addition);
   } else {
     registers_shrink<72>();
-    if (threadIdx.x / 32 == kWeightWarp) {
-      if (threadIdx.x % 32 == 0) run_weight_thread(p, shared, ring, ticket);
-      __syncwarp();
-    } else {
-      run_token_warps(params, shared, ring);
-    }
+    run_producers<kTileTokens>(params, shared, memory, ticket);
   }
   leave(p);
 }

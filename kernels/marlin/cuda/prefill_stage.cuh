@@ -17,12 +17,19 @@ constexpr int kScaleRow = kTileRows * kScaleBytes;
 constexpr int kCodeStage = kCodeBytes + (SCALES_PER_STEP * kScaleRow * (kHasZeros ? 2 : 1) + 127) / 128 * 128;
 
 constexpr int kHalfColumns = kStepColumns / 2;
-constexpr int kTokenHalf = kTileTokens * kHalfColumns * 2;  // half a stage of tokens
-constexpr int kTokenStage = 2 * kTokenHalf;
-constexpr int kStages = kBits == 8 ? 3 : 4;
 constexpr int kBoxTokens = 32;  // rows of one tensor copy
 constexpr int kBoxBytes = kBoxTokens * kHalfColumns * 2;
 constexpr int kSegments = 4;  // known ahead
+
+// Stages of the ring where tiles have up to so many tokens: there is room for more of fewer.
+template <int kMost>
+constexpr int kStages = kBits == 8 || kMost > kTileTokens ? 3 : 4;
+template <int kMost>
+constexpr int kTokenStage = (kMost > kTileTokens ? (kMost + kBoxTokens - 1) / kBoxTokens * kBoxTokens : kTileTokens) *
+                            kStepColumns * 2;
+constexpr int kRingBytes = kStages<kTileTokens> * (kTokenStage<kTileTokens> + kCodeStage);
+static_assert(!kHasLarge || kStages<kLargeTokens> * (kTokenStage<kLargeTokens> + kCodeStage) <= kRingBytes,
+              "no room for large tiles");
 
 // What the tensor copies know about the tokens: hopper.py encodes it.
 struct alignas(64) TokensMap {
@@ -48,35 +55,38 @@ DEVICE int* piece_flag(const ExpertsParams& p, int phase, int piece) {
 }
 
 struct Shared {
-  u64 full[kStages], empty[kStages];
+  u64 full[kStages<kTileTokens>], empty[kStages<kTileTokens>];
   u64 segment_full[kSegments], segment_empty[kSegments];
   Segment segment[kSegments];
-  const u16* gathered[kTileTokens];  // where the rows of a tile start
+  int first_addition;  // number of this block's first
+  const u16* gathered[kLargeTokens];  // where the rows of a tile start
   Schedule schedule;
 };
 
-static_assert(kStages * (kTokenStage + kCodeStage) + sizeof(Shared) + 4 * (kMostExperts + 1) * sizeof(int) <= kSharedBytes,
+static_assert(kRingBytes + sizeof(Shared) + 4 * (kMostExperts + 1) * sizeof(int) <= kSharedBytes,
               "no room for experts' tables");
+
+// Behind the ring.
+DEVICE Shared& shared_of(u8* memory) { return *reinterpret_cast<Shared*>(memory + kRingBytes); }
 
 // Where a warp is in the ring of stages, 128 columns each. Codes: [strip][32 columns][16 rows][lane], then scales
 // [group][256], then zero points alike. Tokens, which lie apart: 64 columns, then the next 64, as the tensor cores read
 // them: 128 bytes a row, 16-byte chunk c of row r at place c ^ (r % 8).
+template <int kMost>
 struct Ring {
+  static constexpr int kTokenHalf = kTokenStage<kMost> / 2;
   Shared& shared;
-  u8* memory;  // the tokens of all stages, then the codes of all stages, then Shared
+  u8* memory;  // the tokens of all stages, then the codes of all stages
   int stage = 0, parity = 0;
   DEVICE explicit Ring(u8* memory) : shared(shared_of(memory)), memory(memory) {}
-  DEVICE static Shared& shared_of(u8* memory) {
-    return *reinterpret_cast<Shared*>(memory + kStages * (kTokenStage + kCodeStage));
-  }
-  DEVICE u8* tokens() { return memory + stage * kTokenStage; }
-  DEVICE u8* codes() { return memory + kStages * kTokenStage + stage * kCodeStage; }
+  DEVICE u8* tokens() { return memory + stage * kTokenStage<kMost>; }
+  DEVICE u8* codes() { return memory + kStages<kMost> * kTokenStage<kMost> + stage * kCodeStage; }
   DEVICE u64* full() { return &shared.full[stage]; }
   DEVICE u64* empty() { return &shared.empty[stage]; }
   DEVICE void wait_full() { barrier_wait(full(), parity); }
   DEVICE void wait_empty() { barrier_wait(empty(), parity ^ 1); }
   DEVICE void advance() {
-    if (++stage == kStages) {
+    if (++stage == kStages<kMost>) {
       stage = 0;
       parity ^= 1;
     }
@@ -89,7 +99,7 @@ DEVICE void for_each_segment(Shared& shared, Work work) {
   for (int i = 0, parity = 0;;) {
     barrier_wait(&shared.segment_full[i], parity);
     if (shared.segment[i].phase < 0) return;
-    work(Segment(shared.segment[i]));
+    work(shared.segment[i]);
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(&shared.segment_empty[i]);
     if (++i == kSegments) {

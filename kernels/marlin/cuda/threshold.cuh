@@ -15,7 +15,7 @@ constexpr int kManyTileTokens = 128;  // the most rows that prefill_sm90.cu comp
 
 // Time that an expert takes for 256 weight rows x 128 columns, as measured on an H200; about 235 cycles each.
 DEVICE int few_cost(int rows) { return 3 + (rows + 7) / 8; }
-DEVICE constexpr int many_tile_cost(int tokens) { return 4 + (tokens + 31) / 32 * 2; }
+DEVICE constexpr int many_tile_cost(int tokens) { return 4 + (tokens > 32 ? (tokens + 15) / 16 : 2); }
 template <int kMost = kManyTileTokens>
 DEVICE int many_cost(int rows) {
   int rest = rows % kMost;

@@ -25,6 +25,7 @@ DEVICE void wgmma(float* d, const u32* a, u64 b);
       "+f"(d[i + 7])
 #define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
 #define LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define LIST_24 LIST_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define LIST_32                                                                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
   "%23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -79,5 +80,50 @@ DEVICE void wgmma<128>(float* d, const u32* a, u64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." ACT_NAME "." ACT_NAME " {" LIST_64
                "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
                : SUMS_32(0), SUMS_32(32)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+#define LIST_40 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define LIST_56 LIST_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define LIST_72 LIST_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define LIST_88 LIST_72 ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"
+
+template <>
+DEVICE void wgmma<48>(float* d, const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n48k16.f32." ACT_NAME "." ACT_NAME " {" LIST_24
+               "}, {%24, %25, %26, %27}, %28, 1, 1, 1, 0;"
+               : SUMS_8(0), SUMS_8(8), SUMS_8(16)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+template <>
+DEVICE void wgmma<144>(float* d, const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n144k16.f32." ACT_NAME "." ACT_NAME " {" LIST_72
+               "}, {%72, %73, %74, %75}, %76, 1, 1, 1, 0;"
+               : SUMS_32(0), SUMS_32(32), SUMS_8(64)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+template <>
+DEVICE void wgmma<176>(float* d, const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n176k16.f32." ACT_NAME "." ACT_NAME " {" LIST_88
+               "}, {%88, %89, %90, %91}, %92, 1, 1, 1, 0;"
+               : SUMS_32(0), SUMS_32(32), SUMS_8(64), SUMS_8(72), SUMS_8(80)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+template <>
+DEVICE void wgmma<80>(float* d, const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n80k16.f32." ACT_NAME "." ACT_NAME " {" LIST_40
+               "}, {%40, %41, %42, %43}, %44, 1, 1, 1, 0;"
+               : SUMS_32(0), SUMS_8(32)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+template <>
+DEVICE void wgmma<112>(float* d, const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n112k16.f32." ACT_NAME "." ACT_NAME " {" LIST_56
+               "}, {%56, %57, %58, %59}, %60, 1, 1, 1, 0;"
+               : SUMS_32(0), SUMS_8(32), SUMS_8(40), SUMS_8(48)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
