@@ -165,7 +165,8 @@ struct TileStore {
   }
 };
 
-// A tile from registers, by a loop over 64 tokens: what runs for the first time comes from memory. Large tiles run often.
+// A tile from registers, by a loop over 64 tokens: what runs for the first time comes from memory. There are many of the
+// large ones.
 template <bool kActivate, int kMost>
 DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, SumsOf<kMost>& sums) {
   constexpr int kTogether = kMost == kLargeTokens ? kMost : 64;  // tokens
