@@ -22,7 +22,8 @@ from moe_ep.eplb.policy.maps import (
 )
 from moe_ep.eplb.policy.objective import objective_window
 from moe_ep.eplb.policy.packing import greedy_counts, pack, sorted_items
-from moe_ep.eplb.policy.refine import meetings
+from moe_ep.eplb.policy.problem import Problem
+from moe_ep.eplb.policy.refine import Search, meetings, refine_plan
 from moe_ep.eplb.policy.relabel import match, renumber
 from moe_ep.eplb.policy.rotate import mend_heavy
 from moe_ep.registry import EPLB_POLICIES
@@ -262,11 +263,26 @@ def test_auto_counts_the_reading_of_weights_as_tokens():
 
 def test_refinement_separates_experts_that_peak_together():
     # Equal sums; 0 and 1 peak in the same steps, so do 2 and 3. Mean loads cannot tell these placements apart.
-    window = np.array([[[9, 9, 1, 1]], [[1, 1, 9, 9]]] * 3)
+    window = np.array([[[9, 9, 1, 1]], [[1, 1, 9, 9]]] * 10)
     start = np.array([[0, 1, 2, 3]])
     slots = plan(window.sum(axis=0), 4, 2, old=start, window=window)
     assert sorted(map(sorted, slots.reshape(2, 2).tolist())) in ([[0, 2], [1, 3]], [[0, 3], [1, 2]])
     assert np.array_equal(plan(window.sum(axis=0), 4, 2, old=start, window=window, refine=False), start)
+
+
+def test_chance_moves_few_experts_from_where_they_are():
+    # Loads that vary much and independently: another window says nothing that the first did not.
+    rng = np.random.default_rng(0)
+    first, second = rng.poisson(rng.gamma(4, 25, (2, 64, 2, 64)))
+    present = plan(first.sum(axis=0), 72, 8, window=first)
+    problem = Problem(
+        weight=second.sum(axis=0).astype(np.float64),
+        num_replicas=72, num_groups=1, num_nodes=1, num_ranks=8, old=present,
+    )  # fmt: skip
+    window = second.astype(np.float32)
+    doubtful, credulous = (refine_plan(problem, present, window, Search(doubt=doubt)) for doubt in (1.0, 0.0))
+    moved, by_chance = (experts_moved(present, slots, 8).sum() for slots in (doubtful, credulous))
+    assert moved * 4 < by_chance
 
 
 def test_copies_join_as_many_ranks_as_they_can():

@@ -11,6 +11,11 @@ q on rank j changes the sum by
 
 Ranks meet in pairs, every pair once a tournament; each pair of a round makes its best exchange if it helps. In the end
 copies of experts are placed so that batches can be levelled (`moe_ep.eplb.policy.join`).
+
+The window is a sample, and the best of a thousand exchanges wins by chance what the next window takes back. The gain is
+a sum of products over S steps, and its standard error is about |v_i - v_j| |u_p - u_q| / sqrt(S). An exchange must win
+that for each expert that it takes from where it is now: plans from nothing are free to use every hint, and a plan that
+is there gives way to better knowledge only.
 """
 
 from __future__ import annotations
@@ -36,12 +41,13 @@ class Search:
 
     Attributes:
         tournaments: times that every two ranks meet, at most.
-        least_gain: what an exchange must win, as a share of a mean rank's sum of squares; keeps down moves, and
-            exchanges that fit noise.
+        least_gain: what an exchange must win, as a share of a mean rank's sum of squares.
+        doubt: standard errors that it must win besides for each expert that it moves from where it is now.
     """
 
     tournaments: int = 3
     least_gain: float = 3e-5
+    doubt: float = 1.0
 
 
 def refine_plan(problem: Problem, slots: Array, window: Array, search: Search | None = None) -> Array:
@@ -62,13 +68,14 @@ def refine_plan(problem: Problem, slots: Array, window: Array, search: Search | 
     refined = slots.copy()
     for at in range(0, slots.shape[0], _LAYERS):
         part = slice(at, at + _LAYERS)
-        _refine_layers(problem, refined[part], window[:, part], search)
+        old = None if problem.old is None else problem.old[part]
+        _refine_layers(problem, refined[part], old, window[:, part], search)
     return keep_slots(slots if problem.old is None else problem.old, refined, num_ranks)
 
 
-def _refine_layers(problem: Problem, slots: Array, window: Array, search: Search) -> None:
-    """Exchanges slots `[L, P]` in place."""
-    layers = Layers(slots, window, problem.num_ranks)
+def _refine_layers(problem: Problem, slots: Array, old: Array | None, window: Array, search: Search) -> None:
+    """Exchanges slots `[L, P]` in place; old is where the experts are now."""
+    layers = Layers(slots, window, problem.num_ranks, old, search.doubt)
     least = search.least_gain * window.shape[0]
     per_host = problem.num_ranks // problem.num_nodes if problem.by_host else problem.num_ranks
     for _ in range(search.tournaments):
@@ -106,12 +113,14 @@ class Layers:
         square_of_mean: float32 `[L]`, the mean rank's load, squared, the sum of all steps.
         product: float32 `[L, E, E]`, u_e . u_f of two experts.
         along: float32 `[L, R, E]`, v_r . u_e of a rank and an expert.
+        home: float32 `[L, R, E]`, 1 where a rank holds an expert now; None where nothing is placed.
         active: the layers that the last tournament still changed.
         exchanged: bool `[L]`, the layers that this tournament has changed.
     """
 
-    def __init__(self, slots: Array, window: Array, num_ranks: int) -> None:
+    def __init__(self, slots: Array, window: Array, num_ranks: int, old: Array | None, doubt: float) -> None:
         num_layers, num_experts = slots.shape[0], window.shape[2]
+        self.num_steps, self.doubt = window.shape[0], doubt
         self.slots = slots.reshape(num_layers, num_ranks, -1)
         self.counts = replica_counts(slots, num_experts)
         self.replicated = slots.shape[1] > num_experts
@@ -119,13 +128,19 @@ class Layers:
         # Scaled so that a step's mean rank load is one on average.
         scale = np.maximum(mean_rank.mean(axis=0), np.float32(1e-30))
         self.mean = window.mean(axis=0) / scale[:, None]
+        self.unit_mean = (self.mean / self.counts).astype(np.float32)
         self.square_of_mean = ((mean_rank / scale) ** 2).sum(axis=0)
         unit = window.transpose(1, 2, 0) / (self.counts.astype(np.float32) * scale[:, None])[:, :, None]
         self.product = unit @ unit.transpose(0, 2, 1)
         self.square = np.ascontiguousarray(np.diagonal(self.product, axis1=1, axis2=2))
         held = np.zeros((num_layers, num_ranks, num_experts), dtype=np.float32)
-        np.add.at(held, (np.arange(num_layers)[:, None, None], np.arange(num_ranks)[:, None], self.slots), 1.0)
+        each = np.arange(num_layers)[:, None, None], np.arange(num_ranks)[:, None]
+        np.add.at(held, (*each, self.slots), 1.0)
         self.along = held @ self.product
+        self.home: Array | None = None
+        if old is not None:
+            self.home = np.zeros_like(held)
+            self.home[(*each, old.reshape(num_layers, num_ranks, -1))] = 1.0
         self.active = np.arange(num_layers)
         self.exchanged = np.zeros(num_layers, dtype=bool)
 
@@ -139,13 +154,24 @@ class Layers:
         row_i, row_j = (layer * num_ranks + rank[:, None] for rank in (first, second))
         at_i, at_j = row_i * num_experts, row_j * num_experts
         base = layer * num_experts
-        leave = along[at_i + here] - along[at_j + here] - square[base + here]
-        arrive = along[at_j + there] - along[at_i + there] - square[base + there]
+        own_i, own_j, across = along[at_i + here], along[at_j + there], along[at_i + there]
         pair = ((base + here) * num_experts)[..., None] + there[:, :, None]
         gain = self.product.reshape(-1)[pair]
         gain *= 2
-        gain += leave[..., None]
-        gain += arrive[:, :, None]
+        differ = square[base + here][..., None] + square[base + there][:, :, None] - gain
+        gain = (own_i - along[at_j + here])[..., None] + (own_j - across)[:, :, None] - differ
+        if self.home is not None:
+            home, unit = self.home.reshape(-1), self.unit_mean.reshape(-1)
+            moved = (home[at_i + here] - home[at_j + here])[..., None]
+            moved = moved + (home[at_j + there] - home[at_i + there])[:, :, None]
+            means = unit[base + here], unit[base + there]
+            gain -= self._doubt(
+                moved,
+                (own_i.sum(axis=2) + own_j.sum(axis=2) - 2 * across.sum(axis=2))[..., None, None],
+                differ,
+                (means[0].sum(axis=2) - means[1].sum(axis=2))[..., None, None],
+                means[0][..., None] - means[1][:, :, None],
+            )
         if self.replicated:
             # An expert that the other rank holds too must stay, or that rank would hold it twice.
             same = here[..., None] == there[:, :, None]
@@ -162,12 +188,36 @@ class Layers:
     def gain(self, layer: Array, rank: Array, expert: Array) -> Array:
         """Half of what the sum of squares falls by when an expert of a rank is exchanged for what lies in each slot of
         all ranks, float32 `[n, R, W]`, for n layers with a rank and an expert each."""
-        there = self.slots[layer]
-        each, here = layer[:, None, None], expert[:, None, None]
+        there, number = self.slots[layer], np.arange(layer.size)
+        each, here, own_rank = layer[:, None, None], expert[:, None, None], rank[:, None, None]
         leave = self.along[layer, rank, expert][:, None] - self.along[layer, :, expert]
-        arrive = np.take_along_axis(self.along[layer], there, axis=2) - self.along[each, rank[:, None, None], there]
-        both = self.square[each, here] + self.square[each, there] - 2 * self.product[each, here, there]
-        result: Array = leave[:, :, None] + arrive - both
+        own, across = np.take_along_axis(self.along[layer], there, axis=2), self.along[each, own_rank, there]
+        differ = self.square[each, here] + self.square[each, there] - 2 * self.product[each, here, there]
+        result: Array = leave[:, :, None] + own - across - differ
+        if self.home is not None:
+            moved = (self.home[layer, rank, expert][:, None] - self.home[layer, :, expert])[:, :, None]
+            moved = moved + np.take_along_axis(self.home[layer], there, axis=2) - self.home[each, own_rank, there]
+            means, squares = self.unit_mean[each, there], own.sum(axis=2)
+            by_rank = means.sum(axis=2)
+            result -= self._doubt(
+                moved,
+                (squares[number, rank][:, None] + squares - 2 * across.sum(axis=2))[:, :, None],
+                differ,
+                (by_rank[number, rank][:, None] - by_rank)[:, :, None],
+                self.unit_mean[layer, expert][:, None, None] - means,
+            )
+        return result
+
+    def _doubt(self, moved: Array, apart: Array, differ: Array, mean_apart: Array, mean_differ: Array) -> Array:
+        """What exchanges must win for the experts that they move from where they are now.
+
+        Args:
+            moved: how many; below zero where they go back.
+            apart, differ: |v_i - v_j|**2 of the ranks and |u_p - u_q|**2 of the experts.
+            mean_apart, mean_differ: the means over steps of v_i - v_j and u_p - u_q, which are no chance.
+        """
+        error = apart * differ / self.num_steps - self.num_steps * (mean_apart * mean_differ) ** 2
+        result: Array = self.doubt * np.maximum(moved, 0) * np.sqrt(np.maximum(error, 0))
         return result
 
     def exchange(self, layer: Array, rank_i: Array, slot_i: Array, rank_j: Array, slot_j: Array) -> None:
