@@ -264,7 +264,17 @@ def set_up_logging() -> None:
     if not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        said: set[str] = set()
+        # Layers choose alike, and a model has many: what was chosen and why is said once.
+        handler.addFilter(lambda record: record.levelno != logging.INFO or not _is_in(said, record.getMessage()))
         logger.addHandler(handler)
+
+
+def _is_in(said: set[str], text: str) -> bool:
+    """Whether this was said before; from now on it was."""
+    before = len(said)
+    said.add(text)
+    return len(said) == before
 
 
 def use_loopback_for_gloo() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from moe_ep.errors import GangError
 from moe_ep.launch import gang, progress
-from moe_ep.launch.gang import num_cpus
+from moe_ep.launch.gang import num_cpus, set_up_logging
 from moe_ep.launch.local_gang import LocalGang
 from tests.launch import jobs
 
@@ -98,3 +99,18 @@ def test_workers_end_with_their_driver(number: signal.Signals, tmp_path: Path) -
     if number == signal.SIGINT:
         assert errors.count("Traceback") == 1, errors
         assert "KeyboardInterrupt" in errors
+
+
+def test_what_was_chosen_is_logged_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("moe_ep")
+    before = logger.level
+    monkeypatch.setenv("MOE_EP_LOG_LEVEL", "INFO")
+    monkeypatch.setattr(logger, "handlers", [])
+    try:
+        set_up_logging()
+        for _ in range(2):
+            logger.info("chosen: %s", "reference")
+            logger.warning("slow")
+    finally:
+        logger.setLevel(before)
+    assert capsys.readouterr().err.splitlines() == ["INFO moe_ep: chosen: reference", *["WARNING moe_ep: slow"] * 2]
