@@ -63,7 +63,7 @@ def choose_experts(
         return fast
     if device.type == "cuda" and moe_config.num_local_experts:
         _warn_once(f"{kind} experts run in plain torch on {device}, many times slower than {name}: {refusal}")
-    logger.info("experts reference: %s are not for this layer: %s", name, refusal)
+    logger.info("experts reference: %s cannot compute this layer: %s", name, refusal)
     return REFERENCE
 
 
