@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from moe_ep.launch import progress
 
@@ -29,6 +30,7 @@ class CompletionLines:
         self._prompts, self._output = prompts, output
         self._waiting: dict[int, dict[str, Any]] = {}
         self._num_told = 0
+        self._file: TextIO | None = None
         self._held: list[str] | None = [] if output is None and sys.stdout.isatty() else None
 
     def take(self, completion: dict[str, Any]) -> None:
@@ -46,6 +48,14 @@ class CompletionLines:
         self._write(json.dumps(summary, allow_nan=False))
         if self._held is not None:
             print("\n".join(self._held), flush=True)
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the file with the lines that are in it; a second time does no harm."""
+        if self._file is not None:
+            # What failed to be written has been said.
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def _write(self, line: str) -> None:
         if self._held is not None:
@@ -53,9 +63,17 @@ class CompletionLines:
         elif self._output is None:
             print(line, flush=True)
         else:
-            with self._output.open("a" if self.num_written else "w", encoding="utf-8") as file:
-                file.write(f"{line}\n")
-            self.num_written += 1
+            self._to_file(self._output, line)
+
+    def _to_file(self, output: Path, line: str) -> None:
+        if self._file is None:
+            # Open till the end: the reader of a pipe would take a close for it.
+            self._file = output.open("w", buffering=1, encoding="utf-8")
+        try:
+            self._file.write(f"{line}\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(output)) from error
+        self.num_written += 1
 
 
 class CompletionRelay:

@@ -49,6 +49,7 @@ def main(args: argparse.Namespace) -> int:
             demo_checkpoint()
         results = gang.run(_work, config, [prompt_of(line, config.chat) for line in prompts], on_item=lines.take)
     except BaseException:
+        lines.close()
         if lines.num_written:
             print(f"{config.output} has the first {lines.num_written} of {len(prompts)} prompts", file=sys.stderr)
         raise

@@ -228,6 +228,11 @@ def test_lines_are_written_in_order_as_they_come(tmp_path: Path, capsys: pytest.
         lines.end({"kind": "summary"})
         assert written()[-1] == "summary"
     assert [json.loads(line).get("text") for line in output.read_text().splitlines()] == ["x", "y", "z", None]
+    full = CompletionLines([{"prompt": "a"}], Path("/dev/full"))
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        full.take({"index": 0})
+    full.close()
+    assert full.num_written == 0
 
 
 def relayed(rank: int, world_size: int) -> list[int]:
