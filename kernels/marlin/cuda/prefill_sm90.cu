@@ -113,10 +113,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_c
   if (large) {
     if constexpr (kHasLarge) {
       if (threadIdx.x < kConsumerThreads) {
-        registers_grow<232>();
+        registers_grow<224>();
         run_consumers<kLargeTokens>(p, shared, memory);
       } else {
-        registers_shrink<40>();
+        registers_shrink<56>();
         run_producers<kLargeTokens>(params, shared, memory, ticket);
       }
     }
