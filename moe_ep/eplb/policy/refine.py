@@ -162,15 +162,19 @@ class Layers:
         gain = (own_i - along[at_j + here])[..., None] + (own_j - across)[:, :, None] - differ
         if self.home is not None:
             home, unit = self.home.reshape(-1), self.unit_mean.reshape(-1)
-            moved = (home[at_i + here] - home[at_j + here])[..., None]
-            moved = moved + (home[at_j + there] - home[at_i + there])[:, :, None]
-            means = unit[base + here], unit[base + there]
-            gain -= self._doubt(
-                moved,
-                (own_i.sum(axis=2) + own_j.sum(axis=2) - 2 * across.sum(axis=2))[..., None, None],
-                differ,
-                (means[0].sum(axis=2) - means[1].sum(axis=2))[..., None, None],
-                means[0][..., None] - means[1][:, :, None],
+            leave, come = home[at_i + here] - home[at_j + here], home[at_j + there] - home[at_i + there]
+            mean_i, mean_j = unit[base + here], unit[base + there]
+            apart = own_i.sum(axis=2) + own_j.sum(axis=2) - 2 * across.sum(axis=2)
+            mean_apart = mean_i.sum(axis=2) - mean_j.sum(axis=2)
+            # Most exchanges win nothing anyway.
+            row, pair, p, q = at = np.nonzero(gain > least)
+            at_p, at_q = (row, pair, p), (row, pair, q)
+            gain[at] -= self._doubt(
+                leave[at_p] + come[at_q],
+                apart[row, pair],
+                differ[at],
+                mean_apart[row, pair],
+                mean_i[at_p] - mean_j[at_q],
             )
         if self.replicated:
             # An expert that the other rank holds too must stay, or that rank would hold it twice.
@@ -190,13 +194,14 @@ class Layers:
         all ranks, float32 `[n, R, W]`, for n layers with a rank and an expert each."""
         there, number = self.slots[layer], np.arange(layer.size)
         each, here, own_rank = layer[:, None, None], expert[:, None, None], rank[:, None, None]
+        ranks = np.arange(there.shape[1])[:, None]
         leave = self.along[layer, rank, expert][:, None] - self.along[layer, :, expert]
-        own, across = np.take_along_axis(self.along[layer], there, axis=2), self.along[each, own_rank, there]
+        own, across = self.along[each, ranks, there], self.along[each, own_rank, there]
         differ = self.square[each, here] + self.square[each, there] - 2 * self.product[each, here, there]
         result: Array = leave[:, :, None] + own - across - differ
         if self.home is not None:
             moved = (self.home[layer, rank, expert][:, None] - self.home[layer, :, expert])[:, :, None]
-            moved = moved + np.take_along_axis(self.home[layer], there, axis=2) - self.home[each, own_rank, there]
+            moved = moved + self.home[each, ranks, there] - self.home[each, own_rank, there]
             means, squares = self.unit_mean[each, there], own.sum(axis=2)
             by_rank = means.sum(axis=2)
             result -= self._doubt(
