@@ -38,6 +38,7 @@ from moe_ep.launch.gang import (
     wait_for_fork_server,
     warm_fork_server,
 )
+from moe_ep.launch.mailbox import Mailbox, sender_to
 from moe_ep.launch.rank_env import RankEnv, resolve_rank_env
 from moe_ep.launch.rendezvous import init_process_group
 
@@ -93,8 +94,7 @@ class TorchrunGang(Gang):
         return self._has_rank_0
 
     def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
-        """As `Gang.run`; the list is empty on processes that are not `is_driver` afterwards, and on_item is called in
-        the process of rank 0.
+        """As `Gang.run`; the list is empty on processes that are not `is_driver` afterwards.
 
         Started by torchrun, a rank that only suffers from a peer's failure ends the process without a word.
         """
@@ -142,21 +142,25 @@ class TorchrunGang(Gang):
             handlers = {number: signal.getsignal(number) for number in _AGENT_SIGNALS}
             gathered: dict[int, Any] = {}
             stopped_by = None
+            items = Mailbox(on_item)
             try:
                 gathered = elastic_launch(config, _worker)(
-                    os.getpid(), self.device, self._timeout_s, fn, list(args), on_item
+                    os.getpid(), self.device, self._timeout_s, fn, list(args), items.address
                 )
             except ChildFailedError as error:
-                raise gang_error(_first_failure(error)) from None
+                raise items.error or gang_error(_first_failure(error)) from None
             except SignalException as error:
                 stopped_by = error.sigval
             except Exception as error:
                 raise GangError(f"torchrun could not start the ranks: {type(error).__name__}: {error}") from None
             finally:
                 display.close()
+                items.close()
                 # The agent takes them over and leaves them so.
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
+        if items.error is not None:
+            raise items.error
         if stopped_by is not None:
             signal.raise_signal(stopped_by)
             raise GangError(f"torchrun ended the gang on {signal.Signals(stopped_by).name}")
@@ -171,9 +175,10 @@ def _worker(
     timeout_s: float | None,
     fn: Callable[..., Any],
     args: Sequence[Any],
-    on_item: OnItem,
+    items: str,
 ) -> list[Any] | None:
-    """A rank that the agent started; its failure goes to the agent in the file that torchrun names."""
+    """A rank that the agent started; its failure goes to the agent in the file that torchrun names, and what it hands
+    over to the agent's mailbox."""
     end_with(agent_pid)
     # The agent passes ctrl-C on, and waits for its workers to go.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -181,6 +186,7 @@ def _worker(
     rank_env = resolve_rank_env()
     if rank_env.local_world_size == rank_env.world_size:
         use_loopback_for_gloo()
+    on_item = sender_to(items) if rank_env.rank == 0 else ignore
     outcome, _ = _run_and_gather(rank_env, device, fn, args, on_item, timeout_s)
     if outcome.failure is not None:
         with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:

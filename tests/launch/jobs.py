@@ -37,12 +37,6 @@ def describe(rank_env: RankEnv, start: int) -> dict[str, Any]:
     }
 
 
-def write_down(path: Path, item: Any) -> None:
-    """What the driver does with what is handed over, in these tests."""
-    with path.open("a") as file:
-        file.write(f"{item}\n")
-
-
 def initialise_twice(rank_env: RankEnv) -> str:
     """A second initialisation, a wrong one, and teardown before the gang's own."""
     init_process_group(rank_env)
