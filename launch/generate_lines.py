@@ -15,7 +15,7 @@ from moe_ep.launch import progress
 class CompletionLines:
     """Writes a line for each prompt as soon as those before it are written, and a summary at the end.
 
-    What is interrupted leaves whole lines. A terminal, where the progress bar is, gets all of them at the end.
+    What is interrupted leaves whole lines. A terminal, where the progress bar is, gets all of them when that is gone.
 
     Args:
         prompts: what each line of the prompts' file said; it comes back.
@@ -46,12 +46,14 @@ class CompletionLines:
     def end(self, summary: dict[str, Any]) -> None:
         """The last line."""
         self._write(json.dumps(summary, allow_nan=False))
-        if self._held is not None:
-            print("\n".join(self._held), flush=True)
         self.close()
 
     def close(self) -> None:
-        """Leaves the file with the lines that are in it; a second time does no harm."""
+        """Leaves the file with the lines that are in it, or shows those that were held back; a second time does no
+        harm."""
+        if self._held:
+            print("\n".join(self._held), flush=True)
+            self._held.clear()
         if self._file is not None:
             # What failed to be written has been said.
             with contextlib.suppress(OSError):

@@ -26,10 +26,8 @@ from moe_ep.integrations.generation import Completion, Generation, Request
 from moe_ep.integrations.hf_loading import context_length
 from moe_ep.integrations.perplexity import perplexity
 from moe_ep.integrations.sampling import Sampling, next_tokens
-from moe_ep.launch import progress
 from moe_ep.launch.cli import main
 from moe_ep.launch.generate_config import prompt_of, read_prompts
-from moe_ep.launch.generate_lines import CompletionLines, CompletionRelay
 from moe_ep.launch.generate_worker import _has_come_to, _stop_ids, _token_ids, _tokenizer, _told
 from tests.checkpoint.test_real_layer import text_moe
 from tests.integrations.alone import continue_alone, load_alone
@@ -206,51 +204,6 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert summary["tokens_per_s"] == pytest.approx(sum(summary["tokens_per_s_per_rank"]))
     assert 0 < summary["balancedness"] <= 1
     assert " tokens/s (" in captured.err and re.search(r"^ +1 +2 +\d+ .* MiB  .*, cpu$", captured.err, re.MULTILINE)
-
-
-def test_lines_are_written_in_order_as_they_come(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "out.jsonl"
-    output.write_text("of another run\n")
-    for to in (output, None):
-        lines = CompletionLines([{"prompt": name} for name in "abc"], to)
-
-        def written(to: Path | None = to) -> list[str]:
-            text = capsys.readouterr().out if to is None else to.read_text()
-            return [json.loads(line).get("prompt", "summary") for line in text.splitlines()]
-
-        lines.take({"index": 2, "text": "z"})
-        assert output.read_text() == "of another run\n" or to is None
-        lines.take({"index": 0, "text": "x"})
-        assert written() == ["a"]
-        for index in (0, 1, 2):
-            lines.take({"index": index, "text": "y"})
-        assert written() == (["b", "c"] if to is None else ["a", "b", "c"])
-        lines.end({"kind": "summary"})
-        assert written()[-1] == "summary"
-    assert [json.loads(line).get("text") for line in output.read_text().splitlines()] == ["x", "y", "z", None]
-    full = CompletionLines([{"prompt": "a"}], Path("/dev/full"))
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        full.take({"index": 0})
-    full.close()
-    assert full.num_written == 0
-
-
-def relayed(rank: int, world_size: int) -> list[int]:
-    """What rank 0 hands over, as it collects it."""
-    relay, seen = CompletionRelay(rank, 6), []
-    progress.set_receiver(lambda completion: seen.append(completion["index"]))
-    for step in range(3):
-        if step < 2:
-            relay.leave({"index": 10 * rank + step})
-        torch.distributed.barrier()
-        relay.collect([min(step + 1, 2)] * world_size)
-        torch.distributed.barrier()
-    progress.set_receiver(None)
-    return seen
-
-
-def test_completions_of_all_ranks_come_to_rank_0() -> None:
-    assert ranks(3).run(relayed) == [[0, 10, 20, 1, 11, 21], [], []]
 
 
 @pytest.mark.parametrize(
