@@ -44,8 +44,11 @@ class SlotCache(Cache):
         super().__init__(layers=[_slots_like(layer, num_slots, max_length, positions) for layer in prefilled.layers])
         self._columns = torch.arange(max_length, device=positions.device)
         kinds = layer_types or [type(layer).__name__ for layer in prefilled.layers]
-        # One layer of each kind.
-        self._kinds: dict[str, Any] = dict(zip(kinds, prefilled.layers, strict=False))
+        # Whether a kind has masks, and the tokens that it sees at most; not its layers, which hold the prefilled past.
+        self._kinds = {
+            kind: (not isinstance(layer, LinearAttentionLayer), getattr(layer, "sliding_window", None))
+            for kind, layer in zip(kinds, prefilled.layers, strict=False)
+        }
 
     def put(self, slot: int, prefilled: Cache, length: int) -> None:
         """Gives the slot to the sequence of `prefilled`, which has `length` tokens."""
@@ -56,13 +59,11 @@ class SlotCache(Cache):
     def attention_mask(self, dtype: torch.dtype) -> Any:
         """What each slot's next token sees, added to scores: `[num_slots, 1, 1, max_length]`, by kind of layer where
         there are several kinds."""
-        masks = {kind: self._mask(layer, dtype) for kind, layer in self._kinds.items()}
+        masks = {kind: self._mask(window, dtype) if has else None for kind, (has, window) in self._kinds.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _mask(self, layer: Any, dtype: torch.dtype) -> torch.Tensor | None:
-        if isinstance(layer, LinearAttentionLayer):
-            return None
-        last, window = self.positions[:, None], getattr(layer, "sliding_window", None)
+    def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        last = self.positions[:, None]
         seen = self._columns <= last
         if window is not None:
             seen &= self._columns > last - window
