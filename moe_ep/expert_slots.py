@@ -7,6 +7,7 @@ expert p holds the checkpoint's expert p mod E; EPLB changes that while serving.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -61,6 +62,10 @@ class LayerEplbState(FixedTensors):
             self.register_buffer(name, tensor, persistent=False)
         # Asks whoever balances the layer; nobody does so far.
         self.is_moving: Callable[[], bool] = bool
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nobody balances a copy."""
+        return {**self.__dict__, "is_moving": bool}
 
     def replicas(self, logical: int) -> list[int]:
         """The physical experts that currently hold a logical one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -53,6 +55,7 @@ def reload_while_moving(rank: int, world_size: int) -> str:
     manager.rearrange(target)
     with pytest.raises(RuntimeError) as error:
         layer.begin_reload()
+    assert not copy.deepcopy(layer.eplb_state).is_moving()
     manager.finish()
     layer.begin_reload()
     load_layer(layer, 50)
