@@ -109,7 +109,7 @@ class Layers:
     Attributes:
         slots: int64 `[L, R, W]`, a view of the plan.
         counts: int64 `[L, E]`, replicas.
-        mean: float32 `[L, E]`, an expert's load over its replicas, the mean of all steps.
+        mean: float32 `[L, E]`, an expert's load, the mean of all steps; unit_mean is that over its replicas.
         square_of_mean: float32 `[L]`, the mean rank's load, squared, the sum of all steps.
         product: float32 `[L, E, E]`, u_e . u_f of two experts.
         along: float32 `[L, R, E]`, v_r . u_e of a rank and an expert.
