@@ -82,7 +82,9 @@ class WorkspaceManager:
         if key in held and held[key].buffer.numel() >= num_bytes:
             buffer = held[key].buffer
         elif capturing:
+            # Not kept here: this stream may run eagerly later, at the same time as the one that it borrows from.
             buffer = self._borrow(num_bytes, key[0])
+            return _Scratch(buffer, requests, _views(buffer, requests))
         else:
             # Freed first, unless a graph needs it, so that the larger one can take its memory.
             held.pop(key, None)

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from moe_ep import workspace
 from moe_ep.workspace import WorkspaceManager
 
 CPU = torch.device("cpu")
@@ -58,6 +59,24 @@ def test_threads_have_scratch_of_their_own():
         (theirs,) = thread.submit(manager.get, CPU, ((64,), torch.float32)).result()
     assert theirs.data_ptr() != mine.data_ptr()
     assert manager.get(CPU, ((64,), torch.float32))[0].data_ptr() == mine.data_ptr()
+
+
+def test_a_stream_that_borrowed_under_capture_has_its_own_scratch_when_it_runs_eagerly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager, device, request = WorkspaceManager(), torch.device("cuda", 0), ((64,), torch.float32)
+    monkeypatch.setattr(manager, "_allocate", lambda num_bytes, device: torch.empty(num_bytes, dtype=torch.uint8))
+
+    def pointer(stream: int, capturing: bool) -> int:
+        monkeypatch.setattr(workspace, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        return manager.get(device, request)[0].data_ptr()
+
+    warm = pointer(1, capturing=False)
+    assert pointer(2, capturing=True) == warm
+    own = pointer(2, capturing=False)
+    assert own != warm and pointer(1, capturing=False) == warm
+    assert pointer(2, capturing=True) == own
 
 
 @pytest.mark.gpu
