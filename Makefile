@@ -10,7 +10,7 @@ TESTS  ?= tests
 # (5 is pytest's word for no tests of that kind.)
 JOBS   ?= 2
 ARGS   ?=
-# Extras to install: on a machine with NVIDIA GPUs also what the kernels and NVSHMEM need.
+# Extras to install: on a machine with NVIDIA GPUs also what the kernels and NVSHMEM need (EXTRAS=test leaves it out).
 comma  := ,
 EXTRAS ?= test$(if $(wildcard /dev/nvidia[0-9]*),$(comma)cuda)
 
@@ -26,7 +26,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing torch, Ray and the rest into $(VENV): some minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[$(EXTRAS)]' || { echo \
+		"The extras $(EXTRAS) could not be installed$(if $(findstring cuda,$(EXTRAS)),; without CUDA's: make EXTRAS=test)" \
+		>&2; exit 1; }
 	@touch $@
 
 run: $(VENV)/.installed
