@@ -62,7 +62,7 @@ __device__ __forceinline__ void serve_experts(const Params& p, const Shared& s, 
 #pragma unroll 1
     for (int expert = thread; expert < p.experts; expert += p.expert_threads) {
         const int amount = s.label[expert] == kSingle ? s.num_tokens[expert] : 0, physical = s.first[expert];
-        if (amount == 0) continue;
+        if (amount == 0 || physical < 0) continue;  // nobody's, or an expert that no slot holds
         atomicAdd(s.level + rank_of(p, physical), amount);
         s.load[physical] = amount;
     }
