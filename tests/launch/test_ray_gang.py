@@ -141,6 +141,7 @@ def test_a_cluster_that_does_not_start_is_one_sentence(monkeypatch: pytest.Monke
     def init(**options: object) -> None:
         raise Exception("The current node timed out during startup.\nPages follow.")
 
+    ray.shutdown()  # a gang would join the cluster of the tests before
     monkeypatch.setattr("ray.init", init)
     monkeypatch.setenv("RAY_TMPDIR", "/scratch")
     with pytest.raises(GangError) as caught:
