@@ -112,7 +112,8 @@ def test_decode_when_batches_are_counted_anew(monkeypatch: pytest.MonkeyPatch, b
 
 
 def test_batches_that_begin_in_another_order_on_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Two kernels of this size fill the GPU, and each waits for one of the other rank.
+    # Two kernels of this size are as many blocks as fit, and each waits for one of the other rank. Where the halves of
+    # blocks that have sent make room, as on H200, this passes without turns too.
     monkeypatch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "1")
     on_one_gpu(monkeypatch, 2)
     batches = [Ranks(replace(SMALL, seed=seed, tokens=(40,)), 2, LOW_LATENCY, True) for seed in (1, 2)]
