@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,23 @@ def read_scaling(path: Path) -> tuple[list[Row], list[str]]:
 
 def _lacking(row: Row) -> str | None:
     """What a row does not have, if anything."""
-    wrong = [key for key in (*_ROW, *_MORE) if row.get(key) is None]
+    wrong = [key for key in (*_ROW, *_MORE) if not isinstance(row.get(key), (str, int, float))]
     wrong += [key for key in _POSITIVE if not _is_positive(row.get(key))]
     stages, loads = row.get("stages_us"), row.get("rows_per_rank")
-    if not isinstance(stages, dict) or not _is_positive(sum(stages.values())):
+    if not isinstance(stages, dict) or not _is_positive_sum(stages.values()):
         wrong.append("stages_us")
-    if not isinstance(loads, list) or len(loads) != row.get("ep_size") or not _is_positive(sum(loads)):
+    if not isinstance(loads, list) or len(loads) != row.get("ep_size") or not _is_positive_sum(loads):
         wrong.append("rows_per_rank")
     return wrong[0] if wrong else None
 
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and value > 0
+
+
+def _is_positive_sum(values: Iterable[Any]) -> bool:
+    values = list(values)
+    return all(isinstance(value, (int, float)) for value in values) and sum(values) > 0
 
 
 def about_runs(runs: list[str]) -> str | None:

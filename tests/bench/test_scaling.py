@@ -222,6 +222,19 @@ def test_weights_of_a_checkpoint_have_the_largest_groups_that_fit(sizes: tuple[i
         of_model(model_spec(config | {"hidden_size": 96, "moe_intermediate_size": 80}), "m")
 
 
+@pytest.mark.parametrize(
+    "key, value", [("stages_us", {"route": "slow"}), ("rows_per_rank", ["many"]), ("geometry", ["deepseek-v3"])]
+)
+def test_a_row_of_other_types(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: object) -> None:
+    results = Path(__file__).parents[2] / "docs/benchmarks/scaling/scaling_2xh200.jsonl"
+    row = json.loads(results.read_text().splitlines()[0])
+    assert row["ep_size"] == 1
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row | {key: value}) + "\n")
+    assert main(["plot", str(path), "--out", str(tmp_path)]) == 2
+    assert f"row 1 has no {key}; give a file" in capsys.readouterr().err
+
+
 def test_a_file_without_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text(json.dumps({"us": 1}) + "\n")
