@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.config import FusedMoEConfig
 from moe_ep.contracts import ExpertTokensMetadata, FusedMoEPermuteExpertsUnpermute
 from moe_ep.kernels.align import batched_moe_align_block_size, sort_slots_by_expert

@@ -19,7 +19,7 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 
 if TYPE_CHECKING:
-    from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+    from moe_ep.canonical_weights import CanonicalWeights
 
 
 class FusedMoEActivationFormat(Enum):

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.config import FusedMoEConfig
 from moe_ep.contracts import FusedMoEActivationFormat
 from moe_ep.errors import BackendUnavailableError

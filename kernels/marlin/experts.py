@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import (
     ExpertTokensMetadata,

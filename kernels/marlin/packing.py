@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.contracts import ExpertWeights
 from moe_ep.kernels.marlin.repack import pack_marlin
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES

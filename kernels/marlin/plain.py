@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
+from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.repack import PackedWeights, unpack_marlin
 from moe_ep.kernels.marlin.types import WeightType

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from moe_ep.activation import apply_activation
 from moe_ep.bench.geometries import WeightFormat
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
+from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.config import FusedMoEConfig
 from moe_ep.experts_choice import ExpertsNames
 from moe_ep.methods.base import w13_rows

@@ -20,9 +20,10 @@ import torch
 from tqdm import tqdm
 
 from moe_ep import env
-from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, quantize_int
+from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint, write_json
 from moe_ep.errors import ConfigError
+from moe_ep.quantize_weights import quantize_int
 
 DEMO_VERSION = 1
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.checkpoint.formats import QuantizationConfig, dequantize, quantization_config
+from moe_ep.canonical_weights import dequantize
+from moe_ep.checkpoint.formats import QuantizationConfig, quantization_config
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
 from moe_ep.checkpoint.models import MoEModelSpec
 from moe_ep.checkpoint.reader import CheckpointReader

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights, agree_on_type
+from moe_ep.canonical_weights import CanonicalWeights, agree_on_type
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertWeights, FusedMoEActivationFormat
 from moe_ep.experts_choice import ExpertsNames, choose_experts

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights, concatenate_rows, with_g_idx, with_zero_points
+from moe_ep.canonical_weights import CanonicalWeights, concatenate_rows, with_g_idx, with_zero_points
 from moe_ep.checkpoint.formats.layout import FLOATS, QuantizationConfig, Role, TensorLayout
 from moe_ep.checkpoint.formats.modules import LayerQuantization
 from moe_ep.config import FusedMoEConfig

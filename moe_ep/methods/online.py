@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
-from moe_ep.checkpoint.formats.plain import quantize_fp8, quantize_int
+from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.config import FusedMoEConfig
 from moe_ep.errors import one_of
 from moe_ep.methods.canonical import CanonicalFusedMoEMethod
 from moe_ep.methods.unquantized import UnquantizedFusedMoEMethod
+from moe_ep.quantize_weights import quantize_fp8, quantize_int
 
 if TYPE_CHECKING:
     from moe_ep.expert_shard import ExpertShard

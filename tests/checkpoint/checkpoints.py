@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, quantize_int
+from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint
+from moe_ep.quantize_weights import quantize_int
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint import (
     CheckpointReader,
     embed_rows,
@@ -17,7 +18,7 @@ from moe_ep.checkpoint import (
     load_shared_experts,
     model_spec,
 )
-from moe_ep.checkpoint.formats import GPTQConfig, dequantize, unpack_gptq
+from moe_ep.checkpoint.formats import GPTQConfig, unpack_gptq
 from moe_ep.errors import CheckpointError
 from tests.checkpoint.checkpoints import GPTQ, LoadingLayer, gptq_shapes, make_checkpoint, plain_shapes, qwen3_config
 

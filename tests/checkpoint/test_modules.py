@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.checkpoint import (
     CheckpointReader,
     expert_tensors,
@@ -19,9 +20,8 @@ from moe_ep.checkpoint import (
     read_linear,
 )
 from moe_ep.checkpoint.directory import read_config
-from moe_ep.checkpoint.formats import ModuleSchemes, PerGemm, dequantize, quantization_config
+from moe_ep.checkpoint.formats import ModuleSchemes, PerGemm, quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4
 from moe_ep.checkpoint.formats.gptq import GPTQConfig
 from moe_ep.checkpoint.formats.modules import ModulePatterns

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint import (
     CheckpointReader,
     MoEModelSpec,
@@ -19,7 +20,7 @@ from moe_ep.checkpoint import (
     load_shared_experts,
     model_spec,
 )
-from moe_ep.checkpoint.formats import dequantize, quantization_config
+from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.layer import FusedMoE

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
+from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq
-from moe_ep.checkpoint.formats.plain import quantize_int
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.experts_choice import PACKED
@@ -17,6 +16,7 @@ from moe_ep.kernels.marlin import MarlinExperts
 from moe_ep.layer import FusedMoE
 from moe_ep.methods import OnlineIntConfig, make_method, relative_error, tolerance
 from moe_ep.methods.canonical import CanonicalFusedMoEMethod
+from moe_ep.quantize_weights import quantize_int
 from moe_ep.scalar_type import scalar_types
 from tests.core.moe_oracle import Weights, load, make_inputs, make_weights, run_moe
 

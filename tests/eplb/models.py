@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq
-from moe_ep.checkpoint.formats.plain import quantize_int
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.policy.maps import logical_maps
 from moe_ep.layer import FusedMoE
 from moe_ep.methods import OnlineIntConfig
+from moe_ep.quantize_weights import quantize_int
 
 E, K, N, TOP_K = 10, 64, 32, 3
 L = 3

@@ -11,12 +11,13 @@ import torch
 pytest.importorskip("transformers")
 
 import moe_ep
-from moe_ep.checkpoint.formats import dequantize, quantize_int
+from moe_ep.canonical_weights import dequantize
 from moe_ep.integrations.decoder import SlotDecoder
 from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.generation import Completion, Generation, Request
 from moe_ep.integrations.hf_experts import find_experts
 from moe_ep.methods import relative_error, tolerance
+from moe_ep.quantize_weights import quantize_int
 from moe_ep.registry import EXPERTS
 from tests.integrations.hf_models import SIZES, make_model
 from tests.ranks import ranks

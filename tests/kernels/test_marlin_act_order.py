@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
+from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertTokensMetadata, ExpertWeights
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts

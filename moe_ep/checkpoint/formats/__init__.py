@@ -7,28 +7,22 @@ from typing import Any
 
 from moe_ep.checkpoint.formats import auto_round, compressed_tensors, modelopt
 from moe_ep.checkpoint.formats.awq import AWQConfig
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights, dequantize
 from moe_ep.checkpoint.formats.fp4 import MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq, unpack_gptq
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, LayerQuantization, ModuleSchemes, PerGemm
-from moe_ep.checkpoint.formats.plain import quantize_fp8, quantize_int
 from moe_ep.errors import CheckpointError, one_of
 
 __all__ = [
-    "CanonicalWeights",
     "GPTQConfig",
     "LayerQuantization",
     "ModelQuantization",
     "ModuleSchemes",
     "PerGemm",
     "QuantizationConfig",
-    "dequantize",
     "pack_gptq",
     "quantization_config",
-    "quantize_fp8",
-    "quantize_int",
     "unpack_gptq",
 ]
 

@@ -21,7 +21,7 @@ from typing import ClassVar
 
 import torch
 
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.checkpoint.formats.layout import (
     QuantizationConfig,
     Role,

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.checkpoint.formats.layout import FLOATS, QuantizationConfig, TensorLayout, activation_scales, bias_layout
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of

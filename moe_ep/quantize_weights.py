@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.checkpoint.formats.canonical import CanonicalWeights
+from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.errors import one_of
 from moe_ep.scalar_type import scalar_types
 
