@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,13 @@ from moe_ep.bench.timing import timing_of
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.metrics import balancedness
+from moe_ep.eplb.planner import make_plan, measure_load
+from moe_ep.eplb.policy.maps import experts_moved
 
 # Rows that an expert's weights are multiplied with at a time in a small batch.
 _TILE = 16
+# Times that the settings take turns: clocks drift by more than plans differ.
+_ROUNDS = 3
 
 
 def skew_rows(model: Model, T: int) -> Iterator[dict[str, Any]]:
@@ -27,47 +32,55 @@ def skew_rows(model: Model, T: int) -> Iterator[dict[str, Any]]:
     args = model.args
     uniform, seen, used = model.draw(T, 0.0), model.draw(T, args.zipf, NUM_DRAWS), model.draw(T, args.zipf, 0)
     start = np.tile(np.arange(model.num_slots) % model.geometry.num_experts, (args.layers, 1))
-    name, base = f"zipf({args.zipf:g})", 0.0
+    config = EplbConfig(
+        first_plan=NEVER, window_size=NUM_DRAWS, planner="thread", asynchronous=False, rebalance_below=1.0, timeout_s=60
+    )
+    manager = EPLBManager(model.layers, config, placement=start)
+    step = model.capture(T)
+    run_steps(model, *step, seen, NUM_DRAWS, manager)
+    counts = _counts(manager)
+    load = measure_load(counts, model.size, manager.num_steps)
+    name = f"zipf({args.zipf:g})"
+    settings = {"uniform": (uniform, start), f"{name}, as placed": (used, start)}
     for objective in args.objectives:
-        config = EplbConfig(
-            first_plan=NEVER, window_size=NUM_DRAWS, objective=objective, planner="thread", asynchronous=False,
-            rebalance_below=1.0, timeout_s=60,
-        )  # fmt: skip
-        manager = EPLBManager(model.layers, config, placement=start)
-        # A graph reads the maps of the manager that was there when it was captured.
-        step = model.capture(T)
-        if not base:
-            row = _measure(model, T, "uniform", manager, *step, uniform)
-            base = row["tokens_per_s"]
-            yield row | {"of_uniform": 1.0}
-            row = _measure(model, T, f"{name}, as placed", manager, *step, used)
-            yield row | {"of_uniform": row["tokens_per_s"] / base}
-        run_steps(model, *step, seen, NUM_DRAWS, manager)
-        manager.plan_now()
-        row = _measure(model, T, f"{name}, balanced by {objective}", manager, *step, used)
-        moved = manager.totals.experts_moved
-        yield row | {"of_uniform": row["tokens_per_s"] / base, "experts_moved": moved}
+        sizes = model.geometry.num_experts, model.size
+        plan, _ = make_plan(counts, load, start, *sizes, replace(config, objective=objective))
+        settings[f"{name}, balanced by {objective}"] = used, start if plan is None else plan
+    times: dict[str, list[float]] = {what: [] for what in settings}
+    work = {}
+    for _ in range(_ROUNDS):
+        for what, (draws, placement) in settings.items():
+            manager.rearrange(placement)
+            times[what] += run_steps(model, *step, draws, args.steps // (2 * _ROUNDS), manager)
+            work[what] = _work(_counts(manager).unflatten(2, (model.size, -1)))
         model.check(manager.placement.host)
-        manager.close()
+    manager.close()
+    base = timing_of(times["uniform"]).median
+    for what, found in times.items():
+        median = timing_of(found).median
+        yield {
+            "kind": "skew", "what": what, "tokens_per_rank": T, "median_us": median,
+            "tokens_per_s": T * model.size / median * 1e6, "of_uniform": base / median,
+            "experts_moved": int(experts_moved(start, settings[what][1], model.size).sum()), **work[what],
+        }  # fmt: skip
 
 
-def _measure(
-    model: Model, T: int, what: str, manager: EPLBManager, static: list[torch.Tensor], replay: Any, draws: Any
-) -> dict[str, Any]:
-    """Times of steps, and what the busiest rank had to do in them."""
-    times = run_steps(model, static, replay, draws, model.args.steps // 2, manager)
+def _counts(manager: EPLBManager) -> torch.Tensor:
+    """The recorded steps, summed over ranks: int64 `[S, L, P]` on the CPU."""
     counts = manager.recorder.snapshot()
     dist.all_reduce(counts)
-    slots = counts.cpu().unflatten(2, (model.size, -1))
+    return counts.cpu().long()
+
+
+def _work(slots: torch.Tensor) -> dict[str, float]:
+    """What the busiest rank and the mean one had to do, from counts `[S, L, R, slots of a rank]`."""
     tokens, active = slots.sum(dim=3), (slots > 0).sum(dim=3)
     tiles = (-(-slots // _TILE)).sum(dim=3)
     return {
-        "kind": "skew", "what": what, "tokens_per_rank": T, "median_us": timing_of(times).median,
-        "tokens_per_s": T * model.size * len(times) / sum(times) * 1e6,
         "balancedness": balancedness(tokens.flatten(0, 1)),
         **{
             f"{name}_{which}": float(found.double().mean())
             for name, values in (("tokens", tokens), ("active", active), ("tiles", tiles))
             for which, found in (("most", values.amax(dim=2)), ("mean", values))
         },
-    }  # fmt: skip
+    }

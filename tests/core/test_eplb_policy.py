@@ -242,12 +242,12 @@ def test_active_experts_spread_apart():
     by_active = plan(window.sum(axis=0), 4, 2, window=window, objective="active_experts")
     active = rank_loads((window > 0).mean(axis=0), by_active, 2)
     assert active.max() == 1.5
-    assert sorted(np.argwhere(by_tokens[0] == 0)[0] // 2) != []
+    assert rank_loads((window > 0).mean(axis=0), by_tokens, 2).max() > 1.5
 
 
 def test_auto_counts_the_reading_of_weights_as_tokens():
     window = np.array([[[0, 1, 200]]])
-    assert objective_window("auto", window).tolist() == [[[0, 33, 232]]]
+    assert objective_window("auto", window).tolist() == [[[0, 65, 264]]]
     assert objective_window("tokens", window).tolist() == window.tolist()
     # Few tokens: active experts decide. 0 and 1 are active in every step, 2 and 3 in none but the last.
     few = np.array([[[2, 2, 0, 0]]] * 3 + [[[2, 2, 6, 6]]])
