@@ -6,30 +6,31 @@ A graph cannot hold a module, so a node has the layer's name, by which the layer
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
 import torch
 
 if TYPE_CHECKING:
+    from moe_ep.expert_shard import ExpertShard
     from moe_ep.layer import FusedMoE
 
 _layers: WeakValueDictionary[str, FusedMoE] = WeakValueDictionary()
 _numbers = itertools.count()
+_naming = threading.Lock()
 
 
-def unique_name(prefix: str) -> str:
-    """`prefix`, with a number appended if it is taken; a generated name if it is empty."""
-    name = prefix or f"moe_layer_{next(_numbers)}"
-    while name in _layers:
-        name = f"{prefix or 'moe_layer'}#{next(_numbers)}"
+def register_layer(layer: ExpertShard, prefix: str) -> str:
+    """Registers a layer by a weak reference and returns its name: `prefix`, with a number appended if it is taken; a
+    generated one if it is empty."""
+    with _naming:
+        name = prefix or f"moe_layer_{next(_numbers)}"
+        while name in _layers:
+            name = f"{prefix or 'moe_layer'}#{next(_numbers)}"
+        _layers[name] = cast("FusedMoE", layer)
     return name
-
-
-def register_layer(layer: FusedMoE) -> None:
-    """Registers the layer under its `layer_name`, by a weak reference."""
-    _layers[layer.layer_name] = layer
 
 
 def find_layer(name: str) -> FusedMoE:
@@ -76,20 +77,8 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
     _library.define(schema)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_ep::{name}", fake, lib=_library)
-    op = getattr(torch.ops.moe_ep, name).default
-
-    def without_autocast(*args: Any) -> Any:
-        """A layer computes in the dtypes it was made for, so `torch.autocast` around a model stops at it."""
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return op(*args)
-
-    for key in _AUTOCAST_KEYS:
-        _library.impl(name, without_autocast, key)
 
 
-_AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-_AUTOCAST |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 _library = torch.library.Library("moe_ep", "FRAGMENT")
 _define(
     "moe_forward(Tensor hidden_states, Tensor router_logits, str layer_name) -> Tensor",

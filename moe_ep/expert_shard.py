@@ -11,6 +11,7 @@ from torch import nn
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
+from moe_ep.custom_ops import register_layer
 from moe_ep.errors import ConfigError, check_at_least
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.expert_slots import ExpertSlots, LayerEplbState
@@ -50,14 +51,14 @@ class ExpertShard(FixedTensors):
         has_bias: bool,
         max_num_tokens: int,
         expert_mapping: ExpertMapping | None,
-        layer_name: str,
+        prefix: str,
     ) -> None:
         super().__init__()
         # Checked here under the argument names of the layer; the configurations use other names for some.
         check_at_least(1, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, max_num_tokens=max_num_tokens)
         check_at_least(1, intermediate_size=intermediate_size)
         check_at_least(0, num_redundant_experts=num_redundant_experts, n_shared_experts=num_fused_shared_experts)
-        self.layer_name = layer_name
+        self.layer_name = register_layer(self, prefix)
         self.num_experts = num_experts
         self.num_redundant_experts = num_redundant_experts
         self.num_fused_shared_experts = num_fused_shared_experts
@@ -81,7 +82,7 @@ class ExpertShard(FixedTensors):
             num_fused_shared_experts=num_fused_shared_experts,
         )
         self.loader = ExpertWeightLoader(
-            name=layer_name,
+            name=self.layer_name,
             slots=self.slots,
             gated=self.activation.is_gated,
             tp_rank=parallel_config.tp_rank if parallel_config.shards_experts else 0,
@@ -214,9 +215,15 @@ class ExpertShard(FixedTensors):
         """Converts loaded weights to the form that the experts read. The first pass does this if nobody did before.
 
         Raises:
-            RuntimeError: loading has begun and tensors are missing.
+            RuntimeError: loading has begun and tensors are missing, or they are on the meta device.
         """
         self._check_complete()
+        held = self.quant_method.expert_tensors(self) if self._processed else self.parameters(recurse=False)
+        if any(tensor.is_meta for tensor in held):
+            raise RuntimeError(
+                f"the weights of {self.layer_name} are on the meta device and have no values; call "
+                f"to_empty(device=...), and load them"
+            )
         with FIRST_USE:
             if not self._processed:
                 # Ordinary tensors, even if the first pass runs in inference mode.

@@ -15,7 +15,6 @@ from torch import nn
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEParallelConfig
-from moe_ep.custom_ops import register_layer, unique_name
 from moe_ep.layer_parts import LayerParts
 from moe_ep.methods import FusedMoEMethodBase, UnquantizedFusedMoEMethod
 from moe_ep.passes import most_tokens
@@ -45,8 +44,8 @@ class FusedMoE(LayerParts):
         reduce_results: all-reduce the output over the TP ranks if it is a partial sum; otherwise the caller must.
         renormalize, use_grouped_topk, num_expert_group, topk_group, custom_routing_function, scoring_func,
             routed_scaling_factor, e_score_correction_bias: as in `moe_ep.routing.select_experts`. The bias may be the
-            router's own parameter, loaded later; it is not saved with the layer and can be reassigned, as it must be
-            after `load_state_dict(assign=True)`, which gives the router another one.
+            router's own parameter, loaded later, or the router itself, whose attribute of that name is read at every
+            pass and may thus be replaced, as by `load_state_dict(assign=True)`. It is not saved with the layer.
         apply_router_weight_on_input: multiply the rows by their weights before they are sent; needs top_k 1.
         activation: a `MoEActivation` or its name.
         tp_size, dp_size, ep_size, is_sequence_parallel: how the ranks divide the layer (`FusedMoEParallelConfig.make`).
@@ -92,7 +91,7 @@ class FusedMoE(LayerParts):
         custom_routing_function: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
         scoring_func: str = "softmax",
         routed_scaling_factor: float = 1.0,
-        e_score_correction_bias: torch.Tensor | None = None,
+        e_score_correction_bias: torch.Tensor | nn.Module | None = None,
         apply_router_weight_on_input: bool = False,
         activation: MoEActivation | str = "silu",
         enable_eplb: bool = False,
@@ -141,7 +140,7 @@ class FusedMoE(LayerParts):
             has_bias=has_bias,
             max_num_tokens=max_num_tokens,
             expert_mapping=expert_mapping,
-            layer_name=unique_name(prefix),
+            prefix=prefix,
         )
         routing: dict[str, Any] = {
             "top_k": top_k,
@@ -153,14 +152,14 @@ class FusedMoE(LayerParts):
             "zero_expert_num": zero_expert_num,
             "zero_expert_type": zero_expert_type,
         }
-        check_routing(num_experts + zero_expert_num, e_score_correction_bias=e_score_correction_bias, **routing)
+        self.e_score_correction_bias = e_score_correction_bias
+        check_routing(num_experts + zero_expert_num, e_score_correction_bias=self.e_score_correction_bias, **routing)
         self.reduce_results = reduce_results
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.num_router_columns = num_experts + zero_expert_num
         self.shared_experts = shared_experts
         self.dispatch_dtype = dispatch_dtype
         self.experts = experts
-        self.e_score_correction_bias = e_score_correction_bias
         self._routing = routing | {
             "renormalize": renormalize,
             "routed_scaling_factor": routed_scaling_factor,
@@ -170,7 +169,6 @@ class FusedMoE(LayerParts):
             "ep_size": self.parallel_config.ep_size,
         }
         self._join(process_group)
-        register_layer(self)
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """Returns the layer's output `[T, K]`. All ranks of the layer must call it; T may differ between them and be 0.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_ep.custom_ops import register_layer, unique_name
+from moe_ep.custom_ops import register_layer
 from moe_ep.expert_shard import FIRST_USE, ExpertShard
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
 from moe_ep.process_groups import LayerGroups, is_initialized, layer_groups
@@ -24,7 +24,6 @@ class LayerParts(ExpertShard):
     Attributes:
         groups: the layer's process groups.
         shared_experts: a module whose output is added, or None.
-        e_score_correction_bias: the router's, `[E]`, or None; can be reassigned.
         dispatch_dtype: dtype of rows on the wire; None for that of the activations.
     """
 
@@ -33,8 +32,10 @@ class LayerParts(ExpertShard):
 
     groups: LayerGroups
     shared_experts: nn.Module | None
-    e_score_correction_bias: torch.Tensor | None
     dispatch_dtype: torch.dtype | None
+    _router: nn.Module | None
+    _routers_bias: nn.Parameter | None
+    _own_bias: torch.Tensor | None
 
     def _join(self, process_group: dist.ProcessGroup | None) -> None:
         """Finds the layer's ranks, and creates the backend if they have met already."""
@@ -101,30 +102,40 @@ class LayerParts(ExpertShard):
         """Drops the modular kernels, whose experts keep references to scales and biases that are being replaced."""
         self.__dict__.update(dict.fromkeys(self._kernels))
 
+    @property
+    def e_score_correction_bias(self) -> torch.Tensor | None:
+        """The router's bias, `[E]`, or None; can be reassigned, as a tensor or as the router that has it."""
+        if self._router is not None:
+            return cast(torch.Tensor, self._router.e_score_correction_bias)
+        return self._own_bias if self._routers_bias is None else self._routers_bias
+
+    @e_score_correction_bias.setter
+    def e_score_correction_bias(self, bias: torch.Tensor | nn.Module | None) -> None:
+        """Keeps a router or its parameter itself, so that what is loaded into them arrives here; any other tensor
+        becomes a buffer and moves with the layer. None of them is saved with the layer."""
+        if not (bias is None or isinstance(bias, torch.Tensor) or hasattr(bias, "e_score_correction_bias")):
+            raise TypeError(
+                f"e_score_correction_bias is a {type(bias).__name__}; it must be a tensor, a router that has an "
+                f"attribute e_score_correction_bias, or None"
+            )
+        # Not as a parameter and a submodule of this layer.
+        self.__dict__["_router"] = bias if isinstance(bias, nn.Module) else None
+        self.__dict__["_routers_bias"] = bias if isinstance(bias, nn.Parameter) else None
+        own = bias.detach() if isinstance(bias, torch.Tensor) and not isinstance(bias, nn.Parameter) else None
+        self.register_buffer("_own_bias", own, persistent=False)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         self._forget_kernels()
         return super()._apply(fn, recurse)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "e_score_correction_bias":
-            self._hold_bias(value)
+        if name == "e_score_correction_bias":  # which nn.Module would register
+            object.__setattr__(self, name, value)
             return
         # load_state_dict(assign=True) does this.
         if isinstance(value, torch.Tensor) and (name in self._parameters or name in self._buffers):
             self._forget_kernels()
         super().__setattr__(name, value)
-
-    def _hold_bias(self, bias: torch.Tensor | None) -> None:
-        """Keeps a router's parameter itself, so that loading the router still reaches it; any other tensor becomes a
-        buffer and moves with the layer. Neither is saved with the layer."""
-        name = "e_score_correction_bias"
-        self.__dict__.pop(name, None)
-        if name in self._buffers:
-            delattr(self, name)
-        if isinstance(bias, nn.Parameter):
-            self.__dict__[name] = bias
-        else:
-            self.register_buffer(name, None if bias is None else bias.detach(), persistent=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy creates its own modular kernels, since this layer's keep references to its weights."""
@@ -133,8 +144,7 @@ class LayerParts(ExpertShard):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a separate layer and gets a name of its own."""
         super().__setstate__(state)
-        self.layer_name = unique_name(self.layer_name)
-        register_layer(cast("FusedMoE", self))
+        self.layer_name = self.loader.name = register_layer(self, self.layer_name)
 
     def must_reduce_shared_expert_outputs(self) -> bool:
         """Whether the combine step returns complete sums. No all-reduce follows it then, so partial sums of shared

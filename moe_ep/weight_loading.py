@@ -143,6 +143,11 @@ class ExpertWeightLoader:
             raise ValueError(
                 f"{weight_name}: param is not one of the expert parameters of {self.name}: {', '.join(self._declared)}"
             )
+        if param.is_meta:
+            raise RuntimeError(
+                f"{weight_name}: {param_name} of {self.name} is on the meta device, which keeps no values; call "
+                f"to_empty(device=...) of the layer before loading"
+            )
         self._check_shard(weight_name, param_name, shard_id)
         if self._pending is None:
             self._pending = self._required()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -103,6 +105,16 @@ def test_layers_are_found_by_unique_names_while_they_live() -> None:
     assert second.layer_name.startswith("model.layers.0.mlp#")
     assert find_layer(second.layer_name) is second
     assert make_layer().layer_name != make_layer().layer_name
+    together = threading.Barrier(4)
+
+    def one_of_four(_: int) -> FusedMoE:
+        together.wait()
+        return make_layer(prefix="same")
+
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(8):
+            layers = list(threads.map(one_of_four, range(4)))
+            assert len({layer.layer_name for layer in layers}) == 4
     del first
     gc.collect()
     with pytest.raises(RuntimeError, match="there is no MoE layer named 'model.layers.0.mlp'"):

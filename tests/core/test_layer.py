@@ -210,6 +210,10 @@ def test_a_layer_made_on_the_meta_device() -> None:
         RuntimeError, match="e_score_correction_bias of .* has no values, as it was made on the meta device"
     ):
         biased(*make_inputs(T, K, E))
+    with pytest.raises(RuntimeError, match="w13_weight of .* is on the meta device, which keeps no values; call to_em"):
+        load(far.to("meta"), weights)
+    with pytest.raises(RuntimeError, match="the weights of .* are on the meta device and have no values"):
+        make_layer().to("meta")(*make_inputs(T, K, E))
 
 
 def test_a_correction_bias_stays_the_routers_parameter() -> None:
@@ -232,6 +236,23 @@ def test_a_correction_bias_stays_the_routers_parameter() -> None:
         layer.e_score_correction_bias = bias
         output = layer.to(torch.bfloat16)(*make_inputs(T, K, E))
         assert torch.equal(output, expected) == (bias is not None)
+
+
+def test_a_correction_bias_read_from_the_router_may_be_replaced_there() -> None:
+    weights, pushed = make_weights(E, K, N), torch.zeros(E).index_fill_(0, torch.tensor([4]), 2.0)
+    expected = load(make_layer(scoring_func="sigmoid", e_score_correction_bias=pushed), weights)(*make_inputs(T, K, E))
+    router = nn.Linear(K, E, bias=False)
+    router.e_score_correction_bias = nn.Parameter(torch.zeros(E))
+    model = nn.ModuleList([router, load(make_layer(scoring_func="sigmoid", e_score_correction_bias=router), weights)])
+    assert [name for name in model.state_dict() if "corr" in name] == ["0.e_score_correction_bias"]
+    twin = copy.deepcopy(model)
+    model.load_state_dict(model.state_dict() | {"0.e_score_correction_bias": pushed}, assign=True)
+    assert torch.equal(model[1](*make_inputs(T, K, E)), expected)
+    assert not torch.equal(twin[1](*make_inputs(T, K, E)), expected)
+    twin[0].e_score_correction_bias.data.copy_(pushed)
+    assert torch.equal(twin[1](*make_inputs(T, K, E)), expected)
+    with pytest.raises(TypeError, match="e_score_correction_bias is a Linear; it must be a tensor, a router that has"):
+        make_layer(e_score_correction_bias=nn.Linear(K, E))
 
 
 def test_threads_may_call_a_layer_at_once_from_the_first_pass_on() -> None:

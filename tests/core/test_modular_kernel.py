@@ -64,6 +64,8 @@ def test_equals_plain_loops(num_tokens):
     ids[::3, 0] = -1
     got = kernel()(x, w1, w2, weights, ids)
     torch.testing.assert_close(got, plain_moe(x, w1, w2, weights, ids))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(kernel()(x, w1, w2, weights, ids), got)
 
 
 def test_inplace_writes_over_the_input():
