@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -92,6 +92,16 @@ class OpenBatches(Generic[Handle]):
             f"topk_ids is not the tensor of one of the {len(self._open)} batches between prepare and finalize; pass "
             f"the one that prepare returned, or where it returned none the one it was given"
         )
+
+
+def keep_for(stream: torch.cuda.Stream, value: object) -> None:
+    """Memory of CUDA tensors in tuples, lists and dataclasses is not used again before `stream` is done with it."""
+    if isinstance(value, torch.Tensor):
+        if value.is_cuda:
+            value.record_stream(stream)
+    elif is_dataclass(value) or isinstance(value, (tuple, list)):
+        for part in vars(value).values() if is_dataclass(value) else value:
+            keep_for(stream, part)
 
 
 def check_arguments(

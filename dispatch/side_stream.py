@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_ep.contracts import PrepareResult
-from moe_ep.dispatch.batch import Pending
+from moe_ep.dispatch.batch import keep_for
 
 
 class SideStream:
@@ -24,20 +23,22 @@ class SideStream:
         that is current then wait for it, the second gives its result."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        side = self._stream
-        side.wait_stream(torch.cuda.current_stream(device))
+        side, caller = self._stream, torch.cuda.current_stream(device)
+        side.wait_stream(caller)
         with torch.cuda.stream(side):
             result = call(*args)
             done = side.record_event()
-        # What was handed over lives until the hook: it is read on a stream that its memory does not belong to.
+        # What was handed over is read on a stream that its memory does not belong to: it lives until the hook, behind
+        # which the stream that it does belong to has waited, or else longer.
         held = [args]
 
         def hook() -> None:
             if held:
                 consumer = torch.cuda.current_stream(device)
                 consumer.wait_event(done)
-                for tensor in _tensors_of(result):
-                    tensor.record_stream(consumer)
+                keep_for(consumer, result)
+                if consumer != caller:
+                    keep_for(side, held)
                 held.clear()
 
         def receive() -> Any:
@@ -45,11 +46,3 @@ class SideStream:
             return result
 
         return hook, receive
-
-
-def _tensors_of(result: PrepareResult | Pending | None) -> list[torch.Tensor]:
-    if result is None or isinstance(result, Pending):
-        return []
-    rows, scales, meta, ids, weights = result
-    counts = None if meta is None else meta.expert_num_tokens
-    return [tensor for tensor in (rows, scales, counts, ids, weights) if tensor is not None]

@@ -23,17 +23,20 @@ import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEPrepareAndFinalize, PrepareResult
-from moe_ep.dispatch.batch import MAX_TOPK, Batch, OpenBatches, Pending, check_arguments, check_tensor
+from moe_ep.dispatch.batch import MAX_TOPK, Batch, OpenBatches, Pending, check_arguments, check_tensor, keep_for
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.side_stream import SideStream
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
+from moe_ep.workspace import current_stream
 
 
 class _Sent(NamedTuple):
-    """A batch between prepare and finalize: what the combine needs, and what its output must be."""
+    """A batch between prepare and finalize: what the combine needs, the stream that its memory belongs to (0 on the
+    CPU), and what the output must be."""
 
     handle: Any
+    stream: int
     shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
@@ -215,7 +218,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             )
             pending = self._dispatch(batch)
 
-        what = ((rows.size(0), rows.size(1)), rows.dtype, rows.device)
+        what = (_stream_of(rows), (rows.size(0), rows.size(1)), rows.dtype, rows.device)
 
         def receive() -> PrepareResult:
             result, handle = pending.receive()
@@ -232,6 +235,8 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         """
         with self._open.taken(args[1]) as sent, self.ranks.notes:
             check_tensor("output", output, sent.shape, sent.dtype, sent.device)
+            if _stream_of(output) != sent.stream:
+                keep_for(torch.cuda.current_stream(sent.device), sent.handle)
             return self._combine(sent.handle, output, fused_expert_output, *args)
 
     def _wire(self, quant_config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
@@ -283,6 +288,11 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             here = self._owners_of(device) == self.ranks.rank
             found = self._map_on[device] = torch.where(here, here.cumsum(0) - 1, -1).to(torch.int32)
         return found
+
+
+def _stream_of(tensor: torch.Tensor) -> int:
+    """The handle of the current stream of its GPU; 0 on the CPU."""
+    return current_stream(tensor.device) if tensor.is_cuda else 0
 
 
 def _experts(expert_map: torch.Tensor) -> str:

@@ -11,6 +11,8 @@ Work of one stream is in order anyway, and costs nothing here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from moe_ep.kernels import jit
@@ -20,37 +22,55 @@ from moe_ep.workspace import current_stream
 _MEMORY = 256
 
 
+@dataclass
+class _Turns:
+    """Those of one capture, or those that no capture is part of.
+
+    Attributes:
+        handle, stream: of the last turn.
+        event: behind the last turn, while there are several streams.
+        left: turns until one stream is taken for the only one.
+    """
+
+    handle: int | None = None
+    stream: torch.cuda.Stream | None = None
+    event: torch.cuda.Event | None = None
+    left: int = 0
+
+
 class Order:
     """Turns of one process's kernels on its GPU, `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Of the last turn: its stream, and the capture that it is part of, 0 for none.
-        self._last = (0, 0)
-        self._stream: torch.cuda.Stream | None = None
-        # Behind the last turn, while there are several streams.
-        self._event: torch.cuda.Event | None = None
-        self._left = 0
+        # By the number of the capture, 0 for none; of captures the last one alone.
+        self._turns = {0: _Turns()}
+        self._now = self._turns[0]
 
     def __enter__(self) -> None:
         """A turn: what is queued inside runs behind what was queued in turns before.
 
-        A turn that is captured runs behind those of its own capture: graphs must be launched in one order on all ranks.
+        A turn that is captured runs behind those of its own capture: graphs must be launched in one order on all ranks,
+        and in the order of the batches that share buffers with theirs.
         """
-        now = (current_stream(self.device), _capture(self.device))
-        if now != self._last or self._stream is None:
+        capture, handle = _capture(self.device), current_stream(self.device)
+        if capture not in self._turns:
+            self._turns = {0: self._turns[0], capture: _Turns()}
+        self._now = turns = self._turns[capture]
+        if handle != turns.handle:
             stream = torch.cuda.current_stream(self.device)
-            if self._stream is not None and now[1] == self._last[1]:
+            if turns.stream is not None:
                 # Where no event was made in time, what else was queued behind that turn is waited for too.
-                stream.wait_event(self._event or self._stream.record_event())
-                self._left = _MEMORY
-            self._last, self._stream = now, stream
+                stream.wait_event(turns.event or turns.stream.record_event())
+                turns.left = _MEMORY
+            turns.handle, turns.stream = handle, stream
 
     def __exit__(self, *exception: object) -> None:
-        self._event = None
-        if self._left and self._stream is not None:
-            self._left -= 1
-            self._event = self._stream.record_event()
+        turns = self._now
+        turns.event = None
+        if turns.left and turns.stream is not None:
+            turns.left -= 1
+            turns.event = turns.stream.record_event()
 
 
 def _capture(device: torch.device) -> int:

@@ -270,9 +270,12 @@ def test_turns_of_several_streams_run_in_the_order_of_the_calls(monkeypatch: pyt
     assert take(1) == take(1) == []
     assert take(2) == [("record", "a"), ("b", "a"), ("record", "b")]
     assert take(1) == [("a", "b"), ("record", "a")]
-    # What is captured cannot wait for what is not.
-    assert take(2, capture=3) == [("record", "b")]
-    assert take(1, capture=3) == [("a", "b"), ("record", "a")]
+    # What is captured cannot wait for what is not, nor for another capture; behind it turns go on as before.
+    assert take(2, capture=3) == []
+    assert take(1, capture=3) == [("record", "b"), ("a", "b"), ("record", "a")]
+    assert take(2) == [("b", "a"), ("record", "b")]
+    assert take(2, capture=4) == []
+    assert take(1) == [("a", "b"), ("record", "a")]
     for _ in range(order._MEMORY):
         take(1)
     assert take(1) == []

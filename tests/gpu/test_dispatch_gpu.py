@@ -12,11 +12,14 @@ from tests.dispatch.backend_cases import (
     BACKENDS,
     CASES,
     Case,
+    check_batched,
     check_cases,
     check_interleaved,
+    expected_output,
     make_backend,
     make_setting,
     prepare_args,
+    run_experts,
 )
 from tests.gpu.captured import ROUTINGS, batched_results, check_replays, expert_ids
 from tests.ranks import ranks
@@ -67,6 +70,41 @@ def test_no_ep() -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_batches_in_flight_do_not_mix(world_size: int, backend: str, mode: str) -> None:
     ranks(world_size, "nccl").run(check_interleaved, backend, mode, "cuda")
+
+
+@pytest.mark.gpu
+def test_memory_lives_as_long_as_another_stream_reads_it() -> None:
+    ranks(1, "nccl").run(check_late_streams)
+
+
+def check_late_streams(rank: int, world_size: int) -> None:
+    case = Case(tokens=(64,), capacity=64, num_experts=4, hidden_size=256, dtype=torch.bfloat16)
+    setting = make_setting(case, rank, world_size)
+    backend, args = make_backend(setting, "batched_all_to_all"), prepare_args(setting, "cuda")
+    other, side = torch.cuda.Stream(), None
+    for _ in range(2):  # the first round loads the kernels
+        # The side stream is late; meanwhile the caller's stream uses again what it takes to be free.
+        if side is not None:
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(100_000_000)
+        hook, receive = backend.prepare_async(*(each.clone() for each in args[:3]), *args[3:])
+        side = backend._side._stream
+        with torch.cuda.stream(other):
+            hook()
+        used = [torch.full_like(args[0], float("nan")) for _ in range(8)]
+        torch.cuda.synchronize()
+        check_batched(setting, receive())
+        backend._open.clear()
+
+        result = backend.prepare(*args)
+        expert_output, reduce_impl = run_experts(setting, result, "batched")
+        output = torch.full_like(args[0], float("nan"))
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(100_000_000)
+        hook, _ = backend.finalize_async(output, expert_output, *args[1:3], False, reduce_impl)
+        used += [torch.full((64, size), -1, dtype=torch.int32, device="cuda") for size in (1, case.topk) * 32]
+        hook()
+        assert torch.equal(output.cpu(), expected_output(setting, world_size))
 
 
 @pytest.mark.parametrize("fp8", [False, True])
