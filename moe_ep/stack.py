@@ -3,7 +3,8 @@
     stack = MoEStack(reader, model_spec(reader.config), parallel_config, dtype=torch.bfloat16, device="cuda:0")
     hidden_states = stack(hidden_states)        # [T, K] -> [T, K], a collective step of all EP ranks
 
-Layer l computes x <- x + moe(rmsnorm(x)), with the checkpoint's norm, router, experts and shared experts.
+Layer l computes x <- x + moe(rmsnorm(x)), with the checkpoint's norm, router, experts and shared experts (times its
+residual multiplier, where it has one).
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class MoEBlock(FixedTensors):
         super().__init__()
         self.layer_index = layer_index
         self.rms_norm_eps = spec.rms_norm_eps
+        self._residual_multiplier = spec.residual_multiplier
         router = load_router(reader, spec, layer_index)
         bias = None if router.bias is None else router.bias.float().to(device)
         self.register_buffer("norm_weight", load_norm(reader, spec, layer_index).float().to(device), persistent=False)
@@ -107,6 +109,7 @@ class MoEBlock(FixedTensors):
                 enable_eplb=num_redundant_experts is not None,
                 num_redundant_experts=num_redundant_experts or 0,
                 e_score_correction_bias=correction,
+                apply_router_weight_on_input=spec.routing.on_input,
                 **self._routing,
             )
         load_moe_layer(reader, spec, layer_index, self.moe)
@@ -144,7 +147,7 @@ class MoEBlock(FixedTensors):
         output = self.moe(hidden_states, logits)
         if observer is not None:
             observer(self.layer_index, hidden_states, output)
-        return x + output
+        return torch.add(x, output, alpha=self._residual_multiplier)
 
 
 class MoEStack(nn.Module):

@@ -59,13 +59,15 @@ def reference_moe(
     x = hidden_states.float()
     weights, ids = _route(reader, spec, layer_index, x, router_logits)
     output = torch.zeros_like(x)
-    tensors = expert_tensors(reader, spec, layer_index)
+    tensors, on_input = expert_tensors(reader, spec, layer_index), spec.routing.on_input
     for expert in ids.unique().tolist():
         rows, slots = torch.where(ids == expert)
         matrices = read_expert(reader, tensors, expert)
         if online is not None:
             matrices = matrices._replace(gate=online(matrices.gate), up=online(matrices.up), down=online(matrices.down))
-        output.index_add_(0, rows, _mlp(spec, x[rows], matrices) * weights[rows, slots, None])
+        factor = weights[rows, slots, None]
+        values = _mlp(spec, x[rows] * factor, matrices) if on_input else _mlp(spec, x[rows], matrices) * factor
+        output.index_add_(0, rows, values)
     shared = load_shared_experts(reader, spec, layer_index)
     if shared is not None:
         term = _mlp(spec, x, ExpertMatrices(shared.gate, shared.up, shared.down, None, None, None))

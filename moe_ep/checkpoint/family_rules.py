@@ -85,6 +85,17 @@ def layers_after(key: str) -> Callable[[Config], tuple[int, ...]]:
     return layers
 
 
+def llama_layers(config: Config) -> tuple[int, ...]:
+    """Those listed, or every `interleave_moe_layer_step`-th."""
+    layers, listed = all_layers(config), config.get("moe_layers")
+    if listed is None:
+        step = whole(config, "interleave_moe_layer_step", 1, least=1)
+        return tuple(i for i in layers if (i + 1) % step == 0)
+    if not isinstance(listed, list):
+        raise CheckpointError(f"config.json: moe_layers: expected a list of layers, found {listed!r}")
+    return tuple(i for i in layers if i in listed)
+
+
 def jamba_layers(config: Config) -> tuple[int, ...]:
     """Every `expert_layer_period`-th from `expert_layer_offset` on."""
     step, first = whole(config, "expert_layer_period", 2, least=1), whole(config, "expert_layer_offset", 1)
@@ -128,6 +139,10 @@ def lfm_routing(config: Config) -> RoutingSpec:
         has_correction_bias=bias is None or bool(bias),
         routed_scaling_factor=number(config, "routed_scaling_factor", 1.0),
     )
+
+
+def llama_routing(config: Config) -> RoutingSpec:
+    return RoutingSpec(renormalize=False, scoring_func="sigmoid", on_input=True)
 
 
 def phi_routing(config: Config) -> RoutingSpec:
@@ -178,7 +193,7 @@ def gated_shared_expert(config: Config) -> SharedExpertsSpec | None:
     size = whole(config, "shared_expert_intermediate_size", 0)
     if not size:
         return None
-    return SharedExpertsSpec(module="shared_expert", num_experts=1, intermediate_size=size, has_gate=True)
+    return SharedExpertsSpec(module="mlp.shared_expert", num_experts=1, intermediate_size=size, has_gate=True)
 
 
 def deepseek_shared_experts(config: Config) -> SharedExpertsSpec | None:
@@ -188,12 +203,25 @@ def deepseek_shared_experts(config: Config) -> SharedExpertsSpec | None:
     if not count:
         return None
     size = count * positive(config, "moe_intermediate_size")
-    return SharedExpertsSpec(module="shared_experts", num_experts=count, intermediate_size=size)
+    return SharedExpertsSpec(module="mlp.shared_experts", num_experts=count, intermediate_size=size)
 
 
 def shared_mlp(config: Config) -> SharedExpertsSpec:
     size = positive(config, "intermediate_size")
-    return SharedExpertsSpec(module="shared_mlp", num_experts=1, intermediate_size=size)
+    return SharedExpertsSpec(module="mlp.shared_mlp", num_experts=1, intermediate_size=size)
+
+
+def llama_shared_expert(config: Config) -> SharedExpertsSpec:
+    size = positive(config, "intermediate_size")
+    return SharedExpertsSpec(module="feed_forward.shared_expert", num_experts=1, intermediate_size=size)
+
+
+def granite_shared_mlp(config: Config) -> SharedExpertsSpec | None:
+    size = whole(config, "shared_intermediate_size", 0)
+    if not size:
+        return None
+    names = ("input_linear", "output_linear")
+    return SharedExpertsSpec(module="shared_mlp", num_experts=1, intermediate_size=size, fused=names)
 
 
 def ernie_shared_experts(config: Config) -> SharedExpertsSpec | None:
@@ -205,7 +233,7 @@ def ernie_shared_experts(config: Config) -> SharedExpertsSpec | None:
     if not count:
         return None
     size = count * positive(config, "moe_intermediate_size")
-    return SharedExpertsSpec(module="shared_experts", num_experts=count, intermediate_size=size)
+    return SharedExpertsSpec(module="mlp.shared_experts", num_experts=count, intermediate_size=size)
 
 
 def whole_config(config: Config) -> Config:

@@ -71,7 +71,7 @@ def load_router(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) 
     bias, correction_bias = spec.router_bias(layer_index), spec.correction_bias(layer_index)
     per_expert = (spec.num_experts,)
     return RouterWeights(
-        weight=_read_plain(reader, spec.router_weight(layer_index), (spec.num_experts, spec.hidden_size)),
+        weight=_read_router(reader, spec.router_weight(layer_index), (spec.num_experts, spec.hidden_size)),
         bias=None if bias is None else _read_plain(reader, bias, per_expert),
         correction_bias=None if correction_bias is None else _read_correction_bias(reader, correction_bias, per_expert),
     )
@@ -101,12 +101,18 @@ def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_inde
     prefix, shared = spec.shared_experts_prefix(layer_index), spec.shared_experts
     if prefix is None or shared is None:
         return None
-    gate, down, up = (
-        read_linear(reader, f"{prefix}.{name}", projection_size(role, spec.hidden_size, shared.intermediate_size)).to(
-            spec.dtype
+    K, N = spec.hidden_size, shared.intermediate_size
+    if shared.fused is None:
+        gate, down, up = (
+            read_linear(reader, f"{prefix}.{name}", projection_size(role, K, N)).to(spec.dtype)
+            for role, name in spec.projections._asdict().items()
         )
-        for role, name in spec.projections._asdict().items()
-    )
+    else:
+        gate_up, down = (
+            read_linear(reader, f"{prefix}.{name}", size).to(spec.dtype)
+            for name, size in zip(shared.fused, ((2 * N, K), (K, N)), strict=True)
+        )
+        gate, up = gate_up.chunk(2)
     expert_gate = _read_plain(reader, f"{prefix}_gate.weight", (1, spec.hidden_size)) if shared.has_gate else None
     return SharedExpertsWeights(gate, up, down, expert_gate)
 
@@ -120,7 +126,7 @@ def embed_rows(reader: CheckpointReader, spec: MoEModelSpec, token_ids: torch.Te
     """
     check_tensor(reader.info(spec.embedding), TensorLayout(FLOATS, (spec.vocab_size, spec.hidden_size)))
     rows = reader.read_rows(spec.embedding, token_ids.flatten())
-    return rows.view(*token_ids.shape, spec.hidden_size)
+    return rows.view(*token_ids.shape, spec.hidden_size) * spec.embedding_multiplier
 
 
 def _read(reader: CheckpointReader, plan: list[Source]) -> Iterator[tuple[Source, torch.Tensor]]:
@@ -182,6 +188,12 @@ def _hand_over(
 def _read_plain(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     check_tensor(reader.info(name), TensorLayout(FLOATS, shape))
     return reader.read(name)
+
+
+def _read_router(reader: CheckpointReader, name: str, size: tuple[int, int]) -> torch.Tensor:
+    """`[E, K]`; some writers quantize it as any other linear layer."""
+    module = name.removesuffix(".weight")
+    return _read_plain(reader, name, size) if name in reader else read_linear(reader, module, size)
 
 
 def _read_correction_bias(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> torch.Tensor:

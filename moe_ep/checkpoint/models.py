@@ -44,6 +44,8 @@ def model_spec(config: Config) -> MoEModelSpec:
         activation=family.activation(config),
         routing=family.routing(config),
         shared_experts=family.shared_experts(config),
+        embedding_multiplier=number(config, "embedding_multiplier", 1.0),
+        residual_multiplier=number(config, "residual_multiplier", 1.0),
         moe_module=family.moe_module,
         projections=family.projections,
         **family.names,
@@ -121,6 +123,16 @@ _LANGUAGE_PART = {
     "layers_module": "model.language_model.layers",
     "embedding": "model.language_model.embed_tokens.weight",
 }
+_WHOLE_LANGUAGE_MODEL = {
+    "layers_module": "language_model.model.layers",
+    "embedding": "language_model.model.embed_tokens.weight",
+}
+_GRANITE = replace(
+    _MIXTRAL,
+    projections=_GATE_DOWN_UP,
+    shared_experts=rules.granite_shared_mlp,
+    names={"router": "router.layer", "fused": ("input_linear.weight", "output_linear.weight")},
+)
 _DEEPSEEK_V3 = _Family(
     moe_layers=rules.layers_after_dense,
     routing=rules.deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
@@ -137,6 +149,18 @@ FAMILIES = {
         routing=rules.biased_sigmoid,
         names={"correction_bias_tensor": "e_score_correction_bias"},
     ),
+    "llama4": _Family(
+        moe_module="feed_forward",
+        intermediate_size="intermediate_size",
+        moe_layers=rules.llama_layers,
+        routing=rules.llama_routing,
+        shared_experts=rules.llama_shared_expert,
+        text_config=rules.text_part,
+        names={"router": "router", **_WHOLE_LANGUAGE_MODEL},
+    ),
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "granitemoehybrid": _GRANITE,
     "phimoe": _Family(
         moe_module="block_sparse_moe",
         projections=_GATE_W1,
@@ -210,4 +234,5 @@ FAMILIES = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
+    "kimi_k25": replace(_DEEPSEEK_V3, text_config=rules.text_part, names=_WHOLE_LANGUAGE_MODEL),
 }

@@ -168,8 +168,11 @@ def _fused_shared_linears(
     """Shared experts that the layer computes as experts of its own, behind the routed ones."""
     shared, count = spec.shared_experts, layer.num_fused_shared_experts
     way_out = "make the layer without n_shared_experts and use load_shared_experts"
-    if shared is None or shared.num_experts != count or shared.has_gate:
-        found = "none" if shared is None else f"{shared.num_experts}{' with a gate' if shared.has_gate else ''}"
+    if shared is None or shared.num_experts != count or shared.has_gate or shared.fused:
+        found = "none"
+        if shared is not None:
+            form = " with a gate" if shared.has_gate else " whose gate and up are one" if shared.fused else ""
+            found = f"{shared.num_experts}{form}"
         raise ValueError(f"n_shared_experts is {count} and a {spec.family} layer has {found} to fuse; {way_out}")
     if quantization is not None and count > 1:
         raise ValueError(f"n_shared_experts is {count}; quantized shared experts on disk are not divided: {way_out}")

@@ -25,6 +25,7 @@ class RoutingSpec:
 
     Attributes:
         has_correction_bias: whether the router has an `e_score_correction_bias`.
+        on_input: whether weights multiply what experts read, not what they write.
         custom_routing_function: chooses in place of the scores, where the family has a rule of its own.
     """
 
@@ -35,6 +36,7 @@ class RoutingSpec:
     topk_group: int | None = None
     routed_scaling_factor: float = 1.0
     has_correction_bias: bool = False
+    on_input: bool = False
     custom_routing_function: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
@@ -43,16 +45,18 @@ class SharedExpertsSpec:
     """The experts that every token visits, kept on disk as one MLP.
 
     Attributes:
-        module: its name inside the MoE block.
+        module: its name inside a layer.
         num_experts: how many experts of the routed experts' size it stands for; 1 where its size is its own.
         intermediate_size: of all of them together.
         has_gate: whether `sigmoid(hidden_states @ gate)` scales the output.
+        fused: names of the two linear layers where gate and up are one; None where they have the experts' names.
     """
 
     module: str
     num_experts: int
     intermediate_size: int
     has_gate: bool = False
+    fused: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,9 @@ class MoEModelSpec:
         router: the router inside the MoE block, and has_router_bias whether its logits have a bias.
         correction_bias_tensor: the `e_score_correction_bias` inside the MoE block.
         has_bias: whether experts have biases; missing ones are zeros.
+        fused: what the tensors of all experts in one are called inside the MoE block: gate and up, and down.
         interleaved: whether fused experts hold gate and up rows in turns.
+        embedding_multiplier, residual_multiplier: factors of embeddings, and of what a block adds to its input.
         norm_offset: what is added to the weights of norms.
         has_norm_bias: whether the norm before the experts is a layer norm with a bias, not an RMS norm.
     """
@@ -96,7 +102,10 @@ class MoEModelSpec:
     has_router_bias: bool = False
     correction_bias_tensor: str = "gate.e_score_correction_bias"
     has_bias: bool = False
+    fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     interleaved: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
     norm_offset: float = 0.0
     has_norm_bias: bool = False
 
@@ -133,4 +142,6 @@ class MoEModelSpec:
 
     def shared_experts_prefix(self, layer: int) -> str | None:
         """The shared experts' MLP, such as `model.layers.3.mlp.shared_experts`, or None."""
-        return f"{self.moe_prefix(layer)}.{self.shared_experts.module}" if self.shared_experts else None
+        if self.shared_experts is None:
+            return None
+        return f"{self.layers_module}.{layer}.{self.shared_experts.module}"

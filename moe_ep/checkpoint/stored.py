@@ -145,7 +145,7 @@ class ExpertTensors:
     def __init__(
         self, reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, quantization: LayerQuantization | None
     ) -> None:
-        self._reader, self._spec = reader, spec
+        self._reader, self._spec, self._layer_index = reader, spec, layer_index
         self._quantization = quantization
         self._prefix = spec.expert_prefix(layer_index)
         self._layouts = {
@@ -154,7 +154,7 @@ class ExpertTensors:
             )
             for role in ROLES
         }
-        self.fused = bool(reader.names(f"{self._prefix}.gate_up_proj"))
+        self.fused = bool(reader.names(self._fused_stem("gate")))
         # Model Optimizer takes the fused experts of Qwen3-VL apart in this order.
         self._by_projection = bool(reader.names(f"{self._prefix}.{spec.projections.gate}.0."))
         if self.fused:
@@ -202,7 +202,11 @@ class ExpertTensors:
             )
 
     def _fused_name(self, role: str, suffix: str) -> str:
-        return f"{self._prefix}.{'down_proj' if role == 'down' else 'gate_up_proj'}{self._endings[suffix]}"
+        return self._fused_stem(role) + self._endings[suffix]
+
+    def _fused_stem(self, role: str) -> str:
+        gate_up, down = self._spec.fused
+        return f"{self._spec.moe_prefix(self._layer_index)}.{down if role == 'down' else gate_up}"
 
     def _fused_form(self) -> tuple[Mapping[str, str], bool]:
         """The endings of names, and whether plain matrices lie transposed, which both shapes together always tell."""
@@ -210,7 +214,7 @@ class ExpertTensors:
         self._endings = _PLAIN_ENDINGS if quantization is None else quantization.fused_endings or {}
         if quantization is not None and not self._endings:
             raise CheckpointError(
-                f"{self._reader.index_file}: {self._prefix}.gate_up_proj: expected a tensor for each expert, found all "
+                f"{self._reader.index_file}: {self._fused_stem('gate')}: expected a tensor for each expert, found all "
                 f"in one, which is read in plain form, as mxfp4 and as fp8 in blocks, not as "
                 f"{quantization.quant_method}"
             )
@@ -228,7 +232,7 @@ class ExpertTensors:
         rows = 1 if self._quantization is None else self._quantization.of_gemm("w13").row_block
         if rows > 1 and (self._spec.interleaved or self._spec.moe_intermediate_size % rows):
             raise CheckpointError(
-                f"{self._reader.index_file}: {self._prefix}.gate_up_proj: expected gate rows and then up rows, each a "
+                f"{self._reader.index_file}: {self._fused_stem('gate')}: expected gate rows and then up rows, each a "
                 f"multiple of {rows}, the rows of a block of scales; found {self._spec.moe_intermediate_size} of each"
                 f"{' in turns' if self._spec.interleaved else ''}"
             )

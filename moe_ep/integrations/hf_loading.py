@@ -70,11 +70,9 @@ def load_without_experts(
             **options,
         )
     model.__class__ = kind
-    if not shapes:
-        raise ConfigError(f"{path}: {kind.__name__} has no layer with experts; parallelize takes models of experts")
     model.to(device)
     unread = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
-    _fill_dequantized(model, reader, unread)
+    _fill_dequantized(model, reader, unread, shapes[0].name.partition("layers.")[0])
     return model, shapes
 
 
@@ -120,7 +118,13 @@ def _without_experts(kind: Any, shapes: list[ExpertsShape]) -> Any:
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, config, *args, **kwargs)
-        for name, module in list(find_experts(self)):
+        found = list(find_experts(self))
+        if not found:
+            raise ConfigError(
+                f"{kind.__name__} of transformers {transformers.__version__} has no experts that can be taken out: it "
+                f"computes all of them for every token; moe-ep run takes the layers of its checkpoint"
+            )
+        for name, module in found:
             shapes.append(experts_shape(name, module))
             self.set_submodule(name, ExpertsPlace())
 
@@ -142,14 +146,17 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) -> None:
-    """Reads the weights that transformers did not find, or took for what they are not: those quantized on disk."""
+def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str], in_model: str) -> None:
+    """Reads the weights that transformers did not find, or took for what they are not: those quantized on disk.
+
+    Args:
+        in_model: what the path of the language model's layers starts with.
+    """
     # Language models of others, such as those that see, may lie deeper in the files than in transformers' class.
-    layers = model_spec(reader.config).layers_module
-    root = "model." if f"{layers}.0" in dict(model.named_modules()) else layers.removesuffix("layers")
+    on_disk = model_spec(reader.config).layers_module.removesuffix("layers")
     is_plain = quantization_config(reader.config) is None
     for name, param in model.named_parameters():
-        stored = root + name.removeprefix("model.") if name.startswith("model.") else name
+        stored = on_disk + name.removeprefix(in_model) if name.startswith(in_model) else name
         quantized = stored in reader and reader.info(stored).dtype not in FLOATS
         if name not in unread and not quantized:
             continue

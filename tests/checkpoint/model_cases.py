@@ -124,6 +124,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hunyuan_v1_moe": ("HunYuanMoEV1", {"num_experts": EXPERTS, "moe_topk": [2, 2, 2], "head_dim": 32}),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": EXPERTS, "head_dim": 32, "rotary_dim": 16}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {
+            "num_local_experts": EXPERTS,
+            "shared_intermediate_size": 40,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+        },
+    ),
     "phimoe": ("Phimoe", {"num_local_experts": EXPERTS, "router_jitter_noise": 0.2}),
     "qwen3_next": (
         "Qwen3Next",
@@ -188,4 +197,4 @@ def router_of(block: Any) -> Any:
 
 def block_of(layer: Any) -> Any:
     """The MoE block of one of their layers."""
-    return layer.mlp if hasattr(layer, "mlp") else layer.feed_forward
+    return next(getattr(layer, name) for name in ("mlp", "feed_forward", "block_sparse_moe") if hasattr(layer, name))

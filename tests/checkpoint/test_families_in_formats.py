@@ -28,7 +28,7 @@ from tests.ranks import ranks
 # Fused tensors belong to the families that write them: test_format_cases.py and test_models.py have those.
 FORMATS = [name for name, case in CASES.items() if case.fused is None]
 # Here like others of them, and in all else that is theirs in test_models.py.
-NAMED_LIKE_OTHERS = {"exaone_moe", "mimo_v2_flash", "hunyuan_v1_moe", "afmoe", "jamba", "lfm2_moe"}
+NAMED_LIKE_OTHERS = {"exaone_moe", "mimo_v2_flash", "hunyuan_v1_moe", "afmoe", "jamba", "lfm2_moe", "granitemoeshared"}
 FAMILIES = [*(family for family in MODELS if family not in NAMED_LIKE_OTHERS), "kimi_k2"]
 PAIRS = [(family, format_name) for family in FAMILIES for format_name in FORMATS]
 Errors = dict[tuple[str, str], float]

@@ -18,8 +18,10 @@ from moe_ep.checkpoint import (
     load_shared_experts,
     model_spec,
 )
-from moe_ep.checkpoint.formats import GPTQConfig, unpack_gptq
+from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, unpack_gptq
+from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError
+from moe_ep.quantize_weights import quantize_int
 from tests.checkpoint.checkpoints import GPTQ, LoadingLayer, gptq_shapes, make_checkpoint, plain_shapes, qwen3_config
 
 MLP = "model.layers.1.mlp"
@@ -254,6 +256,15 @@ def test_a_dense_layer_is_refused(tmp_path: Path) -> None:
     reader = CheckpointReader(tmp_path)
     with pytest.raises(ValueError, match=r"layer is 0; it must be one of the layers with experts, \[1\]"):
         load_moe_layer(reader, model_spec(reader.config), 0, LoadingLayer(plain_shapes(), [2]))
+
+
+def test_router_that_is_quantized_as_any_linear_layer(tmp_path: Path) -> None:
+    codes = quantize_int(torch.randn(8, 64).half(), 4, 32)
+    tensors = pack_gptq(codes, GPTQConfig.from_dict(GPTQ))._asdict()
+    config = qwen3_config(num_experts=8, quantization_config=GPTQ)
+    write_checkpoint(tmp_path, config, [(f"{MLP}.gate.{suffix}", tensor) for suffix, tensor in tensors.items()])
+    reader = CheckpointReader(tmp_path)
+    assert torch.equal(load_router(reader, model_spec(reader.config), 1).weight, dequantize(codes))
 
 
 def test_router_of_another_size_is_refused(tmp_path: Path) -> None:

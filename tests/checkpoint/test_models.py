@@ -39,6 +39,8 @@ SAME_AS = {
     "dots1": "deepseek_v3",
     "solar_open": "deepseek_v3",
     "minimax": "mixtral",
+    "granitemoe": "granitemoeshared",
+    "granitemoehybrid": "granitemoeshared",
     "qwen3_5_moe_text": "qwen3_next",
 }
 EXPECTED = {
@@ -114,6 +116,12 @@ EXPECTED = {
         "moe_intermediate_size": 48,
         "routing": RoutingSpec(renormalize=True, scoring_func="sigmoid", has_correction_bias=True),
     },
+    "granitemoeshared": {
+        "moe_intermediate_size": 48,
+        "routing": RoutingSpec(renormalize=True),
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+    },
     "phimoe": {
         "moe_intermediate_size": 48,
         "has_norm_bias": True,
@@ -136,8 +144,12 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, directory, save_model(request.param, directory)
 
 
+# In a part of their config; in test_fused_experts_of_a_model_that_sees and tests/integrations/test_families.py.
+SEEING = {"qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "llama4", "kimi_k25"}
+
+
 def test_every_family_is_tested() -> None:
-    assert set(MODELS) == set(EXPECTED) == set(FAMILIES) - set(SAME_AS) - {"qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"}
+    assert set(MODELS) == set(EXPECTED) == set(FAMILIES) - set(SAME_AS) - SEEING
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -196,7 +208,8 @@ def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> Non
         plan = plan_layer(reader, spec, index, layer, None)
         # A fused tensor is read by rows, name[0], name[1], ...
         names = {source.name.split("[")[0] for source in plan}
-        assert names == set(reader.names(spec.expert_prefix(index) + "."))
+        stems = (spec.expert_prefix(index), *(f"{spec.moe_prefix(index)}.{name}" for name in spec.fused))
+        assert names == {name for stem in stems for name in reader.names(stem)}
         block = block_of(model.model.layers[index])
         router = load_router(reader, spec, index)
         assert torch.equal(router.weight, next(router_of(block).parameters()))
@@ -221,6 +234,7 @@ SHARED = {
     "exaone_moe": 2,
     "afmoe": 2,
     "hunyuan_v1_moe": 1,
+    "granitemoeshared": 1,
 }
 
 
@@ -234,10 +248,13 @@ def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any]) -> 
     if family not in SHARED:
         assert shared is None and not hasattr(block, "shared_expert") and not hasattr(block, "shared_experts")
         return
-    module = getattr(block, spec.shared_experts.module)
-    assert torch.equal(shared.gate, module.gate_proj.weight)
-    assert torch.equal(shared.up, module.up_proj.weight)
-    assert torch.equal(shared.down, module.down_proj.weight)
+    module = model.model.layers[index].get_submodule(spec.shared_experts.module)
+    if spec.shared_experts.fused:
+        parts = {"gate": module.input_linear.weight[:40], "up": module.input_linear.weight[40:]}
+        parts["down"] = module.output_linear.weight
+    else:
+        parts = {part: getattr(module, f"{part}_proj").weight for part in ("gate", "up", "down")}
+    assert all(torch.equal(getattr(shared, part), weight) for part, weight in parts.items())
     assert spec.shared_experts.intermediate_size == shared.gate.shape[0]
     assert spec.shared_experts.num_experts == SHARED[family]
     if hasattr(block, "shared_expert_gate"):
@@ -260,7 +277,7 @@ def test_routing_chooses_as_the_model_does(saved: tuple[str, Path, Any]) -> None
     _, weights, ids = gate(shaped, *(bias.float() for bias in biases if bias is not None))
     router = load_router(reader, spec, index)
     arguments = dataclasses.asdict(spec.routing)
-    arguments.pop("has_correction_bias")
+    del arguments["has_correction_bias"], arguments["on_input"]
     our_weights, our_ids, _ = select_experts(
         hidden_states,
         F.linear(hidden_states, router.weight.float(), None if router.bias is None else router.bias.float()),

@@ -15,12 +15,15 @@ pytest.importorskip("transformers")
 import transformers
 
 import moe_ep
-from moe_ep.checkpoint import CheckpointReader
+from moe_ep import verify
+from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
+from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.integrations.generation import Generation, Request
 from moe_ep.integrations.hf_experts import find_experts
 from moe_ep.methods import relative_error, tolerance
+from moe_ep.stack import MoEStack
 from tests.integrations.hf_models import FAMILIES, GROUPED, MLA, SIZES, make_model
 
 # Of few heads an indexer's scores are often zero, and which of them are taken then is nobody's promise.
@@ -40,6 +43,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     "MiniMax": {"num_local_experts": 6, "layer_types": ["linear_attention", "full_attention"]},
     "MiniMaxM2": {"num_local_experts": 6, "rotary_dim": 16},
     "Phimoe": {"num_local_experts": 6},
+    "GraniteMoe": {"num_local_experts": 6, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "GraniteMoeHybrid": {
+        "num_local_experts": 6,
+        "shared_intermediate_size": 48,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_state": 16,
+    },
     "Ernie4_5_Moe": {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1},
 }
 
@@ -175,6 +186,64 @@ def test_a_model_that_sees(family: str, tmp_path: Path) -> None:
         assert relative_error(parallel(**seen).logits, alone(**seen).logits) < 2 * tolerance(torch.float32)
         assert torch.equal(parallel.generate(**seen, **greedy), alone.generate(**seen, **greedy))
     in_slots(parallel, alone, (3,))
+
+
+def test_kimi_that_sees(tmp_path: Path) -> None:
+    """Its files have the language model whole, as a part; here attention is quantized too, without loss."""
+    if not hasattr(transformers, "Kimi_K25Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no Kimi_K25")
+    text = {**SIZES, **MLA, **GROUPED, "head_dim": 8, "model_type": "deepseek_v3"}
+    vision = {key: VISION[key] for key in ("hidden_size", "intermediate_size")}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
+    config = transformers.Kimi_K25Config(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    alone = transformers.Kimi_K25ForConditionalGeneration(config).eval().requires_grad_(False)
+    for name, param in alone.named_parameters():
+        if name.endswith(("_proj.weight", "experts.gate_up_proj", "experts.down_proj")):
+            param.copy_(torch.randn(param.shape).to(torch.float8_e4m3fn))
+    alone.save_pretrained(tmp_path / "saved")
+    with CheckpointReader(tmp_path / "saved") as reader:
+        tensors: dict[str, torch.Tensor] = {}
+        for saved in reader.names():
+            # transformers 5.23 also undoes a renaming of the eyes' layers here.
+            name, tensor = (
+                saved.replace("language_model.model.blocks", "language_model.model.layers"),
+                reader.read(saved),
+            )
+            quantized = name.startswith("language_model") and name.endswith("_proj.weight")
+            tensors[name] = tensor.to(torch.float8_e4m3fn) if quantized else tensor
+            if quantized:
+                tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+        fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        write_checkpoint(tmp_path, reader.config | {"quantization_config": fp8}, tensors.items())
+    check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
+
+
+def test_llama_runs_without_its_attention_and_is_refused_whole(tmp_path: Path) -> None:
+    """Its weights multiply what experts read, and transformers computes all experts for every token."""
+    text = {**SIZES, "num_local_experts": 6, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"intermediate_size": 128, "patch_size": 4, "image_size": 16, "vision_output_dim": 64}
+    vision |= {"projector_input_dim": 64, "projector_output_dim": 64}
+    config = transformers.Llama4Config(text_config={**text, "moe_layers": [1]}, vision_config=vision)
+    torch.manual_seed(0)
+    alone = transformers.Llama4ForConditionalGeneration(config).eval().requires_grad_(False)
+    block = alone.language_model.model.layers[1].feed_forward
+    for param in block.parameters():
+        torch.nn.init.normal_(param, std=0.3)
+    alone.save_pretrained(tmp_path)
+    with CheckpointReader(tmp_path) as reader:
+        spec = model_spec(reader.config)
+        stack = MoEStack(reader, spec, FusedMoEParallelConfig.make(), dtype=torch.float32)
+        seen: list[torch.Tensor] = []
+        with torch.inference_mode():
+            stack(torch.randn(9, 64), lambda layer, x, y: seen.extend((x, y)))
+            expected = block(seen[0])[0].view(9, 64)
+            assert relative_error(seen[1], expected) < tolerance(torch.float32)
+            reference = verify.reference_moe(reader, spec, 1, seen[0])
+            assert relative_error(reference, expected) < tolerance(torch.float32)
+    with pytest.raises(ConfigError, match="Llama4ForCausalLM of transformers .* computes all of them for every token"):
+        moe_ep.parallelize(tmp_path)
 
 
 def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
