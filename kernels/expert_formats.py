@@ -1,9 +1,14 @@
-"""Base classes with the answers that all experts of one activation format share."""
+"""What all experts of one activation format have in common: their answers to the contract, and which of a step's
+arguments they need at all."""
 
 from __future__ import annotations
 
-from typing import Any
+from abc import abstractmethod
+from typing import Any, NamedTuple
 
+import torch
+
+from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEPermuteExpertsUnpermute
 from moe_ep.topk_weight_and_reduce import (
@@ -12,6 +17,54 @@ from moe_ep.topk_weight_and_reduce import (
     TopKWeightAndReduceNoOP,
 )
 
+Shape = tuple[int, ...]
+
+
+class StandardStep(NamedTuple):
+    """What experts of the Standard format are given to compute.
+
+    Attributes:
+        output: `[T, K]`, to be written: the weighted sums of the experts on this rank.
+        hidden_states: `[T, K]`.
+        w1, w2: as the experts read them.
+        topk_weights: f32 `[T, topk]`; 1 where the rows were weighted before they were dispatched.
+        topk_ids: `[T, topk]`, global ids, -1 for no expert.
+        expert_map: int32, global -> local, -1 if not local; None if the ids are local.
+        scratch: workspace13 and workspace2, of `scratch_shapes` or larger.
+    """
+
+    output: torch.Tensor
+    hidden_states: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    expert_map: torch.Tensor | None
+    activation: MoEActivation | str
+    scratch: tuple[torch.Tensor, torch.Tensor]
+
+
+class BatchedStep(NamedTuple):
+    """What experts of the BatchedExperts format are given to compute.
+
+    Attributes:
+        output: `[El, max_rows, K]`; of the rows that count, the results are to be written, unweighted.
+        hidden_states: `[El, max_rows, K]`, or `[num_rows, K]` if rows come by reference.
+        w1, w2: as the experts read them.
+        meta: the number of rows of each expert, and where they are.
+        topk: the most experts of a token.
+        scratch: workspace13 and workspace2, of `scratch_shapes` or larger.
+    """
+
+    output: torch.Tensor
+    hidden_states: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    meta: ExpertTokensMetadata
+    topk: int
+    activation: MoEActivation | str
+    scratch: tuple[torch.Tensor, torch.Tensor]
+
 
 class StandardFormat(FusedMoEPermuteExpertsUnpermute):
     """Experts that find the rows of each expert themselves, and weight and sum the results."""
@@ -19,11 +72,58 @@ class StandardFormat(FusedMoEPermuteExpertsUnpermute):
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
 
+    def supports_expert_map(self) -> bool:
+        return True
+
     def supports_chunking(self) -> bool:
         return True
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: MoEActivation | str,
+    ) -> tuple[Shape, Shape, Shape]:
+        return *self.scratch_shapes(M * topk, N, K), (M, K)
+
+    def scratch_shapes(self, num_slots: int, N: int, K: int) -> tuple[Shape, Shape]:
+        """Shapes of workspace13 and workspace2; none by default."""
+        return (0,), (0,)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation | str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        # With apply_router_weight_on_input the rows were weighted before they were dispatched: weights of 1 here.
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        scratch = (workspace13, workspace2)
+        self.run(StandardStep(output, hidden_states, w1, w2, weights, topk_ids, expert_map, activation, scratch))
+
+    @abstractmethod
+    def run(self, step: StandardStep) -> None:
+        """Writes the output of a step."""
 
 
 class BatchedFormat(FusedMoEPermuteExpertsUnpermute):
@@ -50,6 +150,9 @@ class BatchedFormat(FusedMoEPermuteExpertsUnpermute):
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.BatchedExperts
 
+    def supports_expert_map(self) -> bool:
+        return True
+
     def supports_chunking(self) -> bool:
         return False
 
@@ -59,17 +162,51 @@ class BatchedFormat(FusedMoEPermuteExpertsUnpermute):
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return TopKWeightAndReduceDelegate()
 
-    def max_rows(self, M: int, expert_tokens_meta: ExpertTokensMetadata | None) -> int:
-        """The rows that each expert's output has room for, if the input has M."""
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        activation: MoEActivation | str,
+    ) -> tuple[Shape, Shape, Shape]:
         by_reference = expert_tokens_meta is not None and expert_tokens_meta.expert_row_ids is not None
-        return self._max_rows if by_reference else M
+        max_rows = self._max_rows if by_reference else M
+        return *self.scratch_shapes(local_num_experts, max_rows, N), (local_num_experts, max_rows, K)
 
-    @staticmethod
-    def given(expert_tokens_meta: ExpertTokensMetadata | None) -> ExpertTokensMetadata:
-        """Returns the metadata, or raises ValueError if it is None."""
+    def scratch_shapes(self, num_experts: int, max_rows: int, N: int) -> tuple[Shape, Shape]:
+        """Shapes of workspace13 and workspace2; none by default."""
+        return (0,), (0,)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation | str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
         if expert_tokens_meta is None:
             raise ValueError(
                 "expert_tokens_meta is None; batched experts need the number of rows of each expert, as the "
                 "prepare step returns it"
             )
-        return expert_tokens_meta
+        scratch, topk = (workspace13, workspace2), topk_ids.size(-1)
+        self.run(BatchedStep(output, hidden_states, w1, w2, expert_tokens_meta, topk, activation, scratch))
+
+    @abstractmethod
+    def run(self, step: BatchedStep) -> None:
+        """Writes the output of a step."""

@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from moe_ep.activation import MoEActivation
 from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.config import FusedMoEConfig
-from moe_ep.contracts import ExpertTokensMetadata, FusedMoEPermuteExpertsUnpermute
+from moe_ep.contracts import FusedMoEPermuteExpertsUnpermute
 from moe_ep.kernels.align import batched_moe_align_block_size, sort_slots_by_expert
-from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat
+from moe_ep.kernels.expert_formats import BatchedFormat, BatchedStep, StandardFormat, StandardStep
 from moe_ep.kernels.grouped_rows import activate_rows, move_rows
 from moe_ep.kernels.mul_sum import moe_fused_mul_sum
 
-_Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 # Major compute capabilities on which torch's grouped product is one kernel.
 _ONE_KERNEL = (9, 10)
 # It needs rows that begin at multiples of 16 bytes.
@@ -59,9 +58,6 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return f"rows of {sizes[0]} and {sizes[1]} columns do not begin at multiples of {_ROW_BYTES} bytes"
         return cls.unusable_reason()
 
-    def supports_expert_map(self) -> bool:
-        return True
-
     def _compute(
         self,
         rows: torch.Tensor,
@@ -96,91 +92,29 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
 class GroupedExperts(StandardFormat, _GroupedExpertsBase):
     """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order."""
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        activation: MoEActivation | str,
-    ) -> _Shapes:
-        return (0,), (0,), (M, K)
-
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation | str,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        slots, counts = sort_slots_by_expert(topk_ids, w1.size(0), expert_map)
+    def run(self, step: StandardStep) -> None:
+        ids, K = step.topk_ids, step.hidden_states.size(1)
+        slots, counts = sort_slots_by_expert(ids, step.w1.size(0), step.expert_map)
         ends = counts.cumsum(0, dtype=torch.int32)
-        rows = hidden_states.new_empty(topk_ids.numel(), hidden_states.size(1))
-        move_rows(hidden_states, slots // topk_ids.size(1), rows, None, ends[-1:])
-        results = self._compute(rows, w1, w2, activation, ends)
+        rows = step.hidden_states.new_empty(ids.numel(), K)
+        move_rows(step.hidden_states, slots // ids.size(1), rows, None, ends[-1:])
+        results = self._compute(rows, step.w1, step.w2, step.activation, ends)
         move_rows(results, None, rows, slots, ends[-1:])
-        # With apply_router_weight_on_input the rows were weighted before they were dispatched: weights of 1 here.
-        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        moe_fused_mul_sum(rows.view(*topk_ids.shape, rows.size(1)), weights, output, topk_ids, expert_map)
+        moe_fused_mul_sum(rows.view(*ids.shape, K), step.topk_weights, step.output, ids, step.expert_map)
 
 
 class BatchedGroupedExperts(BatchedFormat, _GroupedExpertsBase):
     """BatchedExperts format, rows in place or by reference."""
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        activation: MoEActivation | str,
-    ) -> _Shapes:
-        return (0,), (0,), (local_num_experts, self.max_rows(M, expert_tokens_meta), K)
-
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation | str,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        meta = self.given(expert_tokens_meta)
-        counts, row_ids = meta.expert_num_tokens, meta.expert_row_ids
-        max_rows, K = output.size(1), output.size(2)
+    def run(self, step: BatchedStep) -> None:
+        counts, row_ids = step.meta.expert_num_tokens, step.meta.expert_row_ids
+        max_rows, K = step.output.size(1), step.output.size(2)
         places, _, _ = batched_moe_align_block_size(max_rows, 1, counts)
         # No expert has more than all tokens that can come, and no token has more than topk experts.
-        places = places[: max_rows * min(topk_ids.size(-1), counts.numel())]
+        places = places[: max_rows * min(step.topk, counts.numel())]
         sources = places if row_ids is None else row_ids.view(-1)[places.clamp(max=row_ids.numel() - 1)]
         ends = counts.cumsum(0, dtype=torch.int32)
-        rows = hidden_states.new_empty(places.numel(), K)
-        move_rows(hidden_states.reshape(-1, K), sources, rows, None, ends[-1:])
-        results = self._compute(rows, w1, w2, activation, ends)
-        move_rows(results, None, output.view(-1, K), places, ends[-1:])
+        rows = step.hidden_states.new_empty(places.numel(), K)
+        move_rows(step.hidden_states.reshape(-1, K), sources, rows, None, ends[-1:])
+        results = self._compute(rows, step.w1, step.w2, step.activation, ends)
+        move_rows(results, None, step.output.view(-1, K), places, ends[-1:])

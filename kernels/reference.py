@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from moe_ep.activation import MoEActivation, apply_activation
+from moe_ep.activation import apply_activation
 from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.contracts import ExpertTokensMetadata, FusedMoEPermuteExpertsUnpermute
-from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat
+from moe_ep.contracts import FusedMoEPermuteExpertsUnpermute
+from moe_ep.kernels.expert_formats import BatchedFormat, BatchedStep, StandardFormat, StandardStep
 
 
 class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
@@ -33,9 +33,6 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
     ) -> None:
         super().__init__(moe_config, quant_config)
         self._g_idx = (w13_g_idx, w2_g_idx)
-
-    def supports_expert_map(self) -> bool:
-        return True
 
     def _weight(self, weights: torch.Tensor, which: int, expert: int) -> torch.Tensor:
         """f32 `[out, in]` of one local expert; `which` is 0 for w13 and 1 for w2."""
@@ -66,14 +63,13 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
             )
         )
 
-    def _compute(
-        self, rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, expert: int, activation: MoEActivation | str
-    ) -> torch.Tensor:
+    def _compute(self, rows: torch.Tensor, step: StandardStep | BatchedStep, expert: int) -> torch.Tensor:
         """Runs rows `[n, K]` through one expert; returns f32 `[n, K]`."""
         bias1, bias2 = self.quant_config.w1_bias, self.quant_config.w2_bias
-        hidden = F.linear(rows.float(), self._weight(w1, 0, expert), None if bias1 is None else bias1[expert].float())
-        hidden = apply_activation(activation, hidden)
-        return F.linear(hidden, self._weight(w2, 1, expert), None if bias2 is None else bias2[expert].float())
+        w1, w2 = self._weight(step.w1, 0, expert), self._weight(step.w2, 1, expert)
+        hidden = F.linear(rows.float(), w1, None if bias1 is None else bias1[expert].float())
+        hidden = apply_activation(step.activation, hidden)
+        return F.linear(hidden, w2, None if bias2 is None else bias2[expert].float())
 
 
 class ReferenceExperts(StandardFormat, _ReferenceExpertsBase):
@@ -82,96 +78,34 @@ class ReferenceExperts(StandardFormat, _ReferenceExpertsBase):
     def supports_cuda_graph(self) -> bool:
         return False
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        activation: MoEActivation | str,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        return (0,), (0,), (M, K)
-
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation | str,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        local_ids = to_local_ids(topk_ids, expert_map)
-        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        total = torch.zeros(output.shape, dtype=torch.float32, device=output.device)
-        for expert in range(w1.size(0)):
+    def run(self, step: StandardStep) -> None:
+        local_ids = to_local_ids(step.topk_ids, step.expert_map)
+        total = torch.zeros(step.output.shape, dtype=torch.float32, device=step.output.device)
+        for expert in range(step.w1.size(0)):
             chosen = local_ids == expert
             rows = chosen.any(dim=1).nonzero().flatten()
             if rows.numel():
-                weight = torch.where(chosen, weights, 0.0).sum(dim=1)[rows, None]
-                total[rows] += weight * self._compute(hidden_states[rows], w1, w2, expert, activation)
-        output.copy_(total)
+                weight = torch.where(chosen, step.topk_weights, 0.0).sum(dim=1)[rows, None]
+                total[rows] += weight * self._compute(step.hidden_states[rows], step, expert)
+        step.output.copy_(total)
 
 
 class BatchedReferenceExperts(BatchedFormat, _ReferenceExpertsBase):
     """BatchedExperts format, rows in place or by reference; static shapes and no host synchronisation on a GPU."""
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        activation: MoEActivation | str,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        return (0,), (0,), (local_num_experts, self.max_rows(M, expert_tokens_meta), K)
-
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation | str,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        meta = self.given(expert_tokens_meta)
-        num_rows, row_ids = meta.expert_num_tokens, meta.expert_row_ids
-        on_host = meta.expert_num_tokens_cpu if num_rows.is_cuda else num_rows
-        for expert in range(w1.size(0)):
-            bound = output.size(1) if on_host is None else int(on_host[expert])
+    def run(self, step: BatchedStep) -> None:
+        num_rows, row_ids = step.meta.expert_num_tokens, step.meta.expert_row_ids
+        on_host = step.meta.expert_num_tokens_cpu if num_rows.is_cuda else num_rows
+        for expert in range(step.w1.size(0)):
+            bound = step.output.size(1) if on_host is None else int(on_host[expert])
             if row_ids is None:
-                rows = hidden_states[expert, :bound]
+                rows = step.hidden_states[expert, :bound]
             else:
                 # Entries beyond the count are not row numbers.
-                rows = hidden_states[row_ids[expert, :bound].long().clamp(0, hidden_states.size(0) - 1)]
-            result = self._compute(rows, w1, w2, expert, activation)
+                rows = step.hidden_states[row_ids[expert, :bound].long().clamp(0, step.hidden_states.size(0) - 1)]
+            result = self._compute(rows, step, expert)
             belongs = torch.arange(bound, device=num_rows.device) < num_rows[expert]
-            target = output[expert, :bound]
+            target = step.output[expert, :bound]
             target.copy_(torch.where(belongs[:, None], result, target.float()))
 
 

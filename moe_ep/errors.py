@@ -76,6 +76,14 @@ def check_at_least(least: int, **values: int) -> None:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
+def check_router_weight_on_input(top_k: int) -> None:
+    """Raises ValueError unless tokens have exactly one expert, whose weight can be applied to the input."""
+    if top_k != 1:
+        raise ValueError(
+            f"apply_router_weight_on_input needs top_k 1 and top_k is {top_k}; apply the weights on the output instead"
+        )
+
+
 def one_of(argument: str, value: object, allowed: Sequence[str]) -> str:
     """The sentence about a value that is not in a fixed set."""
     return f"{argument} is {value!r}; it must be one of {', '.join(allowed)}"

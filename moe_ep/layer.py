@@ -15,12 +15,13 @@ from torch import nn
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.errors import check_router_weight_on_input
 from moe_ep.layer_parts import LayerParts
 from moe_ep.methods import FusedMoEMethodBase, UnquantizedFusedMoEMethod
 from moe_ep.passes import most_tokens
 from moe_ep.process_groups import resolve_parallel_config
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
-from moe_ep.routing import check_router_weight_on_input, check_routing, select_experts
+from moe_ep.routing import check_routing, select_experts
 from moe_ep.stages import stage, tell_routing
 from moe_ep.weight_loading import ExpertMapping, FusedMoeWeightScaleSupported
 

@@ -26,6 +26,7 @@ from moe_ep.contracts import (
     FusedMoEPrepareAndFinalize,
     PrepareResult,
 )
+from moe_ep.errors import check_router_weight_on_input
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.stages import stage
 from moe_ep.topk_weight_and_reduce import (
@@ -135,11 +136,8 @@ class FusedMoEModularKernel(nn.Module):
         Returns:
             `[T, K]`, or (shared output, `[T, K]`) if there are shared experts.
         """
-        if apply_router_weight_on_input and topk_ids.size(-1) != 1:
-            raise ValueError(
-                f"apply_router_weight_on_input needs top_k 1 and topk_ids has {topk_ids.size(-1)} columns; "
-                f"apply the weights on the output instead"
-            )
+        if apply_router_weight_on_input:
+            check_router_weight_on_input(topk_ids.size(-1))
         if global_num_experts == -1:
             global_num_experts = w1.size(0)
         shared_input = hidden_states if shared_experts_input is None else shared_experts_input

@@ -191,14 +191,6 @@ def check_routing(
     return _check_groups(use_grouped_topk, num_expert_group, topk_group, num_columns, top_k)
 
 
-def check_router_weight_on_input(top_k: int) -> None:
-    """Raises ValueError unless tokens have exactly one expert, whose weight can be applied to the input."""
-    if top_k != 1:
-        raise ValueError(
-            f"apply_router_weight_on_input needs top_k 1 and top_k is {top_k}; apply the weights on the output instead"
-        )
-
-
 @cache
 def _fused_topk() -> TopK | None:
     """The Triton kernel, or None if Triton is not installed."""

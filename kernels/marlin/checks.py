@@ -78,7 +78,7 @@ def check_batch(
 
 
 def check_tokens(
-    pair: WeightPair, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, on_input: bool
+    pair: WeightPair, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
 ) -> None:
     """Raises ValueError unless tokens, ids and router weights fit the experts' weights and each other."""
     _check_rows(pair, hidden_states)
@@ -96,11 +96,6 @@ def check_tokens(
         )
     _check_device("topk_ids", topk_ids, hidden_states)
     _check_device("topk_weights", topk_weights, hidden_states)
-    if on_input and topk_ids.size(1) != 1:
-        raise ValueError(
-            f"apply_router_weight_on_input needs top_k 1 and topk_ids has {topk_ids.size(1)} columns; "
-            f"apply the weights on the output instead"
-        )
 
 
 def _check_rows(pair: WeightPair, hidden_states: torch.Tensor) -> None:

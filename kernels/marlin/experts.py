@@ -12,13 +12,9 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.contracts import (
-    ExpertTokensMetadata,
-    ExpertWeights,
-    FusedMoEPermuteExpertsUnpermute,
-)
+from moe_ep.contracts import ExpertWeights, FusedMoEPermuteExpertsUnpermute
 from moe_ep.kernels import jit
-from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat
+from moe_ep.kernels.expert_formats import BatchedFormat, BatchedStep, Shape, StandardFormat, StandardStep
 from moe_ep.kernels.marlin.checks import check_batch, check_tokens, check_weight_pair
 from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens
 from moe_ep.kernels.marlin.gemm import partials_numel
@@ -26,8 +22,6 @@ from moe_ep.kernels.marlin.packing import has_all_groups, not_packed_reason, pac
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, weight_type
 from moe_ep.scalar_type import ScalarType
-
-_Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
@@ -104,9 +98,6 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         gated = MoEActivation.parse(moe_config.activation).is_gated
         return pack_experts(w13, w2, moe_config.in_dtype, gated, moe_config.has_bias)
 
-    def supports_expert_map(self) -> bool:
-        return True
-
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> tuple[int, int, int, int, int]:
@@ -164,83 +155,25 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
             is_k_full=is_k_full,
         )
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        activation: MoEActivation | str,
-    ) -> _Shapes:
-        max_rows = self.max_rows(M, expert_tokens_meta)
-        return (self._partials(max_rows),), (local_num_experts * max_rows, N), (local_num_experts, max_rows, K)
+    def scratch_shapes(self, num_experts: int, max_rows: int, N: int) -> tuple[Shape, Shape]:
+        return (self._partials(max_rows),), (num_experts * max_rows, N)
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation | str,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        meta = self.given(expert_tokens_meta)
-        counts, row_ids = meta.expert_num_tokens, meta.expert_row_ids
-        # With apply_router_weight_on_input the rows were weighted before they were dispatched.
-        pair = self._weights(w1, w2, activation, hidden_states.dtype)
-        check_batch(pair, hidden_states, counts, row_ids)
-        compute_batch(pair, output, hidden_states, counts, row_ids, workspace13, workspace2)
+    def run(self, step: BatchedStep) -> None:
+        counts, row_ids = step.meta.expert_num_tokens, step.meta.expert_row_ids
+        pair = self._weights(step.w1, step.w2, step.activation, step.hidden_states.dtype)
+        check_batch(pair, step.hidden_states, counts, row_ids)
+        compute_batch(pair, step.output, step.hidden_states, counts, row_ids, *step.scratch)
 
 
 class MarlinExperts(StandardFormat, _MarlinExpertsBase):
     """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order."""
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        activation: MoEActivation | str,
-    ) -> _Shapes:
-        slots = -(-M * topk * K // 128) * 128
-        return (slots + self._partials(M * topk),), (M * topk, N), (M, K)
+    def scratch_shapes(self, num_slots: int, N: int, K: int) -> tuple[Shape, Shape]:
+        slots = -(-num_slots * K // 128) * 128
+        return (slots + self._partials(num_slots),), (num_slots, N)
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation | str,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        pair = self._weights(w1, w2, activation, hidden_states.dtype)
-        check_tokens(pair, hidden_states, topk_weights, topk_ids, apply_router_weight_on_input)
-        # With apply_router_weight_on_input the rows were weighted before they were dispatched: weights of 1 here.
-        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        compute_tokens(pair, output, hidden_states, weights, topk_ids, expert_map, workspace13, workspace2)
+    def run(self, step: StandardStep) -> None:
+        rows, weights, ids = step.hidden_states, step.topk_weights, step.topk_ids
+        pair = self._weights(step.w1, step.w2, step.activation, rows.dtype)
+        check_tokens(pair, rows, weights, ids)
+        compute_tokens(pair, step.output, rows, weights, ids, step.expert_map, *step.scratch)

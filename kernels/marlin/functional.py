@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.errors import check_router_weight_on_input
 from moe_ep.kernels.marlin.checks import check_batch, check_tokens, check_weight_pair
 from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens
 from moe_ep.kernels.marlin.plain import ActivationFunction
@@ -165,7 +166,9 @@ def fused_marlin_moe(
         (w1, w1_scale, w1_zeros, bias1, global_scale1, g_idx1, sort_indices1),
         (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2),
     )  # fmt: skip
-    check_tokens(pair, hidden_states, topk_weights, topk_ids, apply_router_weight_on_input)
+    check_tokens(pair, hidden_states, topk_weights, topk_ids)
+    if apply_router_weight_on_input:
+        check_router_weight_on_input(topk_ids.size(1))
     output = _output(output, tuple(hidden_states.shape), hidden_states, inplace)
     own_steps = activation_func is not None or moe_sum is not None
     if torch.compiler.is_compiling() and output.numel() and not own_steps:

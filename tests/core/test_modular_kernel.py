@@ -150,7 +150,7 @@ def test_shared_experts_come_beside_the_routed():
 
 def test_router_weight_on_input_needs_top_1():
     x, w1, w2, weights, ids = problem(4)
-    with pytest.raises(ValueError, match="needs top_k 1 and topk_ids has 3 columns"):
+    with pytest.raises(ValueError, match="needs top_k 1 and top_k is 3"):
         kernel()(x, w1, w2, weights, ids, apply_router_weight_on_input=True)
     x, w1, w2, weights, ids = problem(4, topk=1)
     got = kernel(topk=1)(x, w1, w2, weights, ids, apply_router_weight_on_input=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from moe_ep.routing import check_router_weight_on_input, select_experts
+from moe_ep.errors import check_router_weight_on_input
+from moe_ep.routing import select_experts
 
 # f32 arithmetic of a softmax over at most 64 columns against Python's f64.
 WEIGHT_RTOL, WEIGHT_ATOL = 1e-5, 1e-7
