@@ -41,7 +41,8 @@ class CompletionLines:
         while (found := self._waiting.pop(self._num_told, None)) is not None:
             line = self._prompts[self._num_told] | {"kind": "completion"} | found
             self._num_told += 1
-            self._write(json.dumps(line, ensure_ascii=False))
+            # Half of a surrogate pair, which UTF-8 has no bytes for, becomes an escape of JSON again.
+            self._write(json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace").decode())
 
     def end(self, summary: dict[str, Any]) -> None:
         """The last line."""
@@ -83,12 +84,18 @@ class CompletionRelay:
 
     The others leave theirs in the job's store before they count them as finished in a step, so those that a step
     counts are there.
+
+    Args:
+        refused: what is told of all ranks' prompts that the model does not take.
     """
 
-    def __init__(self, rank: int, num_prompts: int) -> None:
+    def __init__(self, rank: int, num_prompts: int, refused: Sequence[dict[str, Any]] = ()) -> None:
         from moe_ep.job_store import job_store
 
-        self._rank, self._num_prompts = rank, num_prompts
+        self._rank, self._num_prompts = rank, num_prompts - len(refused)
+        if rank == 0:
+            for told in refused:
+                progress.hand_over(told)
         self._store = job_store()
         self._num_left = 0
         self._collected: dict[int, int] = {}

@@ -18,6 +18,7 @@ class RankGeneration:
 
     Attributes:
         completions: index, text, num_prompt_tokens, num_tokens, finish and rank of each of its prompts.
+        refused: index, finish, error and rank of those that the model does not take.
         step_s: seconds of its steps by kind: prefill, decode (eager), replayed (decode in a CUDA graph), serve.
         elapsed_s: from the first step to the last, the same steps on every rank.
         balancedness: of all steps, layers and ranks together.
@@ -37,6 +38,7 @@ class RankGeneration:
     load_s: float
     versions: dict[str, str]
     completions: list[dict[str, Any]]
+    refused: list[dict[str, Any]]
     step_s: dict[str, list[float]]
     elapsed_s: float
     balancedness: float
@@ -54,6 +56,7 @@ class GenerationReport:
     def __init__(self, config: GenerateConfig, command: str, ranks: Sequence[RankGeneration]) -> None:
         self.config, self.command, self.ranks = config, command, list(ranks)
         self.elapsed_s = max(rank.elapsed_s for rank in ranks)
+        self.refused = [told for rank in ranks for told in rank.refused]
 
     def step_ms(self, kind: str) -> dict[str, float] | None:
         """Median and p99 over ranks and steps; None where there were none."""
@@ -79,6 +82,7 @@ class GenerationReport:
             "devices": sorted({rank.device_name for rank in self.ranks}),
             "batch_size": self.config.batch_size,
             "prompts_per_rank": [len(rank.completions) for rank in self.ranks],
+            "prompts_refused": len(self.refused),
             "tokens_per_rank": num_tokens,
             "elapsed_s": self.elapsed_s,
             "tokens_per_s_per_rank": [count / self.elapsed_s for count in num_tokens],
@@ -120,6 +124,10 @@ class GenerationReport:
             f"{summary['tokens_per_s']:,.1f} tokens/s ({sum(summary['tokens_per_rank'])} in {self.elapsed_s:.2f} s), "
             f"balancedness {summary['balancedness']:.3f}"
         )
+        if self.refused:
+            first = min(self.refused, key=lambda told: told["index"])["error"]
+            total = len(self.refused) + sum(summary["prompts_per_rank"])
+            yield f"refused {len(self.refused)} of {total} prompts: {first}"
 
     @staticmethod
     def _times(step_ms: dict[str, dict[str, float] | None]) -> Iterator[str]:

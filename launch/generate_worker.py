@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +41,21 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
 
     Raises:
         CheckpointError: the checkpoint does not hold what it says.
-        ConfigError: a model that cannot be divided or decoded in slots, no tokenizer or none for conversations, a
-            prompt without tokens, with too many, or with some that the model does not have.
+        ConfigError: a model that cannot be divided or decoded in slots, no tokenizer, or prompts of which the model
+            can take none.
     """
     device = torch.device(rank_env.device)
     dtype = torch_dtype(config.dtype, device)
     folder = config.model if config.model is not None else demo_checkpoint()
     tokenizer, of_text = _tokenizer(folder), text_config(folder)
-    requests = [
-        Request(index, _token_ids(tokenizer, of_text, index, prompts[index]))
-        for index in range(rank_env.rank, len(prompts), rank_env.world_size)
-    ]
+    requests, refused = _requests(tokenizer, of_text, rank_env, prompts)
     started = time.perf_counter()
     model = _load(config, folder, device, dtype)
     load_s = time.perf_counter() - started
     steps = steps_of(model)
     for layer in steps.layers:
         layer.counts_load = True
-    relay = CompletionRelay(rank_env.rank, len(prompts))
+    relay = CompletionRelay(rank_env.rank, len(prompts), refused)
     generation = Generation(
         model,
         requests,
@@ -93,11 +91,32 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
         load_s=load_s,
         versions=versions() | {"transformers": transformers.__version__},
         completions=[_told(tokenizer, completion, rank_env.rank, config.stop) for completion in completions],
+        refused=[told for told in refused if told["rank"] == rank_env.rank],
         step_s=asdict(generation.times),
         elapsed_s=elapsed_s,
         balancedness=_balancedness(steps),
         memory_bytes=peak_memory(device),
     )
+
+
+def _requests(
+    tokenizer: Any, of_text: Any, rank_env: RankEnv, prompts: Sequence[Prompt]
+) -> tuple[list[Request], list[dict[str, Any]]]:
+    """This rank's requests, and what is told of the prompts of all ranks that the model cannot take: one that it
+    cannot does not keep it from the others. ConfigError where it can take none."""
+    requests: list[Request] = []
+    mine: list[dict[str, Any]] = []
+    for index in range(rank_env.rank, len(prompts), rank_env.world_size):
+        try:
+            requests.append(Request(index, _token_ids(tokenizer, of_text, index, prompts[index])))
+        except ConfigError as error:
+            mine.append({"index": index, "finish": "refused", "error": str(error), "rank": rank_env.rank})
+    everybody: list[list[dict[str, Any]]] = [[]] * rank_env.world_size
+    dist.all_gather_object(everybody, mine)
+    refused = sorted(chain.from_iterable(everybody), key=lambda told: told["index"])
+    if len(refused) == len(prompts):
+        raise ConfigError(refused[0]["error"])
+    return requests, refused
 
 
 def _load(config: GenerateConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
@@ -131,10 +150,12 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _token_ids(tokenizer: Any, of_text: Any, index: int, prompt: Prompt) -> torch.Tensor:
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt, verbose=False)["input_ids"]
-    else:
-        ids = tokenizer(_conversation(tokenizer, index, prompt), add_special_tokens=False, verbose=False)["input_ids"]
+    is_text = isinstance(prompt, str)
+    text = prompt if is_text else _conversation(tokenizer, index, prompt)
+    try:
+        ids = tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"]
+    except (TypeError, UnicodeError) as error:  # half of a surrogate pair
+        raise ConfigError(f"prompt {index} is {prompt!r} and the tokenizer does not read it: {error}") from None
     if not ids:
         raise ConfigError(f"prompt {index} is {prompt!r} and has no tokens; give it some text")
     if max(ids) >= of_text.vocab_size:

@@ -55,9 +55,11 @@ def main(args: argparse.Namespace) -> int:
         raise
     finally:
         gang.close()
-    if gang.is_driver:
-        _tell(lines, GenerationReport(config, args.shown, results))
-    return 0
+    if not gang.is_driver:
+        return 0
+    report = GenerationReport(config, args.shown, results)
+    _tell(lines, report)
+    return 1 if report.refused else 0
 
 
 def _work(rank_env: RankEnv, config: GenerateConfig, prompts: list[Prompt]) -> RankGeneration:
@@ -82,7 +84,7 @@ def _prompts(config: GenerateConfig) -> list[dict[str, Any]]:
 
 def _tell(lines: CompletionLines, report: GenerationReport) -> None:
     for rank in report.ranks:
-        for completion in rank.completions:
-            lines.take(completion)
+        for told in (*rank.refused, *rank.completions):
+            lines.take(told)
     lines.end(report.summary())
     print("\n".join(report.lines()), file=sys.stderr, flush=True)

@@ -73,7 +73,13 @@ class SlotDecoder:
         )
         if self._cache is None:
             kinds = getattr(self.model.config.get_text_config(), "layer_types", None)
-            self._cache = SlotCache(prefilled, kinds, self.num_slots, self._max_length, self._positions)
+            try:
+                self._cache = SlotCache(prefilled, kinds, self.num_slots, self._max_length, self._positions)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"the cache of {self.num_slots} sequences of {self._max_length} tokens does not fit into the GPU's "
+                    f"memory; decode fewer together (--batch-size) or fewer tokens (--max-new-tokens)"
+                ) from error
         length = token_ids.numel()
         self._cache.put(slot, prefilled, length)
         self._positions[slot] = length

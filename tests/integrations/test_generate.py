@@ -28,7 +28,7 @@ from moe_ep.integrations.perplexity import perplexity
 from moe_ep.integrations.sampling import Sampling, next_tokens
 from moe_ep.launch.cli import main
 from moe_ep.launch.generate_config import prompt_of, read_prompts
-from moe_ep.launch.generate_worker import _has_come_to, _stop_ids, _token_ids, _tokenizer, _told
+from moe_ep.launch.generate_worker import _has_come_to, _requests, _stop_ids, _token_ids, _tokenizer, _told
 from tests.checkpoint.test_real_layer import text_moe
 from tests.integrations.alone import continue_alone, load_alone
 from tests.integrations.hf_models import SIZES, make_model
@@ -174,7 +174,8 @@ def add_code(folder: Path) -> Path:
 
 
 def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = ["def read(self, size):", "The list of", "import", "# A line", "return None"]
+    # The fourth is half a surrogate pair, which no tokenizer reads.
+    prompts = ["def read(self, size):", "The list of", "import", "# \ud800", "return None"]
     folder = shutil.copytree(demo, tmp_path / "model")
     trace = add_code(folder)
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -188,7 +189,7 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         + json.dumps({"messages": [{"role": "user", "content": prompts[-1]}], "id": "p4"})
     )
     flags = ["--launcher", "local", "--ep-size", "2", "--device", "cpu", "--batch-size", "2", "--max-new-tokens", "10"]
-    assert main(["generate", "--model", str(folder), "--prompts", str(file), "--output", str(output), *flags]) == 0
+    assert main(["generate", "--model", str(folder), "--prompts", str(file), "--output", str(output), *flags]) == 1
     captured = capsys.readouterr()
     assert not captured.out and not trace.exists()
     *lines, summary = [json.loads(line) for line in output.read_text().splitlines()]
@@ -196,14 +197,19 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     for index, (line, prompt) in enumerate(zip(lines, prompts, strict=True)):
         assert (line["kind"], line["index"], line["id"], line["rank"]) == ("completion", index, f"p{index}", index % 2)
         assert line["prompt"] == prompt if index < 4 else line["messages"][0]["content"] == prompt
-        assert line["text"] == continue_alone(alone, tokenizer, prompt, 10)
+        if index == 3:
+            assert line["finish"] == "refused" and "the tokenizer does not read it" in line["error"]
+        else:
+            assert line["text"] == continue_alone(alone, tokenizer, prompt, 10)
     assert summary["kind"] == "summary"
     assert summary["tokens_per_rank"] == [
-        sum(line["num_tokens"] for line in lines if line["rank"] == rank) for rank in range(2)
+        sum(line.get("num_tokens", 0) for line in lines if line["rank"] == rank) for rank in range(2)
     ]
+    assert (summary["prompts_per_rank"], summary["prompts_refused"]) == ([3, 1], 1)
     assert summary["tokens_per_s"] == pytest.approx(sum(summary["tokens_per_s_per_rank"]))
     assert 0 < summary["balancedness"] <= 1
-    assert " tokens/s (" in captured.err and re.search(r"^ +1 +2 +\d+ .* MiB  .*, cpu$", captured.err, re.MULTILINE)
+    assert "refused 1 of 5 prompts: prompt 3 is '# \\ud800' and the tokenizer" in captured.err
+    assert " tokens/s (" in captured.err and re.search(r"^ +1 +1 +\d+ .* MiB  .*, cpu$", captured.err, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +242,11 @@ def test_what_ends_a_line_elsewhere_may_stand_in_a_prompt(tmp_path: Path) -> Non
         read_prompts(objects)
 
 
-def test_prompts_that_the_model_cannot_take(demo: Path) -> None:
+def test_prompts_that_the_model_cannot_take(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = SimpleNamespace(vocab_size=3, max_position_embeddings=4)
 
     def ids(*found: int) -> Any:
-        return _token_ids(lambda prompt, verbose: {"input_ids": list(found)}, config, 7, "x")
+        return _token_ids(lambda prompt, **_: {"input_ids": list(found)}, config, 7, "x")
 
     assert ids(1, 2, 1).tolist() == [1, 2, 1]
     for found, message in {
@@ -250,6 +256,13 @@ def test_prompts_that_the_model_cannot_take(demo: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=message):
             ids(*found)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda everybody, mine: everybody.append(mine))
+    alone = SimpleNamespace(rank=0, world_size=1)
+    one, two = {"input_ids": [1]}, {"input_ids": []}
+    requests, refused = _requests(lambda prompt, **_: one if prompt else two, config, alone, ["", "x", ""])
+    assert [request.index for request in requests] == [1] and [told["index"] for told in refused] == [0, 2]
+    with pytest.raises(ConfigError, match="prompt 0 is '' and has no tokens"):
+        _requests(lambda prompt, **_: two, config, alone, ["", ""])
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo)
     messages = prompt_of({"prompt": "x"}, chat=True)
     assert messages == [{"role": "user", "content": "x"}]
