@@ -150,10 +150,10 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _token_ids(tokenizer: Any, of_text: Any, index: int, prompt: Prompt) -> torch.Tensor:
-    is_text = isinstance(prompt, str)
-    text = prompt if is_text else _conversation(tokenizer, index, prompt)
+    # A chat template writes special tokens itself.
+    text = prompt if isinstance(prompt, str) else _conversation(tokenizer, index, prompt)
     try:
-        ids = tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=isinstance(prompt, str), verbose=False)["input_ids"]
     except (TypeError, UnicodeError) as error:  # half of a surrogate pair
         raise ConfigError(f"prompt {index} is {prompt!r} and the tokenizer does not read it: {error}") from None
     if not ids:
