@@ -137,13 +137,20 @@ class PrivateCluster:
 
 @contextlib.contextmanager
 def _own_sigterm_handler() -> Iterator[None]:
-    """Keeps the handler that the program has for SIGTERM, if it has one; Ray puts its own in its place."""
+    """Keeps the handler that the program has for SIGTERM, if it has one, while Ray puts its own in its place; what came
+    meanwhile is handled by ours too."""
     before = signal.getsignal(signal.SIGTERM)
+    is_terminated = False
     try:
         yield
+    except SystemExit:  # what Ray's handler raises
+        is_terminated = True
+        raise
     finally:
         if callable(before) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+            if is_terminated:
+                signal.raise_signal(signal.SIGTERM)
 
 
 @contextlib.contextmanager

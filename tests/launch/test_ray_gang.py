@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from moe_ep.errors import GangError
+from moe_ep.launch import interrupts
 from moe_ep.launch.ray_gang import RayGang
 from tests.launch import jobs
 
@@ -150,6 +152,19 @@ def test_a_cluster_that_does_not_start_is_one_sentence(monkeypatch: pytest.Monke
         "Ray did not start here: The current node timed out during startup; its logs are in "
         "/scratch/ray/session_latest/logs; try again, or take --launcher local, which needs no Ray"
     )
+
+
+def test_sigterm_while_a_cluster_starts_is_an_interrupt_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+        signal.raise_signal(signal.SIGTERM)
+
+    ray.shutdown()
+    monkeypatch.setattr("ray.init", init)
+    with interrupts.raised_as_interrupt():
+        with pytest.raises(KeyboardInterrupt):
+            RayGang(2, "cpu")
+        assert interrupts.received() == signal.SIGTERM
 
 
 def test_nothing_answers_at_the_address() -> None:
