@@ -77,21 +77,13 @@ class MessageTransport:
             ]
             operations += [self._operation(dist.irecv, rows[row], peer) for _, row, peer, _ in part.receives]
             if operations:
-                self._run(operations, experts.device, deadline)
+                _finish(dist.batch_isend_irecv(operations), experts.device, deadline)
             stamps |= {row: _stamp(stamp, expert) for expert, row, *_ in part.receives}
         _wait_for_device(experts.device, deadline)
         return not stamps or intact(rows[: moves.num_rows], stamps)
 
     def _operation(self, kind: object, row: torch.Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, row, group=self._group, group_peer=peer)  # type: ignore[arg-type]
-
-    def _run(self, operations: list[dist.P2POp], device: torch.device, deadline: float) -> None:
-        works = dist.batch_isend_irecv(operations)
-        for work in works:
-            if device.type == "cuda":
-                work.wait()
-            else:
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
 
 
 def rearrange_expert_weights(
@@ -130,7 +122,7 @@ def rearrange_expert_weights(
     timeout_s = env.DISPATCH_TIMEOUT_S.get()
     transport = MessageTransport(process_group, timeout_s)
     try:
-        _check_same(digest(old, new), layers[0].device, process_group)
+        _check_same(digest(old, new), layers[0].device, process_group, timeout_s)
         staging = torch.zeros(max(r.staging_bytes for r in layers), dtype=torch.uint8, device=layers[0].device)
         with torch.inference_mode():
             for index, experts in enumerate(layers):
@@ -189,6 +181,15 @@ def wait_for_event(event: torch.cuda.Event, deadline: float) -> None:
         time.sleep(_SLEEP_S)
 
 
+def _finish(works: Sequence[dist.Work], device: torch.device, deadline: float) -> None:
+    """Waits for exchanges on CPUs, at most until the deadline; those of GPUs are queued on the current stream."""
+    for work in works:
+        if device.type == "cuda":
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+
+
 def _wait_for_device(device: torch.device, deadline: float) -> None:
     """Waits for the current stream, at most until the deadline."""
     if device.type == "cuda":
@@ -197,12 +198,14 @@ def _wait_for_device(device: torch.device, deadline: float) -> None:
         wait_for_event(event, deadline)
 
 
-def _check_same(value: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+def _check_same(value: int, device: torch.device, group: dist.ProcessGroup | None, timeout_s: float) -> None:
     if group is None:
         return
+    deadline = time.monotonic() + timeout_s
     mine = torch.tensor([value], dtype=torch.int64, device=device)
     table = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(table, mine, group=group)
+    _finish([dist.all_gather(table, mine, group=group, async_op=True)], device, deadline)
+    _wait_for_device(device, deadline)
     found = [int(other) for other in table]
     if len(set(found)) > 1:
         odd = next(rank for rank, other in enumerate(found) if other != found[0])

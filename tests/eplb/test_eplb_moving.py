@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec
 from moe_ep.eplb.manager import EPLBManager
@@ -188,12 +189,19 @@ def test_every_format_of_a_checkpoint_moves_whole_and_is_loaded_again(name: str,
 def disagree(rank: int, world_size: int) -> str:
     old = random_placement(1, E + redundancy(world_size, 0), 0)
     new = random_placement(1, old.shape[1], rank)
+    weights = [[torch.zeros(old.shape[1] // world_size, 4)]]
     with pytest.raises(EplbError) as error:
-        rearrange_expert_weights([[torch.zeros(old.shape[1] // world_size, 4)]], old, new)
+        rearrange_expert_weights(weights, old, new)
+    group = dist.new_group()
+    if rank == 0:
+        absent = pytest.raises(EplbError, match="moving experts did not finish on EP rank 0 within 0.2 s")
+        with pytest.MonkeyPatch.context() as patch, absent:
+            patch.setenv("MOE_EP_DISPATCH_TIMEOUT_S", "0.2")
+            rearrange_expert_weights(weights, old, old, group)
     return str(error.value)
 
 
-def test_ranks_with_different_placements_all_raise() -> None:
+def test_ranks_with_different_placements_all_raise_and_one_that_is_alone_does() -> None:
     first, second = ranks(2).run(disagree)
     assert first == second
     assert first.startswith("the ranks disagree about the placements: EP rank 0 has checksum")
