@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from moe_ep.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, MoEActivation
 from moe_ep.checkpoint.config_values import Config, number, one_known, positive, required, whole
@@ -110,20 +111,18 @@ def layers_between(config: Config) -> tuple[int, ...]:
     return tuple(i for i in layers if first <= i <= last and (i + 1) % step == 0)
 
 
-def softmax_routing(config: Config) -> RoutingSpec:
-    return RoutingSpec(renormalize=bool(config.get("norm_topk_prob", False)))
+def fixed_routing(**routing: Any) -> Callable[[Config], RoutingSpec]:
+    """The same for every model of a family."""
+    spec = RoutingSpec(**routing)
+    return lambda config: spec
 
 
-def renormalized_unless_told(config: Config) -> RoutingSpec:
-    return RoutingSpec(renormalize=bool(config.get("norm_topk_prob", True)))
+def softmax_routing(renormalize: bool) -> Callable[[Config], RoutingSpec]:
+    """Renormalized as `norm_topk_prob` says, or as given where the config is silent."""
+    return lambda config: RoutingSpec(renormalize=bool(config.get("norm_topk_prob", renormalize)))
 
 
-def biased_softmax(config: Config) -> RoutingSpec:
-    return RoutingSpec(renormalize=True, has_correction_bias=True)
-
-
-def biased_sigmoid(config: Config) -> RoutingSpec:
-    return RoutingSpec(renormalize=True, scoring_func="sigmoid", has_correction_bias=True)
+biased_sigmoid = fixed_routing(renormalize=True, scoring_func="sigmoid", has_correction_bias=True)
 
 
 def afmoe_routing(config: Config) -> RoutingSpec:
@@ -141,17 +140,9 @@ def lfm_routing(config: Config) -> RoutingSpec:
     )
 
 
-def llama_routing(config: Config) -> RoutingSpec:
-    return RoutingSpec(renormalize=False, scoring_func="sigmoid", on_input=True)
-
-
 def phi_routing(config: Config) -> RoutingSpec:
     mixer = partial(sparse_mixer, jitter_eps=number(config, "router_jitter_noise", 0.01))
     return RoutingSpec(renormalize=False, custom_routing_function=mixer)
-
-
-def always_renormalized(config: Config) -> RoutingSpec:
-    return RoutingSpec(renormalize=True)
 
 
 def deepseek_routing(topk_method: str, scoring_func: str, renormalize: bool) -> Callable[[Config], RoutingSpec]:
@@ -189,39 +180,24 @@ def no_shared_experts(config: Config) -> None:
     return None
 
 
-def gated_shared_expert(config: Config) -> SharedExpertsSpec | None:
-    size = whole(config, "shared_expert_intermediate_size", 0)
-    if not size:
-        return None
-    return SharedExpertsSpec(module="mlp.shared_expert", num_experts=1, intermediate_size=size, has_gate=True)
+def one_mlp(module: str, size: str, **form: Any) -> Callable[[Config], SharedExpertsSpec | None]:
+    """A shared expert whose size stands under a key of its own; none where that is missing or 0."""
+
+    def shared(config: Config) -> SharedExpertsSpec | None:
+        found = whole(config, size, 0)
+        return SharedExpertsSpec(module=module, num_experts=1, intermediate_size=found, **form) if found else None
+
+    return shared
 
 
-def deepseek_shared_experts(config: Config) -> SharedExpertsSpec | None:
-    """One MLP for all of them; EXAONE calls their number otherwise."""
-    key = "n_shared_experts" if config.get("n_shared_experts") is not None else "num_shared_experts"
-    count = whole(config, key, 0)
+def counted_shared_experts(config: Config) -> SharedExpertsSpec | None:
+    """One MLP for all of them, each of the routed experts' size; EXAONE and Ernie call their number otherwise."""
+    keys = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    count = max(whole(config, key, 0) for key in keys)
     if not count:
         return None
     size = count * positive(config, "moe_intermediate_size")
     return SharedExpertsSpec(module="mlp.shared_experts", num_experts=count, intermediate_size=size)
-
-
-def shared_mlp(config: Config) -> SharedExpertsSpec:
-    size = positive(config, "intermediate_size")
-    return SharedExpertsSpec(module="mlp.shared_mlp", num_experts=1, intermediate_size=size)
-
-
-def llama_shared_expert(config: Config) -> SharedExpertsSpec:
-    size = positive(config, "intermediate_size")
-    return SharedExpertsSpec(module="feed_forward.shared_expert", num_experts=1, intermediate_size=size)
-
-
-def granite_shared_mlp(config: Config) -> SharedExpertsSpec | None:
-    size = whole(config, "shared_intermediate_size", 0)
-    if not size:
-        return None
-    names = ("input_linear", "output_linear")
-    return SharedExpertsSpec(module="shared_mlp", num_experts=1, intermediate_size=size, fused=names)
 
 
 def ernie_shared_experts(config: Config) -> SharedExpertsSpec | None:
@@ -229,11 +205,7 @@ def ernie_shared_experts(config: Config) -> SharedExpertsSpec | None:
         raise CheckpointError(
             "config.json: use_bias: expected false, found true; shared experts with biases do not load"
         )
-    count = whole(config, "moe_num_shared_experts", 0)
-    if not count:
-        return None
-    size = count * positive(config, "moe_intermediate_size")
-    return SharedExpertsSpec(module="mlp.shared_experts", num_experts=count, intermediate_size=size)
+    return counted_shared_experts(config)
 
 
 def whole_config(config: Config) -> Config:

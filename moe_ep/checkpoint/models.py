@@ -84,6 +84,9 @@ def _check(spec: MoEModelSpec) -> None:
 _GATE_DOWN_UP = Projections(gate="gate_proj", down="down_proj", up="up_proj")
 
 
+_SOFTMAX = rules.softmax_routing(renormalize=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Family:
     """What a family does its own way.
@@ -98,24 +101,26 @@ class _Family:
     projections: Projections = _GATE_DOWN_UP
     intermediate_size: str = "moe_intermediate_size"
     moe_layers: Callable[[Config], tuple[int, ...]] = rules.all_layers
-    routing: Callable[[Config], RoutingSpec] = rules.softmax_routing
+    routing: Callable[[Config], RoutingSpec] = _SOFTMAX
     shared_experts: Callable[[Config], SharedExpertsSpec | None] = rules.no_shared_experts
     activation: Callable[[Config], MoEActivation] = rules.named_activation
     text_config: Callable[[Config], Config] = rules.whole_config
     names: dict[str, Any] = field(default_factory=dict)
 
 
+_RENORMALIZED = rules.fixed_routing(renormalize=True)
+_GATED_SHARED_EXPERT = rules.one_mlp("mlp.shared_expert", "shared_expert_intermediate_size", has_gate=True)
 _GATE_W1 = Projections(gate="w1", down="w2", up="w3")
 _MIXTRAL = _Family(
     moe_module="block_sparse_moe",
     projections=_GATE_W1,
     intermediate_size="intermediate_size",
-    routing=rules.always_renormalized,
+    routing=_RENORMALIZED,
 )
 _QWEN3_NEXT = _Family(
     moe_layers=rules.sparse_step_layers,
-    routing=rules.renormalized_unless_told,
-    shared_experts=rules.gated_shared_expert,
+    routing=rules.softmax_routing(renormalize=True),
+    shared_experts=_GATED_SHARED_EXPERT,
     names={"norm_offset": 1.0},
 )
 # Models that see have the language model in a part of their own.
@@ -130,13 +135,13 @@ _WHOLE_LANGUAGE_MODEL = {
 _GRANITE = replace(
     _MIXTRAL,
     projections=_GATE_DOWN_UP,
-    shared_experts=rules.granite_shared_mlp,
+    shared_experts=rules.one_mlp("shared_mlp", "shared_intermediate_size", fused=("input_linear", "output_linear")),
     names={"router": "router.layer", "fused": ("input_linear.weight", "output_linear.weight")},
 )
 _DEEPSEEK_V3 = _Family(
     moe_layers=rules.layers_after_dense,
     routing=rules.deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
-    shared_experts=rules.deepseek_shared_experts,
+    shared_experts=rules.counted_shared_experts,
 )
 
 FAMILIES = {
@@ -153,8 +158,8 @@ FAMILIES = {
         moe_module="feed_forward",
         intermediate_size="intermediate_size",
         moe_layers=rules.llama_layers,
-        routing=rules.llama_routing,
-        shared_experts=rules.llama_shared_expert,
+        routing=rules.fixed_routing(renormalize=False, scoring_func="sigmoid", on_input=True),
+        shared_experts=rules.one_mlp("feed_forward.shared_expert", "intermediate_size"),
         text_config=rules.text_part,
         names={"router": "router", **_WHOLE_LANGUAGE_MODEL},
     ),
@@ -168,34 +173,34 @@ FAMILIES = {
         routing=rules.phi_routing,
         names={"has_norm_bias": True},
     ),
-    "qwen2_moe": _Family(moe_layers=rules.sparse_step_layers, shared_experts=rules.gated_shared_expert),
+    "qwen2_moe": _Family(moe_layers=rules.sparse_step_layers, shared_experts=_GATED_SHARED_EXPERT),
     "qwen3_moe": _Family(moe_layers=rules.sparse_step_layers),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_moe_text": _QWEN3_NEXT,
     "qwen3_5_moe": replace(_QWEN3_NEXT, text_config=rules.text_part, names={**_QWEN3_NEXT.names, **_LANGUAGE_PART}),
     "qwen3_vl_moe": _Family(
         moe_layers=rules.sparse_step_layers,
-        routing=rules.always_renormalized,
+        routing=_RENORMALIZED,
         text_config=rules.text_part,
         names=_LANGUAGE_PART,
     ),
     "olmoe": _Family(intermediate_size="intermediate_size"),
     "ernie4_5_moe": _Family(
         moe_layers=rules.layers_between,
-        routing=rules.biased_softmax,
+        routing=rules.fixed_routing(renormalize=True, has_correction_bias=True),
         shared_experts=rules.ernie_shared_experts,
         names={"correction_bias_tensor": "moe_statics.e_score_correction_bias"},
     ),
     "gpt_oss": _Family(
         intermediate_size="intermediate_size",
-        routing=rules.always_renormalized,
+        routing=_RENORMALIZED,
         activation=rules.swigluoai,
         names={"router": "router", "has_router_bias": True, "has_bias": True, "interleaved": True},
     ),
     "afmoe": _Family(
         moe_layers=rules.layers_after("num_dense_layers"),
         routing=rules.afmoe_routing,
-        shared_experts=rules.deepseek_shared_experts,
+        shared_experts=rules.counted_shared_experts,
         names={"router": "router.gate", "correction_bias_tensor": "expert_bias", "norm": "pre_mlp_layernorm"},
     ),
     "jamba": _Family(
@@ -216,8 +221,8 @@ FAMILIES = {
     "mimo_v2_flash": replace(_DEEPSEEK_V3, text_config=rules.mimo_config),
     "hunyuan_v1_moe": _Family(
         intermediate_size="intermediate_size",
-        routing=rules.always_renormalized,
-        shared_experts=rules.shared_mlp,
+        routing=_RENORMALIZED,
+        shared_experts=rules.one_mlp("mlp.shared_mlp", "intermediate_size"),
         names={"router": "gate.wg"},
     ),
     "solar_open": _DEEPSEEK_V3,
@@ -229,7 +234,7 @@ FAMILIES = {
     "deepseek_v2": _Family(
         moe_layers=rules.layers_after_dense,
         routing=rules.deepseek_routing("greedy", "softmax", renormalize=False),
-        shared_experts=rules.deepseek_shared_experts,
+        shared_experts=rules.counted_shared_experts,
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
