@@ -7,12 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from moe_ep.eplb.policy.maps import experts_moved, logical_maps, rank_loads
+from moe_ep.eplb.policy.maps import Array, experts_moved, logical_maps, rank_loads
 from moe_ep.eplb.policy.objective import check_objective, objective_window
 from moe_ep.eplb.policy.problem import Problem
 from moe_ep.registry import EPLB_POLICIES
 
-Array = np.ndarray
 ArrayLike = torch.Tensor | Array
 
 

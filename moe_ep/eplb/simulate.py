@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from moe_ep.eplb.metrics import balancedness
 from moe_ep.eplb.policy.maps import Array, experts_moved, initial_placement
 from moe_ep.eplb.rebalance import rebalance_experts
 from moe_ep.eplb.rules import RULES, Layout, choose
@@ -89,11 +91,11 @@ class Outcome:
     @property
     def balancedness(self) -> float:
         """Sum of mean rank loads over sum of maximum ones, over steps and layers."""
-        return _evenness(self.loads)
+        return balancedness(torch.from_numpy(self.loads).flatten(0, 1))
 
     @property
     def layer_balancedness(self) -> list[float]:
-        return [_evenness(self.loads[:, layer]) for layer in range(self.loads.shape[1])]
+        return [balancedness(loads) for loads in torch.from_numpy(self.loads).unbind(dim=1)]
 
     @property
     def peak(self) -> float:
@@ -106,11 +108,6 @@ class Outcome:
     def active_experts(self) -> float:
         """Of the rank with most, on average over steps and layers."""
         return float(self.active.max(axis=2).mean())
-
-
-def _evenness(loads: Array) -> float:
-    busiest = loads.max(axis=-1).sum()
-    return float(loads.mean(axis=-1).sum() / busiest) if busiest else 1.0
 
 
 def place(trace: RoutingTrace, scene: Scene, policy: str, num_steps: int | None = None) -> Array:

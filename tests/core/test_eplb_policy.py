@@ -23,7 +23,7 @@ from moe_ep.eplb.policy.maps import (
 from moe_ep.eplb.policy.objective import objective_window
 from moe_ep.eplb.policy.packing import greedy_counts, pack, sorted_items
 from moe_ep.eplb.policy.problem import Problem
-from moe_ep.eplb.policy.refine import Search, meetings, refine_plan
+from moe_ep.eplb.policy.refine import meetings, refine_plan
 from moe_ep.eplb.policy.relabel import match, renumber
 from moe_ep.eplb.policy.rotate import mend_heavy
 from moe_ep.registry import EPLB_POLICIES
@@ -280,7 +280,7 @@ def test_chance_moves_few_experts_from_where_they_are():
         num_replicas=72, num_groups=1, num_nodes=1, num_ranks=8, old=present,
     )  # fmt: skip
     window = second.astype(np.float32)
-    doubtful, credulous = (refine_plan(problem, present, window, Search(doubt=doubt)) for doubt in (1.0, 0.0))
+    doubtful, credulous = (refine_plan(problem, present, window, doubt) for doubt in (1.0, 0.0))
     moved, by_chance = (experts_moved(present, slots, 8).sum() for slots in (doubtful, credulous))
     assert moved * 4 < by_chance
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from moe_ep.eplb.policy.maps import Array
 from moe_ep.eplb.policy.packing import lightest_first
-
-Array = np.ndarray
 
 _HALF = np.float32(0.5)
 # An exchange counts as progress only beyond float32's rounding of a load.

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from moe_ep.eplb.policy.maps import Array
 from moe_ep.eplb.policy.problem import Problem
-
-Array = np.ndarray
 
 
 def pack_balanced(weight: Array, num_packs: int) -> tuple[Array, Array]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from moe_ep.eplb.policy.deepseek import pack_balanced
+from moe_ep.eplb.policy.maps import Array
 from moe_ep.eplb.policy.problem import Problem
 from moe_ep.eplb.policy.relabel import match
-
-Array = np.ndarray
 
 
 class HostRows:

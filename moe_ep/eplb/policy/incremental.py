@@ -10,20 +10,17 @@ balanced, and each host is a problem of its own.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from moe_ep.eplb.policy.balance import Placement, separate_copies, swap_heaviest, swap_pairs
 from moe_ep.eplb.policy.hosts import HostRows
-from moe_ep.eplb.policy.maps import experts_moved, keep_slots
+from moe_ep.eplb.policy.maps import Array, experts_moved, keep_slots
 from moe_ep.eplb.policy.packing import greedy_counts, pack, packed_maximum, smallest_companions, sorted_items
 from moe_ep.eplb.policy.problem import Problem
 from moe_ep.eplb.policy.relabel import renumber
 from moe_ep.eplb.policy.rotate import mend_heavy
 from moe_ep.eplb.policy.search import build, improve_counts
-
-Array = np.ndarray
 
 # Ranks of so few slots seldom add up to even loads.
 _FEW_SLOTS = 7
@@ -33,29 +30,20 @@ _FAR = 0.05
 _WASTED = 2.0
 # Replica counts are searched only up to so many redundant slots: beyond, a search takes longer than it is worth.
 _SEARCHED_REPLICAS = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How far a plan goes.
-
-    Attributes:
-        tolerance: a rank load this share above the reachable maximum is good enough to stop moving experts.
-        replan_gain: a layer is planned anew only if that lowers its maximum rank load by at least this share.
-        search_above: replica counts are searched for layers planned anew that end this share above what is reachable.
-        rounds: rounds of exchanges, each in up to half of the ranks at once.
-        replica_changes: replicas of a layer that may change hands before it is planned anew.
-    """
-
-    tolerance: float = 0.0098
-    replan_gain: float = 0.01
-    search_above: float = 0.01
-    rounds: int = 8
-    replica_changes: int = 16
+# They are searched for layers planned anew that end this share above what is reachable.
+_SEARCH_ABOVE = 0.01
+# A layer is planned anew only if that lowers its maximum rank load by at least this share.
+_REPLAN_GAIN = 0.01
+# Rounds of exchanges, each in up to half of the ranks at once.
+_ROUNDS = 8
+# Replicas of a layer that may change hands before it is planned anew.
+_REPLICA_CHANGES = 16
 
 
 class RowPlanner:
     """Plans rows, each a layer or a layer on one host: loads `[X, E]`, P slots on R ranks.
+
+    A rank load the share `tolerance` above the reachable maximum is good enough to stop moving experts.
 
     Attributes:
         weight: float32 `[X, E]`, scaled to a mean of one and kept above zero.
@@ -64,11 +52,11 @@ class RowPlanner:
         rank: int64 `[X, P]`, where longest-first puts each item, for ranks of few slots; None elsewhere.
     """
 
-    def __init__(self, weight: Array, num_slots: int, num_ranks: int, effort: Effort) -> None:
+    def __init__(self, weight: Array, num_slots: int, num_ranks: int, tolerance: float) -> None:
         scale = weight.mean(axis=1, keepdims=True)
         weight = np.divide(weight, scale, out=np.ones_like(weight), where=scale > 0)
         self.weight = np.maximum(weight, 1e-6).astype(np.float32)
-        self.num_slots, self.num_ranks, self.effort = num_slots, num_ranks, effort
+        self.num_slots, self.num_ranks, self.tolerance = num_slots, num_ranks, tolerance
         self.counts = greedy_counts(self.weight, num_slots, num_ranks)
         self.expert, self.items = sorted_items(self.weight, self.counts)
         self.companions = smallest_companions(self.items, num_ranks)[:, 0]
@@ -91,20 +79,20 @@ class RowPlanner:
         width = self.num_slots // self.num_ranks
         target = self.reachable[rows] * np.float32(1 + min(2.5e-3, 2 / width**3))
         packed = self.expert[rows], pack(self.items[rows], self.num_ranks) if self.rank is None else self.rank[rows]
-        place = build(weight, counts, self.num_ranks, target, self.effort.rounds, packed)
+        place = build(weight, counts, self.num_ranks, target, _ROUNDS, packed)
         if not self._searched:
             return place
         worst = place.by_row.max(axis=1)
-        wanted = self.reachable[rows] * np.float32(1 + self.effort.search_above)
+        wanted = self.reachable[rows] * np.float32(1 + _SEARCH_ABOVE)
         counts, found = improve_counts(weight, counts, worst, self.num_ranks, wanted)
         if found.any():
-            better = build(weight[found], counts[found], self.num_ranks, target[found], self.effort.rounds)
+            better = build(weight[found], counts[found], self.num_ranks, target[found], _ROUNDS)
             place.replace(np.flatnonzero(found), better)
         return place
 
     def _exchange(self, place: Placement, target: Array) -> None:
-        swap_pairs(place, target, self.effort.rounds)
-        swap_heaviest(place, target, self.effort.rounds)
+        swap_pairs(place, target, _ROUNDS)
+        swap_heaviest(place, target, _ROUNDS)
 
     def only(self, rows: Array) -> RowPlanner:
         """The planner of these rows alone."""
@@ -156,7 +144,7 @@ class RowPlanner:
         if self.rank is not None:
             # What longest-first reaches is a better guide than the mean.
             reachable = np.maximum(reachable, packed_maximum(self.items, self.rank, self.num_ranks))
-        return (reachable * (1 + self.effort.tolerance)).astype(np.float32)
+        return (reachable * (1 + self.tolerance)).astype(np.float32)
 
     def _change_replicas(self, old: Array, target: Array) -> tuple[Array, Array]:
         """Gives replicas to experts that are too heavy for any rank, from those that lose least; at most a few a row.
@@ -179,7 +167,7 @@ class RowPlanner:
             present = sorted_items(self.weight, counts)[1]
             companions = np.minimum(companions, smallest_companions(present, self.num_ranks)[:, 0])
         limit = target - companions
-        for _ in range(max(self.effort.replica_changes, self.num_slots - num_experts)):
+        for _ in range(max(_REPLICA_CHANGES, self.num_slots - num_experts)):
             each = np.arange(rows.size)
             unit = self.weight[rows] / counts[rows]
             heaviest = unit.argmax(axis=1)
@@ -217,27 +205,26 @@ class RowPlanner:
 
 def plan(problem: Problem) -> Array:
     """A placement, int64 `[L, P]`, reached from the present one with few moves, or planned anew where there is none."""
-    effort = replace(Effort(), tolerance=problem.tolerance)
     if not problem.by_host:
-        return _plan_rows(problem.weight, problem.old, problem.num_replicas, problem.num_ranks, effort)
+        return _plan_rows(problem.weight, problem.old, problem.num_replicas, problem.num_ranks, problem.tolerance)
     rows = HostRows(problem)
     num_slots, num_ranks = problem.num_replicas // problem.num_nodes, problem.num_ranks // problem.num_nodes
-    return rows.join(_plan_rows(rows.weight, rows.old, num_slots, num_ranks, effort))
+    return rows.join(_plan_rows(rows.weight, rows.old, num_slots, num_ranks, problem.tolerance))
 
 
-def _plan_rows(weight: Array, old: Array | None, num_slots: int, num_ranks: int, effort: Effort) -> Array:
+def _plan_rows(weight: Array, old: Array | None, num_slots: int, num_ranks: int, tolerance: float) -> Array:
     """Plans rows; those that lack an expert, hold a foreign one (-1) or one more often than there are ranks, anew."""
     num_rows, num_experts = weight.shape
     if num_rows == 0:
         return np.empty((0, num_slots), dtype=np.int64)
     if old is None:
-        return RowPlanner(weight, num_slots, num_ranks, effort).fresh(slice(None)).slots
+        return RowPlanner(weight, num_slots, num_ranks, tolerance).fresh(slice(None)).slots
     row = np.arange(num_rows)[:, None] * (num_experts + 1)
     held = np.bincount((row + old + 1).ravel(), minlength=num_rows * (num_experts + 1)).reshape(num_rows, -1)
     whole = (held[:, 0] == 0) & (held[:, 1:].min(axis=1) > 0)
     if num_slots <= num_experts * num_ranks:
         whole &= held[:, 1:].max(axis=1) <= num_ranks
-    planner = RowPlanner(weight, num_slots, num_ranks, effort)
+    planner = RowPlanner(weight, num_slots, num_ranks, tolerance)
     result, worst, anew = old.copy(), np.full(num_rows, np.inf, dtype=np.float32), ~whole
     if whole.any():
         part = planner if whole.all() else planner.only(whole)
@@ -245,7 +232,7 @@ def _plan_rows(weight: Array, old: Array | None, num_slots: int, num_ranks: int,
     rows = np.flatnonzero(anew)
     if rows.size:
         fresh = planner.fresh(slice(None) if rows.size == num_rows else rows)
-        better = fresh.by_row.max(axis=1) * np.float32(1 + effort.replan_gain) < worst[rows]
+        better = fresh.by_row.max(axis=1) * np.float32(1 + _REPLAN_GAIN) < worst[rows]
         rows = rows[better]
     if rows.size:
         result[rows] = renumber(old[rows], fresh.slots[better], num_experts, num_ranks)

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moe_ep.eplb.policy.maps import Array
+
 if TYPE_CHECKING:
     from moe_ep.eplb.policy.refine import Layers
 
-Array = np.ndarray
 
 # t in mean degrees of a rank; these are taken for at least so much of a mean rank's load.
 _REACH = 1.0

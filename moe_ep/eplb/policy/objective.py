@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from moe_ep.eplb.policy.maps import Array
 from moe_ep.errors import one_of
-
-Array = np.ndarray
 
 OBJECTIVES = ("tokens", "active_experts", "auto")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-Array = np.ndarray
+from moe_ep.eplb.policy.maps import Array
 
 # Replicas of a row that are handed out one by one; of more, bisection finds most first.
 _ONE_BY_ONE = 64

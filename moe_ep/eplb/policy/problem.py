@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_ep.eplb.policy.maps import check_placement
-
-Array = np.ndarray
+from moe_ep.eplb.policy.maps import Array, check_placement
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

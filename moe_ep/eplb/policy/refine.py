@@ -21,36 +21,22 @@ is there gives way to better knowledge only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from moe_ep.eplb.policy.join import Joints
-from moe_ep.eplb.policy.maps import keep_slots, replica_counts
+from moe_ep.eplb.policy.maps import Array, keep_slots, replica_counts
 from moe_ep.eplb.policy.problem import Problem
-
-Array = np.ndarray
 
 # Layers worked on together: their products of load vectors should stay in cache.
 _LAYERS = 16
+# Times that every two ranks meet, at most.
+_TOURNAMENTS = 3
+# What an exchange must win, as a share of a mean rank's sum of squares.
+_LEAST_GAIN = 3e-5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """How long the search goes on.
-
-    Attributes:
-        tournaments: times that every two ranks meet, at most.
-        least_gain: what an exchange must win, as a share of a mean rank's sum of squares.
-        doubt: standard errors that it must win besides for each expert that it moves from where it is now.
-    """
-
-    tournaments: int = 3
-    least_gain: float = 3e-5
-    doubt: float = 1.0
-
-
-def refine_plan(problem: Problem, slots: Array, window: Array, search: Search | None = None) -> Array:
+def refine_plan(problem: Problem, slots: Array, window: Array, doubt: float = 1.0) -> Array:
     """Improves a plan `[L, P]` against the counts of each step, exchange by exchange.
 
     The result depends on its arguments alone, so ranks that plan for themselves agree.
@@ -59,26 +45,26 @@ def refine_plan(problem: Problem, slots: Array, window: Array, search: Search | 
         problem: what was planned; exchanges stay within a host where it is by hosts.
         slots: the plan, int64 `[L, P]`; its replica counts are kept.
         window: counts of each step, float32 `[S, L, E]`.
+        doubt: standard errors that an exchange must win for each expert that it moves from where it is now.
 
     Returns:
         The better plan, int64 `[L, P]`; experts that stay on a rank of the present placement keep their slots.
     """
-    search = search or Search()
     num_ranks = problem.num_ranks
     refined = slots.copy()
     for at in range(0, slots.shape[0], _LAYERS):
         part = slice(at, at + _LAYERS)
         old = None if problem.old is None else problem.old[part]
-        _refine_layers(problem, refined[part], old, window[:, part], search)
+        _refine_layers(problem, refined[part], old, window[:, part], doubt)
     return keep_slots(slots if problem.old is None else problem.old, refined, num_ranks)
 
 
-def _refine_layers(problem: Problem, slots: Array, old: Array | None, window: Array, search: Search) -> None:
+def _refine_layers(problem: Problem, slots: Array, old: Array | None, window: Array, doubt: float) -> None:
     """Exchanges slots `[L, P]` in place; old is where the experts are now."""
-    layers = Layers(slots, window, problem.num_ranks, old, search.doubt)
-    least = search.least_gain * window.shape[0]
+    layers = Layers(slots, window, problem.num_ranks, old, doubt)
+    least = _LEAST_GAIN * window.shape[0]
     per_host = problem.num_ranks // problem.num_nodes if problem.by_host else problem.num_ranks
-    for _ in range(search.tournaments):
+    for _ in range(_TOURNAMENTS):
         active = layers.active
         for first, second in meetings(problem.num_ranks):
             together = first // per_host == second // per_host

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_ep.eplb.policy.maps import slots_by_expert
-
-Array = np.ndarray
+from moe_ep.eplb.policy.maps import Array, slots_by_expert
 
 # Rows worked on together: larger arrays come from the operating system anew in every plan, page by page, which took a
 # fourth of a plan for 320 ranks.

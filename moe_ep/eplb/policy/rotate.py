@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe_ep.eplb.policy.balance import Placement
-
-Array = np.ndarray
+from moe_ep.eplb.policy.maps import Array
 
 # Beyond so many slots a rank the exchanges of `balance` find what they need, and beyond so many ranks this takes long.
 _WIDEST = 3

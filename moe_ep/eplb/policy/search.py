@@ -13,9 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from moe_ep.eplb.policy.balance import Placement, separate_copies, swap_heaviest, swap_pairs
+from moe_ep.eplb.policy.maps import Array
 from moe_ep.eplb.policy.packing import greedy_counts, pack, place_fresh, sorted_items
-
-Array = np.ndarray
 
 # Exponents of `greedy_counts` tried before single hand-overs.
 _POWERS = (0.8, 1.2, 1.5, 2.0, 3.0)
