@@ -109,7 +109,7 @@ class MoEBlock(FixedTensors):
                 enable_eplb=num_redundant_experts is not None,
                 num_redundant_experts=num_redundant_experts or 0,
                 e_score_correction_bias=correction,
-                apply_router_weight_on_input=spec.routing.on_input,
+                apply_router_weight_on_input=spec.routing.apply_router_weight_on_input,
                 **self._routing,
             )
         load_moe_layer(reader, spec, layer_index, self.moe)

@@ -59,7 +59,7 @@ def reference_moe(
     x = hidden_states.float()
     weights, ids = _route(reader, spec, layer_index, x, router_logits)
     output = torch.zeros_like(x)
-    tensors, on_input = expert_tensors(reader, spec, layer_index), spec.routing.on_input
+    tensors, on_input = expert_tensors(reader, spec, layer_index), spec.routing.apply_router_weight_on_input
     for expert in ids.unique().tolist():
         rows, slots = torch.where(ids == expert)
         matrices = read_expert(reader, tensors, expert)

@@ -158,7 +158,7 @@ FAMILIES = {
         moe_module="feed_forward",
         intermediate_size="intermediate_size",
         moe_layers=rules.llama_layers,
-        routing=rules.fixed_routing(renormalize=False, scoring_func="sigmoid", on_input=True),
+        routing=rules.fixed_routing(renormalize=False, scoring_func="sigmoid", apply_router_weight_on_input=True),
         shared_experts=rules.one_mlp("feed_forward.shared_expert", "intermediate_size"),
         text_config=rules.text_part,
         names={"router": "router", **_WHOLE_LANGUAGE_MODEL},

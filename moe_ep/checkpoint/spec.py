@@ -25,7 +25,7 @@ class RoutingSpec:
 
     Attributes:
         has_correction_bias: whether the router has an `e_score_correction_bias`.
-        on_input: whether weights multiply what experts read, not what they write.
+        apply_router_weight_on_input: whether weights multiply what experts read, not what they write.
         custom_routing_function: chooses in place of the scores, where the family has a rule of its own.
     """
 
@@ -36,7 +36,7 @@ class RoutingSpec:
     topk_group: int | None = None
     routed_scaling_factor: float = 1.0
     has_correction_bias: bool = False
-    on_input: bool = False
+    apply_router_weight_on_input: bool = False
     custom_routing_function: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
 

@@ -277,7 +277,7 @@ def test_routing_chooses_as_the_model_does(saved: tuple[str, Path, Any]) -> None
     _, weights, ids = gate(shaped, *(bias.float() for bias in biases if bias is not None))
     router = load_router(reader, spec, index)
     arguments = dataclasses.asdict(spec.routing)
-    del arguments["has_correction_bias"], arguments["on_input"]
+    del arguments["has_correction_bias"], arguments["apply_router_weight_on_input"]
     our_weights, our_ids, _ = select_experts(
         hidden_states,
         F.linear(hidden_states, router.weight.float(), None if router.bias is None else router.bias.float()),

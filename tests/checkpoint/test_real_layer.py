@@ -127,7 +127,8 @@ def test_block_equals_transformers(tmp_path: Path, family: str, fused_shared_exp
     load_moe_layer(reader, spec, index, layer)
     x = torch.randn(24, spec.hidden_size)
     output = layer(x, F.linear(x, router.weight.float(), None if router.bias is None else router.bias.float()))
-    if shared is not None and not fused_shared_experts:
+    # Granite's is beside the block.
+    if shared is not None and not fused_shared_experts and shared.module.startswith(spec.moe_module):
         gate, up, down, expert_gate = load_shared_experts(reader, spec, index)
         shared_output = (F.silu(x @ gate.float().T) * (x @ up.float().T)) @ down.float().T
         output += shared_output if expert_gate is None else torch.sigmoid(x @ expert_gate.float().T) * shared_output
