@@ -9,6 +9,7 @@ TESTS  ?= tests
 # Files of tests that run at a time. Those that start gangs come after the others: they hold clusters to deadlines.
 # (5 is pytest's word for no tests of that kind.)
 JOBS   ?= 2
+AT_A_TIME = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 ARGS   ?=
 # Extras to install: on a machine with NVIDIA GPUs also what the kernels and NVSHMEM need (EXTRAS=test leaves it out).
 comma  := ,
@@ -25,6 +26,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		"$(PYTHON) is " + sys.version.split()[0] + "; moe_ep needs 3.11 or newer: make PYTHON=python3.11")'
 	@echo "Installing torch, Ray and the rest into $(VENV): some minutes, once."
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch
 	@$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[$(EXTRAS)]' || { echo \
 		"The extras $(EXTRAS) could not be installed$(if $(findstring cuda,$(EXTRAS)),; without CUDA's: make EXTRAS=test)" \
@@ -35,8 +37,8 @@ run: $(VENV)/.installed
 	$(BIN)/moe-ep run $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not gang" $(TESTS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m gang $(TESTS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest $(AT_A_TIME) -m "not gang" $(TESTS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest $(AT_A_TIME) -m gang $(TESTS) || [ $$? -eq 5 ]
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import hypothesis
 import pytest
 import torch
@@ -10,15 +12,44 @@ import torch
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# Files whose tests start gangs or clusters.
-_GANGS = ("test_local_gang", "test_ray_gang", "test_ray_job", "test_run", "test_run_eplb", "test_torchrun_gang")
+# Files whose tests start gangs or clusters, and others that take long: these begin, so that no worker ends with one.
+_GANGS = (
+    "test_run",
+    "test_ray_job",
+    "test_ray_gang",
+    "test_torchrun_gang",
+    "test_run_eplb",
+    "test_metrics",
+    "test_local_gang",
+)
+_LONG = (
+    "test_jit",
+    "test_scaling",
+    "test_generate",
+    "test_transformers",
+    "test_eplb_manager",
+    "test_families_in_formats",
+    "test_eplb_policy",
+    "test_layer_ep",
+    "test_package",
+    "test_commands",
+)
 _GPUS_NEEDED = {"gpu": 1, "gpu2": 2, "gpu8": 8}
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that `-m gang` or `-m "not gang"` leaves out whole need not be imported."""
+    wanted = {"gang": True, "not gang": False}.get(config.option.markexpr)
+    is_test = collection_path.match("test_*.py")
+    return True if is_test and wanted is not None and wanted != (collection_path.stem in _GANGS) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(_GANGS + _LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     num_gpus = torch.cuda.device_count()
     for item in items:
-        if item.path.stem in _GANGS or "ray" in item.name:
+        if item.path.stem in _GANGS:
             item.add_marker(pytest.mark.gang)
         for marker, needed in _GPUS_NEEDED.items():
             if item.get_closest_marker(marker) and num_gpus < needed:
