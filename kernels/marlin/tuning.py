@@ -1,4 +1,4 @@
-"""What is chosen for each shape when Hopper's kernels are launched: from a table of measurements, or by a rule.
+"""What is chosen for each shape when Hopper's kernels are launched: from a table of measurements, or one default.
 
 One choice there is: how many rows of an expert are few, that is, which of the two kernels computes it. The package has
 a table, `moe-ep tune` adds to one of the user's under MOE_EP_CACHE_DIR, which is asked first. Both are JSON,
@@ -23,7 +23,7 @@ from moe_ep.kernels.marlin.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-# kFewRows of cuda/params.cuh.
+# kFewRows of cuda/params.cuh, and what is taken for a shape that nobody has measured.
 MOST_FEW_ROWS = 32
 # One of the sizes that tiles of few rows have, or none.
 CANDIDATES = (0, 8, 16, 24, 32)
@@ -83,16 +83,7 @@ def _chosen(device_name: str, problem: Problem) -> int:
         entry = _read(path).get(device_name, {}).get(problem.key)
         if entry is not None:
             return entry["few_rows"]
-    return rule(problem)
-
-
-def rule(problem: Problem) -> int:
-    """What is taken for a shape that nobody has measured.
-
-    On an H200 the kernel for many rows is the faster one from 25 rows on with 4-bit integers of four models' shapes,
-    and no faster at 32 rows with mxfp4 (docs/benchmarks/gemm.md).
-    """
-    return 24 if problem.weights.startswith("uint4") else MOST_FEW_ROWS
+    return MOST_FEW_ROWS
 
 
 def user_table() -> Path:

@@ -11,7 +11,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.kernels.marlin import tuning
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
-from moe_ep.kernels.marlin.tuning import CANDIDATES, MOST_FEW_ROWS, Problem, few_rows, forced, remember, rule
+from moe_ep.kernels.marlin.tuning import CANDIDATES, MOST_FEW_ROWS, Problem, few_rows, forced, remember
 from moe_ep.kernels.marlin.tuning_run import ROWS, best, measure, random_weights
 from moe_ep.kernels.marlin.types import weight_type
 from moe_ep.launch.cli import main
@@ -36,14 +36,14 @@ def forget() -> None:
     tuning._read.cache_clear()
 
 
-def test_the_users_table_comes_first_and_the_rule_last(tables: Path) -> None:
+def test_the_users_table_comes_first_and_the_most_rows_last(tables: Path) -> None:
     other = PROBLEM._replace(N=4096)
     remember(tables / "package.json", GPU, PROBLEM, 8)
     remember(tables / "package.json", GPU, other, 16)
     remember(tuning.user_table(), GPU, PROBLEM, 24)
     assert few_rows(GPU, PROBLEM) == 24
     assert few_rows(GPU, other) == 16
-    assert few_rows("NVIDIA H100", PROBLEM) == rule(PROBLEM)
+    assert few_rows("NVIDIA H100", PROBLEM) == MOST_FEW_ROWS
     with forced(0):
         assert few_rows(GPU, PROBLEM) == 0
     assert few_rows(GPU, PROBLEM) == 24
@@ -64,7 +64,7 @@ def test_choices_are_added_and_replaced(tables: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', '{"a": {"b": {}}}', '{"a": {"b": {"few_rows": 7}}}'])
 def test_a_broken_table_is_named_and_not_used(text: str, caplog: pytest.LogCaptureFixture) -> None:
     tuning.user_table().write_text(text)
-    assert few_rows(GPU, PROBLEM) == rule(PROBLEM)
+    assert few_rows(GPU, PROBLEM) == MOST_FEW_ROWS
     assert "tuned.json" in caplog.text and "delete" in caplog.text
     with pytest.raises(ValueError, match="delete"):
         remember(tuning.user_table(), GPU, PROBLEM, 8)
@@ -141,4 +141,4 @@ def test_measuring_leaves_nothing_forced() -> None:
     found = measure(problem, kind, MoEActivation.SILU, torch.device("cuda"), lambda *step: steps.append(step))
     assert [row["rows"] for row in found] == list(ROWS) and all(row["few_us"] > 0 < row["many_us"] for row in found)
     assert steps == [(done, 2 * len(ROWS)) for done in range(1, 2 * len(ROWS) + 1)]
-    assert few_rows(GPU, problem) == rule(problem)
+    assert few_rows(GPU, problem) == MOST_FEW_ROWS

@@ -125,7 +125,7 @@ DEVICE bool complete_sums(const Lane<kTokens, kTeams>& me, const ExpertsParams& 
 template <int kTokens, int kTeams>
 DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment& g,
                            const float (&sums)[kTeams][kTokens / 2]) {
-  constexpr float kUnit = kRaw ? kRawUnit : kUnfold;
+  constexpr float kUnit = is_raw(kTokens) ? kRawUnit : kUnfold;
   Lane<kTokens, kTeams> me;
   float total[kTokens / 2];
   if (!complete_sums<kTokens, kTeams>(me, p, shared, g, sums, total)) return;

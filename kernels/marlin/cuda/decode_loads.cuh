@@ -171,10 +171,10 @@ DEVICE void wait_for_pieces(const ExpertsParams& p, Shared& shared, const Segmen
 }
 
 // By kWarps warps, `thread` counted over them: each copies the same 16-byte chunk of every second or fourth of at most
-// kRows rows.
+// kRows rows, which somebody prepares for raw codes once they have landed, or which are complete.
 template <int kWarps, int kRows>
 DEVICE void copy_tokens(const ExpertsParams& p, Shared& shared, const Segment& g, Ring& ring, u32 thread,
-                        u64* arrived) {
+                        bool raw) {
   constexpr int kChunks = kStepColumns / 8, kRowsAtOnce = kWarps * 32 / kChunks;
   const GemmParams& gemm = p.gemm[g.phase];
   int lane = thread % 32, chunk = thread % kChunks, first = thread / kChunks, num_rows = g.rows - first;
@@ -197,7 +197,8 @@ DEVICE void copy_tokens(const ExpertsParams& p, Shared& shared, const Segment& g
       if (row >= num_rows) break;
       copy_async_16((to ^ row % 8 * 16) + row * 128, input + from[i], valid);
     }
-    barrier_arrive_on_copies(&arrived[ring.stage]);
+    barrier_arrive_on_copies(raw ? &shared.landed[ring.stage] : &shared.full[ring.stage]);
+    if (kRaw && !raw && lane == 0) barrier_arrive(&shared.landed[ring.stage], 32);  // as in every filling of a stage
     columns_left -= kStepColumns;
     input += kStepColumns / 8;
     asm volatile("" : "+l"(input));  // so that addresses are found when they are needed: there are many
@@ -214,9 +215,9 @@ DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring ring) {
     if (by_words && g.phase == 1) {
       take_hidden(p, shared, g, ring);
     } else if (!takes_raw(tile_tokens(g.rows))) {
-      copy_tokens<kTokenWarps, kFewRows>(p, shared, g, ring, thread, kRaw ? shared.landed : shared.full);
+      copy_tokens<kTokenWarps, kFewRows>(p, shared, g, ring, thread, is_raw(tile_tokens(g.rows)));
     } else if (thread < 32) {
-      copy_tokens<1, 8>(p, shared, g, ring, thread, shared.landed);
+      copy_tokens<1, 8>(p, shared, g, ring, thread, true);
     } else {
       for (int step = g.from, end = g.to; step < end; step++, ring.forward(1)) {
         barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);  // the last filling is over

@@ -1,4 +1,4 @@
-// One stage of weights, dequantized in full or as raw codes, times a few tokens, added to a tile's sums, by one team of
+// One stage of weights, dequantized or as raw codes, times a few tokens, added to a tile's sums, by one team of
 // warps.
 //
 // The consumer warps form kTeams teams that take the steps of a tile in turn: a warp has kTeams blocks of 16 rows, so
@@ -35,6 +35,9 @@ struct Lane {
 // What one lane has of the tokens' 64 columns. One instruction reads 16 tokens, or of 8 tokens 32 columns.
 template <int kTokens>
 using Tokens = u32[4][kTokens == 8 ? 1 : (kTokens + 8) / 16 * 2][2];  // [16 columns][8 tokens]
+
+// As measured, of fewer tokens mma.sync is the faster one.
+DEVICE constexpr bool by_warpgroup(int tokens) { return tokens > 16; }
 
 template <int kTokens, int kTeams>
 DEVICE void multiply_stage(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams][kTokens / 2], const Ring& ring) {
@@ -149,36 +152,45 @@ DEVICE void multiply_raw(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams][
   for (int i = 0; i < kTeams; i++) add_scaled<kTokens>(sums[i], stage_sums[i], scales + i * 16 * kScaleBytes);
 }
 
-// The same by warpgroups, whose tensor cores read the tokens themselves.
+// Dequantized, by warpgroups, whose tensor cores read the tokens themselves. 32 columns are dequantized while those
+// before them are multiplied.
 template <int kTokens, int kTeams>
-DEVICE void multiply_raw_by_group(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams][kTokens / 2],
-                                  const Ring& ring, const float* starts) {
+DEVICE void multiply_by_group(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams][kTokens / 2], const Ring& ring) {
+  constexpr int kEvery = 8 / SCALES_PER_STEP;  // products of 16 columns between new scales
   const u8* codes = ring.codes() + me.codes;
   const u8* scales = ring.scales() + me.scales;
-  u32 start = shared_address(starts) + me.lane % 4 * 16;
   // The compiler sees that it is the same for all lanes.
   u32 tokens = __shfl_sync(~0u, wgmma_descriptor(shared_address(ring.tokens())), 0);
-  float stage_sums[kTeams][kTokens / 2];
-  u32 words[kTeams][2];
-  u32 a[2][kTeams][4];
+  Scales s[kTeams];
+  u32 words[kTeams][2 * kWords];
+  u32 a[2][2][kTeams][4];
+  auto read = [&](int quarter) {
 #pragma unroll
-  for (int i = 0; i < kTeams; i++) load_starts<kTokens>(stage_sums[i], start, scales + i * 16 * kScaleBytes);
+    for (int i = 0; i < kTeams; i++) load_words(words[i], codes + (quarter * 4 + i) * kPieceBytes);
+  };
+  fence_proxy_async();  // tokens were written by ordinary copies
+  read(0);
 #pragma unroll
-  for (int k = 0; k < 8; k++) {
+  for (int quarter = 0; quarter < 4; quarter++) {
 #pragma unroll
-    for (int i = 0; i < kTeams; i++) read_words(words[i], codes + i * kPieceBytes, k);
-#pragma unroll
-    for (int i = 0; i < kTeams; i++) raw_pairs(&words[i][k * kWords % 2], a[k % 2][i]);
+    for (int n = 0; n < 2 * kTeams; n++) {
+      int k = quarter * 2 + n / kTeams, i = n % kTeams;
+      if (k % kEvery == 0) {
+        const u8* row = scales + k / kEvery * kScaleRow + i * 16 * kScaleBytes;
+        s[i] = load_folded_scales(row, row + SCALES_PER_STEP * kScaleRow);
+      }
+      dequantize_folded(&words[i][k % 2 * kWords], s[i], a[quarter % 2][k % 2][i]);
+    }
+    if (quarter < 3) read(quarter + 1);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kTeams; i++) {
+    for (int n = 0; n < 2 * kTeams; n++) {
+      int k = quarter * 2 + n / kTeams, i = n % kTeams;
       u32 from = tokens + k % 4 * 2 + k / 4 * ring.token_rows * 8;
-      wgmma<kTokens>(stage_sums[i], a[k % 2][i], kDescriptorHigh << 32 | from);
+      wgmma<kTokens>(sums[i], a[quarter % 2][k % 2][i], kDescriptorHigh << 32 | from);
     }
     wgmma_commit();
-    if (k < 7) wgmma_wait<1>();
+    if (quarter < 3) wgmma_wait<1>();
   }
   wgmma_wait<0>();
-#pragma unroll
-  for (int i = 0; i < kTeams; i++) add_scaled<kTokens>(sums[i], stage_sums[i], scales + i * 16 * kScaleBytes);
 }

@@ -4,13 +4,11 @@
 #include "decode_stage.cuh"
 #include "mma.cuh"
 
-// Tiles of 8 tokens are prepared by a warp that does nothing else, larger ones, which it could not keep up with, by
-// those that multiply them.
+// Tiles of 8 tokens are prepared by a warp that does nothing else, those of 16, which it could not keep up with, by the
+// warps that multiply them. Codes are dequantized for more tokens: that takes less than preparing them and scaling sums.
+DEVICE constexpr bool is_raw(int tokens) { return kRaw && tokens <= kRawTokens; }
 DEVICE constexpr bool takes_raw(int tokens) { return kRaw && tokens == 8; }
-DEVICE constexpr bool prepares_itself(int tokens) { return kRaw && tokens > 8; }
-
-// As measured, with raw codes; of fewer tokens mma.sync is the faster one.
-DEVICE constexpr bool by_warpgroup(int tokens) { return kRaw && tokens > 16; }
+DEVICE constexpr bool prepares_itself(int tokens) { return kRaw && tokens == kRawTokens; }
 
 // Where in a stage's tokens a lane's first chunk of eight tokens lies: a quarter of the warp has 8 rows of 8 columns.
 DEVICE u32 prepared_place(int first_token) {

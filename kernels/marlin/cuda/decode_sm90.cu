@@ -19,25 +19,20 @@
 // As measured: with four teams the sums of more tokens leave too few registers.
 DEVICE constexpr int teams_of(int tokens) { return tokens == 8 ? 4 : 2; }
 
-// A warp prepares 8 tokens of every second or fourth of its team's stages.
-template <int kTokens, int kTeams>
+// A warp prepares half of the tokens of every eighth stage, one of its team's.
 struct Turn {
-  static constexpr int kUnits = kTokens / 8, kArrivals = 32 * kTokenWarps;
-  static constexpr int kWarps = kUnits == 3 ? 4 : kUnits, kEvery = kConsumerWarps / kWarps;
+  static constexpr int kUnits = kRawTokens / 8, kEvery = kConsumerWarps / kUnits;
   int unit, step;  // of the segment; the next one whose stage it has
   u32 tokens;
-  DEVICE Turn(const Lane<kTokens, kTeams>& me)
-      : unit(me.warp % kWarps), step(me.warp / kWarps * kTeams + me.team), tokens(prepared_place(8 * unit)) {
-    if (kUnits < kWarps && unit >= kUnits) step = -1;  // never
-  }
-  DEVICE void prepare(const Lane<kTokens, kTeams>& me, Shared& shared, const Ring& ring) {
+  DEVICE Turn(int team, int warp, int teams)
+      : unit(warp % kUnits), step(warp / kUnits * teams + team), tokens(prepared_place(8 * unit)) {}
+  DEVICE void prepare(Shared& shared, const Ring& ring) {
     step += kEvery;
     barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
     barrier_wait(&shared.landed[ring.stage], ring.parity);
     prepare_tokens(ring, shared.starts[ring.stage], tokens, 8 * unit);
-    if (by_warpgroup(kTokens)) fence_proxy_async();
     __syncwarp();
-    if (me.lane == 0) barrier_arrive(&shared.full[ring.stage], kArrivals / kUnits + (unit < kArrivals % kUnits));
+    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.full[ring.stage], 32 * kTokenWarps / kUnits);
   }
 };
 
@@ -53,20 +48,20 @@ DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segmen
   if (kTokens > 16) ring.token_rows = kFewRows;  // what it is
   // A stage is prepared beside the products of the one before it; the first has none before it.
   constexpr int kBefore = prepares_itself(kTokens) ? kTeams : 0;
-  Turn<kTokens, kTeams> turn(me);
+  Turn turn(me.team, me.warp, kTeams);
   int steps = g.to - g.from, step = me.team - kBefore;
   ring.forward(me.team);
   Ring next = ring;  // where the stage to be prepared is
   for (; step < steps; step += kTeams) {
-    if (kBefore > 0 && step + kBefore == turn.step && turn.step < steps) turn.prepare(me, shared, next);
+    if (kBefore > 0 && step + kBefore == turn.step && turn.step < steps) turn.prepare(shared, next);
     if (step >= 0) {
       // Another team may not have had this stage's last filling yet: that must be over before the next is waited for.
       barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
       barrier_wait(&shared.full[ring.stage], ring.parity);
       if (present) {
         if constexpr (by_warpgroup(kTokens)) {
-          multiply_raw_by_group<kTokens, kTeams>(me, sums, ring, shared.starts[ring.stage]);
-        } else if constexpr (kRaw) {
+          multiply_by_group<kTokens, kTeams>(me, sums, ring);
+        } else if constexpr (is_raw(kTokens)) {
           multiply_raw<kTokens, kTeams>(me, sums, ring, shared.starts[ring.stage]);
         } else {
           multiply_stage<kTokens, kTeams>(me, sums, ring);

@@ -21,6 +21,7 @@ constexpr int kConsumerThreads = 32 * kConsumerWarps;
 constexpr int kThreads = 32 * kFirstConsumer + kConsumerThreads;
 constexpr int kSumsBarrier = 1, kTablesBarrier = 2, kCutBarrier = 3, kInitBarrier = 4;  // named ones
 constexpr int kReleases = 8;                                // arrivals that empty a stage
+constexpr int kRawTokens = 16;                              // that raw codes are multiplied with
 
 struct Shared {
   u64 full[kMaxStages], empty[kMaxStages];
@@ -28,7 +29,7 @@ struct Shared {
   u64 segment_full[kSegments], segment_done[kSegments], segment_empty[kSegments];
   u64 segment_pieces[kSegments];  // other blocks have left the sums that complete the tile
   u64 exchange_free;
-  __align__(16) float starts[kMaxStages][2 * kFewRows];  // see raw_codes.cuh
+  __align__(16) float starts[kMaxStages][2 * kRawTokens];  // see raw_codes.cuh
   Segment segment[kSegments];
   u32 end;         // where in shared memory the ring and the exchange of sums behind it end
   int launch;      // number of this launch

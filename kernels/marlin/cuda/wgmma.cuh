@@ -36,14 +36,6 @@ DEVICE void wgmma(float* d, const u32* a, u64 b);
   "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 template <>
-DEVICE void wgmma<16>(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." ACT_NAME "." ACT_NAME
-               " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
-               : SUMS_8(0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-template <>
 DEVICE void wgmma<24>(float* d, const u32* a, u64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32." ACT_NAME "." ACT_NAME
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, %16, 1, 1, 1, 0;"
