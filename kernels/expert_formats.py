@@ -1,4 +1,4 @@
-"""What all experts of one activation format have in common: their answers to the contract, and which of a step's
+"""What all experts of one activation format have in common: their answers to the contract, and which of a pass's
 arguments they need at all."""
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from moe_ep.topk_weight_and_reduce import (
 Shape = tuple[int, ...]
 
 
-class StandardStep(NamedTuple):
-    """What experts of the Standard format are given to compute.
+class Step(NamedTuple):
+    """What experts are given to compute.
 
     Attributes:
-        output: `[T, K]`, to be written: the weighted sums of the experts on this rank.
-        hidden_states: `[T, K]`.
+        output: to be written. Standard: `[M, K]`, the weighted sums of the experts on this rank. Batched:
+            `[El, max_rows, K]`, the results of the rows that count, unweighted.
+        hidden_states: `[M, K]`; batched `[El, max_rows, K]`, or `[num_rows, K]` if rows come by reference.
         w1, w2: as the experts read them.
-        topk_weights: f32 `[T, topk]`; 1 where the rows were weighted before they were dispatched.
-        topk_ids: `[T, topk]`, global ids, -1 for no expert.
+        topk_weights: f32 `[M, topk]`; 1 where the rows were weighted before they were dispatched.
+        topk_ids: `[M, topk]`, global ids, -1 for no expert.
         expert_map: int32, global -> local, -1 if not local; None if the ids are local.
         scratch: workspace13 and workspace2, of `scratch_shapes` or larger.
+        meta: the number of rows of each expert, and where they are; batched rows have it.
     """
 
     output: torch.Tensor
@@ -42,38 +44,58 @@ class StandardStep(NamedTuple):
     expert_map: torch.Tensor | None
     activation: MoEActivation | str
     scratch: tuple[torch.Tensor, torch.Tensor]
+    meta: ExpertTokensMetadata | None
+
+    @property
+    def batch(self) -> ExpertTokensMetadata:
+        """The metadata of batched rows; ValueError without it."""
+        if self.meta is None:
+            raise ValueError(
+                "expert_tokens_meta is None; batched experts need the number of rows of each expert, as the "
+                "prepare step returns it"
+            )
+        return self.meta
 
 
-class BatchedStep(NamedTuple):
-    """What experts of the BatchedExperts format are given to compute.
+class _AnyFormat(FusedMoEPermuteExpertsUnpermute):
+    """What does not depend on the format."""
 
-    Attributes:
-        output: `[El, max_rows, K]`; of the rows that count, the results are to be written, unweighted.
-        hidden_states: `[El, max_rows, K]`, or `[num_rows, K]` if rows come by reference.
-        w1, w2: as the experts read them.
-        meta: the number of rows of each expert, and where they are.
-        topk: the most experts of a token.
-        scratch: workspace13 and workspace2, of `scratch_shapes` or larger.
-    """
+    def supports_expert_map(self) -> bool:
+        return True
 
-    output: torch.Tensor
-    hidden_states: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
-    meta: ExpertTokensMetadata
-    topk: int
-    activation: MoEActivation | str
-    scratch: tuple[torch.Tensor, torch.Tensor]
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation | str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        scratch = (workspace13, workspace2)
+        step = (output, hidden_states, w1, w2, weights, topk_ids, expert_map, activation, scratch, expert_tokens_meta)
+        self.run(Step(*step))
+
+    @abstractmethod
+    def run(self, step: Step) -> None:
+        """Writes the output of a step."""
 
 
-class StandardFormat(FusedMoEPermuteExpertsUnpermute):
+class StandardFormat(_AnyFormat):
     """Experts that find the rows of each expert themselves, and weight and sum the results."""
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
-
-    def supports_expert_map(self) -> bool:
-        return True
 
     def supports_chunking(self) -> bool:
         return True
@@ -98,35 +120,8 @@ class StandardFormat(FusedMoEPermuteExpertsUnpermute):
         """Shapes of workspace13 and workspace2; none by default."""
         return (0,), (0,)
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation | str,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        # With apply_router_weight_on_input the rows were weighted before they were dispatched: weights of 1 here.
-        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        scratch = (workspace13, workspace2)
-        self.run(StandardStep(output, hidden_states, w1, w2, weights, topk_ids, expert_map, activation, scratch))
 
-    @abstractmethod
-    def run(self, step: StandardStep) -> None:
-        """Writes the output of a step."""
-
-
-class BatchedFormat(FusedMoEPermuteExpertsUnpermute):
+class BatchedFormat(_AnyFormat):
     """Experts that are given the rows of each expert, in place or by reference, and leave weighting to the backend.
 
     Args:
@@ -149,9 +144,6 @@ class BatchedFormat(FusedMoEPermuteExpertsUnpermute):
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.BatchedExperts
-
-    def supports_expert_map(self) -> bool:
-        return True
 
     def supports_chunking(self) -> bool:
         return False
@@ -180,33 +172,3 @@ class BatchedFormat(FusedMoEPermuteExpertsUnpermute):
     def scratch_shapes(self, num_experts: int, max_rows: int, N: int) -> tuple[Shape, Shape]:
         """Shapes of workspace13 and workspace2; none by default."""
         return (0,), (0,)
-
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation | str,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        if expert_tokens_meta is None:
-            raise ValueError(
-                "expert_tokens_meta is None; batched experts need the number of rows of each expert, as the "
-                "prepare step returns it"
-            )
-        scratch, topk = (workspace13, workspace2), topk_ids.size(-1)
-        self.run(BatchedStep(output, hidden_states, w1, w2, expert_tokens_meta, topk, activation, scratch))
-
-    @abstractmethod
-    def run(self, step: BatchedStep) -> None:
-        """Writes the output of a step."""

@@ -17,7 +17,7 @@ from moe_ep.activation import apply_activation
 from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEPermuteExpertsUnpermute
-from moe_ep.kernels.expert_formats import BatchedFormat, BatchedStep, StandardFormat, StandardStep
+from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat, Step
 
 
 class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
@@ -63,7 +63,7 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
             )
         )
 
-    def _compute(self, rows: torch.Tensor, step: StandardStep | BatchedStep, expert: int) -> torch.Tensor:
+    def _compute(self, rows: torch.Tensor, step: Step, expert: int) -> torch.Tensor:
         """Runs rows `[n, K]` through one expert; returns f32 `[n, K]`."""
         bias1, bias2 = self.quant_config.w1_bias, self.quant_config.w2_bias
         w1, w2 = self._weight(step.w1, 0, expert), self._weight(step.w2, 1, expert)
@@ -78,7 +78,7 @@ class ReferenceExperts(StandardFormat, _ReferenceExpertsBase):
     def supports_cuda_graph(self) -> bool:
         return False
 
-    def run(self, step: StandardStep) -> None:
+    def run(self, step: Step) -> None:
         local_ids = to_local_ids(step.topk_ids, step.expert_map)
         total = torch.zeros(step.output.shape, dtype=torch.float32, device=step.output.device)
         for expert in range(step.w1.size(0)):
@@ -93,9 +93,9 @@ class ReferenceExperts(StandardFormat, _ReferenceExpertsBase):
 class BatchedReferenceExperts(BatchedFormat, _ReferenceExpertsBase):
     """BatchedExperts format, rows in place or by reference; static shapes and no host synchronisation on a GPU."""
 
-    def run(self, step: BatchedStep) -> None:
-        num_rows, row_ids = step.meta.expert_num_tokens, step.meta.expert_row_ids
-        on_host = step.meta.expert_num_tokens_cpu if num_rows.is_cuda else num_rows
+    def run(self, step: Step) -> None:
+        num_rows, row_ids = step.batch.expert_num_tokens, step.batch.expert_row_ids
+        on_host = step.batch.expert_num_tokens_cpu if num_rows.is_cuda else num_rows
         for expert in range(step.w1.size(0)):
             bound = step.output.size(1) if on_host is None else int(on_host[expert])
             if row_ids is None:

@@ -14,7 +14,7 @@ from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertWeights, FusedMoEPermuteExpertsUnpermute
 from moe_ep.kernels import jit
-from moe_ep.kernels.expert_formats import BatchedFormat, BatchedStep, Shape, StandardFormat, StandardStep
+from moe_ep.kernels.expert_formats import BatchedFormat, Shape, StandardFormat, Step
 from moe_ep.kernels.marlin.checks import check_batch, check_tokens, check_weight_pair
 from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens
 from moe_ep.kernels.marlin.gemm import partials_numel
@@ -158,8 +158,8 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
     def scratch_shapes(self, num_experts: int, max_rows: int, N: int) -> tuple[Shape, Shape]:
         return (self._partials(max_rows),), (num_experts * max_rows, N)
 
-    def run(self, step: BatchedStep) -> None:
-        counts, row_ids = step.meta.expert_num_tokens, step.meta.expert_row_ids
+    def run(self, step: Step) -> None:
+        counts, row_ids = step.batch.expert_num_tokens, step.batch.expert_row_ids
         pair = self._weights(step.w1, step.w2, step.activation, step.hidden_states.dtype)
         check_batch(pair, step.hidden_states, counts, row_ids)
         compute_batch(pair, step.output, step.hidden_states, counts, row_ids, *step.scratch)
@@ -172,7 +172,7 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase):
         slots = -(-num_slots * K // 128) * 128
         return (slots + self._partials(num_slots),), (num_slots, N)
 
-    def run(self, step: StandardStep) -> None:
+    def run(self, step: Step) -> None:
         rows, weights, ids = step.hidden_states, step.topk_weights, step.topk_ids
         pair = self._weights(step.w1, step.w2, step.activation, rows.dtype)
         check_tokens(pair, rows, weights, ids)
