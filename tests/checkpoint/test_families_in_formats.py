@@ -45,10 +45,13 @@ def pairs_over(world_size: int) -> list[tuple[str, str]]:
 
 
 def family_config(family: str, format_name: str) -> dict[str, Any]:
-    changes = {"intermediate_size": 32, "quantization_config": CASES[format_name].quantization}
-    if family == "kimi_k2":
-        return config_of("deepseek_v3", **changes) | {"model_type": family}
-    return config_of(family, **changes)
+    """Of four experts, one for each of four ranks."""
+    config = config_of("deepseek_v3") | {"model_type": family} if family == "kimi_k2" else config_of(family)
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    config |= {key: 4 for key in counts if config.get(key)}
+    if config.get("n_group"):
+        config |= {"n_group": 2, "topk_group": 1}
+    return config | {"intermediate_size": 32, "quantization_config": CASES[format_name].quantization}
 
 
 def one_layer(config: dict[str, Any]) -> MoEModelSpec:

@@ -43,6 +43,10 @@ SAME_AS = {
     "granitemoehybrid": "granitemoeshared",
     "qwen3_5_moe_text": "qwen3_next",
 }
+BIASED = RoutingSpec(renormalize=True, scoring_func="sigmoid", has_correction_bias=True)
+GROUPED = dataclasses.replace(
+    BIASED, use_grouped_topk=True, num_expert_group=4, topk_group=2, routed_scaling_factor=2.5
+)
 EXPECTED = {
     "mixtral": {"moe_layers": (0, 1, 2), "moe_intermediate_size": 48, "routing": RoutingSpec(renormalize=True)},
     "qwen2_moe": {"moe_layers": (1,), "moe_intermediate_size": 32, "routing": RoutingSpec(renormalize=False)},
@@ -62,59 +66,31 @@ EXPECTED = {
     "deepseek_v3": {
         "moe_layers": (2,),
         "moe_intermediate_size": 32,
-        "routing": RoutingSpec(
-            renormalize=True,
-            scoring_func="sigmoid",
-            use_grouped_topk=True,
-            num_expert_group=4,
-            topk_group=2,
-            routed_scaling_factor=2.5,
-            has_correction_bias=True,
-        ),
+        "routing": GROUPED,
     },
     "glm4_moe": {
         "moe_layers": (1, 2),
         "moe_intermediate_size": 32,
-        "routing": RoutingSpec(
-            renormalize=True,
-            scoring_func="sigmoid",
-            use_grouped_topk=True,
-            num_expert_group=2,
-            topk_group=1,
-            routed_scaling_factor=1.5,
-            has_correction_bias=True,
-        ),
+        "routing": dataclasses.replace(GROUPED, num_expert_group=2, topk_group=1, routed_scaling_factor=1.5),
     },
     "afmoe": {
         "moe_layers": (1, 2),
-        "routing": RoutingSpec(
-            renormalize=True, scoring_func="sigmoid", has_correction_bias=True, routed_scaling_factor=2.5
-        ),
+        "routing": dataclasses.replace(BIASED, routed_scaling_factor=2.5),
     },
     "jamba": {"moe_layers": (1,), "routing": RoutingSpec(renormalize=False)},
     "lfm2_moe": {
         "moe_layers": (2,),
-        "routing": RoutingSpec(
-            renormalize=True, scoring_func="sigmoid", has_correction_bias=True, routed_scaling_factor=1.5
-        ),
+        "routing": dataclasses.replace(BIASED, routed_scaling_factor=1.5),
     },
     "exaone_moe": {
         "moe_layers": (1, 2),
-        "routing": RoutingSpec(
-            renormalize=True,
-            scoring_func="sigmoid",
-            use_grouped_topk=True,
-            num_expert_group=4,
-            topk_group=2,
-            routed_scaling_factor=2.5,
-            has_correction_bias=True,
-        ),
+        "routing": GROUPED,
     },
     "mimo_v2_flash": {"moe_layers": (1, 2), "shared_experts": None},
     "hunyuan_v1_moe": {"moe_intermediate_size": 48, "routing": RoutingSpec(renormalize=True)},
     "minimax_m2": {
         "moe_intermediate_size": 48,
-        "routing": RoutingSpec(renormalize=True, scoring_func="sigmoid", has_correction_bias=True),
+        "routing": BIASED,
     },
     "granitemoeshared": {
         "moe_intermediate_size": 48,
