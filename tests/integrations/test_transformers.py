@@ -73,7 +73,7 @@ def from_model(rank: int, world_size: int, family: str, options: dict[str, Any])
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3", "GptOss"])
 def test_ranks_with_requests_of_their_own(family: str) -> None:
-    """From a model; test_from_a_checkpoint has every family in f32, and test_bf16_and_int4 every family from a model."""
+    """From a model; every family is in test_from_a_checkpoint in f32, and in test_bf16_and_int4 from a model."""
     held = ranks(3).run(from_model, family, {})
     num_experts = [module.num_experts for _, module in find_experts(make_model(family))]
     assert [sum(layer) for layer in zip(*held, strict=True)] == num_experts
