@@ -163,13 +163,17 @@ def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str], in
         module = stored.removesuffix(".weight")
         found = stored in reader or (not is_plain and reader.names(module + "."))
         if param.dim() != 2 or not found:
-            raise CheckpointError(f"{reader.index_file}: expected tensor {stored}, found none of that name")
+            raise _nothing_fits(reader, name, param)
         with torch.no_grad():
             param.copy_(read_linear(reader, module, (param.size(0), param.size(1)), param.device))
     # Such as the biases of a router's choice, which transformers leaves at zero with a word in its log.
     for name, buffer in model.named_buffers():
         if name in unread:
-            raise CheckpointError(
-                f"{reader.index_file}: expected {name}, as transformers calls it, of shape "
-                f"{tuple(buffer.shape)}, found none that fits"
-            )
+            raise _nothing_fits(reader, name, buffer)
+
+
+def _nothing_fits(reader: CheckpointReader, name: str, tensor: torch.Tensor) -> CheckpointError:
+    return CheckpointError(
+        f"{reader.index_file}: expected {name}, as transformers calls it, of shape {tuple(tensor.shape)}, found none "
+        f"that fits"
+    )

@@ -104,17 +104,18 @@ def test_in_slots(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "MiniMaxM2"])
 @pytest.mark.parametrize("damage", ["missing", "of another shape"])
-def test_a_damaged_correction_bias_is_refused(family: str, damage: str, tmp_path: Path) -> None:
+def test_a_damaged_correction_bias_or_norm_is_refused(family: str, damage: str, tmp_path: Path) -> None:
     make_model(family, **OTHERS.get(family, {})).save_pretrained(tmp_path / "whole")
-    with CheckpointReader(tmp_path / "whole") as reader:
-        tensors = {name: reader.read(name) for name in reader.names()}
-        damaged = next(name for name in tensors if name.endswith("e_score_correction_bias"))
-        tensors[damaged] = tensors[damaged].repeat(2)
-        if damage == "missing":
-            del tensors[damaged]
-        write_checkpoint(tmp_path, reader.config, tensors.items())
-    with pytest.raises(CheckpointError, match=r"layers\.\d.*e_score_correction_bias, as .* found none that fits"):
-        moe_ep.parallelize(tmp_path)
+    for tensor in ("e_score_correction_bias", "input_layernorm.weight"):
+        with CheckpointReader(tmp_path / "whole") as reader:
+            tensors = {name: reader.read(name) for name in reader.names()}
+            damaged = next(name for name in tensors if name.endswith(tensor))
+            tensors[damaged] = tensors[damaged].repeat(2)
+            if damage == "missing":
+                del tensors[damaged]
+            write_checkpoint(tmp_path / tensor, reader.config, tensors.items())
+        with pytest.raises(CheckpointError, match=rf"layers\.\d.*{tensor}, as .* of shape .*, found none that fits"):
+            moe_ep.parallelize(tmp_path / tensor)
 
 
 def test_a_configuration_that_calls_top_k_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
