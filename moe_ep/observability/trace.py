@@ -71,8 +71,7 @@ def trace_to(folder: Path, *, rank: int, group: dist.ProcessGroup | None = None)
     with profiler as profile, listening(_Ranges(on_gpu)):
         yield path
     with replacing(path) as partial:
-        # The profiler compresses what is named so.
-        recorded = partial.with_suffix(".json.gz")
+        recorded = partial.with_suffix(".json")
         try:
             profile.export_chrome_trace(str(recorded))
             _align(recorded, partial, rank, shift_us)
@@ -94,8 +93,7 @@ def _clock_difference_us(group: dist.ProcessGroup | None) -> float:
 
 def _align(recorded: Path, path: Path, rank: int, shift_us: float) -> None:
     """Writes the trace with times on rank 0's clock, and processes named and numbered apart from others."""
-    with gzip.open(recorded, "rt") as file:
-        trace = json.load(file)
+    trace = json.loads(recorded.read_bytes())
     events = trace["traceEvents"]
     numbers: dict[str, int] = {}
     named = {}
@@ -113,5 +111,5 @@ def _align(recorded: Path, path: Path, rank: int, shift_us: float) -> None:
         else:
             name = {"name": f"rank {rank}: {process}"}
             events.append({"name": "process_name", "ph": "M", "pid": number, "tid": 0, "args": name})
-    with gzip.open(path, "wt", compresslevel=3) as file:
-        json.dump(trace, file)
+    # In one piece: json.dump encodes in Python, an item at a time.
+    path.write_bytes(gzip.compress(json.dumps(trace).encode(), compresslevel=3))

@@ -67,9 +67,8 @@ def with_a_clock_ahead(rank: int, world_size: int, folder: Path) -> float:
         host.setattr(trace.platform, "node", lambda: f"host-{rank}")
         host.setattr(trace.time, "time_ns", lambda: time.perf_counter_ns() + int(1e3 * ahead_us))
         shift_us = trace._clock_difference_us(None)
-    recorded, aligned = folder / f"recorded-{rank}.gz", folder / f"aligned-{rank}.gz"
-    with gzip.open(recorded, "wt") as file:
-        json.dump({"traceEvents": [{"ts": ahead_us + 1, "pid": 7, "name": "event"}]}, file)
+    recorded, aligned = folder / f"recorded-{rank}.json", folder / f"aligned-{rank}.gz"
+    recorded.write_text(json.dumps({"traceEvents": [{"ts": ahead_us + 1, "pid": 7, "name": "event"}]}))
     trace._align(recorded, aligned, rank, shift_us)
     event, process = read_trace(aligned)
     assert process["pid"] == event["pid"] and process["args"] == {"name": f"rank {rank}: 7"}
