@@ -17,6 +17,7 @@ from moe_ep.activation import apply_activation
 from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEPermuteExpertsUnpermute
+from moe_ep.custom_ops import without_autocast
 from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat, Step
 
 
@@ -67,9 +68,10 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
         """Runs rows `[n, K]` through one expert; returns f32 `[n, K]`."""
         bias1, bias2 = self.quant_config.w1_bias, self.quant_config.w2_bias
         w1, w2 = self._weight(step.w1, 0, expert), self._weight(step.w2, 1, expert)
-        hidden = F.linear(rows.float(), w1, None if bias1 is None else bias1[expert].float())
-        hidden = apply_activation(step.activation, hidden)
-        return F.linear(hidden, w2, None if bias2 is None else bias2[expert].float())
+        with without_autocast():
+            hidden = F.linear(rows.float(), w1, None if bias1 is None else bias1[expert].float())
+            hidden = apply_activation(step.activation, hidden)
+            return F.linear(hidden, w2, None if bias2 is None else bias2[expert].float())
 
 
 class ReferenceExperts(StandardFormat, _ReferenceExpertsBase):

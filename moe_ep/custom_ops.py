@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
@@ -77,8 +78,25 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
     _library.define(schema)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_ep::{name}", fake, lib=_library)
+    op = getattr(torch.ops.moe_ep, name).default
+
+    def as_made(*args: Any) -> Any:
+        """A layer computes in the dtypes it was made for, so `torch.autocast` around a model stops at it."""
+        with without_autocast():
+            return op(*args)
+
+    for key in _AUTOCAST_KEYS:
+        _library.impl(name, as_made, key)
 
 
+def without_autocast() -> AbstractContextManager[None]:
+    """A block in which `torch.autocast` changes nothing."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
+_AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_AUTOCAST |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 _library = torch.library.Library("moe_ep", "FRAGMENT")
 _define(
     "moe_forward(Tensor hidden_states, Tensor router_logits, str layer_name) -> Tensor",

@@ -249,12 +249,12 @@ class FusedMoE(LayerParts):
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Returns (shared output, routed output) of one pass."""
-        eplb, bias = self.eplb_state, self.e_score_correction_bias
+        eplb = self.eplb_state
         with stage("route"):
             topk_weights, topk_ids, zero_expert_result = self._select_experts(
                 hidden_states,
                 router_logits,
-                e_score_correction_bias=None if bias is None else bias.to(hidden_states.device),
+                e_score_correction_bias=self._bias_on(hidden_states.device),
                 indices_type=self.prepare_finalize.topk_indices_dtype(),
                 enable_eplb=eplb is not None,
                 expert_load_view=None if eplb is None else eplb.expert_load_view,
@@ -281,12 +281,6 @@ class FusedMoE(LayerParts):
             raise ValueError(
                 f"hidden_states is {tuple(hidden_states.shape)} of {hidden_states.dtype}; the layer "
                 f"{self.layer_name} takes (T, {K}) of {dtype}; cast them, or make the layer with another params_dtype"
-            )
-        bias = self.e_score_correction_bias
-        if bias is not None and bias.is_meta:
-            raise RuntimeError(
-                f"e_score_correction_bias of {self.layer_name} has no values, as it was made on the meta device; "
-                f"assign the router's, layer.e_score_correction_bias = ..."
             )
         if router_logits.shape != (hidden_states.size(0), self.num_router_columns):
             raise ValueError(

@@ -35,7 +35,6 @@ class LayerParts(ExpertShard):
     dispatch_dtype: torch.dtype | None
     _router: nn.Module | None
     _routers_bias: nn.Parameter | None
-    _own_bias: torch.Tensor | None
 
     def _join(self, process_group: dist.ProcessGroup | None) -> None:
         """Finds the layer's ranks, and creates the backend if they have met already."""
@@ -107,7 +106,7 @@ class LayerParts(ExpertShard):
         """The router's bias, `[E]`, or None; can be reassigned, as a tensor or as the router that has it."""
         if self._router is not None:
             return cast(torch.Tensor, self._router.e_score_correction_bias)
-        return self._own_bias if self._routers_bias is None else self._routers_bias
+        return self._buffers["_own_bias"] if self._routers_bias is None else self._routers_bias
 
     @e_score_correction_bias.setter
     def e_score_correction_bias(self, bias: torch.Tensor | nn.Module | None) -> None:
@@ -123,6 +122,17 @@ class LayerParts(ExpertShard):
         self.__dict__["_routers_bias"] = bias if isinstance(bias, nn.Parameter) else None
         own = bias.detach() if isinstance(bias, torch.Tensor) and not isinstance(bias, nn.Parameter) else None
         self.register_buffer("_own_bias", own, persistent=False)
+
+    def _bias_on(self, device: torch.device) -> torch.Tensor | None:
+        bias = self.e_score_correction_bias
+        if bias is None:
+            return None
+        if bias.is_meta:
+            raise RuntimeError(
+                f"e_score_correction_bias of {self.layer_name} has no values, as it was made on the meta device; "
+                f"assign the router's, layer.e_score_correction_bias = ..."
+            )
+        return bias.to(device)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         self._forget_kernels()

@@ -6,8 +6,7 @@ sides (`moe_ep.contracts`) and the reduce strategies (`moe_ep.topk_weight_and_re
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,20 +56,6 @@ __all__ = [
     "make_prepare_finalize",
 ]
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-_AUTOCAST |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-
-
-def _without_autocast(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Experts compute in the dtypes that they were made for, so `torch.autocast` around a model stops here."""
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return forward(*args, **kwargs)
-
-    return run
-
 
 class FusedMoEModularKernel(nn.Module):
     """Joins a prepare/finalize backend with experts of the same activation format.
@@ -107,7 +92,6 @@ class FusedMoEModularKernel(nn.Module):
         self._least_bytes: dict[tuple[object, ...], int] = {}
         self._side_stream: torch.cuda.Stream | None = None
 
-    @_without_autocast
     def forward(
         self,
         hidden_states: torch.Tensor,
