@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ep.errors import one_of
-from moe_ep.launch import interrupts, progress, ray_cluster
+from moe_ep.launch import interrupts, progress, ray_cluster, ray_slots
 from moe_ep.launch.gang import (
     ECHO_GRACE_S,
     Gang,
@@ -30,7 +30,7 @@ from moe_ep.launch.gang import (
     use_loopback_for_gloo,
 )
 from moe_ep.launch.rank_env import LOOPBACK, RankEnv
-from moe_ep.launch.ray_cluster import Slot, ip_key
+from moe_ep.launch.ray_slots import Slot, ip_key
 from moe_ep.launch.rendezvous import listen_store
 
 _START_LIMIT_S = 120.0
@@ -66,7 +66,7 @@ class RayGang(Gang):
         try:
             self._display.say("waiting for Ray")
             self._cluster = ray_cluster.connect(address, world_size or default_world_size, device)
-            num_gpus = ray_cluster.total_of("GPU")
+            num_gpus = ray_slots.total_of("GPU")
             if device == "auto":
                 device = "cuda" if num_gpus else "cpu"
             self.device = device
@@ -88,7 +88,7 @@ class RayGang(Gang):
         actors: list[Any] = []
         self._display.say(f"starting {progress.workers(self.world_size)}")
         try:
-            with ray_cluster.slots(self._resource, self.world_size) as slots:
+            with ray_slots.slots(self._resource, self.world_size) as slots:
                 try:
                     return self._watch(*self._start(slots, actors), fn, args, on_item)
                 finally:
@@ -100,7 +100,7 @@ class RayGang(Gang):
         from ray.util import get_current_placement_group
 
         if get_current_placement_group() is None:
-            ray_cluster.plan(self._resource, self.world_size)
+            ray_slots.plan(self._resource, self.world_size)
 
     def _start(self, slots: list[Slot], actors: list[Any]) -> tuple[list[Any], list[RankEnv], list[str]]:
         """Starts an actor in each slot, listing it in `actors`; returns actors, ranks and node IPs in rank order."""

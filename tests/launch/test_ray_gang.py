@@ -16,7 +16,9 @@ import pytest
 from moe_ep.errors import GangError
 from moe_ep.launch import interrupts
 from moe_ep.launch.ray_gang import RayGang
+from moe_ep.observability import metrics
 from tests.launch import jobs
+from tests.observability.test_metrics import scrape
 
 ray = pytest.importorskip("ray")
 
@@ -126,6 +128,25 @@ def test_too_little_room_is_said_at_once(cluster: None, world_size: int, device:
     assert no_group_is_left()
 
 
+def test_metrics_of_a_worker_come_from_its_node(cluster: None) -> None:
+    class Teller:
+        def tell(self) -> None:
+            sink = metrics.RaySink()
+            for metric in metrics.ALL:
+                sink.put(metric, 2.0, **dict.fromkeys(metric.labels, "0"))
+
+    teller = ray.remote(num_cpus=0)(Teller).remote()
+    ray.get(teller.tell.remote())
+    port = ray.nodes()[0]["MetricsExportPort"]
+    deadline, seen = time.monotonic() + 25, set[str]()
+    wanted = {f"ray_{m.name}" + ("_count" if m.kind == "histogram" else "") for m in metrics.ALL}
+    while time.monotonic() < deadline and not wanted <= seen:
+        time.sleep(0.5)
+        seen = {name.split("{")[0] for name in scrape(port)}
+    ray.kill(teller)
+    assert wanted <= seen
+
+
 def test_ctrl_c_ends_workers_and_cluster(tmp_path: Path) -> None:
     code = "import sys; from moe_ep.launch.ray_gang import RayGang; from tests.launch import jobs\n"
     driver = jobs.start_python(code + "RayGang(1, 'cpu').run(jobs.hang, sys.argv[1])", str(tmp_path))
@@ -167,8 +188,17 @@ def test_sigterm_while_a_cluster_starts_is_an_interrupt_too(monkeypatch: pytest.
         assert interrupts.received() == signal.SIGTERM
 
 
-def test_nothing_answers_at_the_address() -> None:
+def test_nothing_answers_at_the_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray.shutdown()
     with pytest.raises(GangError, match="no Ray cluster answers at 127.0.0.1:9"):
-        if ray.is_initialized():
-            ray.shutdown()
         RayGang(1, "cpu", address="127.0.0.1:9")
+    # What a cluster that is gone leaves behind.
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
+    with pytest.raises(GangError, match="no Ray cluster answers at 127.0.0.1:9"):
+        RayGang(1, "cpu", address="auto")
+    (tmp_path / "ray" / "ray_current_cluster").unlink()
+    with pytest.raises(GangError, match="no Ray cluster runs on this machine, and the address is auto"):
+        RayGang(1, "cpu", address="auto")
