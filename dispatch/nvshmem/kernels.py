@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from moe_ep.dispatch.batch import keep_for
 from moe_ep.dispatch.nvshmem.device_api import device_archive
 from moe_ep.dispatch.nvshmem.layout import BUFFERS
 from moe_ep.dispatch.nvshmem.order import Order
@@ -86,8 +87,7 @@ class Halves:
         if self._left:
             self._launch(self._left)
             if current_stream(self._order.device) != self._stream:
-                for tensor in self._held:
-                    tensor.record_stream(torch.cuda.current_stream(self._order.device))
+                keep_for(torch.cuda.current_stream(self._order.device), self._held)
             self._held = ()
             if self._then is not None:
                 self._then()
