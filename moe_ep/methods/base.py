@@ -64,7 +64,7 @@ class FusedMoEMethodBase(ABC):
         return True
 
     def uses_weight_scale_2_pattern(self) -> bool:
-        """Whether per-tensor scales are called `weight_scale_2`, as in nvfp4."""
+        """Whether second scales are called `weight_scale_2`, as in modelopt's nvfp4."""
         return False
 
     @abstractmethod

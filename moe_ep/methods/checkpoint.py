@@ -47,6 +47,10 @@ class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
                 f"{w13.row_block}, the rows of a block of scales; use expert parallelism"
             )
 
+    def uses_weight_scale_2_pattern(self) -> bool:
+        K, N = self.moe_config.hidden_dim, self.moe_config.intermediate_size_per_partition
+        return "weight_scale_2" in self.quant_config.of_gemm("w2").tensors(K, N * self._tp_size)
+
     def create_weights(
         self,
         layer: ExpertShard,
