@@ -19,7 +19,6 @@ _GANGS = (
     "test_ray_gang",
     "test_torchrun_gang",
     "test_run_eplb",
-    "test_metrics",
     "test_local_gang",
 )
 _LONG = (

@@ -39,7 +39,7 @@ HERE = {
 ELSEWHERE = {
     "bench scaling --geometry qwen3-30b --routing uniform,zipf:0.5 --eplb off,on --json results.jsonl":
         "bench/test_scaling.py::test_the_same_rows_from_every_launcher_and_their_pictures",
-    "bench scaling --json /tmp/r.jsonl": "launch/test_ray_job.py::test_a_job_measures_scaling",
+    "bench scaling --json /tmp/r.jsonl": "launch/test_ray_job.py::test_jobs_of_a_bare_checkout",
     "eplb plan trace.npz --model DIR --ep-size 16 --redundant 16 --out placement.json":
         "launch/test_run_eplb.py::test_experts_move_and_everything_is_verified",
     "eplb simulate --routing zipf:0.5 --ep-size 32 --redundant 32 --step-tokens 1024":
@@ -47,9 +47,9 @@ ELSEWHERE = {
     "generate --model DIR --prompts FILE": "integrations/test_generate.py::test_the_command",
     'run "$@"': "launch/test_torchrun_gang.py::test_ranks_that_srun_started",
     "run --address auto --ep-size 16 --model /models/checkpoint --tokens-per-rank 128 --steps 50":
-        "launch/test_ray_job.py::test_a_job_of_a_bare_checkout",
+        "launch/test_ray_job.py::test_jobs_of_a_bare_checkout",
     "run --address auto --ep-size 16 --model DIR": "launch/test_ray_job.py::test_a_driver_joins_a_running_cluster",
-    "run --ep-size 4": "launch/test_ray_job.py::test_a_job_of_a_bare_checkout",
+    "run --ep-size 4": "launch/test_ray_job.py::test_jobs_of_a_bare_checkout",
     "run --eplb --routing zipf:0.8": "launch/test_run_eplb.py::test_experts_move_and_everything_is_verified",
     "run --eplb --routing zipf:0.8 --device cpu --launcher local --ep-size 2 --tokens-per-rank 64":
         "launch/test_run_eplb.py::test_experts_move_and_everything_is_verified",

@@ -107,13 +107,17 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path / "checkout"
 
 
-def test_a_job_of_a_bare_checkout(head: Head, checkout: Path) -> None:
+def test_jobs_of_a_bare_checkout(head: Head, checkout: Path, tmp_path: Path) -> None:
+    """A run, and then measuring how the layer scales, in one job."""
+    rows, moe_ep = tmp_path / "rows.jsonl", "python -m moe_ep.launch"
+    small = "--device cpu --ep-size 2 --decode-tokens 2 --prefill-tokens none --chain 1 --repeats 3 --json"
+    both = f"{moe_ep} {' '.join(RUN)} --ep-size 2 && {moe_ep} bench scaling {small} {rows}"
     submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", head.dashboard]
-    command = ["--working-dir", ".", "--", "python", "-m", "moe_ep.launch", *RUN, "--ep-size", "2"]
-    done = head.call(*submit, *command, cwd=checkout)
+    done = head.call(*submit, "--working-dir", ".", "--", "sh", "-c", both, cwd=checkout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gang    2 workers, launcher ray" in done.stdout
     assert "verified: maximum relative error" in done.stdout
+    assert [(row["ep_size"], row["launcher"]) for row in read_lines(rows)] == [(1, "ray"), (2, "ray")]
 
 
 def test_the_example_job_ends_with_the_job_s_exit_code(head: Head) -> None:
@@ -123,20 +127,8 @@ def test_the_example_job_ends_with_the_job_s_exit_code(head: Head) -> None:
     assert "moe-ep run: the gang asks for 99 CPUs (one a worker) and there are 2 free of 2 in the Ray" in done.stdout
 
 
-def test_a_job_measures_scaling(head: Head, checkout: Path, tmp_path: Path) -> None:
-    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", head.dashboard]
-    small = "--device cpu --ep-size 2 --decode-tokens 2 --prefill-tokens none --chain 1 --repeats 3 --json"
-    command = ["--working-dir", ".", "--", "python", "-m", "moe_ep.launch", "bench", "scaling", *small.split()]
-    done = head.call(*submit, *command, str(tmp_path / "rows.jsonl"), cwd=checkout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [(row["ep_size"], row["launcher"]) for row in read_lines(tmp_path / "rows.jsonl")] == [
-        (1, "ray"),
-        (2, "ray"),
-    ]
-
-
 def test_a_driver_joins_a_running_cluster(head: Head) -> None:
-    done = head.call(sys.executable, "-m", "moe_ep.launch", *RUN, "--address", head.address, "--ep-size", "2")
+    done = head.call(sys.executable, "-m", "moe_ep.launch", *RUN, "--address", head.address, "--ep-size", "1")
     assert done.returncode == 0, done.stderr
     assert "verified: maximum relative error" in done.stdout
     assert done.stderr == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 import urllib.request
 from typing import Any
 
@@ -151,33 +150,3 @@ def test_a_taken_port_is_said() -> None:
             PrometheusSink(sink.port)
     finally:
         sink.close()
-
-
-def test_ray_takes_the_same_metrics() -> None:
-    """In a Ray worker, read back from the node's own endpoint."""
-    ray = pytest.importorskip("ray")
-    from moe_ep.launch import ray_cluster
-
-    assert ray_cluster.connect(None, 1)
-    try:
-
-        @ray.remote(num_cpus=0)
-        def tell() -> None:
-            from moe_ep.observability.metrics import RaySink
-
-            sink = RaySink()
-            for metric in metrics.ALL:
-                sink.put(metric, 2.0, **dict.fromkeys(metric.labels, "0"))
-            time.sleep(8)
-
-        working = tell.remote()
-        port = ray.nodes()[0]["MetricsExportPort"]
-        deadline, seen = time.monotonic() + 25, {}
-        wanted = {f"ray_{m.name}" + ("_count" if m.kind == "histogram" else "") for m in metrics.ALL}
-        while time.monotonic() < deadline and not wanted <= {name.split("{")[0] for name in seen}:
-            time.sleep(0.5)
-            seen = scrape(port)
-        assert wanted <= {name.split("{")[0] for name in seen}
-        ray.get(working)
-    finally:
-        ray.shutdown()
