@@ -97,6 +97,8 @@ def test_pieces_that_must_pair_up():
     assert copies_on_a_rank(slots, 8) == 0
     from_present = plan(weight, 16, 8, old=initial_placement(1, 8, 16))
     assert rank_loads(weight, from_present, 8).max() <= 205
+    # Ranks of three copies each must give some away before others have anybody to exchange with.
+    assert copies_on_a_rank(plan(np.array([[1, 2, 2, 1]]), 24, 8), 8) == 0
 
 
 # Sizes of the grid whose redundancy gives as many slots to every rank.
@@ -154,7 +156,7 @@ def test_any_problem_gives_whole_maps(policy, data):
     slots = placement.physical_to_logical.numpy()
     if policy == "incremental":
         if num_experts >= num_slots // num_ranks and (nodes == 1 or groups % nodes):
-            assert replica_counts(slots, num_experts).max() <= num_ranks
+            assert copies_on_a_rank(slots, num_ranks) == 0
         if old is not None:
             assert stays_in_place(old, slots, num_ranks)
     if nodes > 1 and groups % nodes == 0 and policy == "incremental":

@@ -157,16 +157,23 @@ def separate_copies(place: Placement) -> None:
         return
     experts, width = place.experts, place.experts.shape[0]
     rank, slot = np.nonzero((experts[1:] == experts[:-1]).T)
-    slot = slot + 1
-    while rank.size:
-        # One copy of each row a round: exchanges of one row must not cross.
-        first = np.diff(rank // num_ranks, prepend=-1) > 0
-        _separate(place, rank[first], slot[first], width)
-        rank, slot = rank[~first], slot[~first]
+    slot, before = slot + 1, rank.size + 1
+    # An exchange that parts some copies may make room to part others.
+    while 0 < rank.size < before:
+        before, left = rank.size, []
+        while rank.size:
+            # One copy of each row a round: exchanges of one row must not cross.
+            first = np.diff(rank // num_ranks, prepend=-1) > 0
+            left.append(_separate(place, rank[first], slot[first], width))
+            rank, slot = rank[~first], slot[~first]
+        rank, slot = np.concatenate(left, axis=1)
+        order = rank.argsort(kind="stable")
+        rank, slot = rank[order], slot[order]
 
 
-def _separate(place: Placement, rank: Array, slot: Array, width: int) -> None:
-    """Exchanges the listed slots, each of another row, with the best ones that leave no copies; others stay."""
+def _separate(place: Placement, rank: Array, slot: Array, width: int) -> Array:
+    """Exchanges the listed slots, each of another row, with the best ones that leave no copies; others stay, and are
+    returned as `[2, A]`, ranks and slots."""
     experts, num_ranks = place.experts, place.num_ranks
     still = (experts[:, rank] == experts[slot, rank]).sum(axis=0) > 1
     rank, slot = rank[still], slot[still]
@@ -184,3 +191,4 @@ def _separate(place: Placement, rank: Array, slot: Array, width: int) -> None:
     found = np.isfinite(worst[each, best])
     partner = others[each, best // width]
     place.swap(rank[found], slot[found], partner[found], (best % width)[found])
+    return np.stack([rank[~found], slot[~found]])
