@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -137,8 +137,13 @@ def test_a_model_that_was_not_divided_is_refused() -> None:
         steps_of(make_model("Qwen3Moe"))
 
 
-def test_without_transformers() -> None:
-    # None in sys.modules is how Python says that a module cannot be imported.
-    code = "import sys, moe_ep; sys.modules['transformers'] = None; moe_ep.parallelize"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "moe_ep.parallelize needs transformers, which is not installed; run: pip install 'moe_ep[hf]'" in run.stderr
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("transformers", "hf_loading"):
+        monkeypatch.delitem(sys.modules, f"moe_ep.integrations.{name}")
+    monkeypatch.delattr(moe_ep.integrations, "hf_loading")
+    # None is how Python says that a module cannot be imported.
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        ImportError, match=r"needs transformers, which is not installed; run: pip install 'moe_ep\[hf\]'"
+    ):
+        importlib.import_module("moe_ep.integrations.transformers")
