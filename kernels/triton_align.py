@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ep.kernels.triton_handover import comes_early, take_over
+
 _BLOCK = 128
 _NUM_WARPS = 4
 
@@ -31,6 +33,7 @@ def _batched_kernel(
     BLOCK_SIZE: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program e writes the list of expert e of batched rows, and a strip of the unused rest.
 
@@ -38,6 +41,7 @@ def _batched_kernel(
 
     Example: counts [1, 3], max_rows 3, BLOCK_SIZE 2: sorted [0, 6, 3, 4, 5, 6, 6, 6], experts [0, 1, 1, -1], used 6.
     """
+    take_over(EARLY)
     program = tl.program_id(0)
     expert = tl.arange(0, BINS)
     counts = tl.load(counts_ptr + expert, mask=expert < num_experts, other=0).to(tl.int32)
@@ -69,6 +73,7 @@ def triton_batched_align(
     sorted_token_ids = expert_num_tokens.new_empty(num_blocks * block_size, dtype=torch.int32)
     expert_ids = expert_num_tokens.new_empty(num_blocks, dtype=torch.int32)
     used = expert_num_tokens.new_empty(1, dtype=torch.int32)
+    early = comes_early(expert_num_tokens.device)
     with torch.cuda.device_of(expert_num_tokens):
         _batched_kernel[(num_experts,)](
             expert_num_tokens.contiguous(),
@@ -82,6 +87,8 @@ def triton_batched_align(
             BLOCK_SIZE=block_size,
             BINS=triton.next_power_of_2(num_experts),
             BLOCK=_BLOCK,
+            EARLY=early,
+            launch_pdl=early,
             num_warps=_NUM_WARPS,
         )
     return sorted_token_ids, expert_ids, used

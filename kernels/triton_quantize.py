@@ -12,6 +12,7 @@ import triton.language as tl
 
 from moe_ep.kernels.quantize import GROUP_SIZE, TINY_SCALE, scale_offset
 from moe_ep.kernels.triton_dispatch_rows import row_blocks
+from moe_ep.kernels.triton_handover import comes_early, take_over
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 # As measured: 16 columns per thread, and blocks that extend little beyond the end of a row.
@@ -166,6 +167,7 @@ def _dequantize_kernel(
     GROUP: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     HAS_E4M3: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """rows[t, c] = decode(codes[t, c]) * scales[t, c / GROUP], for BLOCK_GROUPS groups of one row.
 
@@ -173,6 +175,7 @@ def _dequantize_kernel(
 
     Example: GROUP=2, codes [0x38, 0xfe, 0x7e, 0x00], scales [1, 2]: [1, -448, 896, 0].
     """
+    take_over(EARLY)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -194,7 +197,8 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
     num_groups = triton.cdiv(hidden_size, GROUP_SIZE)
     # Views of one buffer: codes from its first byte, scales behind them.
     start = scale_offset(hidden_size)
-    quantized[:, hidden_size:start].zero_()
+    if start > hidden_size:
+        quantized[:, hidden_size:start].zero_()
     block = min(_MOST_COLUMNS, row_blocks(num_tokens, hidden_size, rows.element_size())[0])
     block_groups = max(1, block // GROUP_SIZE)
     with torch.cuda.device_of(rows):
@@ -221,7 +225,7 @@ def triton_dequantize_rows(quantized: torch.Tensor, rows: torch.Tensor) -> torch
     """Writes `rows` and returns it; arguments as in `dequantize_rows`, not checked."""
     num_tokens, hidden_size = rows.shape
     block, num_warps = row_blocks(num_tokens, hidden_size, rows.element_size())
-    block_groups = max(1, block // GROUP_SIZE)
+    block_groups, early = max(1, block // GROUP_SIZE), comes_early(rows.device)
     with torch.cuda.device_of(rows):
         _dequantize_kernel[(num_tokens, triton.cdiv(hidden_size, block_groups * GROUP_SIZE))](
             quantized,
@@ -234,6 +238,8 @@ def triton_dequantize_rows(quantized: torch.Tensor, rows: torch.Tensor) -> torch
             GROUP=GROUP_SIZE,
             BLOCK_GROUPS=block_groups,
             HAS_E4M3=_has_e4m3(rows.device),
+            EARLY=early,
+            launch_pdl=early,
             num_warps=num_warps,
         )
     return rows

@@ -11,7 +11,7 @@ from moe_ep.kernels.triton_dispatch_rows import _pack_rows_kernel, _weighted_row
 from moe_ep.kernels.triton_open_messages import _open_messages_kernel
 from moe_ep.kernels.triton_pack_messages import _pack_messages_kernel
 from moe_ep.kernels.triton_quantize import _dequantize_kernel, _quantize_kernel
-from tests.kernels.test_triton_compiles import ARCHITECTURES, compiled_ptx
+from tests.kernels.test_triton_compiles import ARCHITECTURES, compiled_ptx, hands_over_first
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -66,16 +66,18 @@ def test_plan_and_quantize_compile(arch: int) -> None:
     for exact in (True, False):
         compiled_ptx(_send_plan_kernel, types, {"NUM_RANKS": 8, "TOPK": 8, "EXACT": exact, "BLOCK": 1024}, (), arch)
     types = {"rows_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
+    constants = {"GROUP": 128, "BLOCK_GROUPS": 8, "HAS_E4M3": arch >= 90}
     ptx = compiled_ptx(
         _quantize_kernel,
         types,
-        {"TINY": 2.0**-126, "GROUP": 128, "BLOCK_GROUPS": 8, "HAS_E4M3": arch >= 90, "CORRECTIONS": 1},
+        constants | {"TINY": 2.0**-126, "CORRECTIONS": 1},
         ("rows_ptr", "codes_ptr"),
         arch,
     )
     assert "div.rn.f32" in ptx and "div.full.f32" not in ptx
-    constants = {"GROUP": 128, "BLOCK_GROUPS": 8, "HAS_E4M3": arch >= 90}
-    compiled_ptx(_dequantize_kernel, types, constants, ("rows_ptr", "codes_ptr"), arch)
+    constants["EARLY"] = arch >= 90
+    ptx = compiled_ptx(_dequantize_kernel, types, constants, ("rows_ptr", "codes_ptr"), arch)
+    assert hands_over_first(ptx) == (arch >= 90)
 
 
 def test_blocks_follow_the_rows() -> None:

@@ -79,5 +79,7 @@ def test_mul_sum_reads_16_bytes_at_a_time_and_does_not_fuse(arch: int) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_batched_align(arch: int) -> None:
     types = {name: "*i32" for name in _batched_kernel.arg_names if name.endswith("_ptr")}
-    constants = {"BLOCK_SIZE": 64, "BINS": 64, "BLOCK": 128}
-    assert ".local" not in compiled_ptx(_batched_kernel, types, constants, (), arch)
+    constants = {"BLOCK_SIZE": 64, "BINS": 64, "BLOCK": 128, "EARLY": arch >= 90}
+    ptx = compiled_ptx(_batched_kernel, types, constants, (), arch)
+    assert ".local" not in ptx
+    assert hands_over_first(ptx) == (arch >= 90)
