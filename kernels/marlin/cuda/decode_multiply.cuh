@@ -157,10 +157,11 @@ DEVICE void multiply_raw(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams][
 template <int kTokens, int kTeams>
 DEVICE void multiply_by_group(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams][kTokens / 2], const Ring& ring) {
   constexpr int kEvery = 8 / SCALES_PER_STEP;  // products of 16 columns between new scales
+  constexpr bool kAhead = kFolded;             // other types have no registers left for the next codes
   const u8* codes = ring.codes() + me.codes;
   const u8* scales = ring.scales() + me.scales;
   // The compiler sees that it is the same for all lanes.
-  u32 tokens = __shfl_sync(~0u, wgmma_descriptor(shared_address(ring.tokens())), 0);
+  u64 tokens = kDescriptorHigh << 32 | __shfl_sync(~0u, wgmma_descriptor(shared_address(ring.tokens())), 0);
   Scales s[kTeams];
   u32 words[kTeams][2 * kWords];
   u32 a[2][2][kTeams][4];
@@ -169,9 +170,10 @@ DEVICE void multiply_by_group(const Lane<kTokens, kTeams>& me, float (&sums)[kTe
     for (int i = 0; i < kTeams; i++) load_words(words[i], codes + (quarter * 4 + i) * kPieceBytes);
   };
   fence_proxy_async();  // tokens were written by ordinary copies
-  read(0);
+  if (kAhead) read(0);
 #pragma unroll
   for (int quarter = 0; quarter < 4; quarter++) {
+    if (!kAhead) read(quarter);
 #pragma unroll
     for (int n = 0; n < 2 * kTeams; n++) {
       int k = quarter * 2 + n / kTeams, i = n % kTeams;
@@ -181,13 +183,12 @@ DEVICE void multiply_by_group(const Lane<kTokens, kTeams>& me, float (&sums)[kTe
       }
       dequantize_folded(&words[i][k % 2 * kWords], s[i], a[quarter % 2][k % 2][i]);
     }
-    if (quarter < 3) read(quarter + 1);
+    if (kAhead && quarter < 3) read(quarter + 1);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < 2 * kTeams; n++) {
       int k = quarter * 2 + n / kTeams, i = n % kTeams;
-      u32 from = tokens + k % 4 * 2 + k / 4 * ring.token_rows * 8;
-      wgmma<kTokens>(sums[i], a[quarter % 2][k % 2][i], kDescriptorHigh << 32 | from);
+      wgmma<kTokens>(sums[i], a[quarter % 2][k % 2][i], tokens + (k % 4 * 2 + k / 4 * ring.token_rows * 8));
     }
     wgmma_commit();
     if (quarter < 3) wgmma_wait<1>();

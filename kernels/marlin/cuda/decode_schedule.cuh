@@ -25,7 +25,7 @@ constexpr u32 kTicketsPerLaunch = 4 * kMaxBlocks;
 DEVICE constexpr int tile_tokens(int rows) { return (rows + 7) / 8 * 8; }
 
 // Steps that blocks may idle so that no tile is shared: what adding up over blocks takes, as measured.
-DEVICE int most_idle(int rows) { return rows <= 8 ? 5 : 2; }
+constexpr int kMostIdle = 5;
 
 struct Schedule {
   int num_active, largest;         // experts that have a few rows, and the most rows one of them has
@@ -96,7 +96,7 @@ DEVICE int find_start(Schedule& s, int phase, int piece) {
   int costs = last.cost_before + last.cost, total = costs * expert_steps;
   bool alike = costs == s.num_active * few_cost(s.largest);
   if (alike || total < 2 * few_cost(kFewRows) * blocks) {
-    return even_start(tiles, s.steps[phase], piece, alike ? most_idle(s.largest) : -1);
+    return even_start(tiles, s.steps[phase], piece, alike ? kMostIdle : -1);
   }
   if (piece == blocks) return s.num_active * expert_steps;
   int share = quotient(total, blocks), before = piece * share + min(piece, total - share * blocks), expert = 0;

@@ -37,7 +37,7 @@ DEVICE void place_tables(Shared& shared, int num_experts) {
 DEVICE void prefetch_weights(const ExpertsParams& p, int lane) {
   const GemmParams& gemm = p.gemm[0];
   int row_tiles = (gemm.rows + kTileRows - 1) / kTileRows, steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
-  int tiles = p.num_experts * row_tiles, at = even_start(tiles, steps, blockIdx.x, most_idle(1));
+  int tiles = p.num_experts * row_tiles, at = even_start(tiles, steps, blockIdx.x, kMostIdle);
   int tile = quotient(at, steps), step = at - tile * steps, expert = quotient(tile, row_tiles);
   int first = (tile - expert * row_tiles) * kTileRows + lane * 64;
   int columns = min(gemm.columns - step * kStepColumns, kPrefetchSteps * kStepColumns);
