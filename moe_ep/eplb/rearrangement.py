@@ -78,7 +78,8 @@ class Rearrangement:
         # Started early: it takes seconds to be there.
         in_process = config.planner == "process" and config.asynchronous and channel.rank == 0
         self._planner = PlannerProcess() if in_process else None
-        self._has_warned = False
+        # Whether there were steps to plan from before: a model that has served may stand idle.
+        self._has_planned = False
 
     def close(self) -> None:
         """Ends the planning process."""
@@ -165,13 +166,13 @@ class Rearrangement:
         total = self._channel.sum("the load", self._mover.to_host(counts)).long()
         load = measure_load(total, self._channel.size, job.step)
         self._tell(load)
-        if load.num_steps and not total.any() and not self._has_warned:
-            self._has_warned = True
+        if load.num_steps and not self._has_planned and not total.any():
             logger.warning(
                 "EPLB counted no tokens in %d steps; CUDA graphs that were captured before the manager was made count "
                 "nothing and keep the maps of then: make the manager first, and capture again",
                 load.num_steps,
             )
+        self._has_planned |= load.num_steps > 0
         old = self._placement.host
         message = torch.zeros(1 + old.size, dtype=torch.int64)
         reason, seconds = "EP rank 0 made no plan", 0.0

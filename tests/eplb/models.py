@@ -130,5 +130,5 @@ def make_model(world_size: int, spare: int = 2, **options: Any) -> list[FusedMoE
     return [load_layer(make_layer("plain", redundant, **options), seed) for seed in range(L)]
 
 
-def on_one_rank() -> EPLBManager:
-    return EPLBManager(make_model(1, ep_size=1), EplbConfig(**{**vars(CONFIG), "asynchronous": False}))
+def on_one_rank(**settings: Any) -> EPLBManager:
+    return EPLBManager(make_model(1, ep_size=1), EplbConfig(**{**vars(CONFIG), "asynchronous": False, **settings}))
