@@ -257,13 +257,13 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     }
     const int parts = DEVICE_API ? kRowParts : c.packet_parts_of(most * RANKS);
     const u32 total = most * RANKS * parts;
-    while (static_cast<u32>(ticket) < total) {
+    for (; static_cast<u32>(ticket) < total; ticket = tickets.next()) {
+        tickets.draw_ahead();
         send(p, shared, static_cast<int>(static_cast<u32>(ticket)), parts, epoch, alive);
-        ticket = tickets.next();
     }
-    while (refresh_is_due(epoch) && static_cast<u32>(ticket) - total < static_cast<u32>(b.capacity)) {
+    for (; refresh_is_due(epoch) && static_cast<u32>(ticket) - total < static_cast<u32>(b.capacity);
+         ticket = tickets.next()) {
         refresh(p, shared, static_cast<int>(static_cast<u32>(ticket) - total), epoch, alive);
-        ticket = tickets.next();
     }
 }
 

@@ -92,7 +92,10 @@ __device__ __forceinline__ u32 reached_by(const Common& c, int token, u32 alive)
 }
 
 // A part of a token to every rank that has one of its experts; what it needs is read before it is known who that is.
-__device__ __forceinline__ void send_plain(const Params& p, int token, int part, u32 epoch, u32 alive) {
+// The next ticket is drawn behind the stores: where there are as many such tasks as blocks, a block that comes up a little
+// later than the others would else find its own taken by one that is still busy.
+__device__ __forceinline__ void send_plain(const Params& p, Tickets<Senders>& tickets, int token, int part, u32 epoch,
+                                           u32 alive) {
     constexpr int kAhead = 2;
     const Buffers& b = p.common.buffers;
     const int begin = part_begin(part, kRowParts), end = part_begin(part + 1, kRowParts);
@@ -118,6 +121,7 @@ __device__ __forceinline__ void send_plain(const Params& p, int token, int part,
         }
     }
     Senders::sync();
+    tickets.draw_ahead();
     if (threadIdx.x < RANKS && ranks >> threadIdx.x & 1) {
         u64* flags = b.row_flags_of(threadIdx.x, b.rank, token);
         store_release(reinterpret_cast<u32*>(flags) + part, epoch);
@@ -256,42 +260,41 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
 #else
     const u32 total = meta_tasks + c.num_tokens * parts;
 #endif
-    for (;;) {
-        const u64 ticket = tickets.next();
-        const u32 epoch = static_cast<u32>(ticket >> 32), task = static_cast<u32>(ticket);
-        if (task == 0) {
-            if (threadIdx.x < RANKS && b.reaches(threadIdx.x) && alive >> threadIdx.x & 1) {
-                send_header(c, threadIdx.x, epoch);
-            }
-            if (threadIdx.x == 0) {
-                c.counters->combine = static_cast<u64>(epoch) << 32;
-            }
+    u64 ticket = tickets.next();
+    const u32 epoch = static_cast<u32>(ticket >> 32);
+    if (static_cast<u32>(ticket) == 0) {
+        if (threadIdx.x < RANKS && b.reaches(threadIdx.x) && alive >> threadIdx.x & 1) {
+            send_header(c, threadIdx.x, epoch);
         }
-        if (task >= total) {
-            const u32 slot = task - total;
-            if (!refresh_is_due(epoch) || slot >= static_cast<u32>(b.capacity)) {
-                return;
-            }
-            int owner;
-            const u32 ranks = slot < static_cast<u32>(c.num_tokens) ? c.destinations(slot, alive, owner) : 0;
-            refresh_row(c, slot, ranks, epoch, alive);
-            continue;
+        if (threadIdx.x == 0) {
+            c.counters->combine = static_cast<u64>(epoch) << 32;
         }
-        int left = static_cast<int>(task);
+    }
+    for (; static_cast<u32>(ticket) < total; ticket = tickets.next()) {
+        int left = static_cast<int>(static_cast<u32>(ticket));
 #if DEVICE_API
         if (put_task(p, left, epoch, alive)) {
             continue;
         }
 #endif
         if (left < meta_tasks) {
+            tickets.draw_ahead();
             send_meta(p, left, epoch, alive);
             continue;
         }
         const int part = (left - meta_tasks) % parts, token = (left - meta_tasks) / parts;
         if (as_packets) {
+            tickets.draw_ahead();
             send_packets(p, shared, token, part, parts, epoch, alive);
         } else {
-            send_plain(p, token, part, epoch, alive);
+            send_plain(p, tickets, token, part, epoch, alive);
         }
+    }
+    for (; refresh_is_due(epoch) && static_cast<u32>(ticket) - total < static_cast<u32>(b.capacity);
+         ticket = tickets.next()) {
+        const int slot = static_cast<int>(static_cast<u32>(ticket) - total);
+        int owner;
+        const u32 ranks = slot < c.num_tokens ? c.destinations(slot, alive, owner) : 0;
+        refresh_row(c, slot, ranks, epoch, alive);
     }
 }

@@ -203,21 +203,30 @@ public:
         }
     }
 
-    // The next ticket, the same for all threads of the group; the one after it is on its way already.
+    // The next ticket, the same for all threads of the group.
     __device__ __forceinline__ u64 next() {
         Sync::sync();
         if (threadIdx.x == 0) {
-            *shared_ = ahead_;
-            ahead_ = atomicAdd(counter_, 1ull);
+            *shared_ = ahead_ == kNone ? atomicAdd(counter_, 1ull) : ahead_;
+            ahead_ = kNone;
         }
         Sync::sync();
         return *shared_;
     }
 
+    // Has the next ticket under way.
+    __device__ __forceinline__ void draw_ahead() {
+        if (threadIdx.x == 0) {
+            ahead_ = atomicAdd(counter_, 1ull);
+        }
+    }
+
 private:
+    static constexpr u64 kNone = ~0ull;
+
     u64* counter_;
     u64* shared_;
-    u64 ahead_ = 0;
+    u64 ahead_ = kNone;
 };
 
 // Programmatic launch: the next kernel of the stream may come up while this one runs, and waits for its end here.
