@@ -65,6 +65,12 @@ def test_small_shapes(kind: WeightType, group: int) -> None:
     check_batched(kind, group, [2, 0, 33, 70], (256, 128), by_reference=group == 32)
 
 
+@pytest.mark.parametrize(("kind", "group"), KINDS, ids=lambda v: str(getattr(v, "scalar_type", v)))
+def test_small_shapes_of_few_rows(kind: WeightType, group: int) -> None:
+    # The same: beside 70 rows the kernel for few rows has none of these.
+    check_batched(kind, group, [2, 20, 0, 12, 27], (256, 128), by_reference=group == 32)
+
+
 @pytest.mark.parametrize("activation", list(MoEActivation))
 def test_every_activation_with_biases(activation: MoEActivation) -> None:
     check_batched(UINT4B8, 128, [3, 70], (256, 384), activation=activation, bias=True)

@@ -70,7 +70,7 @@ DEVICE void load_weights(const ExpertsParams& p, Shared& shared, const Segment& 
     }
     columns_left -= kStepColumns, groups_left -= SCALES_PER_STEP;
     ring.forward(1);
-    store_shared(&shared.issued, ring.passed);
+    count_shared(&shared.issued);
   }
 }
 
@@ -224,8 +224,7 @@ DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring ring) {
         barrier_arrive(&shared.landed[ring.stage]);
         barrier_wait(&shared.landed[ring.stage], ring.parity);
         prepare_tokens(ring, shared.starts[ring.stage], prepared_place(0), 0);
-        __syncwarp();
-        if (thread == 32) barrier_arrive(&shared.full[ring.stage], 32 * kTokenWarps);
+        barrier_arrive(&shared.full[ring.stage], kTokenWarps);
       }
     }
     if (thread >= 32) return;

@@ -31,8 +31,7 @@ struct Turn {
     barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
     barrier_wait(&shared.landed[ring.stage], ring.parity);
     prepare_tokens(ring, shared.starts[ring.stage], tokens, 8 * unit);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.full[ring.stage], 32 * kTokenWarps / kUnits);
+    barrier_arrive(&shared.full[ring.stage], kTokenWarps / kUnits);
   }
 };
 

@@ -89,7 +89,7 @@ DEVICE void take_hidden(const ExpertsParams& p, Shared& shared, const Segment& g
       for (int i = 0; i < kLoads; i++) all &= i * 16 >= columns || words[i].written(shared.launch);
     } while (!__all_sync(~0u, all));
     // This warp has not seen every filling of the stage, so the parity of `empty` alone does not say which is over.
-    while (load_shared(&shared.issued) <= ring.passed) {
+    while (read_shared(&shared.issued) <= ring.passed) {
     }
     barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
     u32 row = shared_address(ring.tokens()) + token * 128 + lane % 2 * 8;
@@ -99,13 +99,12 @@ DEVICE void take_hidden(const ExpertsParams& p, Shared& shared, const Segment& g
       asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(words[i].value(0)), "r"(words[i].value(1))
                    : "memory");
     }
-    __syncwarp();
-    if constexpr (takes_raw(8)) prepare_tokens(ring, shared.starts[ring.stage], prepared_place(0), 0);
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(&shared.landed[ring.stage], 32 * kTokenWarps);  // as in every filling of a stage
-      barrier_arrive(&shared.full[ring.stage], 32 * kTokenWarps);
+    if constexpr (takes_raw(8)) {
+      __syncwarp();
+      prepare_tokens(ring, shared.starts[ring.stage], prepared_place(0), 0);
     }
+    barrier_arrive(&shared.landed[ring.stage], kTokenWarps);  // as in every filling of a stage
+    barrier_arrive(&shared.full[ring.stage], kTokenWarps);
     ring.forward(min(kTurns, end - step));
     step += kTurns;
   }

@@ -154,15 +154,14 @@ DEVICE void wait_at_least(const int* p, int value) {
 
 // ---- numbers in shared memory that warps wait for ----
 
-// A number in shared memory that other warps change.
-DEVICE int load_shared(const int* p) {
+DEVICE int read_shared(int* p) {
   int value;
-  asm volatile("ld.relaxed.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(shared_address(p)) : "memory");
+  asm volatile("atom.relaxed.cta.shared.add.s32 %0, [%1], 0;" : "=r"(value) : "r"(shared_address(p)) : "memory");
   return value;
 }
 
-DEVICE void store_shared(int* p, int value) {
-  asm volatile("st.relaxed.cta.shared.s32 [%0], %1;" ::"r"(shared_address(p)), "r"(value) : "memory");
+DEVICE void count_shared(int* p) {
+  asm volatile("red.relaxed.cta.shared.add.s32 [%0], 1;" ::"r"(shared_address(p)) : "memory");
 }
 
 // ---- registers ----
