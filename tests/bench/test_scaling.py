@@ -27,22 +27,15 @@ from moe_ep.launch.scaling_rows import Clock, Row, Setting
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--decode-tokens", "16", "--prefill-tokens", "none", "--chain", "2", "--repeats", "3", "--device", "cpu"]
-COMMAND = [sys.executable, "-m", "moe_ep.launch", "bench", "scaling"]
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def test_the_same_rows_from_every_launcher_and_their_pictures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "local.jsonl"
-    done = run(
-        *COMMAND, "--launcher", "local", "--ep-size", "2", "--routing", "uniform,zipf:2", "--eplb", "off,on",
-        "--backend", "all_to_all,batched_all_to_all", *SMALL, "--json", str(path),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    options = "--launcher local --ep-size 2 --routing uniform,zipf:2 --eplb off,on --backend"
+    command = ["bench", "scaling", *options.split(), "all_to_all,batched_all_to_all", *SMALL, "--json", str(path)]
+    assert main(command) == 0, capsys.readouterr().err
     rows = read_lines(path)
     routings = ("uniform", "zipf:2")
     found = {(row["ep_size"], row["backend"], row["routing"], row["eplb"]): row for row in rows}
@@ -64,15 +57,14 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(
         assert (row["bytes_sent"] > 0) == (row["ep_size"] > 1)
         assert row["logical_gb_per_s"] >= row["wire_gb_per_s"]
         assert (row["workers"], row["launcher"]) == (2, "local")
-    about, headings, *lines = done.stdout.splitlines()
+    about, headings, *lines = capsys.readouterr().out.splitlines()
     assert about.startswith("geometry small, scaling weak, wire activations, T tokens a rank, ")
     assert headings.split()[:4] == ["EP", "phase", "T", "backend"] and len(lines) == len(rows)
 
     under_torchrun = tmp_path / "torchrun.jsonl"
-    done = run(
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "scripts/bench_ep_scaling.py",
-        *SMALL, "--scaling", "weak,strong", "--json", str(under_torchrun),
-    )  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "scripts/bench_ep_scaling.py"]
+    command += [*SMALL, "--scaling", "weak,strong", "--json", str(under_torchrun)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     others = read_lines(under_torchrun)
     assert [(row["ep_size"], row["scaling"], row["tokens_per_rank"]) for row in others] == [
