@@ -69,7 +69,7 @@ def bias_layout(gemm: str) -> ParamLayout:
 
 
 class ExpertWeightLoader:
-    """Loads the expert parameters of one layer and keeps track of what is missing.
+    """Loads the expert parameters of one layer and keeps track of what is missing; threads may share the work.
 
     Args:
         name: the layer's name, for messages.
@@ -86,13 +86,15 @@ class ExpertWeightLoader:
         self._tp_size = tp_size
         self._declared: dict[str, ParamLayout] = {}
         self._loaded: set[_Piece] = set()
-        self._pending: set[_Piece] | None = None
+        self._pending: set[_Piece] = set()
+        self._has_begun = False
         self._closed = False
         self._again = False
 
     def declare(self, param_name: str, layout: ParamLayout) -> None:
         """Registers a parameter by its name."""
         self._declared[param_name] = layout
+        self._pending.update(self._required(param_name))
 
     def close(self) -> None:
         """Marks the parameters' storage as freed; loading from here on is an error."""
@@ -100,8 +102,8 @@ class ExpertWeightLoader:
 
     def reopen(self) -> None:
         """Marks the storage as present again, to load all experts or some; a slot must then get all tensors or none."""
-        self._closed, self._again = False, True
-        self._pending = None
+        self._closed, self._again, self._has_begun = False, True, False
+        self._pending = {piece for param_name in self._declared for piece in self._required(param_name)}
         self._loaded.clear()
 
     @property
@@ -111,7 +113,7 @@ class ExpertWeightLoader:
 
     def missing(self) -> list[str]:
         """What has not arrived, as "w13_weight of local expert 3 (shard w1)"; empty before loading begins."""
-        if not self._pending:
+        if not (self._has_begun and self._pending):
             return []
         again = self.slots_loaded_again
         return [
@@ -149,8 +151,7 @@ class ExpertWeightLoader:
                 f"to_empty(device=...) of the layer before loading"
             )
         self._check_shard(weight_name, param_name, shard_id)
-        if self._pending is None:
-            self._pending = self._required()
+        self._has_begun = True
         # A tensor of all experts has as many dimensions as the parameter; a single number is never one.
         if getattr(loaded_weight, "ndim", 0) == param.ndim and loaded_weight.numel() > 1:
             return self._load_all(param_name, param, loaded_weight, weight_name, shard_id)
@@ -194,8 +195,7 @@ class ExpertWeightLoader:
         else:
             target.copy_(part)
         self._loaded.add(piece)
-        if self._pending:
-            self._pending.discard(piece)
+        self._pending.discard(piece)
 
     def _part_of_this_rank(
         self, weight: torch.Tensor, target: torch.Tensor, layout: ParamLayout, weight_name: str, param_name: str
@@ -224,14 +224,11 @@ class ExpertWeightLoader:
         others = [shard for shard in self._shards(layout) if shard != shard_id]
         return any((param_name, slot, shard) in self._loaded for shard in others)
 
-    def _required(self) -> set[_Piece]:
-        return {
-            (param_name, slot, shard)
-            for param_name, layout in self._declared.items()
-            if not layout.optional
-            for slot in range(self.slots.num_local)
-            for shard in self._shards(layout)
-        }
+    def _required(self, param_name: str) -> Iterator[_Piece]:
+        """What has to be loaded into a parameter."""
+        layout = self._declared[param_name]
+        slots = range(0 if layout.optional else self.slots.num_local)
+        return ((param_name, slot, shard) for slot in slots for shard in self._shards(layout))
 
     def _shards(self, layout: ParamLayout) -> list[str]:
         return [shard for shard, (gemm, half) in SHARDS.items() if gemm == layout.gemm and (half == 0 or self._gated)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -253,6 +255,32 @@ def test_a_correction_bias_read_from_the_router_may_be_replaced_there() -> None:
     assert torch.equal(twin[1](*make_inputs(T, K, E)), expected)
     with pytest.raises(TypeError, match="e_score_correction_bias is a Linear; it must be a tensor, a router that has"):
         make_layer(e_score_correction_bias=nn.Linear(K, E))
+
+
+def test_threads_may_load_a_layer_together() -> None:
+    weights, together = make_weights(E, K, N), threading.Barrier(3)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that a thread is interrupted in the middle of its first tensor
+
+    def load_shard(layer: FusedMoE, name: str, shard: str, tensors: list[torch.Tensor]) -> None:
+        together.wait()
+        for expert, tensor in enumerate(tensors):
+            layer.weight_loader(layer.get_parameter(name), tensor, shard, shard, expert)
+
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            for _ in range(80):
+                layer = make_layer()
+                jobs = [
+                    threads.submit(load_shard, layer, "w13_weight", "w1", weights.gate),
+                    threads.submit(load_shard, layer, "w13_weight", "w3", weights.up),
+                    threads.submit(load_shard, layer, "w2_weight", "w2", weights.down),
+                ]
+                assert [job.result() for job in jobs] == [None] * 3
+                assert layer.loader.missing() == []
+    finally:
+        sys.setswitchinterval(interval)
+    check(layer, weights)
 
 
 def test_threads_may_call_a_layer_at_once_from_the_first_pass_on() -> None:
