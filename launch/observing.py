@@ -17,20 +17,21 @@ from moe_ep.observability.trace import trace_to
 @contextmanager
 def observing(
     rank_env: RankEnv, *, metrics_port: int | None, metrics_host: str, trace: Path | None
-) -> Iterator[LayerMonitor]:
+) -> Iterator[LayerMonitor | None]:
     """Serves metrics at metrics_port + local rank, and writes a trace of what happens inside the block.
 
     Yields:
-        The monitor to tell of every step; it does nothing where no metrics were asked for.
+        The monitor to start and to tell of every step, where metrics were asked for.
 
     Raises:
         ConfigError: the port is taken.
     """
     with ExitStack() as stack:
-        monitor = LayerMonitor(Sinks(), rank=rank_env.rank, device=rank_env.device)
+        monitor = None
         if metrics_port is not None:
             sink = _sink(rank_env, metrics_port + rank_env.local_rank, metrics_host)
-            monitor = stack.enter_context(LayerMonitor(sink, rank=rank_env.rank, device=rank_env.device))
+            monitor = LayerMonitor(sink, rank=rank_env.rank, device=rank_env.device)
+            stack.push(monitor)
         if trace is not None:
             # The profiler's library writes lines of its own to stderr otherwise.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -24,6 +24,7 @@ from moe_ep.expert_map import expert_owner_table
 from moe_ep.launch import progress
 from moe_ep.launch.balancing import Balancing
 from moe_ep.launch.facts import backend_name, device_name, experts_name, peak_memory, versions
+from moe_ep.launch.gang import ignore
 from moe_ep.launch.inputs import TokenSource
 from moe_ep.launch.model_options import torch_dtype
 from moe_ep.launch.observing import observing
@@ -57,7 +58,8 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
         with observing(
             rank_env, metrics_port=config.metrics_port, metrics_host=config.metrics_host, trace=config.trace
         ) as monitor:
-            balancing = Balancing(config, rank_env, stack, reader, monitor.on_eplb_event) if config.eplb else None
+            listener = ignore if monitor is None else monitor.on_eplb_event
+            balancing = Balancing(config, rank_env, stack, reader, listener) if config.eplb else None
             steps = MeasuredSteps(
                 stack,
                 source,
@@ -82,11 +84,17 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
 
 
 def _drive(
-    config: RunConfig, steps: MeasuredSteps, balancing: Balancing | None, monitor: LayerMonitor, device: torch.device
+    config: RunConfig,
+    steps: MeasuredSteps,
+    balancing: Balancing | None,
+    monitor: LayerMonitor | None,
+    device: torch.device,
 ) -> None:
-    """The warm-up and all measured steps."""
+    """The warm-up and all measured steps, which alone the monitor is told of."""
     for step in range(-_WARM_UP_STEPS[device.type], 0):
         steps.warm_up(max(step + config.steps, 0))
+    if monitor is not None:
+        monitor.start()
     if config.graphs:
         steps.capture()
     if device.type == "cuda":
@@ -95,7 +103,8 @@ def _drive(
     for step, phase in enumerate(phases):
         progress.report("steps", min(step, config.steps), config.steps)
         steps.run(step, phase)
-        monitor.end_step(replayed=config.graphs)
+        if monitor is not None:
+            monitor.end_step(replayed=config.graphs)
 
 
 def _model(config: RunConfig) -> Path:

@@ -108,13 +108,17 @@ class LayerMonitor(Listener):
         self._owners: dict[tuple[int, int, str, int, int], np.ndarray] = {}
 
     def __enter__(self) -> LayerMonitor:
-        if self.sampled:
-            listen(self)
+        self.start()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         stop_listening(self)
         self._sink.close()
+
+    def start(self) -> None:
+        """Looks at steps from here on, as at the beginning of the `with` block."""
+        if self.sampled:
+            listen(self)
 
     @property
     def sampled(self) -> bool:
