@@ -102,82 +102,93 @@ DEVICE Affine load_affine(const GemmParams& gemm, int expert, int first, int g) 
 template <bool kActivate>
 struct TileStore {
   static constexpr bool kGate = kActivate && kGated;
-  const ExpertsParams& p;
-  const Segment& g;
-  const GemmParams& gemm;
-  int width, rows_before, first;  // of an output row; rows of all experts before; the warp's first packed row
-  bool two_pieces;
+  u8* to;              // where this lane's outputs of row 0 lie
+  const int* ids;      // output rows of this lane's tokens, or null: they follow `row`
+  int row, row_bytes;  // output row of this lane's first token
+  int tokens, odd;  // how many of the tile's tokens follow that one; of the lane
+  bool present, two_pieces;  // whether the weights have the warp's rows
   Affine affine[2];
 
-  DEVICE TileStore(const ExpertsParams& p, Schedule& s, const Segment& g)
-      : p(p), g(g), gemm(p.gemm[kActivate ? 0 : 1]), width(kGate ? gemm.rows / 2 : gemm.rows),
-        rows_before(s.row_start(p.num_experts)[g.expert]) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int pieces = pieces_of(warp, g.tile_rows);
-    first = g.first_row + warp_row(warp, pieces);
+  DEVICE TileStore(const ExpertsParams& p, Schedule& s, const Segment& g) {
+    const GemmParams& gemm = p.gemm[kActivate ? 0 : 1];
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // what follows from it is not kept where sums are made
+    int lane = thread % 32, pieces = pieces_of(thread / 32, g.tile_rows);
+    int first = g.first_row + warp_row(thread / 32, pieces), token = g.first_token + lane / 4;
+    int rows_before = s.row_start(p.num_experts)[g.expert], width = kGate ? gemm.rows / 2 : gemm.rows;
+    present = first < gemm.rows;
     two_pieces = pieces == 2;
+    odd = lane % 2;
+    row_bytes = 2 * width;
+    to = reinterpret_cast<u8*>(gemm.output + (kGate ? first / 2 + odd * 8 + lane % 4 / 2 * 4 : first + lane % 4 * 4));
+    ids = !kActivate && p.sorted ? p.row_ids + rows_before + token : nullptr;
+    row = kActivate ? rows_before + token : g.expert * p.max_rows + token;
+    tokens = kGate && odd && !two_pieces ? 0 : g.tokens - lane / 4;
 #pragma unroll
     for (int i = 0; i < 2; i++) affine[i] = load_affine<kGate>(gemm, g.expert, first + 16 * i, lane / 4);
   }
 
-  // Whether the weights have these rows.
-  DEVICE bool present() const { return first < gemm.rows; }
-
-  // Eight tokens, of both pieces, scaled, activated and transposed to token-major.
-  DEVICE void store(int group, const float* low, const float* high) const {
-    int lane = threadIdx.x % 32;
-    u32 out[2][2];
+  // A piece's sums of eight tokens, scaled, activated and transposed to token-major.
+  DEVICE void finish(const float* sums, const Affine& affine, u32* out) const {
+    float v[4];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const float* sums = i ? high : low;
-      float v[4];
-#pragma unroll
-      for (int k = 0; k < 4; k++) v[k] = sums[k] * affine[i].alpha[k / 2] + affine[i].bias[k / 2];
-      if constexpr (kGate) {
-        out[i][0] = transpose_8x8(to_pair(activate(v[0], v[2]), activate(v[1], v[3])));
-      } else {
-        if constexpr (kActivate) {
-#pragma unroll
-          for (int k = 0; k < 4; k++) v[k] = activate(v[k], 0.0f);
-        }
-        out[i][0] = transpose_8x8(to_pair(v[0], v[1]));
-        out[i][1] = transpose_8x8(to_pair(v[2], v[3]));
-      }
-    }
-    bool odd = lane % 2;
+    for (int k = 0; k < 4; k++) v[k] = sums[k] * affine.alpha[k / 2] + affine.bias[k / 2];
     if constexpr (kGate) {
-      // Lanes 2 c and 2 c + 1 swap halves, so that each has four neighbours of one piece.
-      u32 other = __shfl_xor_sync(~0u, odd ? out[0][0] : out[1][0], 1);
-      out[0][1] = odd ? out[1][0] : other;
-      if (odd) out[0][0] = other;
-    }
-    int token = 8 * group + lane / 4;
-    if (token >= g.tokens) return;
-    u16* to = gemm.output + output_row(p, g.phase, g.expert, rows_before, g.first_token + token) * width;
-    if constexpr (kGate) {
-      to += first / 2 + lane % 2 * 8 + lane % 4 / 2 * 4;
-      if (two_pieces || !odd) *reinterpret_cast<uint2*>(to) = make_uint2(out[0][0], out[0][1]);
+      out[0] = transpose_8x8(to_pair(activate(v[0], v[2]), activate(v[1], v[3])));
     } else {
-      to += first + lane % 4 * 4;
-      *reinterpret_cast<uint2*>(to) = make_uint2(out[0][0], out[0][1]);
-      if (two_pieces) *reinterpret_cast<uint2*>(to + 16) = make_uint2(out[1][0], out[1][1]);
+      if constexpr (kActivate) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) v[k] = activate(v[k], 0.0f);
+      }
+      out[0] = transpose_8x8(to_pair(v[0], v[1]));
+      out[1] = transpose_8x8(to_pair(v[2], v[3]));
+    }
+  }
+
+  // So many groups of eight tokens, of both pieces, side by side: each alone is a chain of some 300 cycles.
+  template <int kGroups>
+  DEVICE void store(int first_group, const float* low, const float* high) const {
+    u32 out[kGroups][2][2];
+#pragma unroll
+    for (int j = 0; j < kGroups; j++) {
+      finish(low + 4 * j, affine[0], out[j][0]);
+      finish(high + 4 * j, affine[1], out[j][1]);
+    }
+#pragma unroll
+    for (int j = 0; j < kGroups; j++) {
+      int token = 8 * (first_group + j);
+      int own = row + token;
+      if (!kActivate && ids != nullptr && token < tokens) own = ids[token];
+      u8* place = to + (i64)own * row_bytes;
+      if constexpr (kGate) {
+        // Lanes 2 c and 2 c + 1 swap halves, so that each has four neighbours of one piece.
+        u32 other = __shfl_xor_sync(~0u, odd ? out[j][0][0] : out[j][1][0], 1);
+        uint2 four = odd ? make_uint2(other, out[j][1][0]) : make_uint2(out[j][0][0], other);
+        if (token < tokens) *reinterpret_cast<uint2*>(place) = four;
+      } else {
+        if (token < tokens) *reinterpret_cast<uint2*>(place) = make_uint2(out[j][0][0], out[j][0][1]);
+        if (token < tokens && two_pieces) {
+          *reinterpret_cast<uint2*>(place + 32) = make_uint2(out[j][1][0], out[j][1][1]);
+        }
+      }
     }
   }
 };
 
-// A tile from registers, by a loop over 64 tokens: what runs for the first time comes from memory. There are many of the
-// large ones.
+// A tile from registers, by a loop over 64 tokens: what runs for the first time comes from memory. There are many of
+// the large ones.
 template <bool kActivate, int kMost>
 DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, SumsOf<kMost>& sums) {
   constexpr int kTogether = kMost == kLargeTokens ? kMost : 64;  // tokens
+  constexpr int kGroups = kMost == kLargeTokens ? 2 : 4;
   TileStore<kActivate> tile(p, s, g);
-  if (!tile.present()) return;
+  if (!tile.present) return;
 #pragma unroll 1
   for (int first = 0; first < g.tokens; first += kTogether) {
 #pragma unroll
-    for (int j = 0; j < kTogether / 8; j++) {
+    for (int j = 0; j < kTogether / 8; j += kGroups) {
       if (first + 8 * j >= g.tokens) break;
-      tile.store(first / 8 + j, &sums[0][4 * j], &sums[1][4 * j]);
+      tile.template store<kGroups>(first / 8 + j, &sums[0][4 * j], &sums[1][4 * j]);
     }
 #pragma unroll
     for (int i = 0; i < kMost / 2 - kTogether / 2; i++) {
@@ -203,12 +214,12 @@ DEVICE void run_additions(const ExpertsParams& p, Schedule& s, int number) {
     if (threadIdx.x < shape.pieces_per_tile) wait_at_least(piece_flag(p, 1, a.tile.piece + threadIdx.x), 1);
     named_barrier<1, kConsumerThreads>();
     TileStore<false> tile(p, s, a.tile);
-    if (!tile.present()) continue;
+    if (!tile.present) continue;
 #pragma unroll 1
     for (int group = a.first_group; group < a.first_group + a.groups; group++) {
       float sums[2][4];
       sum_pieces(p, a.tile, shape.pieces_per_tile, group, sums);
-      tile.store(group, sums[0], sums[1]);
+      tile.template store<1>(group, sums[0], sums[1]);
     }
   }
 }

@@ -27,7 +27,8 @@ struct Schedule {
   PhaseShape phase[2];
   Position piece[2][kMaxBlocks + 1];  // where each piece starts; the end of one is the start of the next
   int largest;                        // rows of the largest expert here
-  int most_tokens;                    // of a tile: kSmallTokens, kTileTokens or kLargeTokens
+  int most_tokens;                    // of a tile
+  Choice choices[kChoices];           // ways to cut the rows into tiles
   // Behind this struct: four tables of num_experts + 1 numbers.
   DEVICE int* rows() { return reinterpret_cast<int*>(this + 1); }     // rows of every expert computed here
   DEVICE int* row_start(int n) { return rows() + (n + 1); }       // rows of all experts before, of any size
@@ -42,19 +43,21 @@ struct Segment {
   int piece;                                          // number of the piece it is in, -1 for a whole tile
 };
 
-// One warp fills the tables: prefix sums over the experts, 32 at a time.
+// One warp: the best of the choices, which are made where an expert has more than kSmallTokens rows, and its tables by
+// prefix sums over the experts, 32 at a time.
 DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int largest, int lane) {
   int n = p.num_experts, sums[3] = {0, 0, 0};
-  int most_tokens = choose_tokens(p, few_rows, largest, lane);
-  bool small = most_tokens == kSmallTokens, large = most_tokens == kLargeTokens;
+  AllTiles all = {0, 0, many_tile_cost(largest), kSmallTokens};
+  if (largest > kSmallTokens) {
+    u32 time = lane < kChoices ? (__float_as_uint(s.choices[lane].time) & ~7u) | lane : ~0u;  // none is negative
+    all = s.choices[__reduce_min_sync(~0u, time) & 7].tiles;
+  }
   for (int base = 0; base < n; base += 32) {
     int e = base + lane;
-    int all = e < n ? rows_of(p, e) : 0;
-    int rows = all > few_rows ? all : 0;
-    int tiles = small   ? (rows + kSmallTokens - 1) / kSmallTokens
-                : large ? (rows + kLargeTokens - 1) / kLargeTokens
-                        : (rows + kTileTokens - 1) / kTileTokens;
-    int own[3] = {all, tiles, small ? many_cost<kSmallTokens>(rows) : many_cost<kTileTokens>(rows)};
+    int any = e < n ? rows_of(p, e) : 0;
+    int rows = any > few_rows ? any : 0;
+    TokenTiles tiles(rows, all.most_tokens);
+    int own[3] = {any, tiles.count, tiles.cost(rows)};
     if (e < n) s.rows()[e] = rows;
 #pragma unroll
     for (int i = 0; i < 3; i++) {
@@ -69,10 +72,9 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int l
     }
   }
   if (lane < 3) s.rows()[(lane + 1) * (n + 1) + n] = lane == 0 ? sums[0] : lane == 1 ? sums[1] : sums[2];
-  if (lane < 2) {
-    s.phase[lane] = shape_phase(p.gemm[lane], lane == 1, most_tokens, largest, sums[1], sums[2]);
-  }
-  if (lane == 0) s.largest = largest, s.most_tokens = most_tokens;
+  if (largest <= kSmallTokens) all.count = sums[1], all.cost = sums[2];
+  if (lane < 2) s.phase[lane] = shape_phase(p.gemm[lane], lane == 1, all);
+  if (lane == 0) s.largest = largest, s.most_tokens = all.most_tokens;
 }
 
 // The expert whose table entry holds `value`: table[e] <= value < table[e + 1], the entries scaled.
@@ -89,9 +91,10 @@ DEVICE int find_expert(const int* table, int n, int scale, int value) {
 DEVICE int cost_before_tile(Schedule& s, int n, int phase, int tile) {
   int row_tiles = s.phase[phase].row_tiles, steps = s.phase[phase].steps;
   int e = find_expert(s.tile_start(n), n, row_tiles, tile);
-  int token_tiles = s.tile_start(n)[e + 1] - s.tile_start(n)[e], rest = tile - s.tile_start(n)[e] * row_tiles;
-  int cost = s.cost_start(n)[e + 1] - s.cost_start(n)[e], row_tile = quotient(rest, token_tiles);
-  int own = row_tile * cost + (rest - row_tile * token_tiles) * many_tile_cost(s.most_tokens);
+  TokenTiles tiles(s.rows()[e], s.most_tokens);
+  int rest = tile - s.tile_start(n)[e] * row_tiles, row_tile = quotient(rest, tiles.count);
+  int cost = s.cost_start(n)[e + 1] - s.cost_start(n)[e];
+  int own = row_tile * cost + (rest - row_tile * tiles.count) * many_tile_cost(tiles.each);
   return (s.cost_start(n)[e] * row_tiles + own) * steps;
 }
 
@@ -101,26 +104,25 @@ DEVICE Position position_of_cost(Schedule& s, int n, int phase, int cost) {
   int e = find_expert(s.cost_start(n), n, row_tiles * steps, cost);
   int rest = cost - s.cost_start(n)[e] * row_tiles * steps;
   int row_cost = (s.cost_start(n)[e + 1] - s.cost_start(n)[e]) * steps;
-  int full_cost = many_tile_cost(s.most_tokens) * steps;
-  int token_tiles = s.tile_start(n)[e + 1] - s.tile_start(n)[e], row_tile = quotient(rest, row_cost);
+  TokenTiles tiles(s.rows()[e], s.most_tokens);
+  int full_cost = many_tile_cost(tiles.each) * steps, row_tile = quotient(rest, row_cost);
   rest -= row_tile * row_cost;
-  int token_tile = min(quotient(rest, full_cost), token_tiles - 1);
-  int tokens = min(s.rows()[e] - token_tile * s.most_tokens, s.most_tokens);
+  int token_tile = min(quotient(rest, full_cost), tiles.count - 1);
+  int tokens = min(s.rows()[e] - token_tile * tiles.each, tiles.each);
   int step = quotient(rest - token_tile * full_cost, many_tile_cost(tokens));
-  return {s.tile_start(n)[e] * row_tiles + row_tile * token_tiles + token_tile, step};
+  return {s.tile_start(n)[e] * row_tiles + row_tile * tiles.count + token_tile, step};
 }
 
-// All threads, after make_tables: the starts of the pieces of both phases.
+// All threads, half of them for either phase, after make_tables: the starts of the pieces.
 DEVICE void make_pieces(Schedule& s, int n) {
-  for (int phase = 0; phase < 2; phase++) {
-    const PhaseShape& shape = s.phase[phase];
-    if (shape.pieces == 0 || shape.pieces_per_tile) continue;
-    int total = s.cost_start(n)[n] * shape.row_tiles * shape.steps;
-    for (int piece = threadIdx.x; piece <= shape.pieces; piece += blockDim.x) {
-      int start = shape.whole_items ? cost_before_tile(s, n, phase, shape.whole_items) : 0;
-      int share = quotient(total - start, shape.pieces), longer = total - start - share * shape.pieces;
-      s.piece[phase][piece] = position_of_cost(s, n, phase, start + piece * share + min(piece, longer));
-    }
+  int threads = blockDim.x / 2, phase = threadIdx.x >= threads;
+  const PhaseShape shape = s.phase[phase];
+  if (shape.pieces == 0 || shape.pieces_per_tile) return;
+  int total = s.cost_start(n)[n] * shape.row_tiles * shape.steps;
+  int start = shape.whole_items ? cost_before_tile(s, n, phase, shape.whole_items) : 0;
+  int share = quotient(total - start, shape.pieces), longer = total - start - share * shape.pieces;
+  for (int piece = threadIdx.x - phase * threads; piece <= shape.pieces; piece += threads) {
+    s.piece[phase][piece] = position_of_cost(s, n, phase, start + piece * share + min(piece, longer));
   }
 }
 
@@ -128,12 +130,13 @@ DEVICE void make_pieces(Schedule& s, int n) {
 DEVICE void locate_tile(Schedule& s, int n, Segment& g) {
   int row_tiles = s.phase[g.phase].row_tiles;
   g.expert = find_expert(s.tile_start(n), n, row_tiles, g.tile);
-  int token_tiles = s.tile_start(n)[g.expert + 1] - s.tile_start(n)[g.expert];
-  int rest = g.tile - s.tile_start(n)[g.expert] * row_tiles, row_tile = quotient(rest, token_tiles);
+  int rows = s.rows()[g.expert];
+  TokenTiles tiles(rows, s.most_tokens);
+  int rest = g.tile - s.tile_start(n)[g.expert] * row_tiles, row_tile = quotient(rest, tiles.count);
   g.tile_rows = s.phase[g.phase].tile_rows;
   g.first_row = row_tile * g.tile_rows;
-  g.first_token = (rest - row_tile * token_tiles) * s.most_tokens;
-  g.tokens = min(s.rows()[g.expert] - g.first_token, s.most_tokens);
+  g.first_token = (rest - row_tile * tiles.count) * tiles.each;
+  g.tokens = min(rows - g.first_token, tiles.each);
 }
 
 DEVICE Segment whole_tile(Schedule& s, int n, int ticket) {

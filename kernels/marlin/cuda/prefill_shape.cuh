@@ -1,8 +1,9 @@
 // How the experts' tiles are made and cut: their sizes, what takes the least time.
 //
-// A tile is 256 weight rows, or 192 where those fill the machine better, x up to 128 tokens of one expert; or up to 64
-// where no expert has more or that takes about as long; or up to 176 where there are many, so that every weight that is
-// dequantized serves more tokens. A step is 128 columns of it. Costs of a step are in the unit of many_tile_cost.
+// A tile is 256 weight rows, or 192 where those fill the machine better, x up to 64 tokens of one expert where none has
+// more; otherwise x up to 64, 80, 96, 112 or 128, by what should take the least time; or x up to 176 where there are
+// many, so that every weight that is dequantized serves more tokens. A step is 128 columns of it. Costs of a step are
+// in the unit of many_tile_cost.
 #pragma once
 #include "dequant.cuh"
 #include "threshold.cuh"
@@ -18,13 +19,11 @@ constexpr int kMaxBlocks = 256;
 
 constexpr int kNarrowRows = 192;
 
-// Steps that a tile takes longer where blocks share it.
-constexpr int kSplitSteps = 5;
+// Steps that sharing tiles costs a block; the second where all tiles are shared and have unlike sizes: pieces of equal
+// estimated cost then end at different times.
+constexpr int kSplitSteps = 5, kUnlikeSplitSteps = 20;
 // Pieces of a tile from which on all are left and added by several blocks, and the most.
 constexpr int kLeastPieces = 4, kMostPieces = 16;
-// What a step of a tile of 192 rows takes, in sixteenths of one of 256: one warpgroup has 128 rows of either, and with
-// few tokens that is what takes the time.
-DEVICE constexpr int narrow_cost(int tokens) { return tokens > 32 ? 12 : 14; }
 
 // Tokens a tile is computed for: the least size that there is code for.
 constexpr int kLeastTokens = 32, kLeastLarge = 96;
@@ -36,10 +35,22 @@ DEVICE int tile_tokens(int rows) {
 
 // What a step of a large tile takes, in the unit of many_tile_cost.
 DEVICE constexpr int large_tile_cost(int tokens) { return tokens > 96 ? 4 + (tokens + 47) / 48 * 3 : 10; }
-DEVICE int large_cost(int rows) {
-  int rest = rows % kLargeTokens;
-  return rows / kLargeTokens * large_tile_cost(kLargeTokens) + (rest ? large_tile_cost(rest) : 0);
-}
+
+// An expert's rows in as few tiles of up to `most` tokens as there may be: all have `each`, the last what is left.
+// Large tiles are full; others have about equally many tokens, so that none takes much longer.
+struct TokenTiles {
+  int count, each;
+  DEVICE TokenTiles(int rows, int most) : count(quotient(rows + most - 1, most)), each(most) {
+    if (most != kLargeTokens && count > 1) each = (quotient(rows + count - 1, count) + 15) / 16 * 16;
+  }
+  // Of a step of all of them.
+  DEVICE int cost(int rows) const {
+    int rest = rows - (count - 1) * each;
+    if (count == 0) return 0;
+    if (each == kLargeTokens) return (count - 1) * large_tile_cost(each) + large_tile_cost(rest);
+    return (count - 1) * many_tile_cost(each) + many_tile_cost(rest);
+  }
+};
 
 struct PhaseShape {
   int tile_rows, row_tiles, steps;
@@ -48,55 +59,66 @@ struct PhaseShape {
   int items;            // whole tiles, then pieces
 };
 
-// How the tiles of a phase are made and cut: what takes the least time. `cost` is that of all token tiles.
-DEVICE PhaseShape shape_phase(const GemmParams& gemm, bool last, int most_tokens, int largest, int token_tiles,
-                              int cost) {
+// All token tiles of a launch: how many, what a step of all costs, and of the dearest.
+struct AllTiles {
+  int count, cost, dearest, most_tokens;
+};
+
+// How long a phase takes, in the unit of many_tile_cost: by whole tiles of 256 rows or of 192, or cut into pieces.
+struct PhaseTimes {
+  int steps, row_tiles, narrow_tiles;
+  float whole, narrow, split;
+
+  DEVICE PhaseTimes(const GemmParams& gemm, const AllTiles& all) {
+    steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
+    row_tiles = (gemm.rows + kTileRows - 1) / kTileRows, narrow_tiles = (gemm.rows + kNarrowRows - 1) / kNarrowRows;
+    float mean = __fdividef(all.cost, all.count);
+    whole = in_waves(all, row_tiles, mean);
+    // One warpgroup has 128 rows of either, and with few tokens that is what takes the time.
+    narrow = in_waves(all, narrow_tiles, mean) * (all.dearest > many_tile_cost(32) ? 0.75f : 0.875f);
+    bool unlike = all.dearest > mean * 1.06f && all.count * row_tiles < 2 * gridDim.x;
+    int sharing = unlike ? kUnlikeSplitSteps : kSplitSteps;
+    split = __fdividef((float)all.cost * row_tiles * steps, gridDim.x) + sharing * mean;
+  }
+
+  // Of several waves the last may end with the dearest tile, or with any.
+  DEVICE float in_waves(const AllTiles& all, int row_tiles, float mean) const {
+    int before = quotient(all.count * row_tiles - 1, gridDim.x);
+    return (before ? before * mean + 0.5f * (mean + all.dearest) : all.dearest) * steps;
+  }
+};
+
+// How the tiles of a phase are made and cut.
+DEVICE PhaseShape shape_phase(const GemmParams& gemm, bool last, const AllTiles& all) {
+  PhaseTimes times(gemm, all);
   PhaseShape phase;
-  int blocks = gridDim.x, steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
-  int row_tiles = (gemm.rows + kTileRows - 1) / kTileRows, tiles = token_tiles * row_tiles;
-  int narrow_tiles = token_tiles * ((gemm.rows + kNarrowRows - 1) / kNarrowRows);
-  // Steps of all blocks, idle ones too.
-  int whole = quotient(tiles + blocks - 1, blocks) * steps * blocks;
-  int narrow = quotient(narrow_tiles + blocks - 1, blocks) * steps * blocks;
-  int split = tiles * steps + kSplitSteps * blocks;
+  int blocks = gridDim.x, tiles = all.count * times.row_tiles;
   phase.tile_rows = kTileRows;
-  phase.row_tiles = row_tiles;
-  phase.steps = steps;
+  phase.row_tiles = times.row_tiles;
+  phase.steps = times.steps;
   phase.whole_items = tiles;
   phase.pieces = phase.pieces_per_tile = 0;
-  if (most_tokens == kLargeTokens) {
+  if (all.most_tokens == kLargeTokens) {
     // Whole tiles alone: there are many.
-  } else if (narrow / 16 * narrow_cost(min(largest, most_tokens)) < min(whole, split)) {
+  } else if (times.narrow < fminf(times.whole, times.split)) {
     phase.tile_rows = kNarrowRows;
-    phase.row_tiles = (gemm.rows + kNarrowRows - 1) / kNarrowRows;
-    phase.whole_items = narrow_tiles;
-  } else if (split < whole) {
+    phase.row_tiles = times.narrow_tiles;
+    phase.whole_items = all.count * times.narrow_tiles;
+  } else if (times.split < times.whole) {
     // A piece has two steps at least.
-    int per_tile = min(min(quotient(blocks, tiles), steps / 2), kMostPieces);
-    bool alike = token_tiles * many_tile_cost(min(largest, most_tokens)) * 7 <= cost * 8;
-    if (last && per_tile >= kLeastPieces && alike) {
+    int per_tile = min(min(quotient(blocks, tiles), phase.steps / 2), kMostPieces);
+    if (last && per_tile >= kLeastPieces && all.count * all.dearest * 7 <= all.cost * 8) {
       phase.whole_items = 0;
       phase.pieces_per_tile = per_tile;
       phase.pieces = tiles * per_tile;
     } else {
       phase.whole_items = max(quotient(tiles, blocks) - 1, 0) * blocks;
-      int most = cost * row_tiles * steps / (2 * many_tile_cost(most_tokens));
+      int most = quotient(all.cost * phase.row_tiles * phase.steps, 2 * all.dearest);
       phase.pieces = phase.whole_items ? blocks : min(most, blocks);
     }
   }
   phase.items = phase.whole_items + phase.pieces;
   return phase;
-}
-
-// About how long a phase takes whose token tiles cost that much in all; the largest has `tokens`.
-DEVICE float phase_time(const GemmParams& gemm, int token_tiles, int cost, int tokens) {
-  int blocks = gridDim.x, steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
-  int row_tiles = (gemm.rows + kTileRows - 1) / kTileRows, narrow = (gemm.rows + kNarrowRows - 1) / kNarrowRows;
-  float mean = __fdividef(cost, token_tiles), dearest = many_tile_cost(tokens);
-  float whole_time = quotient(token_tiles * row_tiles - 1, blocks) * mean + dearest;
-  float narrow_time = (quotient(token_tiles * narrow - 1, blocks) * mean + dearest) * (narrow_cost(tokens) / 16.0f);
-  float split_time = __fdividef((float)cost * row_tiles, blocks) + __fdividef(kSplitSteps * mean, steps);
-  return fminf(fminf(whole_time, narrow_time), split_time) * steps;
 }
 
 DEVICE int rows_of(const ExpertsParams& p, int e) { return min(max(p.num_tokens[e], 0), p.max_rows); }
@@ -108,37 +130,34 @@ DEVICE int most_rows(const ExpertsParams& p) {
   return __reduce_max_sync(~0u, most);
 }
 
-// The same where all tiles are large and whole.
-DEVICE float large_phase_time(const GemmParams& gemm, int token_tiles, int cost) {
-  int blocks = gridDim.x, steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
-  int tiles = token_tiles * ((gemm.rows + kTileRows - 1) / kTileRows);
-  return (quotient(tiles - 1, blocks) * __fdividef(cost, token_tiles) + large_tile_cost(kLargeTokens)) * steps;
-}
+// A way to cut all rows into tiles, and about how long it takes.
+struct Choice {
+  AllTiles tiles;
+  float time;
+};
+constexpr int kChoices = 6;  // up to 64, 80, 96, 112 and 128 tokens, and large ones
 
-// One warp: the most tokens of a tile, where an expert has up to `largest` rows. Small tiles, unless the others take a
-// thirteenth less: the sums of blocks that share tiles cost more than is counted here.
-DEVICE int choose_tokens(const ExpertsParams& p, int few_rows, int largest, int lane) {
-  if (largest <= kSmallTokens) return kSmallTokens;
-  int tiles[3] = {0, 0, 0}, cost[3] = {0, 0, 0};  // small, medium, large
+// One warp: what choice number `choice` gives where the largest expert has more than kSmallTokens rows. Code for small
+// tiles is faster; sizes between make more tiles, each of which has to be stored, and are taken where they win a tenth.
+DEVICE Choice consider(const ExpertsParams& p, int few_rows, int largest, int choice, int lane) {
+  bool large = choice == kChoices - 1;
+  AllTiles all = {0, 0, 0, large ? kLargeTokens : kSmallTokens + 16 * choice};
   for (int e = lane; e < p.num_experts; e += 32) {
-    int rows = rows_of(p, e) > few_rows ? rows_of(p, e) : 0;
-    tiles[0] += (rows + kSmallTokens - 1) / kSmallTokens, cost[0] += many_cost<kSmallTokens>(rows);
-    tiles[1] += (rows + kTileTokens - 1) / kTileTokens, cost[1] += many_cost<kTileTokens>(rows);
-    tiles[2] += (rows + kLargeTokens - 1) / kLargeTokens, cost[2] += large_cost(rows);
+    int rows = rows_of(p, e);
+    if (rows <= few_rows) continue;
+    TokenTiles tiles(rows, all.most_tokens);
+    all.count += tiles.count;
+    all.cost += tiles.cost(rows);
+    int most = min(rows, tiles.each);
+    all.dearest = max(all.dearest, large ? large_tile_cost(most) : many_tile_cost(most));
   }
-#pragma unroll
-  for (int i = 0; i < 3; i++) {
-    tiles[i] = __reduce_add_sync(~0u, tiles[i]);
-    cost[i] = __reduce_add_sync(~0u, cost[i]);
-  }
-  int medium = lane % 2, tokens = min(largest, medium ? kTileTokens : kSmallTokens);
-  float time = phase_time(p.gemm[lane / 2 % 2], medium ? tiles[1] : tiles[0], medium ? cost[1] : cost[0], tokens);
-  time += __shfl_xor_sync(~0u, time, 2);
-  float small_time = __shfl_sync(~0u, time, 0) * (12.0f / 13), medium_time = __shfl_sync(~0u, time, 1);
-  if (kHasLarge && largest > kTileTokens) {
-    float large_time = 0.0f;
-    for (int phase = 0; phase < 2; phase++) large_time += large_phase_time(p.gemm[phase], tiles[2], cost[2]);
-    if (large_time < fminf(small_time, medium_time)) return kLargeTokens;
-  }
-  return small_time < medium_time ? kSmallTokens : kTileTokens;
+  all.count = __reduce_add_sync(~0u, all.count);
+  all.cost = __reduce_add_sync(~0u, all.cost);
+  all.dearest = __reduce_max_sync(~0u, all.dearest);
+  PhaseTimes times(p.gemm[lane % 2], all);
+  float time = large ? times.whole : fminf(fminf(times.whole, times.narrow), times.split);
+  time += __shfl_xor_sync(~0u, time, 1);
+  if (choice == 0) return {all, time * 0.97f};
+  if (large) return {all, kHasLarge && largest > kTileTokens ? time : 1e30f};
+  return {all, all.most_tokens == kTileTokens ? time : time * 1.1f};
 }

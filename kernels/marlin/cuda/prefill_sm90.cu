@@ -94,14 +94,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_c
   }
   Shared& shared = shared_of(memory);
   int ticket = threadIdx.x == kWeightWarp * 32 ? atomicAdd(p.sync, 1) : 0;
-  if (threadIdx.x < 32) {
-    make_tables(shared.schedule, p, few_rows, largest, threadIdx.x);
-  } else if (threadIdx.x == 32) {
-    init_barriers(shared);
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 32 * kChoices) init_barriers(shared);
+  if (largest > kSmallTokens) {
+    if (warp < kChoices) {
+      Choice choice = consider(p, few_rows, largest, warp, lane);
+      if (lane == 0) shared.schedule.choices[warp] = choice;
+    }
+    __syncthreads();
   }
+  if (warp == 0) make_tables(shared.schedule, p, few_rows, largest, lane);
   __syncthreads();
   make_pieces(shared.schedule, p.num_experts);
-  __syncthreads();
   // The compiler sees that it is the same for all lanes.
   int most_tokens = __shfl_sync(~0u, shared.schedule.most_tokens, 0);
   bool large = kHasLarge && most_tokens == kLargeTokens;
