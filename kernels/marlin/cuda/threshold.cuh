@@ -5,15 +5,17 @@
 // nothing loaded. So one of them computes all experts where what it loses on those of the other side is less than
 // p.second_kernel, what beginning anew costs.
 //
-// Example, Qwen3-30B's shape, where beginning anew costs 184: of 15 experts of 8 rows and one of 25, decode_sm90.cu
-// loses 7 - 6 with the one and computes all. Of 15 experts of 8 rows and one of 200, prefill_sm90.cu loses 6 - 4 with
-// each of the 15 and computes all; a hundred experts of 8 rows it would leave to the other.
+// Example, Qwen3-30B's shape, where beginning anew costs 184: of 15 experts of 8 rows and one of 25, where few are up
+// to 24, decode_sm90.cu loses 7 - 6 with the one and computes all. Of 15 experts of 8 rows and one of 200,
+// prefill_sm90.cu loses 6 - 4 with each of the 15 and computes all; a hundred experts of 8 rows it would leave to the
+// other.
 #pragma once
 #include "params.cuh"
 
 constexpr int kManyTileTokens = 128;  // the most rows that prefill_sm90.cu computes at once
 
-// Time that an expert takes for 256 weight rows x 128 columns, as measured on an H200; about 235 cycles each.
+// What an expert takes for 256 weight rows x 128 columns, in about 235 cycles. Alone, 24 and 32 rows take less than this,
+// but pieces cut by less take longer where rows are uneven (docs/benchmarks/gemm_few_rows.md).
 DEVICE int few_cost(int rows) { return 3 + (rows + 7) / 8; }
 DEVICE constexpr int many_tile_cost(int tokens) { return 4 + (tokens > 32 ? (tokens + 15) / 16 : 2); }
 template <int kMost = kManyTileTokens>
