@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from moe_ep.errors import check_at_least
 from moe_ep.kernels import jit
 from moe_ep.kernels.forms import form_for
 
@@ -53,7 +54,7 @@ def moe_align_block_size(
     Raises:
         ValueError: a block size or a number of experts below 1, a map of another length, or ids that are not integers.
     """
-    _check_sizes(block_size=block_size, num_experts=num_experts)
+    check_at_least(1, block_size=block_size, num_experts=num_experts)
     _check_integers(topk_ids=topk_ids, expert_map=expert_map)
     if expert_map is not None and expert_map.shape != (num_experts,):
         raise ValueError(
@@ -112,7 +113,7 @@ def batched_moe_align_block_size(
     Raises:
         ValueError: a size below 1, or counts that are not integers in one dimension.
     """
-    _check_sizes(block_size=block_size, max_tokens_per_batch=max_tokens_per_batch)
+    check_at_least(1, block_size=block_size, max_tokens_per_batch=max_tokens_per_batch)
     _check_integers(expert_num_tokens=expert_num_tokens)
     if expert_num_tokens.dim() != 1:
         raise ValueError(f"expert_num_tokens has shape {tuple(expert_num_tokens.shape)}; it must be (El,)")
@@ -225,12 +226,6 @@ def _last_or_zero(ends: torch.Tensor) -> torch.Tensor:
 
 def _ceil_div(value: IntOrTensor, divisor: int) -> IntOrTensor:
     return -(-value // divisor)
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1")
 
 
 def _check_integers(**tensors: torch.Tensor | None) -> None:
