@@ -5,7 +5,7 @@
 #include "mma.cuh"
 
 // Tiles of 8 tokens are prepared by a warp that does nothing else, those of 16, which it could not keep up with, by the
-// warps that multiply them. Codes are dequantized for more tokens: that takes less than preparing them and scaling sums.
+// warps that multiply them. For more tokens codes are dequantized: that takes less than preparing and scaling sums.
 DEVICE constexpr bool is_raw(int tokens) { return kRaw && tokens <= kRawTokens; }
 DEVICE constexpr bool takes_raw(int tokens) { return kRaw && tokens == 8; }
 DEVICE constexpr bool prepares_itself(int tokens) { return kRaw && tokens == kRawTokens; }

@@ -14,14 +14,13 @@
 
 constexpr int kManyTileTokens = 128;  // the most rows that prefill_sm90.cu computes at once
 
-// What an expert takes for 256 weight rows x 128 columns, in about 235 cycles. Alone, 24 and 32 rows take less than this,
-// but pieces cut by less take longer where rows are uneven (docs/benchmarks/gemm_few_rows.md).
+// What an expert takes for 256 weight rows x 128 columns, in about 235 cycles. Alone, 24 and 32 rows take less than
+// this, but pieces cut by less take longer where rows are uneven (docs/benchmarks/gemm_few_rows.md).
 DEVICE int few_cost(int rows) { return 3 + (rows + 7) / 8; }
 DEVICE constexpr int many_tile_cost(int tokens) { return 4 + (tokens > 32 ? (tokens + 15) / 16 : 2); }
-template <int kMost = kManyTileTokens>
 DEVICE int many_cost(int rows) {
-  int rest = rows % kMost;
-  return rows / kMost * many_tile_cost(kMost) + (rest ? many_tile_cost(rest) : 0);
+  int rest = rows % kManyTileTokens;
+  return rows / kManyTileTokens * many_tile_cost(kManyTileTokens) + (rest ? many_tile_cost(rest) : 0);
 }
 
 // One warp: up to how many rows an expert is decode_sm90.cu's in this launch: p.few_rows, kFewRows or none.
