@@ -45,7 +45,8 @@ class EplbOptions:
         default=None,
         metadata=option(
             at_least(0),
-            "extra expert slots, over all workers, for replicas (default: one for each worker, made even)",
+            "extra expert slots, over all workers, for replicas (default: those of --load-placement, or one for each "
+            "worker, made even)",
             "N",
         ),
     )
@@ -95,9 +96,19 @@ class EplbOptions:
                 raise OptionError(f"{flag(item.name)} is {str(value)!r} without --eplb; add --eplb or leave it out")
 
     def redundant_experts(self, num_experts: int, ep_size: int) -> int | None:
-        """Physical experts beyond `num_experts`; None without --eplb."""
+        """Physical experts beyond `num_experts`; None without --eplb.
+
+        Raises:
+            EplbError: --load-placement names no placement.
+        """
         if not self.eplb:
             return None
         if self.num_redundant_experts is not None:
             return self.num_redundant_experts
+        if self.load_placement is not None:
+            from moe_ep.eplb.placement_file import PlacementFile
+
+            placement = PlacementFile.load(self.load_placement)
+            if (placement.ep_size, placement.num_experts) == (ep_size, num_experts):
+                return placement.physical_to_logical.shape[1] - num_experts
         return ep_size + -num_experts % ep_size

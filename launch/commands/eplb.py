@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -252,7 +253,8 @@ def main_plan(args: argparse.Namespace) -> int:
     )
     print(describe(trace, config))
     print(f"balancedness over all steps together {before:.3f} as placed without a plan, {after:.3f} as planned")
-    print(f"{config.out}: begin with moe-ep run --eplb --load-placement {config.out}")
+    start = ["moe-ep", "run", "--eplb", "--ep-size", str(config.ep_size), "--load-placement", str(config.out)]
+    print(f"{config.out}: begin with {shlex.join(start)}")
     return 0
 
 

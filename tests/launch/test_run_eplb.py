@@ -71,9 +71,10 @@ def test_experts_move_and_everything_is_verified(
 
     # The same choices again, from a placement that was planned for them without a gang.
     planned = tmp_path / "planned.json"
-    sizes = ["--ep-size", "2", "--redundant", "2"]
+    sizes = ["--ep-size", "2", "--redundant", "4"]
     assert main(["eplb", "plan", str(trace_file), "--model", str(model), *sizes, "--out", str(planned)]) == 0
-    assert f"{planned}: begin with moe-ep run --eplb --load-placement {planned}" in capsys.readouterr().out
+    start = f"{planned}: begin with moe-ep run --eplb --ep-size 2 --load-placement {planned}"
+    assert start in capsys.readouterr().out
     _, lines = run(
         capsys, model, tmp_path / "b.jsonl",
         *["--eplb", "--routing", f"recorded:{trace_file}", "--load-placement", str(planned)],
@@ -81,6 +82,7 @@ def test_experts_move_and_everything_is_verified(
     )  # fmt: skip
     again = lines[-1]
     assert again["verify"]["passed"] is True
+    assert again["eplb"]["num_redundant_experts"] == 4
     assert again["eplb"]["phases"]["before"]["balancedness"] > phases["before"]["balancedness"] + 0.05
     recorded = [line["tokens_per_rank"] for line in lines[:-1] if line["step"] == 0]
     assert [sum(loads) for loads in recorded] == [2 * T * 2] * L
