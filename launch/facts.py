@@ -1,9 +1,8 @@
-"""Facts of a worker's process that reports tell: which backend ran, on which versions, in how much memory."""
+"""Facts of a worker's process that reports tell: which backend and experts ran, on which versions and device."""
 
 from __future__ import annotations
 
 import platform
-import resource
 from typing import Any
 
 import torch
@@ -39,10 +38,3 @@ def versions() -> dict[str, str]:
 def device_name(device: torch.device) -> str:
     """The GPU's name, or the processor's."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: on a GPU the most that was allocated since its count was reset, else the most the process ever held."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

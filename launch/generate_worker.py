@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 
 import moe_ep
 from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.bench.results import peak_memory
 from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.errors import ConfigError
@@ -28,7 +29,7 @@ from moe_ep.integrations.hf_loading import context_length, text_config
 from moe_ep.integrations.sampling import Sampling
 from moe_ep.integrations.steps import StepCoordinator
 from moe_ep.launch import progress
-from moe_ep.launch.facts import backend_name, device_name, experts_name, peak_memory, versions
+from moe_ep.launch.facts import backend_name, device_name, experts_name, versions
 from moe_ep.launch.generate_config import GenerateConfig, Prompt
 from moe_ep.launch.generate_lines import CompletionRelay
 from moe_ep.launch.generate_report import RankGeneration

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from moe_ep import verify
 from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.bench.results import peak_memory
 from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
@@ -23,7 +24,7 @@ from moe_ep.eplb.trace import model_name
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.launch import progress
 from moe_ep.launch.balancing import Balancing
-from moe_ep.launch.facts import backend_name, device_name, experts_name, peak_memory, versions
+from moe_ep.launch.facts import backend_name, device_name, experts_name, versions
 from moe_ep.launch.gang import ignore
 from moe_ep.launch.inputs import TokenSource
 from moe_ep.launch.model_options import torch_dtype

@@ -1,6 +1,6 @@
 """How benchmark results are written down: JSON lines that say what was run where, and tables for people.
 
-Without torch but for `facts`: a driver writes rows and needs none.
+Without torch but for `facts` and `peak_memory`: a driver writes rows and needs none.
 """
 
 from __future__ import annotations
@@ -8,14 +8,18 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import resource
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import moe_ep
 from moe_ep.checkout import checkout_commit
+
+if TYPE_CHECKING:
+    import torch
 
 
 def facts(*, seed: int, commit: str | None = None, command: str | None = None) -> dict[str, Any]:
@@ -42,6 +46,15 @@ def facts(*, seed: int, commit: str | None = None, command: str | None = None) -
         "seed": seed,
         "command": command or shlex.join(["python", *sys.argv]),
     }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: on a GPU the most that was allocated since its count was reset, else the most the process ever held."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def as_line(row: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from moe_ep import stages
 from moe_ep.bench.ceilings import Ceilings
 from moe_ep.bench.layers import Batch, BenchLayers
+from moe_ep.bench.results import peak_memory
 from moe_ep.bench.timing import Timing, capture, slowest_rank, time_calls, timing_of
 from moe_ep.bench.workload import Routing
 from moe_ep.eplb.metrics import balancedness
@@ -111,7 +112,7 @@ def _measure(
         "rows_per_rank": [round(rows, 1) for rows in load.rows_per_rank.tolist()],
         "balancedness": round(balancedness(load.rows_per_rank[None]), 4),
         "active_experts_max": round(load.active_experts, 1),
-        "memory_gib": round(_memory(layers.device) / 2**30, 3),
+        "memory_gib": round(peak_memory(layers.device) / 2**30, 3),
     }
 
 
@@ -232,15 +233,6 @@ def _floors(layers: BenchLayers, timing: Timing, load: Load, ceilings: Ceilings)
         "link_floor_us": round(link_us, 2),
         "floor_over_time": round((experts_us + link_us) / timing.median, 4),
     }
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes allocated at most on a GPU; what the process holds at most on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
