@@ -33,6 +33,7 @@ def describe(rank_env: RankEnv, start: int) -> dict[str, Any]:
         "resolved": resolve_rank_env() == rank_env or rank_env.source,
         "sum": int(total),
         "threads": torch.get_num_threads(),
+        "asked_threads": os.environ.get("OMP_NUM_THREADS"),
         "pid": os.getpid(),
     }
 
