@@ -116,12 +116,12 @@ def moving_rows(model: Model, transport: str, gb_s: int | None) -> Iterator[dict
     manager.close()
 
 
-def _slowest(times: list[float], events: list[str]) -> list[tuple[float, str, int]]:
-    """The eight slowest steps: microseconds, the last event up to each, and how many steps ago that was."""
+def _slowest(times: list[float], events: list[str]) -> list[tuple[float, int, str, int]]:
+    """The eight slowest steps: microseconds, which it was, the last event up to it, and how many steps ago that was."""
     found = []
     for index in sorted(range(len(times)), key=times.__getitem__)[-8:]:
         last = next((i for i in range(index, -1, -1) if events[i]), 0)
-        found.append((round(times[index], 1), events[last], index - last))
+        found.append((round(times[index], 1), index, events[last], index - last))
     return found
 
 
