@@ -218,13 +218,13 @@ class ExpertShard(FixedTensors):
             RuntimeError: loading has begun and tensors are missing, or they are on the meta device.
         """
         self._check_complete()
-        held = self.quant_method.expert_tensors(self) if self._processed else self.parameters(recurse=False)
-        if any(tensor.is_meta for tensor in held):
-            raise RuntimeError(
-                f"the weights of {self.layer_name} are on the meta device and have no values; call "
-                f"to_empty(device=...), and load them"
-            )
         with FIRST_USE:
+            held = self.quant_method.expert_tensors(self) if self._processed else self.parameters(recurse=False)
+            if any(tensor.is_meta for tensor in held):
+                raise RuntimeError(
+                    f"the weights of {self.layer_name} are on the meta device and have no values; call "
+                    f"to_empty(device=...), and load them"
+                )
             if not self._processed:
                 # Ordinary tensors, even if the first pass runs in inference mode.
                 with torch.inference_mode(False), torch.no_grad():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -293,6 +296,17 @@ def test_threads_may_call_a_layer_at_once_from_the_first_pass_on() -> None:
         for layer in layers:
             outputs = list(threads.map(lambda _, layer=layer: layer(*inputs), range(4)))
             assert all(torch.equal(output, expected) for output in outputs)
+        # One that waits sees none of the parameters that another is freeing.
+        layer = load(make_layer(intermediate_size=64, quant_config=OnlineIntConfig()), weights, process=False)
+        seen = layer.parameters
+
+        def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
+            for param in seen(recurse):
+                time.sleep(0.01 * random.random())
+                yield param
+
+        layer.parameters = parameters
+        assert list(threads.map(lambda _: layer.process_weights_after_loading(), range(4))) == [None] * 4
 
 
 def test_stages_are_recorded() -> None:
