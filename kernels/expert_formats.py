@@ -11,6 +11,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEPermuteExpertsUnpermute
+from moe_ep.errors import check_router_weight_on_input
 from moe_ep.topk_weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
@@ -28,7 +29,8 @@ class Step(NamedTuple):
             `[El, max_rows, K]`, the results of the rows that count, unweighted.
         hidden_states: `[M, K]`; batched `[El, max_rows, K]`, or `[num_rows, K]` if rows come by reference.
         w1, w2: as the experts read them.
-        topk_weights: f32 `[M, topk]`; 1 where the rows were weighted before they were dispatched.
+        topk_weights: f32 `[M, topk]`; 1 where the rows were weighted before they were dispatched. Batched experts leave
+            them to the backend.
         topk_ids: `[M, topk]`, global ids, -1 for no expert.
         expert_map: int32, global -> local, -1 if not local; None if the ids are local.
         scratch: workspace13 and workspace2, of `scratch_shapes` or larger.
@@ -81,7 +83,10 @@ class _AnyFormat(FusedMoEPermuteExpertsUnpermute):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        weights = topk_weights
+        if apply_router_weight_on_input and self.activation_format() is FusedMoEActivationFormat.Standard:
+            check_router_weight_on_input(topk_ids.size(-1))
+            weights = torch.ones_like(topk_weights)
         scratch = (workspace13, workspace2)
         step = (output, hidden_states, w1, w2, weights, topk_ids, expert_map, activation, scratch, expert_tokens_meta)
         self.run(Step(*step))

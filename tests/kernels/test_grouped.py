@@ -57,6 +57,9 @@ def test_standard_equals_the_reference(activation: MoEActivation, has_bias: bool
     got = run("grouped", quant, torch.full((T, K), float("nan")), arguments)
     torch.testing.assert_close(got, expected)
     assert not got[0].any()
+    if not weight_on_input:
+        with pytest.raises(ValueError, match="apply_router_weight_on_input needs top_k 1 and top_k is 3"):
+            run("grouped", quant, got, (*arguments[:-1], True))
 
 
 @pytest.mark.parametrize("counts", [[4, 0, 9, 1], [0, 0, 0, 0], [9, 9, 9, 0]])
@@ -75,7 +78,9 @@ def test_batched_equals_the_reference_below_the_counts(by_reference: bool, has_b
     arguments = (shared_rows if by_reference else rows, w1, w2, torch.rand(T, TOP_K), ids, "silu", 7, EXPERT_MAP)
     arguments += (None, None, nothing, nothing, meta, False)
     expected = run("batched_reference", quant, torch.full((EL, T, K), float("nan")), arguments)
-    got = run("batched_grouped", quant, torch.full((EL, T, K), float("nan")), arguments)
+    # Weights are the backend's, which has weighted the rows itself.
+    unweighted = (*arguments[:3], None, *arguments[4:-1], True)
+    got = run("batched_grouped", quant, torch.full((EL, T, K), float("nan")), unweighted)
     torch.testing.assert_close(got, expected, equal_nan=True)
     with pytest.raises(ValueError, match="expert_tokens_meta is None"):
         run("batched_grouped", quant, got, (*arguments[:-2], None, False))
