@@ -16,7 +16,7 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 def take_over(EARLY: tl.constexpr):
     """Comes before everything a kernel reads or writes: waits for the kernels before, and lets the next one come up.
 
-    Waiting first keeps the order of all: a kernel is not launched before all but the one before it have ended.
+    Waiting for the one before keeps the order of all: none ends before those before it have ended.
     """
     if EARLY:
         gdc_wait()
