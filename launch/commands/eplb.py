@@ -253,8 +253,8 @@ def main_plan(args: argparse.Namespace) -> int:
     )
     print(describe(trace, config))
     print(f"balancedness over all steps together {before:.3f} as placed without a plan, {after:.3f} as planned")
-    start = ["moe-ep", "run", "--eplb", "--ep-size", str(config.ep_size), "--load-placement", str(config.out)]
-    print(f"{config.out}: begin with {shlex.join(start)}")
+    start = ["moe-ep", "run", "--model", str(config.model), "--ep-size", str(config.ep_size), "--eplb"]
+    print(f"{config.out}: begin with {shlex.join([*start, '--load-placement', str(config.out)])}")
     return 0
 
 

@@ -73,8 +73,8 @@ def test_experts_move_and_everything_is_verified(
     planned = tmp_path / "planned.json"
     sizes = ["--ep-size", "2", "--redundant", "4"]
     assert main(["eplb", "plan", str(trace_file), "--model", str(model), *sizes, "--out", str(planned)]) == 0
-    start = f"{planned}: begin with moe-ep run --eplb --ep-size 2 --load-placement {planned}"
-    assert start in capsys.readouterr().out
+    start = f"moe-ep run --model {model} --ep-size 2 --eplb --load-placement {planned}"
+    assert f"{planned}: begin with {start}\n" in capsys.readouterr().out
     _, lines = run(
         capsys, model, tmp_path / "b.jsonl",
         *["--eplb", "--routing", f"recorded:{trace_file}", "--load-placement", str(planned)],
