@@ -197,8 +197,8 @@ DEVICE void copy_tokens(const ExpertsParams& p, Shared& shared, const Segment& g
       if (row >= num_rows) break;
       copy_async_16((to ^ row % 8 * 16) + row * 128, input + from[i], valid);
     }
-    barrier_arrive_on_copies(raw ? &shared.landed[ring.stage] : &shared.full[ring.stage]);
     if (kRaw && !raw && lane == 0) barrier_arrive(&shared.landed[ring.stage], 32);  // as in every filling of a stage
+    barrier_arrive_on_copies(raw ? &shared.landed[ring.stage] : &shared.full[ring.stage]);
     columns_left -= kStepColumns;
     input += kStepColumns / 8;
     asm volatile("" : "+l"(input));  // so that addresses are found when they are needed: there are many
