@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return 128 + signal.SIGPIPE
             error, code = str(failure), 1
+        except MemoryError as failure:
+            error, code = f"this machine's memory does not suffice, ask for less at a time: {failure}".rstrip(": "), 1
     print(f"{args.prog}: {error}", file=sys.stderr)
     return code
 

@@ -198,17 +198,19 @@ def zipf_trace(
         num_tokens: of all ranks together in a step.
     """
     rng = np.random.default_rng(seed)
-    ids = []
-    for _ in range(num_layers):
+    steps, layers = np.arange(num_steps, dtype=np.int32), np.arange(num_layers, dtype=np.int32)
+    ids = np.empty((num_layers, num_steps, num_tokens, top_k), dtype=np.int32)
+    for of_layer in ids:
         logits = -exponent * np.log(rng.permutation(num_experts) + 1.0)
-        noisy = logits + rng.gumbel(size=(num_steps * num_tokens, num_experts))
-        ids.append(np.argpartition(-noisy, top_k - 1, axis=1)[:, :top_k] if top_k < num_experts else noisy.argsort())
-    token = np.arange(num_steps * num_tokens)
+        for of_step in of_layer:
+            noisy = logits + rng.gumbel(size=(num_tokens, num_experts))
+            chosen = np.argpartition(-noisy, top_k - 1, axis=1) if top_k < num_experts else noisy.argsort()
+            of_step[:] = chosen[:, :top_k]
     return RoutingTrace(
-        ids=np.concatenate(ids).astype(np.int32),
-        layer=np.repeat(np.arange(num_layers, dtype=np.int32), token.size),
-        step=np.tile(token // num_tokens, num_layers).astype(np.int32),
-        rank=np.zeros(num_layers * token.size, dtype=np.int32),
+        ids=ids.reshape(-1, top_k),
+        layer=np.repeat(layers, num_steps * num_tokens),
+        step=np.tile(np.repeat(steps, num_tokens), num_layers),
+        rank=np.zeros(num_layers * num_steps * num_tokens, dtype=np.int32),
         num_experts=num_experts,
         model=f"zipf:{exponent:g}",
     )

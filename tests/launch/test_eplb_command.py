@@ -83,3 +83,8 @@ def test_plain_choices_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eplb", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_more_than_fits_in_memory_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eplb", "simulate", "--steps", "1000000000000"]) == 1
+    assert "this machine's memory does not suffice, ask for less at a time: Unable to" in capsys.readouterr().err
