@@ -128,31 +128,14 @@ struct TileStore {
     for (int i = 0; i < 2; i++) affine[i] = load_affine<kGate>(gemm, g.expert, first + 16 * i, lane / 4);
   }
 
-  // A piece's sums of eight tokens, scaled, activated and transposed to token-major.
-  DEVICE void finish(const float* sums, const Affine& affine, u32* out) const {
-    float v[4];
-#pragma unroll
-    for (int k = 0; k < 4; k++) v[k] = sums[k] * affine.alpha[k / 2] + affine.bias[k / 2];
-    if constexpr (kGate) {
-      out[0] = transpose_8x8(to_pair(activate(v[0], v[2]), activate(v[1], v[3])));
-    } else {
-      if constexpr (kActivate) {
-#pragma unroll
-        for (int k = 0; k < 4; k++) v[k] = activate(v[k], 0.0f);
-      }
-      out[0] = transpose_8x8(to_pair(v[0], v[1]));
-      out[1] = transpose_8x8(to_pair(v[2], v[3]));
-    }
-  }
-
   // So many groups of eight tokens, of both pieces, side by side: each alone is a chain of some 300 cycles.
   template <int kGroups>
   DEVICE void store(int first_group, const float* low, const float* high) const {
     u32 out[kGroups][2][2];
 #pragma unroll
     for (int j = 0; j < kGroups; j++) {
-      finish(low + 4 * j, affine[0], out[j][0]);
-      finish(high + 4 * j, affine[1], out[j][1]);
+      finish_sums<kActivate>(low + 4 * j, affine[0].alpha, affine[0].bias, out[j][0]);
+      finish_sums<kActivate>(high + 4 * j, affine[1].alpha, affine[1].bias, out[j][1]);
     }
 #pragma unroll
     for (int j = 0; j < kGroups; j++) {

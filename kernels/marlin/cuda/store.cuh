@@ -10,6 +10,24 @@ DEVICE i64 output_row(const ExpertsParams& p, int phase, int expert, int first_r
   return p.sorted ? p.row_ids[first_row + i] : (i64)expert * p.max_rows + i;
 }
 
+// A lane's sums of eight tokens, scaled, activated and transposed to token-major: one pair if gated, or two.
+template <bool kActivate>
+DEVICE void finish_sums(const float* sums, const float* alpha, const float* bias, u32* out) {
+  float v[4];
+#pragma unroll
+  for (int k = 0; k < 4; k++) v[k] = sums[k] * alpha[k / 2] + bias[k / 2];
+  if constexpr (kActivate && kGated) {
+    out[0] = transpose_8x8(to_pair(activate(v[0], v[2]), activate(v[1], v[3])));
+  } else {
+    if constexpr (kActivate) {
+#pragma unroll
+      for (int k = 0; k < 4; k++) v[k] = activate(v[k], 0.0f);
+    }
+    out[0] = transpose_8x8(to_pair(v[0], v[1]));
+    out[1] = transpose_8x8(to_pair(v[2], v[3]));
+  }
+}
+
 // 16 weight rows of a warp, the first of them `first`, for the expert's tokens from `first_token` up to `rows`; sums,
 // in that unit, as the tensor cores leave them. Calls put(token, pairs): two neighbouring results of its lane in the
 // warp, or four where nothing is gated.
@@ -34,20 +52,8 @@ DEVICE void finish_rows(const ExpertsParams& p, int expert, int rows, int first,
 #pragma unroll
   for (int j = 0; j < kTokens / 8; j++) {
     if (first_token + 8 * j >= rows) continue;
-    float v[4];
-#pragma unroll
-    for (int k = 0; k < 4; k++) v[k] = sums[4 * j + k] * alpha[k / 2] + bias[k / 2];
     u32 out[2];
-    if constexpr (kGate) {
-      out[0] = transpose_8x8(to_pair(activate(v[0], v[2]), activate(v[1], v[3])));
-    } else {
-      if constexpr (kActivate) {
-#pragma unroll
-        for (int k = 0; k < 4; k++) v[k] = activate(v[k], 0.0f);
-      }
-      out[0] = transpose_8x8(to_pair(v[0], v[1]));
-      out[1] = transpose_8x8(to_pair(v[2], v[3]));
-    }
+    finish_sums<kActivate>(sums + 4 * j, alpha, bias, out);
     int token = first_token + 8 * j + lane / 4;
     if (token < rows) put(token, out);
   }
