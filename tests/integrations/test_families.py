@@ -189,6 +189,13 @@ def test_a_model_that_sees(family: str, tmp_path: Path) -> None:
     in_slots(parallel, alone, (3,))
 
 
+def fill_with_fp8_numbers(model: torch.nn.Module) -> None:
+    """Gives its linear layers and experts weights that fp8 holds without loss."""
+    for name, param in model.named_parameters():
+        if name.endswith(("_proj.weight", "experts.gate_up_proj", "experts.down_proj")):
+            param.copy_(torch.randn(param.shape).to(torch.float8_e4m3fn))
+
+
 def test_kimi_that_sees(tmp_path: Path) -> None:
     """Its files have the language model whole, as a part; here attention is quantized too, without loss."""
     if not hasattr(transformers, "Kimi_K25Config"):
@@ -199,9 +206,7 @@ def test_kimi_that_sees(tmp_path: Path) -> None:
     config = transformers.Kimi_K25Config(text_config=text, vision_config=vision)
     torch.manual_seed(0)
     alone = transformers.Kimi_K25ForConditionalGeneration(config).eval().requires_grad_(False)
-    for name, param in alone.named_parameters():
-        if name.endswith(("_proj.weight", "experts.gate_up_proj", "experts.down_proj")):
-            param.copy_(torch.randn(param.shape).to(torch.float8_e4m3fn))
+    fill_with_fp8_numbers(alone)
     alone.save_pretrained(tmp_path / "saved")
     with CheckpointReader(tmp_path / "saved") as reader:
         tensors: dict[str, torch.Tensor] = {}
@@ -257,9 +262,7 @@ def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
     config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
     torch.manual_seed(0)
     alone = transformers.Qwen3_5MoeForConditionalGeneration(config).eval().requires_grad_(False)
-    for name, param in alone.named_parameters():
-        if name.endswith(("_proj.weight", "experts.gate_up_proj", "experts.down_proj")):
-            param.copy_(torch.randn(param.shape).to(torch.float8_e4m3fn))
+    fill_with_fp8_numbers(alone)
     alone.save_pretrained(tmp_path / "plain")
     with CheckpointReader(tmp_path / "plain") as reader:
         tensors = {name: reader.read(name) for name in reader.names()}
