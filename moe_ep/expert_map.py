@@ -54,22 +54,16 @@ def determine_expert_map(
     Raises:
         ValueError: a size that is not positive, a rank outside [0, ep_size), an unknown strategy.
     """
-    _check_placement(ep_size, global_num_experts, expert_placement_strategy, num_fused_shared_experts)
-    _check_ep_rank(ep_rank, ep_size)
+    E = global_num_experts
+    owners = expert_owner_table(ep_size, E, expert_placement_strategy, num_fused_shared_experts, ep_rank)
     if ep_size == 1:
-        return global_num_experts, None, None
-
-    owned = _owners(ep_size, global_num_experts, expert_placement_strategy) == ep_rank
-    local_num_experts = int(owned.sum())
-    expert_map = torch.where(owned, owned.cumsum(0) - 1, -1).to(torch.int32)
+        return E, None, None
+    is_local = owners == ep_rank
+    local_num_experts = int(is_local[:E].sum())
+    expert_map = torch.where(is_local, is_local.cumsum(0) - 1, -1).to(torch.int32)
     if not return_expert_mask:
-        return local_num_experts, expert_map, None
-
-    shared = torch.arange(
-        local_num_experts, local_num_experts + num_fused_shared_experts, dtype=torch.int32, device=_HOST
-    )
-    expert_map = torch.cat([expert_map, shared])
-    expert_mask = torch.cat([expert_map >= 0, torch.tensor([False], device=_HOST)]).to(torch.int32)
+        return local_num_experts, expert_map[:E], None
+    expert_mask = torch.cat([is_local, torch.tensor([False], device=_HOST)]).to(torch.int32)
     return local_num_experts, expert_map, expert_mask
 
 
@@ -98,7 +92,6 @@ def round_robin_routing_tables(ep_size: int, global_num_experts: int) -> tuple[t
     Raises:
         ValueError: a size that is not positive.
     """
-    _check_placement(ep_size, global_num_experts, "round_robin", 0)
     owners = _owners(ep_size, global_num_experts, "round_robin")
     physical_to_global = torch.sort(owners, stable=True).indices
     global_to_physical = torch.empty_like(physical_to_global)
@@ -125,9 +118,10 @@ def expert_owner_table(
     Raises:
         ValueError: a size that is not positive, a rank outside [0, ep_size), an unknown strategy.
     """
-    _check_placement(ep_size, global_num_experts, expert_placement_strategy, num_fused_shared_experts)
-    _check_ep_rank(ep_rank, ep_size)
     routed = _owners(ep_size, global_num_experts, expert_placement_strategy)
+    check_at_least(0, num_fused_shared_experts=num_fused_shared_experts)
+    if not 0 <= ep_rank < ep_size:
+        raise ValueError(f"ep_rank is {ep_rank}; it must be at least 0 and below ep_size ({ep_size})")
     return torch.cat([routed, torch.full((num_fused_shared_experts,), ep_rank, dtype=torch.int32, device=_HOST)])
 
 
@@ -162,22 +156,13 @@ def maybe_roundup_hidden_size(
     return -(-hidden_size // multiple) * multiple
 
 
-def _owners(ep_size: int, num_experts: int, strategy: str) -> torch.Tensor:
+def _owners(ep_size: int, global_num_experts: int, strategy: str) -> torch.Tensor:
     """The rank of each routed expert, int32 `[E]`."""
-    if strategy == "round_robin":
-        return torch.arange(num_experts, dtype=torch.int32, device=_HOST) % ep_size
-    base, remainder = divmod(num_experts, ep_size)
-    ranks = torch.arange(ep_size, dtype=torch.int32, device=_HOST)
-    return ranks.repeat_interleave(base + (ranks < remainder).long())
-
-
-def _check_placement(ep_size: int, num_experts: int, strategy: str, num_fused_shared_experts: int) -> None:
-    check_at_least(1, ep_size=ep_size, global_num_experts=num_experts)
-    check_at_least(0, num_fused_shared_experts=num_fused_shared_experts)
+    check_at_least(1, ep_size=ep_size, global_num_experts=global_num_experts)
     if strategy not in EXPERT_PLACEMENT_STRATEGIES:
         raise ValueError(one_of("expert_placement_strategy", strategy, EXPERT_PLACEMENT_STRATEGIES))
-
-
-def _check_ep_rank(ep_rank: int, ep_size: int) -> None:
-    if not 0 <= ep_rank < ep_size:
-        raise ValueError(f"ep_rank is {ep_rank}; it must be at least 0 and below ep_size ({ep_size})")
+    if strategy == "round_robin":
+        return torch.arange(global_num_experts, dtype=torch.int32, device=_HOST) % ep_size
+    base, remainder = divmod(global_num_experts, ep_size)
+    ranks = torch.arange(ep_size, dtype=torch.int32, device=_HOST)
+    return ranks.repeat_interleave(base + (ranks < remainder).long())

@@ -117,6 +117,13 @@ def test_bad_arguments(arguments: tuple, message: str) -> None:
         determine_expert_map(*arguments)
 
 
+def test_tables_refuse_bad_arguments_too() -> None:
+    with pytest.raises(ValueError, match=r"ep_rank is 2; it must be at least 0 and below ep_size \(2\)"):
+        expert_owner_table(2, 8, ep_rank=2)
+    with pytest.raises(ValueError, match="ep_size is 0; it must be at least 1"):
+        round_robin_routing_tables(0, 8)
+
+
 @pytest.mark.parametrize("hidden_size", [1, 31, 32, 33, 2880, 2889, 7168])
 @pytest.mark.parametrize("backend", ["auto", "all_to_all", "nvshmem_low_latency", "two_level"])
 def test_hidden_size_is_rounded_only_as_weights_and_backend_need(hidden_size: int, backend: str) -> None:
