@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
-from moe_ep.dispatch.batch import OpenBatches
+from moe_ep.dispatch.batch import OpenBatches, check_arguments
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.process_groups import answers_of_ranks, hosts_of, timeout_of
@@ -170,6 +170,8 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
                 levels, ranks, capacities, grid.owners(owners), wires, groups, strict=True
             )
         )
+        has_room_for_any = all(level.max_num_tokens_per_rank() is None for level in (self._across, self._within))
+        self._capacity = None if has_room_for_any else config.max_num_tokens
         self._num_ranks, self.by_host = config.ep_size, grid.members
         self._open: OpenBatches[_Handle] = OpenBatches()
 
@@ -184,7 +186,7 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
-        return self._across.max_num_tokens_per_rank()
+        return self._capacity
 
     def num_dispatchers(self) -> int:
         return self._num_ranks
@@ -206,6 +208,9 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> PrepareResult:
+        with self._across.ranks.notes:
+            # Where the level across hosts takes any number, what comes of more would not fit the one within.
+            check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, num_experts, self._capacity)
         rows, _, _, ids, weights = self._across.prepare(
             a1, topk_weights, topk_ids, num_experts, None, apply_router_weight_on_input, quant_config
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_ep.dispatch.all_to_all import AllToAllPrepareFinalize
 from moe_ep.dispatch.two_level import Grid
 from moe_ep.errors import ConfigError
-from tests.dispatch.backend_cases import CASES, Case, make_backend, make_setting
+from moe_ep.registry import ALL2ALL_BACKENDS
+from tests.dispatch.backend_cases import CASES, Case, make_backend, make_setting, prepare_args
 from tests.dispatch.two_level_cases import check_two_level
 from tests.ranks import ranks
 
@@ -43,3 +45,32 @@ def test_levels_have_the_deadline_of_the_group() -> None:
 
 def test_two_hosts_of_two_ranks_against_plain_loops() -> None:
     assert ranks(4).run(check_two_level, SOME_CASES, "cpu", LEVELS) == [len(SOME_CASES)] * 4
+
+
+class Limited(AllToAllPrepareFinalize):
+    """A level with a capacity."""
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return self.moe_config.max_num_tokens
+
+
+def capacities(rank: int, world_size: int, *levels: tuple[str, str]) -> list[int | None]:
+    """What each pair of levels takes; one that has a capacity refuses more, on this rank alone."""
+    found = []
+    with pytest.MonkeyPatch.context() as machine:
+        machine.setenv("MOE_EP_RANKS_PER_HOST", "2")
+        machine.setattr(ALL2ALL_BACKENDS, "_entries", dict(ALL2ALL_BACKENDS._entries))
+        ALL2ALL_BACKENDS.register("limited", f"{__name__}:Limited", "")
+        for pair in levels:
+            backend = make_backend(make_setting(Case(capacity=4), rank, world_size), "two_level", levels=pair)
+            found.append(backend.max_num_tokens_per_rank())
+            if found[-1] is not None:
+                args = prepare_args(make_setting(Case(tokens=(5,)), rank, world_size), "cpu")
+                with pytest.raises(ValueError, match="a1 has 5 tokens and the capacity is 4 per rank"):
+                    backend.prepare(*args)
+    return found
+
+
+def test_a_capacity_of_either_level_is_that_of_both() -> None:
+    pairs = [LEVELS, ("all_to_all", "limited"), ("limited", "all_to_all")]
+    assert ranks(4).run(capacities, *pairs) == [[None, 4, 4]] * 4
