@@ -1,6 +1,6 @@
 """The MoE layer: routes tokens and runs their experts, whichever rank holds them.
 
-A forward pass, from top to bottom: forward -> torch.ops.moe_ep.moe_forward -> forward_impl -> (forward_impl_chunked)
+A forward pass, from top to bottom: forward -> torch.ops.moe_ep.moe_forward -> forward_impl -> forward_impl_chunked
 -> select_experts -> quant_method.apply -> modular kernel -> dispatch.prepare, experts, dispatch.finalize.
 """
 
@@ -205,10 +205,7 @@ class FusedMoE(LayerParts):
         self.check_loaded()
         self._check_inputs(hidden_states, router_logits)
         hidden_states = hidden_states.contiguous()
-        if self.prepare_finalize.max_num_tokens_per_rank() is None:
-            shared, routed = self._forward_tokens(hidden_states, router_logits)
-        else:
-            shared, routed = self.forward_impl_chunked(hidden_states, router_logits)
+        shared, routed = self.forward_impl_chunked(hidden_states, router_logits)
         if self.reduce_results:
             routed = self.maybe_all_reduce_tensor_model_parallel(routed)
         return routed if shared is None else (shared.contiguous(), routed)
@@ -216,17 +213,16 @@ class FusedMoE(LayerParts):
     def forward_impl_chunked(
         self, full_hidden_states: torch.Tensor, full_router_logits: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Runs the tokens in chunks of at most the backend's capacity.
+        """Runs the tokens in chunks of at most the backend's capacity, or all at once if it has none.
 
         Every rank makes as many passes as the rank with the most tokens needs.
 
         Returns:
             (shared output or None, routed output), both `[T, K]`.
         """
-        num_tokens = full_hidden_states.size(0)
-        capacity = self.prepare_finalize.max_num_tokens_per_rank() or max(num_tokens, 1)
-        num_chunks = self._num_chunks(num_tokens, capacity, full_hidden_states.device)
-        if num_chunks == 1:
+        num_tokens, capacity = full_hidden_states.size(0), self.prepare_finalize.max_num_tokens_per_rank()
+        num_chunks = 1 if capacity is None else self._num_chunks(num_tokens, capacity, full_hidden_states.device)
+        if capacity is None or num_chunks == 1:
             return self._forward_tokens(full_hidden_states, full_router_logits)
         chunks = []
         for start in range(0, num_chunks * capacity, capacity):

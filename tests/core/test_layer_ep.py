@@ -128,7 +128,9 @@ def against_plain_loops(rank: int, world_size: int, backend: str) -> None:
         check(layer(*inputs), run_moe(weights, *inputs, TOP_K), {})
     # What ranks agreed on is over with the block.
     inputs = inputs_of(layer, UNEVEN[rank] + 3, seed=rank)
-    check(layer(*inputs), run_moe(weights, *inputs, TOP_K), {})
+    output = layer(*inputs)
+    check(output, run_moe(weights, *inputs, TOP_K), {})
+    assert torch.equal(layer.forward_impl_chunked(*inputs)[1], output)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
