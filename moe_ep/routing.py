@@ -148,14 +148,14 @@ def check_routing(
     num_columns: int,
     top_k: int,
     *,
-    use_grouped_topk: bool = False,
-    num_expert_group: int | None = None,
-    topk_group: int | None = None,
-    custom_routing_function: TopK | None = None,
-    scoring_func: str = "softmax",
-    e_score_correction_bias: torch.Tensor | None = None,
-    zero_expert_num: int = 0,
-    zero_expert_type: str | None = None,
+    use_grouped_topk: bool,
+    num_expert_group: int | None,
+    topk_group: int | None,
+    custom_routing_function: TopK | None,
+    scoring_func: str,
+    e_score_correction_bias: torch.Tensor | None,
+    zero_expert_num: int,
+    zero_expert_type: str | None,
 ) -> tuple[int, int]:
     """Checks the settings of `select_experts`, without tokens.
 

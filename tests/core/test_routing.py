@@ -333,7 +333,14 @@ BAD: list[tuple[dict, str]] = [
     ({"global_num_experts": 7}, r"global_num_experts is 7; it must be at least the routed experts .* \(8\)"),
     ({"num_fused_shared_experts": -1}, "num_fused_shared_experts is -1"),
     ({"indices_type": torch.float32}, "indices_type is 'torch.float32'; it must be one of torch.int16, torch.int32"),
-    ({"enable_eplb": True}, "enable_eplb needs expert_load_view, logical_to_physical_map and logical_replica_count"),
+    (
+        {"enable_eplb": True, "logical_to_physical_map": torch.eye(8), "logical_replica_count": torch.ones(8)},
+        "enable_eplb needs expert_load_view, logical_to_physical_map and logical_replica_count",
+    ),
+    (
+        {"enable_eplb": True, "expert_load_view": torch.zeros(8), "logical_to_physical_map": torch.eye(8)},
+        "enable_eplb needs expert_load_view, logical_to_physical_map and logical_replica_count",
+    ),
     ({"custom_routing_function": wrong_shape}, r"returned weights \(2, 1\).*shape \(T, top_k\) = \(2, 2\)"),
     (
         {"custom_routing_function": wrong_shape, "e_score_correction_bias": torch.zeros(8)},
