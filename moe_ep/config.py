@@ -73,14 +73,10 @@ class FusedMoEParallelConfig:
         """
         given = {"tp_size": tp_size, "dp_size": dp_size, "ep_size": ep_size}
         check_at_least(1, **{name: size for name, size in given.items() if size is not None})
-        if tp_size is None and dp_size is None:
-            ranks = ep_size if ep_size is not None and ep_size > 1 else (world_size or 1)
-            tp_size, dp_size = 1, ranks
-        elif dp_size is None:
-            tp_size = tp_size or 1
-            dp_size = ep_size // tp_size if ep_size is not None and ep_size > 1 else 1
+        if dp_size is None:
+            ranks = ep_size if ep_size is not None and ep_size > 1 else tp_size or world_size or 1
+            dp_size = max(1, ranks // (tp_size or 1))
         tp_size = tp_size or 1
-        dp_size = dp_size or 1
         ranks = tp_size * dp_size
         if ep_size is None:
             ep_size = ranks if dp_size > 1 else 1

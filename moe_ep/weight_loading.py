@@ -78,7 +78,7 @@ class ExpertWeightLoader:
         tp_rank, tp_size: this rank's part of N if TP shards experts, otherwise 0 of 1.
     """
 
-    def __init__(self, *, name: str, slots: ExpertSlots, gated: bool, tp_rank: int = 0, tp_size: int = 1) -> None:
+    def __init__(self, *, name: str, slots: ExpertSlots, gated: bool, tp_rank: int, tp_size: int) -> None:
         self.name = name
         self.slots = slots
         self._gated = gated
@@ -264,4 +264,4 @@ def matching_rows(
     for name, tensor in weights:
         for param_name, weight_name, expert_id, shard_id in mapping:
             if weight_name in name:
-                yield name, tensor, name.replace(weight_name, param_name).rsplit(".", 1)[-1], shard_id, expert_id
+                yield name, tensor, name.replace(weight_name, param_name).rpartition(".")[2], shard_id, expert_id

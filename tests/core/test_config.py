@@ -12,6 +12,7 @@ from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantC
         ({}, 0, None, (1, 1, 1)),
         ({}, 3, 4, (1, 4, 4)),
         ({"ep_size": 1}, 0, 1, (1, 1, 1)),
+        ({"ep_size": 1}, 3, 4, (1, 4, 1)),
         ({"ep_size": 4}, 2, None, (1, 4, 4)),
         ({"tp_size": 2}, 1, 2, (2, 1, 1)),
         ({"tp_size": 2, "ep_size": 4}, 3, 4, (2, 2, 4)),
@@ -39,12 +40,15 @@ def test_who_dispatches_and_who_shards():
     assert flags(tp_size=4, ep_size=4) == (True, False, False)
     assert flags(tp_size=4, ep_size=4, is_sequence_parallel=True) == (True, True, False)
     assert flags(tp_size=2, dp_size=2) == (True, True, False)
+    assert FusedMoEParallelConfig.make(ep_size=4, rank=3).token_rank == 3
+    assert FusedMoEParallelConfig.make(tp_size=4, ep_size=4, rank=3).token_rank == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"tp_size": 2, "dp_size": 2, "ep_size": 3}, ["ep_size is 3", "2 * 2 = 4"]),
+        ({"tp_size": 4, "ep_size": 2}, ["ep_size is 2", "4 * 1 = 4"]),
         ({"tp_size": 4, "world_size": 2}, ["asks for 4 ranks", "there are 2"]),
         ({"dp_size": 2, "rank": 2}, ["rank is 2", "below"]),
         ({"tp_size": 0, "dp_size": 4}, ["tp_size is 0", "at least 1"]),
@@ -55,6 +59,14 @@ def test_make_refuses_in_one_sentence(arguments, words):
     with pytest.raises(ValueError) as error:
         FusedMoEParallelConfig.make(**arguments)
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["tp", "dp", "ep"])
+def test_one_rank_unless_more_are_asked_for(kind):
+    alone = FusedMoEParallelConfig()
+    assert (getattr(alone, f"{kind}_rank"), getattr(alone, f"{kind}_size")) == (0, 1)
+    with pytest.raises(ValueError, match=rf"{kind}_rank is 2; it must be at least 0 and below {kind}_size \(2\)"):
+        FusedMoEParallelConfig(**{f"{kind}_rank": 2, f"{kind}_size": 2})
 
 
 def config(**changes):

@@ -154,6 +154,13 @@ def test_worked_example_without_bias() -> None:
     assert select_experts(**GROUPED, renormalize=False)[1].tolist() == [[7, 0]]
 
 
+def test_one_group_is_as_none() -> None:
+    grouped = GROUPED | {"num_expert_group": 1, "topk_group": 1}
+    assert select_experts(**grouped, renormalize=False)[1].tolist() == [[7, 0]]
+    with pytest.raises(ValueError, match="num_expert_group is 0; it must divide"):
+        select_experts(**grouped | {"num_expert_group": 0}, renormalize=False)
+
+
 def plain(logits: torch.Tensor, top_k: int, **more) -> tuple[torch.Tensor, ...]:
     return select_experts(torch.zeros(logits.size(0), 2), logits, top_k, False, True, **more)
 

@@ -117,6 +117,38 @@ def test_all_experts_at_once() -> None:
         loader.load("w13_weight", param, gate[:3], "gate", "w1", 0)
 
 
+def test_all_experts_at_once_with_shared_ones_behind_them() -> None:
+    loader = make_loader(num_fused_shared_experts=2, expert_map=torch.tensor([-1, 0, -1, 1], dtype=torch.int32))
+    param = declare(loader, "w2_weight", (4, K, N), weight_layout("w2"))
+    down = numbered(E + 2, K, N)
+    assert loader.load("w2_weight", param, down, "down", "w2", 0)
+    assert torch.equal(param, down[[1, 3, 4, 5]])
+
+
+def test_floats_are_cast_and_codes_must_have_the_dtype() -> None:
+    loader = make_loader()
+    for dtype, other in ((torch.float32, torch.bfloat16), (torch.int32, torch.int32)):
+        param = nn.Parameter(torch.zeros(E, K, N, dtype=dtype), requires_grad=False)
+        loader.declare("w2_weight", weight_layout("w2"))
+        assert loader.load("w2_weight", param, numbered(K, N).to(other), "down", "w2", 1)
+        assert torch.equal(param[1], numbered(K, N).to(other).to(dtype))
+
+
+def test_what_is_missing() -> None:
+    """Nothing before loading begins; then each tensor that is not optional, of an ungated w13 in one shard."""
+    loader = make_loader(gated=False, expert_map=torch.tensor([0, -1, 1, -1], dtype=torch.int32))
+    param = declare(loader, "w13_weight", (2, N, K), weight_layout("w13"))
+    loader.declare("w2_weight", weight_layout("w2"))
+    loader.declare("w2_g_idx", ParamLayout(gemm="w2", optional=True))
+    assert loader.missing() == [] and loader.slots_loaded_again is None
+    loader.load("w13_weight", param, numbered(N, K), "up", "w1", 2)
+    assert loader.missing() == [
+        "w13_weight of local expert 0 (shard w1)",
+        "w2_weight of local expert 0 (shard w2)",
+        "w2_weight of local expert 1 (shard w2)",
+    ]
+
+
 def test_an_expert_elsewhere_is_not_touched() -> None:
     loader = make_loader(expert_map=torch.tensor([0, -1, 1, -1], dtype=torch.int32))
     param = declare(loader, "w2_weight", (2, K, N), weight_layout("w2"))
