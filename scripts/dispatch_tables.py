@@ -17,6 +17,8 @@ _COLUMNS = {
 }  # fmt: skip
 _SHAPE = ("hidden", "topk", "routing")
 _VERSIONS = ("torch", "nccl", "nvshmem4py", "triton", "python", "commit")
+# Times its median, from which a p99 is told.
+FAR = 1.1
 
 
 def text(rows: Sequence[Row]) -> str:
@@ -33,7 +35,11 @@ def text(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A part for each run: pairs in graphs, pairs eager, and halves, with columns for what the run varied."""
+    """A part for each run: pairs in graphs, pairs eager, and halves, with columns for what the run varied.
+
+    Eager pairs and halves are of more tokens than the graphs have; below that the host takes most of their time, and a
+    line for each backend says how much.
+    """
     parts = []
     for (ranks, gpu, command), group in groupby(rows, key=lambda row: (row["ranks"], row["gpu"], row["command"])):
         run = list(group)
@@ -46,19 +52,28 @@ def markdown(rows: Sequence[Row]) -> str:
             f"```\n{command}\n```",
         ]
         shape = [key for key in _SHAPE if len({row[key] for row in run}) > 1]
-        for mode, title in (("graph", "in a CUDA graph"), ("eager", "eager")):
-            of_mode = [row for row in run if row["mode"] == mode]
-            if of_mode:
-                parts.append(f"Pairs, {title}, median (p99) in us:\n\n{_pairs(of_mode, shape)}")
-        halves = [row for row in run if row.get("dispatch_us")]
-        if halves:
-            parts.append(f"Each half by itself, begun together by all ranks, median:\n\n{_halves(halves, shape)}")
+        in_graphs = [row for row in run if row["mode"] == "graph"]
+        most = max((row["tokens_per_rank"] for row in in_graphs), default=0)
+        eager = [row for row in run if row["mode"] == "eager"]
+        large = [row for row in eager if row["tokens_per_rank"] > most]
+        if in_graphs:
+            parts.append(f"Pairs in a CUDA graph, us:\n\n{_pairs(in_graphs, shape)}")
+        if small := [row for row in eager if row["tokens_per_rank"] <= most and row.get("median_us") is not None]:
+            parts.append(_spans(small))
+        if large:
+            parts.append(f"Pairs, eager, us:\n\n{_pairs(large, shape)}")
+        if halves := [row for row in large if row.get("dispatch_us")]:
+            parts.append(
+                f"Dispatch, combine by themselves, begun together by all ranks, us:\n\n{_halves(halves, shape)}"
+            )
     return "\n\n".join(parts)
 
 
 def _pairs(rows: Sequence[Row], shape: Sequence[str]) -> str:
-    """Backends by wire and tokens: the median and p99; the raw pair of the bytes of a token once per rank last."""
+    """Backends by wire and tokens; the raw pair of the bytes of a token once per rank last."""
     backends = list(dict.fromkeys(row["backend"] for row in rows))
+    if shape and len(backends) == 1:
+        return _sizes(rows, shape)
     keys = [*shape, "wire", "tokens_per_rank"]
     header = [*shape, "wire", "tokens per rank", *backends, "raw pair", "floor"]
     lines = [_line(header), _line(["---"] * len(header))]
@@ -70,20 +85,55 @@ def _pairs(rows: Sequence[Row], shape: Sequence[str]) -> str:
                 best[row["backend"]] = row if known is None or row["median_us"] < known["median_us"] else known
         least = min(best.values(), key=lambda row: row["bytes_leaving"], default=None)
         ends = ["-", "-"] if least is None else [least["raw_median_us"], least["floor_us"]]
-        cells = [f"{best[name]['median_us']} ({best[name]['p99_us']})" if name in best else "-" for name in backends]
-        lines.append(_line([*size, *cells, *ends]))
+        lines.append(_line([*size, *(_time(best[name]) if name in best else "-" for name in backends), *ends]))
     return "\n".join(lines)
 
 
-def _halves(rows: Sequence[Row], shape: Sequence[str]) -> str:
-    """Dispatch and combine by themselves."""
-    header = [*shape, "tokens per rank", "backend", "SMs", "wire", "dispatch us", "combine us"]
+def _sizes(rows: Sequence[Row], shape: Sequence[str]) -> str:
+    """One backend at several sizes: its pair, the raw pair and the floor, a column for each number of tokens."""
+    columns = sorted({row["tokens_per_rank"] for row in rows})
+    header = [*shape, "wire", *(f"{tokens} tokens: {rows[0]['backend']}, raw pair, floor" for tokens in columns)]
     lines = [_line(header), _line(["---"] * len(header))]
-    for row in sorted(rows, key=lambda row: row["tokens_per_rank"]):
-        sms, halves = row["num_sms"] or "-", (row["dispatch_us"], row["combine_us"])
-        lines.append(
-            _line([*(row[key] for key in shape), row["tokens_per_rank"], row["backend"], sms, row["wire"], *halves])
-        )
+    keys = [*shape, "wire"]
+    for size in sorted({tuple(row[key] for key in keys) for row in rows}):
+        cells = {
+            row["tokens_per_rank"]: f"{_time(row)}, {row['raw_median_us']}, {row['floor_us']}"
+            for row in rows
+            if tuple(row[key] for key in keys) == size and row.get("median_us") is not None
+        }
+        lines.append(_line([*size, *(cells.get(tokens, "-") for tokens in columns)]))
+    return "\n".join(lines)
+
+
+def _time(row: Row) -> str:
+    """The median, with the p99 where it is far from it."""
+    far = row["p99_us"] > FAR * row["median_us"]
+    return f"{row['median_us']} ({row['p99_us']})" if far else str(row["median_us"])
+
+
+def _spans(rows: Sequence[Row]) -> str:
+    """What eager pairs of few tokens take, by backend."""
+    said = []
+    for name in dict.fromkeys(row["backend"] for row in rows):
+        times = [row["median_us"] for row in rows if row["backend"] == name]
+        said.append(f"{name} {min(times)} to {max(times)} us")
+    return f"Eager pairs of these sizes, which wait for the host: {', '.join(said)}."
+
+
+def _halves(rows: Sequence[Row], shape: Sequence[str]) -> str:
+    """Dispatch, combine: a line for each backend and number of SMs, a column for each wire and number of tokens."""
+    columns = sorted({(row["tokens_per_rank"], row["wire"]) for row in rows})
+    header = [*shape, "backend", "SMs", *(f"{tokens} tokens, {wire}" for tokens, wire in columns)]
+    lines = [_line(header), _line(["---"] * len(header))]
+    keys = [*shape, "backend", "num_sms"]
+    for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
+        times = {
+            (row["tokens_per_rank"], row["wire"]): f"{row['dispatch_us']}, {row['combine_us']}"
+            for row in rows
+            if tuple(row[name] for name in keys) == key
+        }
+        cells = ["-" if cell is None else cell for cell in key]
+        lines.append(_line([*cells, *(times.get(column, "-") for column in columns)]))
     return "\n".join(lines)
 
 

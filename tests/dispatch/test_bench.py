@@ -63,14 +63,16 @@ ROW = {
 
 
 def test_tables_of_recorded_rows(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    eager = ROW | {"mode": "eager", "tokens_per_rank": 64}
     rows = [
         ROW,
         ROW | {"backend": "b", "median_us": 9.0, "raw_median_us": 3.0, "bytes_leaving": 50},
         ROW | {"wire": "fp8", "error": "wrong", "median_us": None},
-        ROW | {"mode": "eager", "num_sms": 8, "dispatch_us": 1.5, "combine_us": 2.5, "median_us": 7.0},
-        ROW | {"mode": "eager", "num_sms": 16, "dispatch_us": 1.0, "combine_us": 2.0, "median_us": 6.0, "p99_us": 6.5},
+        ROW | {"mode": "eager", "backend": "b", "median_us": 70.0, "dispatch_us": 60.0, "combine_us": 9.0},
+        eager | {"num_sms": 8, "dispatch_us": 1.5, "combine_us": 2.5, "median_us": 7.0},
+        eager | {"num_sms": 16, "dispatch_us": 1.0, "combine_us": 2.0, "median_us": 6.0, "p99_us": 6.5},
         ROW | {"command": "python y"},
-        ROW | {"command": "python y", "topk": 4},
+        ROW | {"command": "python y", "topk": 4, "tokens_per_rank": 16},
     ]
     recorded = tmp_path / "rows.jsonl"
     recorded.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -78,13 +80,14 @@ def test_tables_of_recorded_rows(script: ModuleType, tmp_path: Path, capsys: pyt
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "### 2 x H200, hidden 64, top-3 of 10, uniform"
     assert lines[2].startswith("torch 2.11.0, commit abc;")
-    assert "| bf16 | 8 | 5.0 (6.0) | 9.0 (6.0) | 3.0 | 1.0 |" in lines
+    assert "| bf16 | 8 | 5.0 (6.0) | 9.0 | 3.0 | 1.0 |" in lines
     assert "| fp8 | 8 | - | - | - | - |" in lines
-    assert "| bf16 | 8 | 6.0 (6.5) | 4.0 | 1.0 |" in lines
-    start = lines.index("| 8 | a | 8 | bf16 | 1.5 | 2.5 |")
-    assert lines[start + 1] == "| 8 | a | 16 | bf16 | 1.0 | 2.0 |"
-    assert lines[start + 3] == "### 2 x H200, hidden 64, top-3, 4 of 10, uniform"
-    assert lines[-2:] == ["| 3 | bf16 | 8 | 5.0 (6.0) | 4.0 | 1.0 |", "| 4 | bf16 | 8 | 5.0 (6.0) | 4.0 | 1.0 |"]
+    assert "Eager pairs of these sizes, which wait for the host: b 70.0 to 70.0 us." in lines
+    assert "| bf16 | 64 | 6.0 | 4.0 | 1.0 |" in lines
+    start = lines.index("| backend | SMs | 64 tokens, bf16 |")
+    assert lines[start + 2 : start + 4] == ["| a | 8 | 1.5, 2.5 |", "| a | 16 | 1.0, 2.0 |"]
+    assert lines[start + 5] == "### 2 x H200, hidden 64, top-3, 4 of 10, uniform"
+    assert lines[-2:] == ["| 3 | bf16 | 5.0 (6.0), 4.0, 1.0 | - |", "| 4 | bf16 | - | 5.0 (6.0), 4.0, 1.0 |"]
 
 
 def test_a_backend_that_cannot_run_is_named(script: ModuleType) -> None:
