@@ -72,6 +72,13 @@ class GenerateConfig(ModelConfig):
     )
     seed: int = field(default=0, metadata=option(at_least(0), "seed of the drawn tokens"))
     batch_size: int = field(default=8, metadata=option(at_least(1), "sequences that each worker decodes at a time"))
+    prefill_tokens: int = field(
+        default=4096,
+        metadata=option(
+            at_least(1),
+            "a worker reads at most so many tokens of prompts in a step, padding included; a longer prompt alone",
+        ),
+    )
     eplb: bool = field(default=False, metadata=option(None, "balance the experts over the workers while they decode"))
     num_redundant_experts: int = field(
         default=0, metadata=option(at_least(0), "extra expert slots, over all workers, for replicas; with --eplb", "N")

@@ -133,7 +133,7 @@ class GenerationReport:
     def _times(step_ms: dict[str, dict[str, float] | None]) -> Iterator[str]:
         yield f"{'ms of a step of one rank':<26}{'median':>10}{'p99':>10}{'steps':>8}"
         for kind, label in (
-            ("prefill", "reading a prompt"),
+            ("prefill", "reading prompts"),
             ("decode", "decoding, eager"),
             ("replayed", "decoding, CUDA graph"),
             ("serve", "serving other ranks"),

@@ -24,8 +24,9 @@ from moe_ep.eplb.metrics import balancedness
 from moe_ep.errors import ConfigError
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.integrations.divided import steps_of
-from moe_ep.integrations.generation import Completion, Generation, Request
+from moe_ep.integrations.generation import Completion, Generation
 from moe_ep.integrations.hf_loading import context_length, text_config
+from moe_ep.integrations.prompt_queue import Request
 from moe_ep.integrations.sampling import Sampling
 from moe_ep.integrations.steps import StepCoordinator
 from moe_ep.launch import progress
@@ -38,7 +39,7 @@ from moe_ep.launch.rank_env import RankEnv
 
 
 def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Prompt]) -> RankGeneration:
-    """One rank's part of the generation, in its process group; prompt i is that of rank i mod R.
+    """One rank's part of the generation, in its process group.
 
     Raises:
         CheckpointError: the checkpoint does not hold what it says.
@@ -66,6 +67,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
         ends=None if config.stop is None else partial(_has_come_to, tokenizer, config.stop),
         sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed),
         max_length=context_length(of_text),
+        prefill_tokens=config.prefill_tokens,
         graphs=config.graphs,
         on_progress=relay.collect,
         on_completion=lambda completion: relay.leave(_told(tokenizer, completion, rank_env.rank, config.stop)),
@@ -103,21 +105,23 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
 def _requests(
     tokenizer: Any, of_text: Any, rank_env: RankEnv, prompts: Sequence[Prompt]
 ) -> tuple[list[Request], list[dict[str, Any]]]:
-    """This rank's requests, and what is told of the prompts of all ranks that the model cannot take: one that it
+    """All requests, the same on every rank, and what is told of the prompts that the model cannot take: one that it
     cannot does not keep it from the others. ConfigError where it can take none."""
-    requests: list[Request] = []
-    mine: list[dict[str, Any]] = []
+    mine: list[Request | dict[str, Any]] = []
     for index in range(rank_env.rank, len(prompts), rank_env.world_size):
         try:
-            requests.append(Request(index, _token_ids(tokenizer, of_text, index, prompts[index])))
+            mine.append(Request(index, _token_ids(tokenizer, of_text, index, prompts[index])))
         except ConfigError as error:
             mine.append({"index": index, "finish": "refused", "error": str(error), "rank": rank_env.rank})
-    everybody: list[list[dict[str, Any]]] = [[]] * rank_env.world_size
-    dist.all_gather_object(everybody, mine)
-    refused = sorted(chain.from_iterable(everybody), key=lambda told: told["index"])
+    by_rank: list[list[Request | dict[str, Any]]] = [[]] * rank_env.world_size
+    dist.all_gather_object(by_rank, mine)
+    everything = list(chain.from_iterable(by_rank))
+    requests = [found for found in everything if isinstance(found, Request)]
+    refused = [found for found in everything if isinstance(found, dict)]
+    refused.sort(key=lambda told: told["index"])
     if len(refused) == len(prompts):
         raise ConfigError(refused[0]["error"])
-    return requests, refused
+    return sorted(requests, key=lambda request: request.index), refused
 
 
 def _load(config: GenerateConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:

@@ -108,10 +108,9 @@ def _decode(rank_env: RankEnv, config: GenerateBenchConfig, folder: Path, num_sl
     layers = decoder.steps.layers
     recorders = _record_layers(layers, device)
     generator = torch.Generator().manual_seed(rank_env.rank)
-    for slot in range(num_slots):
-        with decoder.steps.step(PROMPT):
-            first = decoder.prefill(slot, torch.randint(1, model.config.vocab_size, (PROMPT,), generator=generator))
-            decoder.append(slot, first.argmax())
+    prompts = torch.randint(1, model.config.vocab_size, (num_slots, PROMPT), generator=generator)
+    with decoder.steps.step(prompts.numel()):
+        decoder.append(slice(None), decoder.prefill(range(num_slots), list(prompts)).argmax(-1))
     given = _Given(layers)
     # Those of a graph are recorded into when it is captured, and have no times before its first replay.
     for _ in range(WARM_UP_PASSES):

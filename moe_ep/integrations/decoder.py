@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from moe_ep.errors import ConfigError
@@ -62,29 +64,35 @@ class SlotDecoder:
     def can_replay_serve(self) -> bool:
         return self._serve.is_captured
 
-    def prefill(self, slot: int, token_ids: torch.Tensor) -> torch.Tensor:
-        """Runs a prompt `[length]` and gives it the slot; returns the logits `[vocabulary]` of what follows."""
+    def prefill(self, slots: Sequence[int], prompts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Reads a prompt `[length]` into each of the slots; returns logits `[len(slots), vocabulary]` of what follows.
+
+        Prompts of different lengths are padded on the left, so that states of linear attention begin with their first
+        token and end with their last. Padding goes to no expert.
+        """
+        device = self._tokens.device
+        lengths = torch.tensor([prompt.numel() for prompt in prompts])
+        longest = int(lengths.max())
+        tokens = torch.stack([pad(prompt, (longest - prompt.numel(), 0)) for prompt in prompts]).to(device)
+        # The position of each column's token in its sequence, negative for padding.
+        positions = (torch.arange(longest) - (longest - lengths)[:, None]).to(device)
+        is_padded = int(lengths.min()) < longest
+        seen = positions >= 0
         prefilled = DynamicCache(config=self.model.config)
-        output = self.model(
-            input_ids=token_ids[None].to(self._tokens.device),
-            past_key_values=prefilled,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        if self._cache is None:
-            kinds = getattr(self.model.config.get_text_config(), "layer_types", None)
-            try:
-                self._cache = SlotCache(prefilled, kinds, self.num_slots, self._max_length, self._positions)
-            except torch.OutOfMemoryError as error:
-                raise ConfigError(
-                    f"the cache of {self.num_slots} sequences of {self._max_length} tokens does not fit into the GPU's "
-                    f"memory; decode fewer together (--batch-size) or fewer tokens (--max-new-tokens)"
-                ) from error
-        length = token_ids.numel()
-        self._cache.put(slot, prefilled, length)
-        self._positions[slot] = length
-        self._active[slot] = True
-        return output.logits[0, -1]
+        with self._rows(seen.flatten() if is_padded else None):
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=seen.long() if is_padded else None,
+                position_ids=positions.clamp(min=0),
+                past_key_values=prefilled,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        into = torch.tensor(slots, device=device)
+        self._cache_like(prefilled).put(into, prefilled, positions)
+        self._positions[into] = lengths.to(device)
+        self._active[into] = True
+        return output.logits[:, -1]
 
     def decode(self) -> torch.Tensor:
         """Runs every slot's last token; returns logits `[num_slots, vocabulary]`, of no meaning for free slots."""
@@ -96,7 +104,7 @@ class SlotDecoder:
         """This rank's part of a step in which it has no tokens."""
         self._serve.run()
 
-    def append(self, slots: slice | int, tokens: torch.Tensor) -> None:
+    def append(self, slots: slice | list[int], tokens: torch.Tensor) -> None:
         """Says which tokens come next."""
         self._tokens[slots] = tokens
 
@@ -114,9 +122,7 @@ class SlotDecoder:
         cache = self._cache
         if cache is None:
             raise RuntimeError("decode was called before any prefill; prefill a slot first")
-        for layer in self.steps.layers:
-            layer.row_mask = self._active
-        try:
+        with self._rows(self._active):
             output = self.model(
                 input_ids=self._tokens[:, None],
                 position_ids=self._positions[:, None],
@@ -124,10 +130,31 @@ class SlotDecoder:
                 past_key_values=cache,
                 use_cache=True,
             )
+        return output.logits[:, -1]
+
+    @contextlib.contextmanager
+    def _rows(self, that_count: torch.Tensor | None) -> Iterator[None]:
+        """A block in which only these rows of the model's passes go to experts; None for all."""
+        for layer in self.steps.layers:
+            layer.row_mask = that_count
+        try:
+            yield
         finally:
             for layer in self.steps.layers:
                 layer.row_mask = None
-        return output.logits[:, -1]
+
+    def _cache_like(self, prefilled: DynamicCache) -> SlotCache:
+        """The slots' cache, made when the first prompts have been read."""
+        if self._cache is None:
+            kinds = getattr(self.model.config.get_text_config(), "layer_types", None)
+            try:
+                self._cache = SlotCache(prefilled, kinds, self.num_slots, self._max_length, self._positions)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"the cache of {self.num_slots} sequences of {self._max_length} tokens does not fit into the GPU's "
+                    f"memory; decode fewer together (--batch-size) or fewer tokens (--max-new-tokens)"
+                ) from error
+        return self._cache
 
     def _can_capture(self) -> bool:
         if self._tokens.device.type != "cuda":

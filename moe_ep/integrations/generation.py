@@ -1,9 +1,9 @@
-"""Text generation over ranks: each continues prompts of its own, and helps with the others' experts."""
+"""Text generation over ranks, which share the prompts and each other's experts."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,20 +11,15 @@ from typing import Any
 import torch
 
 from moe_ep.integrations.decoder import SlotDecoder
+from moe_ep.integrations.prompt_queue import PromptQueue, Request, padded_size
 from moe_ep.integrations.sampling import Sampling, SequenceRandom, next_tokens
+from moe_ep.integrations.sharding import PREFILL_MAX_NUM_TOKENS
+from moe_ep.integrations.steps import Step
 
 # Whether a sequence ends with the last of these tokens, all that it has been continued by.
 Ends = Callable[[list[int]], bool]
 # (sequences that each rank has finished, by rank)
 OnProgress = Callable[[Sequence[int]], None]
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt `[length]` and its number among all prompts."""
-
-    index: int
-    token_ids: torch.Tensor
 
 
 @dataclass
@@ -57,24 +52,29 @@ class StepTimes:
 
 
 class Generation:
-    """Continues requests until all ranks are through theirs; `run` is a collective step of them.
+    """Continues prompts until all ranks are through; `run` is a collective step of them.
 
-    A step is one of three things to a rank: it reads a waiting prompt into a free slot, or moves all its sequences on
-    by a token, or has none and serves. A finished sequence's slot goes to the next prompt.
+    In a step all ranks move their sequences on by a token, or ranks with free slots read waiting prompts into them,
+    many in one pass. All ranks read in the same steps, since one that reads holds up the others' decoding; a rank that
+    reads nothing then decodes, and one without sequences serves.
 
     Args:
         model: as `parallelize` returns it.
+        requests: the prompts of all ranks, the same on each; whichever rank has slots free continues the next.
         max_new_tokens: where a sequence ends if the model does not end it.
         num_slots: sequences that decode together, the same on every rank.
         stop_ids: tokens that end a sequence.
         ends: says after each other token whether it ends its sequence.
         sampling: how tokens are chosen; the likeliest unless it says otherwise.
         max_length: where a sequence ends at the latest, prompt and continuation; None for no such end.
+        prefill_tokens: tokens that a rank reads in a step at most, padding included; a longer prompt is read alone.
         graphs: whether decoding may be captured in CUDA graphs.
+        on_progress: called before each step.
         on_completion: called with each of this rank's as it is finished, before on_progress counts it on any rank.
 
     Raises:
-        ValueError: a prompt without tokens, or one that leaves no room below max_length.
+        ValueError: a prompt without tokens, or one that leaves no room below max_length; from `run`, ranks with
+            different requests.
     """
 
     def __init__(
@@ -88,15 +88,17 @@ class Generation:
         ends: Ends | None = None,
         sampling: Sampling | None = None,
         max_length: int | None = None,
+        prefill_tokens: int = PREFILL_MAX_NUM_TOKENS,
         graphs: bool = True,
         on_progress: OnProgress | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> None:
         _check_lengths(requests, max_length)
-        longest = max((request.token_ids.numel() for request in requests), default=0) + max_new_tokens
+        longest = max((request.length for request in requests), default=0) + max_new_tokens
         self._max_length = longest if max_length is None else min(longest, max_length)
         self._decoder = SlotDecoder(model, num_slots, self._max_length, graphs=graphs)
-        self._waiting = deque(requests)
+        self._requests = requests
+        self._prompts = PromptQueue(requests, num_slots, prefill_tokens)
         self._running: list[Completion | None] = [None] * num_slots
         self._sampling = sampling or Sampling()
         self._randoms = {request.index: SequenceRandom(self._sampling, request.index) for request in requests}
@@ -110,44 +112,65 @@ class Generation:
 
     @torch.inference_mode()
     def run(self) -> list[Completion]:
-        """The completions of this rank's requests, in the order of their numbers."""
+        """The completions that are this rank's, in the order of their numbers."""
         try:
-            self._run_steps()
+            self._check_requests()
+            while (step := self._plan()) is not None:
+                with self._decoder.steps.planned(step[0]):
+                    self._make(*step)
         finally:
             self._decoder.close()
         return sorted(self.completions, key=lambda completion: completion.index)
 
-    def _run_steps(self) -> None:
-        decoder = self._decoder
-        while True:
-            slot = self._running.index(None) if None in self._running else None
-            prompt = self._waiting[0] if self._waiting and slot is not None else None
-            decodes = prompt is None and any(self._running)
-            num_tokens = prompt.token_ids.numel() if prompt else decoder.num_slots if decodes else None
-            ready = decoder.can_replay_decode if decodes else prompt is None and decoder.can_replay_serve
-            with decoder.steps.step(num_tokens, can_replay=ready, done=len(self.completions)) as step:
-                if step is None:
-                    return
-                started = time.perf_counter()
-                self._on_progress(step.done)
-                if prompt is not None and slot is not None:
-                    self._waiting.popleft()
-                    self._read(prompt, slot)
-                    spent = self.times.prefill
-                elif decodes:
-                    self._decode()
-                    spent = self.times.replayed if step.can_replay else self.times.decode
-                else:
-                    decoder.serve()
-                    spent = self.times.serve
-                spent.append(time.perf_counter() - started)
+    def _check_requests(self) -> None:
+        """Raises ValueError where the ranks have different requests or numbers of slots."""
+        check = 0
+        for request in self._requests:
+            check = zlib.crc32(request.token_ids.cpu().numpy().tobytes(), zlib.crc32(b"%d" % request.index, check))
+        told = self._decoder.steps.exchange(len(self._requests), self._decoder.num_slots, check)
+        if told.count(told[0]) < len(told):
+            raise ValueError(
+                f"the ranks have {[row[0] for row in told]} requests and {[row[1] for row in told]} slots, which must "
+                f"be the same, token by token; give every rank the requests of all"
+            )
 
-    def _read(self, prompt: Request, slot: int) -> None:
-        logits = self._decoder.prefill(slot, prompt.token_ids)
-        token = next_tokens(logits[None], self._sampling, [self._randoms[prompt.index].draw()])[0]
-        self._decoder.append(slot, token)
-        self._running[slot] = Completion(prompt.index, prompt.token_ids.numel())
-        self._take(slot, int(token))
+    def _plan(self) -> tuple[Step, list[Request]] | None:
+        """The ranks' next step and what this one reads in it; None where all are through."""
+        decoder, steps = self._decoder, self._decoder.steps
+        num_free = self._running.count(None)
+        ready = decoder.can_replay_decode if num_free < decoder.num_slots else decoder.can_replay_serve
+        told = steps.exchange(num_free, len(self.completions), int(ready))
+        self._on_progress([done for _, done, _ in told])
+        free = [count for count, _, _ in told]
+        reads = self._prompts.take(free)
+        if not any(reads) and sum(free) == decoder.num_slots * len(free):
+            return None
+        decodes = [decoder.num_slots * (count < decoder.num_slots) for count in free]
+        num_tokens = tuple(padded_size(prompts) or rows for prompts, rows in zip(reads, decodes, strict=True))
+        return Step(num_tokens, not any(reads) and all(ready for _, _, ready in told)), reads[steps.rank]
+
+    def _make(self, step: Step, prompts: list[Request]) -> None:
+        """This rank's part of a step."""
+        started = time.perf_counter()
+        if prompts:
+            self._read(prompts)
+            spent = self.times.prefill
+        elif any(self._running):
+            self._decode()
+            spent = self.times.replayed if step.can_replay else self.times.decode
+        else:
+            self._decoder.serve()
+            spent = self.times.serve
+        spent.append(time.perf_counter() - started)
+
+    def _read(self, prompts: list[Request]) -> None:
+        slots = [slot for slot, sequence in enumerate(self._running) if sequence is None][: len(prompts)]
+        logits = self._decoder.prefill(slots, [prompt.token_ids for prompt in prompts])
+        tokens = next_tokens(logits, self._sampling, [self._randoms[prompt.index].draw() for prompt in prompts])
+        self._decoder.append(slots, tokens)
+        for slot, prompt, token in zip(slots, prompts, tokens.tolist(), strict=True):
+            self._running[slot] = Completion(prompt.index, prompt.length)
+            self._take(slot, token)
 
     def _decode(self) -> None:
         draws = [0.0 if sequence is None else self._randoms[sequence.index].draw() for sequence in self._running]
@@ -181,7 +204,6 @@ class Generation:
 
 def _check_lengths(requests: Sequence[Request], max_length: int | None) -> None:
     for request in requests:
-        length = request.token_ids.numel()
-        if length == 0 or (max_length is not None and length >= max_length):
+        if request.length == 0 or (max_length is not None and request.length >= max_length):
             most = "" if max_length is None else f" and below max_length ({max_length})"
-            raise ValueError(f"request {request.index} has {length} tokens; it must have at least 1{most}")
+            raise ValueError(f"request {request.index} has {request.length} tokens; it must have at least 1{most}")

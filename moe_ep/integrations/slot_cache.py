@@ -24,7 +24,7 @@ class SlotCache(Cache):
     sequences before. States of linear attention are `[num_slots, ...]`.
 
     Args:
-        prefilled: the cache of any sequence, for shapes and dtypes.
+        prefilled: the cache of any sequences, for shapes and dtypes.
         layer_types: what the model calls the kinds of its layers, one each; None where it has no names for them.
         positions: int64 `[num_slots]`, where each slot's next token goes; the caller advances it.
 
@@ -50,11 +50,17 @@ class SlotCache(Cache):
             for kind, layer in zip(kinds, prefilled.layers, strict=False)
         }
 
-    def put(self, slot: int, prefilled: Cache, length: int) -> None:
-        """Gives the slot to the sequence of `prefilled`, which has `length` tokens."""
+    def put(self, slots: torch.Tensor, prefilled: Cache, positions: torch.Tensor) -> None:
+        """Gives slots `[n]` to the n sequences of `prefilled`.
+
+        Args:
+            positions: int64 `[n, longest]`, of the tokens that were read in their sequences; negative for padding,
+                which stands on the left. It goes to the end of a slot, where nothing sees it before it is overwritten.
+        """
         layers: list[Any] = self.layers
+        columns = positions % self._columns.numel()
         for ours, theirs in zip(layers, prefilled.layers, strict=True):
-            ours.put(slot, theirs, length)
+            ours.put(slots, theirs, columns)
 
     def attention_mask(self, dtype: torch.dtype) -> Any:
         """What each slot's next token sees, added to scores: `[num_slots, 1, 1, max_length]`, by kind of layer where
@@ -93,10 +99,11 @@ class _AttentionSlots(DynamicLayer):
         self.values[self._rows, :, self._positions] = value_states.squeeze(2)
         return self.keys, self.values
 
-    def put(self, slot: int, prefilled: Any, length: int) -> None:
-        kept = prefilled.keys.size(2)
-        self.keys[slot, :, length - kept : length] = prefilled.keys[0]
-        self.values[slot, :, length - kept : length] = prefilled.values[0]
+    def put(self, slots: torch.Tensor, prefilled: Any, columns: torch.Tensor) -> None:
+        # A sliding window keeps its last columns alone.
+        kept = columns[:, -prefilled.keys.size(2) :]
+        self.keys[slots[:, None], :, kept] = prefilled.keys.transpose(1, 2)
+        self.values[slots[:, None], :, kept] = prefilled.values.transpose(1, 2)
 
 
 class _IndexedSlots(_AttentionSlots):
@@ -112,9 +119,9 @@ class _IndexedSlots(_AttentionSlots):
         self.indexer_keys[self._rows, self._positions] = indexer_key_states.squeeze(1)
         return self.indexer_keys
 
-    def put(self, slot: int, prefilled: Any, length: int) -> None:
-        super().put(slot, prefilled, length)
-        self.indexer_keys[slot, :length] = prefilled.indexer_keys[0]
+    def put(self, slots: torch.Tensor, prefilled: Any, columns: torch.Tensor) -> None:
+        super().put(slots, prefilled, columns)
+        self.indexer_keys[slots[:, None], columns] = prefilled.indexer_keys
 
 
 class _LinearAttentionSlots(LinearAttentionLayer):
@@ -133,11 +140,11 @@ class _LinearAttentionSlots(LinearAttentionLayer):
             setattr(layer, name, states)
         return layer  # type: ignore[return-value]
 
-    def put(self, slot: int, prefilled: LinearAttentionLayer, length: int) -> None:
+    def put(self, slots: torch.Tensor, prefilled: LinearAttentionLayer, columns: torch.Tensor) -> None:
         for name in self._STATES:
             for index, state in getattr(prefilled, name).items():
                 if state is not None:
-                    getattr(self, name)[index][slot] = state[0]
+                    getattr(self, name)[index][slots] = state
 
 
 def _slots_like(layer: Any, num_slots: int, max_length: int, positions: torch.Tensor) -> Any:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from moe_ep.eplb.manager import EPLBManager
     from moe_ep.integrations.routed_experts import RoutedExperts
 
+# Numbers that a rank tells the others before a step.
+_WIDTH = 3
+
 
 @dataclass(frozen=True)
 class Step:
@@ -31,12 +34,10 @@ class Step:
     Attributes:
         num_tokens: of each rank, by rank.
         can_replay: whether every rank has a CUDA graph of this pass.
-        done: the progress that each rank reported, by rank.
     """
 
     num_tokens: tuple[int, ...]
     can_replay: bool
-    done: tuple[int, ...]
 
     @property
     def most_tokens(self) -> int:
@@ -58,7 +59,7 @@ class StepCoordinator:
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self._channel = SideChannel(process_group, env.DISPATCH_TIMEOUT_S.get())
         # A collective of gloo would take longer than a decoding step of a small model.
-        self._board = None if process_group is None else share_board(process_group, 4)
+        self._board = None if process_group is None else share_board(process_group, _WIDTH)
         self.layers: list[RoutedExperts] = []
         self.current: Step | None = None
         self.eplb: EPLBManager | None = None
@@ -76,29 +77,29 @@ class StepCoordinator:
     def size(self) -> int:
         return self._channel.size
 
-    def begin(self, num_tokens: int | None, *, can_replay: bool = False, done: int = 0) -> Step | None:
+    def begin(self, num_tokens: int | None, *, can_replay: bool = False) -> Step | None:
         """Agrees on the next step; None, and no step, where no rank has tokens. `end` ends it.
 
         Args:
             num_tokens: that this rank brings; None where it only serves.
             can_replay: whether this rank has a CUDA graph of its pass.
-            done: progress, for the others to know.
 
         Raises:
             DispatchTimeoutError: a rank did not come to the step before the deadline.
         """
-        table = self._gather([int(num_tokens is not None), num_tokens or 0, int(can_replay), done])
+        table = self.exchange(int(num_tokens is not None), num_tokens or 0, int(can_replay))
         if not any(row[0] for row in table):
             return None
-        self.current = Step(
-            num_tokens=tuple(row[1] for row in table),
-            can_replay=all(row[2] for row in table),
-            done=tuple(row[3] for row in table),
-        )
+        self.current = Step(num_tokens=tuple(row[1] for row in table), can_replay=all(row[2] for row in table))
         return self.current
 
-    def _gather(self, mine: list[int]) -> list[list[int]]:
-        """What every rank brings to the next step, by rank."""
+    def exchange(self, first: int, second: int, third: int) -> list[list[int]]:
+        """Three numbers of every rank from 0 to 2^32 - 1, by rank: what the ranks plan their next step by.
+
+        Raises:
+            DispatchTimeoutError: a rank did not come to the step before the deadline.
+        """
+        mine = [first, second, third]
         try:
             if self._board is not None:
                 return self._board.gather(mine, "the next step")
@@ -118,9 +119,15 @@ class StepCoordinator:
             self.eplb.step()
 
     @contextlib.contextmanager
-    def step(self, num_tokens: int | None, *, can_replay: bool = False, done: int = 0) -> Iterator[Step | None]:
+    def step(self, num_tokens: int | None, *, can_replay: bool = False) -> Iterator[Step | None]:
         """`begin` and `end` around a block that is this rank's pass."""
-        step = self.begin(num_tokens, can_replay=can_replay, done=done)
+        with self.planned(self.begin(num_tokens, can_replay=can_replay)) as step:
+            yield step
+
+    @contextlib.contextmanager
+    def planned(self, step: Step | None) -> Iterator[Step | None]:
+        """A block that is this rank's pass of a step that all ranks know; None for a block without a step."""
+        self.current = step
         try:
             yield step
         except BaseException:
@@ -133,7 +140,7 @@ class StepCoordinator:
     def pretending(self, num_tokens: int) -> Iterator[None]:
         """A block in which layers take it that a step of `num_tokens` on every rank is under way."""
         before = self.current
-        self.current = Step(num_tokens=(num_tokens,) * self.size, can_replay=False, done=(0,) * self.size)
+        self.current = Step(num_tokens=(num_tokens,) * self.size, can_replay=False)
         try:
             yield
         finally:

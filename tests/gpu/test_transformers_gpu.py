@@ -14,8 +14,9 @@ import moe_ep
 from moe_ep.canonical_weights import dequantize
 from moe_ep.integrations.decoder import SlotDecoder
 from moe_ep.integrations.divided import steps_of
-from moe_ep.integrations.generation import Completion, Generation, Request
+from moe_ep.integrations.generation import Completion, Generation
 from moe_ep.integrations.hf_experts import find_experts
+from moe_ep.integrations.prompt_queue import Request
 from moe_ep.methods import relative_error, tolerance
 from moe_ep.quantize_weights import quantize_int
 from moe_ep.registry import EXPERTS
@@ -100,10 +101,10 @@ def test_logits(world_size: int, quantize: str, options: dict[str, Any]) -> None
 
 def generated(rank: int, world_size: int, family: str, graphs: bool) -> tuple[list[Completion], int]:
     model = moe_ep.parallelize(make(family, torch.float32), decode_max_num_tokens=SLOTS)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(0)
     requests = [
         Request(index, torch.randint(1, SIZES["vocab_size"], (3 + 4 * index,), generator=generator))
-        for index in range(3 * (world_size - rank))
+        for index in range(6 * world_size)
     ]
     generation = Generation(model, requests, max_new_tokens=16, num_slots=SLOTS, stop_ids=[5], graphs=graphs)
     completions = generation.run()
@@ -129,10 +130,10 @@ def replayed_and_eager(rank: int, world_size: int) -> None:
     decoder = SlotDecoder(model, SLOTS, 32, graphs=True)
     steps = decoder.steps
     with torch.inference_mode():
-        for slot in range(SLOTS - 1):
-            with steps.step(3 + rank):
-                first = decoder.prefill(slot, torch.arange(1, 4 + rank)).argmax()
-                decoder.append(slot, first)
+        slots = list(range(SLOTS - 1))
+        with steps.step((3 + rank) * len(slots)):
+            first = decoder.prefill(slots, [torch.arange(1, 4 + rank)] * len(slots)).argmax(-1)
+            decoder.append(slots, first)
         for number in range(8):
             with steps.step(SLOTS, can_replay=decoder.can_replay_decode) as step:
                 assert step is not None and step.can_replay == (number >= 2)

@@ -20,8 +20,9 @@ from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError, ConfigError
-from moe_ep.integrations.generation import Generation, Request
+from moe_ep.integrations.generation import Generation
 from moe_ep.integrations.hf_experts import find_experts
+from moe_ep.integrations.prompt_queue import Request
 from moe_ep.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
 from tests.integrations.hf_models import FAMILIES, GROUPED, MLA, SIZES, make_model

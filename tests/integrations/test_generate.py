@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,10 @@ from moe_ep.checkpoint.demo import make_demo_checkpoint
 from moe_ep.errors import ConfigError
 from moe_ep.integrations.decoder import SlotDecoder
 from moe_ep.integrations.divided import steps_of
-from moe_ep.integrations.generation import Completion, Generation, Request
+from moe_ep.integrations.generation import Completion, Generation
 from moe_ep.integrations.hf_loading import context_length
 from moe_ep.integrations.perplexity import perplexity
+from moe_ep.integrations.prompt_queue import PromptQueue, Request
 from moe_ep.integrations.sampling import Sampling, next_tokens
 from moe_ep.launch.cli import main
 from moe_ep.launch.generate_config import prompt_of, read_prompts
@@ -36,27 +38,33 @@ from tests.ranks import ranks
 
 STOP = 5
 NEW_TOKENS = 12
+NUM_PROMPTS = 8
 TRAINED_TOKENS = 16
 # Within 0.1% of what text-moe's README says.
 PERPLEXITY = {"english": 7.06, "python": 7.24}
 
 
-def requests_of(rank: int) -> list[Request]:
-    """Five prompts on rank 0, two on rank 1, none on rank 2; of 3 to 18 tokens."""
-    generator = torch.Generator().manual_seed(rank)
+def requests_of(num_prompts: int) -> list[Request]:
+    """Prompts of 3, 8, 13, 18 and 3 tokens, and so on."""
+    generator = torch.Generator().manual_seed(0)
     return [
         Request(index, torch.randint(1, SIZES["vocab_size"], (3 + 5 * (index % 4),), generator=generator))
-        for index in range((5, 2, 0)[rank])
+        for index in range(num_prompts)
     ]
 
 
-def generated(rank: int, world_size: int, family: str, options: dict[str, Any]) -> tuple[list[Completion], int]:
+def generated(
+    rank: int, world_size: int, family: str, options: dict[str, Any]
+) -> tuple[list[Completion], int, dict[str, int]]:
+    """This rank's completions, the rows that it sent, and its steps by kind."""
     model = moe_ep.parallelize(make_model(family), **options)
-    generation = Generation(model, requests_of(rank), max_new_tokens=NEW_TOKENS, num_slots=2, stop_ids=[STOP])
     for layer in steps_of(model).layers:
         layer.counts_load = True
+    settings = {"max_new_tokens": NEW_TOKENS, "num_slots": 2, "stop_ids": [STOP], "prefill_tokens": 40}
+    generation = Generation(model, requests_of(NUM_PROMPTS), **settings)
     completions = generation.run()
-    return completions, sum(int(layer.load.sum()) for layer in steps_of(model).layers)
+    load = sum(int(layer.load.sum()) for layer in steps_of(model).layers)
+    return completions, load, {kind: len(times) for kind, times in asdict(generation.times).items()}
 
 
 @pytest.mark.parametrize(
@@ -70,10 +78,13 @@ def generated(rank: int, world_size: int, family: str, options: dict[str, Any]) 
 def test_slots_continue_as_transformers_alone(family: str, options: dict[str, Any]) -> None:
     alone = make_model(family)
     top_k, layers = SIZES["num_experts_per_tok"], len(list(alone.model.layers))
-    for rank, (completions, load) in enumerate(ranks(3).run(generated, family, options)):
-        requests = requests_of(rank)
-        assert [completion.index for completion in completions] == [request.index for request in requests]
-        for request, completion in zip(requests, completions, strict=True):
+    requests = requests_of(NUM_PROMPTS)
+    results = ranks(3).run(generated, family, options)
+    assert sorted(done.index for completions, _, _ in results for done in completions) == list(range(NUM_PROMPTS))
+    for completions, load, _ in results:
+        assert [completion.index for completion in completions] == sorted(done.index for done in completions)
+        mine = [requests[completion.index] for completion in completions]
+        for request, completion in zip(mine, completions, strict=True):
             prompt = request.token_ids[None]
             output = alone.generate(
                 prompt,
@@ -86,24 +97,56 @@ def test_slots_continue_as_transformers_alone(family: str, options: dict[str, An
             assert completion.finish == ("stop" if STOP in expected else "length")
             assert completion.token_ids == [token for token in expected if token != STOP]
             assert completion.num_prompt_tokens == prompt.size(1)
-        # Free slots go to no expert: the load is that of the prompts' tokens and of those decoded from.
+        # Padding and free slots go to no expert: the load is that of the prompts' tokens and of those decoded from.
         decoded = sum(len(c.token_ids) - (c.finish == "length") for c in completions)
-        routed = sum(request.token_ids.numel() for request in requests) + decoded
         moe_layers = layers - getattr(alone.config, "first_k_dense_replace", 0)
-        assert load == top_k * moe_layers * routed
+        assert load == top_k * moe_layers * (sum(request.length for request in mine) + decoded)
+    # All ranks made all steps, served in some, and read prompts together.
+    steps = [counts for _, _, counts in results]
+    assert len({sum(counts.values()) for counts in steps}) == 1 and any(counts["serve"] for counts in steps)
+    assert sum(counts["prefill"] for counts in steps) < NUM_PROMPTS
 
 
-def drawn(rank: int, world_size: int) -> dict[int, list[int]]:
-    """Tokens drawn for the prompts that would be this rank's, in more slots on a later one."""
-    sampling = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)
-    requests = requests_of(0)[rank::world_size]
+def test_which_rank_reads_which_prompt() -> None:
+    def taken(lengths: list[int], *free: list[int], num_slots: int = 4, max_tokens: int = 100) -> list[list[list[int]]]:
+        requests = [Request(index, torch.ones(length)) for index, length in enumerate(lengths)]
+        queue = PromptQueue(requests, num_slots, max_tokens)
+        return [[[request.index for request in mine] for mine in queue.take(counts)] for counts in free]
+
+    # In turns, and to the rank with the most free slots; none where there are none.
+    assert taken([1] * 9, [4, 4]) == [[[0, 2, 4, 6], [1, 3, 5, 7]]]
+    assert taken([1] * 9, [1, 3], [0, 0]) == [[[2], [0, 1, 3]], [[], []]]
+    # Not before a quarter of all slots is free, or all that wait have one.
+    assert taken([1] * 9, [0, 1], [1, 1], [2, 0]) == [[[], []], [[0], [1]], [[2, 3], []]]
+    assert taken([1], [0, 1], [1, 1]) == [[[], [0]], [[], []]]
+    assert taken([1] * 9, [1], num_slots=2) == [[[0]]]
+    # Padding counts; the next prompt goes to a rank that has room, and is not overtaken.
+    assert taken([5, 2, 9, 4], [1, 3], max_tokens=10) == [[[2], [0, 1]]]
+    assert taken([5, 2, 11, 1], [3, 3], [1, 2], max_tokens=11) == [[[0], [1]], [[3], [2]]]
+    assert taken([500, 1, 1], [4], [3], max_tokens=10) == [[[0]], [[1, 2]]]
+
+
+def requests_that_differ(rank: int, world_size: int) -> None:
+    model = moe_ep.parallelize(make_model("Qwen3Moe"))
+    requests = requests_of(4)
+    requests[rank] = Request(rank, requests[rank].token_ids + 1)
+    with pytest.raises(ValueError, match=r"the ranks have \[4, 4\] requests and \[2, 2\] slots, which must be"):
+        Generation(model, requests, max_new_tokens=2, num_slots=2, stop_ids=[]).run()
+
+
+def test_ranks_with_different_requests_are_refused() -> None:
+    ranks(2).run(requests_that_differ)
+
+
+def drawn(rank: int, world_size: int, num_slots: int = 2) -> dict[int, list[int]]:
+    """Tokens drawn for the prompts that this rank continues."""
     generation = Generation(
         moe_ep.parallelize(make_model("Qwen3Moe")),
-        requests,
+        requests_of(5),
         max_new_tokens=NEW_TOKENS,
-        num_slots=2 + rank,
+        num_slots=num_slots,
         stop_ids=[],
-        sampling=sampling,
+        sampling=Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3),
         max_length=20,
     )
     return {completion.index: completion.token_ids for completion in generation.run()}
@@ -111,12 +154,13 @@ def drawn(rank: int, world_size: int) -> dict[int, list[int]]:
 
 def test_drawn_tokens_are_those_of_the_seed_on_any_ranks_and_end_with_the_context() -> None:
     alone = drawn(0, 1)
-    assert alone == dict(sorted((index, ids) for part in (drawn(0, 2), drawn(1, 2)) for index, ids in part.items()))
+    first, second = ranks(2).run(drawn, 1)
+    assert first and second and alone == dict(sorted((first | second).items())) == drawn(0, 1, num_slots=5)
     # Prompts of 3, 8, 13, 18 and 3 tokens.
     assert [len(ids) for ids in alone.values()] == [12, 12, 7, 2, 12]
     model = moe_ep.parallelize(make_model("Qwen3Moe"))
     with pytest.raises(ValueError, match="request 3 has 18 tokens; it must have at least 1 and below max_length .18."):
-        Generation(model, requests_of(0), max_new_tokens=2, num_slots=1, stop_ids=[], max_length=18)
+        Generation(model, requests_of(5), max_new_tokens=2, num_slots=1, stop_ids=[], max_length=18)
 
 
 def test_next_tokens() -> None:
@@ -195,7 +239,7 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     *lines, summary = [json.loads(line) for line in output.read_text().splitlines()]
     alone, tokenizer = load_alone(demo), transformers.AutoTokenizer.from_pretrained(demo)
     for index, (line, prompt) in enumerate(zip(lines, prompts, strict=True)):
-        assert (line["kind"], line["index"], line["id"], line["rank"]) == ("completion", index, f"p{index}", index % 2)
+        assert (line["kind"], line["index"], line["id"]) == ("completion", index, f"p{index}")
         assert line["prompt"] == prompt if index < 4 else line["messages"][0]["content"] == prompt
         if index == 3:
             assert line["finish"] == "refused" and "the tokenizer does not read it" in line["error"]
@@ -205,11 +249,11 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert summary["tokens_per_rank"] == [
         sum(line.get("num_tokens", 0) for line in lines if line["rank"] == rank) for rank in range(2)
     ]
-    assert (summary["prompts_per_rank"], summary["prompts_refused"]) == ([3, 1], 1)
+    assert (sorted(summary["prompts_per_rank"]), summary["prompts_refused"]) == ([2, 2], 1)
     assert summary["tokens_per_s"] == pytest.approx(sum(summary["tokens_per_s_per_rank"]))
     assert 0 < summary["balancedness"] <= 1
     assert "refused 1 of 5 prompts: prompt 3 is '# \\ud800' and the tokenizer" in captured.err
-    assert " tokens/s (" in captured.err and re.search(r"^ +1 +1 +\d+ .* MiB  .*, cpu$", captured.err, re.MULTILINE)
+    assert " tokens/s (" in captured.err and re.search(r"^ +1 +2 +\d+ .* MiB  .*, cpu$", captured.err, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +337,7 @@ def test_a_text_that_ends_before_what_stops_it(demo: Path) -> None:
         assert told["text"] == "one, two;;\n three;;\n".split(stop)[0]
     model = moe_ep.parallelize(make_model("Qwen3Moe"))
     settings = {"max_new_tokens": 9, "num_slots": 2, "stop_ids": []}
-    done = Generation(model, requests_of(1), ends=lambda ids: len(ids) == 3, **settings).run()
+    done = Generation(model, requests_of(2), ends=lambda ids: len(ids) == 3, **settings).run()
     assert [(len(completion.token_ids), completion.finish) for completion in done] == [(3, "stop")] * 2
 
 
@@ -329,14 +373,12 @@ needs_text_moe = pytest.mark.skipif(text_moe() is None, reason="text-moe is not 
 
 def of_text_moe(
     rank: int, world_size: int, folder: str, prompts: list[str]
-) -> tuple[dict[str, float] | None, list[str]]:
-    """Perplexities of the held-out text where it is there, and the continuations of this rank's prompts."""
+) -> tuple[dict[str, float] | None, dict[int, str]]:
+    """Perplexities of the held-out text where it is there, and the prompts that this rank continues."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = moe_ep.parallelize(folder, dtype=torch.float32)
     requests = [
-        Request(index, tokenizer(prompt, return_tensors="pt")["input_ids"][0])
-        for index, prompt in enumerate(prompts)
-        if index % world_size == rank
+        Request(index, tokenizer(prompt, return_tensors="pt")["input_ids"][0]) for index, prompt in enumerate(prompts)
     ]
     completions = Generation(model, requests, max_new_tokens=TRAINED_TOKENS, num_slots=1, stop_ids=[0]).run()
     texts = Path(folder).parents[1] / "data/heldout_text.json"
@@ -347,7 +389,7 @@ def of_text_moe(
             for kind, several in json.loads(texts.read_text()).items()
         }
         measured = perplexity(model, tokens)
-    return measured, [tokenizer.decode(completion.token_ids) for completion in completions]
+    return measured, {completion.index: tokenizer.decode(completion.token_ids) for completion in completions}
 
 
 @needs_text_moe
@@ -356,8 +398,9 @@ def test_a_trained_model() -> None:
     prompts = ["The Linux kernel is", "def main(", "#include <"]
     results = ranks(2).run(of_text_moe, str(folder), prompts)
     alone, tokenizer = load_alone(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    continued = results[0][1] | results[1][1]
     for index, prompt in enumerate(prompts):
-        assert results[index % 2][1][index // 2] == continue_alone(alone, tokenizer, prompt, TRAINED_TOKENS)
+        assert continued[index] == continue_alone(alone, tokenizer, prompt, TRAINED_TOKENS)
     for measured, _ in results:
         if measured is not None:
             assert measured == pytest.approx(PERPLEXITY, rel=1e-3)
