@@ -1,16 +1,18 @@
 """How ranks agree while experts move: small exchanges on the CPU, beside everything that the model does.
 
-They run on a gloo group of their own, each with a deadline. What goes wrong on one rank becomes the same `EplbError` on
-all: the first that fails leaves its sentence in the store of the job, the others raise that sentence too, and a rank
-that waits for nothing finds it there.
+They run over gloo connections of their own, each with a deadline. What goes wrong on one rank becomes the same
+`EplbError` on all: the first that fails leaves its sentence in the store of the job, the others raise that sentence
+too, and a rank that waits for nothing finds it there.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 _OTHERS_WORD_S = 2.0
 # What a failed exchange takes behind its deadline: the roll is called, and the error left in the store.
 _VERDICT_S = 3.0
+# Numbers for the channels of a group: they name keys in the store, which must not be met twice.
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 class SideChannel:
@@ -34,17 +38,29 @@ class SideChannel:
 
     Attributes:
         rank, size: of this process in the group.
+        group: the connections; None for one process, and when closed. Others may use it between exchanges.
+
+    Raises:
+        EplbError: a rank did not take part in making it before the deadline.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.rank, self.size = 0, 1
         self._error: EplbError | None = None
-        self._group: dist.ProcessGroup | None = None
+        # Not on torch.distributed's list: a group of some ranks that is there cannot be ended and made again.
+        self.group: dist.ProcessGroup | None = None
         if process_group is not None:
             self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
-            self._group = new_group(process_group, "gloo", timeout_s)
-            self._prefix = f"moe_ep/eplb/{self._group.group_name}"
+            number = next(_numbers.setdefault(process_group, itertools.count()))
+            self._prefix = f"moe_ep/eplb/{process_group.group_name}/{number}"
+            deadline = timedelta(seconds=timeout_s)
+            try:
+                store = dist.PrefixStore(f"{self._prefix}/gloo", job_store())
+                # It has a group's methods.
+                self.group = dist.ProcessGroupGloo(store, self.rank, self.size, deadline)  # type: ignore[assignment]
+            except RuntimeError as error:
+                raise self.too_late("their addresses", error) from None
 
     @property
     def verdict_s(self) -> float:
@@ -61,22 +77,20 @@ class SideChannel:
             EplbError: a rank did not take part before the deadline.
         """
         mine = torch.tensor(list(values), dtype=torch.int64)
-        if self._group is None:
+        if self.size == 1:
             return [mine.tolist()]
         table = [torch.empty_like(mine) for _ in range(self.size)]
-        self._wait(what, lambda: dist.all_gather(table, mine, group=self._group, async_op=True))
+        self._wait(what, lambda group: group.allgather([table], [mine]))
         return [row.tolist() for row in table]
 
     def sum(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
         """A CPU tensor, summed over ranks in place; raises as `gather` does."""
-        if self._group is not None:
-            self._wait(what, lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
+        self._wait(what, lambda group: group.allreduce([tensor]))
         return tensor
 
     def broadcast(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
         """A CPU tensor of rank 0, in place; raises as `gather` does."""
-        if self._group is not None:
-            self._wait(what, lambda: dist.broadcast(tensor, group=self._group, group_src=0, async_op=True))
+        self._wait(what, lambda group: group.broadcast(tensor, root=0))
         return tensor
 
     def agree(self, what: str, **values: int) -> None:
@@ -98,7 +112,7 @@ class SideChannel:
     def failed(self, text: str) -> EplbError:
         """The error to raise on this rank: of the first sentence that any rank left."""
         if self._error is None:
-            if self._group is not None:
+            if self.size > 1:
                 try:
                     text = job_store().compare_set(f"{self._prefix}/error", "", text).decode() or text
                 except RuntimeError as error:
@@ -115,7 +129,7 @@ class SideChannel:
 
     def heard(self) -> EplbError | None:
         """The error that a rank of the group left, if any did."""
-        if self._error is None and self._group is not None and dist.is_initialized():
+        if self._error is None and self.size > 1 and dist.is_initialized():
             key = f"{self._prefix}/error"
             try:
                 if job_store().check([key]):
@@ -133,32 +147,26 @@ class SideChannel:
         logger.info("EPLB: exchange of %s failed: %s", what, cause)
         return self.failed(f"the ranks could not exchange {what} within {self.timeout_s:g} s{who}; experts stay")
 
-    def _wait(self, what: str, start: Callable[[], dist.Work]) -> None:
+    def close(self) -> None:
+        """Ends the connections; the next exchange of a rank that has not closed its end fails at once."""
+        self.group = None
+
+    def _wait(self, what: str, start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+        if self.size == 1:
+            return
+        if self.group is None:
+            raise self.failed(f"{what} was to be exchanged by a closed channel")
         try:
-            start().wait(timedelta(seconds=self.timeout_s))
+            start(self.group).wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             raise self.too_late(what, error) from None
 
     def _roll_call(self) -> list[int]:
         """The ranks that do not fail too within a short while."""
-        if self._group is None:
-            return []
         try:
             return roll_call(self._prefix, self.rank, self.size)
         except RuntimeError:
             return []
-
-
-def new_group(process_group: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """Another group of the same ranks, in rising order of their global ranks; a collective step of them."""
-    members = dist.get_process_group_ranks(process_group)
-    return dist.new_group(
-        members,
-        timeout=timedelta(seconds=timeout_s),
-        backend=backend,
-        use_local_synchronization=len(members) < dist.get_world_size(),
-        group_desc="moe_ep_eplb",
-    )
 
 
 def _shown(value: int) -> str:

@@ -195,14 +195,18 @@ class EPLBManager:
             self._commit()
 
     def close(self) -> None:
-        """Ends the manager's thread; a rearrangement under way is given up, and `step` raises from here on."""
+        """Ends the manager's thread and connections; a rearrangement under way is given up, and `step` raises from here
+        on. Peers that still move experts fail at their next exchange."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._gate.fail(EplbError("the EPLB manager was closed"))
+            if self._busy:
+                self._mover.give_up()
             self._jobs.put(None)
             thread.join()
             self._rearrangement.close()
             self._mover.close()
+            self._channel.close()
 
     @property
     def _commits_to_come(self) -> bool:

@@ -140,6 +140,10 @@ class LayerMover:
         self._waiting = None
         return layer
 
+    def give_up(self) -> None:
+        """Ends a `fetch` that waits for a peer; called by the serving thread, and `close` comes next."""
+        self._transport.give_up()
+
     def close(self) -> None:
         """Gives back what the transport holds."""
         self._transport.close()

@@ -30,22 +30,38 @@ class MessageTransport:
     Args:
         group: the EP ranks, used by nobody else at the same time; None for one rank.
         timeout_s: deadline of one layer.
+        left: where `close` leaves the group for another transport, by timeout, unless messages are under way in it;
+            None where it is the caller's.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        self._group = group
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout_s: float,
+        left: dict[float, dist.ProcessGroup] | None = None,
+    ) -> None:
+        self._group, self._timeout_s, self._left = group, timeout_s, left
+        self._under_way = False
 
     def connect(self, device: torch.device) -> None:
         """Opens the connections of all pairs, which takes long and must not happen while serving; a collective step."""
-        if self._group is not None and device.type == "cuda":
-            word = torch.zeros(dist.get_world_size(self._group), dtype=torch.int64, device=device)
-            dist.all_to_all_single(torch.empty_like(word), word, group=self._group)
-            torch.cuda.synchronize(device)
+        word = torch.zeros(dist.get_world_size(self._group), dtype=torch.int64, device=device)
+        dist.all_to_all_single(torch.empty_like(word), word, group=self._group)
+        torch.cuda.synchronize(device)
+
+    def give_up(self) -> None:
+        """Ends messages that wait for a peer; gloo's end when the peer closes its channel."""
+        if self._group is not None and self._left is not None:
+            self._left = None
+            self._group.abort()
 
     def close(self) -> None:
-        """The group is torch.distributed's to destroy."""
-        return
+        """Leaves the group for another transport, unless messages are under way in it."""
+        if self._under_way:
+            self.give_up()
+        if self._group is not None and self._left is not None:
+            self._left[self._timeout_s] = self._group
+        self._group = None
 
     def begin(self, number: int) -> None:
         """Nothing: messages come when they are sent."""
@@ -62,7 +78,7 @@ class MessageTransport:
             TimeoutError: a message did not come before the deadline.
             RuntimeError: the connection to a peer is gone.
         """
-        deadline = time.monotonic() + self._timeout_s
+        deadline, self._under_way = time.monotonic() + self._timeout_s, True
         experts.pack([slot for _, slot, _ in moves.copies], [rows[row] for *_, row in moves.copies])
         stamps: dict[int, int] = {}
         for part in moves.rounds:
@@ -70,20 +86,27 @@ class MessageTransport:
             experts.pack([slot for _, slot, _ in part.sends], list(packed))
             if part.sends:
                 seal(packed, [_stamp(stamp, expert) for expert, *_ in part.sends])
-            operations = [
-                self._operation(dist.isend, row, peer)
-                for row, (_, _, peers) in zip(packed, part.sends, strict=True)
-                for peer in peers
-            ]
-            operations += [self._operation(dist.irecv, rows[row], peer) for _, row, peer, _ in part.receives]
-            if operations:
-                _finish(dist.batch_isend_irecv(operations), experts.device, deadline)
+            sends = [(row, peer) for row, (_, _, peers) in zip(packed, part.sends, strict=True) for peer in peers]
+            receives = [(rows[row], peer) for _, row, peer, _ in part.receives]
+            if sends or receives:
+                _finish(self._start(sends, receives), experts.device, deadline)
             stamps |= {row: _stamp(stamp, expert) for expert, row, *_ in part.receives}
         _wait_for_device(experts.device, deadline)
+        self._under_way = False
         return not stamps or intact(rows[: moves.num_rows], stamps)
 
-    def _operation(self, kind: object, row: torch.Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(kind, row, group=self._group, group_peer=peer)  # type: ignore[arg-type]
+    def _start(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> Sequence[dist.Work]:
+        """Messages (row, peer) of both kinds at once."""
+        if self._group is None:
+            raise RuntimeError("experts were to move to other ranks by a transport of one rank, or by a closed one")
+        if (sends or receives)[0][0].is_cuda:
+            operations = [dist.P2POp(dist.isend, row, group=self._group, group_peer=peer) for row, peer in sends]
+            operations += [dist.P2POp(dist.irecv, row, group=self._group, group_peer=peer) for row, peer in receives]
+            return dist.batch_isend_irecv(operations)
+        works = [self._group.send([row], peer, 0) for row, peer in sends]
+        return works + [self._group.recv([row], peer, 0) for row, peer in receives]
 
 
 def rearrange_expert_weights(

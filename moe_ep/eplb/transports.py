@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from moe_ep.eplb.config import EplbConfig
-from moe_ep.eplb.handshake import SideChannel, new_group
+from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.moves import LayerMoves
 from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.transfer import MessageTransport
 from moe_ep.errors import BackendUnavailableError, EplbError
 
 logger = logging.getLogger(__name__)
+
+# Groups that closed managers left for the next ones, by EP group and timeout: NCCL ends a group only when all of its
+# ranks do, and a rank closes its manager by itself.
+_left: WeakKeyDictionary[dist.ProcessGroup, dict[float, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 class Transport(Protocol):
@@ -27,6 +33,9 @@ class Transport(Protocol):
 
     def fetch(self, experts: ExpertRows, moves: LayerMoves, rows: torch.Tensor, stamp: int) -> bool:
         """Brings a layer's new experts into their rows and waits for them; False where one arrived broken."""
+
+    def give_up(self) -> None:
+        """Ends a `fetch` that waits for a peer; called by another thread, and `close` comes next."""
 
     def close(self) -> None:
         """Gives back what the transport holds."""
@@ -59,7 +68,26 @@ def choose_transport(
             if config.transport == "peer_copies":
                 raise BackendUnavailableError(f"transport 'peer_copies' cannot be had here: {error}") from None
             logger.info("EPLB moves experts by messages: %s", error)
-    group = None if ep_group is None else new_group(ep_group, "nccl" if device.type == "cuda" else "gloo", timeout_s)
-    messages = MessageTransport(group, timeout_s)
+    if ep_group is None or device.type != "cuda":
+        return MessageTransport(channel.group, timeout_s)
+    left = _left.setdefault(ep_group, {})
+    messages = MessageTransport(_nccl_group(channel, ep_group, timeout_s, left), timeout_s, left)
     messages.connect(device)
     return messages
+
+
+def _nccl_group(
+    channel: SideChannel, ep_group: dist.ProcessGroup, timeout_s: float, left: dict[float, dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    """A group of the same ranks that nobody else uses: one that was left on all of them, or a new one."""
+    found = left.pop(timeout_s, None)
+    if all(row[0] for row in channel.gather("what groups they have", [found is not None])) and found is not None:
+        return found
+    members = dist.get_process_group_ranks(ep_group)
+    return dist.new_group(
+        members,
+        timeout=timedelta(seconds=timeout_s),
+        backend="nccl",
+        use_local_synchronization=len(members) < dist.get_world_size(),
+        group_desc="moe_ep_eplb",
+    )

@@ -1,0 +1,89 @@
+"""Managers that are closed: nothing of them is left, and no rank waits for one that has given up."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.manager import EPLBManager
+from moe_ep.eplb.step_gate import StepGate
+from moe_ep.eplb.transfer import MessageTransport
+from moe_ep.errors import EplbError
+from moe_ep.layer import FusedMoE
+from tests.eplb.models import CONFIG, E, L, load_layer, make_layer, random_placement, redundancy
+from tests.ranks import RankPool
+
+
+def make_model(group: dist.ProcessGroup | None, world_size: int) -> list[FusedMoE]:
+    options: dict[str, Any] = {"process_group": group} if group else {}
+    return [load_layer(make_layer("plain", redundancy(world_size, 2), **options), seed) for seed in range(L)]
+
+
+def held() -> tuple[int, int]:
+    """Threads and open files of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def make_and_close(rank: int, world_size: int) -> list[list[tuple[int, int]]]:
+    """What the process holds after each of several managers: of all ranks, and of two."""
+    pair = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
+    found: list[list[tuple[int, int]]] = []
+    for group in (None, pair) if rank < 2 else (None,):
+        layers = make_model(group, 2 if group else world_size)
+        found.append([])
+        for seed in range(4):
+            manager = EPLBManager(layers, CONFIG)
+            manager.rearrange(random_placement(L, manager.placement.num_slots, seed))
+            manager.finish()
+            manager.close()
+            manager.close()
+            with pytest.raises(EplbError, match="the EPLB manager was closed"):
+                manager.step()
+            found[-1].append(held())
+    return found
+
+
+def test_managers_that_are_closed_leave_nothing() -> None:
+    pool = RankPool(3, timeout_s=20)
+    try:
+        for held_by_kind in pool.run(make_and_close):
+            assert all(len(set(held_after)) == 1 for held_after in held_by_kind)
+    finally:
+        pool.close()
+
+
+def close_while_moving(rank: int, world_size: int, where: tuple[type, str]) -> tuple[float, str]:
+    """The thread of rank 1 ends without a word. Seconds that closing takes, and what a step raises then."""
+    layers = make_model(None, world_size)
+    manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), "first_plan": 10**6}))
+    if rank == 1:
+
+        def leave(*args: Any) -> None:
+            raise EplbError("rank 1 left")
+
+        setattr(*where, leave)
+    manager.rearrange(random_placement(L, E + layers[0].num_redundant_experts, seed=1))
+    time.sleep(0.5)
+    started = time.monotonic()
+    manager.close()
+    seconds = time.monotonic() - started
+    with pytest.raises(EplbError) as error:
+        manager.step()
+    return seconds, str(error.value)
+
+
+@pytest.mark.parametrize("where", [(MessageTransport, "fetch"), (StepGate, "announce")])
+def test_closing_does_not_wait_for_a_rank_that_has_given_up(where: tuple[type, str]) -> None:
+    pool = RankPool(3, timeout_s=60)
+    try:
+        results = pool.run(close_while_moving, where)
+    finally:
+        pool.close()
+    # Of the 20 that an exchange may take.
+    assert all(seconds < 10 for seconds, _ in results)
+    assert all("closed" in text or "left" in text or "did not" in text for _, text in results)
