@@ -1,11 +1,12 @@
 """The command line, `moe-ep COMMAND`.
 
 Exit codes: 0 done, 1 failed (one message says why), 2 a wrong option or options that do not go together, 130 ctrl-C,
-141 nobody reads the output any more, 143 SIGTERM.
+141 nobody reads the output any more, 129 the terminal was closed, 143 SIGTERM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shlex
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
         except KeyboardInterrupt:
             number = interrupts.received() or signal.SIGINT
-            error, code = "terminated" if number == signal.SIGTERM else "interrupted", 128 + number
+            error, code = "interrupted" if number == signal.SIGINT else "terminated", 128 + number
         except (OptionError, ConfigError) as refusal:
             error, code = str(refusal), 2
         except (MoeEpError, ImportError, OSError) as failure:
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             error, code = str(failure), 1
         except MemoryError as failure:
             error, code = f"this machine's memory does not suffice, ask for less at a time: {failure}".rstrip(": "), 1
-    print(f"{args.prog}: {error}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # of a terminal that is gone
+        print(f"{args.prog}: {error}", file=sys.stderr)
     return code
 
 

@@ -1,5 +1,5 @@
-"""What ends a command early: ctrl-C, and a job manager's SIGTERM, which unwinds like it, so that gangs and placement
-groups are taken down; and work that does not end, with its process."""
+"""What ends a command early: ctrl-C, a job manager's SIGTERM, and the SIGHUP of a terminal that is closed, all of which
+unwind alike, so that gangs and placement groups are taken down; and work that does not end, with its process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The innermost calls of a process that is ended tell where it was.
 _SHOWN_CALLS = 10
 
@@ -23,9 +23,12 @@ _held = False
 
 @contextlib.contextmanager
 def raised_as_interrupt() -> Iterator[None]:
-    """Either signal raises KeyboardInterrupt inside the block, where `received` says which it was."""
+    """Each of the signals raises KeyboardInterrupt inside the block, where `received` says which it was; under nohup,
+    SIGHUP does nothing."""
     global _received
-    before = {number: signal.signal(number, _note) for number in _ENDING}
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    heard = [number for number in _ENDING if not (is_nohup and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, _note) for number in heard}
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from moe_ep.registry import ALL2ALL_BACKENDS
 
 # For help, which does not wait for torch: the names of moe_ep.bench.geometries.PRESETS.
 GEOMETRY_NAMES = "deepseek-v3, kimi-k2, qwen3-235b, qwen3-30b, mixtral-8x7b, gpt-oss-120b, small"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 BACKEND_NAMES = ", ".join(["auto", *ALL2ALL_BACKENDS])
 
 
@@ -33,6 +34,9 @@ def checkpoint_folder(raw: str) -> Path:
     """A folder with a Hugging Face checkpoint, as an absolute path."""
     path = Path(raw).expanduser()
     rule = "it must be a folder with a Hugging Face checkpoint"
+    if not path.exists():
+        way_out = "; to download it: hf download NAME --local-dir FOLDER" if _HUB_NAME.fullmatch(raw) else ""
+        raise ValueError(f"{rule}, and there is none{way_out}")
     if not (path / "config.json").is_file():
         raise ValueError(f"{rule}, and there is no config.json in it")
     try:
@@ -63,10 +67,12 @@ def output_file(raw: str) -> Path:
 
 def new_folder(raw: str) -> Path:
     """A folder to write into, made where it is missing, as an absolute path."""
-    path = Path(raw).expanduser()
-    if not raw or path.is_file() or not path.absolute().parent.is_dir():
+    path = Path(raw).expanduser().absolute()
+    if not raw or path.is_file() or not path.parent.is_dir():
         raise ValueError("it must be a folder to write into, or a new one in a folder that exists")
-    return path.absolute()
+    if not os.access(path if path.exists() else path.parent, os.W_OK | os.X_OK):
+        raise ValueError("it must be a folder that may be written to, and this user may not")
+    return path
 
 
 def host(raw: str) -> str:

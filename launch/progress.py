@@ -7,6 +7,7 @@ rank 0 speaks to the user itself. What comes before the first report, the gang s
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -60,8 +61,7 @@ class ProgressDisplay:
         """Shows what is waited for until a bar or another sentence takes its place."""
         if self._on:
             self.close()
-            sys.stderr.write(f"{_CLEAR_LINE}{text} ...")
-            sys.stderr.flush()
+            _write(f"{_CLEAR_LINE}{text} ...")
             self._said = True
 
     def __call__(self, progress: Progress) -> None:
@@ -93,9 +93,15 @@ class ProgressDisplay:
 
     def _clear(self) -> None:
         if self._said:
-            sys.stderr.write(_CLEAR_LINE)
-            sys.stderr.flush()
+            _write(_CLEAR_LINE)
             self._said = False
+
+
+def _write(text: str) -> None:
+    """Onto a terminal that may be gone: as tqdm's bars, a sentence less ends no work."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def workers(count: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Gives a temporary path next to `path` to write to; it replaces `path` when the block ends, and is removed if the
-    block fails.
+    block fails. An OSError about the temporary path, or about no path, is said of `path`.
 
     What is no plain file, such as a link, a pipe or /dev/stdout, stays what it is: the block gets `path` itself.
 
@@ -26,6 +26,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield partial
         partial.replace(target)
+    except OSError as error:
+        if error.filename in (None, str(partial)):
+            error.filename = str(target)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

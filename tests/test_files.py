@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -21,6 +22,20 @@ def test_a_file_changes_as_a_whole_or_stays_as_it_was(tmp_path: Path) -> None:
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.jsonl", "first")]
     write_text(file, "zweites, größer")
     assert file.read_text(encoding="utf-8") == "zweites, größer"
+
+
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    def full(partial: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def missing(partial: Path) -> None:
+        partial.with_name("input").read_text()
+
+    file = tmp_path / "out.jsonl"
+    for write, named in ((full, file), (Path.read_text, file), (missing, tmp_path / "input")):
+        with pytest.raises(OSError) as caught, replacing(file) as partial:
+            write(partial)
+        assert caught.value.filename == str(named)
 
 
 def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:

@@ -91,9 +91,12 @@ def _check_together(config: RunConfig) -> None:
 
 
 def _tell(config: RunConfig, report: RunReport) -> int:
-    print("\n".join(terminal_lines(report)), flush=True)
-    if config.json is not None:
-        write_text(config.json, "".join(f"{line}\n" for line in report.json_lines()))
+    try:
+        print("\n".join(terminal_lines(report)), flush=True)
+    finally:
+        # Whether anybody reads what is printed or not, as behind `head`.
+        if config.json is not None:
+            write_text(config.json, "".join(f"{line}\n" for line in report.json_lines()))
     if config.verify and not report.verified:
         print(f"moe-ep run: {report.verification_line()}", file=sys.stderr)
         return 1

@@ -43,6 +43,7 @@ def folder(tmp_path: Path) -> Path:
     ("arguments", "sentence"),
     [
         ("--model {}/nowhere", "--model is '{}/nowhere'; it must be a folder with a Hugging Face checkpoint"),
+        ("--model Qwen/Qwen3-30B-A3B", "and there is none; to download it: hf download NAME --local-dir FOLDER"),
         ("--model {}", "there is no config.json in it"),
         ("--model {}/broken", "and its config.json cannot be read (Expecting property name"),
         ("--model {}/empty", "and its config.json holds no JSON object with values"),
@@ -157,6 +158,17 @@ def test_help_and_wrong_options_do_not_wait_for_torch_or_ray() -> None:
             [sys.executable, "-c", code, *arguments], cwd=jobs.ROOT, capture_output=True, text=True, check=True
         )
         assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(("option", "name"), [("--trace", "new"), ("--trace", "."), ("--json", "out.jsonl")])
+def test_what_this_user_may_not_write_is_found_before_the_run(
+    option: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The superuser may, whatever the folder's mode.
+    monkeypatch.setattr("os.access", lambda path, mode: not (Path(path) == tmp_path and mode & os.W_OK))
+    assert main(["run", option, str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"moe-ep run: {option} is ") and error.endswith("and this user may not\n")
 
 
 def test_an_output_that_nobody_reads_any_more_ends_the_command_silently(

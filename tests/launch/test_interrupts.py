@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -42,7 +43,15 @@ with interrupts.raised_as_interrupt():
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.fixture(autouse=True)
+def at_a_terminal() -> Iterator[None]:
+    """However the tests were started."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_python_drops_is_raised_at_the_next_check(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with interrupts.raised_as_interrupt():
@@ -55,6 +64,15 @@ def test_a_signal_that_python_drops_is_raised_at_the_next_check(number: signal.S
         with pytest.raises(KeyboardInterrupt):
             interrupts.check()
     assert signal.getsignal(number) is before
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with interrupts.raised_as_interrupt():
+        os.kill(os.getpid(), signal.SIGHUP)
+        interrupts.check()
+        assert interrupts.received() is None
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_a_signal_that_is_held_back_comes_at_the_end() -> None:

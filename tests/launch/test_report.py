@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moe_ep.launch.commands import run
 from moe_ep.launch.report import RankReport, RunReport, percentile
 from moe_ep.launch.report_lines import terminal_lines
 from moe_ep.launch.run_config import RunConfig, read_texts
@@ -129,3 +131,14 @@ def test_texts_of_json_take_turns_by_branch(tmp_path: Any) -> None:
     assert read_texts(file) == ["1", "3", "2"]
     file.write_text("not { json")
     assert read_texts(file) == ["not { json"]
+
+
+def test_results_are_kept_where_nobody_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody_reads(*lines: str, flush: bool) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", nobody_reads)
+    file = tmp_path / "out.jsonl"
+    with pytest.raises(BrokenPipeError):
+        run._tell(RunConfig(launcher="local", json=file), report({1: 0.0}, {3: 0.0}))
+    assert json.loads(file.read_text().splitlines()[-1])["kind"] == "summary"
