@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import platform
 from collections.abc import Hashable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -112,21 +114,28 @@ def deadline_of(process_group: dist.ProcessGroup) -> float:
     return min(env.DISPATCH_TIMEOUT_S.get(), math.inf if of_group is None else of_group.total_seconds())
 
 
-def host_name() -> str:
-    """This machine's name, followed by a number if MOE_EP_RANKS_PER_HOST makes one machine pass for several."""
-    name, ranks_per_host = platform.node(), env.RANKS_PER_HOST.get()
-    return f"{name}#{dist.get_rank() // ranks_per_host}" if ranks_per_host else name
+@functools.cache
+def machine() -> str:
+    """What tells this machine from all others: its name, which several may have, and the number of its last boot."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def this_host() -> str:
+    """`machine`, followed by a number if MOE_EP_RANKS_PER_HOST makes one machine pass for several."""
+    ranks_per_host = env.RANKS_PER_HOST.get()
+    return f"{machine()}#{dist.get_rank() // ranks_per_host}" if ranks_per_host else machine()
 
 
 def hosts_of(process_group: dist.ProcessGroup | None = None) -> tuple[str, ...]:
     """The host of each of the group's ranks; on first use all ranks must call it."""
     if not is_initialized():
-        return (platform.node(),)
-    return answers_of_ranks(("host", env.RANKS_PER_HOST.get()), host_name(), process_group)
+        return (machine(),)
+    return answers_of_ranks(("host", env.RANKS_PER_HOST.get()), this_host(), process_group)
 
 
 def num_hosts(process_group: dist.ProcessGroup | None = None) -> int:
-    """The number of machines that the group's ranks run on, told apart by name; on first use all ranks must call it."""
+    """The number of machines that the group's ranks run on; on first use all ranks must call it."""
     return len(set(hosts_of(process_group)))
 
 

@@ -17,6 +17,7 @@ _GANGS = (
     "test_run",
     "test_ray_job",
     "test_ray_gang",
+    "test_two_hosts",
     "test_torchrun_gang",
     "test_run_eplb",
     "test_local_gang",

@@ -26,7 +26,7 @@ from moe_ep.dispatch.nvshmem import device_api
 from moe_ep.dispatch.nvshmem.meeting import meet
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.errors import BackendUnavailableError, missing_extra
-from moe_ep.process_groups import host_name
+from moe_ep.process_groups import this_host
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class _Runtime:
         import numpy as np
         from cuda.core import Device
 
-        self.hosts = meet("start of NVSHMEM", self.world, host_name())
+        self.hosts = meet("start of NVSHMEM", self.world, this_host())
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
         os.environ.setdefault("NVSHMEM_CUMEM_GRANULARITY", str(_GRANULARITY))
         if len({host.split("#")[0] for host in self.hosts}) == 1:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch._C._profiler import _ExperimentalConfig
 
 from moe_ep.files import replacing
+from moe_ep.process_groups import machine
 from moe_ep.stages import Listener, listening
 
 PREFIX = "moe_ep."
@@ -84,7 +84,7 @@ def _clock_difference_us(group: dist.ProcessGroup | None) -> float:
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return 0.0
     dist.barrier(group)
-    mine = (platform.node(), time.time_ns())
+    mine = (machine(), time.time_ns())
     everybody: list[tuple[str, int]] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(everybody, mine, group=group)
     first = everybody[0]

@@ -64,7 +64,7 @@ def with_a_clock_ahead(rank: int, world_size: int, folder: Path) -> float:
     """Where an event of the first microsecond ends up in the trace of a rank whose host is `rank` minutes ahead."""
     ahead_us = 60e6 * rank
     with pytest.MonkeyPatch.context() as host:
-        host.setattr(trace.platform, "node", lambda: f"host-{rank}")
+        host.setattr(trace, "machine", lambda: f"host-{rank}")
         host.setattr(trace.time, "time_ns", lambda: time.perf_counter_ns() + int(1e3 * ahead_us))
         shift_us = trace._clock_difference_us(None)
     recorded, aligned = folder / f"recorded-{rank}.json", folder / f"aligned-{rank}.gz"

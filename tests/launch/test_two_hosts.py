@@ -1,0 +1,77 @@
+"""Gangs over two hosts with only a wire between them: what one finds by loopback or in shared memory is not there."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.hosts import Host, missing, two_hosts
+
+reason = missing()
+pytestmark = pytest.mark.skipif(bool(reason), reason=reason)
+RUN = ["run", "--device", "cpu", "--steps", "2", "--tokens-per-rank", "8"]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as pair:
+        yield pair
+
+
+def nodes_of(path: Path) -> list[str]:
+    """Where the ranks of a run were, which verified what it computed."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    (summary,) = [line for line in lines if line["kind"] == "summary"]
+    return [rank["node"] for rank in summary["placement"]]
+
+
+def test_torchrun(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=alpha:29500", "--rdzv-id=run"]
+    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *where, "-m", "moe_ep.launch"]
+    agents = [host.start(*torchrun, *RUN, "--backend", "two_level", "--json", str(out)) for host in hosts]
+    outputs = [agent.communicate(timeout=120) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert "verified" in outputs[0][0] + outputs[1][0]
+    assert sorted(nodes_of(out)) == ["alpha", "beta"]
+
+
+FAILING = """
+import sys
+from moe_ep.errors import GangError
+from moe_ep.launch.torchrun_gang import TorchrunGang
+from tests.launch import jobs
+if __name__ == "__main__":
+    try:
+        TorchrunGang(1, num_nodes=2, rdzv_endpoint="alpha:29501").run(jobs.fail, 1, "SIGKILL")
+    except GangError as error:
+        sys.exit(str(error))
+"""
+
+
+def test_both_hosts_end_when_a_worker_of_one_is_killed(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    agents = [host.start(str(script)) for host in hosts]
+    errors = [agent.communicate(timeout=60)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [1, 1], errors
+    assert any("failed: the process was killed by SIGKILL" in error for error in errors), errors
+
+
+def test_ray(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    alpha, beta = hosts
+    out, environment = tmp_path / "run.jsonl", {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    start = ["-m", "ray.scripts.scripts", "start", "--disable-usage-stats", "--num-cpus=1"]
+    roles = {alpha: ["--head", "--port=6379", "--include-dashboard=false"], beta: ["--address=alpha:6379"]}
+    for host, role in roles.items():
+        node = host.start(*start, *role, f"--node-ip-address={host.address}", environment=environment)
+        assert node.wait(timeout=120) == 0, node.communicate()
+    command = ["-m", "moe_ep.launch", *RUN, "--address", "alpha:6379", "--ep-size", "2", "--json", str(out)]
+    driver = alpha.start(*command, environment=environment)
+    output = driver.communicate(timeout=120)
+    assert driver.returncode == 0, output
+    assert sorted(nodes_of(out)) == ["alpha", "beta"]
