@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
     config = from_args(PlotConfig, args)
     from moe_ep.bench.plots import plot_scaling
     from moe_ep.bench.scaling_file import about_runs, read_scaling
-    from moe_ep.bench.scaling_tables import as_markdown
+    from moe_ep.bench.scaling_markdown import as_markdown
     from moe_ep.files import write_text
 
     path = Path(args.file).expanduser()

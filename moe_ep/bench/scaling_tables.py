@@ -1,4 +1,4 @@
-"""Tables of scaling results: for a terminal, and as markdown for documents."""
+"""Tables of all rows of the scaling benchmark."""
 
 from __future__ import annotations
 
@@ -46,15 +46,11 @@ def as_text(rows: Sequence[Row]) -> str:
     return f"{', '.join(about)}\n{table(_shown(rows), columns)}"
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
-    """A table of all geometries, then one for each with every row, without the columns in which no rows differ."""
-    shown, sections = _shown(rows), [f"## All\n\n{summary(rows)}\n"]
+def every_row(rows: Sequence[Row]) -> str:
+    """One geometry's rows as a markdown table, without the columns in which none differ."""
     _, columns = _same(rows, _KIND)
     del columns["geometry"]
-    for geometry in dict.fromkeys(row["geometry"] for row in rows):
-        mine = [row for row in shown if row["geometry"] == geometry]
-        sections.append(f"## {geometry}\n\n{markdown_table(mine, columns)}\n")
-    return "\n".join(sections)
+    return markdown_table(_shown(rows), columns)
 
 
 def _same(rows: Sequence[Row], keys: Iterable[str]) -> tuple[list[tuple[str, Any]], dict[str, str]]:
@@ -62,23 +58,6 @@ def _same(rows: Sequence[Row], keys: Iterable[str]) -> tuple[list[tuple[str, Any
     same = {key for key in keys if len({row[key] for row in rows}) == 1}
     columns = {key: title for key, title in _COLUMNS.items() if key not in same}
     return [(_COLUMNS[key], rows[0][key]) for key in _COLUMNS if key in same], columns
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """Weak scaling of the kind that most rows have: microseconds at each EP size, and what became of the largest."""
-    weak = of_most_alike([row for row in rows if row["scaling"] == "weak"])
-    sizes = sorted({row["ep_size"] for row in weak})
-    lines: dict[tuple[Any, ...], Row] = {}
-    for row in sorted(weak, key=lambda row: row["ep_size"]):
-        key = (row["geometry"], row["phase"], row["asked_tokens"])
-        line = lines.setdefault(key, {"geometry": key[0], "phase": key[1], "T": key[2]})
-        line |= {f"EP {row['ep_size']}": row["us"], "efficiency": row["efficiency"], "floor": row["floor_over_time"]}
-    titles = {f"EP {size}": f"EP {size}, us" for size in sizes}
-    return markdown_table(
-        sorted(lines.values(), key=lambda line: (line["geometry"], line["phase"], line["T"])),
-        {"geometry": "geometry", "phase": "phase", "T": "T", **titles, "efficiency": "efficiency",
-         "floor": "floor/time"},
-    )  # fmt: skip
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:

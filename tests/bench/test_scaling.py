@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import time
@@ -78,8 +79,14 @@ def test_the_same_rows_from_every_launcher_and_their_pictures(
     pictures = [plots / f"small-{kind}.png" for kind in ("scaling", "stages", "latency", "load")]
     tables = plots / "tables.md"
     assert capsys.readouterr().out.split() == list(map(str, [*pictures, tables]))
-    summary, own = tables.read_text().split("## small")
-    assert [line.split(" | ")[:3] for line in summary.splitlines()[4:5]] == [["| small", "decode", "16"]]
+    titles = re.findall("^## (.*)$", tables.read_text(), re.MULTILINE)
+    *summaries, own = re.split("^## .*\n", tables.read_text(), flags=re.MULTILINE)[1:]
+    assert titles == ["Weak scaling", "Stages at the largest EP size", "Routing and balancing", "Backends", "small"]
+    weak, stages, balancing, backends = ([row.split(" | ") for row in text.split("\n")[3:-2]] for text in summaries)
+    assert [line[1] for line in weak] == ["EP 1, us", "EP 2, us", "efficiency", "floor/time"]
+    assert [line[:3] for line in stages] == [["| small", "decode", "16"]]
+    assert sorted(line[3] for line in balancing) == ["uniform", "uniform", "zipf:2", "zipf:2"]
+    assert [line[2] for line in backends] == ["all_to_all", "batched_all_to_all"]
     headings, _, *lines = own.strip().splitlines()
     assert headings.startswith("| EP | phase | T | backend | ") and "wire" not in headings
     assert [line.split(" | ")[0] for line in lines] == [f"| {row['ep_size']}" for row in rows]

@@ -6,8 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from moe_ep.bench.scaling_file import read_scaling
+from moe_ep.bench.scaling_markdown import as_markdown
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
+SCALING = BENCHMARKS / "scaling"
 
 
 def made(script: str, *options: str) -> list[str]:
@@ -35,3 +41,26 @@ def test_dispatch() -> None:
     page = rows_of((BENCHMARKS / "dispatch.md").read_text())
     assert len(page) > 50
     assert [row for row in page if row not in recorded] == []
+
+
+def test_all_tables_of_scaling() -> None:
+    assert (SCALING / "tables.md").read_text() == scaling("scaling_4xh200.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("page", "files"),
+    [
+        ("README.md", ("scaling_4xh200.jsonl", "scaling_4xh200_bb4e852.jsonl", "scaling_4xh200_backends.jsonl")),
+        ("two_gpus.md", ("scaling_2xh200.jsonl", "scaling_2xh200_backends.jsonl")),
+    ],
+)
+def test_scaling(page: str, files: tuple[str, ...]) -> None:
+    """A page may show some of the rows, and narrow tables of its own."""
+    recorded = [row for file in files for row in rows_of(scaling(file))]
+    shown = [row for row in rows_of((SCALING / page).read_text()) if row.count("|") > 6]
+    assert len(shown) > 40
+    assert [row for row in shown if row not in recorded] == []
+
+
+def scaling(file: str) -> str:
+    return as_markdown(read_scaling(SCALING / file)[0])
