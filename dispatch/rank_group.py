@@ -31,6 +31,7 @@ class RankGroup:
     Attributes:
         rank, size: of this process in the group, in ep_rank order.
         timeout_s: the group's timeout, or MOE_EP_DISPATCH_TIMEOUT_S where that is shorter.
+        have_agreed: must_agree found nothing that differs.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -58,18 +59,17 @@ class RankGroup:
             )
         self.notes = Notes(self.group)
         self.timeout_s = deadline_of(self.group)
-        self._agrees = False
+        self.have_agreed = False
 
     def must_agree(self, settings: dict[str, int], device: torch.device) -> None:
         """Refuses ranks whose layers differ, before they exchange rows of other sizes than they expect.
 
-        A collective step when it is first called outside the capture of a CUDA graph, with a wait for the GPU; nothing
-        from then on.
+        A collective step with a wait for the GPU; nothing while a CUDA graph is captured.
 
         Raises:
             ConfigError: a setting that is not the same everywhere, said on all ranks alike.
         """
-        if self._agrees or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         mine = torch.tensor(list(settings.values()), device=device)
         everybodys = mine.new_empty(self.size * len(settings))
@@ -82,7 +82,7 @@ class RankGroup:
                     f"{name} is {', '.join(map(str, values))} on EP ranks 0 to {self.size - 1}; it must be the same on "
                     f"every rank of a layer"
                 )
-        self._agrees = True
+        self.have_agreed = True
 
     def steps(self, name: str, device: torch.device) -> Steps:
         """The collective steps of one dispatch or combine."""

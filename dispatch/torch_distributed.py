@@ -14,6 +14,7 @@ asynchronous form must not be written before its hook() was called.
 from __future__ import annotations
 
 import weakref
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEPrepareAndFinalize, PrepareResult
-from moe_ep.dispatch.batch import MAX_TOPK, Batch, OpenBatches, Pending, check_arguments, check_tensor, keep_for
+from moe_ep.dispatch.batch import Batch, OpenBatches, Pending, check_arguments, check_tensor, keep_for
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.side_stream import SideStream
 from moe_ep.expert_map import expert_owner_table
@@ -77,6 +78,8 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
                 moe_config.ep_rank,
             )
         )
+        slots = moe_config.experts_per_token + moe_config.num_fused_shared_experts
+        self._made_for = (moe_config.hidden_dim, slots, moe_config.in_dtype)
         num_local_experts = int((self._owners == moe_config.ep_rank).sum())
         if moe_config.num_local_experts != num_local_experts:
             raise ValueError(
@@ -205,8 +208,14 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             if expert_map is not None:
                 self._check_map(expert_map)
             capacity = self.max_num_tokens_per_rank()
-            check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, known_ids, capacity, MAX_TOPK)
-            self._must_agree(topk_ids.size(1), quant_config, a1.device)
+            check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, known_ids, capacity)
+            given = (a1.size(1), topk_ids.size(1), a1.dtype)
+            if given != self._made_for:
+                raise ValueError(
+                    f"a1 and topk_ids have (K, topk, dtype) {given} and the backend was made for {self._made_for}; "
+                    f"give it the configuration of the batches"
+                )
+            self._must_agree(quant_config, a1.device)
             rows = ((a1 * topk_weights).to(a1.dtype) if apply_router_weight_on_input else a1).contiguous()
             batch = Batch(
                 rows=rows,
@@ -242,16 +251,19 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
     def _wire(self, quant_config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
         return quant_config if self.quant_config is None else self.quant_config
 
-    def _must_agree(self, topk: int, quant_config: FusedMoEQuantConfig, device: torch.device) -> None:
+    def _must_agree(self, quant_config: FusedMoEQuantConfig, device: torch.device) -> None:
         """ConfigError on every rank where they do not have in common what makes their messages fit."""
+        if self.ranks.have_agreed:
+            return
         config = self.moe_config
         settings = {
             "num_experts, redundant ones included,": config.num_experts,
             "the number of fused shared experts": config.num_fused_shared_experts,
-            "top_k": topk,
+            "the placement of experts, as a checksum,": zlib.crc32(self._owners[: config.num_experts].numpy()),
+            "top_k": config.experts_per_token,
             "hidden_size": config.hidden_dim,
             "max_num_tokens": self.max_num_tokens_per_rank() or 0,
-            "the size of params_dtype": config.in_dtype.itemsize,
+            "params_dtype, of f32, f16 and bf16 (0 to 2),": ACTIVATION_DTYPES.index(config.in_dtype),
             "whether rows travel as fp8": int(self._wire(quant_config).dispatch_dtype is not None),
         }
         self.ranks.must_agree(settings, device)

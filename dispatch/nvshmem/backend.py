@@ -78,7 +78,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         owners = self._owners_of(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
         return (lost[owners] & (topk_ids >= 0)).any(dim=1)
 
-    def _must_agree(self, topk: int, quant_config: FusedMoEQuantConfig, device: torch.device) -> None:
+    def _must_agree(self, quant_config: FusedMoEQuantConfig, device: torch.device) -> None:
         """Nothing: the ranks have agreed when their backends were made."""
 
     def _check_config(self) -> None:
@@ -98,14 +98,13 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
                 )
 
     def _check_batch(self, batch: Batch) -> None:
-        """ValueError where the batch is of another shape than the kernels were compiled for."""
-        device = self._meeting.order.device
-        shape = (batch.rows.size(1), batch.topk_ids.size(1), batch.rows.dtype, batch.quantized, batch.rows.device)
-        made_for = (self._layout.hidden_size, self._layout.topk, self.moe_config.in_dtype, self._layout.fp8, device)
-        if shape != made_for:
+        """ValueError where the batch is not what the kernels were compiled for."""
+        given = (batch.quantized, batch.rows.device)
+        made_for = (self._layout.fp8, self._meeting.order.device)
+        if given != made_for:
             raise ValueError(
-                f"the batch has (K, topk, dtype, fp8 on the wire, device) {shape} and {self.NAME} was made for "
-                f"{made_for}; give the backend the configuration of the batches"
+                f"the batch has (fp8 on the wire, device) {given} and {self.NAME} was made for {made_for}; give the "
+                f"backend the configuration of the batches"
             )
 
 

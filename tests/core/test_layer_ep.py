@@ -148,9 +148,21 @@ def test_more_experts_than_rows_between_ranks_can_name_are_refused_at_once() -> 
 
 
 def made_differently(rank: int, world_size: int, backend: str) -> None:
-    layer, _ = make_layer({"top_k": 2 + rank}, all2all_backend=backend)
-    with pytest.raises(ConfigError, match="top_k is 2, 3 on EP ranks 0 to 1; it must be the same on every rank"):
-        layer(*inputs_of(layer, 2, seed=rank))
+    different = (
+        ({"top_k": 2 + rank}, "top_k is 2, 3"),
+        (
+            {"expert_placement_strategy": ("linear", "round_robin")[rank]},
+            r"the placement of experts, as a checksum, is \d+, \d+",
+        ),
+        (
+            {"params_dtype": (torch.float16, torch.bfloat16)[rank]},
+            r"params_dtype, of f32, f16 and bf16 \(0 to 2\), is 1, 2",
+        ),
+    )
+    for options, story in different:
+        layer, _ = make_layer(options, all2all_backend=backend)
+        with pytest.raises(ConfigError, match=rf"{story} on EP ranks 0 to 1; it must be the same on every rank"):
+            layer(*inputs_of(layer, 2, seed=rank))
     layer, weights = make_layer({"max_num_tokens": 4 + rank}, all2all_backend=backend)
     inputs = inputs_of(layer, 2, seed=rank)
     if layer.prepare_finalize.max_num_tokens_per_rank() is None:

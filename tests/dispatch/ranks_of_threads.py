@@ -49,7 +49,7 @@ class Group(RankGroup):
         self.board, self.rank, self.size, self.timeout_s = board, rank, size, _TIMEOUT_S
         self.group: Any = None
         self.notes: Any = NoNotes()
-        self._agrees = False
+        self.have_agreed = False
 
     def steps(self, name: str, device: torch.device) -> Any:
         return Steps(self)

@@ -176,7 +176,10 @@ def check_bad_arguments(rank: int, world_size: int) -> int:
         ({"ids": ids.float()}, "topk_ids is .* of torch.float32; it must be"),
         ({"weights": weights.half()}, "topk_weights is .* of torch.float16; it must be f32"),
         ({"weights": weights[:, :1]}, r"topk_weights is \(3, 1\)"),
-        ({"ids": wide, "weights": wide.float()}, "topk_ids has 33 columns; it must have 1 to 32"),
+        ({"ids": wide, "weights": wide.float()}, r"have \(K, topk, dtype\) \(40, 33, .* was made for \(40, 3, torch.f"),
+        ({"ids": wide[:, :0], "weights": wide[:, :0].float()}, "topk_ids has no columns; it must have at least 1"),
+        ({"rows": rows[:, 1:]}, r"\(39, 3, torch.float32\) and the backend was made for \(40, 3, torch.float32\)"),
+        ({"rows": rows.half()}, r"\(40, 3, torch.float16\) and the backend was made for \(40, 3, torch.float32\)"),
         ({"ids": ids + 10}, r"topk_ids goes from 1\d to 1\d; ids must be at least -1 and below num_experts \(10\)"),
         ({"num_ids": 11}, r"num_experts is 11; the backend was made for 10 ids \(10 routed, 0 shared\)"),
         ({"on_input": True}, "apply_router_weight_on_input needs top_k 1 and topk_ids has 3 columns"),
@@ -195,7 +198,7 @@ def check_bad_arguments(rank: int, world_size: int) -> int:
 
 
 def test_bad_arguments() -> None:
-    assert ranks(1).run(check_bad_arguments) == [10]
+    assert ranks(1).run(check_bad_arguments) == [13]
 
 
 def check_construction(rank: int, world_size: int) -> None:
