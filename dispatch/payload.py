@@ -146,7 +146,7 @@ def make_batch_plan(
     """
     num_sources, num_experts = counts.shape
     before = counts.cumsum(dim=0) - counts
-    column = ids.long().clamp(min=0)
+    column = ids.long()  # An id of -1 looks up the last expert, and is masked below.
     source = torch.arange(num_sources, device=ids.device)[:, None, None].expand_as(column)
     local_of = torch.arange(num_experts, device=ids.device) if expert_map is None else expert_map.long()
     local = torch.where(ids >= 0, local_of[column], -1)

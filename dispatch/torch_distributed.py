@@ -259,7 +259,9 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         settings = {
             "num_experts, redundant ones included,": config.num_experts,
             "the number of fused shared experts": config.num_fused_shared_experts,
-            "the placement of experts, as a checksum,": zlib.crc32(self._owners[: config.num_experts].numpy()),
+            "the placement of experts, as a checksum,": zlib.crc32(
+                self._owners[: config.num_experts].numpy().tobytes()
+            ),
             "top_k": config.experts_per_token,
             "hidden_size": config.hidden_dim,
             "max_num_tokens": self.max_num_tokens_per_rank() or 0,

@@ -29,6 +29,15 @@ def test_worked_examples() -> None:
     assert ids_for_rank(IDS, OWNERS, 1).tolist() == [[-1, -1], [2, -1], [-1, 3]]
 
 
+def test_ids_that_do_not_exist_go_nowhere() -> None:
+    """Of a router on a GPU, where nobody looks at them before."""
+    astray = torch.tensor([[4, 0], [2**31 - 1, -(2**31)]], dtype=torch.int32)
+    assert make_send_plan(astray, OWNERS, 2).slots.tolist() == [[0, -1], [-1, -1]]
+    assert ids_for_rank(astray, OWNERS, 0).tolist() == [[-1, 0], [-1, -1]]
+    found = expert_positions(torch.cat([astray, astray]), 4)
+    assert found.positions.tolist() == [[0, 0], [0, 0], [0, 1], [0, 0]] and found.counts.tolist() == [2, 0, 0, 0]
+
+
 def test_two_sources_share_an_expert() -> None:
     ids = torch.tensor([[[0], [0]], [[0], [-1]]], dtype=torch.int32)
     positions = torch.tensor([[[0], [1]], [[0], [0]]], dtype=torch.int32)
