@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,13 +24,13 @@ import torch
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import EplbTotals, Event, Listener, PlanReport
 from moe_ep.eplb.handshake import SideChannel
-from moe_ep.eplb.mover import LayerMover
+from moe_ep.eplb.mover import LayerMover, check_layers
 from moe_ep.eplb.placement_state import PlacementState
 from moe_ep.eplb.policy.maps import Array
 from moe_ep.eplb.rearrangement import POLL_S, Job, Rearrangement
 from moe_ep.eplb.recorder import ExpertLoadRecorder
 from moe_ep.eplb.step_gate import StepGate
-from moe_ep.errors import ConfigError, EplbError
+from moe_ep.errors import EplbError
 
 if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE
@@ -70,7 +71,7 @@ class EPLBManager:
         self.config = config or EplbConfig()
         self.totals = EplbTotals()
         self._listener = listener
-        first = _check_layers(layers)
+        first = check_layers(layers)
         self.config.check_model(first.num_experts, first.parallel_config.ep_size)
         for layer in layers:
             # Weights that are packed on a GPU are packed by now, and are not replaced any more.
@@ -100,7 +101,7 @@ class EPLBManager:
                 self.placement.logical_replica_count,
             )
             if layer.eplb_state is not None:
-                layer.eplb_state.is_moving = lambda: self._commits_to_come
+                layer.eplb_state.is_moving = _commits_to_come_of(weakref.ref(self))
         self._mover.rehearse()
         self.recorder.rehearse()
         self._telling = threading.Lock()
@@ -164,6 +165,7 @@ class EPLBManager:
 
         Raises:
             EplbError: experts are still moving.
+            RuntimeError: a layer's weights are being loaded again.
         """
         self._check_at_rest("plan_now")
         self._begin(self._job(counts=self.recorder.snapshot()), self.config.asynchronous)
@@ -176,6 +178,7 @@ class EPLBManager:
         Raises:
             ValueError: not a placement of these experts.
             EplbError: experts are still moving, or (there or in a later step) the ranks gave different placements.
+            RuntimeError: a layer's weights are being loaded again.
         """
         self._check_at_rest("rearrange")
         target = self._checked(physical_to_logical)
@@ -195,8 +198,10 @@ class EPLBManager:
             self._commit()
 
     def close(self) -> None:
-        """Ends the manager's thread and connections; a rearrangement under way is given up, and `step` raises from here
-        on. Peers that still move experts fail at their next exchange."""
+        """Ends the manager's thread and connections, and gives its memory back; `step` raises from here on.
+
+        A rearrangement under way is given up, and peers that go on with it fail at their next exchange.
+        """
         thread, self._thread = self._thread, None
         if thread is not None:
             self._gate.fail(EplbError("the EPLB manager was closed"))
@@ -217,6 +222,7 @@ class EPLBManager:
         self._gate.check()
         if self._busy:
             raise EplbError(f"{called} was called while experts are still moving; call finish first")
+        self._mover.check_loaded()
 
     def _checked(self, placement: Array | torch.Tensor) -> Array:
         target = torch.as_tensor(placement).cpu().numpy().astype(np.int64)
@@ -277,24 +283,11 @@ class EPLBManager:
             logger.exception("the listener of the EPLB manager failed at %s", event)
 
 
-def _check_layers(layers: Sequence[FusedMoE]) -> FusedMoE:
-    """The first layer, after all were found to go together."""
-    if not layers:
-        raise ConfigError("layers is empty; EPLB needs the model's MoE layers")
-    first = layers[0]
-    for layer in layers:
-        if not layer.enable_eplb:
-            raise ConfigError(f"the layer {layer.layer_name} was made without EPLB; make it with enable_eplb=True")
-        sizes = [(one.num_experts, one.num_redundant_experts, one.parallel_config.ep_size) for one in (first, layer)]
-        if sizes[0] != sizes[1]:
-            raise ConfigError(
-                f"{first.layer_name} has (experts, redundant, ep_size) {sizes[0]} and {layer.layer_name} {sizes[1]}; "
-                f"layers that are balanced together must be alike"
-            )
-        strategy = layer.parallel_config.expert_placement_strategy
-        if strategy != "linear":
-            raise ConfigError(
-                f"expert_placement_strategy of {layer.layer_name} is {strategy!r}; EPLB needs 'linear', slots in rank "
-                f"order"
-            )
-    return first
+def _commits_to_come_of(manager: weakref.ref[EPLBManager]) -> Callable[[], bool]:
+    """Asks a manager as long as there is one: layers do not keep it, and what it holds."""
+
+    def commits_to_come() -> bool:
+        found = manager()
+        return found is not None and found._commits_to_come
+
+    return commits_to_come

@@ -18,6 +18,7 @@ from moe_ep.eplb.placement_state import PlacementState
 from moe_ep.eplb.policy.maps import Array, experts_moved
 from moe_ep.eplb.transfer import digest, wait_for_event
 from moe_ep.eplb.transports import choose_transport
+from moe_ep.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE
@@ -144,9 +145,18 @@ class LayerMover:
         """Ends a `fetch` that waits for a peer; called by the serving thread, and `close` comes next."""
         self._transport.give_up()
 
+    def check_loaded(self) -> None:
+        """Raises RuntimeError where a layer's weights are being loaded again, for the slots of now."""
+        for layer in self._layers:
+            layer.check_loaded()
+
     def close(self) -> None:
-        """Gives back what the transport holds."""
+        """Gives back what the transport holds, and the staging buffer."""
         self._transport.close()
+        if self._stream is not None:
+            for stream in (self._stream, torch.cuda.current_stream(self.device)):
+                self._staging.record_stream(stream)
+        self._staging = self._staging.new_empty(0)
 
     def _wait_for_commit(self) -> None:
         if self._committed is not None:
@@ -156,3 +166,26 @@ class LayerMover:
         """Has the next transfer wait for what the serving thread has queued so far."""
         if self._committed is not None:
             self._committed.record()
+
+
+def check_layers(layers: Sequence[FusedMoE]) -> FusedMoE:
+    """The first layer; ConfigError unless all can be balanced together."""
+    if not layers:
+        raise ConfigError("layers is empty; EPLB needs the model's MoE layers")
+    first = layers[0]
+    for layer in layers:
+        if not layer.enable_eplb:
+            raise ConfigError(f"the layer {layer.layer_name} was made without EPLB; make it with enable_eplb=True")
+        sizes = [(one.num_experts, one.num_redundant_experts, one.parallel_config.ep_size) for one in (first, layer)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"{first.layer_name} has (experts, redundant, ep_size) {sizes[0]} and {layer.layer_name} {sizes[1]}; "
+                f"layers that are balanced together must be alike"
+            )
+        strategy = layer.parallel_config.expert_placement_strategy
+        if strategy != "linear":
+            raise ConfigError(
+                f"expert_placement_strategy of {layer.layer_name} is {strategy!r}; EPLB needs 'linear', slots in rank "
+                f"order"
+            )
+    return first

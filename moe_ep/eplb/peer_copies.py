@@ -8,11 +8,8 @@ While the model serves, copies are paced: they take a share of the memory bandwi
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +18,7 @@ from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.moves import LayerMoves
 from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.transfer import digest, wait_for_event
+from moe_ep.process_groups import machine
 
 _HANDLE_BYTES = 64
 # A paced copy is cut into parts that are this far apart, so that none holds up the model's own messages for long.
@@ -69,7 +67,7 @@ class PeerCopyTransport:
         self._opened: dict[tuple[int, bytes], int] = {}
         self._layers: dict[ExpertRows, list[_Part]] = {}
         parts = [(part, start) for experts in layers for part, start in experts.parts]
-        hosts = channel.gather("their hosts", [digest(platform.node(), _boot_id())])
+        hosts = channel.gather("their hosts", [digest(machine())])
         reason = "the ranks are on several hosts" if len({row[0] for row in hosts}) > 1 else ""
         words: list[int] = [0] * (_WORDS * len(parts))
         if not reason:
@@ -211,11 +209,3 @@ def _call(name: str, *args: Any) -> Any:
     if result != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"{name} failed with {result.name}")
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def _boot_id() -> str:
-    """What tells this host from others that call themselves the same."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return str(os.getppid())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -44,6 +46,13 @@ def make_and_close(rank: int, world_size: int) -> list[list[tuple[int, int]]]:
             manager.close()
             with pytest.raises(EplbError, match="the EPLB manager was closed"):
                 manager.step()
+            assert manager.staging_bytes == 0
+            gone = weakref.ref(manager)
+            del manager
+            gc.collect()
+            assert gone() is None
+            layers[0].begin_reload()
+            layers[0].process_weights_after_loading()
             found[-1].append(held())
     return found
 

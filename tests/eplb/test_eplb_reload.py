@@ -58,6 +58,8 @@ def reload_while_moving(rank: int, world_size: int) -> str:
     assert not copy.deepcopy(layer.eplb_state).is_moving()
     manager.finish()
     layer.begin_reload()
+    with pytest.raises(RuntimeError, match="are being loaded again"):
+        manager.rearrange(random_placement(1, E + redundant, seed=4))
     load_layer(layer, 50)
     for tensor, wanted in zip(layer.expert_weights(), fresh_weights("GPTQ", redundant, 50, target[0]), strict=True):
         assert torch.equal(tensor, wanted)
