@@ -91,6 +91,62 @@ def test_experts_write_the_output_where_finalize_would_only_copy_it(inplace):
     torch.testing.assert_close(got, expected)
 
 
+def test_experts_of_another_dtype_do_not_write_the_output():
+    x, w1, w2, weights, ids = problem(5)
+    seen = []
+
+    class Experts(ReferenceExperts):
+        def workspace_dtype(self, act_dtype):
+            return torch.float64
+
+        def apply(self, output, *args):
+            seen.append(output.dtype)
+            super().apply(output, *args)
+
+    got = FusedMoEModularKernel(NoEPPrepareFinalize(moe_config=moe_config()), Experts(moe_config()))(
+        x, w1, w2, weights, ids
+    )
+    assert seen == [torch.float64] and got.dtype == torch.float32
+    torch.testing.assert_close(got, plain_moe(x, w1, w2, weights, ids))
+
+
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_rows_go_by_reference_to_experts_that_take_them_so(by_reference):
+    class Experts(ReferenceExperts):
+        def supports_row_ids(self):
+            return by_reference
+
+    class Backend(NoEPPrepareFinalize):
+        handed_over = False
+
+        def hand_over_row_ids(self):
+            self.handed_over = True
+
+    backend = Backend(moe_config=moe_config())
+    FusedMoEModularKernel(backend, Experts(moe_config()))
+    assert backend.handed_over is by_reference
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+def test_scratch_is_for_the_rows_of_a_chunk_where_experts_allow_chunks(monkeypatch, chunks):
+    seen = []
+
+    class Experts(ReferenceExperts):
+        def supports_chunking(self):
+            return chunks
+
+        def workspace_shapes(self, M, N, K, *args):
+            return (M, 1), (2 * M,), (M, K)
+
+        def apply(self, output, hidden_states, *args):
+            seen.append((len(output), len(hidden_states), tuple(args[9].shape), tuple(args[10].shape)))
+            super().apply(output, hidden_states, *args)
+
+    monkeypatch.setenv("MOE_EP_CHUNK_SIZE", "4")
+    FusedMoEModularKernel(NoEPPrepareFinalize(moe_config=moe_config()), Experts(moe_config()))(*problem(6))
+    assert seen == ([(4, 4, (4, 1), (8,)), (2, 2, (4, 1), (8,))] if chunks else [(6, 6, (6, 1), (12,))])
+
+
 @pytest.mark.parametrize("chunk", ["1", "4", "7", "100"])
 def test_chunks_are_together_what_the_whole_is(monkeypatch, chunk):
     x, w1, w2, weights, ids = problem(14)

@@ -148,7 +148,7 @@ def test_messages_there_and_back(routing: dict) -> None:
     sent, slots = [], []
     for rank in range(num_ranks):
         owners = expert_owner_table(num_ranks, num_experts, routing["placement"], ep_rank=rank)
-        messages = layout.empty(num_ranks, torch.device("cpu")).fill_(0xA5)
+        messages = layout.empty(num_ranks, torch.device("cpu")).fill_(0x5A)
         slots.append(pack_messages(rows[rank], routing["ids"][rank], weights[rank], owners, layout, messages))
         sent.append(messages)
     back = [torch.empty(num_ranks, capacity, hidden_size) for _ in range(num_ranks)]
