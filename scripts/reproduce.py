@@ -166,17 +166,21 @@ def show_plan(parts: list[Part], left_out: dict[str, str], num_gpus: int) -> Non
 
 
 def results(ended: Ended, part: Part, args: argparse.Namespace) -> dict[str, Any]:
-    """How the part ended, with its tests and headlines; JSON lines of its log become its rows where it wrote none."""
+    """How the part ended, with its tests and headlines.
+
+    JSON lines of its log become its rows where it wrote none; the commands in them lose this machine's folder.
+    """
     log = (args.out / f"{part.name}.log").read_text(encoding="utf-8", errors="replace")
     rows = args.out / f"{part.name}.jsonl"
-    lines = [line + "\n" for line in log.splitlines() if line.startswith("{") and line.endswith("}")]
-    if lines and not rows.exists():
-        rows.write_text("".join(lines), encoding="utf-8")
+    printed = "".join(f"{line}\n" for line in log.splitlines() if line.startswith("{") and line.endswith("}"))
+    written = rows.read_text(encoding="utf-8") if rows.exists() else printed
+    if written:
+        rows.write_text(written.replace(f"{args.out}{os.sep}", ""), encoding="utf-8")
     tests = Counter(outcome.lower() for outcome in TEST.findall(log))
     found = [line for line in log.splitlines() if part.headline and re.search(part.headline, line)]
     return asdict(ended) | {
         "tests": dict(tests),
-        "rows": len(rows.read_text(encoding="utf-8").splitlines()) if rows.exists() else 0,
+        "rows": len(written.splitlines()),
         "headlines": found[-SHOWN_LINES:],
         "page": part.page,
         "gpus": part.gpus,

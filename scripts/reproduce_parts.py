@@ -133,7 +133,7 @@ PARTS = (
     _every(
         "eplb-run", "eplb_moving.md", 25,
         "{moe_ep} run --eplb --routing zipf:0.8 --launcher local --ep-size {gpus} --json {rows}",
-        headline="(?i)balancedness|error|tokens/s",
+        headline="^  (before|moving|after) |^verified",
     ),
     _every(
         "generate", "transformers.md", 60,
@@ -153,12 +153,12 @@ PARTS = (
         needs="transformers",
     ),
     _one(
-        "index-kernels", "small_kernels.md", 15,
+        "index-kernels", "small_kernels.md", 12,
         "{python} scripts/bench_index_kernels.py --markdown {commit} --json {rows}",
     ),
     _one("plain-experts", "plain_experts.md", 40, "{python} scripts/bench_plain_experts.py {commit} --json {rows}"),
-    _one("repack", "gemm.md", 12, "{python} scripts/bench_repack.py {commit} --json {rows}"),
-    _one("eplb-map", "eplb_planning.md", 12, "{python} scripts/bench_eplb.py map {commit}"),
+    _one("repack", "gemm.md", 8, "{python} scripts/bench_repack.py {commit} --json {rows}"),
+    _one("eplb-map", "eplb_planning.md", 9, "{python} scripts/bench_eplb.py map {commit}"),
     _every(
         "host", "runtime.md", 40,
         "{python} scripts/bench_host.py --launcher local --ep-size {gpus} {commit} --json {rows}",

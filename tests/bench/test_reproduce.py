@@ -145,7 +145,8 @@ def test_the_whole_script(
     """A JSON line in a log becomes a row; a part without the time, and one without its GPUs, are said."""
     tiny = reproduce.Part(
         name="tiny", page="runtime.md", seconds=60, headline="root", gpus=2, widens=True,
-        commands=("echo root $(test -d moe_ep && echo yes) {gpus} {commit}", "echo '{{\"us\": 7}}'", "exit 3"),
+        commands=("echo root $(test -d moe_ep && echo yes) {gpus} {commit}",
+                  "echo '{{\"to\": \"'{rows}'\"}}'", "exit 3"),
     )  # fmt: skip
     large = reproduce.Part(name="large", page="runtime.md", seconds=3600, commands=("true",))
     eight = reproduce.Part(name="eight", page="runtime.md", seconds=1, commands=("true",), gpus=8)
@@ -156,7 +157,7 @@ def test_the_whole_script(
     assert "left out: eight: it takes 8 GPUs\n" in shown
     assert "left out: large: it does not fit the 100 s\n" in shown
     assert "tiny: root yes 3 --commit abc\n" in shown
-    assert json.loads((tmp_path / "tiny.jsonl").read_text()) == {"us": 7}
+    assert json.loads((tmp_path / "tiny.jsonl").read_text()) == {"to": "tiny.jsonl"}
     (summary,) = map(json.loads, (tmp_path / "summary.jsonl").read_text().splitlines())
     assert [summary[key] for key in ("part", "rc", "rows", "gpus", "outlasted")] == ["tiny", 3, 1, 3, False]
 
