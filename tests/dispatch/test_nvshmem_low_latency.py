@@ -70,14 +70,23 @@ def test_buffers_do_not_overlap_and_are_aligned(fp8: bool, topk: int, device_api
     ends = [offset + layout.sizes[name] for name, offset in layout.offsets.items()]
     assert all(begin % 512 == 0 for begin in begins)
     assert all(end <= begin for end, begin in zip(ends, [*begins[1:], layout.batch_bytes], strict=True))
-    meta_lines = {1: 2, 8: 6, 31: 24}[topk]
-    assert layout.sizes["meta"] == 2 * 16 * meta_lines * 3 * 5
+    rows, meta = 3 * 5, 2 * 16 * {1: 2, 8: 6, 31: 24}[topk] * 3 * 5
+    flags = {"header": 2 * 8 * 3, "meta": meta, "row_flags": 8 * rows}
+    to_others = {"result_flags": 8 * rows, "results": 4000 * rows, "meta_outbox": meta}
+    flags |= {name: size if device_api else 0 for name, size in to_others.items()}
+    assert flags.items() <= layout.sizes.items()
     # Rows in e4m3 travel as packets, of 112 bytes in 128 and four at a time; to ranks out of reach none do.
     packets = {"row_packets": 3 * 5 * 128 * (20 if fp8 else 36), "result_packets": 3 * 5 * 128 * 36, "outbox": 0}
     if device_api:
         packets = {"row_packets": 0, "result_packets": 0, "outbox": 60000}
     assert packets.items() <= layout.sizes.items()
     assert layout.sizes["rows"] == 3 * 5 * ((2064 if device_api else 0) if fp8 else 4000)
+
+
+def test_rows_of_many_tokens_travel_as_packets_in_e4m3_alone() -> None:
+    of_many = replace(DEEPSEEK, capacity=100)
+    tokens = [replace(of_many, **kind).row_packet_tokens for kind in ({}, {"fp8": True}, {"device_api": True})]
+    assert tokens == [32, 100, 0] and replace(DEEPSEEK, capacity=7).row_packet_tokens == 7
 
 
 def test_symmetric_memory_at_deepseeks_shape_is_below_80_mb() -> None:
