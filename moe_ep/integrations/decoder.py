@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Passes that run eagerly before they are captured: what is compiled, connected or allocated once is so by then.
 WARM_UP_PASSES = 2
+# Attention over prompts: torch's kernels but cuDNN's, which plans tens of milliseconds for every new shape.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class SlotDecoder:
@@ -79,7 +82,7 @@ class SlotDecoder:
         is_padded = int(lengths.min()) < longest
         seen = positions >= 0
         prefilled = DynamicCache(config=self.model.config)
-        with self._rows(seen.flatten() if is_padded else None):
+        with self._rows(seen.flatten() if is_padded else None), sdpa_kernel(_ATTENTION):
             output = self.model(
                 input_ids=tokens,
                 attention_mask=seen.long() if is_padded else None,
