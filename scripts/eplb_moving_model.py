@@ -23,6 +23,9 @@ from moe_ep.layer import FusedMoE
 NEVER = 10**9
 RUN_AHEAD = 2
 NUM_DRAWS = 16
+# A GPU that stood idle begins with higher clocks than its power limit lets it keep. It corrects that within a second,
+# by clocks that are far too low for a tenth of one.
+WARM_UP_S = 1.5
 
 
 class Model:
@@ -170,18 +173,18 @@ def run_steps(
     draws: list[list[torch.Tensor]],
     count: int,
     manager: EPLBManager | None,
+    warm_up_s: float = WARM_UP_S,
 ) -> list[float]:
-    """Step times, the slowest rank's, without the first few."""
-    dist.barrier()
+    """Step times, the slowest rank's."""
+    _warm_up(model, static, replay, draws, manager, warm_up_s)
     timer = Timer(model.device)
     timer.mark()
-    warm_up = 5
-    for number in range(count + warm_up):
+    for number in range(count):
         _serve(static, replay, draws[number % NUM_DRAWS])
         if manager is not None:
             manager.step()
         timer.mark()
-    return slowest_rank(timer.times_us()[warm_up:])
+    return slowest_rank(timer.times_us())
 
 
 def run_moving(
@@ -198,7 +201,7 @@ def run_moving(
     As many steps at rest as there are draws and whole rearrangements take turns until `count` steps had a move under
     way, so that both see the same draws and placements: small batches take longer with some than with others.
     """
-    dist.barrier()
+    _warm_up(model, static, replay, draws, manager, WARM_UP_S)
     timer, events, resting = Timer(model.device), [], 0
     timer.mark()
     while len(events) - events.count("rest") < count:
@@ -212,9 +215,28 @@ def run_moving(
         manager.step()
         timer.mark()
         events.append("commit" if manager.totals.layers_committed > before else event)
-    times = slowest_rank(timer.times_us())
-    # The first steps warm up.
-    return times[NUM_DRAWS // 2 :], events[NUM_DRAWS // 2 :]
+    return slowest_rank(timer.times_us()), events
+
+
+def _warm_up(
+    model: Model,
+    static: list[torch.Tensor],
+    replay: Callable[[], Any],
+    draws: list[list[torch.Tensor]],
+    manager: EPLBManager | None,
+    seconds: float,
+) -> None:
+    """Every draw once, and on a GPU so many seconds of steps; as many steps on every rank."""
+    dist.barrier()
+    timer, count, number = Timer(model.device), NUM_DRAWS, 0
+    while number < count:
+        _serve(static, replay, draws[number % NUM_DRAWS])
+        if manager is not None:
+            manager.step()
+        timer.mark()
+        number += 1
+        if number == NUM_DRAWS and model.device.type == "cuda":
+            count += int(seconds * 1e6 / slowest_rank([float(np.median(timer.times_us()))])[0])
 
 
 def _serve(static: list[torch.Tensor], replay: Callable[[], Any], draw: list[torch.Tensor]) -> None:
