@@ -176,7 +176,7 @@ class HostCopy:
         self._ranks, self._name = ranks, name
         self._numbers, self._event = numbers, None
         if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

@@ -77,10 +77,11 @@ class Grid(NamedTuple):
 
     def owners(self, owners: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """From the rank that has each id, int32: its host, and its place on this one, -1 where it is on another."""
-        hosts, places = (torch.empty(sum(map(len, self.members)), dtype=torch.int32) for _ in range(2))
+        num_ranks = sum(map(len, self.members))
+        hosts, places = (torch.empty(num_ranks, dtype=torch.int32, device="cpu") for _ in range(2))
         for host, ranks in enumerate(self.members):
             hosts[list(ranks)] = host
-            places[list(ranks)] = torch.arange(len(ranks), dtype=torch.int32)
+            places[list(ranks)] = torch.arange(len(ranks), dtype=torch.int32, device="cpu")
         host_of, place_of = hosts[owners.long()], places[owners.long()]
         return host_of, torch.where(host_of == self.host, place_of, -1)
 

@@ -47,7 +47,7 @@ def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
     board = _boards[group]
     if board is not None:
         return max(number for (number,) in board.gather([value], "the layer"))
-    number = torch.tensor(value, dtype=torch.int64)
+    number = torch.tensor(value, dtype=torch.int64, device="cpu")
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=_host_group(group))
     return int(number)
 

@@ -51,7 +51,7 @@ class ExpertTokensMetadata:
     @classmethod
     def make_from_list(cls, counts: list[int], device: torch.device | str) -> ExpertTokensMetadata:
         """Creates the metadata from counts that are known on the host."""
-        on_host = torch.tensor(counts, dtype=torch.int32)
+        on_host = torch.tensor(counts, dtype=torch.int32, device="cpu")
         return cls(on_host.to(device, non_blocking=True), on_host)
 
 

@@ -166,7 +166,8 @@ class LayerMonitor(Listener):
         there = row_bytes if layer.dispatch_dtype is None else K + 4 * -(-K // 128)
         on_gpu = topk_ids.is_cuda
         # Only pinned memory is copied to without waiting.
-        ids = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, pin_memory=on_gpu).copy_(topk_ids, non_blocking=on_gpu)
+        ids = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device="cpu", pin_memory=on_gpu)
+        ids.copy_(topk_ids, non_blocking=on_gpu)
         owners = self._owner_table(config)
         self._choices.append(_Choices(ids, owners, config.ep_size, config.ep_rank, there, row_bytes))
 

@@ -253,6 +253,7 @@ def test_there_is_scratch_for_the_rows_of_a_captured_pass():
 
 
 def test_metadata_from_a_list():
-    meta = ExpertTokensMetadata.make_from_list([2, 0, 3], "cpu")
+    with torch.device("meta"):
+        meta = ExpertTokensMetadata.make_from_list([2, 0, 3], "cpu")
     assert meta.expert_num_tokens.tolist() == [2, 0, 3] == meta.expert_num_tokens_cpu.tolist()
     assert meta.expert_num_tokens.dtype == torch.int32 and meta.expert_row_ids is None
