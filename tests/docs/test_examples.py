@@ -72,8 +72,9 @@ def blocks_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_readme_s_layer_runs_and_loads(tmp_path: Path) -> None:
-    layer_block, loading_block, *_ = blocks_of(EXAMPLES.parents[1] / "README.md")
+def test_the_layer_of_the_documents_runs_and_loads(tmp_path: Path) -> None:
+    layer_block, *_ = blocks_of(EXAMPLES.parents[1] / "README.md")
+    loading_block, *_ = blocks_of(EXAMPLES.parent / "formats.md")
     names: dict[str, Any] = {}
     # Smaller, as nobody wants to wait for it.
     exec(layer_block.replace("num_experts=64", "num_experts=16").replace("64)", "16)"), names)
