@@ -1,0 +1,141 @@
+"""Where the NVSHMEM backends' kernels are told that everything lies, without a GPU: ranks' memory is the host's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep.dispatch.nvshmem import channel, high_throughput_block
+from moe_ep.dispatch.nvshmem.arena import Region
+from moe_ep.dispatch.nvshmem.channel import Channel
+from moe_ep.dispatch.nvshmem.high_throughput_block import Block, Layout
+from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
+from moe_ep.errors import BackendUnavailableError
+
+NUM_RANKS, RANK = 3, 1
+GROUP: Any = SimpleNamespace(rank=RANK, size=NUM_RANKS, group=None)
+DECODE = BatchLayout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, fp8=False)
+PREFILL = Layout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, fp8=False, batches_in_flight=2)
+
+
+class Arena:
+    """Rank RANK's, of three; `reaches` says whose memory is mapped."""
+
+    def __init__(self, reaches: tuple[int, ...] = (0, 1, 2)) -> None:
+        self.device, self.order, self.reaches = torch.device("cpu"), None, reaches
+
+    def reserve(self, nbytes: int, name: str) -> Region:
+        self.of_ranks = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(NUM_RANKS)]
+        pointers = [part.data_ptr() if rank in self.reaches else 0 for rank, part in enumerate(self.of_ranks)]
+        return Region(name, self.of_ranks[RANK], torch.tensor(pointers), (7, 8, 9))
+
+    def address(self, rank: int) -> int:
+        return self.of_ranks[rank].data_ptr()
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory is pinned and no GPU waited for; what other ranks tell each other is what this one does."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory=False, **options: zeros(*args, **options))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [4, 5, 6])
+    for module in (channel, high_throughput_block):
+        monkeypatch.setattr(module, "meet", lambda name, members, text="": [text] * len(members))
+
+
+def test_batches_of_decode_have_memory_of_their_own() -> None:
+    arena: Any = Arena()
+    made = Channel(arena, DECODE, GROUP, [4, 5, 6])
+    for batch in range(BATCHES_IN_FLIGHT):
+        start = batch * DECODE.batch_bytes
+        common = made.common(batch)
+        assert list(common.buffers.peers) == [arena.address(rank) + start for rank in range(NUM_RANKS)]
+        assert list(common.buffers.pes) == [7, 8, 9] and common.buffers.reachable == 0b111
+        assert (common.buffers.rank, common.buffers.capacity, common.buffers.row_packet_tokens) == (RANK, 4, 4)
+        assert {name: getattr(common.buffers, name) for name in DECODE.offsets} == DECODE.offsets
+        assert common.counters == made._counters.data_ptr() + 16 * batch
+        rows = made.rows(batch, torch.bfloat16)
+        assert rows.shape == (NUM_RANKS * 4, 32)
+        assert rows.data_ptr() == arena.address(RANK) + start + DECODE.offsets["rows"]
+    assert made.common(0).timeout_ns == 10_000_000_000
+    assert made._counters.tolist() == [[1 << 32] * 2] * 2 and made._status.tolist() == [0, 0b111]
+
+
+def test_a_batch_of_decode_takes_the_first_free_set_of_buffers() -> None:
+    arena: Any = Arena()
+    made = Channel(arena, DECODE, GROUP, [4, 5, 6])
+    assert [made.take(), made.take()] == [0, 1]
+    with pytest.raises(RuntimeError, match="2 batches are between prepare and finalize"):
+        made.take()
+    made.give_back(1)
+    assert made.take() == 1
+    # Epoch 6 was under way in the first set and its combine had begun the next; the other ranks got no further.
+    made._counters.copy_(torch.tensor([[6 << 32 | 5, 5 << 32], [3 << 32, 3 << 32 | 1]]))
+    made.record.words[0] = 1
+    made.recover([2])
+    assert made.alive == [0, 1] and made._status.tolist() == [0, 0b011]
+    assert made._counters.tolist() == [[7 << 32] * 2, [4 << 32] * 2]
+    assert made.take() == 0 and not made.record.words.any()
+
+
+def test_decode_needs_all_memory_mapped_or_the_device_library() -> None:
+    arena: Any = Arena(reaches=(1, 2))
+    with pytest.raises(BackendUnavailableError, match="EP rank 1 cannot map the memory of 0 on its own host"):
+        Channel(arena, DECODE, GROUP, [4, 5, 6])
+    layout = BatchLayout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, fp8=False, device_api=True)
+    buffers = Channel(arena, layout, GROUP, [4, 5, 6]).common(1).buffers
+    assert buffers.peers[0] == 0 and buffers.peers[2] == arena.address(2) + layout.batch_bytes
+    assert buffers.reachable == 0b110
+
+
+def test_batches_of_prefill_have_memory_of_their_own() -> None:
+    arena: Any = Arena()
+    block = Block(arena, PREFILL, GROUP, torch.bfloat16)
+    assert len(block.batches) == 2
+    for batch, parts in enumerate(block.batches):
+        start = batch * PREFILL.batch_bytes
+        common, numbers = parts.common, parts.numbers.data_ptr()
+        assert list(common.peers) == [arena.address(rank) + start for rank in range(NUM_RANKS)]
+        assert list(common.pes) == [7, 8, 9] and common.rank == RANK
+        assert {name: getattr(common, name) for name in PREFILL.offsets} == PREFILL.offsets
+        # As in high_throughput.cuh: epoch, finished blocks, what was taken; four numbers of each rank, and one.
+        assert (common.epoch, common.finished, common.taken, common.placement) == (
+            numbers, numbers + 8, numbers + 16, numbers + 24
+        )  # fmt: skip
+        assert parts.numbers.nbytes == 24 + 4 * (4 * NUM_RANKS + 1)
+        views = {"rows": (parts.rows, (12, 32)), "ids": (parts.ids, (12, 2)), "weights": (parts.weights, (12, 2))}
+        for name, (view, shape) in views.items():
+            assert view.data_ptr() == arena.address(RANK) + start + PREFILL.offsets[name]
+            assert view.shape == shape
+        assert parts.slots.shape == (4, NUM_RANKS)
+
+
+def test_prefill_goes_on_behind_the_last_epoch_of_all_ranks() -> None:
+    arena: Any = Arena()
+    block = Block(arena, PREFILL, GROUP, torch.bfloat16)
+    taken = block.take()
+    taken.epoch.fill_(2**32 + 5)
+    taken.numbers[4:] = 3
+    block.recover([0])
+    assert block.alive == [1, 2] and block._status.tolist() == [0, 0b110]
+    for parts in block.batches:
+        assert int(parts.epoch) == 2**32 + 5 and not parts.numbers[2:].any()
+        assert (parts.number, parts.is_open) == (0, False)
+
+
+def test_rows_that_do_not_stay_where_they_arrive_are_read_elsewhere() -> None:
+    arena: Any = Arena()
+    layout = Layout(num_ranks=NUM_RANKS, capacity=4, hidden_size=32, topk=2, fp8=True)
+    (parts,) = Block(arena, layout, GROUP, torch.float16).batches
+    assert parts.rows.shape == (12, 32) and parts.rows.dtype == torch.float16
+    assert not arena.address(RANK) <= parts.rows.data_ptr() < arena.address(RANK) + layout.symmetric_bytes
+
+
+def test_prefill_needs_all_memory_mapped() -> None:
+    arena: Any = Arena(reaches=(1,))
+    with pytest.raises(BackendUnavailableError, match="EP rank 1 cannot reach 0, 2; use all2all_backend='all_to_all'"):
+        Block(arena, PREFILL, GROUP, torch.bfloat16)
