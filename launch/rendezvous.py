@@ -17,6 +17,9 @@ from moe_ep.launch.rank_env import RankEnv
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+_CONNECT_LIMIT_S = 5.0
+_RETRY_S = 0.1
+
 
 def listen_store(address: str, timeout_s: float | None = None) -> dist.TCPStore:
     """A rendezvous store on a free port of one address of this machine, and on no other; `.port` says which."""
@@ -93,22 +96,58 @@ def destroy_process_group() -> None:
 
 
 def open_store(rank_env: RankEnv, timeout: timedelta) -> dist.Store:
-    """The store that rank_env names; under torchrun, with a prefix that this attempt's ranks alone know."""
+    """The store that rank_env names; under torchrun and srun, with a prefix that this attempt's ranks alone know.
+
+    Raises:
+        GangError: nobody listens there, or ranks do not come, within the timeout.
+    """
     import torch.distributed as dist
 
     if rank_env.world_size == 1 and rank_env.source == "single":
         return dist.HashStore()
+    started_together = rank_env.source in ("torchrun", "slurm")
     hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = rank_env.rank == 0 and started_together and not hosted_by_agent
+    listener = _listener(rank_env.master_port) if is_master else None
+    _await_listener(rank_env.master_addr, rank_env.master_port, timeout.total_seconds())
     store = dist.TCPStore(
         rank_env.master_addr,
         rank_env.master_port,
-        is_master=rank_env.rank == 0 and rank_env.source in ("torchrun", "slurm") and not hosted_by_agent,
+        is_master=is_master,
         timeout=timeout,
         wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
     )
-    if rank_env.source != "torchrun":
+    if not started_together:
         return store
     return dist.PrefixStore(agree_on_attempt(store, rank_env.rank, rank_env.world_size, timeout), store)
+
+
+def _listener(port: int) -> socket.socket:
+    """A socket that listens on this port of all addresses of this machine."""
+    v6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if v6 else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=v6)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise GangError(f"rank 0 cannot listen at port {port} ({reason}); set MASTER_PORT to another") from None
+
+
+def _await_listener(address: str, port: int, limit_s: float) -> None:
+    """Returns when somebody listens there; c10d, which can wait too, would fill pages where nobody ever does."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_CONNECT_LIMIT_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise GangError(
+                    f"nobody listens at {address}:{port} after {limit_s:g} s ({error}), where rank 0 should; see "
+                    f"whether it runs there, and whether MASTER_ADDR and MASTER_PORT, where they are set, are right"
+                ) from None
+        time.sleep(_RETRY_S)
 
 
 def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
@@ -119,11 +158,16 @@ def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: tim
     with the attempt's name and goes on until everybody has acknowledged that name, so a hello left over from
     an attempt before is answered in vain and does no harm.
     """
+    import torch.distributed as dist
+
     word = secrets.token_hex(8)
     if rank != 0:
         store.set(f"hello/{rank}", word)
         answer = f"welcome/{rank}/{word}"
-        store.wait([answer], timeout)
+        try:
+            store.wait([answer], timeout)
+        except dist.DistError:
+            raise GangError(f"rank 0 of {world_size} did not answer within {timeout.total_seconds():g} s") from None
         name = store.get(answer).decode()
         store.set(f"{name}/here/{rank}", "")
         return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,13 @@ import torch.distributed as dist
 
 from moe_ep.errors import ConfigError, GangError
 from moe_ep.launch.rank_env import RankEnv, first_host, resolve_rank_env
-from moe_ep.launch.rendezvous import agree_on_attempt, destroy_process_group, init_process_group, listen_store
+from moe_ep.launch.rendezvous import (
+    agree_on_attempt,
+    destroy_process_group,
+    init_process_group,
+    listen_store,
+    open_store,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -161,3 +168,18 @@ def test_ranks_of_a_restart_agree_on_a_name_of_their_own() -> None:
 def test_rank_0_names_the_ranks_that_do_not_come() -> None:
     with pytest.raises(GangError, match=r"ranks 1, 2 of 3 did not come within 0.2 s"):
         agree_on_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.2))
+    with pytest.raises(GangError, match=r"rank 0 of 3 did not answer within 0.2 s"):
+        agree_on_attempt(dist.HashStore(), 2, 3, timedelta(seconds=0.2))
+
+
+@pytest.mark.parametrize("source", ["torchrun", "slurm"])
+def test_where_ranks_cannot_meet_is_one_sentence(source: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = RankEnv(world_size=2, master_port=port, source=source)
+        with pytest.raises(GangError, match=f"rank 0 cannot listen at port {port} .Address already in use.; set"):
+            open_store(place, timedelta(seconds=0.2))
+    with pytest.raises(GangError, match=f"nobody listens at 127.0.0.1:{port} after 0.2 s .* Connection refused"):
+        open_store(replace(place, rank=1), timedelta(seconds=0.2))
+    with pytest.raises(GangError, match="nobody listens at 255.255.255.255:"):
+        open_store(replace(place, master_addr="255.255.255.255"), timedelta(seconds=0.2))
