@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _ExperimentalConfig
 
-from moe_ep.files import replacing
+from moe_ep.errors import MoeEpError
 from moe_ep.process_groups import machine
 from moe_ep.stages import Listener, listening
 
@@ -57,8 +58,12 @@ def trace_to(folder: Path, *, rank: int, group: dist.ProcessGroup | None = None)
 
     Yields:
         The file that is written when the block ends, rank-NNN.json.gz in `folder`, which is made where it is missing.
+
+    Raises:
+        MoeEpError: the folder cannot be written to, or is full.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with _writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank:03}.json.gz"
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -70,13 +75,23 @@ def trace_to(folder: Path, *, rank: int, group: dist.ProcessGroup | None = None)
     profiler = torch.profiler.profile(activities=activities, experimental_config=everywhere)
     with profiler as profile, listening(_Ranges(on_gpu)):
         yield path
-    with replacing(path) as partial:
-        recorded = partial.with_suffix(".json")
-        try:
-            profile.export_chrome_trace(str(recorded))
-            _align(recorded, partial, rank, shift_us)
-        finally:
-            recorded.unlink(missing_ok=True)
+    # Where the profiler cannot write, it tells nobody and may leave files of names of its own.
+    with _writing_to(folder), tempfile.TemporaryDirectory(prefix=f".{path.stem}.", dir=folder) as scratch:
+        recorded, aligned = Path(scratch, "recorded.json"), Path(scratch, path.name)
+        profile.export_chrome_trace(str(recorded))
+        _align(recorded, aligned, rank, shift_us)
+        aligned.replace(path)
+
+
+@contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = "the disk may be full" if isinstance(error, FileNotFoundError) else error.strerror
+        raise MoeEpError(
+            f"no trace can be written to {folder} ({reason}); choose another folder, or record no trace"
+        ) from None
 
 
 def _clock_difference_us(group: dist.ProcessGroup | None) -> float:

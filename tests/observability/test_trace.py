@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ep.errors import MoeEpError
 from moe_ep.launch.cli import main
 from moe_ep.observability import trace
 from moe_ep.observability.trace import PREFIX, trace_to
@@ -78,6 +79,23 @@ def with_a_clock_ahead(rank: int, world_size: int, folder: Path) -> float:
 def test_clocks_of_other_hosts_are_set_by_the_first(tmp_path: Path) -> None:
     first, second = ranks(2).run(with_a_clock_ahead, tmp_path)
     assert first == 1 and abs(second) < 30e6
+
+
+def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(MoeEpError, match=r"to .*/file/new \(Not a directory\); choose"),
+        trace_to(tmp_path / "file" / "new", rank=0),
+    ):
+        pytest.fail("it was found too late")
+
+    def export(profile: object, path: str) -> None:
+        Path(path + ".tmp").write_text("as far as there was room")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    with pytest.raises(MoeEpError, match="the disk may be full"), trace_to(tmp_path / "full", rank=0):
+        pass
+    assert list((tmp_path / "full").iterdir()) == []
 
 
 class Scraper(threading.Thread):
