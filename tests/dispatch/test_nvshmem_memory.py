@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_decode_needs_all_memory_mapped_or_the_device_library() -> None:
 def test_batches_of_prefill_have_memory_of_their_own() -> None:
     arena: Any = Arena()
     block = Block(arena, PREFILL, GROUP, torch.bfloat16)
-    assert len(block.batches) == 2
+    assert len(block.batches) == 2 and block._status.tolist() == [0, 0b111]
     for batch, parts in enumerate(block.batches):
         start = batch * PREFILL.batch_bytes
         common, numbers = parts.common, parts.numbers.data_ptr()
@@ -120,7 +121,9 @@ def test_prefill_goes_on_behind_the_last_epoch_of_all_ranks() -> None:
     taken = block.take()
     taken.epoch.fill_(2**32 + 5)
     taken.numbers[4:] = 3
+    block.record.words[0] = 1
     block.recover([0])
+    assert not block.record.words.any()
     assert block.alive == [1, 2] and block._status.tolist() == [0, 0b110]
     for parts in block.batches:
         assert int(parts.epoch) == 2**32 + 5 and not parts.numbers[2:].any()
@@ -139,3 +142,23 @@ def test_prefill_needs_all_memory_mapped() -> None:
     arena: Any = Arena(reaches=(1,))
     with pytest.raises(BackendUnavailableError, match="EP rank 1 cannot reach 0, 2; use all2all_backend='all_to_all'"):
         Block(arena, PREFILL, GROUP, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_layers_of_one_shape_share_memory_that_all_ranks_have(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    arena, others = Arena(), "has"
+    for module in (channel, high_throughput_block):
+        monkeypatch.setattr(module, "agree", lambda name, members, facts: None)
+        monkeypatch.setattr(module, "meet", lambda name, members, text="": [text, others, text])
+    monkeypatch.setattr(high_throughput_block.arena.SymmetricArena, "of", lambda group: arena)
+
+    def made(**sizes: int) -> object:
+        if kind == "decode":
+            return Channel.of(arena, replace(DECODE, **sizes), GROUP, {})  # type: ignore[arg-type]
+        return Block.of(replace(PREFILL, **sizes), GROUP, torch.bfloat16, {})
+
+    first = made()
+    assert made() is first and made(capacity=5) is not first
+    # Another rank's layers of this shape are gone: all make it anew, since memory is reserved together.
+    others = "lacks"
+    assert made() is not first

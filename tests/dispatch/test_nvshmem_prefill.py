@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -40,6 +41,12 @@ def test_parts_of_the_block_do_not_overlap_and_are_aligned(fp8: bool, topk: int)
     fp8_row = {1: 2176, 8: 2176, 32: 2432}[topk]  # 2000 codes, 16 scales, ids and weights, up to a multiple of 128
     assert layout.sizes["rows"] == 4 * 5 * (fp8_row if fp8 else 4000)
     assert layout.sizes["results"] == 5 * min(4, topk) * 4000
+    flags = {"counts": 2 * 4 * 4 * 16, "done": 4 * 16, "row_flags": 8 * 4 * 5, "result_flags": 8 * 5 * min(4, topk)}
+    slots = {"ids": 4 * topk * 4 * 5, "weights": 4 * topk * 4 * 5}
+    assert (flags | slots).items() <= layout.sizes.items()
+    assert layout.sizes["staged_rows"] == layout.sizes["staged_results"] == 0
+    of_hosts = replace(layout, device_api=True).sizes
+    assert (of_hosts["staged_rows"] * 4, of_hosts["staged_results"]) == (of_hosts["rows"], 4000 * 4 * 5)
     assert layout.symmetric_bytes == 3 * layout.batch_bytes
     assert layout.plain_bytes == 3 * (4 * 4 * 5 + (2 * 2000 * 4 * 5 if fp8 else 0))
 
