@@ -4,6 +4,7 @@
     python scripts/reproduce.py --seconds 560 --out results                # as much as fits, the most worth first
     python scripts/reproduce.py --parts tests,gemm,dispatch --out results --vllm-library FILE
     python scripts/reproduce.py --model DIR --texts FILE --routing FILE --out results
+    python scripts/reproduce.py --resume --out results                     # what has not ended well there yet
 
 Parts of one GPU run side by side, those of several after them. Each part writes OUT/PART.log, and its rows to
 OUT/PART.jsonl; how it ended goes to OUT/summary.jsonl. A part that does not fit the time is skipped, one that takes
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from reproduce_parts import PARTS, Part
 from reproduce_schedule import ROOT, Ended, begins, fitting, run
 
-from moe_ep.bench.results import append_line, table
+from moe_ep.bench.results import append_line, read_lines, table
 from moe_ep.launch.interrupts import raised_as_interrupt
 
 # NVLink multicast stays off in whatever is started.
@@ -54,6 +55,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1800, help="for everything (1800)")
     parser.add_argument("--out", type=Path, default=Path("reproduced"), help="folder of logs and rows (reproduced)")
     parser.add_argument("--parts", help="names, or what they begin with, with commas; all")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out what ended well according to OUT/summary.jsonl"
+    )
     parser.add_argument("--list", action="store_true", help="show what would run, and end")
     parser.add_argument("--model", type=Path, help="checkpoint, for perplexity, generate-text and run")
     parser.add_argument("--texts", type=Path, help="JSON object of lists of strings, for perplexity and run")
@@ -126,10 +130,23 @@ def lacks(part: Part, args: argparse.Namespace, num_gpus: int) -> list[str]:
     return reasons
 
 
+def ended_well(out: Path) -> set[str]:
+    """The parts that did, the last time that they ran."""
+    summary = out / "summary.jsonl"
+    codes = {row["part"]: row["rc"] for row in read_lines(summary)} if summary.exists() else {}
+    return {name for name, rc in codes.items() if rc == 0}
+
+
 def peers(args: argparse.Namespace) -> list[str]:
     """The libraries that gemm can be measured beside."""
     there = ["humming"] if is_installed("humming") else []
     return [*there, *(["vllm"] if args.vllm_library else []), "torch"]
+
+
+def begin(args: argparse.Namespace, part: Part, limit_s: float) -> list[str]:
+    """The commands of a part that begins, whose rows of an earlier run go."""
+    (args.out / f"{part.name}.jsonl").unlink(missing_ok=True)
+    return commands_of(args, part, limit_s)
 
 
 def commands_of(args: argparse.Namespace, part: Part, limit_s: float) -> list[str]:
@@ -219,6 +236,8 @@ def main(argv: list[str] | None = None) -> int:
     gpus = [str(index) for index in range(args.gpus)] if args.list and args.gpus else visible_gpus(args.gpus)
     widened = [replace(part, gpus=max(part.gpus, len(gpus))) if part.widens else part for part in parts]
     left_out = {part.name: "; ".join(why) for part in widened if (why := lacks(part, args, len(gpus)))}
+    if args.resume:
+        left_out |= dict.fromkeys(ended_well(args.out) & {part.name for part in parts}, "it has ended well")
     able = [part for part in widened if part.name not in left_out]
     fits = fitting(able, len(gpus), args.seconds)
     late = f"it does not fit the {args.seconds:.0f} s"
@@ -239,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     found, by_name = [], {part.name: part for part in fits}
     try:
         with raised_as_interrupt():
-            for ended in run(fits, gpus, args.seconds, args.out, partial(commands_of, args), env, say):
+            for ended in run(fits, gpus, args.seconds, args.out, partial(begin, args), env, say):
                 row = results(ended, by_name[ended.part], args)
                 say(f"ends {ended.part}: {'it took too long' if ended.outlasted else f'rc {ended.rc}'}")
                 append_line(args.out / "summary.jsonl", row)

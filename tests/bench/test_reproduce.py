@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -160,6 +160,15 @@ def test_the_whole_script(
     assert json.loads((tmp_path / "tiny.jsonl").read_text()) == {"to": "tiny.jsonl"}
     (summary,) = map(json.loads, (tmp_path / "summary.jsonl").read_text().splitlines())
     assert [summary[key] for key in ("part", "rc", "rows", "gpus", "outlasted")] == ["tiny", 3, 1, 3, False]
+
+    # What failed runs again, and its rows are the new ones; what ended well does not.
+    resume = ["--resume", "--seconds", "100", "--out", str(tmp_path)]
+    monkeypatch.setattr(reproduce, "PARTS", (replace(tiny, commands=tiny.commands[:2]),))
+    assert reproduce.main(resume) == 0
+    assert len((tmp_path / "tiny.jsonl").read_text().splitlines()) == 1
+    capsys.readouterr()
+    assert reproduce.main(resume) == 0
+    assert "left out: tiny: it has ended well" in capsys.readouterr().out
 
 
 def test_tests_are_counted_and_lines_shown(reproduce: ModuleType, schedule: ModuleType, tmp_path: Path) -> None:
