@@ -76,7 +76,7 @@ class SideChannel:
         Raises:
             EplbError: a rank did not take part before the deadline.
         """
-        mine = torch.tensor(list(values), dtype=torch.int64)
+        mine = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         if self.size == 1:
             return [mine.tolist()]
         table = [torch.empty_like(mine) for _ in range(self.size)]
@@ -106,7 +106,7 @@ class SideChannel:
                 odd = next(rank for rank, value in enumerate(column) if value != column[0])
                 raise self.failed(
                     f"the ranks disagree about {what}: {name} is {_shown(column[0])} on EP rank 0 and "
-                    f"{_shown(column[odd])} on EP rank {odd}; give every rank the same and call step on all of them"
+                    f"{_shown(column[odd])} on EP rank {odd}; give every rank the same, after the same step"
                 )
 
     def failed(self, text: str) -> EplbError:

@@ -225,7 +225,7 @@ class EPLBManager:
         self._mover.check_loaded()
 
     def _checked(self, placement: Array | torch.Tensor) -> Array:
-        target = torch.as_tensor(placement).cpu().numpy().astype(np.int64)
+        target = torch.as_tensor(placement, device="cpu").numpy().astype(np.int64)
         self.placement.check(target, "physical_to_logical")
         return target
 

@@ -100,7 +100,7 @@ def seal(rows: torch.Tensor, stamps: Sequence[int]) -> None:
     """Writes the ends of rows `[n, row_bytes]` that are going to be sent."""
     words = rows.view(torch.int64)
     words[:, -2] = words[:, :-2].sum(dim=1)
-    words[:, -1] = torch.tensor(stamps).to(rows.device, non_blocking=True)
+    words[:, -1] = torch.tensor(stamps, device="cpu").to(rows.device, non_blocking=True)
 
 
 def intact(rows: torch.Tensor, stamps: dict[int, int]) -> bool:
@@ -111,8 +111,7 @@ def intact(rows: torch.Tensor, stamps: dict[int, int]) -> bool:
         stamps: of those to look at, by row.
     """
     words = rows.view(torch.int64)
-    expected = torch.full((len(rows),), -1, dtype=torch.int64)
-    expected[list(stamps)] = torch.tensor(list(stamps.values()))
+    expected = torch.tensor([stamps.get(row, -1) for row in range(len(rows))], device="cpu")
     expected = expected.to(rows.device, non_blocking=True)
     whole = (words[:, :-2].sum(dim=1) == words[:, -2]) & (words[:, -1] == expected)
     return bool((whole | (expected < 0)).all())

@@ -174,7 +174,7 @@ class Rearrangement:
             )
         self._has_planned |= load.num_steps > 0
         old = self._placement.host
-        message = torch.zeros(1 + old.size, dtype=torch.int64)
+        message = torch.zeros(1 + old.size, dtype=torch.int64, device="cpu")
         reason, seconds = "EP rank 0 made no plan", 0.0
         failure: EplbError | None = None
         if self._channel.rank == 0:

@@ -80,9 +80,9 @@ class StepGate:
             return self._due is None
 
     def fail(self, error: EplbError) -> None:
-        """Has the serving thread raise this."""
+        """Has the serving thread raise this, or what it was to raise already."""
         with self._changed:
-            self._error = error
+            self._error = self._error or error
             self._changed.notify_all()
 
     def check(self) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import env
+from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.moves import LayerMoves, plan_moves
 from moe_ep.eplb.packing import ExpertRows, intact, seal
 from moe_ep.eplb.policy.maps import Array, check_placement
@@ -136,17 +137,18 @@ def rearrange_expert_weights(
     rank, num_ranks = (0, 1) if process_group is None else (dist.get_rank(process_group), process_group.size())
     layers = [ExpertRows(tensors) for tensors in expert_weights]
     old, new = (
-        torch.as_tensor(value).cpu().numpy().astype(np.int64)
+        torch.as_tensor(value, device="cpu").numpy().astype(np.int64)
         for value in (old_physical_to_logical, new_physical_to_logical)
     )
     check_sizes(layers, old, new, num_ranks)
     if not layers:
         return
     timeout_s = env.DISPATCH_TIMEOUT_S.get()
-    transport = MessageTransport(process_group, timeout_s)
+    channel, device = SideChannel(process_group, timeout_s), layers[0].device
+    transport = MessageTransport(process_group if device.type == "cuda" else channel.group, timeout_s)
     try:
-        _check_same(digest(old, new), layers[0].device, process_group, timeout_s)
-        staging = torch.zeros(max(r.staging_bytes for r in layers), dtype=torch.uint8, device=layers[0].device)
+        channel.agree("the placements", checksum=digest(old, new))
+        staging = torch.zeros(max(r.staging_bytes for r in layers), dtype=torch.uint8, device=device)
         with torch.inference_mode():
             for index, experts in enumerate(layers):
                 moves = plan_moves(old[index], new[index], num_ranks, rank)
@@ -154,10 +156,15 @@ def rearrange_expert_weights(
                 if not transport.fetch(experts, moves, rows, layer_stamp(0, index)):
                     raise EplbError(f"layer {index}: an expert arrived on EP rank {rank} with another checksum")
                 experts.write([rows[row] for row, _ in moves.writes], [slot for _, slot in moves.writes])
+        # Connections end only when nobody waits for this rank.
+        channel.gather("the end of the moves", [])
     except EplbError:
         raise
     except (RuntimeError, TimeoutError) as error:
         raise EplbError(f"moving experts did not finish on EP rank {rank} within {timeout_s:g} s: {error}") from None
+    finally:
+        transport.close()
+        channel.close()
 
 
 def check_sizes(layers: Sequence[ExpertRows], old: Array, new: Array, num_ranks: int) -> None:
@@ -219,20 +226,3 @@ def _wait_for_device(device: torch.device, deadline: float) -> None:
         event = torch.cuda.Event()
         event.record()
         wait_for_event(event, deadline)
-
-
-def _check_same(value: int, device: torch.device, group: dist.ProcessGroup | None, timeout_s: float) -> None:
-    if group is None:
-        return
-    deadline = time.monotonic() + timeout_s
-    mine = torch.tensor([value], dtype=torch.int64, device=device)
-    table = [torch.empty_like(mine) for _ in range(group.size())]
-    _finish([dist.all_gather(table, mine, group=group, async_op=True)], device, deadline)
-    _wait_for_device(device, deadline)
-    found = [int(other) for other in table]
-    if len(set(found)) > 1:
-        odd = next(rank for rank, other in enumerate(found) if other != found[0])
-        raise EplbError(
-            f"the ranks disagree about the placements: EP rank 0 has checksum {found[0]:016x} and EP rank {odd} "
-            f"{found[odd]:016x}; give every rank the same"
-        )
