@@ -32,6 +32,7 @@ class Part:
         seconds: about what it takes on H200s, with kernels that are not compiled yet.
         gpus: how many it takes; at least so many, if `widens`.
         widens: takes all GPUs that there are.
+        shares: its GPUs with another part that does: it times nothing.
         needs: modules and programs that must be there.
         headline: lines of its log that match this expression tell what came out.
     """
@@ -42,6 +43,7 @@ class Part:
     commands: tuple[str, ...]
     gpus: int = 1
     widens: bool = False
+    shares: bool = False
     needs: tuple[str, ...] = ()
     headline: str | None = None
 
@@ -58,7 +60,9 @@ def _every(name: str, page: str, seconds: float, *commands: str, needs: str = ""
 
 def _tests(name: str, gpus: int, seconds: float, pytest: str, files: str) -> Part:
     page = "nvshmem_checks.md" if "nvshmem" in name else "runtime.md"
-    return replace(_one(name, page, seconds, f"{pytest} {files}", needs="pytest"), gpus=gpus)
+    # Kernels of several ranks wait for each other, and are not kept waiting by others besides.
+    part = _one(name, page, seconds, f"{pytest} {files}", needs="pytest")
+    return replace(part, gpus=gpus, shares=gpus == 1 or "nvshmem" not in name)
 
 
 _NVSHMEM_TESTS = "tests/gpu/test_nvshmem_gpu.py tests/gpu/test_nvshmem_prefill_gpu.py"

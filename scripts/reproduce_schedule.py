@@ -17,12 +17,15 @@ from moe_ep.launch.processes import children, end_trees
 ROOT = Path(__file__).resolve().parents[1]
 # A part may take so many times what it is said to take.
 SLACK = 1.5
+# Parts that share one GPU.
+SEATS = 2
 # Seconds that a part has to end by itself once it was told to, before it is killed.
 GRACE_S = 5.0
 
 
 class Sized(Protocol):
-    """What the schedule knows of a part: its name, the GPUs it takes and about how many seconds."""
+    """What the schedule knows of a part: its name, the GPUs it takes, about how many seconds, and whether it may share
+    its GPUs with another part that may, as one that times nothing."""
 
     @property
     def name(self) -> str: ...
@@ -30,14 +33,16 @@ class Sized(Protocol):
     def gpus(self) -> int: ...
     @property
     def seconds(self) -> float: ...
+    @property
+    def shares(self) -> bool: ...
 
 
 P = TypeVar("P", bound=Sized)
 
 
 def in_turn(parts: Sequence[P]) -> list[P]:
-    """The order in which parts begin: those of few GPUs first, and what is worth more before what is worth less."""
-    return sorted(parts, key=lambda part: part.gpus)
+    """The order in which parts begin: those of few GPUs first, of these those that share, and else as they come."""
+    return sorted(parts, key=lambda part: (part.gpus, not part.shares))
 
 
 def begins(parts: Sequence[P], num_gpus: int) -> list[tuple[P, float]]:
@@ -47,13 +52,22 @@ def begins(parts: Sequence[P], num_gpus: int) -> list[tuple[P, float]]:
 
         one GPU: a 3 s, b 1 s, c 2 s; two GPUs: d 1 s; 2 GPUs:  GPU 0 aaad, GPU 1 bccd
     """
-    free_at, begin, found = [0.0] * num_gpus, 0.0, []
+    free_at, begin, found = [[0.0] * SEATS for _ in range(num_gpus)], 0.0, []
     for part in in_turn(parts):
-        free_at.sort()
-        begin = max(begin, free_at[part.gpus - 1])
-        free_at[: part.gpus] = [begin + part.seconds] * part.gpus
+        seats = _seats(part)
+        for gpu in free_at:
+            gpu.sort()
+        free_at.sort(key=lambda gpu: (gpu[seats - 1], sum(gpu)))
+        begin = max(begin, free_at[part.gpus - 1][seats - 1])
+        for gpu in free_at[: part.gpus]:
+            gpu[:seats] = [begin + part.seconds] * seats
         found.append((part, begin))
     return found
+
+
+def _seats(part: Sized) -> int:
+    """Of a GPU's, what the part takes of each of its GPUs."""
+    return 1 if part.shares else SEATS
 
 
 def fitting(parts: Sequence[P], num_gpus: int, seconds: float) -> list[P]:
@@ -160,7 +174,7 @@ def run(
         env: the environment of all, but for CUDA_VISIBLE_DEVICES.
         say: is told what begins and what is skipped.
     """
-    waiting, free, running = in_turn(parts), list(gpus), list[Running]()
+    waiting, free, running = in_turn(parts), dict.fromkeys(gpus, SEATS), list[Running]()
     end = time.monotonic() + seconds
     try:
         while waiting or running:
@@ -168,19 +182,27 @@ def run(
             for late in [part for part in waiting if part.seconds > left]:
                 waiting.remove(late)
                 say(f"skipped {late.name}: it takes about {late.seconds:.0f} s, and {max(left, 0):.0f} s are left")
-            while waiting and waiting[0].gpus <= len(free):
+            while waiting and (taken := _free_for(waiting[0], free)):
                 part = waiting.pop(0)
-                taken, free = free[: part.gpus], free[part.gpus :]
                 limit_s = min(SLACK * part.seconds, left)
                 log = folder / f"{part.name}.log"
                 say(f"begins {part.name} on GPU {', '.join(taken)}, about {part.seconds:.0f} s")
                 running.append(Running(part, taken, commands(part, limit_s), env, log, limit_s))
+                for gpu in taken:
+                    free[gpu] -= _seats(part)
             for work in list(running):
                 if ended := work.look():
                     running.remove(work)
-                    free = sorted([*free, *work.gpus], key=list(gpus).index)
+                    for gpu in work.gpus:
+                        free[gpu] += _seats(work.part)
                     yield ended
             time.sleep(0.05)
     finally:
         for work in running:
             work.end()
+
+
+def _free_for(part: Sized, free: Mapping[str, int]) -> list[str]:
+    """GPUs that the part can begin on, the emptiest first taken; none where there are too few."""
+    able = sorted((gpu for gpu, seats in free.items() if seats >= _seats(part)), key=lambda gpu: -free[gpu])
+    return sorted(able[: part.gpus], key=list(free).index) if len(able) >= part.gpus else []

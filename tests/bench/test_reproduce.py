@@ -29,6 +29,7 @@ class Piece:
     name: str
     seconds: float
     gpus: int = 1
+    shares: bool = False
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,12 @@ def test_parts_of_one_gpu_fill_the_gpus_and_those_of_several_follow(schedule: Mo
     parts = [Piece("d", 1, gpus=2), Piece("a", 3), Piece("b", 1), Piece("c", 2)]
     assert [(part.name, begin) for part, begin in schedule.begins(parts, 2)] == [("a", 0), ("b", 0), ("c", 1), ("d", 3)]
     assert [(part.name, begin) for part, begin in schedule.begins(parts, 3)] == [("a", 0), ("b", 0), ("c", 0), ("d", 2)]
+
+
+def test_parts_that_time_nothing_share_a_gpu(schedule: ModuleType) -> None:
+    parts = [Piece("timed", 5), Piece("a", 3, shares=True), Piece("b", 4, shares=True), Piece("c", 1, shares=True)]
+    assert [(part.name, at) for part, at in schedule.begins(parts, 1)] == [("a", 0), ("b", 0), ("c", 3), ("timed", 4)]
+    assert [(part.name, at) for part, at in schedule.begins(parts, 2)] == [("a", 0), ("b", 0), ("c", 0), ("timed", 3)]
 
 
 def test_what_is_worth_more_takes_the_time_first(schedule: ModuleType) -> None:
@@ -82,6 +89,17 @@ def test_side_by_side_on_gpus_of_their_own(schedule: ModuleType, tmp_path: Path)
     logs = {part.name: (tmp_path / f"{part.name}.log").read_text() for part in commands}
     assert [re.findall("sees (.+)", logs[name])[-1] for name in ("one", "other", "both")] == ["4", "7", "4,7"]
     assert [line.split(" on ")[0] for line in said] == ["begins one", "begins other", "begins both"]
+
+
+def test_two_beside_each_other_on_one_gpu(schedule: ModuleType, tmp_path: Path) -> None:
+    commands = {
+        Piece("alone", 60, gpus=2): [f"test -e {tmp_path}/one"],
+        Piece("one", 60, gpus=2, shares=True): [MEET.format(tmp_path, "one", "other")],
+        Piece("other", 60, gpus=2, shares=True): [MEET.format(tmp_path, "other", "one")],
+    }
+    ended, said = run(schedule, commands, tmp_path)
+    assert set(ended.values()) == {(0, False)}
+    assert [line.split()[1] for line in said] == ["one", "other", "alone"]
 
 
 def test_a_failure_stops_neither_the_next_command_nor_the_next_part(schedule: ModuleType, tmp_path: Path) -> None:
