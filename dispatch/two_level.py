@@ -242,9 +242,9 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
 def _choose(moe_config: FusedMoEConfig, num_ranks: int, group: dist.ProcessGroup) -> str:
     """The backend of a level of so many ranks, the same on all ranks of the group."""
     preferred: Any = ALL2ALL_BACKENDS.load(_PREFERRED)
-    fits = moe_config.in_dtype is not torch.float32 and moe_config.hidden_dim % preferred.hidden_size_multiple == 0
+    level = replace(moe_config, moe_parallel_config=FusedMoEParallelConfig(ep_size=num_ranks))
     runs_everywhere = all(answers_of_ranks(("runs", _PREFERRED), preferred.unusable_reason() is None, group))
-    return _PREFERRED if fits and num_ranks <= preferred.MAX_RANKS and runs_everywhere else _ANYWHERE
+    return _PREFERRED if runs_everywhere and preferred.refuses(level) is None else _ANYWHERE
 
 
 def _level(

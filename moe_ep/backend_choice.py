@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 # rank, and up to 1024 if its experts take rows by reference (docs/benchmarks/low_latency.md). But each expert's results
 # need room for all tokens of all ranks, gigabytes from 512 on, so larger capacities get a backend without such gaps.
 DECODE_MAX_NUM_TOKENS = 256
-_NVSHMEM_MAX_RANKS = 8
 # The largest part of a GPU's memory that "auto" gives to a backend's symmetric buffers.
 _SYMMETRIC_SHARE = 1 / 8
 
@@ -86,12 +85,9 @@ def _obstacle_of_any(name: str, moe_config: FusedMoEConfig, process_group: dist.
 def _nvshmem_obstacle(name: str, moe_config: FusedMoEConfig) -> str | None:
     """Why this rank cannot use an NVSHMEM backend; None if it can."""
     backend = ALL2ALL_BACKENDS.load(name)
-    columns, is_f32 = backend.hidden_size_multiple, moe_config.in_dtype is torch.float32
-    if is_f32 or moe_config.hidden_dim % columns or moe_config.ep_size > _NVSHMEM_MAX_RANKS:
-        return f"it takes f16 or bf16 rows of a multiple of {columns} columns, and at most {_NVSHMEM_MAX_RANKS} ranks"
-    unusable = backend.unusable_reason()
-    if unusable is not None:
-        return unusable
+    reason = backend.refuses(moe_config) or backend.unusable_reason()
+    if reason is not None:
+        return reason
     here, visible = torch.cuda.current_device(), torch.cuda.device_count()
     if any(not torch.cuda.can_device_access_peer(here, peer) for peer in range(visible) if peer != here):
         return "not all GPUs of this host reach each other's memory"

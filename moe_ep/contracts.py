@@ -91,6 +91,11 @@ class FusedMoEPrepareAndFinalize(ABC):
         """Why this backend cannot run on this machine, and how to fix that, in one line; None if it can."""
         return None
 
+    @classmethod
+    def refuses(cls, moe_config: FusedMoEConfig) -> str | None:
+        """Why this backend cannot move the rows of a layer like this, in one line; None if it can."""
+        return None
+
     @abstractmethod
     def activation_format(self) -> FusedMoEActivationFormat:
         """The format that prepare returns and finalize accepts."""

@@ -82,7 +82,7 @@ def test_gpus_of_one_host(
     ("capacity", "instead", "refused"),
     [(FEW, "batched_all_to_all", "nvshmem_low_latency"), (MANY, "all_to_all", "nvshmem_high_throughput")],
 )
-@pytest.mark.parametrize("obstacle", ["hosts", "peers", "package", "dtype", "ranks", "memory"])
+@pytest.mark.parametrize("obstacle", ["hosts", "peers", "package", "dtype", "columns", "ranks", "memory"])
 def test_what_stands_in_the_way_is_said(
     gpus: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -91,7 +91,7 @@ def test_what_stands_in_the_way_is_said(
     instead: str,
     refused: str,
 ) -> None:
-    made, why = config(max_num_tokens=capacity), "at most 8 ranks"
+    made = config(max_num_tokens=capacity)
     if obstacle == "hosts":
         gpus.setattr(backend_choice, "num_hosts", lambda group: 2)
         why = "the ranks are on several hosts"
@@ -103,8 +103,13 @@ def test_what_stands_in_the_way_is_said(
         why = "pip install it"
     elif obstacle == "dtype":
         made = replace(made, in_dtype=torch.float32)
+        why = f"in_dtype is torch.float32; for {refused} it must be torch.float16 or bfloat16"
+    elif obstacle == "columns":
+        made = replace(made, hidden_dim=7160)
+        why = f"hidden_dim is 7160; for {refused} it must be a multiple of 16"
     elif obstacle == "ranks":
-        made = config(16, max_num_tokens=capacity)
+        made = config(32, max_num_tokens=capacity)
+        why = f"ep_size is 32; for {refused} it must be at most {16 if capacity == FEW else 8}"
     else:
         gpus.setattr(torch.cuda, "mem_get_info", lambda device: (0, 10**8))
         why = "of 0.1 GB; lower max_num_tokens for it"

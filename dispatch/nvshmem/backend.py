@@ -55,6 +55,20 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     def unusable_reason(cls) -> str | None:
         return arena.unusable_reason() or jit.unusable_reason()
 
+    @classmethod
+    def refuses(cls, moe_config: FusedMoEConfig) -> str | None:
+        config, most, multiple = moe_config, cls.MAX_RANKS, cls.hidden_size_multiple
+        rules = (
+            (config.ep_size <= most, "ep_size", config.ep_size, f"be at most {most}"),
+            (config.num_local_experts < 1 << 16, "num_local_experts", config.num_local_experts, "be below 65536"),
+            (config.hidden_dim % multiple == 0, "hidden_dim", config.hidden_dim, f"be a multiple of {multiple}"),
+            (config.in_dtype is not torch.float32, "in_dtype", config.in_dtype, "be torch.float16 or bfloat16"),
+        )
+        broken = (
+            f"{name} is {value}; for {cls.NAME} it must {rule}" for holds, name, value, rule in rules if not holds
+        )
+        return next(broken, None)
+
     def max_num_tokens_per_rank(self) -> int | None:
         return self.moe_config.max_num_tokens
 
@@ -83,19 +97,9 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
 
     def _check_config(self) -> None:
         """ValueError where the kernels cannot do what the configuration asks for."""
-        config, most, multiple = self.moe_config, self.MAX_RANKS, self.hidden_size_multiple
-        rules = (
-            (config.ep_size <= most, "ep_size", config.ep_size, f"be at most {most}"),
-            (config.num_local_experts < 1 << 16, "num_local_experts", config.num_local_experts, "be below 65536"),
-            (config.hidden_dim % multiple == 0, "hidden_dim", config.hidden_dim, f"be a multiple of {multiple}"),
-            (config.in_dtype is not torch.float32, "in_dtype", config.in_dtype, "be torch.float16 or bfloat16"),
-        )
-        for holds, name, value, rule in rules:
-            if not holds:
-                raise ValueError(
-                    f"{name} is {value}; for {self.NAME} it must {rule}; all2all_backend='{self.INSTEAD}' has no such "
-                    f"rule"
-                )
+        refusal = self.refuses(self.moe_config)
+        if refusal is not None:
+            raise ValueError(f"{refusal}; all2all_backend='{self.INSTEAD}' has no such rule")
 
     def _check_batch(self, batch: Batch) -> None:
         """ValueError where the batch is not what the kernels were compiled for."""

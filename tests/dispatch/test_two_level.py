@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
+from moe_ep.dispatch import two_level
 from moe_ep.dispatch.all_to_all import AllToAllPrepareFinalize
 from moe_ep.dispatch.two_level import Grid
 from moe_ep.errors import ConfigError
@@ -76,3 +81,16 @@ def capacities(rank: int, world_size: int, *levels: tuple[str, str]) -> list[int
 def test_a_capacity_of_either_level_is_that_of_both() -> None:
     pairs = [LEVELS, ("all_to_all", "limited"), ("limited", "all_to_all")]
     assert ranks(4).run(capacities, *pairs) == [[None, 4, 4]] * 4
+
+
+def test_a_level_is_of_nvshmem_where_it_serves_such_rows_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    preferred = ALL2ALL_BACKENDS.load("nvshmem_high_throughput")
+    monkeypatch.setattr(preferred, "unusable_reason", classmethod(lambda cls: None))
+    can_run = [True, True]
+    monkeypatch.setattr(two_level, "answers_of_ranks", lambda question, mine, group: tuple(can_run))
+    config = make_setting(Case(dtype=torch.bfloat16, hidden_size=64), 0, 16).config
+    choose: Any = partial(two_level._choose, group=None)
+    assert [choose(config, num_ranks) for num_ranks in (2, 8, 9)] == [preferred.NAME, preferred.NAME, "all_to_all"]
+    assert choose(replace(config, in_dtype=torch.float32), 2) == "all_to_all"
+    can_run[1] = False
+    assert choose(config, 2) == "all_to_all"
