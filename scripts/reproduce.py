@@ -6,10 +6,10 @@
     python scripts/reproduce.py --model DIR --texts FILE --routing FILE --out results
     python scripts/reproduce.py --resume --out results                     # what has not ended well there yet
 
-Parts of one GPU run side by side, those of several after them; tests share GPUs. Each part writes OUT/PART.log, and its rows to
-OUT/PART.jsonl; how it ended goes to OUT/summary.jsonl. A part that does not fit the time is skipped, one that takes
-half as long again as it is said to is ended with all its processes, and one that fails stops no other. The table of
-parts is scripts/reproduce_parts.py; --parts takes their names, or what several begin with ("tests"). The status is 1
+Parts of one GPU run side by side, those of several after them; tests share GPUs. Each part writes OUT/PART.log, and its
+rows to OUT/PART.jsonl; how it ended goes to OUT/summary.jsonl. A part that does not fit the time is skipped, one that
+takes half as long again as it is said to is ended with all its processes, and one that fails stops no other. The table
+of parts is scripts/reproduce_parts.py; --parts takes their names, or what several begin with ("tests"). The status is 1
 where a part failed or was ended. Needs no network; what is not installed or not given is said, and its parts left out.
 """
 
