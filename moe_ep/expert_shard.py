@@ -150,7 +150,7 @@ class ExpertShard(FixedTensors):
         """Returns (param_name, weight_name, expert_id, shard_id) for each physical expert and shard w1, w2 and w3.
 
         Replacing weight_name by param_name in a checkpoint's tensor name gives the parameter's name. Redundant expert p
-        is loaded from expert p mod E.
+        is loaded from expert p mod E. Ungated experts, whose up name is empty, have no w3.
         """
         return expert_params_mapping(
             ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name, num_experts, num_redundant_experts

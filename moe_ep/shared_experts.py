@@ -1,4 +1,4 @@
-"""Shared experts, which every token uses: one plain gated MLP next to the routed experts."""
+"""Shared experts, which every token uses: one plain MLP next to the routed experts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from moe_ep.activation import MoEActivation, apply_activation
 
 
 class SharedExperts(nn.Module):
-    """A gated MLP from `[T, K]` to `[T, K]`, complete on every rank.
+    """An MLP from `[T, K]` to `[T, K]`, complete on every rank.
 
     Several shared experts of a checkpoint form one MLP of their total width. With `expert_gate` the output is
     multiplied by the sigmoid of one more projection, as in Qwen2-MoE (its `shared_expert_gate`).
 
     Parameters: `gate_proj.weight` and `up_proj.weight` `[N, K]`, `down_proj.weight` `[K, N]`, and with the gate
-    `expert_gate.weight` `[1, K]`.
+    `expert_gate.weight` `[1, K]`. An ungated activation reads `gate_proj` alone, and there is no `up_proj`.
 
     Raises:
-        ValueError: an unknown or ungated activation.
+        ValueError: an unknown activation.
     """
 
     def __init__(
@@ -32,19 +32,19 @@ class SharedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = MoEActivation.parse(activation)
-        if not self.activation.is_gated:
-            raise ValueError(f"activation is {self.activation}; shared experts have gate and up and need a gated one")
 
         def projection(num_in: int, num_out: int) -> nn.Linear:
             return nn.Linear(num_in, num_out, bias=False, dtype=params_dtype).requires_grad_(False)
 
         self.gate_proj = projection(hidden_size, intermediate_size)
-        self.up_proj = projection(hidden_size, intermediate_size)
+        self.up_proj = projection(hidden_size, intermediate_size) if self.activation.is_gated else None
         self.down_proj = projection(intermediate_size, hidden_size)
         self.expert_gate = projection(hidden_size, 1) if expert_gate else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        gate_up = torch.cat([self.gate_proj(hidden_states), self.up_proj(hidden_states)], dim=-1)
+        gate_up = self.gate_proj(hidden_states)
+        if self.up_proj is not None:
+            gate_up = torch.cat([gate_up, self.up_proj(hidden_states)], dim=-1)
         output = self.down_proj(apply_activation(self.activation, gate_up))
         if self.expert_gate is not None:
             output = output * torch.sigmoid(self.expert_gate(hidden_states))

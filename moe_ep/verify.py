@@ -64,7 +64,8 @@ def reference_moe(
         rows, slots = torch.where(ids == expert)
         matrices = read_expert(reader, tensors, expert)
         if online is not None:
-            matrices = matrices._replace(gate=online(matrices.gate), up=online(matrices.up), down=online(matrices.down))
+            up = None if matrices.up is None else online(matrices.up)
+            matrices = matrices._replace(gate=online(matrices.gate), up=up, down=online(matrices.down))
         factor = weights[rows, slots, None]
         values = _mlp(spec, x[rows] * factor, matrices) if on_input else _mlp(spec, x[rows], matrices) * factor
         output.index_add_(0, rows, values)
@@ -106,5 +107,7 @@ def _route(
 
 def _mlp(spec: MoEModelSpec, x: torch.Tensor, matrices: ExpertMatrices) -> torch.Tensor:
     gate, up, down, *biases = (None if tensor is None else tensor.to(x) for tensor in matrices)
-    gate_up = torch.cat([linear(x, gate, biases[0]), linear(x, up, biases[1])], dim=-1)  # type: ignore[arg-type]
+    gate_up = linear(x, gate, biases[0])  # type: ignore[arg-type]
+    if up is not None:
+        gate_up = torch.cat([gate_up, linear(x, up, biases[1])], dim=-1)
     return linear(apply_activation(spec.activation, gate_up), down, biases[2])  # type: ignore[arg-type]

@@ -247,6 +247,8 @@ def expert_params_mapping(
 ) -> ExpertMapping:
     """Returns (param_name, weight_name, expert_id, shard_id) for each physical expert and shard w1, w2, w3.
 
+    Ungated experts, whose up_name is empty, have no w3.
+
     Example: `("experts.w13_", "experts.3.gate_proj.", 3, "w1")`.
     """
     projections = (("w1", gate_name), ("w2", down_name), ("w3", up_name))
@@ -254,6 +256,7 @@ def expert_params_mapping(
         (f"experts.{SHARDS[shard_id][0]}_", f"experts.{physical % num_experts}.{name}.", physical, shard_id)
         for physical in range(num_experts + num_redundant_experts)
         for shard_id, name in projections
+        if name
     ]
 
 

@@ -21,7 +21,7 @@ from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.pack_quantized import pack_quantized
 from moe_ep.checkpoint.models import MoEModelSpec, model_spec
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
-from moe_ep.checkpoint.stored import ROLES, ExpertTensors, Stored
+from moe_ep.checkpoint.stored import ExpertTensors, Stored
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError, one_of
 from moe_ep.methods.online import ONLINE
@@ -104,12 +104,12 @@ def _expert_parts(reader: CheckpointReader, spec: MoEModelSpec) -> _ExpertParts:
     for layer in spec.moe_layers:
         tensors = ExpertTensors(reader, spec, layer, None)
         for expert in range(spec.num_experts):
-            for role in ROLES:
+            for role, projection in spec.projections.by_role().items():
                 found = tensors.find(expert, role)
                 if "weight" not in found:
                     name = tensors.name(expert, role, "weight")
                     raise CheckpointError(f"{reader.index_file}: expected tensor {name}, found none of that name")
-                module = f"{spec.expert_prefix(layer)}.{expert}.{getattr(spec.projections, role)}"
+                module = f"{spec.expert_prefix(layer)}.{expert}.{projection}"
                 for suffix, stored in found.items():
                     experts.infos[stored.info.name] = stored.info
                     experts.parts.setdefault(stored.info.name, []).append(_Part(module, suffix, stored))

@@ -38,6 +38,11 @@ def swigluoai(config: Config) -> MoEActivation:
     return MoEActivation.SWIGLUOAI
 
 
+def relu2(config: Config) -> MoEActivation:
+    """Nemotron: its experts are ungated."""
+    return one_known("mlp_hidden_act", required(config, "mlp_hidden_act"), {"relu2": MoEActivation.RELU2_NO_MUL})
+
+
 def listed_layers(config: Config) -> tuple[int, ...] | None:
     """The layers that transformers lists as sparse, for families of any kind; None without such a list."""
     kinds = config.get("mlp_layer_types")
@@ -220,6 +225,23 @@ def mimo_config(config: Config) -> Config:
     if isinstance(sparse := config.get("moe_layer_freq"), list):
         changes |= {"moe_layer_freq": None, "mlp_layer_types": ["sparse" if layer else "dense" for layer in sparse]}
     return config | changes
+
+
+def nemotron_config(config: Config) -> Config:
+    """With names that others have; its layers are a list of kinds, or a string with E for those of experts."""
+    for key, meaning in (("moe_latent_size", "experts of another width"), ("mlp_bias", "shared experts with biases")):
+        if config.get(key):
+            raise CheckpointError(f"config.json: {key}: expected none, found {config[key]!r}; {meaning} do not load")
+    kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern") or []
+    if not isinstance(kinds, list | str) or not kinds:
+        raise CheckpointError(
+            f"config.json: layers_block_type or hybrid_override_pattern: expected the kinds of layers, found {kinds!r}"
+        )
+    return config | {
+        "num_hidden_layers": len(kinds),
+        "mlp_layer_types": ["sparse" if kind in ("moe", "E") else "dense" for kind in kinds],
+        "rms_norm_eps": config.get("layer_norm_epsilon") or config.get("norm_eps"),
+    }
 
 
 def lfm_config(config: Config) -> Config:

@@ -31,10 +31,13 @@ class RouterWeights(NamedTuple):
 
 
 class SharedExpertsWeights(NamedTuple):
-    """The shared experts as one MLP: gate and up `[N, K]`, down `[K, N]`, and the `[1, K]` gate where there is one."""
+    """The shared experts as one MLP: gate and up `[N, K]`, down `[K, N]`, and the `[1, K]` gate where there is one.
+
+    up is None where they are ungated.
+    """
 
     gate: torch.Tensor
-    up: torch.Tensor
+    up: torch.Tensor | None
     down: torch.Tensor
     expert_gate: torch.Tensor | None
 
@@ -103,10 +106,11 @@ def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_inde
         return None
     K, N = spec.hidden_size, shared.intermediate_size
     if shared.fused is None:
-        gate, down, up = (
-            read_linear(reader, f"{prefix}.{name}", projection_size(role, K, N)).to(spec.dtype)
-            for role, name in spec.projections._asdict().items()
-        )
+        read = {
+            role: read_linear(reader, f"{prefix}.{name}", projection_size(role, K, N)).to(spec.dtype)
+            for role, name in spec.projections.by_role().items()
+        }
+        gate, down, up = read["gate"], read["down"], read.get("up")
     else:
         gate_up, down = (
             read_linear(reader, f"{prefix}.{name}", size).to(spec.dtype)

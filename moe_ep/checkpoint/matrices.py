@@ -11,15 +11,18 @@ from moe_ep.checkpoint.formats import QuantizationConfig, quantization_config
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
 from moe_ep.checkpoint.models import MoEModelSpec
 from moe_ep.checkpoint.reader import CheckpointReader
-from moe_ep.checkpoint.stored import ROLES, ExpertTensors, Stored, find_linear, layer_quantization, linear_layouts
+from moe_ep.checkpoint.stored import ExpertTensors, Stored, find_linear, layer_quantization, linear_layouts
 from moe_ep.errors import CheckpointError
 
 
 class ExpertMatrices(NamedTuple):
-    """One expert in f32, whatever it is on disk: gate and up `[N, K]`, down `[K, N]`, biases or None."""
+    """One expert in f32, whatever it is on disk: gate and up `[N, K]`, down `[K, N]`, biases or None.
+
+    up is None where the expert is ungated.
+    """
 
     gate: torch.Tensor
-    up: torch.Tensor
+    up: torch.Tensor | None
     down: torch.Tensor
     gate_bias: torch.Tensor | None
     up_bias: torch.Tensor | None
@@ -34,13 +37,13 @@ def read_expert(reader: CheckpointReader, tensors: ExpertTensors, expert: int) -
     """
     matrices: dict[str, torch.Tensor] = {}
     biases: dict[str, torch.Tensor | None] = {}
-    for role in ("gate", "up", "down"):
+    for role in tensors.roles:
         found = tensors.find(expert, role)
         for suffix in _missing(tensors.layouts(role), found):
             raise _none_of_that_name(reader, tensors.name(expert, role, suffix))
         matrices[role], biases[role] = _read_matrix(reader, tensors.scheme(role), found)
     return ExpertMatrices(
-        matrices["gate"], matrices["up"], matrices["down"], biases["gate"], biases["up"], biases["down"]
+        matrices["gate"], matrices.get("up"), matrices["down"], biases["gate"], biases.get("up"), biases["down"]
     )
 
 
@@ -89,7 +92,7 @@ def check_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
     for layer in spec.moe_layers:
         tensors = expert_tensors(reader, spec, layer)
         for expert in range(spec.num_experts):
-            for role in ROLES:
+            for role in tensors.roles:
                 for suffix in _missing(tensors.layouts(role), tensors.find(expert, role)):
                     raise _none_of_that_name(reader, tensors.name(expert, role, suffix))
 

@@ -217,6 +217,15 @@ FAMILIES = {
         text_config=rules.lfm_config,
         names={"correction_bias_tensor": "expert_bias", "norm": "ffn_norm"},
     ),
+    "nemotron_h": _Family(
+        moe_module="mixer",
+        projections=Projections(gate="up_proj", down="down_proj"),
+        routing=rules.deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
+        shared_experts=rules.one_mlp("mixer.shared_experts", "moe_shared_expert_intermediate_size"),
+        activation=rules.relu2,
+        text_config=rules.nemotron_config,
+        names={"layers_module": "backbone.layers", "embedding": "backbone.embeddings.weight", "norm": "norm"},
+    ),
     "exaone_moe": replace(_DEEPSEEK_V3, names={"correction_bias_tensor": "e_score_correction_bias"}),
     "mimo_v2_flash": replace(_DEEPSEEK_V3, text_config=rules.mimo_config),
     "hunyuan_v1_moe": _Family(

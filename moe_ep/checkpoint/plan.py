@@ -132,7 +132,7 @@ def _linears(
 ) -> Iterator[_Linear]:
     experts = ExpertTensors(reader, spec, layer_index, quantization)
     projections = spec.projections
-    roles = {name: role for role, name in projections._asdict().items()}
+    roles = {name: role for role, name in projections.by_role().items()}
     shards: dict[str, tuple[str, str]] = {}
     rows = layer.make_expert_params_mapping(
         projections.gate, projections.down, projections.up, spec.num_experts, layer.num_redundant_experts
@@ -177,7 +177,7 @@ def _fused_shared_linears(
     if quantization is not None and count > 1:
         raise ValueError(f"n_shared_experts is {count}; quantized shared experts on disk are not divided: {way_out}")
     for index in range(count):
-        for role, name in spec.projections._asdict().items():
+        for role, name in spec.projections.by_role().items():
             param_prefix, shard_id = shards[role]
             stem = f"{spec.shared_experts_prefix(layer_index)}.{name}."
             size = projection_size(role, spec.hidden_size, shared.intermediate_size)

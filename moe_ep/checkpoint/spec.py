@@ -12,11 +12,18 @@ from moe_ep.activation import MoEActivation
 
 
 class Projections(NamedTuple):
-    """Names of an expert's three matrices on disk, in the order `FusedMoE.make_expert_params_mapping` takes."""
+    """Names of an expert's matrices on disk, in the order `FusedMoE.make_expert_params_mapping` takes.
+
+    Ungated experts have no up: what they read goes through `gate` alone, whatever the files call it.
+    """
 
     gate: str
     down: str
-    up: str
+    up: str = ""
+
+    def by_role(self) -> dict[str, str]:
+        """The names of those that there are, by gate, down and up."""
+        return {role: name for role, name in self._asdict().items() if name}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +74,7 @@ class MoEModelSpec:
         family: `model_type` of the config.
         moe_layers: indices of the layers that have experts; the others are dense.
         moe_module: name of the MoE block inside a layer.
-        projections: names of gate, down and up on disk.
+        projections: names of gate, down and up on disk; without up where the activation is ungated.
         layers_module: what the names of layers start with.
         norm: the norm before the MoE block, inside a layer.
         router: the router inside the MoE block, and has_router_bias whether its logits have a bias.

@@ -23,7 +23,6 @@ from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
 from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.errors import CheckpointError
 
-ROLES = ("gate", "down", "up")
 GEMM_OF_ROLE = {"gate": "w13", "up": "w13", "down": "w2"}
 # What a linear layer's tensor is called behind the fused name.
 _PLAIN_ENDINGS = {"weight": "", "bias": "_bias"}
@@ -66,7 +65,7 @@ def layer_quantization(
         return None
     prefix = spec.expert_prefix(layer_index)
     found: dict[str, QuantizationConfig | None] = {}
-    for role, name in spec.projections._asdict().items():
+    for role, name in spec.projections.by_role().items():
         schemes = {expert: quantization.of_module(f"{prefix}.{expert}.{name}") for expert in range(spec.num_experts)}
         different = next((expert for expert, scheme in schemes.items() if scheme != schemes[0]), None)
         if different is not None:
@@ -76,7 +75,7 @@ def layer_quantization(
             )
         found[role] = schemes[0]
     w13, w2 = found["gate"], found["down"]
-    if found["up"] != w13 or (w13 is None) != (w2 is None):
+    if found.get("up", w13) != w13 or (w13 is None) != (w2 is None):
         names = {role: "plain" if scheme is None else scheme.quant_method for role, scheme in found.items()}
         if len(set(names.values())) == 1:  # of one method, with other settings
             names = {role: str(scheme) for role, scheme in found.items()}
@@ -152,7 +151,7 @@ class ExpertTensors:
             role: linear_layouts(
                 quantization, role, projection_size(role, spec.hidden_size, spec.moe_intermediate_size)
             )
-            for role in ROLES
+            for role in spec.projections.by_role()
         }
         self.fused = bool(reader.names(self._fused_stem("gate")))
         # Model Optimizer takes the fused experts of Qwen3-VL apart in this order.
@@ -161,6 +160,11 @@ class ExpertTensors:
             self._endings, self._transposed = self._fused_form()
         else:
             self._check_expert_count()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The linear layers of an expert: gate, down, and up where it is gated."""
+        return tuple(self._layouts)
 
     def layouts(self, role: str) -> dict[str, TensorLayout]:
         """The tensors of one linear layer of one expert."""
@@ -218,7 +222,7 @@ class ExpertTensors:
                 f"in one, which is read in plain form, as mxfp4 and as fp8 in blocks, not as "
                 f"{quantization.quant_method}"
             )
-        known = {self._fused_name(role, suffix) for role in ROLES for suffix in self._endings}
+        known = {self._fused_name(role, suffix) for role in self._layouts for suffix in self._endings}
         for name in self._reader.names(self._prefix + "."):
             if name not in known:
                 raise _unknown_tensor(self._reader.info(name), dict.fromkeys(sorted(known)))

@@ -74,11 +74,11 @@ class SlotDecoder:
         token and end with their last. Padding goes to no expert.
         """
         device = self._tokens.device
-        lengths = torch.tensor([prompt.numel() for prompt in prompts])
+        lengths = torch.tensor([prompt.numel() for prompt in prompts], device="cpu")
         longest = int(lengths.max())
         tokens = torch.stack([pad(prompt, (longest - prompt.numel(), 0)) for prompt in prompts]).to(device)
         # The position of each column's token in its sequence, negative for padding.
-        positions = (torch.arange(longest) - (longest - lengths)[:, None]).to(device)
+        positions = (torch.arange(longest, device="cpu") - (longest - lengths)[:, None]).to(device)
         is_padded = int(lengths.min()) < longest
         seen = positions >= 0
         prefilled = DynamicCache(config=self.model.config)

@@ -30,6 +30,14 @@ _ACTIVATIONS = {
     "GELUTanh": MoEActivation.GELU_TANH,
     "PytorchGELUTanh": MoEActivation.GELU_TANH,
 }
+_UNGATED = {
+    "silu": MoEActivation.SILU_NO_MUL,
+    "SiLU": MoEActivation.SILU_NO_MUL,
+    "SiLUActivation": MoEActivation.SILU_NO_MUL,
+    "GELU": MoEActivation.GELU_NO_MUL,
+    "GELUActivation": MoEActivation.GELU_NO_MUL,
+    "ReLUSquaredActivation": MoEActivation.RELU2_NO_MUL,
+}
 # Where the gate is defined that experts have unless they have their own.
 _DEFAULT_GATE_MODULE = "transformers.integrations.moe"
 # alpha and limit of MoEActivation.SWIGLUOAI.
@@ -74,11 +82,13 @@ def experts_shape(name: str, module: Any) -> ExpertsShape:
     """Reads an experts module, which may be on the meta device.
 
     Raises:
-        ConfigError: an activation that moe_ep does not have, ungated experts, or a norm behind them.
+        ConfigError: an activation that moe_ep does not have, or a norm behind the experts.
     """
-    if not module.has_gate or getattr(module, "has_post_expert_norm", False):
-        kind = "are ungated" if not module.has_gate else "are followed by a norm of their own"
-        raise ConfigError(f"the experts {name} of {type(module).__name__} {kind}; moe_ep does not take such experts")
+    if getattr(module, "has_post_expert_norm", False):
+        raise ConfigError(
+            f"the experts {name} of {type(module).__name__} are followed by a norm of their own; moe_ep does not take "
+            f"such experts"
+        )
     if module.down_proj.dtype not in FLOATS:
         raise ConfigError(
             f"the experts {name} of {type(module).__name__} are {module.down_proj.dtype}, quantized by transformers; "
@@ -100,12 +110,16 @@ def experts_shape(name: str, module: Any) -> ExpertsShape:
 def expert_tensors(module: Any) -> dict[tuple[str, str], torch.Tensor]:
     """All experts' tensors by (parameter's suffix, shard), as views: weights `[E, out, in]` and biases `[E, out]`.
 
+    Ungated experts have no w3.
+
     Example: `("weight", "w1")` is the gate projections `[E, N, K]`, ("bias", "w2") the biases of down `[E, K]`.
     """
     tensors: dict[tuple[str, str], torch.Tensor] = {}
     for suffix, (gate_up, down) in _oriented(module).items():
-        gate, up = gate_up.chunk(2, dim=1) if module.is_concatenated else (gate_up[:, 0::2], gate_up[:, 1::2])
-        tensors |= {(suffix, "w1"): gate, (suffix, "w3"): up, (suffix, "w2"): down}
+        tensors |= {(suffix, "w1"): gate_up, (suffix, "w2"): down}
+        if module.has_gate:
+            gate, up = gate_up.chunk(2, dim=1) if module.is_concatenated else (gate_up[:, 0::2], gate_up[:, 1::2])
+            tensors |= {(suffix, "w1"): gate, (suffix, "w3"): up}
     return tensors
 
 
@@ -116,24 +130,26 @@ def gemm_tensors(module: Any) -> dict[str, torch.Tensor]:
     """
     tensors: dict[str, torch.Tensor] = {}
     for suffix, (gate_up, down) in _oriented(module).items():
-        if not module.is_concatenated:
+        if module.has_gate and not module.is_concatenated:
             gate_up = torch.cat([gate_up[:, 0::2], gate_up[:, 1::2]], dim=1)
         tensors |= {f"w13_{suffix}": gate_up.contiguous(), f"w2_{suffix}": down.contiguous()}
     return tensors
 
 
 def _oriented(module: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """gate_up and down by suffix: weights `[E, out, in]`, biases `[E, out]`."""
-    gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
+    """gate_up, or up where there is no gate, and down by suffix: weights `[E, out, in]`, biases `[E, out]`."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    gate_up, down = getattr(module, first).detach(), module.down_proj.detach()
     parts = {"weight": (gate_up.mT, down.mT) if module.is_transposed else (gate_up, down)}
     if module.has_bias:
-        parts["bias"] = (module.gate_up_proj_bias.detach(), module.down_proj_bias.detach())
+        parts["bias"] = (getattr(module, f"{first}_bias").detach(), module.down_proj_bias.detach())
     return parts
 
 
 def _activation(name: str, module: Any) -> MoEActivation:
     kind = type(module)
-    if kind._apply_gate.__module__ != _DEFAULT_GATE_MODULE:
+    known = _ACTIVATIONS if module.has_gate else _UNGATED
+    if module.has_gate and kind._apply_gate.__module__ != _DEFAULT_GATE_MODULE:
         if kind.__name__ == "GptOssExperts" and (module.alpha, module.limit) == _SWIGLUOAI:
             return MoEActivation.SWIGLUOAI
         raise ConfigError(
@@ -141,8 +157,8 @@ def _activation(name: str, module: Any) -> MoEActivation:
             f"GptOssExperts with alpha {_SWIGLUOAI[0]} and limit {_SWIGLUOAI[1]:g}"
         )
     found = getattr(module.act_fn, "__name__", type(module.act_fn).__name__)
-    if found not in _ACTIVATIONS:
+    if found not in known:
         raise ConfigError(
-            f"the experts {name} of {kind.__name__} have the activation {found}; moe_ep has {', '.join(_ACTIVATIONS)}"
+            f"the experts {name} of {kind.__name__} have the activation {found}; moe_ep has {', '.join(known)}"
         )
-    return _ACTIVATIONS[found]
+    return known[found]

@@ -25,7 +25,7 @@ def perplexity(model: Any, texts: Mapping[str, Sequence[torch.Tensor]]) -> dict[
         texts: token ids `[length]` of each text, by kind.
     """
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_initialized() else (0, 1)
-    sums = torch.zeros(len(texts), 2, dtype=torch.float64)
+    sums = torch.zeros(len(texts), 2, dtype=torch.float64, device="cpu")
     tasks = [(kind, ids) for kind, several in enumerate(texts.values()) for ids in several]
     with serving(model):
         for kind, ids in tasks[rank::num_ranks]:

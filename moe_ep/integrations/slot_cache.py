@@ -14,6 +14,8 @@ from moe_ep.errors import ConfigError
 
 # With the keys of an indexer that chooses which tokens are seen; not in every version.
 _IndexedLayer: Any = getattr(cache_utils, "DynamicIndexedLayer", None)
+# Of layers that keep nothing.
+_DummyLayer: Any = getattr(cache_utils, "DummyLayer", Cache)
 
 
 class SlotCache(Cache):
@@ -46,7 +48,7 @@ class SlotCache(Cache):
         kinds = layer_types or [type(layer).__name__ for layer in prefilled.layers]
         # Whether a kind has masks, and the tokens that it sees at most; not its layers, which hold the prefilled past.
         self._kinds = {
-            kind: (not isinstance(layer, LinearAttentionLayer), getattr(layer, "sliding_window", None))
+            kind: (not isinstance(layer, LinearAttentionLayer | _DummyLayer), getattr(layer, "sliding_window", None))
             for kind, layer in zip(kinds, prefilled.layers, strict=False)
         }
 
@@ -147,9 +149,16 @@ class _LinearAttentionSlots(LinearAttentionLayer):
                     getattr(self, name)[index][slots] = state
 
 
+class _NoSlots(_DummyLayer):
+    def put(self, slots: torch.Tensor, prefilled: Any, columns: torch.Tensor) -> None:
+        return
+
+
 def _slots_like(layer: Any, num_slots: int, max_length: int, positions: torch.Tensor) -> Any:
     if type(layer) is LinearAttentionLayer:
         return _LinearAttentionSlots.like(layer, num_slots)
+    if type(layer) is _DummyLayer:
+        return _NoSlots()
     if type(layer) is _IndexedLayer and getattr(layer, "indexer_position_ids", None) is None:
         indexed = layer.indexer_keys is not None
         return (_IndexedSlots if indexed else _AttentionSlots)(layer, num_slots, max_length, positions)

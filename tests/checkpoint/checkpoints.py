@@ -125,6 +125,7 @@ class LoadingLayer(nn.Module):
             (f"experts.{gemm}_", f"experts.{expert % num_experts}.{name}.", expert, shard)
             for expert in range(num_experts + num_redundant_experts)
             for gemm, name, shard in (("w13", gate, "w1"), ("w2", down, "w2"), ("w13", up, "w3"))
+            if name
         ]
 
     def weight_loader(

@@ -230,7 +230,7 @@ def make_experts(
             matrices[role] = values(n, k, value) if with_values else torch.empty(0)
             if case.has_bias:
                 biases[role] = torch.randn(n).bfloat16()
-            if not case.fused:
+            if not case.fused and role in names:
                 tensors |= {f"{prefix}.{expert}.{names[role]}.{suffix}": tensor for suffix, tensor in raw[role].items()}
         experts.append(Expert(**matrices, biases=biases))
         fused.append((raw, biases))

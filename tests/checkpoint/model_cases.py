@@ -99,6 +99,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention"],
+            "n_routed_experts": EXPERTS,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "routed_scaling_factor": 2.5,
+            "head_dim": 32,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+        },
+    ),
     "exaone_moe": (
         "ExaoneMoe",
         {
@@ -197,4 +212,6 @@ def router_of(block: Any) -> Any:
 
 def block_of(layer: Any) -> Any:
     """The MoE block of one of their layers."""
-    return next(getattr(layer, name) for name in ("mlp", "feed_forward", "block_sparse_moe") if hasattr(layer, name))
+    return next(
+        getattr(layer, name) for name in ("mlp", "feed_forward", "block_sparse_moe", "mixer") if hasattr(layer, name)
+    )

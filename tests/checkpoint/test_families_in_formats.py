@@ -67,7 +67,7 @@ def write(directory: Path, family: str, format_name: str) -> None:
     (layer,), K, E = spec.moe_layers, spec.hidden_size, spec.num_experts
     torch.manual_seed(len(family) * len(format_name))
     case = dataclasses.replace(CASES[format_name], sizes=(K, spec.moe_intermediate_size), has_bias=spec.has_bias)
-    tensors, _ = make_experts(case, spec.expert_prefix(layer), False, False, E, spec.projections._asdict())
+    tensors, _ = make_experts(case, spec.expert_prefix(layer), False, False, E, spec.projections.by_role())
     plain = {
         spec.router_weight(layer): (E, K),
         spec.router_bias(layer): (E,),
@@ -77,7 +77,7 @@ def write(directory: Path, family: str, format_name: str) -> None:
     }
     if spec.shared_experts is not None:
         prefix, size = spec.shared_experts_prefix(layer), spec.shared_experts.intermediate_size
-        for role, name in spec.projections._asdict().items():
+        for role, name in spec.projections.by_role().items():
             plain[f"{prefix}.{name}.weight"] = (K, size) if role == "down" else (size, K)
         if spec.shared_experts.has_gate:
             plain[f"{prefix}_gate.weight"] = (1, K)

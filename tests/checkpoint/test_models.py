@@ -82,6 +82,13 @@ EXPECTED = {
         "moe_layers": (2,),
         "routing": dataclasses.replace(BIASED, routed_scaling_factor=1.5),
     },
+    "nemotron_h": {
+        "moe_layers": (1,),
+        "activation": MoEActivation.RELU2_NO_MUL,
+        "routing": dataclasses.replace(
+            BIASED, use_grouped_topk=True, num_expert_group=1, topk_group=1, routed_scaling_factor=2.5
+        ),
+    },
     "exaone_moe": {
         "moe_layers": (1, 2),
         "routing": GROUPED,
@@ -195,7 +202,7 @@ def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> Non
         assert torch.equal(load_norm(reader, spec, index), norm.weight.float() + 1 if spec.norm_offset else norm.weight)
         assert (load_norm_bias(reader, spec, index) is not None) == spec.has_norm_bias
     dense = set(range(3)) - set(spec.moe_layers)
-    assert not any(reader.names(f"model.layers.{index}.{spec.moe_module}.experts.") for index in dense)
+    assert not any(reader.names(f"{spec.layers_module}.{index}.{spec.moe_module}.experts.") for index in dense)
     assert reader.info(spec.embedding).shape == (128, 64)
 
 
@@ -203,6 +210,7 @@ def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> Non
 SHARED = {
     "qwen2_moe": 1,
     "qwen3_next": 1,
+    "nemotron_h": 1,
     "deepseek_v2": 2,
     "deepseek_v3": 1,
     "glm4_moe": 1,
@@ -229,7 +237,7 @@ def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any]) -> 
         parts = {"gate": module.input_linear.weight[:40], "up": module.input_linear.weight[40:]}
         parts["down"] = module.output_linear.weight
     else:
-        parts = {part: getattr(module, f"{part}_proj").weight for part in ("gate", "up", "down")}
+        parts = {role: getattr(module, name).weight for role, name in spec.projections.by_role().items()}
     assert all(torch.equal(getattr(shared, part), weight) for part, weight in parts.items())
     assert spec.shared_experts.intermediate_size == shared.gate.shape[0]
     assert spec.shared_experts.num_experts == SHARED[family]

@@ -52,6 +52,19 @@ def test_of_families(family: str) -> None:
         assert is_read_or_refused(model_spec, changed), what
 
 
+def test_layers_of_nemotron_by_letters_and_what_does_not_load() -> None:
+    config = config_of("nemotron_h")
+    del config["layers_block_type"]
+    assert model_spec(config | {"hybrid_override_pattern": "MEM*E"}).moe_layers == (1, 4)
+    for changes, message in (
+        ({}, "layers_block_type or hybrid_override_pattern: expected the kinds of layers, found "),
+        ({"moe_latent_size": 32}, "moe_latent_size: expected none, found 32; experts of another width do not load"),
+        ({"mlp_bias": True}, "mlp_bias: expected none, found True; shared experts with biases do not load"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            model_spec(config | changes)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_of_formats(name: str) -> None:
     def read(config: dict[str, Any]) -> None:

@@ -69,9 +69,11 @@ def test_shared_experts_are_added(expert_gate: bool) -> None:
     assert [name for name in layer.state_dict() if "kernel" in name] == []
 
 
-def test_ungated_shared_experts_are_refused() -> None:
-    with pytest.raises(ValueError, match="activation is silu_no_mul; shared experts have gate and up"):
-        SharedExperts(K, N, "silu_no_mul")
+def test_ungated_shared_experts() -> None:
+    shared = SharedExperts(K, N, "relu2_no_mul")
+    x = torch.randn(T, K)
+    assert [name for name, _ in shared.named_parameters()] == ["gate_proj.weight", "down_proj.weight"]
+    assert relative_error(shared(x), shared.down_proj(shared.gate_proj(x).relu().square())) < F32
 
 
 def test_ungated_experts() -> None:

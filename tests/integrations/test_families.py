@@ -37,6 +37,15 @@ OTHERS: dict[str, dict[str, Any]] = {
     "SolarOpen": {**GROUPED, "first_k_dense_replace": 0},
     "Afmoe": {"num_experts": 6, "num_dense_layers": 1, "num_shared_experts": 1, "sliding_window": 8},
     "Jamba": {"num_experts": 6, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4},
+    "NemotronH": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_routed_experts": 6,
+        "moe_shared_expert_intermediate_size": 48,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+    },
     "Lfm2Moe": {"num_experts": 6, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "ExaoneMoe": {**GROUPED, "num_experts": 8, "num_shared_experts": 1, "sliding_window": 8},
     "MiMoV2Flash": {**GROUPED, "n_shared_experts": None, "num_key_value_heads": 1, "v_head_dim": 16},
@@ -94,7 +103,7 @@ def in_slots(parallel: Any, alone: Any, lengths: tuple[int, ...] = (3, 11)) -> N
         assert completion.token_ids == whole[0, prompt.numel() :].tolist()
 
 
-@pytest.mark.parametrize("family", ["DeepseekV32", "Jamba", "Lfm2Moe"])
+@pytest.mark.parametrize("family", ["DeepseekV32", "Jamba", "Lfm2Moe", "NemotronH"])
 def test_in_slots(family: str) -> None:
     """The kinds of caches that test_generate.py does not have."""
     if not hasattr(transformers, f"{family}Config"):

@@ -80,9 +80,12 @@ def test_a_model_of_own_code_or_pickles_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"has_gate": False}, "are ungated; moe_ep does not take such experts"),
         ({"has_post_expert_norm": True}, "are followed by a norm of their own; moe_ep does not take"),
         ({"act_fn": torch.nn.Tanh()}, "have the activation Tanh; moe_ep has silu, SiLU"),
+        (
+            {"act_fn": torch.nn.Tanh(), "has_gate": False},
+            "have the activation Tanh; moe_ep has .*, ReLUSquaredActivation",
+        ),
     ],
 )
 def test_experts_of_another_kind_are_refused(flags: dict[str, Any], message: str) -> None:
