@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import torch
 
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
-from moe_ep.eplb.transfer import rearrange_expert_weights
+from moe_ep.eplb.transfer import MessageTransport, rearrange_expert_weights
 from moe_ep.launch.cli import main
 from moe_ep.layer import FusedMoE
 from moe_ep.registry import EXPERTS
 from tests.eplb.models import E, inputs, load_layer, make_layer, random_placement, redundancy, set_placement
-from tests.ranks import ranks
+from tests.ranks import RankPool, ranks
 
 T = 8
 SCHEMES = ("plain", "quantized on load", "GPTQ")
@@ -79,6 +80,42 @@ def move(rank: int, world_size: int, transport: str, asynchronous: bool) -> str:
 def test_moved_weights_equal_a_fresh_load(world_size: int, transport: str, asynchronous: bool) -> None:
     names = ranks(world_size, "nccl").run(move, transport, asynchronous)
     assert set(names) == {"MessageTransport" if transport == "messages" else "PeerCopyTransport"}
+
+
+def close_and_make(rank: int, world_size: int) -> list[str]:
+    """Managers one after the other, whose messages go by NCCL; of the second, rank 1 gives up in the middle."""
+    layers = make_model(world_size, ("plain",))
+    num_slots = E + layers[0].num_redundant_experts
+    settings = EplbConfig(transport="messages", timeout_s=30, first_plan=10**6, planner="thread")
+    groups, fetch = [], MessageTransport.fetch
+    for seed in range(4):
+        manager = EPLBManager(layers, settings)
+        groups.append(manager._mover._transport._group.group_name)  # type: ignore[attr-defined]
+        if seed == 1 and rank == 1:
+            MessageTransport.fetch = lambda *args: 1 // 0  # type: ignore[assignment, method-assign]
+        present = manager.placement.host
+        manager.rearrange(random_placement(1, num_slots, seed))
+        if seed == 1:
+            time.sleep(1)
+            assert np.array_equal(manager.placement.host, present)
+        else:
+            manager.finish()
+        started = time.monotonic()
+        manager.close()
+        assert time.monotonic() - started < 15
+        MessageTransport.fetch = fetch  # type: ignore[method-assign]
+        check_weights(layers, manager.placement.host, ("plain",))
+    return groups
+
+
+@pytest.mark.gpu2
+def test_connections_pass_to_the_next_manager_unless_messages_are_under_way() -> None:
+    pool = RankPool(2, "nccl")
+    try:
+        for first, second, third, fourth in pool.run(close_and_make):
+            assert first == second != third == fourth
+    finally:
+        pool.close()
 
 
 def replay_while_moving(rank: int, world_size: int, transport: str) -> tuple[list[int], int]:
