@@ -90,18 +90,21 @@ def uneven_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(lines, columns | {"against": "x even"})
 
 
-def against(rows: list[dict[str, Any]], peer: str) -> str:
-    """One sentence on a peer."""
-    ratios = {f"{row['shape']} {row['rows']}": row[peer] / row["us"] for row in rows if row.get(peer)}
-    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-    worst = min(ratios, key=ratios.__getitem__)
-    least, wanted = WANTED_OF_PEERS.get(peer, (0.0, 0.0))
-    below = [f"{name} ({ratio:.2f})" for name, ratio in ratios.items() if ratio < least]
-    targets = [f" (target {target})" if target else "" for target in (wanted, least)]
-    return (
-        f"{PEERS[peer]}: {mean:.2f} x its speed in the geometric mean of {len(ratios)} rows{targets[0]}, at least "
-        f"{ratios[worst]:.2f} x{targets[1]}, with {worst}."
-    ) + (f" Below the target: {', '.join(below)}." if len(below) > 1 else "")
+def against(rows: list[dict[str, Any]]) -> str:
+    """How many times as fast as each of the others, over the rows that it computed too."""
+    lines = []
+    for peer, name in PEERS.items():
+        ratios = {f"{row['shape']} {row['rows']}": row[peer] / row["us"] for row in rows if row.get(peer)}
+        if ratios:
+            mean, worst = (
+                math.exp(sum(map(math.log, ratios.values())) / len(ratios)),
+                min(ratios, key=ratios.__getitem__),
+            )
+            least, wanted = (f"{target} x" if target else None for target in WANTED_OF_PEERS.get(peer, (None, None)))
+            line = {"name": name, "rows": len(ratios), "mean": f"{mean:.2f} x", "wanted": wanted}
+            lines.append(line | {"worst": f"{ratios[worst]:.2f} x, {worst}", "least": least})
+    titles = {"name": "beside", "rows": "rows", "mean": "geometric mean", "wanted": "target", "worst": "least, with"}
+    return markdown_table(lines, titles | {"least": "target of the least"})
 
 
 def missed(rows: list[dict[str, Any]]) -> str:
@@ -132,10 +135,7 @@ def main() -> None:
         if some:
             print(f"## {title}\n\n{shape_table(some)}\n")
     print(f"## Uneven rows\n\n{uneven_table(rows)}\n\n## Against the others\n")
-    for peer in PEERS:
-        if any(row.get(peer) for row in rows):
-            print(f"- {against(rows, peer)}")
-    print(f"- {missed(rows)}")
+    print(f"{against(rows)}\n\n{missed(rows)}")
 
 
 if __name__ == "__main__":
