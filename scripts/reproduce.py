@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reproduce_parts import PARTS, Part
-from reproduce_schedule import ROOT, Ended, begins, fitting, run
+from reproduce_schedule import ROOT, SEATS, Ended, begins, fitting, run
 
 from moe_ep.bench.results import append_line, read_lines, table
 from moe_ep.launch.interrupts import raised_as_interrupt
@@ -44,7 +44,10 @@ ENVIRONMENT = {"NVSHMEM_DISABLE_NVLS": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM
 FILES = ("model", "texts", "prompts")
 # Where CUDA's toolkit has its programs, if they are not on the PATH.
 CUDA_PROGRAMS = "/usr/local/cuda/bin"
-TEST = re.compile(r"^tests/.*::.* (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
+# As pytest -v says it, of tests one by one and of those side by side.
+TEST = re.compile(r"^(?:tests/.*::.* |\[gw\d+\] .*\] )(PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
+# Tests of one part that run side by side: what they compute on the host takes longer than what they do on the GPU.
+WORKERS = 4
 # Lines of a log that the summary shows at most.
 SHOWN_LINES = 8
 
@@ -153,6 +156,8 @@ def commands_of(args: argparse.Namespace, part: Part, limit_s: float) -> list[st
     """Its shell commands, with this machine's values in them."""
     python = shlex.quote(sys.executable)
     rows = args.out / f"{part.name}.jsonl"
+    pytest = f"{python} -m pytest -o addopts=--import-mode=importlib -v --tb=short -p no:cacheprovider"
+    threads = max(1, (os.cpu_count() or 1) // ((args.gpus or 1) * SEATS * WORKERS))
     library = f" --vllm-library {shlex.quote(str(args.vllm_library))}" if args.vllm_library else ""
     values = {
         "python": python,
@@ -164,6 +169,8 @@ def commands_of(args: argparse.Namespace, part: Part, limit_s: float) -> list[st
         "left": max(5, int(limit_s) - 15),
         "commit": f"--commit {shlex.quote(args.commit)}" if args.commit else "",
         "peers": " ".join(peers(args)) + library,
+        "pytest": pytest,
+        "pytests": f"OMP_NUM_THREADS={threads} {pytest} -n {WORKERS}" if is_installed("xdist") else pytest,
         "recorded": f",{shlex.quote(str(args.routing))}" if args.routing else "",
         **{name: shlex.quote(str(getattr(args, name))) for name in FILES},
     }
@@ -234,6 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     parts = chosen(args.parts)
     gpus = [str(index) for index in range(args.gpus)] if args.list and args.gpus else visible_gpus(args.gpus)
+    args.gpus = len(gpus)
     widened = [replace(part, gpus=max(part.gpus, len(gpus))) if part.widens else part for part in parts]
     left_out = {part.name: "; ".join(why) for part in widened if (why := lacks(part, args, len(gpus)))}
     if args.resume:

@@ -1,18 +1,19 @@
 """What scripts/reproduce.py runs: every test that needs GPUs and every measurement of docs/benchmarks, as one table.
 
-Commands are those of the pages. In braces: {python}, {torchrun} and {moe_ep} start a process, or one a GPU; {gpus} is
-how many GPUs the part has; {rows} is the file of its rows, and what prints JSON lines need not name it; {left} is how
-many seconds it may take; {commit} is the option --commit; {model}, {texts}, {prompts} are files of the caller, without
-which the part cannot run; {peers} and {recorded} hold those that are there.
+Commands are those of the pages. In braces: {python}, {torchrun} and {moe_ep} start a process, or one a GPU; {pytest} runs
+tests one by one, {pytests} some side by side; {gpus} is how many GPUs the part has; {rows} is the file of its rows, and
+what prints JSON lines need not name it; {left} is how many seconds it may take; {commit} is the option --commit; {model},
+{texts}, {prompts} are files of the caller, without which the part cannot run; {peers} and {recorded} hold those that are
+there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-_PYTEST = "{python} -m pytest -o addopts=--import-mode=importlib -v --tb=short -p no:cacheprovider"
-_ONE = f'{_PYTEST} -m "gpu and not gpu2 and not gpu8"'
-_SEVERAL = f"{_PYTEST} -m gpu2"
+_OF_ONE = '{pytest} -m "gpu and not gpu2 and not gpu8"'
+_MANY_OF_ONE = '{pytests} -m "gpu and not gpu2 and not gpu8"'
+_OF_TWO = "{pytest} -m gpu2"
 _SCALING = "{torchrun} scripts/bench_ep_scaling.py"
 _DISPATCH = "{python} scripts/bench_dispatch.py --ranks {gpus} {commit} --json {rows}"
 _NVSHMEM = "nvshmem_low_latency:by_reference,nvshmem_low_latency,nvshmem_high_throughput"
@@ -20,7 +21,8 @@ _SIZES = "--wires bf16 --hidden 2048,2880,4096,5120 --topk 4,6"
 _MODELS = ("deepseek-v3", "kimi-k2", "qwen3-235b", "qwen3-30b", "mixtral-8x7b", "gpt-oss-120b")
 _LOADING = "{python} scripts/bench_loading.py --device cuda"
 _INT4 = "--format int4 --geometry deepseek-v3 --made-layers 1 --made-experts 128 --ep-size 4"
-_MOVING = "{python} scripts/bench_eplb_moving.py --ranks {gpus} --steps 200 --tokens 128,64 --transports peer_copies"
+_PEER_COPIES = "--steps 200 --tokens 128,64 --transports peer_copies --gb-s 40"
+_MOVING = f"{{python}} scripts/bench_eplb_moving.py --ranks {{gpus}} {_PEER_COPIES}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,30 +74,33 @@ _OTHER_TESTS = (
 )
 _TESTS = (
     # Of one GPU, in pieces that take about as long.
-    _tests("tests-marlin", 1, 90, _ONE, "tests/gpu/test_marlin_gpu.py tests/gpu/test_marlin_large_gpu.py"),
-    _tests("tests-prefill", 1, 90, _ONE, "tests/gpu/test_marlin_prefill_gpu.py tests/gpu/test_marlin_act_order_gpu.py"),
+    _tests("tests-marlin", 1, 90, _MANY_OF_ONE, "tests/gpu/test_marlin_gpu.py tests/gpu/test_marlin_large_gpu.py"),
     _tests(
-        "tests-kernels", 1, 90, _ONE,
+        "tests-prefill", 1, 90, _MANY_OF_ONE,
+        "tests/gpu/test_marlin_prefill_gpu.py tests/gpu/test_marlin_act_order_gpu.py",
+    ),
+    _tests(
+        "tests-kernels", 1, 90, _MANY_OF_ONE,
         "tests/kernels/test_align.py tests/kernels/test_grouped.py tests/kernels/test_marlin_repack.py "
         "tests/kernels/test_mul_sum.py tests/kernels/test_routing_triton.py tests/kernels/test_tuning.py "
         "tests/core/test_workspace.py tests/checkpoint/test_formats.py tests/integrations/test_choices.py "
         "tests/gpu/test_eplb_gpu.py tests/gpu/test_formats_gpu.py tests/gpu/test_grouped_gpu.py",
     ),
     _tests(
-        "tests-nvshmem", 1, 110, _ONE,
+        "tests-nvshmem", 1, 110, _OF_ONE,
         f"tests/gpu/test_nvshmem_ranks_gpu.py tests/gpu/test_nvshmem_ranks_faults_gpu.py {_NVSHMEM_TESTS} "
         f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS}",
     ),
     # Of several ranks. Those of more ranks than the part has GPUs are skipped by the tests themselves.
-    _tests("tests-2-nvshmem", 2, 60, _SEVERAL, f"{_NVSHMEM_TESTS} tests/gpu/test_nvshmem_faults_gpu.py"),
-    _tests("tests-2-layer", 2, 90, _SEVERAL, "tests/gpu/test_layer_gpu.py"),
-    _tests("tests-2-others", 2, 90, _SEVERAL, _OTHER_TESTS),
+    _tests("tests-2-nvshmem", 2, 60, _OF_TWO, f"{_NVSHMEM_TESTS} tests/gpu/test_nvshmem_faults_gpu.py"),
+    _tests("tests-2-layer", 2, 90, _OF_TWO, "tests/gpu/test_layer_gpu.py"),
+    _tests("tests-2-others", 2, 90, _OF_TWO, _OTHER_TESTS),
     _tests(
-        "tests-4-nvshmem", 4, 90, f'{_SEVERAL} -k "[3 or [4 or two_level"',
+        "tests-4-nvshmem", 4, 90, f'{_OF_TWO} -k "[3 or [4 or two_level"',
         f"{_NVSHMEM_TESTS} tests/gpu/test_two_level_gpu.py",
     ),
-    _tests("tests-4-others", 4, 150, f'{_SEVERAL} -k "[4"', f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS}"),
-    _tests("tests-8", 8, 240, f"{_PYTEST} -m gpu8", f"{_NVSHMEM_TESTS} tests/gpu/test_layer_gpu.py {_OTHER_TESTS}"),
+    _tests("tests-4-others", 4, 150, f'{_OF_TWO} -k "[4"', f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS}"),
+    _tests("tests-8", 8, 240, "{pytest} -m gpu8", f"{_NVSHMEM_TESTS} tests/gpu/test_layer_gpu.py {_OTHER_TESTS}"),
 )  # fmt: skip
 
 # In order of worth: what does not fit the time is left out from the end.
@@ -131,7 +136,7 @@ PARTS = (
     ),
     _every(
         "eplb-moving", "eplb_moving.md", 45,
-        f"{_MOVING} --gb-s 40,16 --parts moving,bare,stall,transfer {{commit}} --json {{rows}}",
+        f"{_MOVING} --parts moving,bare,stall,transfer {{commit}} --json {{rows}}",
         f"{_MOVING} --parts skew {{commit}} --json {{rows}}",
     ),
     _every(

@@ -193,9 +193,10 @@ def test_tests_are_counted_and_lines_shown(reproduce: ModuleType, schedule: Modu
     args = reproduce.parse(["--out", str(tmp_path)])
     part = reproduce.Part(name="p", page="runtime.md", seconds=1, commands=(), headline="^result")
     log = "tests/a.py::test_b[4-fp8 rows] PASSED [ 1%]\ntests/a.py::test_c FAILED\nresult 7\n{not json\n"
+    log += "[gw2] [ 12%] PASSED tests/a.py::test_d[x y] \ntests/a.py::test_d[x y] \n"
     (tmp_path / "p.log").write_text(log)
     row = reproduce.results(schedule.Ended("p", 1, 2.0, 3.0, False), part, args)
-    assert (row["tests"], row["headlines"], row["rows"]) == ({"passed": 1, "failed": 1}, ["result 7"], 0)
+    assert (row["tests"], row["headlines"], row["rows"]) == ({"passed": 2, "failed": 1}, ["result 7"], 0)
 
 
 def test_what_is_not_there_is_said(reproduce: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
