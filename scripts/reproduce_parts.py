@@ -1,10 +1,10 @@
 """What scripts/reproduce.py runs: every test that needs GPUs and every measurement of docs/benchmarks, as one table.
 
 Commands are those of the pages. In braces: {python}, {torchrun} and {moe_ep} start a process, or one a GPU; {pytest}
-runs tests one by one, {pytests} some side by side; {gpus} is how many GPUs the part has; {rows} is the file of its rows,
-and what prints JSON lines need not name it; {left} is how many seconds it may take; {commit} is the option --commit;
-{model}, {texts}, {prompts} are files of the caller, without which the part cannot run; {peers} and {recorded} hold those
-that are there.
+runs tests one by one, {pytests} some side by side; {gpus} is how many GPUs the part has; {rows} is the file of its
+rows, and what prints JSON lines need not name it; {left} is how many seconds it may take; {commit} is the option
+--commit; {model}, {texts}, {prompts} are files of the caller, without which the part cannot run; {peers} and
+{recorded} hold those that are there.
 """
 
 from __future__ import annotations
