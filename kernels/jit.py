@@ -27,7 +27,7 @@ import torch
 
 from moe_ep import env
 from moe_ep.errors import BackendUnavailableError, missing_extra
-from moe_ep.workspace import current_stream
+from moe_ep.kernels.kernel import Kernel
 
 _MIN_CAPABILITY = (8, 0)
 _lock = threading.Lock()
@@ -92,77 +92,6 @@ def compile_only(source: KernelSource, arch: str) -> Resources:
     return Resources(int(registers[1]), int(spills[1]), int(spills[2]), text)
 
 
-class Kernel:
-    """A kernel on one device, taking one struct by value (`__grid_constant__`)."""
-
-    def __init__(self, source: KernelSource, device: torch.device) -> None:
-        driver = driver_bindings()
-        code = _object_code_type().from_cubin(_cubin(source, _arch_of(device)), name=source.entry)
-        if source.archive is not None:
-            source.archive.start(code)
-        self.entry = source.entry
-        self._code = code  # keeps the module loaded
-        self._driver = driver
-        self._device = device
-        handle = code.get_kernel(source.entry).handle
-        self._function = checked(driver.cuKernelGetFunction(handle))
-        self._context = checked(driver.cuCtxGetCurrent())
-        self._shared_bytes = 0
-        # Launch configurations used so far, by grid, block, shared memory, `early` and stream.
-        self._configs: dict[tuple[tuple[int, int, int], int, int, bool, int], Any] = {}
-
-    def allow_shared(self, num_bytes: int) -> None:
-        """Raises the limit of dynamic shared memory per launch; must be called before capture."""
-        if num_bytes > max(self._shared_bytes, 48 * 1024):
-            attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            checked(self._driver.cuFuncSetAttribute(self._function, attribute, num_bytes))
-            self._shared_bytes = num_bytes
-
-    def launch(
-        self,
-        params: ctypes.Structure,
-        grid: tuple[int, int, int],
-        block: int,
-        shared_bytes: int = 0,
-        early: bool = False,
-    ) -> None:
-        """Launches on the current stream of the device; `params` is copied before this returns.
-
-        Args:
-            early: allow it to start before the previous kernel has ended (programmatic dependent launch, from Hopper
-                on); the kernel itself must wait for that one with griddepcontrol.wait.
-        """
-        index = self._device.index
-        if torch.cuda.current_device() != index:
-            with torch.cuda.device(self._device):
-                return self.launch(params, grid, block, shared_bytes, early)
-        key = (grid, block, shared_bytes, early, current_stream(self._device))
-        config = self._configs.get(key)
-        if config is None:
-            config = self._configs[key] = self._config(*key)
-        pointer = ctypes.c_void_p(ctypes.addressof(params))
-        arguments = (config, self._function, ctypes.addressof(pointer), 0)
-        result = self._driver.cuLaunchKernelEx(*arguments)
-        if result[0] == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            # A thread that has not used the GPU yet has no current context.
-            checked(self._driver.cuCtxSetCurrent(self._context))
-            result = self._driver.cuLaunchKernelEx(*arguments)
-        checked(result)
-        return None
-
-    def _config(self, grid: tuple[int, int, int], block: int, shared_bytes: int, early: bool, stream: int) -> Any:
-        config = self._driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes, config.hStream = shared_bytes, stream
-        if early and capability(self._device.index) >= (9, 0):
-            attribute = self._driver.CUlaunchAttribute()
-            attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
-        return config
-
-
 @functools.cache
 def capability(device_index: int) -> tuple[int, int]:
     """The compute capability of a GPU; (9, 0) is Hopper."""
@@ -192,8 +121,16 @@ def load(source: KernelSource, device: torch.device) -> Kernel:
                 )
             with torch.cuda.device(index):
                 torch.cuda.current_stream().synchronize()  # makes the primary context current
-                _loaded[source, index] = Kernel(source, torch.device("cuda", index))
+                _loaded[source, index] = _loaded_kernel(source, torch.device("cuda", index))
         return _loaded[source, index]
+
+
+def _loaded_kernel(source: KernelSource, device: torch.device) -> Kernel:
+    code = _object_code_type().from_cubin(_cubin(source, _arch_of(device)), name=source.entry)
+    if source.archive is not None:
+        source.archive.start(code)
+    function = checked(driver_bindings().cuKernelGetFunction(code.get_kernel(source.entry).handle))
+    return Kernel(source.entry, int(function), device, code)
 
 
 def compile_ahead(source: KernelSource, device: torch.device) -> None:

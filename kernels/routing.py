@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from moe_ep.kernels.triton_handover import comes_early, take_over
+from moe_ep.kernels.triton_kernel import TritonKernel
 from moe_ep.topk import topk_reference
 
 # A row's experts stay in registers of one program.
@@ -38,6 +39,7 @@ def _first_best(keys, positions):
     return tl.min(tl.where(keys == tl.max(keys), positions, 0x7FFFFFFF))
 
 
+@TritonKernel
 @triton.jit
 def _topk_kernel(
     router_ptr,
@@ -175,30 +177,29 @@ def fused_topk(
     group_size = num_experts // num_expert_group
     block_groups, block_members = _power_of_2(num_expert_group), _power_of_2(group_size)
     early = comes_early(router_logits.device)
-    with torch.cuda.device_of(router_logits):
-        _topk_kernel[(num_tokens,)](
-            source,
-            e_score_correction_bias.contiguous() if e_score_correction_bias is not None else None,
-            weights,
-            ids,
-            *source.stride(),
-            float(routed_scaling_factor),
-            KIND=kind,
-            HAS_BIAS=has_bias,
-            RENORMALIZE=renormalize,
-            TOP_K=top_k,
-            NUM_GROUPS=num_expert_group,
-            GROUP_SIZE=group_size,
-            TOPK_GROUP=topk_group,
-            BLOCK_GROUPS=block_groups,
-            BLOCK_MEMBERS=block_members,
-            BLOCK_K=_power_of_2(top_k),
-            PRECISE=not _INTERPRETED,
-            EARLY=early,
-            launch_pdl=early,
-            num_warps=1 if block_groups * block_members <= 512 else 4,
-            enable_fp_fusion=False,
-        )
+    _topk_kernel[(num_tokens,)](
+        source,
+        e_score_correction_bias.contiguous() if e_score_correction_bias is not None else None,
+        weights,
+        ids,
+        *source.stride(),
+        float(routed_scaling_factor),
+        KIND=kind,
+        HAS_BIAS=has_bias,
+        RENORMALIZE=renormalize,
+        TOP_K=top_k,
+        NUM_GROUPS=num_expert_group,
+        GROUP_SIZE=group_size,
+        TOPK_GROUP=topk_group,
+        BLOCK_GROUPS=block_groups,
+        BLOCK_MEMBERS=block_members,
+        BLOCK_K=_power_of_2(top_k),
+        PRECISE=not _INTERPRETED,
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=1 if block_groups * block_members <= 512 else 4,
+        enable_fp_fusion=False,
+    )
     return weights, ids
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from moe_ep.kernels.triton_handover import comes_early, take_over
+from moe_ep.kernels.triton_kernel import TritonKernel
 
 _BLOCK = 128
 _NUM_WARPS = 4
@@ -20,6 +21,7 @@ def _fill_rest(list_ptr, used, length, value, program, num_programs, BLOCK: tl.c
         tl.store(list_ptr + position, value, mask=position < length)
 
 
+@TritonKernel
 @triton.jit
 def _batched_kernel(
     counts_ptr,
@@ -74,21 +76,20 @@ def triton_batched_align(
     expert_ids = expert_num_tokens.new_empty(num_blocks, dtype=torch.int32)
     used = expert_num_tokens.new_empty(1, dtype=torch.int32)
     early = comes_early(expert_num_tokens.device)
-    with torch.cuda.device_of(expert_num_tokens):
-        _batched_kernel[(num_experts,)](
-            expert_num_tokens.contiguous(),
-            sorted_token_ids,
-            expert_ids,
-            used,
-            num_experts,
-            max_rows,
-            sorted_token_ids.numel(),
-            num_blocks,
-            BLOCK_SIZE=block_size,
-            BINS=triton.next_power_of_2(num_experts),
-            BLOCK=_BLOCK,
-            EARLY=early,
-            launch_pdl=early,
-            num_warps=_NUM_WARPS,
-        )
+    _batched_kernel[(num_experts,)](
+        expert_num_tokens.contiguous(),
+        sorted_token_ids,
+        expert_ids,
+        used,
+        num_experts,
+        max_rows,
+        sorted_token_ids.numel(),
+        num_blocks,
+        BLOCK_SIZE=block_size,
+        BINS=triton.next_power_of_2(num_experts),
+        BLOCK=_BLOCK,
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=_NUM_WARPS,
+    )
     return sorted_token_ids, expert_ids, used

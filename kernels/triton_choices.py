@@ -6,9 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ep.kernels.triton_kernel import TritonKernel
+
 _BLOCK = 256
 
 
+@TritonKernel
 @triton.jit
 def _pack_kernel(
     ids_ptr,
@@ -46,6 +49,7 @@ def _pack_kernel(
     tl.store(choices_ptr + plane_stride + slot, tl.where(known, expert, -1).to(tl.int32), mask=inside)
 
 
+@TritonKernel
 @triton.jit
 def _count_kernel(ids_ptr, counts_ptr, num_slots, BLOCK: tl.constexpr):
     """Adds each id of `[T, top_k]` that is not negative to counts int64 `[num_experts]`.
@@ -66,25 +70,23 @@ def triton_pack_choices(
 ) -> None:
     """`pack_choices` of at least one slot into `empty_choices`."""
     num_tokens, top_k = topk_ids.shape
-    with torch.cuda.device_of(topk_ids):
-        _pack_kernel[(triton.cdiv(num_tokens * top_k, _BLOCK),)](
-            topk_ids,
-            topk_weights,
-            row_mask,
-            choices,
-            num_tokens * top_k,
-            num_experts,
-            *topk_ids.stride(),
-            *topk_weights.stride(),
-            choices.stride(1),
-            TOP_K=top_k,
-            HAS_MASK=row_mask is not None,
-            BLOCK=_BLOCK,
-        )
+    _pack_kernel[(triton.cdiv(num_tokens * top_k, _BLOCK),)](
+        topk_ids,
+        topk_weights,
+        row_mask,
+        choices,
+        num_tokens * top_k,
+        num_experts,
+        *topk_ids.stride(),
+        *topk_weights.stride(),
+        choices.stride(1),
+        TOP_K=top_k,
+        HAS_MASK=row_mask is not None,
+        BLOCK=_BLOCK,
+    )
 
 
 def triton_count_choices(topk_ids: torch.Tensor, counts: torch.Tensor) -> None:
     """`count_choices` of at least one slot."""
     ids = topk_ids.contiguous()
-    with torch.cuda.device_of(ids):
-        _count_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](ids, counts, ids.numel(), BLOCK=_BLOCK)
+    _count_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](ids, counts, ids.numel(), BLOCK=_BLOCK)

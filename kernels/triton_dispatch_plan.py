@@ -6,9 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ep.kernels.triton_kernel import TritonKernel
+
 _BLOCK_TOKENS = 1024
 
 
+@TritonKernel
 @triton.jit
 def _send_plan_kernel(
     ids_ptr,
@@ -77,18 +80,17 @@ def triton_send_plan(
     num_tokens, topk = topk_ids.shape
     slots = topk_ids.new_empty((num_tokens, num_ranks))
     counts = topk_ids.new_empty(num_ranks)
-    with torch.cuda.device_of(topk_ids):
-        _send_plan_kernel[(num_ranks,)](
-            topk_ids,
-            owners,
-            slots,
-            counts,
-            num_tokens,
-            owners.numel(),
-            capacity or 0,
-            NUM_RANKS=num_ranks,
-            TOPK=topk,
-            EXACT=capacity is None,
-            BLOCK=min(_BLOCK_TOKENS, triton.next_power_of_2(num_tokens)),
-        )
+    _send_plan_kernel[(num_ranks,)](
+        topk_ids,
+        owners,
+        slots,
+        counts,
+        num_tokens,
+        owners.numel(),
+        capacity or 0,
+        NUM_RANKS=num_ranks,
+        TOPK=topk,
+        EXACT=capacity is None,
+        BLOCK=min(_BLOCK_TOKENS, triton.next_power_of_2(num_tokens)),
+    )
     return slots, counts

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ep.kernels.triton_kernel import TritonKernel
+
 # A thread moves 16 bytes at a time. Rows are split until there are this many programs, to occupy a large GPU twice;
 # with many times as many, a thread moves two such vectors, and what each program must look up is paid half as often.
 _VECTOR_BYTES = 16
@@ -49,6 +51,7 @@ def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors if size == 1 else tuple(tensor.view(torch.uint8) for tensor in tensors)
 
 
+@TritonKernel
 @triton.jit
 def _pack_rows_kernel(
     rows_ptr,
@@ -98,6 +101,7 @@ def _pack_rows_kernel(
             tl.store(meta + TOPK, theirs.to(tl.int32, bitcast=True), mask=writes)
 
 
+@TritonKernel
 @triton.jit
 def _weighted_rows_kernel(
     source_ptr,
@@ -152,25 +156,24 @@ def triton_pack_rows(
     num_tokens, num_columns = rows.shape
     topk = topk_ids.size(1)
     block, num_warps = row_blocks(num_tokens, num_columns, rows.element_size())
-    with torch.cuda.device_of(rows):
-        _pack_rows_kernel[(num_tokens, triton.cdiv(num_columns, block))](
-            rows,
-            topk_ids,
-            topk_weights,
-            owners,
-            slots,
-            send_rows,
-            send_meta,
-            num_columns,
-            owners.numel(),
-            rows.stride(0),
-            send_rows.stride(0),
-            NUM_RANKS=slots.size(1),
-            TOPK=topk,
-            BLOCK_TOPK=triton.next_power_of_2(topk),
-            BLOCK=block,
-            num_warps=num_warps,
-        )
+    _pack_rows_kernel[(num_tokens, triton.cdiv(num_columns, block))](
+        rows,
+        topk_ids,
+        topk_weights,
+        owners,
+        slots,
+        send_rows,
+        send_meta,
+        num_columns,
+        owners.numel(),
+        rows.stride(0),
+        send_rows.stride(0),
+        NUM_RANKS=slots.size(1),
+        TOPK=topk,
+        BLOCK_TOPK=triton.next_power_of_2(topk),
+        BLOCK=block,
+        num_warps=num_warps,
+    )
 
 
 def triton_weighted_rows(
@@ -191,19 +194,18 @@ def _launch_weighted_rows(
     """Products and sums are rounded one by one, not fused, so the bits are those of the plain form."""
     num_rows, num_columns = target.shape
     block, num_warps = row_blocks(num_rows, num_columns, target.element_size())
-    with torch.cuda.device_of(target):
-        _weighted_rows_kernel[(num_rows, triton.cdiv(num_columns, block))](
-            source,
-            slots,
-            weights,
-            target,
-            num_columns,
-            source.stride(0),
-            target.stride(0),
-            TOPK=slots.size(1),
-            HAS_WEIGHTS=weights is not None,
-            ALWAYS=always,
-            BLOCK=block,
-            num_warps=num_warps,
-            enable_fp_fusion=False,
-        )
+    _weighted_rows_kernel[(num_rows, triton.cdiv(num_columns, block))](
+        source,
+        slots,
+        weights,
+        target,
+        num_columns,
+        source.stride(0),
+        target.stride(0),
+        TOPK=slots.size(1),
+        HAS_WEIGHTS=weights is not None,
+        ALWAYS=always,
+        BLOCK=block,
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+    )

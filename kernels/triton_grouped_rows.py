@@ -8,11 +8,13 @@ import triton.language as tl
 
 from moe_ep.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, MoEActivation
 from moe_ep.kernels.triton_dispatch_rows import as_words, row_blocks
+from moe_ep.kernels.triton_kernel import TritonKernel
 
 _ALPHA = tl.constexpr(SWIGLUOAI_ALPHA)
 _LIMIT = tl.constexpr(SWIGLUOAI_LIMIT)
 
 
+@TritonKernel
 @triton.jit
 def _move_rows_kernel(
     source_ptr,
@@ -46,6 +48,7 @@ def _move_rows_kernel(
         tl.store(target_ptr + place * target_stride + column, words, mask=in_row)
 
 
+@TritonKernel
 @triton.jit
 def _activate_kernel(
     input_ptr, output_ptr, count_ptr, num_columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
@@ -99,21 +102,20 @@ def triton_move_rows(
     source, target = as_words(source, target)
     num_columns = source.size(1)
     block, num_warps = row_blocks(num_rows, num_columns, source.element_size())
-    with torch.cuda.device_of(source):
-        _move_rows_kernel[(num_rows, triton.cdiv(num_columns, block))](
-            source,
-            sources,
-            target,
-            targets,
-            count,
-            num_columns,
-            source.stride(0),
-            target.stride(0),
-            HAS_SOURCES=sources is not None,
-            HAS_TARGETS=targets is not None,
-            BLOCK=block,
-            num_warps=num_warps,
-        )
+    _move_rows_kernel[(num_rows, triton.cdiv(num_columns, block))](
+        source,
+        sources,
+        target,
+        targets,
+        count,
+        num_columns,
+        source.stride(0),
+        target.stride(0),
+        HAS_SOURCES=sources is not None,
+        HAS_TARGETS=targets is not None,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
 
 
 def triton_activate_rows(
@@ -124,14 +126,13 @@ def triton_activate_rows(
     if num_rows == 0:
         return
     block, num_warps = row_blocks(num_rows, num_columns, output.element_size())
-    with torch.cuda.device_of(input):
-        _activate_kernel[(num_rows, triton.cdiv(num_columns, block))](
-            input,
-            output,
-            count,
-            num_columns,
-            ACTIVATION=str(activation),
-            GATED=activation.is_gated,
-            BLOCK=block,
-            num_warps=num_warps,
-        )
+    _activate_kernel[(num_rows, triton.cdiv(num_columns, block))](
+        input,
+        output,
+        count,
+        num_columns,
+        ACTIVATION=str(activation),
+        GATED=activation.is_gated,
+        BLOCK=block,
+        num_warps=num_warps,
+    )

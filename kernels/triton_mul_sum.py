@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from moe_ep.kernels.triton_handover import comes_early, take_over
+from moe_ep.kernels.triton_kernel import TritonKernel
 
 # A thread loads 16 bytes at a time. Below this many programs the blocks are made smaller, to occupy a large GPU twice.
 _VECTOR_BYTES = 16
@@ -14,6 +17,7 @@ _WARP = 32
 _ENOUGH_PROGRAMS = 264
 
 
+@functools.lru_cache(maxsize=1024)
 def choose_blocks(num_tokens: int, hidden_size: int, element_size: int) -> tuple[int, int]:
     """Chooses (columns per program, warps) for `[T, topk, K]` inputs.
 
@@ -32,6 +36,7 @@ def choose_blocks(num_tokens: int, hidden_size: int, element_size: int) -> tuple
     return per_warp * num_warps, num_warps
 
 
+@TritonKernel
 @triton.jit
 def _mul_sum_kernel(
     inputs_ptr,
@@ -100,25 +105,24 @@ def triton_mul_sum(
     num_tokens, topk, hidden_size = inputs.shape
     block, num_warps = choose_blocks(num_tokens, hidden_size, inputs.element_size())
     early = comes_early(inputs.device)
-    with torch.cuda.device_of(inputs):
-        _mul_sum_kernel[(num_tokens, -(-hidden_size // block))](
-            inputs,
-            topk_weights,
-            topk_ids,
-            None if expert_map is None else expert_map.contiguous(),
-            outputs,
-            hidden_size,
-            *inputs.stride(),
-            *topk_weights.stride(),
-            *(topk_ids.stride() if topk_ids is not None else (0, 0)),
-            *outputs.stride(),
-            TOPK=topk,
-            HAS_IDS=topk_ids is not None,
-            HAS_MAP=expert_map is not None,
-            BLOCK=block,
-            EARLY=early,
-            launch_pdl=early,
-            num_warps=num_warps,
-            enable_fp_fusion=False,
-        )
+    _mul_sum_kernel[(num_tokens, -(-hidden_size // block))](
+        inputs,
+        topk_weights,
+        topk_ids,
+        None if expert_map is None else expert_map.contiguous(),
+        outputs,
+        hidden_size,
+        *inputs.stride(),
+        *topk_weights.stride(),
+        *(topk_ids.stride() if topk_ids is not None else (0, 0)),
+        *outputs.stride(),
+        TOPK=topk,
+        HAS_IDS=topk_ids is not None,
+        HAS_MAP=expert_map is not None,
+        BLOCK=block,
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+    )
     return outputs

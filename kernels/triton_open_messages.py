@@ -8,11 +8,13 @@ import triton.language as tl
 
 from moe_ep.kernels.quantize import GROUP_SIZE, scale_offset
 from moe_ep.kernels.triton_dispatch_rows import as_words, row_blocks
+from moe_ep.kernels.triton_kernel import TritonKernel
 from moe_ep.kernels.triton_quantize import decode_e4m3
 
 _BLOCK_EXPERTS = 128
 
 
+@TritonKernel
 @triton.jit
 def _open_messages_kernel(
     rows_ptr,
@@ -143,33 +145,32 @@ def triton_open_messages(
         message_rows, target = as_words(message_rows.view(batch.dtype), batch)
     num_columns = target.size(2)
     block, num_warps = row_blocks(num_rows, num_columns, target.element_size())
-    with torch.cuda.device_of(batch):
-        _open_messages_kernel[(num_rows + num_local_experts, triton.cdiv(num_columns, block))](
-            message_rows,
-            scales,
-            message_meta,
-            headers,
-            None if expert_map is None else expert_map.to(torch.int32).contiguous(),
-            target,
-            slots,
-            weights,
-            totals,
-            headers.size(1),
-            num_columns,
-            max_rows,
-            message_rows.stride(1),
-            message_rows.stride(0),
-            message_meta.stride(1),
-            message_meta.stride(0),
-            capacity,
-            NUM_RANKS=num_ranks,
-            TOPK=topk,
-            BLOCK_TOPK=triton.next_power_of_2(topk),
-            HAS_MAP=expert_map is not None,
-            QUANTIZED=quantized,
-            GROUP=GROUP_SIZE,
-            BLOCK_EXPERTS=_BLOCK_EXPERTS,
-            BLOCK=block,
-            num_warps=num_warps,
-        )
+    _open_messages_kernel[(num_rows + num_local_experts, triton.cdiv(num_columns, block))](
+        message_rows,
+        scales,
+        message_meta,
+        headers,
+        None if expert_map is None else expert_map.to(torch.int32).contiguous(),
+        target,
+        slots,
+        weights,
+        totals,
+        headers.size(1),
+        num_columns,
+        max_rows,
+        message_rows.stride(1),
+        message_rows.stride(0),
+        message_meta.stride(1),
+        message_meta.stride(0),
+        capacity,
+        NUM_RANKS=num_ranks,
+        TOPK=topk,
+        BLOCK_TOPK=triton.next_power_of_2(topk),
+        HAS_MAP=expert_map is not None,
+        QUANTIZED=quantized,
+        GROUP=GROUP_SIZE,
+        BLOCK_EXPERTS=_BLOCK_EXPERTS,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
     return slots, weights, totals

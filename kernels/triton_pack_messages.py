@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 
 from moe_ep.kernels.triton_dispatch_rows import as_words, row_blocks
+from moe_ep.kernels.triton_kernel import TritonKernel
 
 _BLOCK_TOKENS = 64
 _BLOCK_EXPERTS = 32
 
 
+@TritonKernel
 @triton.jit
 def _pack_messages_kernel(
     rows_ptr,
@@ -151,31 +153,30 @@ def triton_pack_messages(
     slots = topk_ids.new_empty((num_tokens, num_ranks))
     block, num_warps = row_blocks(capacity, num_words, rows.element_size())
     grid = (capacity + triton.cdiv(num_experts, _BLOCK_EXPERTS), triton.cdiv(num_words, block))
-    with torch.cuda.device_of(rows):
-        _pack_messages_kernel[grid](
-            rows,
-            topk_ids,
-            topk_weights,
-            owners,
-            message_rows,
-            message_meta,
-            headers,
-            slots,
-            num_tokens,
-            num_experts,
-            num_words,
-            rows.stride(0),
-            message_rows.stride(1),
-            message_rows.stride(0),
-            message_meta.stride(1),
-            message_meta.stride(0),
-            capacity,
-            NUM_RANKS=num_ranks,
-            TOPK=topk,
-            BLOCK_TOPK=triton.next_power_of_2(topk),
-            BLOCK_TOKENS=_BLOCK_TOKENS,
-            BLOCK_EXPERTS=_BLOCK_EXPERTS,
-            BLOCK=block,
-            num_warps=num_warps,
-        )
+    _pack_messages_kernel[grid](
+        rows,
+        topk_ids,
+        topk_weights,
+        owners,
+        message_rows,
+        message_meta,
+        headers,
+        slots,
+        num_tokens,
+        num_experts,
+        num_words,
+        rows.stride(0),
+        message_rows.stride(1),
+        message_rows.stride(0),
+        message_meta.stride(1),
+        message_meta.stride(0),
+        capacity,
+        NUM_RANKS=num_ranks,
+        TOPK=topk,
+        BLOCK_TOPK=triton.next_power_of_2(topk),
+        BLOCK_TOKENS=_BLOCK_TOKENS,
+        BLOCK_EXPERTS=_BLOCK_EXPERTS,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
     return slots

@@ -13,6 +13,7 @@ import triton.language as tl
 from moe_ep.kernels.quantize import GROUP_SIZE, TINY_SCALE, scale_offset
 from moe_ep.kernels.triton_dispatch_rows import row_blocks
 from moe_ep.kernels.triton_handover import comes_early, take_over
+from moe_ep.kernels.triton_kernel import TritonKernel
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 # As measured: 16 columns per thread, and blocks that extend little beyond the end of a row.
@@ -111,6 +112,7 @@ def _divide(values, divisor, CORRECTIONS: tl.constexpr):
     return quotient
 
 
+@TritonKernel
 @triton.jit
 def _quantize_kernel(
     rows_ptr,
@@ -155,6 +157,7 @@ def _quantize_kernel(
     tl.store(scales_ptr + row * scale_stride + group, scale, mask=group < num_groups)
 
 
+@TritonKernel
 @triton.jit
 def _dequantize_kernel(
     codes_ptr,
@@ -201,23 +204,22 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
         quantized[:, hidden_size:start].zero_()
     block = min(_MOST_COLUMNS, row_blocks(num_tokens, hidden_size, rows.element_size())[0])
     block_groups = max(1, block // GROUP_SIZE)
-    with torch.cuda.device_of(rows):
-        _quantize_kernel[(num_tokens, triton.cdiv(num_groups, block_groups))](
-            rows,
-            quantized,
-            quantized[:, start:].view(torch.float32),
-            hidden_size,
-            num_groups,
-            rows.stride(0),
-            quantized.stride(0),
-            quantized.stride(0) // 4,
-            TINY=TINY_SCALE,
-            GROUP=GROUP_SIZE,
-            BLOCK_GROUPS=block_groups,
-            HAS_E4M3=_has_e4m3(rows.device),
-            CORRECTIONS=0 if _INTERPRETED else 1 if rows.element_size() == 2 else 2,
-            num_warps=max(1, block // _WARP_COLUMNS),
-        )
+    _quantize_kernel[(num_tokens, triton.cdiv(num_groups, block_groups))](
+        rows,
+        quantized,
+        quantized[:, start:].view(torch.float32),
+        hidden_size,
+        num_groups,
+        rows.stride(0),
+        quantized.stride(0),
+        quantized.stride(0) // 4,
+        TINY=TINY_SCALE,
+        GROUP=GROUP_SIZE,
+        BLOCK_GROUPS=block_groups,
+        HAS_E4M3=_has_e4m3(rows.device),
+        CORRECTIONS=0 if _INTERPRETED else 1 if rows.element_size() == 2 else 2,
+        num_warps=max(1, block // _WARP_COLUMNS),
+    )
     return quantized
 
 
@@ -226,22 +228,21 @@ def triton_dequantize_rows(quantized: torch.Tensor, rows: torch.Tensor) -> torch
     num_tokens, hidden_size = rows.shape
     block, num_warps = row_blocks(num_tokens, hidden_size, rows.element_size())
     block_groups, early = max(1, block // GROUP_SIZE), comes_early(rows.device)
-    with torch.cuda.device_of(rows):
-        _dequantize_kernel[(num_tokens, triton.cdiv(hidden_size, block_groups * GROUP_SIZE))](
-            quantized,
-            quantized[:, scale_offset(hidden_size) :].view(torch.float32),
-            rows,
-            hidden_size,
-            quantized.stride(0),
-            quantized.stride(0) // 4,
-            rows.stride(0),
-            GROUP=GROUP_SIZE,
-            BLOCK_GROUPS=block_groups,
-            HAS_E4M3=_has_e4m3(rows.device),
-            EARLY=early,
-            launch_pdl=early,
-            num_warps=num_warps,
-        )
+    _dequantize_kernel[(num_tokens, triton.cdiv(hidden_size, block_groups * GROUP_SIZE))](
+        quantized,
+        quantized[:, scale_offset(hidden_size) :].view(torch.float32),
+        rows,
+        hidden_size,
+        quantized.stride(0),
+        quantized.stride(0) // 4,
+        rows.stride(0),
+        GROUP=GROUP_SIZE,
+        BLOCK_GROUPS=block_groups,
+        HAS_E4M3=_has_e4m3(rows.device),
+        EARLY=early,
+        launch_pdl=early,
+        num_warps=num_warps,
+    )
     return rows
 
 

@@ -6,9 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ep.kernels.triton_kernel import TritonKernel
+
 _BLOCK = 1024
 
 
+@TritonKernel
 @triton.jit
 def _pack_codes_kernel(
     pairs_ptr,
@@ -73,8 +76,7 @@ def triton_pack_codes(codes: torch.Tensor, bits: int, gated: bool) -> torch.Tens
     words = torch.empty((num_experts, words_per_expert), dtype=torch.int32, device=codes.device)
     grid = (triton.cdiv(words_per_expert, _BLOCK), num_experts)
     pairs = codes.view(torch.int16)
-    with torch.cuda.device_of(codes):
-        _pack_codes_kernel[grid](
-            pairs, words, num_rows, num_columns, words_per_expert, BITS=bits, GATED=gated, BLOCK=_BLOCK
-        )
+    _pack_codes_kernel[grid](
+        pairs, words, num_rows, num_columns, words_per_expert, BITS=bits, GATED=gated, BLOCK=_BLOCK
+    )
     return words

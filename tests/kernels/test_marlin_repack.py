@@ -169,8 +169,8 @@ def test_triton_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     from moe_ep.kernels.marlin import triton_pack_codes as fused
 
-    kernel = interpreter.InterpretedFunction(fused._pack_codes_kernel.fn)
-    monkeypatch.setattr(fused, "_pack_codes_kernel", kernel)
+    kernel = fused._pack_codes_kernel
+    monkeypatch.setattr(kernel, "function", interpreter.InterpretedFunction(kernel.function.fn))
     check_triton("cpu")
 
 

@@ -50,7 +50,7 @@ def test_topk(arch: int, kind: int, groups: int, size: int, kept: int, top_k: in
         "BLOCK_MEMBERS": triton.next_power_of_2(size), "BLOCK_K": triton.next_power_of_2(top_k), "PRECISE": True,
         "column_stride": 1, "EARLY": arch >= 90,
     }  # fmt: skip
-    ptx = compiled_ptx(_topk_kernel, types, constants, (), arch)
+    ptx = compiled_ptx(_topk_kernel.function, types, constants, (), arch)
     # The sigmoid must round as torch's does: a true division, not a multiplication by an approximate reciprocal.
     assert ("div.rn.f32" in ptx) == (kind == 1)
     assert hands_over_first(ptx) == (arch >= 90)
@@ -69,7 +69,7 @@ def test_mul_sum_reads_16_bytes_at_a_time_and_does_not_fuse(arch: int) -> None:
     divisible = (
         "inputs_ptr", "outputs_ptr", "hidden_size", "input_token_stride", "input_slot_stride", "output_token_stride"
     )  # fmt: skip
-    ptx = compiled_ptx(_mul_sum_kernel, types, constants, divisible, arch)
+    ptx = compiled_ptx(_mul_sum_kernel.function, types, constants, divisible, arch)
     assert ptx.count("ld.global.v4.b32") == 8
     assert ptx.count("st.global.v4.b32") == 1
     assert "fma.rn.f32" not in ptx
@@ -78,8 +78,8 @@ def test_mul_sum_reads_16_bytes_at_a_time_and_does_not_fuse(arch: int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_batched_align(arch: int) -> None:
-    types = {name: "*i32" for name in _batched_kernel.arg_names if name.endswith("_ptr")}
+    types = {name: "*i32" for name in _batched_kernel.function.arg_names if name.endswith("_ptr")}
     constants = {"BLOCK_SIZE": 64, "BINS": 64, "BLOCK": 128, "EARLY": arch >= 90}
-    ptx = compiled_ptx(_batched_kernel, types, constants, (), arch)
+    ptx = compiled_ptx(_batched_kernel.function, types, constants, (), arch)
     assert ".local" not in ptx
     assert hands_over_first(ptx) == (arch >= 90)

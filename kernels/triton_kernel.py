@@ -1,0 +1,86 @@
+"""Triton kernels that are launched again without Triton: its own launch takes Python tens of microseconds."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_ep.kernels.kernel import Kernel
+
+_MOST_INT32 = (1 << 31) - 1
+# How a parameter of each of Triton's types lies in memory, as in the module struct; pointers begin with "*".
+_FORMATS = {"i32": "i", "i64": "q", "u64": "Q", "fp32": "f"}
+# Behind a function's own parameters, pointers to scratch, which no kernel of ours asks for.
+_SCRATCH = "PP"
+
+
+class TritonKernel:
+    """A `triton.jit` function, called in the same way: `kernel[grid](*args, **constants)`.
+
+    Triton compiles a function for what it knows of the arguments: dtypes, addresses and numbers that 16 divides,
+    numbers that are 1 or need 64 bits, pointers that are None, and all constants. What it compiled is kept by just
+    that, and launched directly where all of it is the same again. The first call of a kind goes through Triton, and
+    every call in its interpreter.
+
+    The function's parameters are pointers, named ..._ptr, then numbers, then constants, which are passed by name. The
+    first pointer is never None, and the kernel runs on its device.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self._num_pointers = sum(name.endswith("_ptr") for name in function.arg_names)
+        self._compiled: dict[tuple[object, ...], _Compiled] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._run, grid)
+
+    def _run(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        if 0 in grid:
+            return
+        tensors, numbers = args[: self._num_pointers], args[self._num_pointers :]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        key = (
+            tensors[0].device,
+            *[None if tensor is None else tensor.dtype for tensor in tensors],
+            *[address % 16 for address in addresses],
+            *[number == 1 or (number % 16 == 0, number > _MOST_INT32) for number in numbers],
+            *constants.items(),
+        )
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled.launch(grid, (*addresses, *numbers))
+            return
+        with torch.cuda.device_of(tensors[0]):
+            made = self.function[grid](*args, **constants)
+            if made is not None and (kept := _Compiled(made, tensors[0].device)).is_known:
+                self._compiled[key] = kept
+
+
+class _Compiled:
+    """What Triton made of a function for one kind of arguments.
+
+    Attributes:
+        is_known: its parameters lie as they are laid out here.
+    """
+
+    def __init__(self, made: Any, device: torch.device) -> None:
+        types, metadata = list(made.src.signature.values()), made.metadata
+        given = [index for index, type in enumerate(types) if type != "constexpr"]
+        formats = ["P" if types[index].startswith("*") else _FORMATS[types[index]] for index in given]
+        self._layout = struct.Struct(f"@{''.join(formats)}{_SCRATCH}")
+        self._params = ctypes.c_char * self._layout.size
+        self._given = operator.itemgetter(*given)
+        self._block, self._shared_bytes, self._early = 32 * metadata.num_warps, metadata.shared, metadata.launch_pdl
+        self._kernel = Kernel(made.name, made.function, device, made)
+        scratch = metadata.global_scratch_size + metadata.profile_scratch_size
+        self.is_known = not scratch and self._kernel.params_bytes() == self._layout.size
+
+    def launch(self, grid: tuple[int, ...], args: tuple[float, ...]) -> None:
+        params = self._params.from_buffer_copy(self._layout.pack(*self._given(args), 0, 0))
+        self._kernel.launch(params, grid, self._block, self._shared_bytes, self._early)
