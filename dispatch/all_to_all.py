@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ from moe_ep.kernels.quantize import dequantize_rows
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 
 
-@dataclass(frozen=True)
-class _Handle:
+class _Handle(NamedTuple):
     slots: torch.Tensor
     sent: list[int]
     received: list[int]

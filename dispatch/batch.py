@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
-from typing import Generic, TypeVar
+from dataclasses import is_dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -20,8 +20,7 @@ MAX_TOPK = 32
 MAX_OPEN_BATCHES = 8
 
 
-@dataclass(frozen=True)
-class Pending(Generic[Result]):
+class Pending(NamedTuple, Generic[Result]):
     """Something under way: `wait()` until the data is there, `receive()` to have it (which waits too).
 
     What is not under way yet is started by `start()`, or by whichever of the two comes first.
@@ -32,8 +31,7 @@ class Pending(Generic[Result]):
     start: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """One rank's tokens as they go into a dispatch.
 
     Attributes:

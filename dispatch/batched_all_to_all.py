@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ from moe_ep.kernels.dispatch_rows import sum_rows, weighted_rows
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 
-@dataclass(frozen=True)
-class _Handle:
+class _Handle(NamedTuple):
     slots: torch.Tensor
     opened: OpenedMessages
 

@@ -68,7 +68,9 @@ def moe_align_block_size(
     if pad_sorted_ids:
         length = _ceil_div(length, block_size) * block_size
     key_map, names = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
-    sorted_ids, expert_ids, _, used = _align(topk_ids, block_size, num_experts, length, key_map, names)
+    cuda = _cuda_align(topk_ids, num_experts)
+    align = align_reference if cuda is None else cuda.cuda_align
+    sorted_ids, expert_ids, _, used = align(topk_ids, block_size, num_experts, length, key_map, names)
     return sorted_ids, expert_ids, used
 
 
@@ -88,7 +90,11 @@ def sort_slots_by_expert(
         (slots int32 `[T * top_k]`, undefined after the last expert's; counts int32 `[num_experts]`).
     """
     num_ids = num_experts if expert_map is None else expert_map.numel()
-    slots, _, counts, _ = _align(topk_ids, 1, num_ids, topk_ids.numel(), expert_map, None, wants_blocks=False)
+    cuda = _cuda_align(topk_ids, num_ids)
+    if cuda is not None:
+        slots, counts = cuda.cuda_sort(topk_ids, num_ids, expert_map)
+    else:
+        slots, _, counts, _ = align_reference(topk_ids, 1, num_ids, topk_ids.numel(), expert_map, None)
     return slots, counts[:num_experts]
 
 
@@ -135,26 +141,14 @@ def batched_align_reference(
     return sorted_token_ids.to(torch.int32), expert_ids.to(torch.int32), total.to(torch.int32)
 
 
-def _align(
-    topk_ids: torch.Tensor,
-    block_size: int,
-    num_experts: int,
-    length: int,
-    key_map: torch.Tensor | None,
-    names: torch.Tensor | None,
-    *,
-    wants_blocks: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """cuda_align if it can run, otherwise the plain form, which always makes the expert ids."""
-    align = _cuda_align() if topk_ids.is_cuda else None
-    if align is not None and num_experts <= align.MAX_EXPERTS:
-        return align.cuda_align(topk_ids, block_size, num_experts, length, key_map, names, wants_blocks=wants_blocks)
-    return align_reference(topk_ids, block_size, num_experts, length, key_map, names)
+def _cuda_align(topk_ids: torch.Tensor, num_experts: int) -> ModuleType | None:
+    """The module of the CUDA kernel; None if it cannot sort these ids."""
+    found = _imported_cuda_align() if topk_ids.is_cuda else None
+    return found if found is not None and num_experts <= found.MAX_EXPERTS else None
 
 
 @cache
-def _cuda_align() -> ModuleType | None:
-    """The module of the CUDA kernel, or None if it cannot run."""
+def _imported_cuda_align() -> ModuleType | None:
     if jit.unusable_reason() is not None:
         return None
     from moe_ep.kernels import cuda_align

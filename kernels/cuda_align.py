@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -49,8 +50,6 @@ def cuda_align(
     length: int,
     key_map: torch.Tensor | None,
     names: torch.Tensor | None,
-    *,
-    wants_blocks: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (sorted ids, expert ids, tokens of each expert, entries in use), int32; does not check its arguments.
 
@@ -59,38 +58,67 @@ def cuda_align(
         length: number of entries of the sorted ids.
         key_map: integer `[num_experts]`, the list that each id goes to, -1 for none; None if it is the id's own.
         names: integer `[num_experts]`, the number that stands for each list in the expert ids; None for its own.
-        wants_blocks: if false, the expert ids are not made and returned empty.
     """
-    ids = topk_ids.to(topk_ids.dtype if topk_ids.dtype == torch.int64 else torch.int32).contiguous()
-    num_blocks = -(-length // block_size) if wants_blocks else 0
-    key_map, names = (None if given is None else given.to(torch.int32).contiguous() for given in (key_map, names))
-    numel = ids.numel()
-    sorted_ids, expert_ids, num_tokens, used = (
-        ids.new_empty(size, dtype=torch.int32) for size in (length, num_blocks, num_experts, 1)
+    sizes = (length, -(-length // block_size), num_experts, 1)
+    sorted_ids, expert_ids, num_tokens, used = (topk_ids.new_empty(size, dtype=torch.int32) for size in sizes)
+    names = None if names is None else names.to(torch.int32).contiguous()
+    params = _AlignParams(
+        names=jit.pointer(names),
+        expert_ids=expert_ids.data_ptr(),
+        used=used.data_ptr(),
+        num_blocks=expert_ids.numel(),
+        block_size=block_size,
     )
-    has_clusters = jit.capability(ids.device.index) >= (9, 0)
+    _launch(params, topk_ids, key_map, sorted_ids, num_tokens)
+    return sorted_ids, expert_ids, num_tokens, used
+
+
+def cuda_sort(
+    topk_ids: torch.Tensor, num_experts: int, key_map: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sorted ids of blocks of one, as many as there are ids, and the tokens of each expert; nothing else."""
+    slots = topk_ids.new_empty(topk_ids.numel(), dtype=torch.int32)
+    num_tokens = topk_ids.new_empty(num_experts, dtype=torch.int32)
+    _launch(_AlignParams(block_size=1), topk_ids, key_map, slots, num_tokens)
+    return slots, num_tokens
+
+
+def _launch(
+    params: _AlignParams,
+    topk_ids: torch.Tensor,
+    key_map: torch.Tensor | None,
+    sorted_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+) -> None:
+    """Launches the kernel with what all its uses have in common added to `params`."""
+    ids = topk_ids.to(topk_ids.dtype if topk_ids.dtype == torch.int64 else torch.int32).contiguous()
+    key_map = None if key_map is None else key_map.to(torch.int32).contiguous()
+    numel, num_experts = ids.numel(), num_tokens.numel()
+    shape = _shape(numel, num_experts, jit.capability(ids.device.index) >= (9, 0))
+    params.ids, params.key_map = ids.data_ptr(), jit.pointer(key_map)
+    params.sorted, params.num_tokens = sorted_ids.data_ptr(), num_tokens.data_ptr()
+    params.numel, params.experts, params.length = numel, num_experts, sorted_ids.numel()
+    params.run, params.key_bits = shape.run, (num_experts - 1).bit_length()
+    kernel = _kernels(ids.dtype, ids.device)[shape.blocks]
+    kernel.launch(params, (shape.blocks,), shape.warps * _WARP, shape.shared_bytes, early=True)
+
+
+class _Shape(NamedTuple):
+    """Of a launch: blocks, warps of each, the ids that a warp takes, and a block's shared memory."""
+
+    blocks: int
+    warps: int
+    run: int
+    shared_bytes: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(numel: int, num_experts: int, has_clusters: bool) -> _Shape:
     blocks = _CLUSTER if numel > _MANY_SLOTS and has_clusters else 1
     warps = min(_MAX_WARPS, _most_warps(num_experts, blocks), -(-numel // (blocks * _ROUNDS * _WARP)))
     warps = max(_MIN_WARPS, warps // _MIN_WARPS * _MIN_WARPS)
-    params = _AlignParams(
-        ids=ids.data_ptr(),
-        key_map=jit.pointer(key_map),
-        names=jit.pointer(names),
-        num_tokens=num_tokens.data_ptr(),
-        sorted=sorted_ids.data_ptr(),
-        expert_ids=expert_ids.data_ptr() if wants_blocks else None,
-        used=used.data_ptr(),
-        numel=numel,
-        experts=num_experts,
-        length=length,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        run=-(-numel // (blocks * warps * _WARP)) * _WARP,
-        key_bits=(num_experts - 1).bit_length(),
-    )
-    kernel = _kernels(ids.dtype, ids.device)[blocks]
-    kernel.launch(params, (blocks, 1, 1), warps * _WARP, _shared_bytes(num_experts, warps, blocks), early=True)
-    return sorted_ids, expert_ids, num_tokens, used
+    run = -(-numel // (blocks * warps * _WARP)) * _WARP
+    return _Shape(blocks, warps, run, _shared_bytes(num_experts, warps, blocks))
 
 
 @functools.cache

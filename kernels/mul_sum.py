@@ -40,8 +40,19 @@ def moe_fused_mul_sum(
     _check(inputs, topk_weights, outputs, topk_ids, expert_map)
     if outputs is None:
         outputs = inputs.new_empty(inputs.size(0), inputs.size(2))
-    mul_sum = form_for(mul_sum_reference, "triton_mul_sum.triton_mul_sum", outputs)
     return mul_sum(inputs, topk_weights, outputs, topk_ids, expert_map)
+
+
+def mul_sum(
+    inputs: torch.Tensor,
+    topk_weights: torch.Tensor,
+    outputs: torch.Tensor,
+    topk_ids: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:
+    """The sum in the form for the device of `outputs`; arguments as above, not checked."""
+    form = form_for(mul_sum_reference, "triton_mul_sum.triton_mul_sum", outputs)
+    return form(inputs, topk_weights, outputs, topk_ids, expert_map)
 
 
 def mul_sum_reference(

@@ -12,22 +12,34 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 _ALIGNMENT = 256
+# Batches of experts that take what arrives differ from pass to pass, by little.
+_MOST_KEPT = 256
 
 Request = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class _Scratch:
-    """A buffer and the last views of it, kept because the next layer usually asks for the same ones."""
+    """A buffer and views of it, kept by their requests because other layers and passes ask for the same."""
 
     buffer: torch.Tensor
-    requests: tuple[Request, ...]
-    views: tuple[torch.Tensor, ...]
+    kept: dict[tuple[Request, ...], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+    def add(self, requests: tuple[Request, ...]) -> tuple[torch.Tensor, ...]:
+        """Makes the views of these requests, one after the other in the buffer, and keeps them."""
+        views, start = [], 0
+        for shape, dtype in requests:
+            strides = [math.prod(shape[axis:]) for axis in range(1, len(shape) + 1)]
+            views.append(self.buffer.view(dtype).as_strided(shape, strides, start // dtype.itemsize))
+            start += _aligned_bytes(shape, dtype)
+        if len(self.kept) == _MOST_KEPT:
+            self.kept.clear()
+        return self.kept.setdefault(requests, tuple(views))
 
 
 class _OfThread(threading.local):
@@ -60,36 +72,33 @@ class WorkspaceManager:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         key = (device, current_stream(device) if device.type == "cuda" else 0)
         scratch = self._of_thread.scratch.get(key)
-        if scratch is None or scratch.requests != requests or scratch.buffer.numel() < least_bytes:
+        views = None if scratch is None or scratch.buffer.numel() < least_bytes else scratch.kept.get(requests)
+        if scratch is None or views is None:
             del scratch  # and its views, so that a buffer that is too small can be freed
             # Ordinary tensors, which passes can write to whether or not they run in inference mode.
             with torch.inference_mode(False):
-                scratch = self._new_views(key, requests, max(num_bytes(*requests), least_bytes), capturing)
+                scratch = self._with_room(key, max(num_bytes(*requests), least_bytes), capturing)
+                views = scratch.add(requests)
         if capturing and all(scratch.buffer is not kept for kept in self._captured):
             self._captured.append(scratch.buffer)
-        return scratch.views
+        return views
 
     def num_bytes(self, device: torch.device | None = None) -> int:
         """The number of bytes that this thread holds, on one device or on all."""
         held = self._of_thread.scratch.items()
         return sum(scratch.buffer.numel() for (where, _), scratch in held if device is None or where == device)
 
-    def _new_views(
-        self, key: tuple[torch.device, int], requests: tuple[Request, ...], num_bytes: int, capturing: bool
-    ) -> _Scratch:
-        """Makes the views, of the present buffer if it is large enough and of a larger one otherwise."""
+    def _with_room(self, key: tuple[torch.device, int], num_bytes: int, capturing: bool) -> _Scratch:
+        """The present scratch if it is large enough, and larger one otherwise."""
         held = self._of_thread.scratch
         if key in held and held[key].buffer.numel() >= num_bytes:
-            buffer = held[key].buffer
-        elif capturing:
+            return held[key]
+        if capturing:
             # Not kept here: this stream may run eagerly later, at the same time as the one that it borrows from.
-            buffer = self._borrow(num_bytes, key[0])
-            return _Scratch(buffer, requests, _views(buffer, requests))
-        else:
-            # Freed first, unless a graph needs it, so that the larger one can take its memory.
-            held.pop(key, None)
-            buffer = self._allocate(num_bytes, key[0])
-        held[key] = _Scratch(buffer, requests, _views(buffer, requests))
+            return _Scratch(self._borrow(num_bytes, key[0]))
+        # Freed first, unless a graph needs it, so that the larger one can take its memory.
+        held.pop(key, None)
+        held[key] = _Scratch(self._allocate(num_bytes, key[0]))
         return held[key]
 
     @staticmethod
@@ -110,15 +119,6 @@ class WorkspaceManager:
 def num_bytes(*requests: Request) -> int:
     """The number of bytes that `get` needs for these tensors."""
     return sum(_aligned_bytes(*request) for request in requests)
-
-
-def _views(buffer: torch.Tensor, requests: tuple[Request, ...]) -> tuple[torch.Tensor, ...]:
-    """The requested tensors, one after the other in the buffer."""
-    views, start = [], 0
-    for shape, dtype in requests:
-        views.append(buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape))
-        start += _aligned_bytes(shape, dtype)
-    return tuple(views)
 
 
 def _aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -82,6 +82,7 @@ class Channel:
         self._free = [True] * BATCHES_IN_FLIGHT
         self._start([1] * BATCHES_IN_FLIGHT)
         self._buffers = [self._buffers_of(pointers, batch) for batch in range(BATCHES_IN_FLIGHT)]
+        self._timeout_ns = int(self.record.timeout_s * 1e9)
 
     @classmethod
     def of(cls, arena: SymmetricArena, layout: BatchLayout, ranks: RankGroup, facts: dict[str, object]) -> Channel:
@@ -130,7 +131,7 @@ class Channel:
             counters=self._counters[batch].data_ptr(),
             status=self._status.data_ptr(),
             record=self.record.words.data_ptr(),
-            timeout_ns=int(self.record.timeout_s * 1e9),
+            timeout_ns=self._timeout_ns,
         )
 
     def recover(self, dead: Sequence[int]) -> None:

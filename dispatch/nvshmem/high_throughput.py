@@ -10,7 +10,7 @@ control. All layers of one shape share that memory, with room for `batches_in_fl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from moe_ep.dispatch.nvshmem.high_throughput_block import (
     Block,
     Layout,
     kernel_source,
-    params_type,
 )
 from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.kernels import jit
@@ -40,8 +39,7 @@ DEFAULT_NUM_SMS_FP8 = 48
 _THREADS = 1024
 
 
-@dataclass(frozen=True)
-class _Handle:
+class _Handle(NamedTuple):
     parts: BatchParts
     number: int
     num_tokens: int
@@ -221,12 +219,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
     def _launch(
         self, name: str, parts: BatchParts, tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]
     ) -> None:
-        params = params_type(self._layout.num_ranks, len(tensors), len(numbers))()
-        params.common = parts.common
-        params.pointers[:] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        params.numbers[:] = numbers
-        grid = (1 if name == "plan" else self.num_sms, 1, 1)
-        self._kernels[name].launch(params, grid, _THREADS, early=name == "dispatch")
+        params = parts.params(name, [jit.pointer(tensor) for tensor in tensors], numbers)
+        blocks = 1 if name == "plan" else self.num_sms
+        self._kernels[name].launch(params, (blocks,), _THREADS, early=name == "dispatch")
 
 
 def _layout(

@@ -224,7 +224,6 @@ class BatchParts:
     Attributes:
         number: of the batch that has it; later ones have larger numbers.
         is_open: it is between prepare and finalize.
-        common: what the kernels share.
         numbers: int32: epoch (2), finished blocks, nothing, what was taken (2), the placement.
         epoch: int64 `[1]`, a view: the number of the last batch.
         slots: int32 `[C, R]`, of this rank's tokens.
@@ -234,11 +233,13 @@ class BatchParts:
 
     def __init__(self, block: Block, index: int, in_dtype: torch.dtype) -> None:
         layout, device = block.layout, block.part(index, "ids").device
+        self._num_ranks = layout.num_ranks
         self.number, self.is_open = 0, False
         self.numbers = torch.zeros(6 + 4 * layout.num_ranks + 1, dtype=torch.int32, device=device)
         self.epoch = self.numbers[:2].view(torch.int64)
         self.slots = torch.empty((layout.capacity, layout.num_ranks), dtype=torch.int32, device=device)
-        self.common = block.common(index, self.numbers)
+        self._common = block.common(index, self.numbers)
+        self._params: dict[str, Any] = {}
         self.arriving = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
         self._arriving = self.arriving.numpy()
         if layout.takes_rows:
@@ -247,6 +248,15 @@ class BatchParts:
             self.rows = block.part(index, "rows").view(in_dtype).view(layout.max_rows, layout.hidden_size)
         self.ids = block.part(index, "ids").view(torch.int32).view(layout.max_rows, layout.topk)
         self.weights = block.part(index, "weights").view(torch.float32).view(layout.max_rows, layout.topk)
+
+    def params(self, name: str, pointers: Sequence[int | None], numbers: Sequence[int]) -> Any:
+        """`Params` of the kernel of that name, the same object in every call."""
+        params = self._params.get(name)
+        if params is None:
+            params = params_type(self._num_ranks, len(pointers), len(numbers))(common=self._common)
+            self._params[name] = params
+        params.pointers[:], params.numbers[:] = pointers, numbers
+        return params
 
     def rows_of(self, number: int) -> int | None:
         """Rows of the batch of that number that arrive here, once the first kernel has told."""

@@ -109,7 +109,7 @@ class BatchLayout:
         """Where each buffer begins."""
         return offsets_of(self.sizes)
 
-    @property
+    @cached_property
     def batch_bytes(self) -> int:
         return sum(align(size) for size in self.sizes.values())
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +26,7 @@ from moe_ep.kernels import jit
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 
-@dataclass(frozen=True)
-class _Handle:
+class _Handle(NamedTuple):
     batch: int
     topk_ids: torch.Tensor
     positions: torch.Tensor

@@ -3,7 +3,7 @@
 //
 // Before: ids [numel], key_map [experts] (the list of each id, -1 for none; null: its own), names [experts] (what stands
 // for an expert in expert_ids; null: its number). After: num_tokens [experts], sorted [length] with the sentinel numel
-// between and behind the lists, expert_ids [num_blocks] with -1 behind them (null: not wanted), used [1].
+// between and behind the lists, expert_ids [num_blocks] with -1 behind them, used [1] (both null: not wanted).
 //
 // Every warp has a run of the slots. It goes through it 32 at a time: one ballot for each bit of the keys shows a lane
 // who has the same, and so how many come before it. Sums over warps, blocks and experts turn counts into places. What
@@ -177,7 +177,7 @@ __device__ __forceinline__ void find_places(const AlignParams& p, const int* own
         }
         used += all;
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) *p.used = used;
+    if (blockIdx.x == 0 && threadIdx.x == 0 && p.used != nullptr) *p.used = used;
 }
 
 __device__ __forceinline__ void put(const AlignParams& p, int slot, int key, int place) {

@@ -11,7 +11,7 @@ from moe_ep.kernels.marlin.gemm import partials_numel, run_experts
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import Rows
 from moe_ep.kernels.marlin.plain import ActivationFunction, compute_expert
-from moe_ep.kernels.mul_sum import moe_fused_mul_sum
+from moe_ep.kernels.mul_sum import mul_sum
 from moe_ep.kernels.reference import to_local_ids
 
 SumFunction = Callable[[torch.Tensor, torch.Tensor], None]
@@ -71,7 +71,7 @@ def compute_tokens(
     else:
         _plain_slots(slots, hidden_states, to_local_ids(topk_ids, expert_map), pair, activation_func)
     if moe_sum is None:
-        moe_fused_mul_sum(slots, topk_weights, output, topk_ids, expert_map)
+        mul_sum(slots, topk_weights, output, topk_ids, expert_map)
     else:
         is_local = to_local_ids(topk_ids, expert_map)[..., None] >= 0
         moe_sum(torch.where(is_local, slots.float() * topk_weights[..., None], 0.0).to(slots.dtype), output)
@@ -106,18 +106,15 @@ def _plain_slots(
         slots.copy_(torch.where(chosen[..., None], result[:, None, :], slots))
 
 
-def _scratch(given: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-    """`numel` numbers of `like`'s dtype, from the given buffer if it is large enough."""
-    if given is not None and given.dtype == like.dtype and given.is_contiguous() and given.numel() >= numel:
-        return given.view(-1)[:numel]
+def _scratch(given: torch.Tensor | None, numel: int, like: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """`numel` numbers of `like`'s dtype, from the given buffer behind its first `start` if there is room."""
+    fits = given is not None and given.dtype == like.dtype and given.is_contiguous()
+    if given is not None and fits and given.numel() >= start + numel:
+        return given.as_strided((numel,), (1,), given.storage_offset() + start)
     return like.new_empty(numel)
 
 
 def _partials(given: torch.Tensor | None, max_rows: int, like: torch.Tensor, used: int = 0) -> torch.Tensor:
-    """f32 scratch for shared tiles, from the given buffer after its first `used` numbers if there is room."""
-    numel = partials_numel(max_rows, like.device)
-    start = -(-used // 128) * 128
-    fits = given is not None and given.dtype == like.dtype and given.is_contiguous()
-    if given is not None and fits and given.numel() >= start + 2 * numel:
-        return given.view(-1)[start : start + 2 * numel].view(torch.float32)
-    return torch.empty(numel, dtype=torch.float32, device=like.device)
+    """f32 scratch for shared tiles, from the given buffer behind its first `used` numbers if there is room."""
+    numbers = 2 * partials_numel(max_rows, like.device)
+    return _scratch(given, numbers, like, start=-(-used // 128) * 128).view(torch.float32)

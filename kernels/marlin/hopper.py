@@ -79,6 +79,7 @@ def have_one_spacing(w13: Weights, w2: Weights) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def partials_numel(max_rows: int, device: torch.device) -> int:
     """f32 numbers a launch needs for shared tiles."""
     tokens = _tile_tokens(max_rows)
@@ -158,6 +159,7 @@ def _many_params(params: ExpertsParams, act_dtype: torch.dtype) -> _ManyParams:
     return many
 
 
+@functools.lru_cache(maxsize=1024)
 def _tile_tokens(max_rows: int) -> int:
     """Tokens of the largest tile that experts of up to max_rows rows need."""
     return next((tokens for tokens in _TILE_TOKENS if tokens >= max_rows), _TILE_TOKENS[-1])

@@ -41,13 +41,16 @@ def test_a_buffer_that_is_too_small_is_given_back_before_a_larger_one_is_taken(m
     assert held == [0]
 
 
-def test_the_same_request_gets_the_same_views_until_another_comes():
+def test_the_same_request_gets_the_same_views(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workspace, "_MOST_KEPT", 2)
     manager, request = WorkspaceManager(), ((16, 4), torch.float32)
     with torch.inference_mode():
         (first,) = manager.get(CPU, request)
     (again,) = manager.get(CPU, request)
     assert again is first and not first.is_inference()
-    assert manager.get(CPU, ((8, 4), torch.float32))[0].shape == (8, 4)
+    for rows in (8, 4):
+        assert manager.get(CPU, ((rows, 4), torch.float32))[0].shape == (rows, 4)
+        assert (manager.get(CPU, request)[0] is first) == (rows == 8)  # two are kept at a time
     (roomy,) = manager.get(CPU, request, least_bytes=10_000)
     assert roomy.shape == (16, 4) and manager.num_bytes() == 10_000
 
