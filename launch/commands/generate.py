@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     config = from_args(GenerateConfig, args)
     set_up_logging()
     if importlib.util.find_spec("transformers") is None:
-        raise missing_extra("transformers", "hf", "moe-ep generate")
+        raise missing_extra("transformers", "hf", "generating text")
     config.check_quantize()
     config.check_sampling()
     prompts = _prompts(config)

@@ -37,14 +37,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def main(args: argparse.Namespace) -> int:
     config = from_args(PlotConfig, args)
+    path = Path(args.file).expanduser()
+    if not path.is_file():
+        raise OptionError(f"FILE is {args.file!r}; it must be a file that a benchmark wrote, and there is none")
     from moe_ep.bench.plots import plot_scaling
     from moe_ep.bench.scaling_file import about_runs, read_scaling
     from moe_ep.bench.scaling_markdown import as_markdown
     from moe_ep.files import write_text
 
-    path = Path(args.file).expanduser()
-    if not path.is_file():
-        raise OptionError(f"FILE is {args.file!r}; it must be a file that a benchmark wrote, and there is none")
     try:
         rows, runs = read_scaling(path)
     except ValueError as error:

@@ -84,6 +84,13 @@ def test_more_ranks_hold_less_and_faster_links_never_hurt() -> None:
     assert predict(DEEPSEEK, 8, 1, machine).bottleneck == "memory"
 
 
+def test_a_full_host_needs_no_network_and_tokens_of_all_ranks_count() -> None:
+    machine = Machine()
+    alone, patient = (predict(DEEPSEEK, 8, 64, replace(machine, network_latency_us=us)) for us in (1.0, 1e6))
+    assert alone == patient
+    assert alone.tokens_per_s == pytest.approx(8 * 64 / (58 * alone.step_us) * 1e6)
+
+
 def test_two_levels_send_less_over_the_network_and_fp8_fewer_bytes() -> None:
     machine = Machine()
     flat, levels = (predict(DEEPSEEK, 32, 128, machine, two_level=two_level) for two_level in (False, True))

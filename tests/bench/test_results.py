@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ep.bench.results import append_line, facts, read_lines, table
+from moe_ep.bench.results import append_line, facts, markdown_table, read_lines, table
 from moe_ep.bench.scaling import with_efficiency
 from moe_ep.bench.timing import time_calls, timing_of
 
@@ -44,6 +44,15 @@ def test_table() -> None:
     rows = [{"name": "a", "us": 12.345}, {"name": "long", "us": 1234567.0, "more": 1}]
     lines = table(rows, {"name": "name", "us": "us", "more": "more"}).splitlines()
     assert lines == ["name         us  more", "a          12.3     -", "long  1,234,567     1"]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, "-"), (True, "yes"), (False, "no"), (1234, "1234"), ("a", "a"), (9.994, "9.99"), (10.0, "10.0"),
+     (-1234.56, "-1,234.6"), (12345.6, "12,346")],
+)  # fmt: skip
+def test_cells(value: object, shown: str) -> None:
+    assert markdown_table([{"key": value}], {"key": "heading"}) == f"| heading |\n| --- |\n| {shown} |"
 
 
 def test_facts_name_what_is_needed_to_compare() -> None:
