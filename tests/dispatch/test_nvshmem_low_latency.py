@@ -21,7 +21,7 @@ from moe_ep.dispatch.nvshmem.high_throughput import HighThroughputPrepareFinaliz
 from moe_ep.dispatch.nvshmem.kernels import KERNELS, kernel_source
 from moe_ep.dispatch.nvshmem.layout import BatchLayout
 from moe_ep.dispatch.nvshmem.low_latency import LowLatencyPrepareFinalize
-from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, local_indices
+from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, layout_of, local_indices
 from moe_ep.dispatch.nvshmem.meeting import agree, meet
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.kernels import jit
@@ -115,6 +115,10 @@ def test_size_hints_say_what_is_taken() -> None:
 def test_an_expert_has_a_block_for_each_row_of_a_full_one() -> None:
     asked = ((0.0, 64), (0.125, 64), (1.0, 64), (1.0, 32), (16.0, 32), (16.0, 300))
     assert [Tuning().blocks_of_expert(rows, experts) for rows, experts in asked] == [1, 1, 3, 3, 8, 1]
+
+
+def test_fused_shared_experts_have_slots_of_their_own() -> None:
+    assert layout_of(make_setting(Case(num_shared=2), 0, 2).config, None).topk == 3 + 2
 
 
 def test_experts_of_a_rank_are_numbered_in_the_order_of_their_ids() -> None:
@@ -227,6 +231,17 @@ def test_a_failed_wait_names_ranks_phase_and_batch(refusals: dict[int, str], rea
     assert raised.value.ranks == (2, 3) and reason in str(raised.value)
     record.clear()
     record.check()
+
+
+def test_a_failed_wait_is_told_where_notes_cannot_be_read() -> None:
+    def read() -> dict[int, str]:
+        raise RuntimeError("gone")
+
+    group = SimpleNamespace(rank=1, size=2, notes=SimpleNamespace(read=read))
+    record = FailureRecord(group, 0.5, torch.tensor([1, 1, -1, 1, 0], dtype=torch.int32))
+    story = r"dispatch of batch 4294967295 did not finish on EP rank 1: rank 0 .*; the ranks' store cannot be reached \(gone"
+    with pytest.raises(DispatchTimeoutError, match=story):
+        record.check()
 
 
 def test_the_document_has_the_models_numbers() -> None:
