@@ -231,6 +231,7 @@ def _object_code_type() -> Any:
     return _cuda_core().ObjectCode
 
 
+@functools.cache
 def driver_bindings() -> Any:
     """The driver's bindings. Checks for a driver first, since loading them without one can hang instead of failing."""
     _cuda_core()
