@@ -50,7 +50,8 @@ class TritonKernel:
             *[None if tensor is None else tensor.dtype for tensor in tensors],
             *[address % 16 for address in addresses],
             *[number == 1 or (number % 16 == 0, number > _MOST_INT32) for number in numbers],
-            *constants.items(),
+            *constants,
+            *constants.values(),
         )
         compiled = self._compiled.get(key)
         if compiled is not None:

@@ -82,6 +82,7 @@ class Channel:
         self._free = [True] * BATCHES_IN_FLIGHT
         self._start([1] * BATCHES_IN_FLIGHT)
         self._buffers = [self._buffers_of(pointers, batch) for batch in range(BATCHES_IN_FLIGHT)]
+        self._rows = [self._bytes_of("rows", batch).view(-1, layout.row_bytes) for batch in range(BATCHES_IN_FLIGHT)]
         self._timeout_ns = int(self.record.timeout_s * 1e9)
 
     @classmethod
@@ -120,9 +121,7 @@ class Channel:
 
     def rows(self, batch: int, dtype: torch.dtype) -> torch.Tensor:
         """A view: received rows `[R * C, K]`, where their senders put them; of 16-bit wire dtypes."""
-        start = batch * self.layout.batch_bytes + self.layout.offsets["rows"]
-        part = self.region.local[start : start + self.layout.sizes["rows"]]
-        return part.view(dtype).view(-1, self.layout.hidden_size)
+        return self._rows[batch].view(dtype)
 
     def common(self, batch: int) -> Any:
         """The part of the kernels' parameters that does not depend on the tokens."""
@@ -146,6 +145,11 @@ class Channel:
         self._start([latest(epochs) + 1 for epochs in zip(*(map(int, text.split()) for text in told), strict=True)])
         self.record.clear()
         meet("recovered", members)
+
+    def _bytes_of(self, name: str, batch: int) -> torch.Tensor:
+        """A view: a buffer of a batch."""
+        start = batch * self.layout.batch_bytes + self.layout.offsets[name]
+        return self.region.local[start : start + self.layout.sizes[name]]
 
     def _start(self, epochs: Sequence[int]) -> None:
         """Each set of buffers goes on with the batch of its number."""

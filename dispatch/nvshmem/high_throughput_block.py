@@ -224,6 +224,7 @@ class BatchParts:
     Attributes:
         number: of the batch that has it; later ones have larger numbers.
         is_open: it is between prepare and finalize.
+        common: what the kernels share.
         numbers: int32: epoch (2), finished blocks, nothing, what was taken (2), the placement.
         epoch: int64 `[1]`, a view: the number of the last batch.
         slots: int32 `[C, R]`, of this rank's tokens.
@@ -238,7 +239,7 @@ class BatchParts:
         self.numbers = torch.zeros(6 + 4 * layout.num_ranks + 1, dtype=torch.int32, device=device)
         self.epoch = self.numbers[:2].view(torch.int64)
         self.slots = torch.empty((layout.capacity, layout.num_ranks), dtype=torch.int32, device=device)
-        self._common = block.common(index, self.numbers)
+        self.common = block.common(index, self.numbers)
         self._params: dict[str, Any] = {}
         self.arriving = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
         self._arriving = self.arriving.numpy()
@@ -253,7 +254,7 @@ class BatchParts:
         """`Params` of the kernel of that name, the same object in every call."""
         params = self._params.get(name)
         if params is None:
-            params = params_type(self._num_ranks, len(pointers), len(numbers))(common=self._common)
+            params = params_type(self._num_ranks, len(pointers), len(numbers))(common=self.common)
             self._params[name] = params
         params.pointers[:], params.numbers[:] = pointers, numbers
         return params
