@@ -62,16 +62,13 @@ def _every(name: str, page: str, seconds: float, *commands: str, needs: str = ""
 
 def _tests(name: str, gpus: int, seconds: float, pytest: str, files: str) -> Part:
     page = "nvshmem_checks.md" if "nvshmem" in name else "runtime.md"
-    # Kernels of several ranks wait for each other, and are not kept waiting by others besides.
-    part = _one(name, page, seconds, f"{pytest} {files}", needs="pytest")
-    return replace(part, gpus=gpus, shares=gpus == 1 or "nvshmem" not in name)
+    return replace(_one(name, page, seconds, f"{pytest} {files}", needs="pytest"), gpus=gpus, shares=True)
 
 
 _NVSHMEM_TESTS = "tests/gpu/test_nvshmem_gpu.py tests/gpu/test_nvshmem_prefill_gpu.py"
-_OTHER_TESTS = (
-    "tests/gpu/test_dispatch_gpu.py tests/gpu/test_eplb_moving_gpu.py tests/gpu/test_run_gpu.py "
-    "tests/gpu/test_transformers_gpu.py tests/launch/test_run.py"
-)
+_DISPATCH_TESTS = "tests/gpu/test_dispatch_gpu.py tests/gpu/test_eplb_moving_gpu.py"
+_RUN_TESTS = "tests/gpu/test_run_gpu.py tests/gpu/test_transformers_gpu.py tests/launch/test_run.py"
+_OTHER_TESTS = f"{_DISPATCH_TESTS} {_RUN_TESTS}"
 _TESTS = (
     # Of one GPU, in pieces that take about as long.
     _tests("tests-marlin", 1, 90, _MANY_OF_ONE, "tests/gpu/test_marlin_gpu.py tests/gpu/test_marlin_large_gpu.py"),
@@ -84,17 +81,19 @@ _TESTS = (
         "tests/kernels/test_align.py tests/kernels/test_grouped.py tests/kernels/test_marlin_repack.py "
         "tests/kernels/test_mul_sum.py tests/kernels/test_routing_triton.py tests/kernels/test_tuning.py "
         "tests/core/test_workspace.py tests/checkpoint/test_formats.py tests/integrations/test_choices.py "
-        "tests/gpu/test_eplb_gpu.py tests/gpu/test_formats_gpu.py tests/gpu/test_grouped_gpu.py",
+        "tests/gpu/test_eplb_gpu.py tests/gpu/test_formats_gpu.py tests/gpu/test_grouped_gpu.py "
+        "tests/gpu/test_triton_kernel_gpu.py",
     ),
     _tests(
-        "tests-nvshmem", 1, 110, _OF_ONE,
+        "tests-nvshmem", 1, 120, _OF_ONE,
         f"tests/gpu/test_nvshmem_ranks_gpu.py tests/gpu/test_nvshmem_ranks_faults_gpu.py {_NVSHMEM_TESTS} "
         f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS}",
     ),
     # Of several ranks. Those of more ranks than the part has GPUs are skipped by the tests themselves.
     _tests("tests-2-nvshmem", 2, 60, _OF_TWO, f"{_NVSHMEM_TESTS} tests/gpu/test_nvshmem_faults_gpu.py"),
     _tests("tests-2-layer", 2, 90, _OF_TWO, "tests/gpu/test_layer_gpu.py"),
-    _tests("tests-2-others", 2, 90, _OF_TWO, _OTHER_TESTS),
+    _tests("tests-2-dispatch", 2, 70, _OF_TWO, _DISPATCH_TESTS),
+    _tests("tests-2-runs", 2, 60, _OF_TWO, _RUN_TESTS),
     _tests(
         "tests-4-nvshmem", 4, 90, f'{_OF_TWO} -k "[3 or [4 or two_level"',
         f"{_NVSHMEM_TESTS} tests/gpu/test_two_level_gpu.py",
@@ -130,9 +129,12 @@ PARTS = (
         "{torchrun} scripts/soak_nvshmem.py --hidden 2048 --delay-us 5 --pairs 1000000 --seconds {left}",
         headline="rows compared",
     ),
-    _one(
-        "sanitizers", "nvshmem_checks.md", 120, "sh scripts/sanitize.sh",
-        needs="pytest compute-sanitizer", headline="^(memcheck|racecheck) ",
+    replace(
+        _one(
+            "sanitizers", "nvshmem_checks.md", 120, "sh scripts/sanitize.sh",
+            needs="pytest compute-sanitizer", headline="^(memcheck|racecheck) ",
+        ),
+        shares=True,
     ),
     _every(
         "eplb-moving", "eplb_moving.md", 45,
@@ -145,18 +147,18 @@ PARTS = (
         headline="^  (before|moving|after) |^verified",
     ),
     _every(
-        "generate", "transformers.md", 60,
+        "generate", "transformers.md", 50,
         "{python} scripts/bench_generate.py --launcher local --ep-size {gpus} --tokens 32,8,128 --steps 30 {commit} "
         "--json {rows}",
         needs="transformers",
     ),
     _every(
-        "perplexity", "transformers.md", 40,
+        "perplexity", "transformers.md", 25,
         "{python} scripts/perplexity.py --model {model} --texts {texts} --launcher local --ep-size {gpus}",
         needs="transformers", headline="perplexity",
     ),
     _every(
-        "generate-text", "transformers.md", 40,
+        "generate-text", "transformers.md", 25,
         "{moe_ep} generate --model {model} --prompts {prompts} --launcher local --ep-size {gpus} --batch-size 4 "
         "--max-new-tokens 64 --output {rows}",
         needs="transformers",
@@ -169,7 +171,7 @@ PARTS = (
     _one("repack", "gemm.md", 8, "{python} scripts/bench_repack.py {commit} --json {rows}"),
     _one("eplb-map", "eplb_planning.md", 9, "{python} scripts/bench_eplb.py map {commit}"),
     _every(
-        "host", "runtime.md", 40,
+        "host", "runtime.md", 30,
         "{python} scripts/bench_host.py --launcher local --ep-size {gpus} {commit} --json {rows}",
     ),
     _every(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -17,8 +18,8 @@ from moe_ep.launch.processes import children, end_trees
 ROOT = Path(__file__).resolve().parents[1]
 # A part may take so many times what it is said to take.
 SLACK = 1.5
-# Parts that share one GPU.
-SEATS = 2
+# Parts that share one GPU at most.
+SEATS = 3
 # Seconds that a part has to end by itself once it was told to, before it is killed.
 GRACE_S = 5.0
 
@@ -40,9 +41,26 @@ class Sized(Protocol):
 P = TypeVar("P", bound=Sized)
 
 
-def in_turn(parts: Sequence[P]) -> list[P]:
-    """The order in which parts begin: those of few GPUs first, of these those that share, and else as they come."""
-    return sorted(parts, key=lambda part: (part.gpus, not part.shares))
+# The longest first, after or before those that share GPUs, or wherever they are.
+_ORDERS: tuple[Callable[[Sized], tuple[bool, float]], ...] = (
+    lambda part: (not part.shares, -part.seconds),
+    lambda part: (False, -part.seconds),
+    lambda part: (part.shares, -part.seconds),
+)
+
+
+def in_turn(parts: Sequence[P], num_gpus: int) -> list[P]:
+    """The order in which parts begin: those of few GPUs first, and of as many in the order that ends first."""
+    widths = sorted({part.gpus for part in parts})
+    orders = (
+        [
+            part
+            for width, order in zip(widths, chosen, strict=True)
+            for part in sorted((part for part in parts if part.gpus == width), key=order)
+        ]
+        for chosen in itertools.product(_ORDERS, repeat=len(widths))
+    )
+    return min(orders, key=lambda order: _end(_begins(order, num_gpus)))
 
 
 def begins(parts: Sequence[P], num_gpus: int) -> list[tuple[P, float]]:
@@ -50,10 +68,14 @@ def begins(parts: Sequence[P], num_gpus: int) -> list[tuple[P, float]]:
 
     A part begins when as many GPUs are free as it takes, and never before the part whose turn came before.
 
-        one GPU: a 3 s, b 1 s, c 2 s; two GPUs: d 1 s; 2 GPUs:  GPU 0 aaad, GPU 1 bccd
+        one GPU: a 3 s, b 2 s, c 1 s; two GPUs: d 1 s; 2 GPUs:  GPU 0 aaad, GPU 1 bbcd
     """
+    return _begins(in_turn(parts, num_gpus), num_gpus)
+
+
+def _begins(order: Sequence[P], num_gpus: int) -> list[tuple[P, float]]:
     free_at, begin, found = [[0.0] * SEATS for _ in range(num_gpus)], 0.0, []
-    for part in in_turn(parts):
+    for part in order:
         seats = _seats(part)
         for gpu in free_at:
             gpu.sort()
@@ -65,6 +87,10 @@ def begins(parts: Sequence[P], num_gpus: int) -> list[tuple[P, float]]:
     return found
 
 
+def _end(found: Sequence[tuple[Sized, float]]) -> float:
+    return max((begin + part.seconds for part, begin in found), default=0.0)
+
+
 def _seats(part: Sized) -> int:
     """Of a GPU's, what the part takes of each of its GPUs."""
     return 1 if part.shares else SEATS
@@ -74,8 +100,7 @@ def fitting(parts: Sequence[P], num_gpus: int, seconds: float) -> list[P]:
     """The parts that end within `seconds`: each, in order of worth, that fits beside those before it."""
     chosen: list[P] = []
     for part in parts:
-        ends = (begin + other.seconds for other, begin in begins([*chosen, part], num_gpus))
-        if max(ends) <= seconds:
+        if _end(begins([*chosen, part], num_gpus)) <= seconds:
             chosen.append(part)
     return chosen
 
@@ -174,7 +199,7 @@ def run(
         env: the environment of all, but for CUDA_VISIBLE_DEVICES.
         say: is told what begins and what is skipped.
     """
-    waiting, free, running = in_turn(parts), dict.fromkeys(gpus, SEATS), list[Running]()
+    waiting, free, running = in_turn(parts, len(gpus)), dict.fromkeys(gpus, SEATS), list[Running]()
     end = time.monotonic() + seconds
     try:
         while waiting or running:
