@@ -13,8 +13,6 @@ asynchronous form must not be written before its hook() was called.
 
 from __future__ import annotations
 
-import weakref
-import zlib
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,9 +23,9 @@ import torch.distributed as dist
 from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEPrepareAndFinalize, PrepareResult
 from moe_ep.dispatch.batch import Batch, OpenBatches, Pending, check_arguments, check_tensor, keep_for
+from moe_ep.dispatch.placement import Placement, owners_of
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.side_stream import SideStream
-from moe_ep.expert_map import expert_owner_table
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 from moe_ep.workspace import current_stream
 
@@ -67,30 +65,16 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
     ) -> None:
         self.moe_config, self.quant_config = moe_config, quant_config
         self.ranks = RankGroup(moe_config, process_group)
-        self._owners = (
-            owners
-            if owners is not None
-            else expert_owner_table(
-                moe_config.ep_size,
-                moe_config.num_experts,
-                moe_config.moe_parallel_config.expert_placement_strategy,
-                moe_config.num_fused_shared_experts,
-                moe_config.ep_rank,
-            )
-        )
+        self.placement = Placement(owners_of(moe_config) if owners is None else owners, moe_config.ep_rank)
         slots = moe_config.experts_per_token + moe_config.num_fused_shared_experts
         self._made_for = (moe_config.hidden_dim, slots, moe_config.in_dtype)
-        num_local_experts = int((self._owners == moe_config.ep_rank).sum())
-        if moe_config.num_local_experts != num_local_experts:
+        if moe_config.num_local_experts != self.placement.num_local:
             raise ValueError(
                 f"num_local_experts is {moe_config.num_local_experts}; with {moe_config.num_experts} routed and "
                 f"{moe_config.num_fused_shared_experts} shared experts EP rank {moe_config.ep_rank} of "
-                f"{moe_config.ep_size} holds {num_local_experts}"
+                f"{moe_config.ep_size} holds {self.placement.num_local}"
             )
-        self._owners_on: dict[torch.device, torch.Tensor] = {self._owners.device: self._owners}
-        self._map_on: dict[torch.device, torch.Tensor] = {}
         self._open: OpenBatches[_Sent] = OpenBatches()
-        self._known_maps: dict[int, weakref.ref[torch.Tensor]] = {}
         self._side = SideStream()
 
     @classmethod
@@ -199,14 +183,14 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         quant_config: FusedMoEQuantConfig,
     ) -> Pending[PrepareResult]:
         with self.ranks.notes:
-            known_ids = self._owners.numel()
+            known_ids = self.placement.num_ids
             if num_experts != known_ids:
                 raise ValueError(
                     f"num_experts is {num_experts}; the backend was made for {known_ids} ids "
                     f"({self.moe_config.num_experts} routed, {self.moe_config.num_fused_shared_experts} shared)"
                 )
             if expert_map is not None:
-                self._check_map(expert_map)
+                self.placement.check(expert_map)
             capacity = self.max_num_tokens_per_rank()
             check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, known_ids, capacity)
             given = (a1.size(1), topk_ids.size(1), a1.dtype)
@@ -221,8 +205,8 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
                 rows=rows,
                 topk_ids=topk_ids.to(torch.int32).contiguous(),
                 topk_weights=topk_weights.contiguous(),
-                owners=self._owners_of(a1.device),
-                expert_map=self._map_of(a1.device),
+                owners=self.placement.owners(a1.device),
+                expert_map=self.placement.expert_map(a1.device),
                 quantized=self._wire(quant_config).dispatch_dtype is not None,
             )
             pending = self._dispatch(batch)
@@ -259,9 +243,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         settings = {
             "num_experts, redundant ones included,": config.num_experts,
             "the number of fused shared experts": config.num_fused_shared_experts,
-            "the placement of experts, as a checksum,": zlib.crc32(
-                self._owners[: config.num_experts].numpy().tobytes()
-            ),
+            "the placement of experts, as a checksum,": self.placement.checksum(config.num_experts),
             "top_k": config.experts_per_token,
             "hidden_size": config.hidden_dim,
             "max_num_tokens": self.max_num_tokens_per_rank() or 0,
@@ -270,47 +252,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         }
         self.ranks.must_agree(settings, device)
 
-    def _check_map(self, expert_map: torch.Tensor) -> None:
-        """ValueError where rows would be sent to other ranks than those whose maps have their experts.
-
-        Each map is read once, with a wait for the GPU where it lies on one; none is while a CUDA graph is captured.
-        """
-        known = self._known_maps.get(id(expert_map))
-        if known is not None and known() is expert_map:
-            return
-        if expert_map.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        own = self._map_of(expert_map.device)
-        if expert_map.shape != own.shape or bool((expert_map != own).any()):
-            raise ValueError(
-                f"expert_map has experts {_experts(expert_map)} on EP rank {self.ranks.rank} and rows of "
-                f"{_experts(own)} are sent to it, in this order; pass the map of the placement that moe_config names "
-                f"('{self.moe_config.moe_parallel_config.expert_placement_strategy}'), or make the backend with owners="
-            )
-        self._known_maps[id(expert_map)] = weakref.ref(expert_map)
-
-    def _owners_of(self, device: torch.device) -> torch.Tensor:
-        owners = self._owners_on.get(device)
-        if owners is None:
-            owners = self._owners_on[device] = self._owners.to(device)
-        return owners
-
-    def _map_of(self, device: torch.device) -> torch.Tensor:
-        """int32: the index of each id among those of this rank, in their order; -1 where it is elsewhere."""
-        found = self._map_on.get(device)
-        if found is None:
-            here = self._owners_of(device) == self.ranks.rank
-            found = self._map_on[device] = torch.where(here, here.cumsum(0) - 1, -1).to(torch.int32)
-        return found
-
 
 def _stream_of(tensor: torch.Tensor) -> int:
     """The handle of the current stream of its GPU; 0 on the CPU."""
     return current_stream(tensor.device) if tensor.is_cuda else 0
-
-
-def _experts(expert_map: torch.Tensor) -> str:
-    """Those of this rank in the order of their indices, in short. Example: [1, 0, -1] gives "1, 0"."""
-    order = expert_map.argsort(stable=True)
-    numbers = order[expert_map[order] >= 0].tolist()
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

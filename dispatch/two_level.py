@@ -22,8 +22,8 @@ import torch.distributed as dist
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
 from moe_ep.dispatch.batch import OpenBatches, check_arguments
+from moe_ep.dispatch.placement import owners_of
 from moe_ep.errors import ConfigError
-from moe_ep.expert_map import expert_owner_table
 from moe_ep.process_groups import answers_of_ranks, hosts_of, timeout_of
 from moe_ep.registry import ALL2ALL_BACKENDS
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
@@ -152,13 +152,7 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
         group = process_group or dist.distributed_c10d._get_default_group()
         grid, *groups = _groups_of(group)
         config = moe_config
-        owners = expert_owner_table(
-            config.ep_size,
-            config.num_experts,
-            config.moe_parallel_config.expert_placement_strategy,
-            config.num_fused_shared_experts,
-            config.ep_rank,
-        )
+        owners = owners_of(config)
         if levels is None:
             levels = (_choose(config, len(grid.members), group), _choose(config, len(grid.within), group))
         # What comes across are the rows of every host's rank of this place.

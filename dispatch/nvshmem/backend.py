@@ -89,7 +89,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         lost = torch.tensor(
             [rank not in self._meeting.alive for rank in range(self.ranks.size)], device=topk_ids.device
         )
-        owners = self._owners_of(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
+        owners = self.placement.owners(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
         return (lost[owners] & (topk_ids >= 0)).any(dim=1)
 
     def _must_agree(self, quant_config: FusedMoEQuantConfig, device: torch.device) -> None:

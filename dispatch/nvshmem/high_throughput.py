@@ -102,7 +102,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         self._kernels = {
             name: jit.load(kernel_source(name, self._layout, moe_config.in_dtype), device) for name in KERNELS
         }
-        self._map_of(device)  # not made under capture
+        self.placement.expert_map(device)  # not made under capture
 
     def _sms_of_a_batch(self, asked: int | None, device: torch.device) -> int:
         """As asked, or what is nearly the best. Blocks wait for all blocks of other ranks, so all must fit at once."""

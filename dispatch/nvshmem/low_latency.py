@@ -81,9 +81,9 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         self._kernels = {
             name: jit.load(kernel_source(name, self._layout, moe_config.in_dtype), device) for name in KERNELS
         }
-        self._owner_table = self._owners_of(device)
-        self._map_of(device)  # not made under capture
-        self._local_table = local_indices(self._owners).to(device)
+        self._owner_table = self.placement.owners(device)
+        self.placement.expert_map(device)  # not made under capture
+        self._local_table = local_indices(self.placement.on_host).to(device)
 
     @staticmethod
     def size_hint(moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None = None) -> dict[str, int]:
