@@ -252,6 +252,10 @@ class ExpertShard(FixedTensors):
         self.loader.reopen()
         self._processed, self._reloading = False, True
 
+    def check_open(self, what: str) -> None:
+        """Raises RuntimeError, naming what was to be loaded, if the parameters were processed and freed already."""
+        self.loader.check_open(what)
+
     def check_loaded(self) -> None:
         """Raises RuntimeError, naming what is missing, if loading has begun and is not complete."""
         self._check_complete()

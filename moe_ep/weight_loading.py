@@ -106,6 +106,14 @@ class ExpertWeightLoader:
         self._pending = {piece for param_name in self._declared for piece in self._required(param_name)}
         self._loaded.clear()
 
+    def check_open(self, what: str) -> None:
+        """RuntimeError, which names what was to be loaded, where the parameters' storage is freed."""
+        if self._closed:
+            raise RuntimeError(
+                f"{what}: the parameters of {self.name} were processed and freed already; call begin_reload to load "
+                f"again"
+            )
+
     @property
     def slots_loaded_again(self) -> list[int] | None:
         """The local slots that received tensors since `reopen`; None if that was never called."""
@@ -136,11 +144,7 @@ class ExpertWeightLoader:
         Args:
             param_name: the name that `param` was declared with; empty if it is not one of the layer's.
         """
-        if self._closed:
-            raise RuntimeError(
-                f"{weight_name}: the parameters of {self.name} were processed and freed already; call begin_reload to "
-                f"load again"
-            )
+        self.check_open(weight_name)
         if param_name not in self._declared:
             raise ValueError(
                 f"{weight_name}: param is not one of the expert parameters of {self.name}: {', '.join(self._declared)}"

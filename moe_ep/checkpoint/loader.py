@@ -52,7 +52,9 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
         CheckpointError: a tensor that is missing, of another shape or dtype than the config says, or that the layer
             has no parameter for; more or fewer experts on disk than in the config. The layer is not finished then.
         ValueError: a layer without experts, or fused shared experts that cannot be loaded as experts.
+        RuntimeError: quantized experts were loaded before, and `begin_reload` was not called.
     """
+    layer.check_open(spec.expert_prefix(layer_index))
     quantization = layer_quantization(quantization_config(reader.config), spec, layer_index)
     plan = plan_layer(reader, spec, layer_index, layer, quantization)
     params = dict(layer.named_parameters(recurse=False))

@@ -130,7 +130,9 @@ def test_block_equals_transformers(tmp_path: Path, family: str, fused_shared_exp
     # Granite's is beside the block.
     if shared is not None and not fused_shared_experts and shared.module.startswith(spec.moe_module):
         gate, up, down, expert_gate = load_shared_experts(reader, spec, index)
-        shared_output = (F.silu(x @ gate.float().T) * (x @ up.float().T)) @ down.float().T
+        of_up = x @ up.float().T
+        hidden = F.relu(of_up).square() if gate is None else F.silu(x @ gate.float().T) * of_up
+        shared_output = hidden @ down.float().T
         output += shared_output if expert_gate is None else torch.sigmoid(x @ expert_gate.float().T) * shared_output
     with torch.no_grad():
         expected = block_of(model.model.layers[index]).float()(x.unsqueeze(0))
@@ -167,6 +169,18 @@ def test_zero_points_that_were_lost_name_the_layer_and_do_not_run(tmp_path: Path
     layer = make_layer(reader, spec, torch.float16)
     with pytest.raises(CheckpointError, match=r"index.json: model.layers.1.mlp.experts: qzeros: expected .*found 15"):
         load_moe_layer(reader, spec, 1, layer)
+
+
+def test_quantized_experts_load_again_only_where_there_is_room(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, qwen3_config(quantization_config=GPTQ))
+    reader = CheckpointReader(tmp_path)
+    spec = model_spec(reader.config)
+    layer = make_layer(reader, spec, torch.float16)
+    load_moe_layer(reader, spec, 1, layer)
+    with pytest.raises(RuntimeError, match=r"model.layers.1.mlp.experts: the parameters .* call begin_reload to load"):
+        load_moe_layer(reader, spec, 1, layer)
+    layer.begin_reload()
+    load_moe_layer(reader, spec, 1, layer)
 
 
 def text_moe() -> Path | None:
