@@ -221,8 +221,10 @@ class FusedMoE(LayerParts):
             (shared output or None, routed output), both `[T, K]`.
         """
         num_tokens, capacity = full_hidden_states.size(0), self.prepare_finalize.max_num_tokens_per_rank()
-        num_chunks = 1 if capacity is None else self._num_chunks(num_tokens, capacity, full_hidden_states.device)
-        if capacity is None or num_chunks == 1:
+        if capacity is None:
+            return self._forward_tokens(full_hidden_states, full_router_logits)
+        num_chunks = self._num_chunks(num_tokens, capacity, full_hidden_states.device)
+        if num_chunks == 1:
             return self._forward_tokens(full_hidden_states, full_router_logits)
         chunks = []
         for start in range(0, num_chunks * capacity, capacity):

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.layer import FusedMoE
 from moe_ep.methods import relative_error, tolerance
 from moe_ep.shared_experts import SharedExperts
-from moe_ep.stages import STAGES, record
+from moe_ep.stages import STAGES, Listener, listening, record
 from tests.core.moe_oracle import load, make_inputs, make_weights, run_moe
 from tests.core.small_layer import F32, TOP_K, E, K, N, T, check, make_layer
 
@@ -34,6 +35,25 @@ def test_half_precision(dtype: torch.dtype) -> None:
 def test_no_tokens() -> None:
     layer = load(make_layer(), make_weights(E, K, N))
     assert layer(torch.empty(0, K), torch.empty(0, E)).shape == (0, K)
+
+
+@pytest.mark.parametrize(("capacity", "parts"), [(None, [T]), (T, [T]), (4, [4, 4, 1]), (3, [3, 3, 3])])
+@pytest.mark.parametrize("shared", [True, False])
+def test_tokens_go_in_parts_of_the_capacity(
+    monkeypatch: pytest.MonkeyPatch, shared: bool, capacity: int | None, parts: list[int]
+) -> None:
+    class Heard(Listener):
+        def routed(self, layer: FusedMoE, topk_ids: torch.Tensor) -> None:
+            seen.append((layer, len(topk_ids)))
+
+    seen: list[tuple[FusedMoE, int]] = []
+    layer = load(make_layer(shared_experts=nn.Linear(K, K) if shared else None), make_weights(E, K, N))
+    inputs = make_inputs(T, K, E)
+    whole = layer(*inputs)
+    monkeypatch.setattr(layer.prepare_finalize, "max_num_tokens_per_rank", lambda: capacity)
+    with listening(Heard()):
+        assert relative_error(layer(*inputs), whole) < F32
+    assert seen == [(layer, part) for part in parts]
 
 
 def test_router_weight_on_input() -> None:
