@@ -130,8 +130,8 @@ def test_block_equals_transformers(tmp_path: Path, family: str, fused_shared_exp
     # Granite's is beside the block.
     if shared is not None and not fused_shared_experts and shared.module.startswith(spec.moe_module):
         gate, up, down, expert_gate = load_shared_experts(reader, spec, index)
-        of_up = x @ up.float().T
-        hidden = F.relu(of_up).square() if gate is None else F.silu(x @ gate.float().T) * of_up
+        of_gate = x @ gate.float().T
+        hidden = F.relu(of_gate).square() if up is None else F.silu(of_gate) * (x @ up.float().T)
         shared_output = hidden @ down.float().T
         output += shared_output if expert_gate is None else torch.sigmoid(x @ expert_gate.float().T) * shared_output
     with torch.no_grad():
