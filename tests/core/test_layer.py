@@ -47,7 +47,7 @@ def test_tokens_go_in_parts_of_the_capacity(
             seen.append((layer, len(topk_ids)))
 
     seen: list[tuple[FusedMoE, int]] = []
-    layer = load(make_layer(shared_experts=nn.Linear(K, K) if shared else None), make_weights(E, K, N))
+    layer = load(make_layer(shared_experts=SharedExperts(K, N) if shared else None), make_weights(E, K, N))
     inputs = make_inputs(T, K, E)
     whole = layer(*inputs)
     monkeypatch.setattr(layer.prepare_finalize, "max_num_tokens_per_rank", lambda: capacity)
