@@ -18,8 +18,8 @@ from moe_ep.bench.geometries import PRESETS
 from moe_ep.launch.cli import main
 from moe_ep.launch.commands import doctor
 from moe_ep.launch.commands.doctor import examine, why_unusable
-from moe_ep.launch.option_values import GEOMETRY_NAMES, endpoint, port
-from moe_ep.launch.options import at_least, flag
+from moe_ep.launch.option_values import GEOMETRY_NAMES
+from moe_ep.launch.options import flag
 from moe_ep.launch.run_config import RunConfig
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.launch import jobs
@@ -138,15 +138,10 @@ def test_flags_are_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unrecognized arguments: --step 1" in capsys.readouterr().err
 
 
-def test_the_least_values_are_values() -> None:
-    assert at_least(2)("2") == 2 and endpoint("host:1") == "host:1" and port("65535") == 65535
-    for parse, raw in ((at_least(2), "1"), (endpoint, "host:0"), (port, "0")):
-        with pytest.raises(ValueError, match="it must"):
-            parse(raw)
-
-
-def test_help_names_every_preset() -> None:
+def test_help_names_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
     assert GEOMETRY_NAMES.split(", ") == list(PRESETS)
+    assert main(["plan", "--geometry", "large"]) == 2
+    assert capsys.readouterr().err == f"moe-ep plan: --geometry is 'large'; it must be one of {GEOMETRY_NAMES}\n"
 
 
 def test_help_and_wrong_options_do_not_wait_for_torch_or_ray() -> None:
@@ -198,8 +193,8 @@ def test_every_field_of_the_configuration_is_a_flag(capsys: pytest.CaptureFixtur
         main(["run", "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for field in fields(RunConfig):
-        assert flag(field.name) in text
+    for item in fields(RunConfig):
+        assert flag(item.name) in text
     assert "--no-verify" in text
     assert "steps to measure (default: 8)" in text and "(default: yes)" in " ".join(text.split())
     titles = [line for line in text.splitlines() if line[:1].isalpha() and line.endswith(":")]

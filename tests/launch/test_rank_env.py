@@ -36,7 +36,7 @@ SLURM = {
     "SLURM_NODEID": "1",
     "SLURM_STEP_NODELIST": "gpu[03-04,9],x1",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
-    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_ID": "1234567",
     "SLURM_STEP_ID": "2",
 }
 GANG = {
@@ -56,7 +56,7 @@ FROM_TORCHRUN = RankEnv(
 )  # fmt: skip
 FROM_SLURM = RankEnv(
     rank=6, world_size=11, local_rank=2, local_world_size=4, node_rank=1,
-    master_addr="gpu03", master_port=10000 + 77 * 31 + 2, source="slurm",
+    master_addr="gpu03", master_port=21579, source="slurm",
 )  # fmt: skip
 FROM_GANG = RankEnv(
     rank=1, world_size=2, local_rank=1, local_world_size=2, node_rank=0,

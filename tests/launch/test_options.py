@@ -1,0 +1,45 @@
+"""Flags made of a dataclass: what help says of them, and the values they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from moe_ep.launch.option_values import endpoint, new_folder, port, whole_numbers
+from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """Flags of every kind."""
+
+    count: int = field(default=1, metadata=option(at_least(1), "a count"))
+    counts: tuple[int, ...] = field(default=(1, 2), metadata=option(whole_numbers, "counts"))
+    share: float = field(default=0.5, metadata=option(number("a share", lambda share: share < 1), "a share"))
+    kind: str | None = field(default=None, metadata=option(one_of("a", "b"), "a kind"))
+    folder: Path | None = field(default=None, metadata=option(new_folder, "a folder", "DIR"))
+    quick: bool = field(default=True, metadata=option(None, "whether to hurry"))
+
+
+def test_help_says_what_a_flag_takes_and_what_it_is_without() -> None:
+    parser = Parser(prog="made")
+    add_flags(parser, Made)
+    said = " ".join(parser.format_help().split("options:")[1].split())
+    assert said.removeprefix("-h, --help show this help message and exit ") == (
+        "--count N a count (default: 1) --counts N,N counts (default: 1,2) --share X a share (default: 0.5) "
+        "--kind NAME a kind --folder DIR a folder --quick, --no-quick whether to hurry (default: yes)"
+    )
+    made = from_args(Made, parser.parse_args(["--counts", "4,8", "--no-quick"]))
+    assert made == Made(counts=(4, 8), quick=False)
+    for raw in ("1", "nan", "inf", "half"):
+        with pytest.raises(OptionError, match=f"--share is '{raw}'; it must be a share"):
+            from_args(Made, parser.parse_args(["--share", raw]))
+
+
+def test_the_least_values_are_values() -> None:
+    assert at_least(2)("2") == 2 and endpoint("host:1") == "host:1" and port("65535") == 65535
+    for parse, raw in ((at_least(2), "1"), (endpoint, "host:0"), (port, "0")):
+        with pytest.raises(ValueError, match="it must"):
+            parse(raw)
