@@ -71,7 +71,7 @@ _RUN_TESTS = "tests/gpu/test_run_gpu.py tests/gpu/test_transformers_gpu.py tests
 _OTHER_TESTS = f"{_DISPATCH_TESTS} {_RUN_TESTS}"
 _TESTS = (
     # Of one GPU, in pieces that take about as long.
-    _tests("tests-marlin", 1, 90, _MANY_OF_ONE, "tests/gpu/test_marlin_gpu.py tests/gpu/test_marlin_large_gpu.py"),
+    _tests("tests-marlin", 1, 90, _MANY_OF_ONE, "tests/gpu/test_marlin_gpu.py"),
     _tests(
         "tests-prefill", 1, 90, _MANY_OF_ONE,
         "tests/gpu/test_marlin_prefill_gpu.py tests/gpu/test_marlin_act_order_gpu.py",
@@ -86,8 +86,9 @@ _TESTS = (
     ),
     _tests(
         "tests-nvshmem", 1, 120, _OF_ONE,
+        # Those of many ranks in one process, those that start gangs, and those that take much of a GPU's memory.
         f"tests/gpu/test_nvshmem_ranks_gpu.py tests/gpu/test_nvshmem_ranks_faults_gpu.py {_NVSHMEM_TESTS} "
-        f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS}",
+        f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS} tests/gpu/test_marlin_large_gpu.py",
     ),
     # Of several ranks. Those of more ranks than the part has GPUs are skipped by the tests themselves.
     _tests("tests-2-nvshmem", 2, 60, _OF_TWO, f"{_NVSHMEM_TESTS} tests/gpu/test_nvshmem_faults_gpu.py"),
