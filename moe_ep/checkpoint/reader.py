@@ -226,7 +226,13 @@ class CheckpointReader:
         """Reads `len(buffer)` bytes at `offset`."""
         done, fd = 0, self._open(file)
         while done < len(buffer):
-            count = os.preadv(fd, [buffer[done:]], offset + done)
+            try:
+                count = os.preadv(fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{file}: expected {len(buffer)} bytes at byte {offset}, found {error.strerror}; see to its disk "
+                    f"or network, and try again"
+                ) from None
             if count == 0:
                 raise CheckpointError(
                     f"{file}: expected {len(buffer)} bytes at byte {offset}, found {done}; "
