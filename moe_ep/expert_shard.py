@@ -118,7 +118,7 @@ class ExpertShard(FixedTensors):
             self.num_experts + self.num_redundant_experts,
             parallel.expert_placement_strategy,
             num_shared,
-            return_expert_mask=num_shared > 0,
+            return_expert_mask=True,  # and with it the shared experts' part of the map
         )
         there = None if expert_map is None else expert_map.to(table_device())
         self.register_buffer("expert_map", there, persistent=False)

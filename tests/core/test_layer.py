@@ -177,6 +177,7 @@ def test_repr_says_what_it_is() -> None:
         ({"ep_size": 2, "tp_size": 3}, "ep_size is 2; it must be 1"),
         ({"parallel_config": FusedMoEParallelConfig(), "tp_size": 2}, "tp_size is 2 and parallel_config has 1; give"),
         ({"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
+        ({"intermediate_size": 0}, "^intermediate_size is 0; it must be at least 1"),
         ({"top_k": 2.0}, "top_k is 2.0; it must be a whole number"),
         ({"custom_routing_function": "even"}, "custom_routing_function is 'even'; it must be a function"),
     ],
@@ -218,8 +219,10 @@ def test_eplb_state_is_checked() -> None:
     with pytest.raises(ValueError, match="was made without EPLB; make it with enable_eplb=True"):
         make_layer().set_eplb_state(0, *[torch.zeros(1)] * 3)
     good = [torch.zeros(2, E), torch.zeros(2, E, 1), torch.zeros(2, E)]
-    with pytest.raises(ValueError, match=r"moe_layer_idx \(2\) below L"):
-        make_layer(enable_eplb=True).set_eplb_state(2, *good)
+    for index in (-1, 2):
+        with pytest.raises(ValueError, match=rf"moe_layer_idx \({index}\) below L"):
+            make_layer(enable_eplb=True).set_eplb_state(index, *good)
+    make_layer(enable_eplb=True).set_eplb_state(0, *good)
     with pytest.raises(ValueError, match=r"expert_load_view has shape \(2, 5\)"):
         make_layer(enable_eplb=True).set_eplb_state(0, torch.zeros(2, 5), *good[1:])
 

@@ -92,8 +92,12 @@ def test_a_layer_made_on_the_meta_device() -> None:
         biased(*make_inputs(T, K, E))
     with pytest.raises(RuntimeError, match="w13_weight of .* is on the meta device, which keeps no values; call to_em"):
         load(far.to("meta"), weights)
-    with pytest.raises(RuntimeError, match="the weights of .* are on the meta device and have no values"):
-        make_layer().to("meta")(*make_inputs(T, K, E))
+    quantized = {"quant_config": OnlineIntConfig(group_size=32), "intermediate_size": 64}
+    processed = load(make_layer(**quantized), make_weights(E, K, 64))
+    processed.process_weights_after_loading()
+    for layer in (make_layer(), make_layer(**quantized), processed):
+        with pytest.raises(RuntimeError, match="the weights of .* are on the meta device and have no values"):
+            layer.to("meta")(*make_inputs(T, K, E))
 
 
 def test_a_correction_bias_stays_the_routers_parameter() -> None:

@@ -229,6 +229,11 @@ def test_half_loaded_layers_do_not_run() -> None:
         layer(torch.zeros(1, K), torch.zeros(1, E))
     with pytest.raises(RuntimeError, match=message):
         layer.process_weights_after_loading()
+    layer.loader.declare("w3_weight", weight_layout("w2"))
+    with pytest.raises(RuntimeError, match=r"local expert 2 \(shard w3\) and 4 more were not loaded"):
+        layer.check_loaded()
+    for expert in range(E):
+        layer.loader.load("w3_weight", layer.w2_weight, numbered(K, N), "down", "w2", expert)
     layer.weight_loader(layer.w13_weight, numbered(N, K), "up", "w3", 2)
     assert layer(torch.zeros(1, K), torch.zeros(1, E)).shape == (1, K)
 
