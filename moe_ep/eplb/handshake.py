@@ -72,6 +72,7 @@ class SideChannel:
 
         Args:
             what: for the message, completes "the ranks could not exchange ...".
+            values: at least one.
 
         Raises:
             EplbError: a rank did not take part before the deadline.
@@ -139,7 +140,10 @@ class SideChannel:
         return self._error
 
     def too_late(self, what: str, cause: object) -> EplbError:
-        """The error for an exchange that did not end in time, with the ranks that did not take part."""
+        """The error for an exchange that did not end: what a rank left, or which ranks did not take part."""
+        heard = self.heard()
+        if heard is not None:
+            return heard
         absent = self._roll_call()
         who = ""
         if absent:
@@ -148,7 +152,7 @@ class SideChannel:
         return self.failed(f"the ranks could not exchange {what} within {self.timeout_s:g} s{who}; experts stay")
 
     def close(self) -> None:
-        """Ends the connections; the next exchange of a rank that has not closed its end fails at once."""
+        """Ends the connections; exchanges of ranks that have not closed their ends fail at once."""
         self.group = None
 
     def _wait(self, what: str, start: Callable[[dist.ProcessGroup], dist.Work]) -> None:

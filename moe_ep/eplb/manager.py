@@ -241,8 +241,15 @@ class EPLBManager:
             return
         error = self._rearrangement.carry_out(job, asynchronous=False)
         if error is not None:
-            self._gate.fail(error)
+            self._stop(error)
             raise error
+
+    def _stop(self, error: EplbError) -> None:
+        """Has `step` raise this; peers that wait for this rank learn it at once."""
+        self._gate.fail(error)
+        # The frames of what went wrong hold connections.
+        error.__context__ = None
+        self._channel.close()
 
     def _serve(self) -> None:
         """The moving thread: jobs, and between them what other ranks may have to say."""
@@ -258,7 +265,7 @@ class EPLBManager:
             if job is None:
                 return
             error = self._rearrangement.carry_out(job, asynchronous=True)
-        self._gate.fail(error)
+        self._stop(error)
 
     def _commit(self) -> None:
         try:

@@ -53,6 +53,8 @@ class LayerMover:
             "the model or its EPLB settings",
             layers=digest(placement.num_experts, placement.num_slots, *(part.signature for part in self._experts)),
             settings=digest(astuple(config)),
+            # What a commit that failed on some ranks leaves behind is no placement to go on from.
+            placement=digest(placement.host),
         )
         self._transport = choose_transport(channel, self._layers[0].groups.ep, self._experts, config)
         self.device = self._experts[0].device

@@ -95,8 +95,11 @@ class Rearrangement:
                 self._mover.begin(job.number)
             for layer in changed:
                 self._move_layer(job, layer, target[layer], asynchronous)  # type: ignore[index]
+            end = f"the end of rearrangement {job.number}"
             if asynchronous:
-                self._wait_for_commit(f"the end of rearrangement {job.number}")
+                self._wait_for_commit(end)
+            else:
+                self._channel.gather(end, [job.number])
         except EplbError as error:
             return error
         except Exception as error:
@@ -208,11 +211,11 @@ class Rearrangement:
         try:
             with stage("eplb_transfer"):
                 intact = self._mover.fetch(layer, new, layer_stamp(job.number, layer))
-            cause = "" if intact else "with another checksum than they left with"
+            cause = "" if intact else "they came with another checksum than they left with"
         except EplbError:
             raise
         except (RuntimeError, TimeoutError) as error:
-            cause = f"({error})"
+            cause = str(error)
             # Where the others are stuck too, the error of all says who did not take part, and not why.
             logger.error("EPLB: experts of layer %d did not arrive on EP rank %d: %s", layer, self._channel.rank, error)
             heard = self._channel.heard()
@@ -223,7 +226,7 @@ class Rearrangement:
         if any(statuses):
             text = f"experts of layer {layer} did not arrive on EP rank {statuses.index(1)}"
             # Only that rank knows why.
-            raise self._channel.failed(f"{text} {cause}") if cause else self._channel.failed_elsewhere(text)
+            raise self._channel.failed(f"{text}: {cause}") if cause else self._channel.failed_elsewhere(text)
         self._fetched = (*cost, seconds)
         if asynchronous:
             self._wait_for_commit(f"the commit of layer {layer}")

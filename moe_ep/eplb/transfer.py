@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -29,7 +29,8 @@ class MessageTransport:
     On a GPU everything is queued on the current stream; only `fetch`'s end waits, for the event behind it.
 
     Args:
-        group: the EP ranks, used by nobody else at the same time; None for one rank.
+        group: says which the EP ranks' group is, used by nobody else at the same time; None for one rank, or when it is
+            closed.
         timeout_s: deadline of one layer.
         left: where `close` leaves the group for another transport, by timeout, unless messages are under way in it;
             None where it is the caller's.
@@ -37,7 +38,7 @@ class MessageTransport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        group: Callable[[], dist.ProcessGroup | None],
         timeout_s: float,
         left: dict[float, dist.ProcessGroup] | None = None,
     ) -> None:
@@ -46,23 +47,25 @@ class MessageTransport:
 
     def connect(self, device: torch.device) -> None:
         """Opens the connections of all pairs, which takes long and must not happen while serving; a collective step."""
-        word = torch.zeros(dist.get_world_size(self._group), dtype=torch.int64, device=device)
-        dist.all_to_all_single(torch.empty_like(word), word, group=self._group)
+        word = torch.zeros(dist.get_world_size(self._group()), dtype=torch.int64, device=device)
+        dist.all_to_all_single(torch.empty_like(word), word, group=self._group())
         torch.cuda.synchronize(device)
 
     def give_up(self) -> None:
-        """Ends messages that wait for a peer; gloo's end when the peer closes its channel."""
-        if self._group is not None and self._left is not None:
-            self._left = None
-            self._group.abort()
+        """Ends messages that wait for a peer; in the caller's group they end when the peer closes it."""
+        left, self._left = self._left, None
+        group = self._group()
+        if left is not None and group is not None:
+            group.abort()
 
     def close(self) -> None:
         """Leaves the group for another transport, unless messages are under way in it."""
         if self._under_way:
             self.give_up()
-        if self._group is not None and self._left is not None:
-            self._left[self._timeout_s] = self._group
-        self._group = None
+        left, self._left = self._left, None
+        group = self._group()
+        if left is not None and group is not None:
+            left[self._timeout_s] = group
 
     def begin(self, number: int) -> None:
         """Nothing: messages come when they are sent."""
@@ -100,14 +103,15 @@ class MessageTransport:
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> Sequence[dist.Work]:
         """Messages (row, peer) of both kinds at once."""
-        if self._group is None:
-            raise RuntimeError("experts were to move to other ranks by a transport of one rank, or by a closed one")
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the connections to the other ranks are closed")
         if (sends or receives)[0][0].is_cuda:
-            operations = [dist.P2POp(dist.isend, row, group=self._group, group_peer=peer) for row, peer in sends]
-            operations += [dist.P2POp(dist.irecv, row, group=self._group, group_peer=peer) for row, peer in receives]
+            operations = [dist.P2POp(dist.isend, row, group=group, group_peer=peer) for row, peer in sends]
+            operations += [dist.P2POp(dist.irecv, row, group=group, group_peer=peer) for row, peer in receives]
             return dist.batch_isend_irecv(operations)
-        works = [self._group.send([row], peer, 0) for row, peer in sends]
-        return works + [self._group.recv([row], peer, 0) for row, peer in receives]
+        works = [group.send([row], peer, 0) for row, peer in sends]
+        return works + [group.recv([row], peer, 0) for row, peer in receives]
 
 
 def rearrange_expert_weights(
@@ -145,7 +149,7 @@ def rearrange_expert_weights(
         return
     timeout_s = env.DISPATCH_TIMEOUT_S.get()
     channel, device = SideChannel(process_group, timeout_s), layers[0].device
-    transport = MessageTransport(process_group if device.type == "cuda" else channel.group, timeout_s)
+    transport = MessageTransport(lambda: process_group if device.type == "cuda" else channel.group, timeout_s)
     try:
         channel.agree("the placements", checksum=digest(old, new))
         staging = torch.zeros(max(r.staging_bytes for r in layers), dtype=torch.uint8, device=device)
@@ -157,13 +161,12 @@ def rearrange_expert_weights(
                     raise EplbError(f"layer {index}: an expert arrived on EP rank {rank} with another checksum")
                 experts.write([rows[row] for row, _ in moves.writes], [slot for _, slot in moves.writes])
         # Connections end only when nobody waits for this rank.
-        channel.gather("the end of the moves", [])
+        channel.gather("the end of the moves", [0])
     except EplbError:
         raise
     except (RuntimeError, TimeoutError) as error:
         raise EplbError(f"moving experts did not finish on EP rank {rank} within {timeout_s:g} s: {error}") from None
     finally:
-        transport.close()
         channel.close()
 
 

@@ -69,9 +69,10 @@ def choose_transport(
                 raise BackendUnavailableError(f"transport 'peer_copies' cannot be had here: {error}") from None
             logger.info("EPLB moves experts by messages: %s", error)
     if ep_group is None or device.type != "cuda":
-        return MessageTransport(channel.group, timeout_s)
+        return MessageTransport(lambda: channel.group, timeout_s)
     left = _left.setdefault(ep_group, {})
-    messages = MessageTransport(_nccl_group(channel, ep_group, timeout_s, left), timeout_s, left)
+    group = _nccl_group(channel, ep_group, timeout_s, left)
+    messages = MessageTransport(lambda: group, timeout_s, left)
     messages.connect(device)
     return messages
 

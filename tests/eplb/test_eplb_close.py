@@ -1,8 +1,9 @@
-"""Managers that are closed: nothing of them is left, and no rank waits for one that has given up."""
+"""Managers that end, closed or by an error: nothing of them is left, and no rank waits for one that has given up."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import time
 import weakref
@@ -13,12 +14,13 @@ import torch.distributed as dist
 
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
+from moe_ep.eplb.mover import LayerMover
 from moe_ep.eplb.step_gate import StepGate
 from moe_ep.eplb.transfer import MessageTransport
 from moe_ep.errors import EplbError
 from moe_ep.layer import FusedMoE
 from tests.eplb.models import CONFIG, E, L, load_layer, make_layer, random_placement, redundancy
-from tests.ranks import RankPool
+from tests.ranks import RankPool, ranks
 
 
 def make_model(group: dist.ProcessGroup | None, world_size: int) -> list[FusedMoE]:
@@ -96,3 +98,57 @@ def test_closing_does_not_wait_for_a_rank_that_has_given_up(where: tuple[type, s
     # Of the 20 that an exchange may take.
     assert all(seconds < 10 for seconds, _ in results)
     assert all("closed" in text or "left" in text or "did not" in text for _, text in results)
+
+
+def fail_once(rank: int, world_size: int, where: tuple[type, str], turn: int, asynchronous: bool) -> tuple[str, str]:
+    """Rank 1 raises at a turn of something. What all raise then, and what the next manager of these layers makes of it;
+    nothing of that may take as long as an exchange may."""
+    layers = make_model(None, world_size)
+    settings = EplbConfig(**{**vars(CONFIG), "first_plan": 10**6, "asynchronous": asynchronous})
+    manager, done, turns = EPLBManager(layers, settings), getattr(*where), itertools.count(1)
+
+    def fail_at_turn(*args: Any) -> Any:
+        if next(turns) == turn:
+            raise ValueError("enough")
+        return done(*args)
+
+    if rank == 1:
+        setattr(*where, fail_at_turn)
+    started = time.monotonic()
+    try:
+        with pytest.raises(EplbError) as error:
+            manager.rearrange(random_placement(L, E + layers[0].num_redundant_experts, seed=1))
+            while True:
+                time.sleep(0.002 * (1 + rank))
+                manager.step()
+    finally:
+        setattr(*where, done)
+    manager.close()
+    try:
+        EPLBManager(layers, settings).close()
+    except EplbError as refused:
+        return str(error.value), str(refused)
+    finally:
+        assert time.monotonic() - started < 10
+    return str(error.value), ""
+
+
+@pytest.mark.parametrize(
+    ("where", "turn", "asynchronous", "half_done"),
+    [
+        ((LayerMover, "cost"), 4, True, False),
+        ((StepGate, "announce"), 1, True, False),
+        ((MessageTransport, "fetch"), 2, True, False),
+        ((LayerMover, "commit"), L, True, True),
+        # Of a synchronous move's last layer, which nobody has to wait for.
+        ((LayerMover, "commit"), L, False, True),
+    ],
+)
+def test_what_goes_wrong_on_one_rank_ends_all_at_once(
+    where: tuple[type, str], turn: int, asynchronous: bool, half_done: bool
+) -> None:
+    results = ranks(3).run(fail_once, where, turn, asynchronous)
+    assert results == [results[0]] * 3
+    error, refused = results[0]
+    assert "on EP rank 1: ValueError('enough')" in error
+    assert ("settings: placement is " in refused) == half_done

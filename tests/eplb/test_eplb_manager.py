@@ -193,7 +193,7 @@ def go_wrong(rank: int, world_size: int, how: str) -> str:
         ("settings", "the ranks disagree about the model or its EPLB settings: settings is "),
         ("plan", "the ranks disagree about rearrangement 1: plan is "),
         ("step", "the ranks disagree about rearrangement 1: step is 0 on EP rank 0 and 1 on EP rank 1; "),
-        ("checksum", "experts of layer 0 did not arrive on EP rank 0 with another checksum than they left with"),
+        ("checksum", "experts of layer 0 did not arrive on EP rank 0: they came with another checksum than"),
         ("commit", "a commit failed on EP rank 1: ZeroDivisionError("),
         ("planner", "no plan could be made on EP rank 0: ZeroDivisionError("),
         ("absent", "the ranks could not exchange rearrangement 1 within 1.5 s: EP rank 1 did not take part; experts"),

@@ -90,7 +90,7 @@ def close_and_make(rank: int, world_size: int) -> list[str]:
     groups, fetch = [], MessageTransport.fetch
     for seed in range(4):
         manager = EPLBManager(layers, settings)
-        groups.append(manager._mover._transport._group.group_name)  # type: ignore[attr-defined]
+        groups.append(manager._mover._transport._group().group_name)  # type: ignore[attr-defined]
         if seed == 1 and rank == 1:
             MessageTransport.fetch = lambda *args: 1 // 0  # type: ignore[assignment, method-assign]
         present = manager.placement.host
