@@ -9,6 +9,10 @@ The same steps are timed with nothing moving and while a rearrangement is under 
 checked to hold its expert. A time is the maximum over ranks; median, p99 and maximum over steps. The transfer alone
 moves every expert of a layer to the next rank with nothing else running, beside plain copies and messages of the same
 size. One JSON line a row, then tables.
+
+A GPU that stood idle begins with higher clocks than its power limit lets it keep, and corrects that within a second by
+far lower ones for a tenth of one: --warm-up lets that pass. The clock of a step is that of the rank whose SMs were
+slowest.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +64,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gb-s", type=numbers, default=[40], help="paces of peer copies beside the model")
     parser.add_argument("--moves", type=int, default=2, help="experts that a rank gets a layer")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--warm-up", type=float, default=1.5, help="seconds of steps before those that are timed")
     parser.add_argument("--zipf", type=float, default=0.8, help="for the tokens/s before and after a plan")
     parser.add_argument("--objectives", type=lambda text: text.split(","), default=["tokens", "auto"], help="of plans")
     parser.add_argument("--seed", type=int, default=0)
@@ -67,7 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def steps_row(what: str, T: int, times: list[float], base: list[float], **more: Any) -> dict[str, Any]:
+def steps_row(what: str, T: int, times: Sequence[float], base: Sequence[float], **more: Any) -> dict[str, Any]:
     """Times of steps beside those of the same steps with nothing moving."""
     timing, resting = timing_of(times), timing_of(base)
     return {
@@ -94,19 +100,20 @@ def moving_rows(model: Model, transport: str, gb_s: int | None) -> Iterator[dict
         static, replay = model.capture(T)
         draws = model.draw(T, 0.0)
         before = replace(manager.totals)
-        times, events = run_moving(model, static, replay, draws, args.steps, manager, begin)
+        times, clocks, events = run_moving(model, static, replay, draws, args.steps, manager, begin)
         manager.finish()
         model.check(manager.placement.host)
-        by_event = {event: [us for us, its in zip(times, events, strict=True) if its == event] for event in set(events)}
-        medians = {event: timing_of(found).median for event, found in by_event.items()}
-        resting = by_event.pop("rest")
-        moving = [us for us, event in zip(times, events, strict=True) if event != "rest"]
+        steps = list(zip(times, clocks, events, strict=True))
+        medians = {event: timing_of([us for us, _, its in steps if its == event]).median for event in set(events)}
+        resting, resting_mhz, _ = zip(*(step for step in steps if step[2] == "rest"), strict=True)
+        moving, moving_mhz, _ = zip(*(step for step in steps if step[2] != "rest"), strict=True)
         layers = manager.totals.layers_committed - before.layers_committed
-        yield steps_row("nothing moves", T, resting, resting, transport=transport, gb_s=gb_s)
+        setting = {"transport": transport, "gb_s": gb_s}
+        yield steps_row("nothing moves", T, resting, resting, **setting, mhz=statistics.median(resting_mhz))
         yield steps_row(
-            "experts move", T, moving, resting, transport=transport, gb_s=gb_s,
+            "experts move", T, moving, resting, **setting, mhz=statistics.median(moving_mhz),
             begin_step_us=medians.get("begin"), commit_step_us=medians.get("commit"), other_step_us=medians.get(""),
-            slowest=_slowest(times, events),
+            slowest=_slowest(steps),
             layers_committed=layers,
             experts_moved=manager.totals.experts_moved - before.experts_moved,
             gb_moved=(manager.totals.bytes_moved - before.bytes_moved) / 1e9,
@@ -116,12 +123,13 @@ def moving_rows(model: Model, transport: str, gb_s: int | None) -> Iterator[dict
     manager.close()
 
 
-def _slowest(times: list[float], events: list[str]) -> list[tuple[float, int, str, int]]:
-    """The eight slowest steps: microseconds, which it was, the last event up to it, and how many steps ago that was."""
+def _slowest(steps: list[tuple[float, float, str]]) -> list[tuple[float, int, int, str, int]]:
+    """The eight slowest: microseconds, MHz, which step, the last event up to it, and how many steps ago that was."""
     found = []
-    for index in sorted(range(len(times)), key=times.__getitem__)[-8:]:
-        last = next((i for i in range(index, -1, -1) if events[i]), 0)
-        found.append((round(times[index], 1), index, events[last], index - last))
+    for index in sorted(range(len(steps)), key=lambda index: steps[index][0])[-8:]:
+        last = next((i for i in range(index, -1, -1) if steps[i][2]), 0)
+        us, mhz, _ = steps[index]
+        found.append((round(us, 1), round(mhz), index, steps[last][2], index - last))
     return found
 
 
@@ -181,8 +189,8 @@ def tell(rows: list[dict[str, Any]]) -> None:
             "transport": "transport", "gb_s": "GB/s", "tokens_per_rank": "T", "what": "",
             "median_us": "median us", "p99_us": "p99 us",
             "max_us": "max us", "median_ratio": "median ratio", "p99_ratio": "p99 ratio",
-            "max_over_median": "max/median", "begin_step_us": "begin step", "commit_step_us": "commit step",
-            "other_step_us": "other steps",
+            "max_over_median": "max/median", "mhz": "MHz",
+            "begin_step_us": "begin step", "commit_step_us": "commit step", "other_step_us": "other steps",
             "experts_moved": "experts", "gb_moved": "GB", "transfer_ms": "transfer ms", "commit_host_us": "commit us",
         },
         "transfer": {"transport": "transport", "half_gb_s": "half a layer GB/s", "all_gb_s": "a whole layer GB/s"},

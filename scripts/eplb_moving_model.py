@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from step_clock import StepClock
 
 from moe_ep.bench.geometries import preset
 from moe_ep.bench.synthetic import SyntheticConfig, local_logical_experts
@@ -23,9 +24,6 @@ from moe_ep.layer import FusedMoE
 NEVER = 10**9
 RUN_AHEAD = 2
 NUM_DRAWS = 16
-# A GPU that stood idle begins with higher clocks than its power limit lets it keep. It corrects that within a second,
-# by clocks that are far too low for a tenth of one.
-WARM_UP_S = 1.5
 
 
 class Model:
@@ -143,24 +141,31 @@ def swapped(placement: np.ndarray, size: int, moves: int, number: int) -> np.nda
 
 
 class Timer:
-    """Times of steps in microseconds, the host at most RUN_AHEAD steps ahead of the device."""
+    """Times of steps in microseconds and clocks in MHz, the host at most RUN_AHEAD steps ahead of the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._clock = StepClock(device) if device.type == "cuda" else None
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        if not self._on_gpu:
+        if self._clock is None:
             self._marks.append(time.perf_counter())
             return
+        self._clock.mark()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._marks.append(event)
         if len(self._marks) > RUN_AHEAD:
             self._marks[-1 - RUN_AHEAD].synchronize()
 
+    def clocks_mhz(self) -> list[float]:
+        """Of the rank whose SMs were slowest; 0 without a GPU."""
+        if self._clock is None:
+            return [0.0] * (len(self._marks) - 1)
+        return [-clock for clock in slowest_rank([-clock for clock in self._clock.mhz()])]
+
     def times_us(self) -> list[float]:
-        if self._on_gpu:
+        if self._clock is not None:
             torch.cuda.synchronize()
             return [start.elapsed_time(end) * 1e3 for start, end in itertools.pairwise(self._marks)]
         return [(end - start) * 1e6 for start, end in itertools.pairwise(self._marks)]
@@ -173,10 +178,10 @@ def run_steps(
     draws: list[list[torch.Tensor]],
     count: int,
     manager: EPLBManager | None,
-    warm_up_s: float = WARM_UP_S,
+    warm_up: float | None = None,
 ) -> list[float]:
-    """Step times, the slowest rank's."""
-    _warm_up(model, static, replay, draws, manager, warm_up_s)
+    """Step times, the slowest rank's; warm_up is in seconds, None for that of the arguments."""
+    _warm_up(model, static, replay, draws, manager, model.args.warm_up if warm_up is None else warm_up)
     timer = Timer(model.device)
     timer.mark()
     for number in range(count):
@@ -195,13 +200,14 @@ def run_moving(
     count: int,
     manager: EPLBManager,
     begin: Callable[[], None],
-) -> tuple[list[float], list[str]]:
-    """Step times, the slowest rank's, and what each was: "rest", or with a move under way "begin", "commit" or "".
+) -> tuple[list[float], list[float], list[str]]:
+    """Step times, the slowest rank's, clocks, and what each step was: "rest", or with a move under way "begin",
+    "commit" or "".
 
     As many steps at rest as there are draws and whole rearrangements take turns until `count` steps had a move under
     way, so that both see the same draws and placements: small batches take longer with some than with others.
     """
-    _warm_up(model, static, replay, draws, manager, WARM_UP_S)
+    _warm_up(model, static, replay, draws, manager, model.args.warm_up)
     timer, events, resting = Timer(model.device), [], 0
     timer.mark()
     while len(events) - events.count("rest") < count:
@@ -215,7 +221,7 @@ def run_moving(
         manager.step()
         timer.mark()
         events.append("commit" if manager.totals.layers_committed > before else event)
-    return slowest_rank(timer.times_us()), events
+    return slowest_rank(timer.times_us()), timer.clocks_mhz(), events
 
 
 def _warm_up(

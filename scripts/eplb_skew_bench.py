@@ -51,7 +51,7 @@ def skew_rows(model: Model, T: int) -> Iterator[dict[str, Any]]:
     for _ in range(_ROUNDS):
         for what, (draws, placement) in settings.items():
             manager.rearrange(placement)
-            times[what] += run_steps(model, *step, draws, args.steps // (2 * _ROUNDS), manager, warm_up_s=0)
+            times[what] += run_steps(model, *step, draws, args.steps // (2 * _ROUNDS), manager, warm_up=0)
             work[what] = _work(_counts(manager).unflatten(2, (model.size, -1)))
         model.check(manager.placement.host)
     manager.close()
