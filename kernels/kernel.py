@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,8 @@ from moe_ep.workspace import current_stream
 _INVALID_CONTEXT = 201
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
-_PARAM_BUFFER_POINTER, _PARAM_BUFFER_SIZE = 1, 2
 # Grid, block, dynamic shared memory, stream, attributes and their number.
 _CONFIG = struct.Struct("@3I3IIPPI4x")
-# How parameters are handed over: where they are, where their size is, an end.
-_EXTRA = struct.Struct("@NPNPN")
 # One attribute: its id, and a value of 64 bytes.
 _EARLY = ctypes.create_string_buffer(struct.pack("@i4xi60x", _PROGRAMMATIC_STREAM_SERIALIZATION, 1), 72)
 
@@ -35,13 +32,17 @@ class Kernel:
         entry: its name.
         function: the driver's handle, of the context that is current.
         owner: keeps the code loaded.
+        offsets: where each parameter begins.
     """
 
-    def __init__(self, entry: str, function: int, device: torch.device, owner: object) -> None:
+    def __init__(
+        self, entry: str, function: int, device: torch.device, owner: object, offsets: Sequence[int] = (0,)
+    ) -> None:
         self.entry = entry
         self._function, self._device, self._owner = function, device, owner
         self._can_come_early = torch.cuda.get_device_capability(device) >= (9, 0)
         self._driver = _driver()
+        self._offsets, self._pointers = offsets, struct.Struct(f"@{len(offsets)}P")
         context = ctypes.c_void_p()
         self._check(self._driver.cuCtxGetCurrent(ctypes.addressof(context)))
         self._context = context.value
@@ -73,29 +74,16 @@ class Kernel:
                 return self.launch(params, grid, block, shared_bytes, early)
         early = early and self._can_come_early
         config = _config(grid, block, shared_bytes, current_stream(self._device), early)
-        where, size = ctypes.addressof(params), ctypes.c_size_t(ctypes.sizeof(params))
-        extra = _EXTRA.pack(_PARAM_BUFFER_POINTER, where, _PARAM_BUFFER_SIZE, ctypes.addressof(size), 0)
-        status = self._driver.cuLaunchKernelEx(config, self._function, None, extra)
+        start = ctypes.addressof(params)
+        pointers = self._pointers.pack(*[start + offset for offset in self._offsets])
+        status = self._driver.cuLaunchKernelEx(config, self._function, pointers, None)
         if status == _INVALID_CONTEXT:
             # A thread that has not used the GPU yet has no current context.
             self._check(self._driver.cuCtxSetCurrent(self._context))
-            status = self._driver.cuLaunchKernelEx(config, self._function, None, extra)
+            status = self._driver.cuLaunchKernelEx(config, self._function, pointers, None)
         if status:
             self._check(status)
         return None
-
-    def params_bytes(self) -> int | None:
-        """The size of the block of parameters; None from a driver before 12.4, which does not tell."""
-        info = getattr(self._driver, "cuFuncGetParamInfo", None)
-        if info is None:
-            return None
-        end, offset, size = 0, ctypes.c_size_t(), ctypes.c_size_t()
-        function = ctypes.c_void_p(self._function)
-        for index in itertools.count():
-            if info(function, ctypes.c_size_t(index), ctypes.byref(offset), ctypes.byref(size)):
-                break  # there are no more
-            end = offset.value + size.value
-        return end
 
     def _check(self, status: int) -> None:
         """RuntimeError with the error's name if a driver call failed."""
@@ -104,6 +92,17 @@ class Kernel:
             self._driver.cuGetErrorName(status, ctypes.addressof(name))
             cause = (name.value or b"an unknown error").decode()
             raise RuntimeError(f"CUDA driver call for kernel {self.entry} failed with {cause}")
+
+
+def param_places(function: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of a function's parameters; none from a driver before 12.4, which does not tell."""
+    found: list[tuple[int, int]] = []
+    info = getattr(_driver(), "cuFuncGetParamInfo", None)
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    where = ctypes.byref(offset), ctypes.byref(size)
+    while info is not None and not info(ctypes.c_void_p(function), ctypes.c_size_t(len(found)), *where):
+        found.append((offset.value, size.value))
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,7 +116,7 @@ def _driver() -> Any:
     """NVIDIA's driver, its functions taking addresses and handles as integers, and structures as bytes."""
     driver = ctypes.CDLL("libcuda.so.1")
     pointer, bytes_ = ctypes.c_void_p, ctypes.c_char_p
-    driver.cuLaunchKernelEx.argtypes = (bytes_, pointer, pointer, bytes_)
+    driver.cuLaunchKernelEx.argtypes = (bytes_, pointer, bytes_, pointer)
     driver.cuFuncSetAttribute.argtypes = (pointer, ctypes.c_int, ctypes.c_int)
     driver.cuCtxGetCurrent.argtypes = driver.cuCtxSetCurrent.argtypes = (pointer,)
     driver.cuGetErrorName.argtypes = (ctypes.c_int, pointer)

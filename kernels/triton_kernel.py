@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-import struct
 from collections.abc import Callable
+from struct import Struct, calcsize
 from typing import Any
 
 import torch
 
-from moe_ep.kernels.kernel import Kernel
+from moe_ep.kernels.kernel import Kernel, param_places
 
 _MOST_INT32 = (1 << 31) - 1
 # How a parameter of each of Triton's types lies in memory, as in the module struct; pointers begin with "*".
@@ -73,14 +73,15 @@ class _Compiled:
     def __init__(self, made: Any, device: torch.device) -> None:
         types, metadata = list(made.src.signature.values()), made.metadata
         given = [index for index, type in enumerate(types) if type != "constexpr"]
-        formats = ["P" if types[index].startswith("*") else _FORMATS[types[index]] for index in given]
-        self._layout = struct.Struct(f"@{''.join(formats)}{_SCRATCH}")
+        formats = "".join("P" if types[index].startswith("*") else _FORMATS[types[index]] for index in given) + _SCRATCH
+        places = [(calcsize(f"@{formats[:end]}0{kind}"), calcsize(kind)) for end, kind in enumerate(formats)]
+        self._layout = Struct(f"@{formats}")
         self._params = ctypes.c_char * self._layout.size
         self._given = operator.itemgetter(*given)
         self._block, self._shared_bytes, self._early = 32 * metadata.num_warps, metadata.shared, metadata.launch_pdl
-        self._kernel = Kernel(made.name, made.function, device, made)
+        self._kernel = Kernel(made.name, made.function, device, made, [offset for offset, _ in places])
         scratch = metadata.global_scratch_size + metadata.profile_scratch_size
-        self.is_known = not scratch and self._kernel.params_bytes() == self._layout.size
+        self.is_known = not scratch and param_places(made.function) == places
 
     def launch(self, grid: tuple[int, ...], args: tuple[float, ...]) -> None:
         params = self._params.from_buffer_copy(self._layout.pack(*self._given(args), 0, 0))

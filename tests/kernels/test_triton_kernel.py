@@ -26,12 +26,23 @@ def type_of(value: Any) -> str:
     return "constexpr" if value is None or value == 1 else "i64" if value >= 1 << 31 else "i32"
 
 
+def places_of(types: list[str]) -> list[tuple[int, int]]:
+    """(offset, bytes) of a kernel's parameters and of two pointers behind them, each aligned to its size."""
+    places, end = [], 0
+    for kind in (*types, "*scratch", "*profile"):
+        size = 4 if kind in ("i32", "fp32") else 8
+        places.append((-(-end // size) * size, size))
+        end = sum(places[-1])
+    return places
+
+
 class Function:
     """Stands for a `triton.jit` function.
 
     Attributes:
         calls: numbers of launches that went through Triton.
         scratch_bytes: what its kernels ask for.
+        places: where the driver says that the last one's parameters are.
     """
 
     arg_names = ("source_ptr", "map_ptr", "out_ptr", "size", "stride", "factor", "HAS_MAP")
@@ -39,11 +50,13 @@ class Function:
     def __init__(self) -> None:
         self.calls = 0
         self.scratch_bytes = 0
+        self.places: list[tuple[int, int]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, num_warps: int, **constants: Any) -> Any:
             self.calls += 1
             types = [*map(type_of, args), *("constexpr" for _ in constants)]
+            self.places = places_of([kind for kind in types if kind != "constexpr"])
             sizes = {"global_scratch_size": self.scratch_bytes, "profile_scratch_size": 0}
             return SimpleNamespace(
                 name="scale",
@@ -60,23 +73,29 @@ class Kernel:
 
     launches: list[tuple[Any, ...]]
 
-    def __init__(self, entry: str, function: int, device: torch.device, made: Any) -> None:
-        self.function = function
-        kinds = [kind for kind in made.src.signature.values() if kind != "constexpr"]
-        self.layout = struct.Struct(f"@{''.join(_FORMATS.get(kind, 'P') for kind in kinds)}PP")
-
-    def params_bytes(self) -> int:
-        return self.layout.size
+    def __init__(self, entry: str, function: int, device: torch.device, made: Any, offsets: list[int]) -> None:
+        self.function, self.made, self.offsets = function, made, offsets
 
     def launch(self, params: Any, grid: tuple[int, ...], block: int, shared_bytes: int, early: bool) -> None:
-        self.launches.append((self.function, self.layout.unpack(bytes(params)), grid, block, shared_bytes, early))
+        read = [
+            struct.unpack_from(kind, bytes(params), at)[0] for kind, at in zip(self.kinds, self.offsets, strict=True)
+        ]
+        self.launches.append((self.function, read, grid, block, shared_bytes, early))
+
+    @property
+    def kinds(self) -> str:
+        """How each parameter is laid out."""
+        types = [kind for kind in self.made.src.signature.values() if kind != "constexpr"]
+        return "".join(_FORMATS.get(kind, "P") for kind in types) + "PP"
 
 
 @pytest.fixture
 def function(monkeypatch: pytest.MonkeyPatch) -> Function:
+    function = Function()
     monkeypatch.setattr(triton_kernel, "Kernel", Kernel)
+    monkeypatch.setattr(triton_kernel, "param_places", lambda _: function.places)
     monkeypatch.setattr(Kernel, "launches", [], raising=False)
-    return Function()
+    return function
 
 
 ROWS = torch.zeros(64)
@@ -118,9 +137,9 @@ def test_parameters_are_those_that_were_not_compiled_in(function: Function) -> N
     kernel = TritonKernel(function)
     source, out = ROWS.data_ptr(), ROWS[16:].data_ptr()
     for case, expected in (
-        ({}, (source, out, 32, 16, 2.0, 0, 0)),
-        ({"stride": 1, "factor": 0.5}, (source, out, 32, 0.5, 0, 0)),
-        ({"map": ROWS[4:], "size": 1 << 40}, (source, ROWS[4:].data_ptr(), out, 1 << 40, 16, 2.0, 0, 0)),
+        ({}, [source, out, 32, 16, 2.0, 0, 0]),
+        ({"stride": 1, "factor": 0.5}, [source, out, 32, 0.5, 0, 0]),
+        ({"map": ROWS[4:], "size": 1 << 40}, [source, ROWS[4:].data_ptr(), out, 1 << 40, 16, 2.0, 0, 0]),
     ):
         call(kernel, case)
         call(kernel, case)
@@ -135,7 +154,7 @@ def test_kernels_that_are_laid_out_otherwise_stay_with_triton(
     call(kernel, {})
     call(kernel, {})
     function.scratch_bytes = 0
-    monkeypatch.setattr(Kernel, "params_bytes", lambda self: self.layout.size + 8)
+    monkeypatch.setattr(triton_kernel, "param_places", lambda _: [*function.places, (64, 8)])
     call(kernel, {})
     call(kernel, {})
     assert function.calls == 4
