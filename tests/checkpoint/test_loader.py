@@ -22,7 +22,15 @@ from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, unpack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError
 from moe_ep.quantize_weights import quantize_int
-from tests.checkpoint.checkpoints import GPTQ, LoadingLayer, gptq_shapes, make_checkpoint, plain_shapes, qwen3_config
+from tests.checkpoint.checkpoints import (
+    GPTQ,
+    LoadingLayer,
+    gptq_shapes,
+    make_checkpoint,
+    model_tensors,
+    plain_shapes,
+    qwen3_config,
+)
 
 MLP = "model.layers.1.mlp"
 SHAPES = {None: plain_shapes, "gptq": gptq_shapes}
@@ -128,10 +136,15 @@ def test_shared_experts_that_cannot_be_fused_are_refused(tmp_path: Path) -> None
             load_moe_layer(reader, model_spec(reader.config), 1, layer)
 
 
-@pytest.mark.parametrize("quantized", [None, "gptq"])
+@pytest.mark.parametrize("quantized", [None, "gptq", "all but shared experts"])
 def test_router_norm_embeddings_and_shared_experts(tmp_path: Path, quantized: str | None) -> None:
     config = deepseek_config(2, **({"quantization_config": GPTQ} if quantized else {}))
-    tensors = make_checkpoint(tmp_path, config)
+    shared_are_plain = quantized != "gptq"
+    changes: dict[str, torch.Tensor | None] = {}
+    if shared_are_plain:
+        changes = dict.fromkeys(model_tensors(config)) | model_tensors(deepseek_config(2))
+        changes = {name: tensor for name, tensor in changes.items() if "shared_experts" in name}
+    tensors = make_checkpoint(tmp_path, config, tensors=changes)
     reader = CheckpointReader(tmp_path)
     spec = model_spec(reader.config)
     router = load_router(reader, spec, 1)
@@ -142,7 +155,7 @@ def test_router_norm_embeddings_and_shared_experts(tmp_path: Path, quantized: st
     shared = load_shared_experts(reader, spec, 1)
     for projection in ("gate", "up", "down"):
         stem = f"{MLP}.shared_experts.{projection}_proj"
-        if quantized:
+        if not shared_are_plain:
             parts = [tensors[f"{stem}.{suffix}"] for suffix in ("qweight", "qzeros", "scales", "g_idx")]
             expected = dequantize(unpack_gptq(*parts, GPTQConfig.from_dict(GPTQ))).bfloat16()
         else:

@@ -315,7 +315,7 @@ def test_deepseek_layer_frequency() -> None:
     [
         (
             {"model_type": "llama"},
-            "model_type is 'llama'; it must be one of afmoe, deepseek_v2, .*, mixtral, olmoe",
+            "model_type is 'llama'; it must be one of afmoe, deepseek_v2, .*, mixtral, nemotron_h, olmoe",
         ),
         ({"model_type": None}, "model_type is None; it must be one of"),
         ({"hidden_size": None}, "expected hidden_size, found no such key"),
