@@ -26,7 +26,7 @@ def test_messages_compile(arch: int, quantized: bool) -> None:
         "BLOCK": 512,
     }  # fmt: skip
     rows = ("rows_ptr", "num_words", "row_stride", "send_rows_ptr", "send_row_stride", "send_rank_stride")
-    ptx = compiled_ptx(_pack_messages_kernel, pack_types, pack_constants, rows, arch)
+    ptx = compiled_ptx(_pack_messages_kernel.function, pack_types, pack_constants, rows, arch)
     assert "st.global.v4.b32" in ptx
     open_types = {
         "rows_ptr": "*u8" if quantized else "*i32", "batch_ptr": "*bf16" if quantized else "*i32",
@@ -38,7 +38,7 @@ def test_messages_compile(arch: int, quantized: bool) -> None:
         "GROUP": 128, "BLOCK_EXPERTS": 128, "BLOCK": 1024 if quantized else 512,
     }  # fmt: skip
     rows = ("rows_ptr", "num_columns", "row_stride", "rank_stride", "batch_ptr")
-    ptx = compiled_ptx(_open_messages_kernel, open_types, open_constants, rows, arch)
+    ptx = compiled_ptx(_open_messages_kernel.function, open_types, open_constants, rows, arch)
     assert "st.global.v4.b32" in ptx
 
 
@@ -50,12 +50,12 @@ def test_rows_compile(arch: int) -> None:
     }  # fmt: skip
     constants = {"NUM_RANKS": 8, "TOPK": 8, "BLOCK_TOPK": 8, "BLOCK": 512}
     rows = ("rows_ptr", "num_columns", "row_stride", "send_rows_ptr", "send_stride")
-    ptx = compiled_ptx(_pack_rows_kernel, types, constants, rows, arch)
+    ptx = compiled_ptx(_pack_rows_kernel.function, types, constants, rows, arch)
     assert ptx.count("st.global.v4.b32") >= 8
     types = {"source_ptr": "*bf16", "slots_ptr": "*i32", "weights_ptr": "*fp32", "target_ptr": "*bf16"}
     constants = {"TOPK": 8, "HAS_WEIGHTS": True, "ALWAYS": False, "BLOCK": 1024}
     rows = ("source_ptr", "num_columns", "source_stride", "target_stride", "target_ptr")
-    ptx = compiled_ptx(_weighted_rows_kernel, types, constants, rows, arch)
+    ptx = compiled_ptx(_weighted_rows_kernel.function, types, constants, rows, arch)
     assert ptx.count("ld.global.v4.b32") == 8
     assert "fma.rn.f32" not in ptx
 
@@ -64,11 +64,13 @@ def test_rows_compile(arch: int) -> None:
 def test_plan_and_quantize_compile(arch: int) -> None:
     types = {"ids_ptr": "*i32", "owners_ptr": "*i32", "slots_ptr": "*i32", "counts_ptr": "*i32"}
     for exact in (True, False):
-        compiled_ptx(_send_plan_kernel, types, {"NUM_RANKS": 8, "TOPK": 8, "EXACT": exact, "BLOCK": 1024}, (), arch)
+        compiled_ptx(
+            _send_plan_kernel.function, types, {"NUM_RANKS": 8, "TOPK": 8, "EXACT": exact, "BLOCK": 1024}, (), arch
+        )
     types = {"rows_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
     constants = {"GROUP": 128, "BLOCK_GROUPS": 8, "HAS_E4M3": arch >= 90}
     ptx = compiled_ptx(
-        _quantize_kernel,
+        _quantize_kernel.function,
         types,
         constants | {"TINY": 2.0**-126, "CORRECTIONS": 1},
         ("rows_ptr", "codes_ptr"),
@@ -76,7 +78,7 @@ def test_plan_and_quantize_compile(arch: int) -> None:
     )
     assert "div.rn.f32" in ptx and "div.full.f32" not in ptx
     constants["EARLY"] = arch >= 90
-    ptx = compiled_ptx(_dequantize_kernel, types, constants, ("rows_ptr", "codes_ptr"), arch)
+    ptx = compiled_ptx(_dequantize_kernel.function, types, constants, ("rows_ptr", "codes_ptr"), arch)
     assert hands_over_first(ptx) == (arch >= 90)
 
 
