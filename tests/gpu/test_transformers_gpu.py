@@ -40,7 +40,7 @@ def in_f32(model: Any, quantize: str) -> Any:
     """The model in f32, its experts quantized to int4 and back where asked."""
     model = copy.deepcopy(model).float()
     for _, experts in find_experts(model) if quantize == "int4" else ():
-        for param in (experts.gate_up_proj, experts.down_proj):
+        for param in experts.parameters():
             param.data = dequantize(quantize_int(param.data.bfloat16(), 4, 128))
     return model
 
@@ -111,7 +111,7 @@ def generated(rank: int, world_size: int, family: str, graphs: bool) -> tuple[li
     return completions, len(generation.times.replayed)
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", "NemotronH"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_generation_in_graphs_is_that_of_eager_passes(world_size: int, family: str) -> None:
     pool = ranks(world_size, "nccl")
@@ -120,6 +120,17 @@ def test_generation_in_graphs_is_that_of_eager_passes(world_size: int, family: s
     assert all(replayed == 0 for _, replayed in eager)
     # One rank has plain experts in the Standard format, whose loops no graph can hold: it decodes eagerly.
     assert (captured[0][1] > 0) == (world_size > 1)
+
+
+@pytest.mark.gpu
+def test_ungated_experts() -> None:
+    """Of Nemotron-H, in int4: few rows, many, and one of each of four slots."""
+    made = make("NemotronH", torch.bfloat16, **PACKED, n_routed_experts=8)
+    parallel = moe_ep.parallelize(copy.deepcopy(made), quantize="int4", decode_max_num_tokens=4)
+    check_layers(parallel, in_f32(made, "int4"))
+    with torch.inference_mode():
+        for length in (1, 5, 300):
+            parallel(torch.randint(1, SIZES["vocab_size"], (4, length), device="cuda"))
 
 
 def replayed_and_eager(rank: int, world_size: int) -> None:

@@ -47,6 +47,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "DeepseekV3": {**MLA, **GROUPED, "head_dim": 8, "routed_scaling_factor": 2.5},
     "Glm4Moe": {**GROUPED, "routed_scaling_factor": 1.5},
+    "NemotronH": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_routed_experts": 6,
+        "moe_shared_expert_intermediate_size": 48,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+    },
     "GptOss": {
         "num_local_experts": 6,
         "sliding_window": 8,

@@ -84,7 +84,7 @@ def in_int4(model: Any) -> Any:
     """The model with its experts quantized to int4 and back."""
     for _, experts in find_experts(model):
         group_size = math.gcd(128, *experts.down_proj.shape[1:])
-        for param in (experts.gate_up_proj, experts.down_proj):
+        for param in (param for param in experts.parameters() if param.dim() == 3):
             rows = param.data.mT if experts.is_transposed else param.data
             rows = dequantize(quantize_int(rows.contiguous(), 4, group_size)).to(param.dtype)
             param.data = rows.mT.contiguous() if experts.is_transposed else rows
