@@ -190,6 +190,22 @@ def test_ranks_that_do_not_come_are_named(others: dict[int, str]) -> None:
     assert raised.value.ranks == (1, 3)
 
 
+def test_a_meeting_waits_for_late_ranks_and_is_not_mistaken_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: dict[str, str] = {}
+    waited: list[bool] = []
+
+    def check(keys: list[str]) -> bool:
+        waited.append(True)
+        if len(waited) % 3 == 0:  # rank 1 comes
+            left[keys[-1]] = f"{len(waited)}"
+        return all(key in left for key in keys)
+
+    store = SimpleNamespace(set=left.__setitem__, check=check, get=lambda key: left[key].encode())
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    assert [meet("late", (0, 1), "I") for _ in range(2)] == [["I", "3"], ["I", "6"]]
+
+
 @pytest.mark.parametrize("all_come", [True, False])
 def test_symmetric_memory_is_given_back_where_all_ranks_come(monkeypatch: pytest.MonkeyPatch, all_come: bool) -> None:
     done: list[object] = []
