@@ -54,13 +54,13 @@ class TritonKernel:
             *constants.values(),
         )
         compiled = self._compiled.get(key)
-        if compiled is not None:
+        if compiled is not None and compiled.is_known:
             compiled.launch(grid, (*addresses, *numbers))
             return
         with torch.cuda.device_of(tensors[0]):
             made = self.function[grid](*args, **constants)
-            if made is not None and (kept := _Compiled(made, tensors[0].device)).is_known:
-                self._compiled[key] = kept
+            if made is not None and compiled is None:
+                self._compiled[key] = _Compiled(made, tensors[0].device)
 
 
 class _Compiled:

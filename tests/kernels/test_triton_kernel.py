@@ -155,6 +155,7 @@ def test_kernels_that_are_laid_out_otherwise_stay_with_triton(
     call(kernel, {})
     function.scratch_bytes = 0
     monkeypatch.setattr(triton_kernel, "param_places", lambda _: [*function.places, (64, 8)])
+    kernel = TritonKernel(function)
     call(kernel, {})
     call(kernel, {})
     assert function.calls == 4
