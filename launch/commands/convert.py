@@ -47,6 +47,7 @@ def main(args: argparse.Namespace) -> int:
             bar.update(0)
 
         convert_checkpoint(source, target, args.quantize, show)
-    before, after = (sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (source, target))
-    print(f"{target}: experts in {args.quantize}, {after / 1e9:.3g} GB of weights in place of {before / 1e9:.3g}")
+    sizes = (sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (source, target))
+    before, after = (tqdm.format_sizeof(size, "B") for size in sizes)
+    print(f"{target}: experts in {args.quantize}, {after} of weights in place of {before}")
     return 0

@@ -141,11 +141,12 @@ def _tensors(
             yield name, tensor
         for module, suffix, stored in experts.parts.get(name, ()):
             part = stored.tensor(tensor)
-            if not part.isfinite().all():
+            made = _quantized(part, quantize, group_size) if suffix == "weight" else {suffix: part}
+            # The scale of a group is finite where all its weights are.
+            if not made.get("weight_scale", part).isfinite().all():
                 raise CheckpointError(
                     f"{stored.info.file}: tensor {name}: expected finite weights, found NaN or infinity"
                 )
-            made = _quantized(part, quantize, group_size) if suffix == "weight" else {suffix: part}
             yield from ((f"{module}.{ending}", value) for ending, value in made.items())
         on_bytes(reader.bytes_read, total)
 
