@@ -93,7 +93,7 @@ def _write(pipe: IO[bytes], about: dict[str, Any], *arrays: Array, deadline: flo
     for data in (json.dumps(header).encode() + b"\n", *(array.tobytes() for array in arrays)):
         left = memoryview(data)
         while len(left):
-            _wait([], [pipe], deadline)
+            _wait(pipe, select.POLLOUT, deadline)
             left = left[pipe.write(left) or 0 :]
 
 
@@ -105,7 +105,7 @@ def _read(pipe: IO[bytes], deadline: float | None = None) -> tuple[dict[str, Any
         data = bytearray(np.dtype(dtype).itemsize * math.prod(shape))
         view = memoryview(data)
         while len(view):
-            _wait([pipe], [], deadline)
+            _wait(pipe, select.POLLIN, deadline)
             size = pipe.readinto(view)  # type: ignore[attr-defined]
             if not size:
                 raise EOFError
@@ -114,17 +114,19 @@ def _read(pipe: IO[bytes], deadline: float | None = None) -> tuple[dict[str, Any
     return header, arrays
 
 
-def _wait(readable: list[IO[bytes]], writable: list[IO[bytes]], deadline: float | None) -> None:
-    """Returns when one of the pipes is ready; TimeoutError at the deadline."""
-    left = None if deadline is None else max(deadline - time.monotonic(), 0)
-    if not any(select.select(readable, writable, [], left)):
+def _wait(pipe: IO[bytes], event: int, deadline: float | None) -> None:
+    """Returns when the pipe is ready or its other end is gone; TimeoutError at the deadline."""
+    # Unlike select, for any number of open files.
+    poll = select.poll()
+    poll.register(pipe, event)
+    if not poll.poll(None if deadline is None else max(deadline - time.monotonic(), 0) * 1e3):
         raise TimeoutError
 
 
 def _read_line(pipe: IO[bytes], deadline: float | None) -> bytes:
     line = b""
     while not line.endswith(b"\n"):
-        _wait([pipe], [], deadline)
+        _wait(pipe, select.POLLIN, deadline)
         byte = pipe.read(1)
         if not byte:
             raise EOFError

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import signal
 from typing import Any
 
@@ -144,12 +147,19 @@ def test_plans_of_the_planning_process() -> None:
 
 
 def test_a_planning_process_that_ends_is_an_error() -> None:
-    planner = PlannerProcess()
-    planner._process.kill()
-    placement = np.arange(4)[None]
-    with pytest.raises(RuntimeError, match="the planning process ended with exit code -9"):
-        planner.make_plan(torch.ones(1, 1, 4, dtype=torch.int64), placement, 4, 2, CONFIG, 20)
-    planner.close()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    with contextlib.ExitStack() as stack:
+        # As a server has them: pipes with numbers that select cannot take.
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        planner = PlannerProcess()
+        planner._process.kill()
+        placement = np.arange(4)[None]
+        with pytest.raises(RuntimeError, match="the planning process ended with exit code -9"):
+            planner.make_plan(torch.ones(1, 1, 4, dtype=torch.int64), placement, 4, 2, CONFIG, 20)
+        planner.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2000])
