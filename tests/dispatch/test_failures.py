@@ -6,13 +6,15 @@ import logging
 import os
 import time
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.dispatch.batch import MAX_OPEN_BATCHES, OpenBatches
+from moe_ep.contracts import ExpertTokensMetadata
+from moe_ep.dispatch.batch import MAX_OPEN_BATCHES, OpenBatches, keep_for
 from moe_ep.dispatch.notes import Notes, watch
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.modular_kernel import make_prepare_finalize
@@ -255,7 +257,33 @@ def test_open_batches() -> None:
         open_batches.take(keys[1])
     for index in (9, 2, 3, 5, 6, 8):
         assert open_batches.take(keys[index]) == index
+    with pytest.raises(ValueError), open_batches.taken(torch.zeros(1)) as taken:
+        open_batches.put(keys[0], 0)
+        assert taken == 7
+        raise ValueError
+    assert open_batches.take(keys[0]) == 0
     assert open_batches.take(torch.zeros(1)) == 7
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is, and keeps the streams that it was handed to."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+    def record_stream(self, stream: object) -> None:
+        self.streams = [*getattr(self, "streams", []), stream]
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+def test_memory_is_kept_for_a_stream_wherever_it_is_handed_over() -> None:
+    tensors = [torch.zeros(1).as_subclass(OnGpu) for _ in range(4)]
+    here: Any = "stream"
+    keep_for(here, [Pair(tensors[0], None), (1, [tensors[1]]), ExpertTokensMetadata(*tensors[2:]), torch.zeros(1)])
+    assert [tensor.streams for tensor in tensors] == [[here]] * 4
 
 
 def test_no_ep_masks_what_is_elsewhere() -> None:
