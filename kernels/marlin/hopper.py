@@ -3,8 +3,8 @@
 Experts of few rows are one kernel's, those of more another's; how many are few is in tuning.py, and which expert is
 whose is decided on the device from the rows of all (cuda/threshold.cuh). What a launch needs beside its inputs is
 small: flags (never cleared, or zero before and after: no memset), and room for the sums of tiles that several blocks
-share, at most 2 x blocks x 256 x tokens of a tile floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens, 2 MB for
-tiles of 8 (and what is read behind the last of small tiles, 57 KB at most).
+share, at most 2 x blocks x 256 x tokens of a tile floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens. The kernel
+for few rows has its own, 9 MB, among the flags.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_BLOCKS = 256
 MOST_EXPERTS = 768  # kMostExperts of cuda/params.cuh
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
-_FEW_TOKENS = 8  # of tiles whose results go from block to block as words
+_FEW_TOKENS = 8  # of tiles whose activations go from block to block as words
 _READ_TOKENS = 64  # of a tile's sums that the kernel for many rows reads at once, there or not
 # What it costs to begin with the second kernel where both have rows, in few_cost() of cuda/threshold.cuh times steps of
 # a block: 25 us.
@@ -104,7 +104,7 @@ def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor) -> N
     for few_rows in (True, False) if params.max_rows > params.few_rows else (True,):
         kernel = common.kernel(few_rows)
         params.sync = stream_flags(common.device, kernel.entry, common.num_flags[few_rows]).data_ptr()
-        params.sum_words = params.sync + 8 * common.sum_words
+        params.left_sums = params.sync + 8 * common.left_sums
         params.hidden_words = params.sync + 8 * common.hidden_words
         threads = _FEW_THREADS if few_rows else _MANY_THREADS
         told = params if few_rows else _many_params(params, pair.act_dtype)
@@ -116,7 +116,7 @@ class _Common:
 
     Attributes:
         num_flags: int32 words of `sync`, by whether the kernel for few rows is meant.
-        sum_words, hidden_words: where in it those begin, in 64 bits.
+        left_sums, hidden_words: where in it those begin, in 64 bits.
         second_kernel: what beginning with it costs, in times that an expert takes for one step of a tile.
     """
 
@@ -126,12 +126,14 @@ class _Common:
         self.device_name = torch.cuda.get_device_name(index)
         self.problem = tuning.problem_of(w13, w2, pair.kind)
         self.num_blocks, self.shared_bytes = _num_blocks(index), _max_shared_bytes(index)
-        flags = 2 * _MAX_BLOCKS + pair.num_experts * -(-w13.num_rows // _TILE_ROWS)
-        # In the kernel for few rows flags are words of 64 bits, and results follow (cuda/decode_words.cuh).
-        self.sum_words = (flags + 2) // 2 * 2
-        self.hidden_words = self.sum_words + 2 * self.num_blocks * _FEW_TOKENS * _TILE_ROWS
+        tiles = pair.num_experts * -(-w13.num_rows // _TILE_ROWS)
+        # In the kernel for few rows words of 64 bits: the ticket counter, sums (cuda/decode_sums.cuh; in one place for
+        # all weights, since they are zero between launches), a flag for each tile, results (cuda/decode_words.cuh).
+        self.left_sums = 2
+        flags = self.left_sums + self.num_blocks * tuning.MOST_FEW_ROWS * _TILE_ROWS
+        self.hidden_words = (flags + tiles + 1) // 2 * 2
         hidden = pair.num_experts * -(-w2.num_columns // _STEP_COLUMNS) * _FEW_TOKENS * _STEP_COLUMNS // 2
-        self.num_flags = {True: 2 * (self.hidden_words + hidden), False: 2 + flags}
+        self.num_flags = {True: 2 * (self.hidden_words + hidden), False: 2 + 2 * _MAX_BLOCKS + tiles}
         steps = sum(-(-w.num_rows // _TILE_ROWS) * -(-w.num_columns // _STEP_COLUMNS) for w in (w13, w2))
         self.second_kernel = -(-_BEGIN_ANEW * self.num_blocks // steps)
         per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))

@@ -67,7 +67,7 @@ class ExpertsParams(ctypes.Structure):
         ("row_ids", ctypes.c_void_p),
         ("sync", ctypes.c_void_p),
         ("partials", ctypes.c_void_p),
-        ("sum_words", ctypes.c_void_p),
+        ("left_sums", ctypes.c_void_p),
         ("hidden_words", ctypes.c_void_p),
         ("num_experts", ctypes.c_int),
         ("max_rows", ctypes.c_int),

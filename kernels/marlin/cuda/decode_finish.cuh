@@ -2,12 +2,8 @@
 // stored. From here on a warp has one block of 16 rows.
 #pragma once
 #include "decode_multiply.cuh"
+#include "decode_sums.cuh"
 #include "decode_words.cuh"
-
-DEVICE float4* piece_sums(const ExpertsParams& p, int phase, int piece) {
-  return reinterpret_cast<float4*>(p.partials) +
-         (i64)(phase * gridDim.x + piece) * p.max_tile_tokens * (kTileRows / 4) + threadIdx.x - 32 * kFirstConsumer;
-}
 
 // Shared memory for the sums that teams hand to each other, in front of `end`.
 DEVICE constexpr int exchange_bytes(int tokens, int teams) { return (teams - 1) * kConsumerThreads * tokens / 2 * 4; }
@@ -50,75 +46,40 @@ DEVICE void add_teams(const Lane<kTokens, kTeams>& me, Shared& shared, const Seg
   if (me.lane == 0) barrier_arrive(&shared.exchange_free);
 }
 
-// The first piece behind a segment's tile.
-DEVICE int piece_after(const Schedule& s, const Segment& g) {
+// How many pieces follow a segment's in its tile.
+DEVICE int pieces_behind(const Schedule& s, const Segment& g) {
   int end = tile_end(s, g), after = g.piece + 1;
   while (after < (int)gridDim.x && s.piece_start(g.phase, after) < end) after++;
-  return after;
-}
-
-// The sums of a tile's later pieces, left by other blocks, added in order.
-template <int kTokens>
-DEVICE void add_pieces(const ExpertsParams& p, const Schedule& s, const Segment& g, float (&total)[kTokens / 2]) {
-  constexpr int kAtOnce = 64 / kTokens;  // loads in flight: a tile of many columns has many pieces
-  int after = piece_after(s, g);
-  for (int first = g.piece + 1; first < after; first += kAtOnce) {
-    float4 v[kAtOnce][kTokens / 8];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      const float4* from = piece_sums(p, g.phase, min(first + i, after - 1));
-#pragma unroll
-      for (int j = 0; j < kTokens / 8; j++) v[i][j] = __ldcg(from + j * kConsumerThreads);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-#pragma unroll
-      for (int j = 0; j < kTokens / 8 && first + i < after; j++) {
-        total[4 * j] += v[i][j].x, total[4 * j + 1] += v[i][j].y;
-        total[4 * j + 2] += v[i][j].z, total[4 * j + 3] += v[i][j].w;
-      }
-    }
-  }
-}
-
-template <int kTokens>
-DEVICE void leave_piece(const ExpertsParams& p, const Segment& g, const float (&total)[kTokens / 2]) {
-  float4* to = piece_sums(p, g.phase, g.piece);
-#pragma unroll
-  for (int j = 0; j < kTokens / 8; j++) {
-    const float* v = &total[4 * j];
-    __stcg(to + j * kConsumerThreads, make_float4(v[0], v[1], v[2], v[3]));
-  }
+  return after - g.piece - 1;
 }
 
 // A tile's sums over the teams, and over all blocks where this one has its first step; false where another block has
-// it, for which they are left. As words the others' are asked for while the teams still add.
+// it, for which they are left.
 template <int kTokens, int kTeams>
 DEVICE bool complete_sums(const Lane<kTokens, kTeams>& me, const ExpertsParams& p, Shared& shared, const Segment& g,
                           const float (&sums)[kTeams][kTokens / 2], float (&total)[kTokens / 2]) {
   const Schedule& s = shared.schedule;
-  bool is_shared = g.from == 0 && g.to < s.steps[g.phase];
-  if constexpr (goes_by_words(kTokens)) {
-    if (is_shared) {
-      int after = piece_after(s, g);
-      Pieces others;
-      others.ask(p, g, g.piece + 1, after);
-      add_teams<kTokens, kTeams>(me, shared, g, sums, total);
-      take_sums(p, g, after, shared.launch, others, total);
-      return true;
-    }
+  bool completed = is_completed(s, g);
+  if (completed && g.to < s.steps[g.phase]) {
+    // The others' are asked for while the teams still add.
+    int others = pieces_behind(s, g);
+    uint4* from = left_sums(p, g.phase, g.piece + 1, sums_thread());
+    Pieces<kTokens == 8 ? 2 : 1, kTokens / 8> pieces;
+    pieces.ask(from, 0, others);
     add_teams<kTokens, kTeams>(me, shared, g, sums, total);
-    if (g.from > 0) leave_sums(my_sum_words(p, g.phase, g.piece), total, shared.launch);
-  } else {
-    add_teams<kTokens, kTeams>(me, shared, g, sums, total);
-    if (g.from > 0) {
-      leave_piece<kTokens>(p, g, total);
-    } else if (is_shared) {
-      barrier_wait(&shared.segment_pieces[g.number % kSegments], g.number / kSegments & 1);
-      add_pieces<kTokens>(p, s, g, total);
+    pieces.take(from, others, total);
+    return true;
+  }
+  add_teams<kTokens, kTeams>(me, shared, g, sums, total);
+  if (!completed) {
+    uint4* to = left_sums(p, g.phase, g.piece, sums_thread());
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; j++) {
+      const u32* v = reinterpret_cast<const u32*>(&total[4 * j]);
+      store_left(to + j * kConsumerThreads, ~v[0], ~v[1], ~v[2], ~v[3]);
     }
   }
-  return g.from == 0;
+  return completed;
 }
 
 // All that a tile's sums go through once its steps are done here.
@@ -137,5 +98,23 @@ DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment
     store_hidden(p, shared.schedule, g, shared.launch, first, total, kUnit);
   } else {
     store_rows<kTokens, true>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnit);
+  }
+}
+
+// A part of a tile, all of whose pieces are left: a warp adds up 16 rows for eight tokens at a time.
+DEVICE void add_part(const ExpertsParams& p, Shared& shared, const Segment& g) {
+  u32 thread = sums_thread();
+  int pieces = shared.schedule.parts[1], lane = thread % 32, tokens = tile_tokens(g.rows), teams = teams_of(tokens);
+  int groups = tokens / 8, units = groups * kConsumerWarps, end = quotient((g.part + 1) * units, pieces);
+  for (int unit = quotient(g.part * units, pieces) + thread / 32; unit < end; unit += kConsumerWarps) {
+    int warp = quotient(unit, groups), group = unit - warp * groups, team_warps = kConsumerWarps / teams;
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    uint4* from = left_sums(p, 1, g.piece, warp * 32 + lane) + group * kConsumerThreads;
+    Pieces<4, 1> parts;
+    parts.ask(from, 0, pieces);
+    parts.take(from, pieces, sums);
+    int first = g.row_tile * kTileRows + (warp % team_warps * teams + warp / team_warps) * 16;
+    float scale = is_raw(tokens) ? kRawUnit : kUnfold;
+    if (first < p.gemm[1].rows) store_rows<8, false>(p, g.expert, g.first_row, g.rows, first, sums, 8 * group, scale);
   }
 }

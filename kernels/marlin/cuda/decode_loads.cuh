@@ -128,7 +128,7 @@ DEVICE void run_weight_warp(const ExpertsParams& p, Shared& shared, Ring ring, i
     if (lane == 0) ticket = ticket_number(p, draw_tickets(p, 1), 1);
     ticket = __shfl_sync(~0u, ticket, 0);
   }
-  publish(Segment{});
+  publish(find_addition(shared.schedule, ticket));
 }
 
 // ---- the tokens' warps ----
@@ -153,21 +153,12 @@ DEVICE int wait_for_hidden(const ExpertsParams& p, Shared& shared, const Segment
   return step + (missing ? __ffs(missing) - 1 : 32);
 }
 
+// Whether the sums of a segment's tile are completed where it is computed.
+DEVICE bool is_completed(const Schedule& s, const Segment& g) { return g.from == 0 && (g.phase == 0 || s.parts[1] <= 0); }
+
 // The end of the tile that a segment belongs to, counted as pieces are.
 DEVICE int tile_end(const Schedule& s, const Segment& g) {
   return s.piece_start(g.phase, g.piece + 1) + s.steps[g.phase] - g.to;
-}
-
-// Until other blocks have left the sums of the pieces that follow in a segment's tile.
-DEVICE void wait_for_pieces(const ExpertsParams& p, Shared& shared, const Segment& g, int lane) {
-  const Schedule& s = shared.schedule;
-  int end = tile_end(s, g);
-  for (int piece = g.piece + 1 + lane; piece < (int)gridDim.x; piece += 32) {
-    int start = s.piece_start(g.phase, piece);
-    if (start >= end) break;
-    if (start < s.piece_start(g.phase, piece + 1)) wait_for(piece_flag(p, g.phase, piece), shared.launch);
-  }
-  __syncwarp();
 }
 
 // By kWarps warps, `thread` counted over them: each copies the same 16-byte chunk of every second or fourth of at most
@@ -206,14 +197,26 @@ DEVICE void copy_tokens(const ExpertsParams& p, Shared& shared, const Segment& g
   }
 }
 
-// Two warps: both copy, or where codes are raw one copies and the other prepares what has landed.
+// Until a tile of w13 is stored, then tells other blocks, so that nobody who computes waits for stores to land.
+DEVICE void tell_of_tile(const ExpertsParams& p, Shared& shared, const Segment& g) {
+  if (g.from > 0 || g.phase == 1 || goes_by_words(tile_tokens(g.rows))) return;
+  barrier_wait(&shared.segment_done[g.number % kSegments], g.number / kSegments & 1);
+  if (threadIdx.x % 32 == 0) {
+    store_release(tile_flag(p, shared.schedule, g.active, g.row_tile), shared.launch);
+  }
+}
+
+// Two warps of tokens: both copy, or where codes are raw one copies and the other prepares what has landed; a third
+// sets flags, or where words need none it helps with the tokens.
 DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring ring) {
   for_each_segment<false>(shared, [&](const Segment& g) {
     u32 thread = threadIdx.x - 32 * kTokenWarp;
     asm volatile("" : "+r"(thread));  // so that what follows from it is found for every segment, not kept meanwhile
-    bool by_words = goes_by_words(tile_tokens(g.rows));
-    if (by_words && g.phase == 1) {
+    if (goes_by_words(tile_tokens(g.rows)) && g.phase == 1) {
       take_hidden(p, shared, g, ring);
+    } else if (thread >= 32 * kTokenWarps) {
+      ring.advance(g.to - g.from);
+      tell_of_tile(p, shared, g);
     } else if (!takes_raw(tile_tokens(g.rows))) {
       copy_tokens<kTokenWarps, kFewRows>(p, shared, g, ring, thread, is_raw(tile_tokens(g.rows)));
     } else if (thread < 32) {
@@ -226,30 +229,6 @@ DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring ring) {
         prepare_tokens(ring, shared.starts[ring.stage], prepared_place(0), 0);
         barrier_arrive(&shared.full[ring.stage], kTokenWarps);
       }
-    }
-    if (thread >= 32) return;
-    if (!by_words && g.from == 0 && g.to < shared.schedule.steps[g.phase]) wait_for_pieces(p, shared, g, thread);
-    if (thread == 0) barrier_arrive(&shared.segment_pieces[g.number % kSegments]);
-  });
-}
-
-// ---- the flags' warp ----
-
-// Tells other blocks what this one has stored, so that nobody who computes waits for stores to land. Where words need
-// no flag it helps with the tokens.
-DEVICE void run_flag_warp(const ExpertsParams& p, Shared& shared, Ring ring) {
-  for_each_segment<false>(shared, [&](const Segment& g) {
-    bool by_words = goes_by_words(tile_tokens(g.rows));
-    if (by_words && g.phase == 1) {
-      take_hidden(p, shared, g, ring);
-      return;
-    }
-    ring.advance(g.to - g.from);
-    if (by_words) return;
-    barrier_wait(&shared.segment_done[g.number % kSegments], g.number / kSegments & 1);
-    if (threadIdx.x % 32 == 0 && (g.from > 0 || g.phase == 0)) {
-      int* flag = g.from > 0 ? piece_flag(p, g.phase, g.piece) : tile_flag(p, shared.schedule, g.active, g.row_tile);
-      store_release(flag, shared.launch);
     }
   });
 }

@@ -8,6 +8,9 @@
 #include "prefill_dequant.cuh"
 #include "wgmma.cuh"
 
+// As measured: with four teams the sums of more tokens leave too few registers.
+DEVICE constexpr int teams_of(int tokens) { return tokens == 8 ? 4 : 2; }
+
 template <int kTokens, int kTeams>
 struct Lane {
   static constexpr int kTeamWarps = kConsumerWarps / kTeams;

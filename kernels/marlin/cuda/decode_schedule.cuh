@@ -3,13 +3,14 @@
 // A tile is 256 weight rows of one expert, all its tokens; a step is 128 columns of it. The tiles of a phase (w13, then
 // w2) lie one after the other, expert by expert, and their steps are cut into one piece a block, all of equal cost. A
 // piece may begin and end inside a tile: the block that has a tile's first step adds up the pieces that follow. Pieces
-// of few tiles are cut between tiles, where the longest one is then little longer than the mean.
+// of few tiles are cut between tiles, where the longest one is then little longer than the mean. Where w2 has but few
+// tiles, as of one expert, each of them is cut into equally many pieces, which all blocks add up.
 //
 // A block claims pieces by tickets, those of w13 first and the last piece of either phase first, so a piece only waits
 // for pieces of earlier tickets, whose blocks are running: nothing depends on how many blocks are resident. Blocks draw
-// 3 tickets each (pieces of both phases, and one each that says there is no more), whoever draws the last one also what
-// is missing to a round number, so tickets count launches too: flags hold the number of the launch that set them and
-// are never cleared.
+// 3 tickets each (pieces of both phases, and one each for which there is no piece, but maybe an addition), whoever draws
+// the last one also what is missing to a round number, so tickets count launches too: flags hold the number of the
+// launch that set them and are never cleared.
 //
 // Example: 3 tiles of 4 steps on 2 blocks: the pieces are steps 0..5 and 6..11, tile 1 is shared. The block that draws
 // steps 6..11 leaves the sum of tile 1's steps 2, 3 first thing; the other adds it to tile 1's steps 0, 1.
@@ -27,10 +28,14 @@ DEVICE constexpr int tile_tokens(int rows) { return (rows + 7) / 8 * 8; }
 // Steps that blocks may idle so that no tile is shared: what adding up over blocks takes, as measured.
 constexpr int kMostIdle = 5;
 
+// Pieces of each of w2's tiles from which on they are added up by several blocks.
+constexpr int kLeastParts = 4;
+
 struct Schedule {
   int num_active, largest;         // experts that have a few rows, and the most rows one of them has
   int row_tiles[2], steps[2];      // of an expert, of a tile
   int start[2][kMaxBlocks + 1];    // first step of every piece, and behind the last one
+  int parts[2];                    // how a phase is cut, see way_to_cut
   int list;                        // where in shared memory, from here on, an Active for every expert there may be is
   struct Active {
     int expert, rows, first_row;   // first_row: rows of all experts before it, of any number
@@ -45,6 +50,7 @@ struct Segment {
   int phase, piece;
   int active, expert, rows, first_row;  // whose: place in the list of active experts, and what stands there
   int row_tile, from, to;               // which tile, and which of its steps
+  int part;                             // of an addition: see find_addition
 };
 
 // Sum over the lanes before this one.
@@ -55,6 +61,32 @@ DEVICE int sum_before(int value, int lane) {
     if (lane >= d) sum += below;
   }
   return sum - value;
+}
+
+// Whether pieces are whole tiles, since that leaves blocks idle for few steps; `dearest` is what a step of the dearest
+// tile costs, `total` all steps of all.
+DEVICE bool are_whole(int tiles, int steps, int dearest, int total) {
+  int blocks = gridDim.x, most = tiles > blocks ? 2 : 1;
+  return tiles <= 2 * blocks && most * steps * dearest - quotient(total, blocks) <= kMostIdle * dearest;
+}
+
+// Where a piece begins if all are equally long.
+DEVICE int even_start(int all, int piece) {
+  int share = quotient(all, gridDim.x);
+  return piece * share + min(piece, all - share * (int)gridDim.x);
+}
+
+// How a phase is cut into pieces: of so many for each tile, or one of these.
+constexpr int kByCost = 0, kEvenly = -1, kWhole = -2;
+
+// Pieces are whole tiles, of equal cost, or of equal length where all experts are alike or pieces so short that some
+// could get no step at all. Where w2 has few tiles, one block would add up many pieces while the others wait: there
+// every tile is cut into equally many, all of which are left, and a block adds up those of one tile for some of its rows.
+DEVICE int way_to_cut(int phase, int tiles, int steps, int dearest, int total) {
+  if (are_whole(tiles, steps, dearest, total)) return kWhole;
+  if (total < tiles * steps * dearest) return total < 2 * few_cost(kFewRows) * (int)gridDim.x ? kEvenly : kByCost;
+  int parts = phase == 1 ? quotient(gridDim.x, tiles) : 0;
+  return parts >= kLeastParts ? min(parts, steps) : kEvenly;
 }
 
 // One warp lists the experts.
@@ -74,32 +106,28 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
     largest = max(largest, few ? rows : 0);
   }
   largest = __reduce_max_sync(~0u, largest);
-  if (lane < 2) {
-    s.row_tiles[lane] = (p.gemm[lane].rows + kTileRows - 1) / kTileRows;
-    s.steps[lane] = (p.gemm[lane].columns + kStepColumns - 1) / kStepColumns;
+  if (lane < 2 && active > 0) {
+    int row_tiles = (p.gemm[lane].rows + kTileRows - 1) / kTileRows;
+    int steps = (p.gemm[lane].columns + kStepColumns - 1) / kStepColumns;
+    s.row_tiles[lane] = row_tiles, s.steps[lane] = steps;
+    s.parts[lane] = way_to_cut(lane, active * row_tiles, steps, few_cost(largest), cost * row_tiles * steps);
   }
   if (lane == 0) s.num_active = active, s.largest = largest;
 }
 
-// Where a piece begins if all are equally long, or whole tiles where that leaves blocks idle for few steps.
-DEVICE int even_start(int tiles, int steps, int piece, int most_idle) {
-  int blocks = gridDim.x, all = tiles * steps, share = quotient(all, blocks), most = tiles > blocks ? 2 : 1;
-  if (tiles <= 2 * blocks && most * steps - share <= most_idle) return quotient(piece * tiles, blocks) * steps;
-  return piece * share + min(piece, all - share * blocks);
-}
-
-// Where a piece begins, once there are tables: pieces are whole tiles, of equal cost, or of equal length where they are
-// so short that some could get no step at all.
+// Where a piece begins, once there are tables.
 DEVICE int find_start(Schedule& s, int phase, int piece) {
-  int blocks = gridDim.x, tiles = s.num_active * s.row_tiles[phase], expert_steps = s.row_tiles[phase] * s.steps[phase];
-  Schedule::Active last = s.active()[s.num_active - 1];
-  int costs = last.cost_before + last.cost, total = costs * expert_steps;
-  bool alike = costs == s.num_active * few_cost(s.largest);
-  if (alike || total < 2 * few_cost(kFewRows) * blocks) {
-    return even_start(tiles, s.steps[phase], piece, alike ? kMostIdle : -1);
+  int blocks = gridDim.x, tiles = s.num_active * s.row_tiles[phase], steps = s.steps[phase], parts = s.parts[phase];
+  if (parts > 0) {
+    int tile = min(quotient(piece, parts), tiles);
+    return tile * steps + (tile < tiles ? quotient((piece - tile * parts) * steps, parts) : 0);
   }
+  if (parts == kWhole) return quotient(piece * tiles, blocks) * steps;
+  if (parts == kEvenly) return even_start(tiles * steps, piece);
+  Schedule::Active last = s.active()[s.num_active - 1];
+  int expert_steps = s.row_tiles[phase] * steps, total = (last.cost_before + last.cost) * expert_steps;
   if (piece == blocks) return s.num_active * expert_steps;
-  int share = quotient(total, blocks), before = piece * share + min(piece, total - share * blocks), expert = 0;
+  int before = even_start(total, piece), expert = 0;
   for (int stride = 1 << (31 - __clz(s.num_active)); stride > 0; stride /= 2) {
     int next = expert + stride;
     if (next < s.num_active && s.active()[next].cost_before * expert_steps <= before) expert = next;
@@ -115,6 +143,22 @@ DEVICE void cut_phases(Schedule& s, int thread, int num_threads) {
     int phase = i >= pieces, piece = i - phase * pieces;
     s.start[phase][piece] = find_start(s, phase, piece);
   }
+}
+
+// What a block with that last ticket adds up, behind all its segments: a part of a tile, or nothing.
+DEVICE Segment find_addition(Schedule& s, int ticket) {
+  Segment g = {};
+  int parts = s.parts[1], number = ticket - 2 * (int)gridDim.x, row_tiles = s.row_tiles[1];
+  g.part = parts > 0 && number < parts * s.num_active * row_tiles ? number : -1;
+  if (g.part < 0) return g;
+  int tile = quotient(number, parts);
+  g.phase = 1;
+  g.piece = tile * parts, g.part -= g.piece;
+  g.active = quotient(tile, row_tiles);
+  g.row_tile = tile - g.active * row_tiles;
+  Schedule::Active a = s.active()[g.active];
+  g.expert = a.expert, g.rows = a.rows, g.first_row = a.first_row;
+  return g;
 }
 
 // One warp: calls work(segment) for every tile, or part of one, of a ticket's piece. Needs the tables, not `start`.

@@ -16,9 +16,6 @@
 #include "decode_finish.cuh"
 #include "handover.cuh"
 
-// As measured: with four teams the sums of more tokens leave too few registers.
-DEVICE constexpr int teams_of(int tokens) { return tokens == 8 ? 4 : 2; }
-
 // A warp prepares half of the tokens of every eighth stage, one of its team's.
 struct Turn {
   static constexpr int kUnits = kRawTokens / 8, kEvery = kConsumerWarps / kUnits;
@@ -44,7 +41,7 @@ DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segmen
   float sums[kTeams][kTokens / 2];
 #pragma unroll
   for (int i = 0; i < kTeams * kTokens / 2; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
-  if (kTokens > 16) ring.token_rows = kFewRows;  // what it is
+  ring.token_rows = kTokens > 16 ? kFewRows : token_rows_of(shared.schedule.largest);  // what it is, not kept meanwhile
   // A stage is prepared beside the products of the one before it; the first has none before it.
   constexpr int kBefore = prepares_itself(kTokens) ? kTeams : 0;
   Turn turn(me.team, me.warp, kTeams);
@@ -67,7 +64,7 @@ DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segmen
         }
       }
       __syncwarp();
-      if (me.lane == 0) barrier_arrive(&shared.empty[ring.stage], kReleases / me.kTeamWarps);
+      if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[ring.stage], kReleases / me.kTeamWarps);
     }
     if constexpr (kBefore > 0) {
       ring = next;
@@ -81,7 +78,7 @@ DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segmen
 }
 
 DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring ring) {
-  for_each_segment<true>(shared, [&](const Segment& g) {
+  const Segment& last = for_each_segment<true>(shared, [&](const Segment& g) {
     switch (tile_tokens(g.rows)) {
       case 8: compute_segment<8>(p, shared, g, ring); break;
       case 16: compute_segment<16>(p, shared, g, ring); break;
@@ -89,6 +86,7 @@ DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring ring) {
       default: compute_segment<kFewRows>(p, shared, g, ring);
     }
   });
+  if (last.part >= 0) add_part(p, shared, last);
 }
 
 // Who waits for a stage by its parity must not miss two of its fillings: teams, which see every fourth step, need four.
@@ -105,7 +103,7 @@ DEVICE Ring make_ring(u8* memory, u32 end, int largest) {
   if (largest > 8) used = max(used, exchange_bytes(16, teams_of(16)));
   if (largest > 16) used = max(used, exchange_bytes(kFewRows, teams_of(kFewRows)));
   ring.memory = memory;
-  ring.token_rows = largest <= 8 ? 8 : (largest + 15) / 16 * 16;
+  ring.token_rows = token_rows_of(largest);
   ring.num_stages = min(quotient(end - kRingPlace - used, ring.stage_bytes()), kMaxStages);
   return ring;
 }
@@ -147,10 +145,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
     registers_shrink<64>();
     if (warp == kWeightWarp) {
       run_weight_warp(p, shared, ring, ticket);
-    } else if (warp != kFlagWarp) {
-      run_token_warps(p, shared, ring);
     } else {
-      run_flag_warp(p, shared, ring);
+      run_token_warps(p, shared, ring);
     }
   }
 }

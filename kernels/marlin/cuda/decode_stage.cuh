@@ -27,7 +27,6 @@ struct Shared {
   u64 full[kMaxStages], empty[kMaxStages];
   u64 landed[kMaxStages];         // tokens that must be prepared
   u64 segment_full[kSegments], segment_done[kSegments], segment_empty[kSegments];
-  u64 segment_pieces[kSegments];  // other blocks have left the sums that complete the tile
   u64 exchange_free;
   __align__(16) float starts[kMaxStages][2 * kRawTokens];  // see raw_codes.cuh
   Segment segment[kSegments];
@@ -37,18 +36,20 @@ struct Shared {
   Schedule schedule;
 };
 
-// sync holds words of 64 bits: the ticket counter, a flag for each piece left in `partials`, one for each finished tile
-// of w13, and the results of decode_words.cuh. The upper half of each but the first is the number of the launch that
-// wrote it, so it does not matter that launches for other weights divide the words otherwise.
-DEVICE int* flag(const ExpertsParams& p, int i) { return p.sync + 2 * (1 + i) + 1; }
-DEVICE int* piece_flag(const ExpertsParams& p, int phase, int piece) { return flag(p, phase * kMaxBlocks + piece); }
+// sync holds words of 64 bits: the ticket counter, the sums and results of decode_words.cuh, and between them a flag for
+// each finished tile of w13. The upper half of each of the last two is the number of the launch that wrote it, so it does
+// not matter that launches for other weights divide them otherwise.
 DEVICE int* tile_flag(const ExpertsParams& p, const Schedule& s, int active, int row_tile) {
-  return flag(p, 2 * kMaxBlocks + active * s.row_tiles[0] + row_tile);
+  int* flags = reinterpret_cast<int*>(p.left_sums + 2 * gridDim.x * (kFewRows / 8 * kConsumerThreads));
+  return flags + 2 * (active * s.row_tiles[0] + row_tile) + 1;
 }
 
 // One stage: codes [strip][32 columns][16 rows][lane], scales [group][256] (then zeros), tokens [64 columns][token][128
 // bytes].
 constexpr u32 kRingPlace = (sizeof(Shared) + 1023) / 1024 * 1024;
+
+// Tokens that a stage has room for, where the largest tile has so many; they are read 8 or 16 at a time.
+DEVICE int token_rows_of(int largest) { return largest <= 8 ? 8 : (largest + 15) / 16 * 16; }
 
 struct Ring {
   u8* memory;
@@ -75,13 +76,14 @@ struct Ring {
   }
 };
 
-// Segments in the order they were claimed, for one warp; calls work(segment) until there are none.
+// Segments in the order they were claimed, for one warp; calls work(segment) until there are none, and gives
+// the one that says so.
 template <bool kComputes, typename Work>
-DEVICE void for_each_segment(Shared& shared, Work work) {
+DEVICE const Segment& for_each_segment(Shared& shared, Work work) {
   for (int i = 0;;) {
     barrier_wait(&shared.segment_full[i % kSegments], i / kSegments & 1);
     const Segment& g = shared.segment[i % kSegments];
-    if (g.from == g.to) return;
+    if (g.from == g.to) return g;
     work(g);
     __syncwarp();
     i = g.number;

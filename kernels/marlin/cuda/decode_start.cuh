@@ -17,7 +17,6 @@ DEVICE void init_barriers(Shared& shared) {
     barrier_init(&shared.segment_full[i], 1);
     barrier_init(&shared.segment_done[i], kConsumerWarps);
     barrier_init(&shared.segment_empty[i], kTokenWarps + 1 + kConsumerWarps);
-    barrier_init(&shared.segment_pieces[i], 1);
   }
   barrier_init(&shared.exchange_free, kConsumerWarps);
   asm volatile("fence.mbarrier_init.release.cluster;");
@@ -37,7 +36,9 @@ DEVICE void place_tables(Shared& shared, int num_experts) {
 DEVICE void prefetch_weights(const ExpertsParams& p, int lane) {
   const GemmParams& gemm = p.gemm[0];
   int row_tiles = (gemm.rows + kTileRows - 1) / kTileRows, steps = (gemm.columns + kStepColumns - 1) / kStepColumns;
-  int tiles = p.num_experts * row_tiles, at = even_start(tiles, steps, blockIdx.x, kMostIdle);
+  int tiles = p.num_experts * row_tiles, all = tiles * steps;
+  bool whole = are_whole(tiles, steps, 1, all);
+  int at = whole ? quotient(blockIdx.x * tiles, gridDim.x) * steps : even_start(all, blockIdx.x);
   int tile = quotient(at, steps), step = at - tile * steps, expert = quotient(tile, row_tiles);
   int first = (tile - expert * row_tiles) * kTileRows + lane * 64;
   int columns = min(gemm.columns - step * kStepColumns, kPrefetchSteps * kStepColumns);

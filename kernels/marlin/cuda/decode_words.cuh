@@ -1,10 +1,9 @@
-// What blocks hand to each other of tiles of 8 tokens: words of 64 bits, half a result and half the number of the launch
-// that wrote it. Whoever needs a word reads it until the number is right, so there is neither a flag nor a fence before
+// How blocks hand `hidden` to each other in tiles of 8 tokens: words of 64 bits, half a result and half the number of the
+// launch that wrote it. Whoever needs a word reads it until the number is right, so there is neither a flag nor a fence before
 // it: what is stored is seen after one way through the memory; store, fence, flag, poll and copy take five. Larger tiles
 // would move too many bytes twice over.
 //
 // Words lie behind the flags (decode_stage.cuh), are written at most once a launch and never cleared:
-//   p.sum_words     [phase][piece][2 halves][consumer thread][2 numbers], what a block leaves of a piece
 //   p.hidden_words  [active expert][step of w2][8 columns][token][2 columns]
 #pragma once
 #include "decode_prepare.cuh"
@@ -13,11 +12,6 @@
 DEVICE constexpr bool goes_by_words(int tokens) { return tokens == 8; }
 
 constexpr int kHiddenWords = 8 * kStepColumns / 2;  // of a step
-constexpr int kSumWords = 8 * kTileRows;            // of a piece
-
-DEVICE u64* sum_words(const ExpertsParams& p, int phase, int piece) {
-  return p.sum_words + (i64)(phase * gridDim.x + piece) * kSumWords;
-}
 
 DEVICE u64* hidden_words(const ExpertsParams& p, const Schedule& s, int active, int step) {
   return p.hidden_words + (i64)(active * s.steps[1] + step) * kHiddenWords;
@@ -50,8 +44,6 @@ DEVICE TwoWords load_two_words(const u64* from) {
                : "memory");
   return v;
 }
-
-// ---- hidden ----
 
 // 16 weight rows of a warp, as store_rows has them.
 DEVICE void store_hidden(const ExpertsParams& p, const Schedule& s, const Segment& g, int launch, int first,
@@ -107,55 +99,5 @@ DEVICE void take_hidden(const ExpertsParams& p, Shared& shared, const Segment& g
     barrier_arrive(&shared.full[ring.stage], kTokenWarps);
     ring.forward(min(kTurns, end - step));
     step += kTurns;
-  }
-}
-
-// ---- sums ----
-
-// A consumer's place among the words of a piece.
-DEVICE u64* my_sum_words(const ExpertsParams& p, int phase, int piece) {
-  u32 thread = threadIdx.x - 32 * kFirstConsumer;
-  asm volatile("" : "+r"(thread));  // so that what follows from it is not kept where sums are made
-  return sum_words(p, phase, piece) + thread * 2;
-}
-
-DEVICE void leave_sums(u64* to, const float (&sums)[4], int launch) {
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    store_two_words(to + i * kConsumerThreads, __float_as_uint(sums[i]), __float_as_uint(sums[i + 1]), launch);
-  }
-}
-
-// What other blocks leave of the pieces that follow in a segment's tile, some of them at once, there or not yet.
-struct Pieces {
-  static constexpr int kAtOnce = 4;
-  TwoWords words[kAtOnce][2];
-  DEVICE void ask(const ExpertsParams& p, const Segment& g, int first, int after) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      const u64* from = my_sum_words(p, g.phase, min(first + i, after - 1));
-      words[i][0] = load_two_words(from), words[i][1] = load_two_words(from + 2 * kConsumerThreads);
-    }
-  }
-  DEVICE bool written(int launch) const {
-    bool all = true;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++) all &= words[i][0].written(launch) && words[i][1].written(launch);
-    return all;
-  }
-};
-
-// Adds the pieces up to `after`, in order; the first ones have been asked for.
-DEVICE void take_sums(const ExpertsParams& p, const Segment& g, int after, int launch, Pieces& v, float (&total)[4]) {
-  for (int first = g.piece + 1; true;) {
-    while (!__all_sync(~0u, v.written(launch))) v.ask(p, g, first, after);
-#pragma unroll
-    for (int i = 0; i < Pieces::kAtOnce; i++) {
-#pragma unroll
-      for (int m = 0; m < 4 && first + i < after; m++) total[m] += __uint_as_float(v.words[i][m / 2].value(m % 2));
-    }
-    first += Pieces::kAtOnce;
-    if (first >= after) return;
-    v.ask(p, g, first, after);
   }
 }

@@ -35,7 +35,8 @@ struct ExpertsParams {
   const int* row_ids;       // by reference [E, max_rows], sorted ids [all rows], or null: rows lie batched
   int* sync;                // flags, all zero before and after
   float* partials;          // sums of tiles that several blocks share
-  u64 *sum_words, *hidden_words;  // behind the flags, see decode_words.cuh
+  uint4* left_sums;         // see decode_sums.cuh
+  u64* hidden_words;        // behind the flags, see decode_words.cuh
   int num_experts;
   int max_rows;             // of one expert
   int ids_divisor;          // input row = id / ids_divisor
