@@ -87,26 +87,6 @@ def test_modules_that_gptqmodel_leaves_out_or_quantizes_otherwise() -> None:
             quantization_config({"quantization_config": changed})
 
 
-def test_targets_of_compressed_tensors_as_the_library_orders_them() -> None:
-    """Names before expressions, and these by the alphabet, whatever the order of the groups."""
-    targets = {4: ["re:.*proj"], 8: [GATE_PROJ, "re:.*down_proj"]}
-    groups = {
-        f"group_{bits}": {"targets": names, "weights": {"num_bits": bits, "strategy": "channel"}}
-        for bits, names in targets.items()
-    }
-    found = compressed(config_groups=groups)
-    assert found.of_module(GATE_PROJ).bits == 8
-    assert found.of_module("model.layers.3.mlp.experts.7.down_proj").bits == 8
-    assert found.of_module("model.layers.3.mlp.experts.7.up_proj").bits == 4
-
-
-def test_groups_of_scattered_columns_by_any_of_their_names() -> None:
-    for actorder, scattered in {"group": True, "GROUP": True, "dynamic": True, True: True, "weight": False}.items():
-        weights = {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": actorder}
-        found = compressed(config_groups={"group_0": {"targets": ["Linear"], "weights": weights}})
-        assert found.of_module(GATE_PROJ).scattered == scattered
-
-
 def test_auto_round_has_the_tensors_of_gptq_or_awq() -> None:
     exceptions = {
         "model.layers.0": {"bits": 16, "data_type": "float"},
@@ -189,34 +169,6 @@ def test_experts_of_a_projection_side_by_side(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "fewer", reader.config, fewer.items())
     with pytest.raises(CheckpointError, match=r"experts\.gate_proj\.\*: expected 4 .* expert 2 is missing"):
         expert_tensors(CheckpointReader(tmp_path / "fewer"), spec, 1)
-
-
-def compressed(**settings: Any) -> Any:
-    whole = {"quant_method": "compressed-tensors", "format": "pack-quantized", **settings}
-    return quantization_config({"quantization_config": whole})
-
-
-@pytest.mark.parametrize(
-    ("transforms", "message"),
-    [
-        (
-            {"config_groups": {"R1": {"apply": [{"location": "weight_output"}, {"location": "input"}]}}},
-            "one of 'input'",
-        ),
-        ({"config_groups": {"R1": {}}}, "expected config_groups, each with apply, found"),
-    ],
-)
-def test_rotated_activations_are_refused(transforms: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=f"transform_config: .*{message}"):
-        compressed(transform_config=transforms)
-
-
-def test_codes_of_four_bits_a_byte_each() -> None:
-    weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
-    found = compressed(format="int-quantized", config_groups={"group_0": {"targets": ["Linear"], "weights": weights}})
-    scheme, values = found.of_module(GATE_PROJ), torch.arange(-8, 8, dtype=torch.int8).repeat(2)[None]
-    tensors = {"weight": values, "weight_scale": torch.tensor([[0.5]])}
-    assert torch.equal(dequantize(scheme.unpack(tensors)), values * 0.5)
 
 
 @pytest.mark.parametrize("key", ["version", "format"])
@@ -331,6 +283,17 @@ def test_experts_of_one_number_type_move_whole(tmp_path: Path) -> None:
     for tensor in tensors:
         tensor[0].copy_(tensor[3])
     assert all(torch.equal(held(layer, gemm, 0), values) for gemm, values in zip(("w13", "w2"), before, strict=True))
+
+
+def test_zero_points_that_say_nothing_stay_where_experts_move(tmp_path: Path) -> None:
+    """Another rank's experts may have ones that do, and all ranks move the same list of tensors."""
+    write_case("gptq v1 8 bits", tmp_path, with_values=False)
+    reader = CheckpointReader(tmp_path)
+    layer = make_layer(reader, 1, enable_eplb=True)
+    for name, parameter in layer.named_parameters():
+        parameter.data.fill_(0x7F7F7F7F if "qzeros" in name else 0)  # written less one
+    zeros = [tensor for tensor in layer.expert_weights() if tensor.dtype == torch.uint8 and bool((tensor == 128).all())]
+    assert len(zeros) == 2
 
 
 def test_worked_examples() -> None:

@@ -1,0 +1,108 @@
+"""Configurations of compressed-tensors: which scheme a module gets, and those that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep.canonical_weights import dequantize
+from moe_ep.checkpoint.formats import quantization_config
+from moe_ep.errors import CheckpointError
+
+GATE_PROJ = "model.layers.3.mlp.experts.7.gate_proj"
+
+
+def compressed(**settings: Any) -> Any:
+    whole = {"quant_method": "compressed-tensors", "format": "pack-quantized", **settings}
+    return quantization_config({"quantization_config": whole})
+
+
+def of_weights(form: str, **weights: Any) -> Any:
+    """The scheme of a module whose weights have these settings."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return compressed(format=form, config_groups=groups).of_module(GATE_PROJ)
+
+
+@pytest.mark.parametrize(
+    ("form", "weights", "message"),
+    [
+        ("pack-quantized", {"num_bits": 3}, "weights of 3 bits .int.; pack-quantized ones must be int of 4 or 8 bits"),
+        ("pack-quantized", {"num_bits": 8, "type": "float"}, "weights of 8 bits .float.; pack-quantized ones must be"),
+        ("int-quantized", {"num_bits": 6}, "num_bits of the weights is 6; this format is read where it is 8"),
+        ("int-quantized", {"num_bits": 8, "symmetric": False}, "symmetric of the weights is False; .* it is True"),
+        ("float-quantized", {"num_bits": 8}, None),
+        ("float-quantized", {"num_bits": 8, "type": "int"}, "type of the weights is 'int'; .* it is 'float'"),
+        ("naive-quantized", {"num_bits": 8, "type": "float"}, None),
+        ("naive-quantized", {"num_bits": 8, "type": "complex"}, "format is 'complex-quantized'; it must be one of"),
+        ("nvfp4-pack-quantized", {"group_size": 16, "num_bits": 4}, None),
+        ("nvfp4-pack-quantized", {"group_size": 32}, "group_size of the weights is 32; .* read where it is 16"),
+        ("mxfp4-pack-quantized", {"num_bits": 8}, "num_bits of the weights is 8; this format is read where it is 4"),
+        ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 1}, None),
+        ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 0}, "group_size is 0; with strategy gr"),
+        ("pack-quantized", {"num_bits": 4, "strategy": "row"}, "strategy is 'row'; it must be one of tensor, channel"),
+        ("float-quantized", {"num_bits": 8, "strategy": "block", "block_structure": [1, 1]}, None),
+        ("float-quantized", {"num_bits": 8, "strategy": "block", "block_structure": [0, 128]}, "it must be two posit"),
+        ("float-quantized", {"num_bits": 8, "strategy": "block", "block_structure": [128]}, "it must be two positive"),
+    ],
+)
+def test_schemes_that_are_read_and_refused(form: str, weights: dict[str, Any], message: str | None) -> None:
+    if form == "float-quantized":
+        weights = {"type": "float"} | weights
+    if message is None:
+        assert of_weights(form, **weights) is not None
+        return
+    with pytest.raises(CheckpointError, match=f"group_0: .*{message}"):
+        of_weights(form, **weights)
+
+
+@pytest.mark.parametrize(
+    ("weights", "kind"),
+    [({"group_size": 1}, "group"), ({"group_size": -1}, "channel"), ({"group_size": 0}, "tensor"), ({}, "tensor")],
+)
+def test_a_strategy_that_is_not_named_is_told_by_the_groups(weights: dict[str, Any], kind: str) -> None:
+    assert of_weights("pack-quantized", num_bits=4, **weights).scale.kind.value == kind
+
+
+def test_targets_of_compressed_tensors_as_the_library_orders_them() -> None:
+    """Names before expressions, and these by the alphabet, whatever the order of the groups."""
+    targets = {4: ["re:.*proj"], 8: [GATE_PROJ, "re:.*down_proj"]}
+    groups = {
+        f"group_{bits}": {"targets": names, "weights": {"num_bits": bits, "strategy": "channel"}}
+        for bits, names in targets.items()
+    }
+    found = compressed(config_groups=groups)
+    assert found.of_module(GATE_PROJ).bits == 8
+    assert found.of_module("model.layers.3.mlp.experts.7.down_proj").bits == 8
+    assert found.of_module("model.layers.3.mlp.experts.7.up_proj").bits == 4
+
+
+def test_groups_of_scattered_columns_by_any_of_their_names() -> None:
+    for actorder, scattered in {"group": True, "GROUP": True, "dynamic": True, True: True, "weight": False}.items():
+        weights = {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": actorder}
+        found = compressed(config_groups={"group_0": {"targets": ["Linear"], "weights": weights}})
+        assert found.of_module(GATE_PROJ).scattered == scattered
+
+
+@pytest.mark.parametrize(
+    ("transforms", "message"),
+    [
+        (
+            {"config_groups": {"R1": {"apply": [{"location": "weight_output"}, {"location": "input"}]}}},
+            "one of 'input'",
+        ),
+        ({"config_groups": {"R1": {}}}, "expected config_groups, each with apply, found"),
+    ],
+)
+def test_rotated_activations_are_refused(transforms: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"transform_config: .*{message}"):
+        compressed(transform_config=transforms)
+
+
+def test_codes_of_four_bits_a_byte_each() -> None:
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    found = compressed(format="int-quantized", config_groups={"group_0": {"targets": ["Linear"], "weights": weights}})
+    scheme, values = found.of_module(GATE_PROJ), torch.arange(-8, 8, dtype=torch.int8).repeat(2)[None]
+    tensors = {"weight": values, "weight_scale": torch.tensor([[0.5]])}
+    assert torch.equal(dequantize(scheme.unpack(tensors)), values * 0.5)
