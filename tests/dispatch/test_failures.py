@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertTokensMetadata
-from moe_ep.dispatch.batch import MAX_OPEN_BATCHES, OpenBatches, keep_for
+from moe_ep.dispatch.batch import MAX_OPEN_BATCHES, OpenBatches, check_tensor, keep_for
 from moe_ep.dispatch.notes import Notes, watch
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.modular_kernel import make_prepare_finalize
@@ -183,6 +183,7 @@ def check_bad_arguments(rank: int, world_size: int) -> int:
         ({"rows": rows[:, 1:]}, r"\(39, 3, torch.float32\) and the backend was made for \(40, 3, torch.float32\)"),
         ({"rows": rows.half()}, r"\(40, 3, torch.float16\) and the backend was made for \(40, 3, torch.float32\)"),
         ({"ids": ids + 10}, r"topk_ids goes from 1\d to 1\d; ids must be at least -1 and below num_experts \(10\)"),
+        ({"ids": torch.full_like(ids, -2)}, "topk_ids goes from -2 to -2; ids must be at least -1"),
         ({"num_ids": 11}, r"num_experts is 11; the backend was made for 10 ids \(10 routed, 0 shared\)"),
         ({"on_input": True}, "apply_router_weight_on_input needs top_k 1 and topk_ids has 3 columns"),
     ]
@@ -200,7 +201,7 @@ def check_bad_arguments(rank: int, world_size: int) -> int:
 
 
 def test_bad_arguments() -> None:
-    assert ranks(1).run(check_bad_arguments) == [13]
+    assert ranks(1).run(check_bad_arguments) == [14]
 
 
 def check_construction(rank: int, world_size: int) -> None:
@@ -245,6 +246,18 @@ def test_a_group_is_needed() -> None:
         assert ALL2ALL_BACKENDS.load(name).unusable_reason() is None
         with pytest.raises(RuntimeError, match="torch.distributed is not initialised .* init_process_group first"):
             make_prepare_finalize(name, setting.config)
+
+
+def test_a_tensor_of_another_kind_is_refused() -> None:
+    host, f32 = torch.device("cpu"), torch.float32
+    right = torch.zeros(2, 3)
+    check_tensor("it", right, (2, 3), f32, host, contiguous=True)
+    check_tensor("it", torch.zeros(3, 2).T, (2, 3), f32, host)
+    for wrong in (torch.zeros(2, 2), right.half(), right.to("meta")):
+        with pytest.raises(ValueError, match=r"it is \(2, .*; it must be \(2, 3\) of torch.float32 on cpu"):
+            check_tensor("it", wrong, (2, 3), f32, host)
+    with pytest.raises(ValueError, match=r"it has strides \(1, 2\); it must be contiguous"):
+        check_tensor("it", torch.zeros(3, 2).T, (2, 3), f32, host, contiguous=True)
 
 
 def test_open_batches() -> None:
