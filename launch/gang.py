@@ -12,7 +12,6 @@ import contextlib
 import multiprocessing
 import os
 import re
-import select
 import signal
 import socket
 import threading
@@ -21,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
@@ -249,7 +249,7 @@ def end_with(pid: int) -> None:
 
     def watch() -> None:
         with contextlib.suppress(ProcessLookupError):
-            select.select([os.pidfd_open(pid)], [], [])
+            wait([os.pidfd_open(pid)])
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="moe_ep-end-with").start()

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The innermost calls of a process that is ended tell where it was.
@@ -84,7 +84,7 @@ def ending_within(seconds: float) -> Iterator[None]:
         until = time.monotonic() + seconds
         is_inside = number > 0
         while is_inside:
-            if not select.select([reader], [], [], max(until - time.monotonic(), 0.0))[0]:
+            if not wait([reader], max(until - time.monotonic(), 0.0)):
                 where = _stack_of(threading.main_thread().ident)[-1]
                 _end(f"ended by {signal.Signals(number).name} while it was in\n{where}", 128 + number)
             is_inside = bool(os.read(reader, 1))

@@ -22,6 +22,22 @@ print(child.pid, flush=True)
 child.wait()
 """
 
+# With more files open than select can tell of, as a server has.
+_MANY_FILES = """
+import os, resource
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+files = [os.open(os.devnull, os.O_RDONLY) for _ in range(min(1100, most - 100))]
+"""
+
+_END_WITH_PARENT = """
+import os, time
+from moe_ep.launch.gang import end_with
+end_with(os.getppid())
+print("ready", flush=True)
+time.sleep(60)
+"""
+
 # Locks a mutex twice, which no signal ends; or sleeps, which one does, and takes its time to leave.
 _STUCK = """
 import contextlib, ctypes, sys, time
@@ -93,7 +109,7 @@ def test_a_signal_that_is_held_back_comes_at_the_end() -> None:
     ],
 )
 def test_a_process_ends_soon_after_a_signal_or_a_limit_inside_a_library_too(where: str, code: int, said: str) -> None:
-    command = [sys.executable, "-c", _STUCK, where]
+    command = [sys.executable, "-c", _MANY_FILES + _STUCK, where]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stderr is not None
@@ -107,6 +123,17 @@ def test_a_process_ends_soon_after_a_signal_or_a_limit_inside_a_library_too(wher
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_worker_ends_with_its_driver() -> None:
+    driver = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_MANY_FILES + _END_WITH_PARENT!r}])"
+    process = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.kill()
+    process.wait()
+    started = time.monotonic()
+    assert process.stdout.read() == "" and time.monotonic() - started < 30
 
 
 def test_nothing_is_left_of_a_tree_whose_root_died_first() -> None:
