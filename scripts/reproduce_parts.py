@@ -71,13 +71,13 @@ _RUN_TESTS = "tests/gpu/test_run_gpu.py tests/gpu/test_transformers_gpu.py tests
 _OTHER_TESTS = f"{_DISPATCH_TESTS} {_RUN_TESTS}"
 _TESTS = (
     # Of one GPU, in pieces that take about as long.
-    _tests("tests-marlin", 1, 90, _MANY_OF_ONE, "tests/gpu/test_marlin_gpu.py"),
+    _tests("tests-marlin", 1, 80, _MANY_OF_ONE, "tests/gpu/test_marlin_gpu.py"),
     _tests(
-        "tests-prefill", 1, 90, _MANY_OF_ONE,
+        "tests-prefill", 1, 80, _MANY_OF_ONE,
         "tests/gpu/test_marlin_prefill_gpu.py tests/gpu/test_marlin_act_order_gpu.py",
     ),
     _tests(
-        "tests-kernels", 1, 90, _MANY_OF_ONE,
+        "tests-kernels", 1, 60, _MANY_OF_ONE,
         "tests/kernels/test_align.py tests/kernels/test_grouped.py tests/kernels/test_marlin_repack.py "
         "tests/kernels/test_mul_sum.py tests/kernels/test_routing_triton.py tests/kernels/test_tuning.py "
         "tests/core/test_workspace.py tests/checkpoint/test_formats.py tests/integrations/test_choices.py "
