@@ -106,3 +106,16 @@ def test_codes_of_four_bits_a_byte_each() -> None:
     scheme, values = found.of_module(GATE_PROJ), torch.arange(-8, 8, dtype=torch.int8).repeat(2)[None]
     tensors = {"weight": values, "weight_scale": torch.tensor([[0.5]])}
     assert torch.equal(dequantize(scheme.unpack(tensors)), values * 0.5)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 2), (-1, 1)])
+def test_scattered_columns_of_groups_that_are_not_there(low: int, high: int) -> None:
+    scheme = of_weights("pack-quantized", num_bits=4, strategy="group", group_size=16, actorder="group")
+    tensors = {
+        "weight_packed": torch.zeros(8, 4, dtype=torch.int32),
+        "weight_scale": torch.ones(8, 2),
+        "weight_g_idx": torch.tensor([0, 1] * 15 + [low, high], dtype=torch.int32),
+    }
+    with pytest.raises(CheckpointError, match=f"weight_g_idx: expected groups 0 to 1, found {low} to {high}"):
+        scheme.unpack(tensors)
+    assert scheme.unpack(tensors | {"weight_g_idx": tensors["weight_g_idx"].clamp(0, 1)}).g_idx is not None

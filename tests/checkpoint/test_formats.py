@@ -179,6 +179,30 @@ def test_g_idx_outside_the_groups_is_refused(low: int, high: int) -> None:
         unpack_gptq(random_words(8, 16), random_zeros(4, 16, config), torch.rand(4, 16), g_idx, config)
 
 
+@pytest.mark.parametrize(
+    ("settings", "sizes", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 8, "group_size": 16}, (10, 32), "out_features is 10; GPTQ with 8 bits needs"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16}, (16, 36), "in_features is 36; GPTQ with 4 bits needs"),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 16},
+            (12, 32),
+            "out_features is 12; AWQ needs a multiple of 8",
+        ),
+        ({"quant_method": "mxfp4"}, (8, 48), "in_features is 48; mxfp4 needs a multiple of 32"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            (8, 24),
+            "in_features is 24; nvfp4 needs a multiple of 16",
+        ),
+    ],
+)
+def test_sizes_that_a_format_cannot_hold(settings: dict, sizes: tuple[int, int], message: str) -> None:
+    scheme = quantization_config({"quantization_config": settings}).of_module("model.layers.0.mlp.experts.0.up_proj")
+    with pytest.raises(ValueError, match=message):
+        scheme.tensors(*sizes)
+
+
 def test_shapes_that_do_not_belong_together_are_refused() -> None:
     config = GPTQConfig(bits=4, group_size=16)
     qweight, qzeros, scales = random_words(8, 16), random_zeros(4, 16, config), torch.rand(4, 16)
