@@ -154,7 +154,9 @@ DEVICE int wait_for_hidden(const ExpertsParams& p, Shared& shared, const Segment
 }
 
 // Whether the sums of a segment's tile are completed where it is computed.
-DEVICE bool is_completed(const Schedule& s, const Segment& g) { return g.from == 0 && (g.phase == 0 || s.parts[1] <= 0); }
+DEVICE bool is_completed(const Schedule& s, const Segment& g) {
+  return g.from == 0 && (g.phase == 0 || s.parts[1] <= 0);
+}
 
 // The end of the tile that a segment belongs to, counted as pieces are.
 DEVICE int tile_end(const Schedule& s, const Segment& g) {

@@ -8,9 +8,9 @@
 //
 // A block claims pieces by tickets, those of w13 first and the last piece of either phase first, so a piece only waits
 // for pieces of earlier tickets, whose blocks are running: nothing depends on how many blocks are resident. Blocks draw
-// 3 tickets each (pieces of both phases, and one each for which there is no piece, but maybe an addition), whoever draws
-// the last one also what is missing to a round number, so tickets count launches too: flags hold the number of the
-// launch that set them and are never cleared.
+// 3 tickets each (pieces of both phases, and one each for which there is no piece, but maybe an addition); whoever
+// draws the last one also draws what is missing to a round number, so tickets count launches too: flags hold the number
+// of the launch that set them and are never cleared.
 //
 // Example: 3 tiles of 4 steps on 2 blocks: the pieces are steps 0..5 and 6..11, tile 1 is shared. The block that draws
 // steps 6..11 leaves the sum of tile 1's steps 2, 3 first thing; the other adds it to tile 1's steps 0, 1.
@@ -81,7 +81,7 @@ constexpr int kByCost = 0, kEvenly = -1, kWhole = -2;
 
 // Pieces are whole tiles, of equal cost, or of equal length where all experts are alike or pieces so short that some
 // could get no step at all. Where w2 has few tiles, one block would add up many pieces while the others wait: there
-// every tile is cut into equally many, all of which are left, and a block adds up those of one tile for some of its rows.
+// every tile is cut into equally many, all of which are left, and a block adds up those of one tile for some rows.
 DEVICE int way_to_cut(int phase, int tiles, int steps, int dearest, int total) {
   if (are_whole(tiles, steps, dearest, total)) return kWhole;
   if (total < tiles * steps * dearest) return total < 2 * few_cost(kFewRows) * (int)gridDim.x ? kEvenly : kByCost;

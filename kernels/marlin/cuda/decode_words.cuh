@@ -1,7 +1,7 @@
-// How blocks hand `hidden` to each other in tiles of 8 tokens: words of 64 bits, half a result and half the number of the
-// launch that wrote it. Whoever needs a word reads it until the number is right, so there is neither a flag nor a fence before
-// it: what is stored is seen after one way through the memory; store, fence, flag, poll and copy take five. Larger tiles
-// would move too many bytes twice over.
+// How blocks hand `hidden` to each other in tiles of 8 tokens: words of 64 bits, half a result and half the number of
+// the launch that wrote it. Whoever needs a word reads it until the number is right, so there is neither a flag nor a
+// fence before it: what is stored is seen after one way through the memory; store, fence, flag, poll and copy take five.
+// Larger tiles would move too many bytes twice over.
 //
 // Words lie behind the flags (decode_stage.cuh), are written at most once a launch and never cleared:
 //   p.hidden_words  [active expert][step of w2][8 columns][token][2 columns]

@@ -91,6 +91,19 @@ DEVICE void load_words(u32* words, const u8* from) {
   }
 }
 
+// The same from kOffset bytes behind an address in shared memory.
+template <int kOffset>
+DEVICE void load_words_at(u32 from, u32* w) {
+  if constexpr (kBits == 4) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2+%3];" : "=r"(w[0]), "=r"(w[1]) : "r"(from), "n"(kOffset) : "memory");
+  } else {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4+%5];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "r"(from), "n"(kOffset)
+                 : "memory");
+  }
+}
+
 // Four-bit codes number j and j + 4 of a word as numbers that are `offset` too large.
 DEVICE u32 four_bit_pair(u32 word, int j) {
 #if ACT_BF16

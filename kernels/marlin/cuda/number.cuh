@@ -17,6 +17,28 @@ DEVICE u32 fma_pair(u32 a, u32 b, u32 c) {
   return out;
 }
 
+// a * b + c where both numbers of a are multiplied by the same one of b's, and get the same one of c's: the low or the
+// high one. The instruction takes one half for both, so nobody has to make it a pair.
+DEVICE u32 fma_low(u32 a, u32 b, u32 c) {
+  u32 out;
+  asm("{\n.reg .b16 l, h;\n.reg .b32 b, c;\n"
+      "mov.b32 {l, h}, %2;\nmov.b32 b, {l, l};\nmov.b32 {l, h}, %3;\nmov.b32 c, {l, l};\n"
+      "fma.rn." ACT_NAME "x2 %0, %1, b, c;\n}"
+      : "=r"(out)
+      : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
+DEVICE u32 fma_high(u32 a, u32 b, u32 c) {
+  u32 out;
+  asm("{\n.reg .b16 l, h;\n.reg .b32 b, c;\n"
+      "mov.b32 {l, h}, %2;\nmov.b32 b, {h, h};\nmov.b32 {l, h}, %3;\nmov.b32 c, {h, h};\n"
+      "fma.rn." ACT_NAME "x2 %0, %1, b, c;\n}"
+      : "=r"(out)
+      : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
 // sm_80 has no add and no mul of bf16 pairs; these are exact stand-ins for them.
 DEVICE u32 mul_pair(u32 a, u32 b) { return fma_pair(a, b, kMinusZeroPair); }
 DEVICE u32 add_pair(u32 a, u32 b) { return fma_pair(a, kOnePair, b); }

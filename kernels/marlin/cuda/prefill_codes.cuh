@@ -34,19 +34,20 @@ struct CodeReader {
     scales = kCodeBytes + (row + lane / 4 * 2) * kScaleBytes;
   }
 
-  // `half`: which 64 of the stage's 128 columns.
-  template <int kPieces, int kHalf>
-  DEVICE void read(Codes& to, const u8* stage) const {
-#pragma unroll
-    for (int n = 0; n < 2 * kPieces; n++) {
-      int i = n % kPieces, block = n / kPieces;
-      load_words(to.words[i][block], stage + codes + kHalf * 8 * kPieceBytes + (block * 4 + i) * kPieceBytes);
-    }
+  // `kHalf`: which 64 of the 128 columns of the ring's stage.
+  template <int kPieces, int kHalf, int kMost>
+  DEVICE void read(Codes& to, const Ring<kMost>& ring) const {
+    constexpr int kPlace = kHalf * 8 * kPieceBytes;
+    u32 from = ring.codes_address() + codes;
+    load_words_at<kPlace>(from, to.words[0][0]);
+    if constexpr (kPieces == 2) load_words_at<kPlace + kPieceBytes>(from, to.words[1][0]);
+    load_words_at<kPlace + 4 * kPieceBytes>(from, to.words[0][1]);
+    if constexpr (kPieces == 2) load_words_at<kPlace + 5 * kPieceBytes>(from, to.words[1][1]);
     constexpr int kScales = SCALES_PER_STEP == 1 && kHalf ? 0 : kPieces * kScalesPerHalf;
 #pragma unroll
     for (int n = 0; n < kScales; n++) {
       int i = n % kPieces, group = one_group ? 0 : kHalf * SCALES_PER_STEP / 2 + n / kPieces;
-      const u8* row = stage + scales + group * kScaleRow + i * 16 * kScaleBytes;
+      const u8* row = ring.codes() + scales + group * kScaleRow + i * 16 * kScaleBytes;
       to.scales[i][n / kPieces] = load_folded_scales(row, row + SCALES_PER_STEP * kScaleRow);
     }
   }

@@ -18,6 +18,7 @@ constexpr u32 kFold = WEIGHT_TYPE == UINT4B8 ? 0x73007500u         // 2^107, 2^1
                                                    : 0x71807180u;  // 2^100
 constexpr u32 kFoldedOffset = 0xb400b400u;                         // -8 * 2^-26
 
+// The scales of rows g and g + 8 as one pair, scale[0], and alike what is added, offset[0].
 DEVICE Scales load_folded_scales(const u8* row, const u8* zeros) {
   if constexpr (!kFolded) return load_unit_scales(row, zeros);
   u32 pair;
@@ -29,15 +30,13 @@ DEVICE Scales load_folded_scales(const u8* row, const u8* zeros) {
     pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(permute_bytes(bytes, 0, 0x1404)) : permute_bytes(bytes, 0, 0x4140) << 7;
   }
   Scales s;
-  u32 scale = mul_pair(pair, kFold);
-  s.scale[0] = permute_bytes(scale, 0, 0x1010);
-  s.scale[1] = permute_bytes(scale, 0, 0x3232);
-  if constexpr (WEIGHT_TYPE == UINT4B8) {
-    u32 offset = mul_pair(pair, kFoldedOffset);
-    s.offset[0] = permute_bytes(offset, 0, 0x1010);
-    s.offset[1] = permute_bytes(offset, 0, 0x3232);
-  }
+  s.scale[0] = mul_pair(pair, kFold);
+  s.offset[0] = WEIGHT_TYPE == UINT4B8 ? mul_pair(pair, kFoldedOffset) : kMinusZeroPair;
   return s;
+}
+
+DEVICE u32 fold(u32 bits, const Scales& s, bool high) {
+  return high ? fma_high(bits, s.scale[0], s.offset[0]) : fma_low(bits, s.scale[0], s.offset[0]);
 }
 
 // The four pairs of 16 columns, as dequantize() orders them, too small by kUnfold.
@@ -49,13 +48,13 @@ DEVICE void dequantize_folded(const u32* words, const Scales& s, u32* a) {
       a[j] = mul_pair(a[j], s.scale[j & 1]);
     } else if constexpr (WEIGHT_TYPE == UINT4B8) {
       u32 bits = (j < 2 ? words[0] : words[0] >> 8) & (j & 1 ? 0x00f000f0u : 0x000f000fu);
-      a[j] = fma_pair(bits, s.scale[j & 1], s.offset[j & 1]);
+      a[j] = fold(bits, s, j & 1);
     } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
       u32 bytes = permute_bytes(words[(j >> 1) % kWords], 0, j & 1 ? 0x3424 : 0x1404);  // in bytes 1 and 3
-      a[j] = mul_pair(and_or(bytes, 0x80008000u, (bytes & 0x7f007f00u) >> 4), s.scale[j & 1]);
+      a[j] = fold(and_or(bytes, 0x80008000u, (bytes & 0x7f007f00u) >> 4), s, j & 1);
     } else {
       u32 number = (j < 2 ? words[0] << (6 - 4 * j) : words[0] >> (4 * j - 6)) & 0x01c001c0u;
-      a[j] = mul_pair(and_or(words[0] << (12 - 4 * j), 0x80008000u, number), s.scale[j & 1]);
+      a[j] = fold(and_or(words[0] << (12 - 4 * j), 0x80008000u, number), s, j & 1);
     }
   }
 }

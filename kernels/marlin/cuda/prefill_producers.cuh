@@ -59,8 +59,9 @@ DEVICE void load_codes(const CodeSource& source, int step, Ring<kMost>& ring, u6
 template <int kMost>
 DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring<kMost>& ring, int ticket) {
   int total = shared.schedule.phase[0].items + shared.schedule.phase[1].items;
-  // Codes that several tiles of tokens read should stay in L2; otherwise nobody reads them again.
-  u64 policy = shared.schedule.largest <= shared.schedule.most_tokens ? policy_evict_first() : policy_evict_normal();
+  // Blocks at work together read the same codes at about the same time: these need not stay in L2, tokens and `hidden`
+  // should. Not tried for large tiles.
+  u64 policy = kMost == kLargeTokens ? policy_evict_normal() : policy_evict_first();
   int place = 0, parity = 1;
   auto announce = [&](const Segment& g) {
     barrier_wait(&shared.segment_empty[place], parity);

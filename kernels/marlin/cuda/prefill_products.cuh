@@ -39,47 +39,44 @@ DEVICE void multiply_half(SumsOf<kTokens>& sums, const Weights<kPieces>& weights
   if (take_turns(kTokens)) pass_turn(group);
 }
 
-// All steps of a segment, half a step's columns at a time. While they are multiplied, the next codes are read and,
-// where there are registers for it, dequantized. An instruction beside the products costs about 1.7 cycles. Unused sums
-// become zero, or the compiler keeps too many registers.
+// All steps of a segment, half a step's columns at a time. While they are multiplied, the next codes are read and
+// dequantized. An instruction beside the products costs about 1.7 cycles. Unused sums become zero, or the compiler
+// keeps too many registers.
 template <int kMost, int kTokens, int kPieces>
 DEVICE void multiply_steps(SumsOf<kMost>& result, int steps, bool one_group, bool gathered, Ring<kMost>& ring) {
-  constexpr bool kAhead = kTokens < kTileTokens || kPieces == 1;
   bool leader = threadIdx.x % 32 == 0;
   CodeReader reader(one_group, kPieces);
   Codes codes;
   SumsOf<kTokens> sums;
-  Weights<kPieces> weights[kAhead ? 2 : 1];
+  Weights<kPieces> weights[2];
   // The compiler sees that they are the same for all lanes.
   int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   u32 first = __shfl_sync(~0u, wgmma_descriptor(shared_address(ring.memory)), 0);
 #pragma unroll
   for (int i = 0; i < kTokens; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
   ring.wait_full();
-  reader.read<kPieces, 0>(codes, ring.codes());
+  reader.read<kPieces, 0>(codes, ring);
   dequantize_codes<kPieces>(codes, weights[0]);
   while (true) {
     if (gathered) fence_proxy_async();  // tokens were written by ordinary copies and are read by the tensor cores
     u32 operand = first + ring.stage * (kTokenStage<kMost> / 16);
     multiply_half<kTokens, kPieces>(sums, weights[0], operand, group);
-    reader.read<kPieces, 1>(codes, ring.codes());
-    if (kAhead) dequantize_codes<kPieces>(codes, weights[kAhead]);
+    reader.read<kPieces, 1>(codes, ring);
+    dequantize_codes<kPieces>(codes, weights[1]);
     wgmma_wait<0>();
-    if (!kAhead) dequantize_codes<kPieces>(codes, weights[0]);
-    multiply_half<kTokens, kPieces>(sums, weights[kAhead], operand + Ring<kMost>::kTokenHalf / 16, group);
-    u64* empty = ring.empty();
+    multiply_half<kTokens, kPieces>(sums, weights[1], operand + Ring<kMost>::kTokenHalf / 16, group);
+    u32 stage = ring.stage;
     ring.advance();
     bool more = --steps > 0;
     if (more) {
       ring.wait_full();
-      reader.read<kPieces, 0>(codes, ring.codes());
-      if (kAhead) dequantize_codes<kPieces>(codes, weights[0]);
+      reader.read<kPieces, 0>(codes, ring);
+      dequantize_codes<kPieces>(codes, weights[0]);
     }
     wgmma_wait<0>();
     __syncwarp();
-    if (leader) barrier_arrive(empty);
+    if (leader) ring.release(stage);
     if (!more) break;
-    if (!kAhead) dequantize_codes<kPieces>(codes, weights[0]);
   }
 #pragma unroll
   for (int i = 0; i < kMost; i++) {
@@ -99,7 +96,7 @@ DEVICE void multiply_tokens(SumsOf<kMost>& sums, int tokens, int steps, bool one
       return multiply_tokens<kMost, kMore, kPieces>(sums, tokens, steps, one_group, gathered, ring);
     }
   }
-  if constexpr (kMost == kLargeTokens) {
+  if constexpr (kMost == kLargeTokens || (kTokens == kTileTokens && kPieces == 2)) {
     multiply_large_steps<kMost, kTokens>(sums, steps, one_group, gathered, ring);
   } else {
     multiply_steps<kMost, kTokens, kPieces>(sums, steps, one_group, gathered, ring);

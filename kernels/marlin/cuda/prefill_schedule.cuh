@@ -26,7 +26,6 @@ struct Position {
 struct Schedule {
   PhaseShape phase[2];
   Position piece[2][kMaxBlocks + 1];  // where each piece starts; the end of one is the start of the next
-  int largest;                        // rows of the largest expert here
   int most_tokens;                    // of a tile
   Choice choices[kChoices];           // ways to cut the rows into tiles
   // Behind this struct: four tables of num_experts + 1 numbers.
@@ -74,7 +73,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int l
   if (lane < 3) s.rows()[(lane + 1) * (n + 1) + n] = lane == 0 ? sums[0] : lane == 1 ? sums[1] : sums[2];
   if (largest <= kSmallTokens) all.count = sums[1], all.cost = sums[2];
   if (lane < 2) s.phase[lane] = shape_phase(p.gemm[lane], lane == 1, all);
-  if (lane == 0) s.largest = largest, s.most_tokens = all.most_tokens;
+  if (lane == 0) s.most_tokens = all.most_tokens;
 }
 
 // The expert whose table entry holds `value`: table[e] <= value < table[e + 1], the entries scaled.

@@ -55,6 +55,7 @@ DEVICE int* piece_flag(const ExpertsParams& p, int phase, int piece) {
 }
 
 struct Shared {
+  // First of all, one behind the other: Ring counts on it.
   u64 full[kStages<kTileTokens>], empty[kStages<kTileTokens>];
   u64 segment_full[kSegments], segment_empty[kSegments];
   Segment segment[kSegments];
@@ -75,15 +76,20 @@ DEVICE Shared& shared_of(u8* memory) { return *reinterpret_cast<Shared*>(memory 
 template <int kMost>
 struct Ring {
   static constexpr int kTokenHalf = kTokenStage<kMost> / 2;
+  static constexpr int kCodesPlace = kStages<kMost> * kTokenStage<kMost>;
   Shared& shared;
   u8* memory;  // the tokens of all stages, then the codes of all stages
+  u32 address;  // its own
   int stage = 0, parity = 0;
-  DEVICE explicit Ring(u8* memory) : shared(shared_of(memory)), memory(memory) {}
+  DEVICE explicit Ring(u8* memory) : shared(shared_of(memory)), memory(memory), address(shared_address(memory)) {}
   DEVICE u8* tokens() { return memory + stage * kTokenStage<kMost>; }
-  DEVICE u8* codes() { return memory + kStages<kMost> * kTokenStage<kMost> + stage * kCodeStage; }
+  DEVICE u8* codes() const { return memory + kCodesPlace + stage * kCodeStage; }
+  DEVICE u32 codes_address() const { return address + kCodesPlace + stage * kCodeStage; }
   DEVICE u64* full() { return &shared.full[stage]; }
   DEVICE u64* empty() { return &shared.empty[stage]; }
-  DEVICE void wait_full() { barrier_wait(full(), parity); }
+  DEVICE void wait_full() { barrier_wait_at<kRingBytes>(address + 8 * stage, parity); }
+  // One of the warps that have a stage has read it.
+  DEVICE void release(u32 stage) { barrier_arrive_at<kRingBytes + sizeof(Shared::full)>(address + 8 * stage); }
   DEVICE void wait_empty() { barrier_wait(empty(), parity ^ 1); }
   DEVICE void advance() {
     if (++stage == kStages<kMost>) {

@@ -47,6 +47,26 @@ DEVICE void barrier_wait(u64* barrier, u32 parity) {
   }
 }
 
+// The same for a barrier that lies kOffset bytes behind an address: no instruction is spent on the sum.
+template <int kOffset>
+DEVICE void barrier_arrive_at(u32 address) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0+%1];" ::"r"(address), "n"(kOffset) : "memory");
+}
+
+template <int kOffset>
+DEVICE void barrier_wait_at(u32 address, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1+%3], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(address), "r"(parity), "n"(kOffset)
+        : "memory");
+  } while (done == 0);
+}
+
 // Threads of some warps only; id 0 is __syncthreads.
 template <int kId, int kThreads>
 DEVICE void named_barrier() {
