@@ -14,8 +14,8 @@ from moe_ep.dispatch.all_to_all import AllToAllPrepareFinalize
 from moe_ep.dispatch.two_level import Grid
 from moe_ep.errors import ConfigError
 from moe_ep.registry import ALL2ALL_BACKENDS
-from tests.dispatch.backend_cases import CASES, Case, make_backend, make_setting, prepare_args
-from tests.dispatch.two_level_cases import check_two_level
+from tests.dispatch.backend_cases import CASES, Case, make_backend, make_setting, prepare_args, run_experts
+from tests.dispatch.two_level_cases import check_two_level, expected_output
 from tests.ranks import ranks
 
 LEVELS = ("all_to_all", "all_to_all")
@@ -52,6 +52,24 @@ def test_levels_have_the_deadline_of_the_group() -> None:
 
 def test_two_hosts_of_two_ranks_against_plain_loops() -> None:
     assert ranks(4).run(check_two_level, SOME_CASES, "cpu", LEVELS) == [len(SOME_CASES)] * 4
+
+
+def three_batches_at_once(rank: int, world_size: int) -> None:
+    with pytest.MonkeyPatch.context() as machine:
+        machine.setenv("MOE_EP_RANKS_PER_HOST", "2")
+        settings = [make_setting(replace(Case(), seed=seed), rank, world_size) for seed in range(3)]
+        backend = make_backend(settings[0], "two_level", levels=LEVELS)
+        all_args = [prepare_args(setting, "cpu") for setting in settings]
+        batches = [backend.prepare(*args) for args in all_args]
+        for index in (1, 0, 2):
+            result, output = batches[index], torch.empty_like(all_args[index][0])
+            results, reduce_impl = run_experts(settings[index], result, "noop")
+            backend.finalize(output, results, result[4], result[3], False, reduce_impl)
+            assert torch.equal(output, expected_output(settings[index], world_size))
+
+
+def test_batches_in_flight_do_not_mix() -> None:
+    ranks(4).run(three_batches_at_once)
 
 
 class Limited(AllToAllPrepareFinalize):
