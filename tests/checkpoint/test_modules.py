@@ -180,6 +180,23 @@ def test_awq_by_either_name_of_its_layout(key: str) -> None:
             quantization_config({"quantization_config": settings | other})
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "awq", "bits": 4, "group_size": 32},
+        {"quant_method": "fp8", "ignored_layers": None},
+        {"quant_method": "mxfp4"},
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": None},
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "extra_config": None},
+    ],
+)
+def test_lists_of_nothing_leave_nothing_out(settings: dict[str, Any]) -> None:
+    """As writers put them into config.json: null, or an empty list."""
+    for nothing in (None, []):
+        whole = settings | {"modules_to_not_convert": nothing}
+        assert quantization_config({"quantization_config": whole}).of_module(GATE_PROJ) is not None
+
+
 def test_scales_of_cached_keys_say_nothing_of_a_weight(tmp_path: Path) -> None:
     stem = "model.layers.0.self_attn.k_proj"
     weight = torch.randn(8, 16).to(torch.float8_e4m3fn)
