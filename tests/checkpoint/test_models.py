@@ -161,6 +161,14 @@ def test_layers_that_transformers_lists() -> None:
             model_spec(listed | {"mlp_layer_types": wrong})
 
 
+def test_layers_of_llama_by_their_step() -> None:
+    text = transformers.Llama4TextConfig(num_hidden_layers=7, dtype="bfloat16").to_dict()
+    config = {"model_type": "llama4", "text_config": text | {"interleave_moe_layer_step": 3, "moe_layers": None}}
+    assert model_spec(config).moe_layers == (2, 5)
+    config["text_config"] |= {"moe_layers": [0, 6, 9]}
+    assert model_spec(config).moe_layers == (0, 6)
+
+
 def test_mimo_as_the_models_came() -> None:
     came = {"moe_layer_freq": [0, 1, 1], "routed_scaling_factor": None, "layernorm_epsilon": 1e-5, "rms_norm_eps": None}
     came |= {"mlp_layer_types": None, "n_shared_experts": None}
