@@ -80,12 +80,16 @@ def test_json_lines() -> None:
     assert lines[0]["max_relative_error"] == 1e-6
     assert lines[1]["max_relative_error"] is None
     assert lines[-1]["verify"] == {"max_relative_error": None, "tolerance": 1e-4, "passed": False}
+    assert lines[-1]["text"] is None
+    unverified = [json.loads(line) for line in report({}, {}).json_lines()]
+    assert unverified[-1]["verify"] is None and all("max_relative_error" not in line for line in unverified)
 
 
 @pytest.mark.parametrize(
     ("errors_0", "errors_1", "verified", "words"),
     [
         ({1: 1e-6}, {3: 2e-6}, True, "verified: maximum relative error 2.00e-06 (layer 3)"),
+        ({1: 1e-6}, {3: 1e-4}, True, "verified: maximum relative error 1.00e-04 (layer 3)"),
         ({1: 1e-6}, {3: 2e-2}, False, "NOT verified: maximum relative error 2.00e-02 (layer 3)"),
         ({1: 1e-6}, {}, False, "NOT verified"),
         ({}, {}, False, "verification: off"),
@@ -115,6 +119,13 @@ def test_the_load_of_many_ranks_is_its_least_mean_and_most() -> None:
     rows = [line.split() for line in terminal_lines(RunReport(RunConfig(launcher="local"), "moe-ep run", ranks))]
     assert ["layer", "least", "mean", "most", "mean/max"] in rows
     assert ["3", "0", "20", "39", "0.500"] in rows
+
+
+def test_loads_of_any_size_have_columns_of_their_own() -> None:
+    loads = [[[0, 0], [12345678, 12345678]]] * 2
+    ranks = [account(rank, {1: 1e-6, 3: 1e-6}, loads=loads) for rank in range(2)]
+    rows = [line.split() for line in terminal_lines(RunReport(RunConfig(launcher="local"), "moe-ep run", ranks))]
+    assert ["1", "0", "0", "1.000"] in rows and ["3", "12345678", "12345678", "1.000"] in rows
 
 
 def test_a_failed_verification_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
