@@ -42,6 +42,8 @@ from moe_ep.launch.interrupts import raised_as_interrupt
 ENVIRONMENT = {"NVSHMEM_DISABLE_NVLS": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 # Files of the caller, by their option.
 FILES = ("model", "texts", "prompts")
+# Those without which parts measure less.
+MORE_FILES = ("routing", "vllm_library")
 # Where CUDA's toolkit has its programs, if they are not on the PATH.
 CUDA_PROGRAMS = "/usr/local/cuda/bin"
 # As pytest -v says it, of tests one by one and of those side by side.
@@ -71,7 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--commit", help="what to record where this is no git checkout")
     args = parser.parse_args(argv)
-    for name in ("out", *FILES, "routing", "vllm_library"):
+    for name in ("out", *FILES, *MORE_FILES):
         if getattr(args, name) is not None:
             setattr(args, name, getattr(args, name).resolve())
     return args
@@ -192,14 +194,16 @@ def show_plan(parts: list[Part], left_out: dict[str, str], num_gpus: int) -> Non
 def results(ended: Ended, part: Part, args: argparse.Namespace) -> dict[str, Any]:
     """How the part ended, with its tests and headlines.
 
-    JSON lines of its log become its rows where it wrote none; the commands in them lose this machine's folder.
+    JSON lines of its log become its rows where it wrote none; the commands in them lose this machine's folders.
     """
     log = (args.out / f"{part.name}.log").read_text(encoding="utf-8", errors="replace")
     rows = args.out / f"{part.name}.jsonl"
     printed = "".join(f"{line}\n" for line in log.splitlines() if line.startswith("{") and line.endswith("}"))
     written = rows.read_text(encoding="utf-8") if rows.exists() else printed
+    for given in (args.out / "rows", *filter(None, (getattr(args, name) for name in (*FILES, *MORE_FILES)))):
+        written = written.replace(f"{given.parent}{os.sep}", "")
     if written:
-        rows.write_text(written.replace(f"{args.out}{os.sep}", ""), encoding="utf-8")
+        rows.write_text(written, encoding="utf-8")
     tests = Counter(outcome.lower() for outcome in TEST.findall(log))
     found = [line for line in log.splitlines() if part.headline and re.search(part.headline, line)]
     return asdict(ended) | {

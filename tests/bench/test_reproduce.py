@@ -166,18 +166,19 @@ def test_the_whole_script(
     tiny = reproduce.Part(
         name="tiny", page="runtime.md", seconds=60, headline="root", gpus=2, widens=True,
         commands=("echo root $(test -d moe_ep && echo yes) {gpus} {commit}",
-                  "echo '{{\"to\": \"'{rows}'\"}}'", "exit 3"),
+                  "echo '{{\"to\": \"'{rows}' x{recorded}\"}}'", "exit 3"),
     )  # fmt: skip
     large = reproduce.Part(name="large", page="runtime.md", seconds=3600, commands=("true",))
     eight = reproduce.Part(name="eight", page="runtime.md", seconds=1, commands=("true",), gpus=8)
     monkeypatch.setattr(reproduce, "PARTS", (large, eight, tiny))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2,5")
-    assert reproduce.main(["--seconds", "100", "--out", str(tmp_path), "--commit", "abc"]) == 1
+    options = ["--seconds", "100", "--out", str(tmp_path), "--commit", "abc", "--routing", "/a/folder/r.npz"]
+    assert reproduce.main(options) == 1
     shown = capsys.readouterr().out
     assert "left out: eight: it takes 8 GPUs\n" in shown
     assert "left out: large: it does not fit the 100 s\n" in shown
     assert "tiny: root yes 3 --commit abc\n" in shown
-    assert json.loads((tmp_path / "tiny.jsonl").read_text()) == {"to": "tiny.jsonl"}
+    assert json.loads((tmp_path / "tiny.jsonl").read_text()) == {"to": "tiny.jsonl x,r.npz"}
     (summary,) = map(json.loads, (tmp_path / "summary.jsonl").read_text().splitlines())
     assert [summary[key] for key in ("part", "rc", "rows", "gpus", "outlasted")] == ["tiny", 3, 1, 3, False]
 
