@@ -110,6 +110,8 @@ def run_shape(name: str, shape: Shape, cases: list[tuple[str, list[int]]]) -> It
         if not error < RELATIVE_ERROR:
             raise RuntimeError(f"{name} with rows {label} is wrong: relative error {error}")
         floor = shape.floor_us(counts)
+        if label == cases[0][0]:
+            timed(call, rows.device)  # the first timing of a process came out a tenth too slow
         timing = timed(call, rows.device)
         row = {"shape": name, "rows": label, "us": timing.median, "p99_us": timing.p99, "floor_us": floor}
         row |= {"floor_over_time": floor / timing.median, "clock_mhz": timing.clock_mhz, "relative_error": error}
