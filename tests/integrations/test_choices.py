@@ -100,8 +100,8 @@ def test_triton_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     from moe_ep.kernels import triton_choices as fused
 
-    for name in ("_pack_kernel", "_count_kernel"):
-        monkeypatch.setattr(fused, name, interpreter.InterpretedFunction(getattr(fused, name).fn))
+    for kernel in (fused._pack_kernel, fused._count_kernel):
+        monkeypatch.setattr(kernel, "function", interpreter.InterpretedFunction(kernel.function.fn))
     check_triton("cpu")
 
 
