@@ -25,8 +25,8 @@ class TritonKernel:
 
     Triton compiles a function for what it knows of the arguments: dtypes, addresses and numbers that 16 divides,
     numbers that are 1 or need 64 bits, pointers that are None, and all constants. What it compiled is kept by just
-    that, and launched directly where all of it is the same again. The first call of a kind goes through Triton, and
-    every call in its interpreter.
+    that and the tensors' devices, and launched directly where all of it is the same again. The first call of a kind
+    goes through Triton, and every call in its interpreter.
 
     The function's parameters are pointers, named ..._ptr, then numbers, then constants, which are passed by name. The
     first pointer is never None, and the kernel runs on its device.
@@ -46,8 +46,9 @@ class TritonKernel:
         tensors, numbers = args[: self._num_pointers], args[self._num_pointers :]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         key = (
-            tensors[0].device,
             *[None if tensor is None else tensor.dtype for tensor in tensors],
+            # Triton refuses memory that the GPU cannot reach, which the driver does not.
+            *[None if tensor is None else tensor.get_device() for tensor in tensors],
             *[address % 16 for address in addresses],
             *[number == 1 or (number % 16 == 0, number > _MOST_INT32) for number in numbers],
             *constants,

@@ -98,13 +98,22 @@ def function(monkeypatch: pytest.MonkeyPatch) -> Function:
     return function
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor of another device."""
+
+    def get_device(self) -> int:
+        return 1
+
+
 ROWS = torch.zeros(64)
 BASE = {"source": ROWS, "map": None, "out": ROWS[16:], "size": 32, "stride": 16, "factor": 2.0, "warps": 1}
-# Triton compiles anew for these...
+# Triton compiles anew for these, or refuses tensors of several devices...
 OTHERS = [
     {"source": ROWS.int()},
     {"source": ROWS[1:]},
     {"out": ROWS[2:]},
+    {"source": ROWS.as_subclass(Elsewhere)},
+    {"out": ROWS[16:].as_subclass(Elsewhere)},
     {"map": ROWS},
     {"size": 33},
     {"size": 1},
