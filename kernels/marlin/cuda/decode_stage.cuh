@@ -36,9 +36,9 @@ struct Shared {
   Schedule schedule;
 };
 
-// sync holds words of 64 bits: the ticket counter, the sums and results of decode_words.cuh, and between them a flag for
-// each finished tile of w13. The upper half of each of the last two is the number of the launch that wrote it, so it does
-// not matter that launches for other weights divide them otherwise.
+// sync holds words of 64 bits: the ticket counter, the sums of decode_sums.cuh, a flag for each finished tile of w13, and
+// the results of decode_words.cuh. The upper half of each of the last two is the number of the launch that wrote it, so
+// it does not matter that launches for other weights divide them otherwise.
 DEVICE int* tile_flag(const ExpertsParams& p, const Schedule& s, int active, int row_tile) {
   int* flags = reinterpret_cast<int*>(p.left_sums + 2 * gridDim.x * (kFewRows / 8 * kConsumerThreads));
   return flags + 2 * (active * s.row_tiles[0] + row_tile) + 1;
