@@ -102,15 +102,19 @@ class EPLBManager:
             )
             if layer.eplb_state is not None:
                 layer.eplb_state.is_moving = _commits_to_come_of(weakref.ref(self))
-        self._mover.rehearse()
-        self.recorder.rehearse()
         self._telling = threading.Lock()
         self._num_jobs = 0
         self._busy = False
         self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._thread: threading.Thread | None = None
-        if placement is not None:
-            self._begin(self._job(target=self._checked(placement)), asynchronous=False)
+        try:
+            self._mover.rehearse()
+            self.recorder.rehearse()
+            if placement is not None:
+                self._begin(self._job(target=self._checked(placement)), asynchronous=False)
+        except BaseException:
+            self._let_go()
+            raise
         self._thread = threading.Thread(target=self._serve, name="moe_ep-eplb", daemon=True)
         self._thread.start()
 
@@ -209,9 +213,12 @@ class EPLBManager:
                 self._mover.give_up()
             self._jobs.put(None)
             thread.join()
-            self._rearrangement.close()
-            self._mover.close()
-            self._channel.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._rearrangement.close()
+        self._mover.close()
+        self._channel.close()
 
     @property
     def _commits_to_come(self) -> bool:

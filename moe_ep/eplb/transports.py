@@ -15,7 +15,7 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.moves import LayerMoves
 from moe_ep.eplb.packing import ExpertRows
-from moe_ep.eplb.transfer import MessageTransport
+from moe_ep.eplb.transfer import MessageTransport, digest
 from moe_ep.errors import BackendUnavailableError, EplbError
 
 logger = logging.getLogger(__name__)
@@ -80,9 +80,11 @@ def choose_transport(
 def _nccl_group(
     channel: SideChannel, ep_group: dist.ProcessGroup, timeout_s: float, left: dict[float, dist.ProcessGroup]
 ) -> dist.ProcessGroup:
-    """A group of the same ranks that nobody else uses: one that was left on all of them, or a new one."""
+    """A group of the same ranks that nobody else uses: the one that was left on all of them, or a new one."""
     found = left.pop(timeout_s, None)
-    if all(row[0] for row in channel.gather("what groups they have", [found is not None])) and found is not None:
+    # Where ranks closed several managers in different orders, each has left another group.
+    names = channel.gather("what groups they have", [0 if found is None else digest(found.group_name)])
+    if found is not None and names.count(names[0]) == len(names):
         return found
     members = dist.get_process_group_ranks(ep_group)
     return dist.new_group(

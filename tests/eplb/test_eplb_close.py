@@ -8,16 +8,21 @@ import os
 import time
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from moe_ep.eplb.config import EplbConfig
+from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.mover import LayerMover
 from moe_ep.eplb.step_gate import StepGate
 from moe_ep.eplb.transfer import MessageTransport
+from moe_ep.eplb.transports import _nccl_group
 from moe_ep.errors import EplbError
+from moe_ep.launch.processes import children
 from moe_ep.layer import FusedMoE
 from tests.eplb.models import CONFIG, E, L, load_layer, make_layer, random_placement, redundancy
 from tests.ranks import RankPool, ranks
@@ -66,6 +71,15 @@ def test_managers_that_are_closed_leave_nothing() -> None:
             assert all(len(set(held_after)) == 1 for held_after in held_by_kind)
     finally:
         pool.close()
+
+
+def test_a_manager_that_cannot_be_made_leaves_nothing() -> None:
+    layers, settings = make_model(None, 1), EplbConfig(**{**vars(CONFIG), "planner": "process"})
+    EPLBManager(layers, settings).close()
+    before = held(), children(os.getpid())
+    with pytest.raises(ValueError, match="physical_to_logical"):
+        EPLBManager(layers, settings, placement=torch.full((L, E + layers[0].num_redundant_experts), E))
+    assert (held(), children(os.getpid())) == before
 
 
 def close_while_moving(rank: int, world_size: int, where: tuple[type, str]) -> tuple[float, str]:
@@ -152,3 +166,22 @@ def test_what_goes_wrong_on_one_rank_ends_all_at_once(
     error, refused = results[0]
     assert "on EP rank 1: ValueError('enough')" in error
     assert ("settings: placement is " in refused) == half_done
+
+
+def groups_taken(rank: int, world_size: int) -> list[Any]:
+    """The group that a transport takes where ranks left the same one, different ones, and where one has none."""
+    world, groups = dist.group.WORLD, [dist.new_group() for _ in range(2)]
+    assert world is not None
+    channel, found = SideChannel(world, 20), []
+    with mock.patch.object(dist, "new_group", return_value="new"):
+        for index in (1, rank, None if rank else 0):
+            left: dict[float, dist.ProcessGroup] = {} if index is None else {20.0: groups[index]}
+            taken = _nccl_group(channel, world, 20.0, left)
+            assert not left
+            found.append(groups.index(taken) if taken in groups else taken)
+    channel.close()
+    return found
+
+
+def test_a_group_that_was_left_is_taken_where_all_ranks_left_it() -> None:
+    assert ranks(2).run(groups_taken) == [[1, "new", "new"]] * 2
