@@ -18,22 +18,32 @@ set -e
 hostname "$1"
 mount --bind "$2" /etc/hosts
 mount --bind /dev/null /etc/resolv.conf
-mkdir -p /tmp/ray
 for folder in /tmp/ray /dev/shm; do mount -t tmpfs tmpfs "$folder"; done
 ip link set lo up
 echo ready
-exec sleep 3600
+exec cat > /dev/null
 """
+# What tells whether there can be hosts here: each of the things that making them takes.
+_TRIAL = """
+set -e
+hostname trial
+mount --bind /dev/null /etc/resolv.conf
+mount -t tmpfs tmpfs /dev/shm
+ip link add wire type veth peer name other
+ip addr add 10.213.0.1/24 dev wire
+"""
+_RAY = Path("/tmp/ray")
+_NAMESPACES = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "bash", "-c"]
 
 
 class Host:
-    """One of the two; commands run in it end with it."""
+    """One of the two; commands run in it end with it, and it with this process."""
 
     def __init__(self, name: str, names: Path) -> None:
-        flags = ["--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
         self.name, self.address = name, ADDRESSES[name]
         self._process = subprocess.Popen(
-            ["unshare", *flags, "bash", "-c", _SETTING_UP, "bash", name, str(names)],
+            [*_NAMESPACES, _SETTING_UP, "bash", name, str(names)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -63,11 +73,11 @@ class Host:
 
 def missing() -> str:
     """Why there can be no such hosts here, or nothing."""
-    absent = [tool for tool in ("unshare", "nsenter", "ip", "mount", "hostname") if shutil.which(tool) is None]
+    absent = [tool for tool in ("unshare", "nsenter", "ip", "mount", "hostname", "bash") if shutil.which(tool) is None]
     if absent:
         return f"no {', '.join(absent)} here"
-    trial = subprocess.run(["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True)
-    return "" if trial.returncode == 0 else "this user may not make namespaces"
+    trial = subprocess.run([*_NAMESPACES, _TRIAL], capture_output=True, text=True)
+    return f"no hosts can be made here: {trial.stderr.strip()}" if trial.returncode else ""
 
 
 @contextlib.contextmanager
@@ -76,6 +86,10 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     names = folder / "hosts"
     names.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in ADDRESSES.items()))
     with contextlib.ExitStack() as stack:
+        if not _RAY.exists():
+            _RAY.mkdir()
+            # Not where somebody else has begun to use it.
+            stack.callback(_remove, _RAY)
         alpha, beta = hosts = [stack.enter_context(contextlib.closing(Host(name, names))) for name in ADDRESSES]
         wire = f"ip link add wire type veth peer name wire netns {beta.pid}"
         subprocess.run([*alpha.inside(), *wire.split()], check=True)
@@ -83,3 +97,8 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
             for change in (f"addr add {host.address}/24 dev wire", "link set wire up"):
                 subprocess.run([*host.inside(), "ip", *change.split()], check=True)
         yield alpha, beta
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
