@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ep.launch.model_options import ModelConfig
-from moe_ep.launch.option_values import output_file
+from moe_ep.launch.option_values import input_file, output_file
 from moe_ep.launch.options import OptionError, at_least, number, option
 
 # A text, or the messages of a conversation.
@@ -16,10 +16,7 @@ Prompt = str | list[dict[str, Any]]
 
 
 def _prompts_file(raw: str) -> Path:
-    path = Path(raw).expanduser()
-    if not path.is_file():
-        raise ValueError("it must be a file with a prompt a line, and there is no such file")
-    return path.absolute()
+    return input_file(raw, "it must be a file with a prompt a line").absolute()
 
 
 def _some_text(raw: str) -> str:

@@ -53,6 +53,15 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_bytes())
 
 
+def input_file(raw: str, rule: str) -> Path:
+    """A plain file that is there, which each process of a gang may read for itself; ValueError with the rule."""
+    path = Path(raw).expanduser()
+    if not path.is_file():
+        found = "this is no plain file" if path.exists() else "there is no such file"
+        raise ValueError(f"{rule}, and {found}")
+    return path
+
+
 def output_file(raw: str) -> Path:
     """A file to write, as an absolute path."""
     path = Path(raw).expanduser().absolute()

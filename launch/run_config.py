@@ -9,14 +9,12 @@ from pathlib import Path
 
 from moe_ep.launch.eplb_options import EplbOptions
 from moe_ep.launch.model_options import ModelConfig
-from moe_ep.launch.option_values import host, new_folder, output_file, port
+from moe_ep.launch.option_values import host, input_file, new_folder, output_file, port
 from moe_ep.launch.options import at_least, option
 
 
 def _text_file(raw: str) -> Path:
-    path = Path(raw).expanduser()
-    if not path.is_file():
-        raise ValueError("it must be a file with text, or JSON with strings, and there is no such file")
+    path = input_file(raw, "it must be a file with text, or JSON with strings")
     try:
         if not any(text.strip() for text in read_texts(path)):
             raise ValueError("it must be a file with text, and there is none in it")

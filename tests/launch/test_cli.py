@@ -70,6 +70,7 @@ def folder(tmp_path: Path) -> Path:
         ("--tokens-per-rank 4,5 --launcher local --ep-size 3", "--tokens-per-rank has 2 numbers"),
         ("--steps 1.5", "--steps is '1.5'; it must be a whole number of at least 1"),
         ("--text {}/nowhere.txt", "there is no such file"),
+        ("--text {}", "and this is no plain file"),
         ("--text {}/empty.txt", "--text is '{}/empty.txt'; it must be a file with text, and there is none in it"),
         ("--text {}/no_text.json", "there is none in it"),
         ("--text {}/latin.txt", "in UTF-8"),
