@@ -67,6 +67,8 @@ def test_casting_a_model_leaves_the_layers_numbers_as_they_are() -> None:
         enable_eplb=True,
         shared_experts=nn.Linear(K, K),
     )
+    for weights in (layer.w13_weight, layer.w2_weight):
+        nn.init.normal_(weights)
     before = {name: tensor.clone() for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]}
     layer.to(torch.bfloat16)
     for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
