@@ -33,7 +33,7 @@ struct ExpertsParams {
   GemmParams gemm[2];       // w13, then w2
   const int* num_tokens;    // [E] rows of every expert
   const int* row_ids;       // by reference [E, max_rows], sorted ids [all rows], or null: rows lie batched
-  int* sync;                // flags, all zero before and after
+  int* sync;                // flags that are reset after use or only count up
   float* partials;          // sums of tiles that several blocks share
   uint4* left_sums;         // see decode_sums.cuh
   u64* hidden_words;        // behind the flags, see decode_words.cuh
