@@ -26,6 +26,7 @@ _LONG = (
     "test_jit",
     "test_scaling",
     "test_generate",
+    "test_generate_command",
     "test_transformers",
     "test_eplb_manager",
     "test_families_in_formats",

@@ -44,7 +44,7 @@ ELSEWHERE = {
         "launch/test_run_eplb.py::test_experts_move_and_everything_is_verified",
     "eplb simulate --routing zipf:0.5 --ep-size 32 --redundant 32 --step-tokens 1024":
         "launch/test_eplb_command.py::test_simulate_prints_a_row_for_each_policy_and_rule",
-    "generate --model DIR --prompts FILE": "integrations/test_generate.py::test_the_command",
+    "generate --model DIR --prompts FILE": "integrations/test_generate_command.py::test_the_command",
     'run "$@"': "launch/test_torchrun_gang.py::test_ranks_that_srun_started",
     "run --address auto --ep-size 16 --model /models/checkpoint --tokens-per-rank 128 --steps 50":
         "launch/test_ray_job.py::test_jobs_of_a_bare_checkout",
