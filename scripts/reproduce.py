@@ -73,9 +73,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--commit", help="what to record where this is no git checkout")
     args = parser.parse_args(argv)
+    if not args.seconds > 0:
+        parser.error(f"--seconds is {args.seconds:g}; it must be a number above 0")
     for name in ("out", *FILES, *MORE_FILES):
-        if getattr(args, name) is not None:
-            setattr(args, name, getattr(args, name).resolve())
+        path = getattr(args, name)
+        if path is not None and name != "out" and not path.exists():
+            parser.error(f"--{name.replace('_', '-')} is '{path}'; it must be there, and is not")
+        if path is not None:
+            setattr(args, name, path.resolve())
     return args
 
 
@@ -123,7 +128,7 @@ def is_installed(module: str) -> bool:
 
 def lacks(part: Part, args: argparse.Namespace, num_gpus: int) -> list[str]:
     """Why the part cannot run here."""
-    reasons = [f"it takes {part.gpus} GPUs"] if part.gpus > num_gpus else []
+    reasons = [f"it takes {part.gpus} GPUs of {num_gpus}"] if part.gpus > num_gpus else []
     fields = {field for command in part.commands for _, field, _, _ in string.Formatter().parse(command)}
     reasons += [f"--{name} was not given" for name in FILES if name in fields and getattr(args, name) is None]
     for need in part.needs:
@@ -259,7 +264,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gemm: beside {', '.join(peers(args))}")
     if args.list or not fits:
         return 0
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(
+            f"--out is '{args.out}'; no such folder can be made ({error.strerror}); give another"
+        ) from None
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     began = time.monotonic()

@@ -172,10 +172,11 @@ def test_the_whole_script(
     eight = reproduce.Part(name="eight", page="runtime.md", seconds=1, commands=("true",), gpus=8)
     monkeypatch.setattr(reproduce, "PARTS", (large, eight, tiny))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2,5")
-    options = ["--seconds", "100", "--out", str(tmp_path), "--commit", "abc", "--routing", "/a/folder/r.npz"]
+    (tmp_path / "r.npz").touch()
+    options = ["--seconds", "100", "--out", str(tmp_path), "--commit", "abc", "--routing", str(tmp_path / "r.npz")]
     assert reproduce.main(options) == 1
     shown = capsys.readouterr().out
-    assert "left out: eight: it takes 8 GPUs\n" in shown
+    assert "left out: eight: it takes 8 GPUs of 3\n" in shown
     assert "left out: large: it does not fit the 100 s\n" in shown
     assert "tiny: root yes 3 --commit abc\n" in shown
     assert json.loads((tmp_path / "tiny.jsonl").read_text()) == {"to": "tiny.jsonl x,r.npz"}
@@ -203,11 +204,11 @@ def test_tests_are_counted_and_lines_shown(reproduce: ModuleType, schedule: Modu
 
 
 def test_what_is_not_there_is_said(reproduce: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = reproduce.parse(["--texts", "FILE"])
+    args = reproduce.parse(["--texts", __file__])
     parts = {part.name: part for part in reproduce.PARTS}
     monkeypatch.setattr(reproduce, "is_installed", lambda module: module not in ("ray", "humming"))
     assert reproduce.lacks(parts["scaling-ray"], args, 2) == ["ray is not installed"]
-    assert reproduce.lacks(parts["run"], args, 1) == ["it takes 2 GPUs", "--model was not given"]
+    assert reproduce.lacks(parts["run"], args, 1) == ["it takes 2 GPUs of 1", "--model was not given"]
     assert reproduce.lacks(parts["gemm"], args, 1) == [] and reproduce.peers(args) == ["torch"]
     assert {part.name for part in reproduce.chosen("tests-2,gemm")} == {
         "tests-2-nvshmem", "tests-2-layer", "tests-2-dispatch", "tests-2-runs", "gemm"
@@ -218,6 +219,8 @@ def test_what_is_not_there_is_said(reproduce: ModuleType, monkeypatch: pytest.Mo
 
 def test_commands_are_taken_by_what_they_start(reproduce: ModuleType, tmp_path: Path) -> None:
     given = {name: tmp_path / name for name in ("model", "texts", "prompts", "routing", "vllm-library")}
+    for path in given.values():
+        path.touch()
     options = [word for name, path in given.items() for word in (f"--{name}", str(path))]
     args = reproduce.parse(["--out", str(tmp_path), "--commit", "abc", *options])
     for part in reproduce.PARTS:
@@ -255,3 +258,25 @@ def test_every_test_that_needs_gpus_and_every_page_has_a_part(reproduce: ModuleT
         "perplexity.py",
     }
     assert measuring <= set(re.findall(r"scripts/(\w+\.\w+)", named))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seconds", "nan"], "--seconds is nan; it must be a number above 0"),
+        (["--model", "/not/there"], "--model is '/not/there'; it must be there, and is not"),
+        (["--parts", "repack", "--out", __file__], f"--out is '{__file__}'; no such folder can be made (File exists)"),
+    ],
+)
+def test_options_that_are_refused(
+    options: list[str],
+    message: str,
+    reproduce: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(reproduce, "is_installed", lambda module: True)
+    with pytest.raises(SystemExit) as ended:
+        reproduce.main(options)
+    assert message in f"{ended.value.code} {capsys.readouterr().err}"
