@@ -14,6 +14,7 @@ import torch
 
 from moe_ep.errors import check_at_least
 from moe_ep.kernels import jit
+from moe_ep.kernels.arguments import check_expert_map, check_integers, check_tensors
 from moe_ep.kernels.forms import form_for
 
 IntOrTensor = TypeVar("IntOrTensor", int, torch.Tensor)
@@ -52,10 +53,13 @@ def moe_align_block_size(
         num_tokens_post_padded: int32 `[1]`, the number of entries in use, a multiple of block_size.
 
     Raises:
-        ValueError: a block size or a number of experts below 1, a map of another length, or ids that are not integers.
+        ValueError: a block size or a number of experts below 1, a map of another length or device, or what is not
+            integers.
     """
     check_at_least(1, block_size=block_size, num_experts=num_experts)
-    _check_integers(topk_ids=topk_ids, expert_map=expert_map)
+    check_tensors(topk_ids=topk_ids)
+    check_integers(topk_ids=topk_ids)
+    check_expert_map(expert_map, "topk_ids", topk_ids.device)
     if expert_map is not None and expert_map.shape != (num_experts,):
         raise ValueError(
             f"expert_map has shape {tuple(expert_map.shape)}; it must have one entry for each of num_experts "
@@ -120,7 +124,8 @@ def batched_moe_align_block_size(
         ValueError: a size below 1, or counts that are not integers in one dimension.
     """
     check_at_least(1, block_size=block_size, max_tokens_per_batch=max_tokens_per_batch)
-    _check_integers(expert_num_tokens=expert_num_tokens)
+    check_tensors(expert_num_tokens=expert_num_tokens)
+    check_integers(expert_num_tokens=expert_num_tokens)
     if expert_num_tokens.dim() != 1:
         raise ValueError(f"expert_num_tokens has shape {tuple(expert_num_tokens.shape)}; it must be (El,)")
     align = form_for(batched_align_reference, "triton_align.triton_batched_align", expert_num_tokens)
@@ -220,9 +225,3 @@ def _last_or_zero(ends: torch.Tensor) -> torch.Tensor:
 
 def _ceil_div(value: IntOrTensor, divisor: int) -> IntOrTensor:
     return -(-value // divisor)
-
-
-def _check_integers(**tensors: torch.Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.is_floating_point():
-            raise ValueError(f"{name} is {tensor.dtype}; it must be of an integer type")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_ep.kernels.arguments import check_expert_map, check_integers, check_same_device, check_tensors
 from moe_ep.kernels.forms import form_for
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,7 +28,7 @@ def moe_fused_mul_sum(
     Args:
         inputs: `[T, topk, K]`, f32, f16 or bf16.
         topk_weights: `[T, topk]`, any real dtype, converted to f32.
-        outputs: `[T, K]`, written in place; None creates one of the inputs' dtype.
+        outputs: `[T, K]`, f32, f16 or bf16, written in place; None creates one of the inputs' dtype.
         topk_ids: integer `[T, topk]`, -1 for no expert; None means that every slot counts.
         expert_map: integer `[E]`, global -> local, -1 if not local.
 
@@ -35,7 +36,7 @@ def moe_fused_mul_sum(
         `outputs`, rounded once from f32.
 
     Raises:
-        ValueError: shapes that do not fit together, another dtype, or a map without ids.
+        ValueError: shapes or devices that do not fit together, another dtype, or a map without ids.
     """
     _check(inputs, topk_weights, outputs, topk_ids, expert_map)
     if outputs is None:
@@ -88,21 +89,25 @@ def _check(
     topk_ids: torch.Tensor | None,
     expert_map: torch.Tensor | None,
 ) -> None:
+    optional = {"outputs": outputs, "topk_ids": topk_ids}
+    given = {"topk_weights": topk_weights, **{name: t for name, t in optional.items() if t is not None}}
+    check_tensors(inputs=inputs, **given)
     if inputs.dim() != 3:
         raise ValueError(f"inputs has shape {tuple(inputs.shape)}; it must be (T, topk, K)")
-    if inputs.dtype not in DTYPES:
-        raise ValueError(f"inputs has dtype {inputs.dtype}; it must be one of {', '.join(map(str, DTYPES))}")
+    for name, tensor in (("inputs", inputs), ("outputs", outputs)):
+        if tensor is not None and tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be one of {', '.join(map(str, DTYPES))}")
     num_tokens, topk, hidden_size = inputs.shape
-    for name, tensor, expected in (
-        ("topk_weights", topk_weights, (num_tokens, topk)),
-        ("topk_ids", topk_ids, (num_tokens, topk)),
-        ("outputs", outputs, (num_tokens, hidden_size)),
-    ):
-        if tensor is not None and tensor.shape != expected:
+    for name, tensor in given.items():
+        expected = (num_tokens, hidden_size if name == "outputs" else topk)
+        if tensor.shape != expected:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}; with inputs {tuple(inputs.shape)} it must be {expected}"
             )
-    if topk_ids is not None and topk_ids.is_floating_point():
-        raise ValueError(f"topk_ids is {topk_ids.dtype}; it must be of an integer type")
+    if topk_weights.is_complex() or topk_weights.dtype is torch.bool:
+        raise ValueError(f"topk_weights is {topk_weights.dtype}; it must be of a real dtype")
+    check_integers(topk_ids=topk_ids)
+    check_same_device("inputs", inputs.device, **given)
+    check_expert_map(expert_map, "inputs", inputs.device)
     if expert_map is not None and topk_ids is None:
         raise ValueError("expert_map is given without topk_ids; pass the ids it is to be applied to")

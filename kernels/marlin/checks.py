@@ -5,9 +5,21 @@ from __future__ import annotations
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.kernels.arguments import INTEGERS, check_expert_map, check_same_device, check_tensors
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import check_activation_dtype, check_weights
+
+# Of the tensors of a GEMM: what stands before and after its number in their names, and whether there may be none.
+_PARTS = (
+    ("w", "", False),
+    ("w", "_scale", False),
+    ("w", "_zeros", True),
+    ("bias", "", True),
+    ("global_scale", "", True),
+    ("g_idx", "", True),
+    ("sort_indices", "", True),
+)
 
 
 def check_weight_pair(
@@ -26,6 +38,12 @@ def check_weight_pair(
         ValueError: an argument that does not fit; the message names it.
     """
     check_activation_dtype(act_dtype)
+    for which, parts in enumerate((first, second), start=1):
+        for (before, after, optional), tensor in zip(_PARTS, parts, strict=True):
+            if tensor is not None or not optional:
+                named = {f"{before}{which}{after}": tensor}
+                check_tensors(**named)
+                check_same_device("w1", first[0].device, **named)
     w13 = check_weights(1, kind, act_dtype, activation.is_gated, is_k_full, *first)
     w2 = check_weights(2, kind, act_dtype, False, is_k_full, *second)
     if w2.qweight.size(0) != w13.qweight.size(0) or w2.num_rows != w13.num_columns:
@@ -36,17 +54,7 @@ def check_weight_pair(
     hidden = w13.num_rows // 2 if activation.is_gated else w13.num_rows
     if w2.num_columns != hidden:
         raise ValueError(f"w2 has {w2.num_columns} columns; w1 with {activation} gives {hidden}")
-    pair = WeightPair(kind, activation, act_dtype, w13, w2)
-    for which, weights in enumerate((w13, w2), start=1):
-        for name, tensor in zip(
-            (f"w{which}", f"w{which}_scale", f"w{which}_zeros", f"bias{which}", f"global_scale{which}", f"g_idx{which}",
-             f"sort_indices{which}"),
-            weights[:7],
-            strict=True,
-        ):  # fmt: skip
-            if tensor is not None and tensor.device != pair.device:
-                raise ValueError(f"{name} is on {tensor.device} and w1 on {pair.device}; move one")
-    return pair
+    return WeightPair(kind, activation, act_dtype, w13, w2)
 
 
 def check_batch(
@@ -54,13 +62,10 @@ def check_batch(
 ) -> None:
     """Raises ValueError unless the batched rows, their counts and their ids fit the weights and each other."""
     num_experts = pair.num_experts
-    _check_rows(pair, hidden_states)
-    if counts.dtype != torch.int32 or counts.shape != (num_experts,):
+    if counts.dtype != torch.int32 or counts.shape != (num_experts,) or not counts.is_contiguous():
         raise ValueError(
-            f"expert_num_tokens is {counts.dtype} {tuple(counts.shape)}; it must be int32 ({num_experts},)"
+            f"expert_num_tokens is {counts.dtype} {tuple(counts.shape)}; it must be int32 ({num_experts},), contiguous"
         )
-    _check_device("expert_num_tokens", counts, hidden_states)
-    _check_device("expert_row_ids", row_ids, hidden_states)
     dims = 3 if row_ids is None else 2
     if hidden_states.dim() != dims or (row_ids is None and hidden_states.size(0) != num_experts):
         raise ValueError(
@@ -75,27 +80,48 @@ def check_batch(
             f"expert_row_ids is {row_ids.dtype} {tuple(row_ids.shape)}; it must be int32 ({num_experts}, max_tokens), "
             f"contiguous"
         )
+    _check_rows(pair, hidden_states)
+    check_same_device("hidden_states", hidden_states.device, expert_num_tokens=counts, expert_row_ids=row_ids)
 
 
 def check_tokens(
-    pair: WeightPair, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    pair: WeightPair,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
 ) -> None:
-    """Raises ValueError unless tokens, ids and router weights fit the experts' weights and each other."""
-    _check_rows(pair, hidden_states)
+    """Raises ValueError unless tokens, ids, router weights and map fit the experts' weights and each other."""
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; it must be [T, K]")
-    if topk_ids.dim() != 2 or topk_ids.size(0) != hidden_states.size(0) or topk_ids.is_floating_point():
+    _check_rows(pair, hidden_states)
+    num_tokens = hidden_states.size(0)
+    if topk_ids.dtype not in INTEGERS or topk_ids.dim() != 2 or topk_ids.size(0) != num_tokens or not topk_ids.size(1):
         raise ValueError(
-            f"topk_ids is {topk_ids.dtype} {tuple(topk_ids.shape)}; it must hold integers, one row for each of the "
-            f"{hidden_states.size(0)} tokens"
+            f"topk_ids is {topk_ids.dtype} {tuple(topk_ids.shape)}; it must hold integers, at least one for each of "
+            f"the {num_tokens} tokens"
         )
     if topk_weights.dtype != torch.float32 or topk_weights.shape != topk_ids.shape:
         raise ValueError(
             f"topk_weights is {topk_weights.dtype} {tuple(topk_weights.shape)}; it must be float32 "
             f"{tuple(topk_ids.shape)}"
         )
-    _check_device("topk_ids", topk_ids, hidden_states)
-    _check_device("topk_weights", topk_weights, hidden_states)
+    check_same_device("hidden_states", hidden_states.device, topk_ids=topk_ids, topk_weights=topk_weights)
+    check_expert_map(expert_map, "hidden_states", hidden_states.device)
+
+
+def check_scratch(hidden_states: torch.Tensor, **buffers: torch.Tensor | None) -> None:
+    """Raises ValueError for scratch that rows of this dtype and device cannot use; it may be missing or too small."""
+    for name, buffer in buffers.items():
+        if buffer is None:
+            continue
+        check_tensors(**{name: buffer})
+        same = (buffer.dtype, buffer.device) == (hidden_states.dtype, hidden_states.device)
+        if not same or not buffer.is_contiguous():
+            raise ValueError(
+                f"{name} is {buffer.dtype} on {buffer.device}; it must be {hidden_states.dtype} on "
+                f"{hidden_states.device}, contiguous"
+            )
 
 
 def _check_rows(pair: WeightPair, hidden_states: torch.Tensor) -> None:
@@ -105,8 +131,3 @@ def _check_rows(pair: WeightPair, hidden_states: torch.Tensor) -> None:
         raise ValueError(f"hidden_states is on {hidden_states.device} and w1 on {pair.device}; move one")
     if not hidden_states.is_contiguous():
         raise ValueError("hidden_states is not contiguous; pass hidden_states.contiguous()")
-
-
-def _check_device(name: str, tensor: torch.Tensor | None, hidden_states: torch.Tensor) -> None:
-    if tensor is not None and tensor.device != hidden_states.device:
-        raise ValueError(f"{name} is on {tensor.device} and hidden_states on {hidden_states.device}; move one")

@@ -175,5 +175,5 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase):
     def run(self, step: Step) -> None:
         rows, weights, ids = step.hidden_states, step.topk_weights, step.topk_ids
         pair = self._weights(step.w1, step.w2, step.activation, rows.dtype)
-        check_tokens(pair, rows, weights, ids)
+        check_tokens(pair, rows, weights, ids, step.expert_map)
         compute_tokens(pair, step.output, rows, weights, ids, step.expert_map, *step.scratch)

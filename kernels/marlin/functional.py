@@ -13,7 +13,8 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.errors import check_router_weight_on_input
-from moe_ep.kernels.marlin.checks import check_batch, check_tokens, check_weight_pair
+from moe_ep.kernels.arguments import check_same_device, check_tensors
+from moe_ep.kernels.marlin.checks import check_batch, check_scratch, check_tokens, check_weight_pair
 from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens
 from moe_ep.kernels.marlin.plain import ActivationFunction
 from moe_ep.kernels.marlin.types import weight_type
@@ -60,9 +61,9 @@ def batched_fused_marlin_moe(
         bias1, bias2: `[El, 2N]`, gate then up, and `[El, K]`, or None.
         w1_scale, w2_scale, w1_zeros, w2_zeros: as packed.
         global_scale1, global_scale2: f32 `[El]`; `[El, 2]` for w1 if gate and up differ.
-        workspace: not used.
+        global_num_experts, expert_map, workspace: not used; rows lie with their local experts already.
         intermediate_cache13, intermediate_cache2: scratch, allocated if missing or too small.
-        output: `[El, max_tokens, K]`, allocated if missing; inplace writes over hidden_states instead.
+        output: `[El, max_tokens, K]`, allocated if missing; with inplace results are written over hidden_states.
         g_idx1, g_idx2, sort_indices1, sort_indices2: act-order, int32 `[El, K]` and `[El, N]`, as packed: the group of
             each packed column, and the input column that it multiplies. sort_indices alone if sorted columns have their
             groups in order; g_idx alone if the columns are in order already.
@@ -80,6 +81,11 @@ def batched_fused_marlin_moe(
         raise ValueError(
             "apply_router_weight_on_input is True; batched rows come without weights, apply them before dispatch"
         )
+    if inplace and expert_row_ids is not None:
+        raise ValueError("inplace is True with expert_row_ids; results need an output of their own, pass inplace=False")
+    check_tensors(hidden_states=hidden_states, expert_num_tokens=expert_num_tokens)
+    if expert_row_ids is not None:
+        check_tensors(expert_row_ids=expert_row_ids)
     act = MoEActivation.parse(activation)
     pair = check_weight_pair(
         weight_type(quant_type_id), act, hidden_states.dtype, is_k_full,
@@ -87,9 +93,10 @@ def batched_fused_marlin_moe(
         (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2),
     )  # fmt: skip
     check_batch(pair, hidden_states, expert_num_tokens, expert_row_ids)
+    check_scratch(hidden_states, intermediate_cache13=intermediate_cache13, intermediate_cache2=intermediate_cache2)
     max_rows = hidden_states.size(1) if expert_row_ids is None else expert_row_ids.size(1)
     shape = (pair.num_experts, max_rows, pair.w13.num_columns)
-    output = _output(output, shape, hidden_states, inplace and expert_row_ids is None)
+    output = _output(output, shape, hidden_states, inplace)
     if torch.compiler.is_compiling() and output.numel():
         torch.ops.moe_ep.batched_marlin_experts(
             output, hidden_states, expert_num_tokens, w1, w2, bias1, bias2, w1_scale, w2_scale, quant_type_id,
@@ -143,8 +150,8 @@ def fused_marlin_moe(
     Args: as for batched_fused_marlin_moe, and
         hidden_states: bf16 or f16 `[T, K]`.
         topk_weights: f32 `[T, topk]`.
-        topk_ids: `[T, topk]`, global ids, -1 for no expert.
-        expert_map: int32, global -> local ids; None if ids are local.
+        topk_ids: integer `[T, topk]`, global ids, -1 for no expert.
+        expert_map: integer `[global experts]`, global -> local ids; None if ids are local.
         apply_router_weight_on_input: multiply the rows instead of the results by the weights (topk must be 1).
         activation_func: `f(activation, output, input)`, used instead of the built-in activation.
         moe_sum: `f(rows [T, topk, K], output)`, used instead of the built-in sum; rows are weighted, skipped ones zero.
@@ -155,6 +162,7 @@ def fused_marlin_moe(
     Raises:
         ValueError: a wrong dtype, shape, type id or group size, or something missing; nothing was launched.
     """
+    check_tensors(hidden_states=hidden_states, topk_weights=topk_weights, topk_ids=topk_ids)
     act = MoEActivation.parse(activation)
     if input_dtype not in (None, hidden_states.dtype) or not (input_global_scale1 is input_global_scale2 is None):
         raise ValueError(
@@ -166,7 +174,8 @@ def fused_marlin_moe(
         (w1, w1_scale, w1_zeros, bias1, global_scale1, g_idx1, sort_indices1),
         (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2),
     )  # fmt: skip
-    check_tokens(pair, hidden_states, topk_weights, topk_ids)
+    check_tokens(pair, hidden_states, topk_weights, topk_ids, expert_map)
+    check_scratch(hidden_states, intermediate_cache13=intermediate_cache13, intermediate_cache2=intermediate_cache2)
     if apply_router_weight_on_input:
         check_router_weight_on_input(topk_ids.size(1))
     output = _output(output, tuple(hidden_states.shape), hidden_states, inplace)
@@ -191,12 +200,14 @@ def fused_marlin_moe(
 def _output(
     output: torch.Tensor | None, shape: tuple[int, ...], hidden_states: torch.Tensor, inplace: bool
 ) -> torch.Tensor:
-    if inplace:
-        return hidden_states
     if output is None:
-        return hidden_states.new_empty(shape)
+        return hidden_states if inplace else hidden_states.new_empty(shape)
+    if inplace:
+        raise ValueError("inplace is True and output is given; pass one of the two")
+    check_tensors(output=output)
     if tuple(output.shape) != shape or output.dtype != hidden_states.dtype or not output.is_contiguous():
         raise ValueError(
             f"output is {output.dtype} {tuple(output.shape)}; it must be {hidden_states.dtype} {shape}, contiguous"
         )
+    check_same_device("hidden_states", hidden_states.device, output=output)
     return output

@@ -16,6 +16,7 @@ from moe_ep.kernels.marlin.params import Rows, experts_params
 
 _HOPPER = (9, 0)
 _OLDEST = (8, 0)
+_ALIGNMENT = 16  # bytes that kernels read at once
 
 
 def partials_numel(max_rows: int, device: torch.device) -> int:
@@ -44,16 +45,30 @@ def run_experts(
 
     Raises:
         BackendUnavailableError: the GPU is older than sm_80.
-        ValueError: rows that do not begin at a multiple of 16 bytes.
+        ValueError: a tensor that does not begin at a multiple of 16 bytes.
     """
-    for name, tensor in (("hidden_states", hidden_states), ("output", output)):
-        if tensor.data_ptr() % 16:
-            raise ValueError(f"{name} does not begin at a multiple of 16 bytes; pass a copy of it")
+    pair.once(_check_starts)
+    _check_start("intermediate_cache13", partials)
+    _check_start("intermediate_cache2", hidden)
+    _check_start("hidden_states", hidden_states)
+    _check_start("output", output)
     if ampere_only or not pair.once(_hopper_serves):
         ampere.launch(output, hidden_states, pair, rows, hidden, partials)
         return
     hidden_states, rows = ampere.in_packed_order(output, hidden_states, pair.w13, rows)
     hopper.launch(experts_params(hidden_states, hidden, output, pair, rows), pair, partials)
+
+
+def _check_starts(pair: WeightPair) -> None:
+    for which, weights in enumerate((pair.w13, pair.w2), start=1):
+        for name, tensor in (("", weights.qweight), ("_scale", weights.scales), ("_zeros", weights.zeros)):
+            if tensor is not None:
+                _check_start(f"w{which}{name}", tensor)
+
+
+def _check_start(name: str, tensor: torch.Tensor) -> None:
+    if tensor.data_ptr() % _ALIGNMENT:
+        raise ValueError(f"{name} does not begin at a multiple of {_ALIGNMENT} bytes; pass a copy of it")
 
 
 def _hopper_serves(pair: WeightPair) -> bool:

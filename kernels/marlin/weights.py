@@ -55,7 +55,7 @@ def check_weights(
 ) -> Weights:
     """Checks the weights of w1 (`which` 1) or w2 (2); a ValueError names the argument that does not fit."""
     name = f"w{which}"
-    if qweight.dtype != torch.int32 or qweight.dim() != 3:
+    if qweight.dtype != torch.int32 or qweight.dim() != 3 or qweight.size(2) * kind.pack % 16:
         raise ValueError(f"{name} is {qweight.dtype} {tuple(qweight.shape)}; it must be int32 [E, in/16, out*16/pack]")
     num_experts, num_columns = qweight.size(0), qweight.size(1) * 16
     num_rows = qweight.size(2) * kind.pack // 16

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size, sort_slots_by_expert
 from moe_ep.kernels.jit import compile_only
 from tests.kernels.align_cases import CASES, Case, check_batched, check_lists
+from tests.kernels.wrong_tensors import FORMS, check_refused
 
 
 def round_up(value: int, unit: int) -> int:
@@ -172,18 +173,38 @@ def test_sizes_depend_on_shapes_alone(num_tokens: int) -> None:
         (lambda ids: moe_align_block_size(ids, 0, 4), "block_size is 0; it must be at least 1"),
         (lambda ids: moe_align_block_size(ids, 4, 0), "num_experts is 0; it must be at least 1"),
         (lambda ids: moe_align_block_size(ids, 4, 4, ids[0]), r"expert_map has shape \(2,\).*num_experts \(4\)"),
-        (
-            lambda ids: moe_align_block_size(ids.float(), 4, 4),
-            "topk_ids is torch.float32; it must be of an integer type",
-        ),
         (lambda ids: batched_moe_align_block_size(0, 4, ids[0]), "max_tokens_per_batch is 0"),
         (lambda ids: batched_moe_align_block_size(4, 0, ids[0]), "block_size is 0"),
-        (lambda ids: batched_moe_align_block_size(4, 4, ids), r"expert_num_tokens has shape \(3, 2\)"),
     ],
 )
 def test_bad_arguments(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(3, 2, dtype=torch.int32))
+
+
+IDS = {"topk_ids": torch.zeros(3, 2, dtype=torch.int32), "expert_map": torch.zeros(4, dtype=torch.int32)}
+NO_INTEGERS = ("list", "complex", "f64", "bool")
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *(("topk_ids", form) for form in ("nothing", *NO_INTEGERS)),
+        *(
+            ("expert_map", form)
+            for form in (*NO_INTEGERS, "no dimension", "one dimension more", "longer", "shorter", "elsewhere")
+        ),
+    ],
+)
+def test_wrong_tensors(name: str, form: str) -> None:
+    check_refused(moe_align_block_size, IDS | {"block_size": 4, "num_experts": 4, name: FORMS[form](IDS[name])}, name)
+
+
+@pytest.mark.parametrize("form", ["nothing", *NO_INTEGERS, "no dimension", "one dimension more"])
+def test_wrong_counts(form: str) -> None:
+    wrong = FORMS[form](torch.zeros(4, dtype=torch.int32))
+    given = {"max_tokens_per_batch": 3, "block_size": 4, "expert_num_tokens": wrong}
+    check_refused(batched_moe_align_block_size, given, "expert_num_tokens")
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import torch
 
 from moe_ep.kernels.mul_sum import moe_fused_mul_sum
 from tests.kernels.mul_sum_cases import CASES, DTYPES, Case, assert_is_the_sum, check_triton, make_inputs
+from tests.kernels.wrong_tensors import FORMS, check_refused
 
 
 def test_worked_example() -> None:
@@ -45,20 +46,33 @@ def test_no_tokens(dtype: torch.dtype) -> None:
     assert output.shape == (0, 8) and output.dtype == dtype
 
 
+GIVEN = {
+    "inputs": torch.zeros(4, 2, 8),
+    "topk_weights": torch.ones(4, 2),
+    "outputs": torch.zeros(4, 8),
+    "topk_ids": torch.zeros(4, 2, dtype=torch.int32),
+    "expert_map": torch.zeros(3, dtype=torch.int32),
+}
+SHAPES = ("no dimension", "one dimension more", "longer", "shorter", "one more")
+KINDS = ("list", "complex", "bool", "elsewhere")
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "form"),
     [
-        ({"inputs": torch.zeros(4, 8)}, r"inputs has shape \(4, 8\); it must be \(T, topk, K\)"),
-        ({"inputs": torch.zeros(4, 2, 8).double()}, "inputs has dtype torch.float64"),
-        ({"topk_weights": torch.ones(4, 3)}, r"topk_weights has shape \(4, 3\).*it must be \(4, 2\)"),
-        ({"topk_ids": torch.ones(3, 2)}, r"topk_ids has shape \(3, 2\)"),
-        ({"outputs": torch.ones(4, 9)}, r"outputs has shape \(4, 9\)"),
-        ({"expert_map": torch.zeros(4, dtype=torch.int32)}, "expert_map is given without topk_ids"),
+        *(("inputs", form) for form in ("nothing", "f64", "list", "complex", "bool", *SHAPES[:2])),
+        *(("topk_weights", form) for form in ("nothing", *KINDS, *SHAPES)),
+        *(("outputs", form) for form in ("f64", *KINDS, *SHAPES)),
+        *(("topk_ids", form) for form in ("f64", *KINDS, *SHAPES)),
+        *(("expert_map", form) for form in ("f64", *KINDS, *SHAPES[:2])),
     ],
 )
-def test_bad_arguments(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        moe_fused_mul_sum(**{"inputs": torch.zeros(4, 2, 8), "topk_weights": torch.ones(4, 2), **changes})
+def test_wrong_tensors(name: str, form: str) -> None:
+    check_refused(moe_fused_mul_sum, GIVEN | {name: FORMS[form](GIVEN[name])}, name)
+
+
+def test_a_map_asks_for_ids() -> None:
+    check_refused(moe_fused_mul_sum, GIVEN | {"topk_ids": None}, "expert_map")
 
 
 def test_blocks_follow_shape_and_element_size() -> None:

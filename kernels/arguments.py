@@ -1,0 +1,42 @@
+"""Checks of tensors that have nothing to do with what they stand for, made before anything is launched."""
+
+from __future__ import annotations
+
+import torch
+
+INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+
+
+def check_tensors(**values: object) -> None:
+    """Raises ValueError for a value that is not a tensor."""
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            kind = "None" if value is None else f"a {type(value).__name__}"
+            raise ValueError(f"{name} is {kind}; it must be a tensor")
+
+
+def check_integers(**tensors: torch.Tensor | None) -> None:
+    """Raises ValueError for a tensor that does not hold integers; None is left alone."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in INTEGERS:
+            raise ValueError(f"{name} is {tensor.dtype}; it must be of an integer type")
+
+
+def check_same_device(other: str, device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Raises ValueError for a tensor that is not on the device of `other`; None is left alone."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device} and {other} on {device}; move one")
+
+
+def check_expert_map(expert_map: torch.Tensor | None, other: str, device: torch.device) -> None:
+    """Raises ValueError unless the map is integer `[global experts]` on the device of `other`, or None."""
+    if expert_map is None:
+        return
+    check_tensors(expert_map=expert_map)
+    if expert_map.dtype not in INTEGERS or expert_map.dim() != 1 or expert_map.numel() == 0:
+        raise ValueError(
+            f"expert_map is {expert_map.dtype} {tuple(expert_map.shape)}; it must hold integers, one for each global "
+            f"expert"
+        )
+    check_same_device(other, device, expert_map=expert_map)

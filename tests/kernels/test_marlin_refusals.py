@@ -1,0 +1,197 @@
+"""What the packed experts' functions refuse: in one sentence that names the argument, and before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.errors import BackendUnavailableError
+from moe_ep.kernels.marlin import functional
+from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
+from moe_ep.kernels.marlin.gemm import run_experts
+from moe_ep.kernels.marlin.pair import WeightPair
+from moe_ep.kernels.marlin.params import Rows
+from moe_ep.kernels.marlin.types import WEIGHT_TYPES
+from moe_ep.kernels.marlin.weights import Weights
+from moe_ep.scalar_type import scalar_types
+from tests.kernels.marlin_cases import ROWS, E, K, N, arguments, pair
+from tests.kernels.wrong_tensors import FORMS, check_refused
+
+UINT4, UINT4B8 = WEIGHT_TYPES[scalar_types.uint4.id], WEIGHT_TYPES[scalar_types.uint4b8.id]
+SILU = MoEActivation.SILU
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+WEIGHTS = arguments(*pair(UINT4, 32, SILU, act_order=True), UINT4, SILU) | {
+    "bias1": rows(E, 2 * N), "bias2": rows(E, K), "global_scale1": torch.ones(E, 2), "global_scale2": torch.ones(E)
+}  # fmt: skip
+BATCHED = {"hidden_states": rows(E, ROWS, K), "expert_num_tokens": ints(E), "output": rows(E, ROWS, K)}
+BY_REFERENCE = {"hidden_states": rows(9, K), "expert_num_tokens": ints(E), "expert_row_ids": ints(E, ROWS)}
+TOKENS = {
+    "hidden_states": rows(ROWS, K),
+    "topk_weights": torch.zeros(ROWS, 2),
+    "topk_ids": ints(ROWS, 2),
+    "expert_map": ints(E + 2),
+    "output": rows(ROWS, K),
+    "intermediate_cache13": rows(8 * ROWS, K),
+    "intermediate_cache2": rows(8 * ROWS, N),
+}
+OPTIONAL = ("bias", "global_scale", "g_idx", "sort_indices", "output", "expert_map", "intermediate_cache")
+FITS = {
+    *((name, "spread") for name in ("topk_weights", "topk_ids", "expert_map")),
+    *(("expert_map", form) for form in ("longer", "shorter", "one more")),
+    *(("expert_row_ids", form) for form in ("longer", "shorter")),
+    *(
+        (f"intermediate_cache{which}", form)
+        for which in (13, 2)
+        for form in ("longer", "shorter", "one more", "no dimension", "one dimension more")
+    ),
+}
+# Where two tensors do not fit each other the sentence may begin with the other one.
+OTHERS = {
+    ("w1", "elsewhere"): "w1_scale",
+    ("w1", "one more"): "w1_scale",
+    ("w2", "one more"): "w2_scale",
+    ("topk_ids", "longer"): "topk_weights",
+    ("topk_ids", "shorter"): "topk_weights",
+    ("expert_row_ids", "nothing"): "hidden_states",
+}
+
+
+def wrong(given: dict[str, Any], base: dict[str, Any]) -> list[Any]:
+    """(what else is given, argument, form) for each tensor of `base` and all that it must not be."""
+    return [
+        pytest.param(given, name, form, id=f"{name}-{form}")
+        for name, tensor in base.items()
+        for form in FORMS
+        if isinstance(tensor, torch.Tensor)
+        and (name, form) not in FITS
+        and not (form == "nothing" and name.startswith(OPTIONAL))
+        and not (name == "hidden_states" and form == "one more" and base is not BATCHED)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> None:
+        raise RuntimeError("it ran")
+
+    monkeypatch.setattr(functional, "compute_batch", run)
+    monkeypatch.setattr(functional, "compute_tokens", run)
+
+
+@pytest.mark.parametrize("given", [BATCHED, BY_REFERENCE], ids=["batched", "by reference"])
+def test_what_fits_runs(given: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="it ran"):
+        batched_fused_marlin_moe(**WEIGHTS, **given)
+
+
+def test_tokens_that_fit_run() -> None:
+    for name, form in (("output", "shorter"), *FITS):
+        if name in TOKENS:
+            change = {} if name == "output" else {name: FORMS[form](TOKENS[name])}
+            with pytest.raises(RuntimeError, match="it ran"):
+                fused_marlin_moe(**WEIGHTS, **(TOKENS | change))
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "form"), [*wrong(BATCHED, WEIGHTS), *wrong(BATCHED, BATCHED), *wrong(BY_REFERENCE, BY_REFERENCE)]
+)
+def test_a_wrong_tensor_is_named(given: dict[str, Any], name: str, form: str) -> None:
+    whole = WEIGHTS | given
+    check_refused(batched_fused_marlin_moe, whole | {name: FORMS[form](whole[name])}, OTHERS.get((name, form), name))
+
+
+@pytest.mark.parametrize(("given", "name", "form"), wrong(TOKENS, TOKENS))
+def test_a_wrong_tensor_beside_tokens_is_named(given: dict[str, Any], name: str, form: str) -> None:
+    whole = WEIGHTS | given
+    check_refused(fused_marlin_moe, whole | {name: FORMS[form](whole[name])}, OTHERS.get((name, form), name))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_states": rows(E, ROWS, K).half()}, "w1_scale"),
+        ({"hidden_states": rows(E, ROWS, K + 32)}, "hidden_states"),
+        ({"w2": torch.zeros(E, N // 16 + 1, K * 2, dtype=torch.int32)}, "w2"),
+        ({"w1_scale": rows(E, 3, 2 * N), "w1_zeros": rows(E, 3, 2 * N)}, "w1_scale"),
+        ({"quant_type_id": UINT4B8.scalar_type.id}, "w1_zeros"),
+        ({"w1_zeros": None}, "w1_zeros"),
+        ({"quant_type_id": 5}, "quant_type_id"),
+        ({"bias1": rows(E, N)}, "bias1"),
+        ({"global_scale1": torch.zeros(E, 3)}, "global_scale1"),
+        ({"activation": "tanh"}, "activation"),
+        ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input"),
+        ({"inplace": True}, "inplace"),
+        ({"inplace": True, "output": None} | BY_REFERENCE, "inplace"),
+    ],
+)
+def test_arguments_that_do_not_fit_each_other(change: dict[str, Any], named: str) -> None:
+    check_refused(batched_fused_marlin_moe, WEIGHTS | BATCHED | change, named)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_states": rows(ROWS, K).half()}, "w1_scale"),
+        ({"hidden_states": rows(ROWS + 1, K)}, "topk_ids"),
+        ({"topk_ids": ints(ROWS, 0), "topk_weights": torch.zeros(ROWS, 0)}, "topk_ids"),
+        ({"expert_map": ints(0)}, "expert_map"),
+        ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input needs top_k 1 and top_k"),
+        ({"input_dtype": torch.float8_e4m3fn}, "input_dtype"),
+        ({"input_global_scale1": torch.ones(E)}, "input_dtype"),
+        ({"inplace": True}, "inplace"),
+    ],
+)
+def test_arguments_beside_tokens_that_do_not_fit_each_other(change: dict[str, Any], named: str) -> None:
+    check_refused(fused_marlin_moe, WEIGHTS | TOKENS | change, named)
+
+
+def test_nvfp4_asks_for_its_global_scale() -> None:
+    kind = WEIGHT_TYPES[scalar_types.float4_e2m1f.id]
+    whole = arguments(*pair(kind, 16, SILU), kind, SILU) | BATCHED | {"global_scale1": None}
+    check_refused(batched_fused_marlin_moe, whole, "global_scale1")
+
+
+def launchable() -> WeightPair:
+    weights = [
+        Weights(made.packed.qweight, made.packed.scales, None, None, None, None, None, gated, *made.values.shape[1:])
+        for made, gated in zip(pair(UINT4B8, 32, SILU), (True, False), strict=True)
+    ]
+    return WeightPair(UINT4B8, SILU, torch.bfloat16, *weights)
+
+
+def test_a_gpu_older_than_sm_80_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "an old GPU")
+    given, none = rows(E, ROWS, K), torch.empty(0)
+    with pytest.raises(BackendUnavailableError, match=r"an old GPU has compute capability 7.5; .* need 8.0"):
+        run_experts(given, given, launchable(), Rows(ints(E), ROWS), none, none)
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "output", "intermediate_cache13", "intermediate_cache2", "w2_scale"])
+def test_what_kernels_could_not_read_at_once_is_refused(name: str) -> None:
+    def shifted(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
+
+    given = dict.fromkeys(("hidden_states", "output", "intermediate_cache13", "intermediate_cache2"), rows(E, ROWS, K))
+    weights = launchable()
+    if name in given:
+        given[name] = shifted(given[name])
+    else:
+        weights.w2 = weights.w2._replace(scales=shifted(weights.w2.scales))
+    with pytest.raises(ValueError, match=f"^{name} does not begin at a multiple of 16 bytes"):
+        run_experts(
+            given["output"], given["hidden_states"], weights, Rows(ints(E), ROWS), given["intermediate_cache2"],
+            given["intermediate_cache13"],
+        )  # fmt: skip
