@@ -30,7 +30,7 @@ _LONG = (
     "test_transformers",
     "test_eplb_manager",
     "test_families_in_formats",
-    "test_eplb_policy",
+    "test_eplb_policies",
     "test_layer_ep",
     "test_package",
     "test_commands",

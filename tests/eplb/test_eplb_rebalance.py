@@ -1,0 +1,85 @@
+"""What else `rebalance_experts` is told: when a plan pays, what a load is, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moe_ep.eplb import rebalance_experts
+from moe_ep.eplb.policy.maps import rank_loads
+from moe_ep.eplb.policy.objective import objective_window
+from tests.eplb.plans import plan, zipf
+
+
+def test_thresholds_leave_layers_alone():
+    rng = np.random.default_rng(3)
+    weight = zipf(8, 64, 0.5, rng)
+    slots = plan(weight, 72, 8)
+    drifted = weight * rng.uniform(0.8, 1.2, weight.shape)
+    free = plan(drifted, 72, 8, old=slots)
+    assert (free != slots).any()
+    assert np.array_equal(plan(drifted, 72, 8, old=slots, move_cost=1e9), slots)
+    assert np.array_equal(plan(drifted, 72, 8, old=slots, min_gain=0.9), slots)
+    assert np.array_equal(plan(drifted, 72, 8, old=slots, rebalance_below=0.5), slots)
+    even = rank_loads(drifted, slots, 8)
+    even = even.mean(axis=1) / even.max(axis=1)
+    threshold = float(np.median(even))
+    some = plan(drifted, 72, 8, old=slots, rebalance_below=threshold)
+    assert np.array_equal((some != slots).any(axis=1), (even < threshold) & (free != slots).any(axis=1))
+
+
+def test_active_experts_spread_apart():
+    # Expert 0 takes all tokens of a step or none; 2 and 3 take one in every step. By tokens 0 stands alone.
+    window = np.zeros((4, 1, 4))
+    window[:, 0] = [[90, 1, 1, 1], [90, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1]]
+    by_tokens = plan(window.sum(axis=0), 4, 2, window=window)
+    by_active = plan(window.sum(axis=0), 4, 2, window=window, objective="active_experts")
+    active = rank_loads((window > 0).mean(axis=0), by_active, 2)
+    assert active.max() == 1.5
+    assert rank_loads((window > 0).mean(axis=0), by_tokens, 2).max() > 1.5
+
+
+def test_auto_counts_the_reading_of_weights_as_tokens():
+    window = np.array([[[0, 1, 200]]])
+    assert objective_window("auto", window).tolist() == [[[0, 65, 264]]]
+    assert objective_window("tokens", window).tolist() == window.tolist()
+    # Few tokens: active experts decide. 0 and 1 are active in every step, 2 and 3 in none but the last.
+    few = np.array([[[2, 2, 0, 0]]] * 3 + [[[2, 2, 6, 6]]])
+    slots = plan(few.sum(axis=0), 4, 2, old=np.array([[0, 1, 2, 3]]), window=few, objective="auto")
+    assert sorted(slots[0, :2] // 2) == [0, 1]
+    # Many tokens: they decide.
+    many = few * np.array([1, 100, 100, 1])
+    by_time, by_tokens = (
+        plan(many.sum(axis=0), 4, 2, window=many, objective=objective) for objective in ("auto", "tokens")
+    )
+    assert np.array_equal(by_time, by_tokens)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_replicas": 10}, r"num_replicas \(10\) must be a multiple of num_ranks \(4\); pass 12"),
+        ({"num_replicas": 4}, r"num_replicas \(4\) is less than the 8 experts"),
+        ({"weight": np.full((2, 8), -1.0)}, r"weight holds -1; loads must not be negative"),
+        ({"weight": np.full((2, 8), np.nan)}, r"weight holds a NaN"),
+        ({"weight": np.ones(8)}, r"weight has shape \(8,\); it must be \(L, E\)"),
+        ({"policy": "best"}, r"policy is 'best'; it must be one of incremental, deepseek"),
+        ({"num_nodes": 3}, r"num_ranks \(4\) must be a multiple of num_nodes \(3\)"),
+        ({"num_nodes": 0}, r"num_nodes is 0; it must be at least 1"),
+        ({"num_groups": 3}, r"num_groups \(3\) must divide the 8 experts"),
+        ({"old_physical_to_logical": np.zeros((2, 12), int)}, r"has no slot for expert 1 in layer 0"),
+        ({"old_physical_to_logical": np.full((2, 12), 8)}, r"holds expert 8; experts are 0 to 7"),
+        ({"old_physical_to_logical": np.zeros((2, 8), int)}, r"has shape \(2, 8\); it must be \(L, num_replicas\)"),
+        ({"old_physical_to_logical": np.zeros((2, 12))}, r"has dtype float64; it must hold integers"),
+        ({"window": np.ones((2, 8))}, r"window has shape \(2, 8\); it must be \(S, L, E\)"),
+        ({"window": np.full((1, 2, 8), -1)}, r"window holds a count that is negative or not finite"),
+        ({"objective": "speed"}, r"objective is 'speed'; it must be one of tokens"),
+        ({"objective": "active_experts"}, r"objective='active_experts' needs window"),
+        ({"move_cost": -1.0}, r"move_cost is -1.0; it must be at least 0"),
+        ({"tolerance": 1.5}, r"tolerance is 1.5"),
+    ],
+)
+def test_errors_name_the_argument(change, message):
+    arguments = {"weight": np.ones((2, 8)), "num_replicas": 12, "num_groups": 1, "num_nodes": 1, "num_ranks": 4}
+    with pytest.raises(ValueError, match=message):
+        rebalance_experts(**(arguments | change))

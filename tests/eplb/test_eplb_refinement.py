@@ -1,0 +1,84 @@
+"""Plans against the counts of each step: experts that peak together, chance, where copies lie, recorded routing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_ep.eplb import rebalance_experts
+from moe_ep.eplb.policy.maps import experts_moved, rank_loads, replica_counts
+from moe_ep.eplb.policy.problem import Problem
+from moe_ep.eplb.policy.refine import meetings, refine_plan
+from tests.eplb.plans import plan
+
+ROUTING = Path(__file__).resolve().parents[3] / "shared" / "data" / "routing_128e.npz"
+
+
+def test_refinement_separates_experts_that_peak_together():
+    # Equal sums; 0 and 1 peak in the same steps, so do 2 and 3. Mean loads cannot tell these placements apart.
+    window = np.array([[[9, 9, 1, 1]], [[1, 1, 9, 9]]] * 10)
+    start = np.array([[0, 1, 2, 3]])
+    slots = plan(window.sum(axis=0), 4, 2, old=start, window=window)
+    assert sorted(map(sorted, slots.reshape(2, 2).tolist())) in ([[0, 2], [1, 3]], [[0, 3], [1, 2]])
+    assert np.array_equal(plan(window.sum(axis=0), 4, 2, old=start, window=window, refine=False), start)
+
+
+def test_chance_moves_few_experts_from_where_they_are():
+    # Loads that vary much and independently: another window says nothing that the first did not.
+    rng = np.random.default_rng(0)
+    first, second = rng.poisson(rng.gamma(4, 25, (2, 64, 2, 64)))
+    present = plan(first.sum(axis=0), 72, 8, window=first)
+    problem = Problem(
+        weight=second.sum(axis=0).astype(np.float64),
+        num_replicas=72, num_groups=1, num_nodes=1, num_ranks=8, old=present,
+    )  # fmt: skip
+    window = second.astype(np.float32)
+    doubtful, credulous = (refine_plan(problem, present, window, doubt) for doubt in (1.0, 0.0))
+    moved, by_chance = (experts_moved(present, slots, 8).sum() for slots in (doubtful, credulous))
+    assert moved * 4 < by_chance
+
+
+def test_copies_join_as_many_ranks_as_they_can():
+    # Experts 0 and 1 have two copies each, both on the same two ranks; the load is level as it is.
+    start = np.array([[0, 1, 0, 1, 2, 3, 4, 5]])
+    window = np.random.default_rng(0).poisson(100 * np.array([[2, 2, 1, 1, 1, 1]]), (300, 1, 6))
+    assert np.array_equal(plan(window.sum(axis=0), 8, 4, old=start, window=window, refine=False), start)
+    slots = plan(window.sum(axis=0), 8, 4, old=start, window=window).reshape(4, 2)
+    assert (slots < 2).sum(axis=1).tolist() == [1, 1, 1, 1]
+    assert replica_counts(slots.reshape(1, 8), 6).tolist() == [[2, 2, 1, 1, 1, 1]]
+
+
+def test_refined_plans_keep_groups_on_their_hosts():
+    rng = np.random.default_rng(1)
+    window = rng.poisson(rng.pareto(1.5, (1, 3, 16)) * 20 + 5, (40, 3, 16))
+    slots = rebalance_experts(window.sum(axis=0), 24, 4, 2, 8, window=window).physical_to_logical.numpy()
+    groups = slots.reshape(3, 2, 12) // 4
+    assert all(len(set(host.tolist())) == 2 for layer in groups for host in layer)
+    assert all(len(set(rank)) == 3 for rank in slots.reshape(-1, 3).tolist())
+
+
+@pytest.mark.skipif(not ROUTING.exists(), reason="needs a recorded routing trace beside the checkout")
+@pytest.mark.parametrize(("num_ranks", "redundant", "bar"), [(8, 0, 0.85), (16, 0, 0.73), (8, 8, 0.87), (16, 16, 0.78)])
+def test_recorded_routing_second_half(num_ranks, redundant, bar):
+    trace = np.load(ROUTING)
+    reached = []
+    for domain in trace.files:
+        ids = trace[domain].astype(np.int64)
+        num_layers = ids.shape[0]
+        ids = ids.reshape(num_layers, -1, 1024 * ids.shape[2])
+        rows = np.arange(num_layers)[:, None] * ids.shape[1] + np.arange(ids.shape[1])
+        counts = np.bincount((ids + 128 * rows[..., None]).ravel(), minlength=rows.size * 128)
+        counts = counts.reshape(num_layers, -1, 128).transpose(1, 0, 2)
+        half = counts.shape[0] // 2
+        slots = plan(counts[:half].sum(axis=0), 128 + redundant, num_ranks, window=counts[:half])
+        loads = np.stack([rank_loads(step, slots, num_ranks) for step in counts[half:]])
+        reached.append(loads.mean(axis=2).sum() / loads.max(axis=2).sum())
+    assert np.mean(reached) >= bar
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5, 8])
+def test_every_two_ranks_meet_once(num_ranks):
+    met = [tuple(sorted(pair)) for a, b in meetings(num_ranks) for pair in zip(a.tolist(), b.tolist(), strict=True)]
+    assert len(met) == len(set(met)) == num_ranks * (num_ranks - 1) // 2
