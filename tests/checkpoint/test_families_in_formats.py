@@ -1,9 +1,4 @@
-"""Every family in every format, loaded and run on one process and over ranks, against the dequantized experts.
-
-Every pair runs on one, two or four processes, in turns, so that every family and every format runs on all of them. What
-a pair has of its own is how a rank finds and reads its experts, which any number of ranks shows; every format runs on
-1, 2 and 4 processes in test_format_cases.py, and every family over ranks in test_transformers.py.
-"""
+"""Every family in every format, loaded and run on 1, 2 and 4 processes, against the dequantized experts."""
 
 from __future__ import annotations
 
@@ -25,23 +20,11 @@ from tests.checkpoint.format_cases import CASES, make_experts
 from tests.checkpoint.model_cases import MODELS, config_of
 from tests.ranks import ranks
 
-# Fused tensors belong to the families that write them: test_format_cases.py and test_models.py have those.
+# Fused tensors belong to the families that write them: test_format_cases.py and test_saved_models.py have those.
 FORMATS = [name for name, case in CASES.items() if case.fused is None]
-# Here like others of them, and in all else that is theirs in test_models.py.
-NAMED_LIKE_OTHERS = {"exaone_moe", "mimo_v2_flash", "hunyuan_v1_moe", "afmoe", "jamba", "lfm2_moe", "granitemoeshared"}
-FAMILIES = [*(family for family in MODELS if family not in NAMED_LIKE_OTHERS), "kimi_k2"]
+FAMILIES = [*MODELS, "kimi_k2"]
 PAIRS = [(family, format_name) for family in FAMILIES for format_name in FORMATS]
 Errors = dict[tuple[str, str], float]
-
-
-def pairs_over(world_size: int) -> list[tuple[str, str]]:
-    """A third of them, with every family and every format."""
-    return [
-        (family, format_name)
-        for i, family in enumerate(FAMILIES)
-        for j, format_name in enumerate(FORMATS)
-        if (1, 2, 4)[(i + j) % 3] == world_size
-    ]
 
 
 def family_config(family: str, format_name: str) -> dict[str, Any]:
@@ -98,11 +81,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-def run(rank: int, world_size: int, root: Path, pairs: list[tuple[str, str]]) -> Errors:
+def run(rank: int, world_size: int, root: Path) -> Errors:
     """The error of every checkpoint's layer on this rank's tokens."""
     errors: Errors = {}
     parallel = FusedMoEParallelConfig.make(ep_size=world_size, rank=rank, world_size=world_size)
-    for family, format_name in pairs:
+    for family, format_name in PAIRS:
         with CheckpointReader(root / family / format_name) as reader, torch.inference_mode():
             spec = one_layer(reader.config)
             stack = MoEStack(reader, spec, parallel, dtype=torch.float32, max_num_tokens=4)
@@ -117,9 +100,7 @@ def run(rank: int, world_size: int, root: Path, pairs: list[tuple[str, str]]) ->
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_equals_the_dequantized_experts(written: Path, world_size: int) -> None:
-    pairs = pairs_over(world_size)
-    assert ({family for family, _ in pairs}, {format_name for _, format_name in pairs}) == (set(FAMILIES), set(FORMATS))
-    results = [run(0, 1, written, pairs)] if world_size == 1 else ranks(world_size).run(run, written, pairs)
+    results = [run(0, 1, written)] if world_size == 1 else ranks(world_size).run(run, written)
     for errors in results:
-        assert list(errors) == pairs
+        assert list(errors) == PAIRS
         assert {pair: error for pair, error in errors.items() if error > verify.tolerance(torch.float32)} == {}

@@ -1,0 +1,150 @@
+"""Saved models of every family: their tensors' names, routers, norms and shared experts are those that we read."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from moe_ep.checkpoint import (
+    CheckpointReader,
+    expert_tensors,
+    load_norm,
+    load_norm_bias,
+    load_router,
+    load_shared_experts,
+    model_spec,
+    read_expert,
+)
+from moe_ep.checkpoint.plan import plan_layer
+from moe_ep.routing import select_experts
+from tests.checkpoint.checkpoints import LoadingLayer, plain_shapes
+from tests.checkpoint.model_cases import EXPERTS, MODELS, SIZES, block_of, router_of, save_model
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    """A family, the directory of a small model of it, and the model."""
+    directory = tmp_path_factory.mktemp(request.param)
+    return request.param, directory, save_model(request.param, directory)
+
+
+def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> None:
+    family, directory, model = saved
+    reader = CheckpointReader(directory)
+    spec = model_spec(reader.config)
+    assert spec.family == family
+    for index in spec.moe_layers:
+        layer = LoadingLayer(plain_shapes(), list(range(EXPERTS)), num_experts=EXPERTS)
+        plan = plan_layer(reader, spec, index, layer, None)
+        # A fused tensor is read by rows, name[0], name[1], ...
+        names = {source.name.split("[")[0] for source in plan}
+        stems = (spec.expert_prefix(index), *(f"{spec.moe_prefix(index)}.{name}" for name in spec.fused))
+        assert names == {name for stem in stems for name in reader.names(stem)}
+        block = block_of(model.model.layers[index])
+        router = load_router(reader, spec, index)
+        assert torch.equal(router.weight, next(router_of(block).parameters()))
+        assert (router.bias is not None) == spec.has_router_bias
+        assert (router.correction_bias is not None) == spec.routing.has_correction_bias
+        norm = getattr(model.model.layers[index], spec.norm)
+        assert torch.equal(load_norm(reader, spec, index), norm.weight.float() + 1 if spec.norm_offset else norm.weight)
+        assert (load_norm_bias(reader, spec, index) is not None) == spec.has_norm_bias
+    dense = set(range(3)) - set(spec.moe_layers)
+    assert not any(reader.names(f"{spec.layers_module}.{index}.{spec.moe_module}.experts.") for index in dense)
+    assert reader.info(spec.embedding).shape == (128, 64)
+
+
+# How many experts the shared MLP stands for.
+SHARED = {
+    "qwen2_moe": 1,
+    "qwen3_next": 1,
+    "nemotron_h": 1,
+    "deepseek_v2": 2,
+    "deepseek_v3": 1,
+    "glm4_moe": 1,
+    "ernie4_5_moe": 2,
+    "exaone_moe": 2,
+    "afmoe": 2,
+    "hunyuan_v1_moe": 1,
+    "granitemoeshared": 1,
+}
+
+
+def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any]) -> None:
+    family, directory, model = saved
+    reader = CheckpointReader(directory)
+    spec = model_spec(reader.config)
+    index = spec.moe_layers[-1]
+    block = block_of(model.model.layers[index])
+    shared = load_shared_experts(reader, spec, index)
+    if family not in SHARED:
+        assert shared is None and not hasattr(block, "shared_expert") and not hasattr(block, "shared_experts")
+        return
+    module = model.model.layers[index].get_submodule(spec.shared_experts.module)
+    if spec.shared_experts.fused:
+        parts = {"gate": module.input_linear.weight[:40], "up": module.input_linear.weight[40:]}
+        parts["down"] = module.output_linear.weight
+    else:
+        parts = {role: getattr(module, name).weight for role, name in spec.projections.by_role().items()}
+    assert all(torch.equal(getattr(shared, part), weight) for part, weight in parts.items())
+    assert spec.shared_experts.intermediate_size == shared.gate.shape[0]
+    assert spec.shared_experts.num_experts == SHARED[family]
+    if hasattr(block, "shared_expert_gate"):
+        assert torch.equal(shared.expert_gate, block.shared_expert_gate.weight)
+    else:
+        assert shared.expert_gate is None
+
+
+def test_routing_chooses_as_the_model_does(saved: tuple[str, Path, Any]) -> None:
+    _, directory, model = saved
+    reader = CheckpointReader(directory)
+    spec = model_spec(reader.config)
+    index = spec.moe_layers[-1]
+    block = block_of(model.model.layers[index])
+    gate = copy.deepcopy(router_of(block)).float()
+    hidden_states = torch.randn(64, 64)
+    # Some hand their router the bias, and AFMoE sequences.
+    biases = [getattr(block, name, None) for name in ("e_score_correction_bias", "expert_bias")]
+    shaped = hidden_states[None] if spec.family == "afmoe" else hidden_states
+    _, weights, ids = gate(shaped, *(bias.float() for bias in biases if bias is not None))
+    router = load_router(reader, spec, index)
+    arguments = dataclasses.asdict(spec.routing)
+    del arguments["has_correction_bias"], arguments["apply_router_weight_on_input"]
+    our_weights, our_ids, _ = select_experts(
+        hidden_states,
+        F.linear(hidden_states, router.weight.float(), None if router.bias is None else router.bias.float()),
+        spec.top_k,
+        e_score_correction_bias=None if router.correction_bias is None else router.correction_bias.float(),
+        **arguments,
+    )
+    assert torch.equal(our_ids.long().sort(dim=-1).values, ids.sort(dim=-1).values)
+    torch.testing.assert_close(our_weights.gather(1, our_ids.long().argsort()), weights.gather(1, ids.argsort()))
+
+
+def test_fused_experts_of_a_model_that_sees(tmp_path: Path) -> None:
+    """Qwen3-VL writes its experts fused and transposed; 2 N = K here, so one shape alone would not tell."""
+    text = {"num_experts": EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, **SIZES}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config=text, vision_config=vision | {"deepstack_visual_indexes": [0]}, dtype="bfloat16"
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config).bfloat16()
+    model.save_pretrained(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    spec = model_spec(reader.config)
+    assert (spec.moe_layers, spec.moe_intermediate_size, spec.dtype) == ((0, 1, 2), 32, torch.bfloat16)
+    assert reader.info(spec.embedding).shape == (128, 64)
+    block = model.model.language_model.layers[1].mlp
+    assert torch.equal(load_router(reader, spec, 1).weight, block.gate.weight)
+    for expert in range(EXPERTS):
+        found = read_expert(reader, expert_tensors(reader, spec, 1), expert)
+        assert torch.equal(torch.cat([found.gate, found.up]), block.experts.gate_up_proj[expert].float())
+        assert torch.equal(found.down, block.experts.down_proj[expert].float())
