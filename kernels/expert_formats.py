@@ -11,7 +11,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEPermuteExpertsUnpermute
-from moe_ep.errors import check_router_weight_on_input
+from moe_ep.errors import check_at_least, check_router_weight_on_input
 from moe_ep.topk_weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
@@ -133,6 +133,9 @@ class BatchedFormat(_AnyFormat):
         max_num_tokens, num_dispatchers: rows by reference come from num_dispatchers ranks with at most max_num_tokens
             tokens each; None takes them from moe_config.
         more: arguments of the class that computes the experts.
+
+    Raises:
+        ValueError: a number below 1.
     """
 
     def __init__(
@@ -145,7 +148,9 @@ class BatchedFormat(_AnyFormat):
     ) -> None:
         super().__init__(moe_config, quant_config, **more)
         per_dispatcher = moe_config.max_num_tokens if max_num_tokens is None else max_num_tokens
-        self._max_rows = per_dispatcher * (moe_config.ep_size if num_dispatchers is None else num_dispatchers)
+        dispatchers = moe_config.ep_size if num_dispatchers is None else num_dispatchers
+        check_at_least(1, max_num_tokens=per_dispatcher, num_dispatchers=dispatchers)
+        self._max_rows = per_dispatcher * dispatchers
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.BatchedExperts

@@ -110,6 +110,22 @@ def check_tokens(
     check_expert_map(expert_map, "hidden_states", hidden_states.device)
 
 
+def batched_shape(pair: WeightPair, hidden_states: torch.Tensor, row_ids: torch.Tensor | None) -> tuple[int, int, int]:
+    """The shape of the results of batched rows, in place or by reference: `[El, max_tokens, K]`."""
+    max_rows = hidden_states.size(1) if row_ids is None else row_ids.size(1)
+    return pair.num_experts, max_rows, pair.w13.num_columns
+
+
+def check_output(output: torch.Tensor, shape: tuple[int, ...], hidden_states: torch.Tensor) -> None:
+    """Raises ValueError unless the results of these rows can be written to `output`."""
+    if output.shape != shape or output.dtype != hidden_states.dtype or not output.is_contiguous():
+        raise ValueError(
+            f"output is {output.dtype} {tuple(output.shape)}; it must be {hidden_states.dtype} {tuple(shape)}, "
+            f"contiguous"
+        )
+    check_same_device("hidden_states", hidden_states.device, output=output)
+
+
 def check_scratch(hidden_states: torch.Tensor, **buffers: torch.Tensor | None) -> None:
     """Raises ValueError for scratch that rows of this dtype and device cannot use; it may be missing or too small."""
     for name, buffer in buffers.items():

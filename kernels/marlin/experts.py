@@ -15,7 +15,7 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertWeights, FusedMoEPermuteExpertsUnpermute
 from moe_ep.kernels import jit
 from moe_ep.kernels.expert_formats import BatchedFormat, Shape, StandardFormat, Step
-from moe_ep.kernels.marlin.checks import check_batch, check_tokens, check_weight_pair
+from moe_ep.kernels.marlin.checks import batched_shape, check_batch, check_output, check_tokens, check_weight_pair
 from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens
 from moe_ep.kernels.marlin.gemm import partials_numel
 from moe_ep.kernels.marlin.packing import has_all_groups, not_packed_reason, pack_experts
@@ -129,7 +129,19 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
 
 
 class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
-    """BatchedExperts format, rows in place or by reference; no host synchronisation, CUDA-graph capturable."""
+    """BatchedExperts format, rows in place or by reference; no host synchronisation, CUDA-graph capturable.
+
+    Args:
+        moe_config: shapes, and the activations' dtype, bf16 or f16.
+        quant_config: quant_type_id, and what belongs to the weights as repack.pack_marlin returns it; group sizes are
+            read off the scales.
+        max_num_tokens, num_dispatchers: see BatchedFormat.
+        w13_g_idx, w2_g_idx, w13_g_idx_sort_indices, w2_g_idx_sort_indices, is_k_full: act-order, as the arguments of
+            functional.batched_fused_marlin_moe.
+
+    Raises:
+        ValueError: number type or scales are missing, or the two matrices have different types.
+    """
 
     def __init__(
         self,
@@ -162,11 +174,15 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
         counts, row_ids = step.batch.expert_num_tokens, step.batch.expert_row_ids
         pair = self._weights(step.w1, step.w2, step.activation, step.hidden_states.dtype)
         check_batch(pair, step.hidden_states, counts, row_ids)
+        check_output(step.output, batched_shape(pair, step.hidden_states, row_ids), step.hidden_states)
         compute_batch(pair, step.output, step.hidden_states, counts, row_ids, *step.scratch)
 
 
 class MarlinExperts(StandardFormat, _MarlinExpertsBase):
-    """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order."""
+    """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order.
+
+    Arguments and errors are those of BatchedMarlinExperts without max_num_tokens and num_dispatchers.
+    """
 
     def scratch_shapes(self, num_slots: int, N: int, K: int) -> tuple[Shape, Shape]:
         slots = -(-num_slots * K // 128) * 128
@@ -176,4 +192,5 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase):
         rows, weights, ids = step.hidden_states, step.topk_weights, step.topk_ids
         pair = self._weights(step.w1, step.w2, step.activation, rows.dtype)
         check_tokens(pair, rows, weights, ids, step.expert_map)
+        check_output(step.output, rows.shape, rows)
         compute_tokens(pair, step.output, rows, weights, ids, step.expert_map, *step.scratch)

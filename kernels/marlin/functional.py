@@ -13,8 +13,15 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.errors import check_router_weight_on_input
-from moe_ep.kernels.arguments import check_same_device, check_tensors
-from moe_ep.kernels.marlin.checks import check_batch, check_scratch, check_tokens, check_weight_pair
+from moe_ep.kernels.arguments import check_tensors
+from moe_ep.kernels.marlin.checks import (
+    batched_shape,
+    check_batch,
+    check_output,
+    check_scratch,
+    check_tokens,
+    check_weight_pair,
+)
 from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens
 from moe_ep.kernels.marlin.plain import ActivationFunction
 from moe_ep.kernels.marlin.types import weight_type
@@ -94,9 +101,7 @@ def batched_fused_marlin_moe(
     )  # fmt: skip
     check_batch(pair, hidden_states, expert_num_tokens, expert_row_ids)
     check_scratch(hidden_states, intermediate_cache13=intermediate_cache13, intermediate_cache2=intermediate_cache2)
-    max_rows = hidden_states.size(1) if expert_row_ids is None else expert_row_ids.size(1)
-    shape = (pair.num_experts, max_rows, pair.w13.num_columns)
-    output = _output(output, shape, hidden_states, inplace)
+    output = _output(output, batched_shape(pair, hidden_states, expert_row_ids), hidden_states, inplace)
     if torch.compiler.is_compiling() and output.numel():
         torch.ops.moe_ep.batched_marlin_experts(
             output, hidden_states, expert_num_tokens, w1, w2, bias1, bias2, w1_scale, w2_scale, quant_type_id,
@@ -205,9 +210,5 @@ def _output(
     if inplace:
         raise ValueError("inplace is True and output is given; pass one of the two")
     check_tensors(output=output)
-    if tuple(output.shape) != shape or output.dtype != hidden_states.dtype or not output.is_contiguous():
-        raise ValueError(
-            f"output is {output.dtype} {tuple(output.shape)}; it must be {hidden_states.dtype} {shape}, contiguous"
-        )
-    check_same_device("hidden_states", hidden_states.device, output=output)
+    check_output(output, shape, hidden_states)
     return output

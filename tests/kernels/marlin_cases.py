@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.kernels.marlin.repack import PackedWeights, pack_marlin
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.scalar_type import scalar_types
@@ -105,3 +106,24 @@ def pair(kind: WeightType, group: int, activation: MoEActivation, **more: Any) -
 
 def is_close(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((got.float() - expected).abs().mean() < RELATIVE_ERROR * expected.abs().mean())
+
+
+def configs(first: Made, second: Made, kind: WeightType) -> tuple[FusedMoEConfig, FusedMoEQuantConfig]:
+    """Of experts with these weights, on one rank with room for ROWS tokens."""
+    moe = FusedMoEConfig(
+        num_experts=E,
+        experts_per_token=2,
+        hidden_dim=K,
+        intermediate_size_per_partition=N,
+        num_local_experts=E,
+        moe_parallel_config=FusedMoEParallelConfig(),
+        in_dtype=torch.bfloat16,
+        max_num_tokens=ROWS,
+    )
+    quant = FusedMoEQuantConfig(
+        quant_type_id=kind.scalar_type.id,
+        group_size=32,
+        w1_scale=first.packed.scales,
+        w2_scale=second.packed.scales,
+    )
+    return moe, quant

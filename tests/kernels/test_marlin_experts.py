@@ -7,14 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
-from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.kernels.marlin.compute import sort_by_expert
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts, MarlinExperts
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
 from moe_ep.modular_kernel import ExpertTokensMetadata
 from moe_ep.scalar_type import scalar_types
-from tests.kernels.marlin_cases import ROWS, E, K, Made, N, arguments, is_close, pair, reference
+from tests.kernels.marlin_cases import ROWS, E, K, N, arguments, configs, is_close, pair, reference
 
 KINDS = [(kind, group) for kind in WEIGHT_TYPES.values() for group in kind.group_sizes if group != 128]
 
@@ -133,30 +132,10 @@ def test_slots_are_sorted_by_expert_and_then_by_slot() -> None:
     assert (rows.ids_divisor, rows.is_sorted) == (2, True)
 
 
-def _configs(first: Made, second: Made, kind: WeightType) -> tuple[FusedMoEConfig, FusedMoEQuantConfig]:
-    moe = FusedMoEConfig(
-        num_experts=E,
-        experts_per_token=2,
-        hidden_dim=K,
-        intermediate_size_per_partition=N,
-        num_local_experts=E,
-        moe_parallel_config=FusedMoEParallelConfig(),
-        in_dtype=torch.bfloat16,
-        max_num_tokens=ROWS,
-    )
-    quant = FusedMoEQuantConfig(
-        quant_type_id=kind.scalar_type.id,
-        group_size=32,
-        w1_scale=first.packed.scales,
-        w2_scale=second.packed.scales,
-    )
-    return moe, quant
-
-
 def test_the_expert_classes_run_the_functions_with_their_workspaces() -> None:
     kind, activation = WEIGHT_TYPES[scalar_types.uint4b8.id], MoEActivation.SILU
     first, second = pair(kind, 32, activation)
-    moe, quant = _configs(first, second, kind)
+    moe, quant = configs(first, second, kind)
     w1, w2 = first.packed.qweight, second.packed.qweight
     batched = BatchedMarlinExperts(moe, quant, max_num_tokens=ROWS, num_dispatchers=1)
     rows, counts = torch.randn(E, ROWS, K).bfloat16(), torch.tensor([6, 1, 0], dtype=torch.int32)

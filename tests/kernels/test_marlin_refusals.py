@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.contracts import ExpertTokensMetadata
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels.marlin import functional
+from moe_ep.kernels.marlin.experts import BatchedMarlinExperts, MarlinExperts
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
 from moe_ep.kernels.marlin.gemm import run_experts
 from moe_ep.kernels.marlin.pair import WeightPair
@@ -17,7 +20,7 @@ from moe_ep.kernels.marlin.params import Rows
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.kernels.marlin.weights import Weights
 from moe_ep.scalar_type import scalar_types
-from tests.kernels.marlin_cases import ROWS, E, K, N, arguments, pair
+from tests.kernels.marlin_cases import ROWS, E, K, N, arguments, configs, pair
 from tests.kernels.wrong_tensors import FORMS, check_refused
 
 UINT4, UINT4B8 = WEIGHT_TYPES[scalar_types.uint4.id], WEIGHT_TYPES[scalar_types.uint4b8.id]
@@ -161,6 +164,50 @@ def test_nvfp4_asks_for_its_global_scale() -> None:
     kind = WEIGHT_TYPES[scalar_types.float4_e2m1f.id]
     whole = arguments(*pair(kind, 16, SILU), kind, SILU) | BATCHED | {"global_scale1": None}
     check_refused(batched_fused_marlin_moe, whole, "global_scale1")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_type_id": None}, "quant_config lacks quant_type_id, w1_scale or w2_scale"),
+        ({"w2_scale": None}, "quant_config lacks quant_type_id, w1_scale or w2_scale"),
+        ({"w2_quant_type_id": UINT4.scalar_type.id}, "quant_config has quant_type_id"),
+        ({"quant_type_id": 5}, "quant_type_id is 5; it must be one of"),
+    ],
+)
+def test_configurations_of_no_packed_experts(change: dict[str, Any], message: str) -> None:
+    moe_config, quant_config = configs(*pair(UINT4B8, 32, SILU), UINT4B8)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        MarlinExperts(moe_config, replace(quant_config, **change))
+
+
+@pytest.mark.parametrize("name", ["max_num_tokens", "num_dispatchers"])
+def test_batches_have_room(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
+        BatchedMarlinExperts(*configs(*pair(UINT4B8, 32, SILU), UINT4B8), **{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("batched", "hidden_states", "output", "row_ids"),
+    [
+        (True, rows(E, ROWS, K), rows(E, ROWS - 1, K), None),
+        (True, rows(9, K), rows(E, ROWS, K), ints(E, ROWS + 1)),
+        (True, rows(E, ROWS, K), rows(E, ROWS, K).half(), None),
+        (False, rows(ROWS, K), rows(ROWS - 1, K), None),
+        (False, rows(ROWS, K), rows(ROWS, 2 * K)[:, ::2], None),
+    ],
+)
+def test_experts_refuse_an_output_without_room(
+    batched: bool, hidden_states: torch.Tensor, output: torch.Tensor, row_ids: torch.Tensor | None
+) -> None:
+    first, second = pair(UINT4B8, 32, SILU)
+    experts = (BatchedMarlinExperts if batched else MarlinExperts)(*configs(first, second, UINT4B8))
+    meta = ExpertTokensMetadata(torch.full((E,), 2, dtype=torch.int32), None, row_ids) if batched else None
+    with pytest.raises(ValueError, match="^output is "):
+        experts.apply(
+            output, hidden_states, first.packed.qweight, second.packed.qweight, torch.ones(ROWS, 2), ints(ROWS, 2),
+            SILU, E, None, None, None, rows(0), rows(0), meta, False,
+        )  # fmt: skip
 
 
 def launchable() -> WeightPair:
