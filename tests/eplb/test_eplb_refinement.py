@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from moe_ep.eplb import rebalance_experts
-from moe_ep.eplb.policy.maps import experts_moved, rank_loads, replica_counts
+from moe_ep.eplb.policy.maps import experts_moved, replica_counts
 from moe_ep.eplb.policy.problem import Problem
 from moe_ep.eplb.policy.refine import meetings, refine_plan
+from moe_ep.eplb.simulate import Scene, measure
+from moe_ep.eplb.trace import from_choices, read_arrays
 from tests.eplb.plans import plan
 
 ROUTING = Path(__file__).resolve().parents[3] / "shared" / "data" / "routing_128e.npz"
@@ -60,21 +62,27 @@ def test_refined_plans_keep_groups_on_their_hosts():
 
 
 @pytest.mark.skipif(not ROUTING.exists(), reason="needs a recorded routing trace beside the checkout")
-@pytest.mark.parametrize(("num_ranks", "redundant", "bar"), [(8, 0, 0.85), (16, 0, 0.73), (8, 8, 0.87), (16, 16, 0.78)])
-def test_recorded_routing_second_half(num_ranks, redundant, bar):
-    trace = np.load(ROUTING)
+@pytest.mark.parametrize(
+    ("num_ranks", "redundant", "rule", "bar"),
+    [
+        (8, 0, "hash-rank", 0.85),
+        (16, 0, "hash-rank", 0.73),
+        (8, 8, "hash-rank", 0.87),
+        (16, 16, "hash-rank", 0.78),
+        (8, 8, "levelled", 0.935),
+        (16, 16, "levelled", 0.87),
+        (8, 8, "known-counts", 0.95),
+        (16, 16, "known-counts", 0.88),
+    ],
+)
+def test_recorded_routing_second_half(num_ranks, redundant, rule, bar):
+    scene = Scene(ep_size=num_ranks, num_redundant=redundant)
     reached = []
-    for domain in trace.files:
-        ids = trace[domain].astype(np.int64)
-        num_layers = ids.shape[0]
-        ids = ids.reshape(num_layers, -1, 1024 * ids.shape[2])
-        rows = np.arange(num_layers)[:, None] * ids.shape[1] + np.arange(ids.shape[1])
-        counts = np.bincount((ids + 128 * rows[..., None]).ravel(), minlength=rows.size * 128)
-        counts = counts.reshape(num_layers, -1, 128).transpose(1, 0, 2)
-        half = counts.shape[0] // 2
-        slots = plan(counts[:half].sum(axis=0), 128 + redundant, num_ranks, window=counts[:half])
-        loads = np.stack([rank_loads(step, slots, num_ranks) for step in counts[half:]])
-        reached.append(loads.mean(axis=2).sum() / loads.max(axis=2).sum())
+    for choices in read_arrays(ROUTING).values():
+        trace = from_choices(choices, 1024, num_ranks, num_experts=128, model="recorded")
+        window = trace.counts()[: scene.split(trace)]
+        slots = plan(window.sum(axis=0), 128 + redundant, num_ranks, window=window)
+        reached.append(measure(trace, scene, slots, rule).balancedness)
     assert np.mean(reached) >= bar
 
 
