@@ -3,7 +3,7 @@ must agree on."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -24,10 +24,12 @@ class Meeting(Protocol):
     Attributes:
         alive: the ranks that were not declared dead.
         order: of this process's kernels.
+        recoveries: how often `recover` gave up all open batches.
     """
 
     record: FailureRecord
     order: Order
+    recoveries: int
 
     @property
     def alive(self) -> Collection[int]: ...
@@ -79,7 +81,8 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     def recover(self, dead: Sequence[int]) -> None:
         """Goes on without the EP ranks `dead`, whose slots add nothing from now on; all other ranks call it together.
 
-        Batches between prepare and finalize are given up. Layers of one shape share what this mends.
+        Batches between prepare and finalize are given up, also those of other layers of this shape, which share what
+        this mends.
         """
         self._open.clear()
         self._meeting.recover(dead)
@@ -91,6 +94,19 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         )
         owners = self.placement.owners(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
         return (lost[owners] & (topk_ids >= 0)).any(dim=1)
+
+    def _given_up(self) -> Callable[[], None]:
+        """For a batch that begins: raises RuntimeError from the next `recover` on, whichever layer it is called of."""
+        meeting, number = self._meeting, self._meeting.recoveries
+
+        def check() -> None:
+            if meeting.recoveries != number:
+                raise RuntimeError(
+                    "this batch was given up by recover(), of this layer or of one that shares its memory; prepare it "
+                    "again"
+                )
+
+        return check
 
     def _must_agree(self, quant_config: FusedMoEQuantConfig, device: torch.device) -> None:
         """Nothing: the ranks have agreed when their backends were made."""

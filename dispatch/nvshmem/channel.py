@@ -62,6 +62,7 @@ class Channel:
         record: failed waits, for the host.
         alive: the EP ranks that take part.
         order: of this process's kernels.
+        recoveries: how often `recover` gave up all open batches.
     """
 
     @torch.inference_mode(False)
@@ -77,6 +78,7 @@ class Channel:
             )
         self.record = FailureRecord(ranks, env.NVSHMEM_TIMEOUT_S.get())
         self.alive = list(range(ranks.size))
+        self.recoveries = 0
         self._counters = torch.empty((BATCHES_IN_FLIGHT, 2), dtype=torch.int64, device=arena.device)
         self._status = torch.zeros(2, dtype=torch.int32, device=arena.device)
         self._free = [True] * BATCHES_IN_FLIGHT
@@ -141,6 +143,7 @@ class Channel:
         mine = [latest([counter >> _EPOCH_SHIFT for counter in both]) for both in self._counters.tolist()]
         told = meet("recovery", members, " ".join(map(str, mine)))
         self.alive = alive
+        self.recoveries += 1
         self._free = [True] * BATCHES_IN_FLIGHT
         self._start([latest(epochs) + 1 for epochs in zip(*(map(int, text.split()) for text in told), strict=True)])
         self.record.clear()

@@ -44,6 +44,7 @@ class _Handle(NamedTuple):
     number: int
     num_tokens: int
     rows: int
+    check: Callable[[], None]
 
 
 class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
@@ -165,7 +166,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         exact = self.exact_rows and not torch.cuda.is_current_stream_capturing()
         layout, num_tokens, num_ids = self._layout, batch.topk_ids.size(0), batch.owners.numel()
         parts = self._block.take()
-        number = parts.number
+        number, check = parts.number, self._given_up()
         where = [batch.topk_ids, batch.owners, parts.slots, parts.arriving if exact else None]
         tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
         with self._block.order:
@@ -173,9 +174,10 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
             self._launch("dispatch", parts, tensors, [num_ids, num_tokens, 0 if exact else layout.max_rows])
 
         def receive() -> tuple[PrepareResult, _Handle]:
+            check()
             rows = self._arrived(parts, number) if exact else layout.max_rows
             result = (parts.rows[:rows], None, None, parts.ids[:rows], parts.weights[:rows])
-            return result, _Handle(parts, number, num_tokens, rows)
+            return result, _Handle(parts, number, num_tokens, rows, check)
 
         return Pending(lambda: None, receive)
 
@@ -190,6 +192,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> Pending[None]:
         self.check()
+        handle.check()
         if handle.number != handle.parts.number:
             raise RuntimeError(
                 f"another batch was dispatched before this one was finalized and {NAME} has room for "

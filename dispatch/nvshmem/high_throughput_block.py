@@ -126,6 +126,7 @@ class Block:
         alive: the EP ranks that take part.
         record: failed waits, for the host.
         order: of this process's kernels.
+        recoveries: how often `recover` gave up all open batches.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Block:
             )
         self.record = FailureRecord(ranks, env.NVSHMEM_TIMEOUT_S.get())
         self.alive = list(range(ranks.size))
+        self.recoveries = 0
         self._status = torch.zeros(2, dtype=torch.int32, device=self._device)
         self.batches = [BatchParts(self, index, in_dtype) for index in range(layout.batches_in_flight)]
         self._start(0)
@@ -204,6 +206,7 @@ class Block:
         epoch = max(int(parts.epoch) for parts in self.batches)
         epochs = meet(f"recovery of {NAME}", [members[rank] for rank in alive], str(epoch))
         self.alive = alive
+        self.recoveries += 1
         self._start(max(map(int, epochs)))
         self.record.clear()
         meet(f"{NAME} recovered", [members[rank] for rank in alive])

@@ -59,6 +59,7 @@ class Halves:
     """A kernel launched as one, or first what sends and later what receives, on whatever stream is current then.
 
     Args:
+        check: raises where it must not run any more.
         held: what it reads and writes; memory of the stream that is current now.
     """
 
@@ -70,12 +71,13 @@ class Halves:
         to_receive: int,
         blocks: int,
         order: Order,
+        check: Callable[[], None],
         held: Sequence[torch.Tensor],
         then: Callable[[], None] | None = None,
     ) -> None:
         self._kernel, self._params = kernel, params
         self._tasks = {SEND: to_send, RECEIVE: to_receive}
-        self._blocks, self._order, self._then = blocks, order, then
+        self._blocks, self._order, self._check, self._then = blocks, order, check, then
         self._held, self._stream = held, current_stream(order.device)
         self._left = SEND | RECEIVE
 
@@ -93,6 +95,7 @@ class Halves:
                 self._then()
 
     def _launch(self, phases: int) -> None:
+        self._check()
         self._params.common.phases = phases
         tasks = max(count for phase, count in self._tasks.items() if phase & phases)
         with self._order:

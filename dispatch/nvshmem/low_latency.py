@@ -31,6 +31,7 @@ class _Handle(NamedTuple):
     topk_ids: torch.Tensor
     positions: torch.Tensor
     expert_rows: tuple[int, int]
+    check: Callable[[], None]
 
 
 class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
@@ -179,12 +180,13 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
             expected = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks
             to_receive += -(-expected * self.tuning.take_parts // WARPS)
         made = [tensor for tensor in (out, row_ids) if tensor is not None]
+        check = self._given_up()
         launch = Halves(
             self._kernels["low_latency_dispatch"], params, to_send, to_receive, self.tuning.blocks,
-            self._channel.order, [batch.rows, batch.topk_ids, batch.topk_weights, counts, positions, *made],
+            self._channel.order, check, [batch.rows, batch.topk_ids, batch.topk_weights, counts, positions, *made],
         )  # fmt: skip
         meta = ExpertTokensMetadata(counts, None, row_ids)
-        handle = _Handle(index, batch.topk_ids, positions, (El, max_rows))
+        handle = _Handle(index, batch.topk_ids, positions, (El, max_rows), check)
 
         def receive() -> tuple[PrepareResult, _Handle]:
             launch.receive()
@@ -203,6 +205,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> Pending[None]:
         self.check()
+        handle.check()
         self._check_results(handle, output, fused_expert_output, weight_and_reduce_impl)
         layout, num_tokens = self._layout, handle.topk_ids.size(0)
         params = combine_type(layout.num_ranks)(
@@ -218,7 +221,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         held = (handle.topk_ids, handle.positions, output, fused_expert_output)
         launch = Halves(
             self._kernels["low_latency_combine"], params, to_send, to_receive, self.tuning.blocks,
-            self._channel.order, held,
+            self._channel.order, handle.check, held,
             lambda: self._channel.give_back(handle.batch),
         )  # fmt: skip
         return Pending(launch.receive, launch.receive, launch.send)

@@ -11,6 +11,7 @@ import torch
 
 from moe_ep.dispatch.nvshmem import channel, high_throughput_block
 from moe_ep.dispatch.nvshmem.arena import Region
+from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize
 from moe_ep.dispatch.nvshmem.channel import Channel
 from moe_ep.dispatch.nvshmem.high_throughput_block import Block, Layout
 from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
@@ -162,3 +163,20 @@ def test_layers_of_one_shape_share_memory_that_all_ranks_have(monkeypatch: pytes
     # Another rank's layers of this shape are gone: all make it anew, since memory is reserved together.
     others = "lacks"
     assert made() is not first
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_recovery_ends_the_batches_that_are_open(kind: str) -> None:
+    arena: Any = Arena()
+    memory: Any
+    if kind == "decode":
+        memory = Channel(arena, DECODE, GROUP, [4, 5, 6])
+    else:
+        memory = Block(arena, PREFILL, GROUP, torch.bfloat16)
+    of_layer: Any = SimpleNamespace(_meeting=memory)
+    before = NvshmemPrepareFinalize._given_up(of_layer)
+    before()
+    memory.recover([2])
+    with pytest.raises(RuntimeError, match=r"given up by recover\(\), of this layer or of one that shares its memory"):
+        before()
+    NvshmemPrepareFinalize._given_up(of_layer)()

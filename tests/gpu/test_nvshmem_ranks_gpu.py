@@ -181,6 +181,29 @@ def test_layers_of_one_shape_share_their_memory(monkeypatch: pytest.MonkeyPatch,
             each.recover(dead=())
 
 
+@pytest.mark.parametrize("backend", [LOW_LATENCY, "nvshmem_high_throughput"])
+def test_recovery_gives_up_the_batches_of_all_layers_of_the_shape(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    on_one_gpu(monkeypatch, 3)
+    first, second = (Ranks(CASES["random"], 3, backend) for _ in range(2))
+    rows, _, _, ids, weights = first.prepare()[0]
+    begun = first._together(lambda rank: first.backends[rank]._begin(*first.args[rank]))
+    for each in second.backends:
+        each.recover(dead=())
+    check_step = check_decode_step if backend == LOW_LATENCY else check_prefill_step
+    check_step(second, "numbers and buffers are used again")
+    args = first.args[0]
+    given = args[1:3] if ids is None else (weights, ids)
+    reduce_impl = TopKWeightAndReduceDelegate() if ids is None else TopKWeightAndReduceNoOP()
+    with pytest.raises(RuntimeError, match=r"given up by recover\(\)"):
+        first.backends[0].finalize(torch.empty_like(args[0]), rows, *given, False, reduce_impl)
+    with pytest.raises(RuntimeError, match=r"given up by recover\(\)"):
+        begun[0].receive()
+    for layer in (first, second):
+        check_step(layer, "afterwards")
+
+
 @WIRES
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
 def test_prefill(monkeypatch: pytest.MonkeyPatch, num_ranks: int, fp8: bool) -> None:
