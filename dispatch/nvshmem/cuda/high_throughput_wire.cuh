@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_row(const u8* row, Tail& tail, u32 ranks, 
             for (int j = 0; j < 2; ++j) {
                 const int vector = start + 32 * (2 * i + j);
                 float scale;
-                codes[j] = quantize(unpack(v[2 * i + j]), scale);
+                codes[j] = quantize(v[2 * i + j], scale);
                 if (vector < kVectors && vector % kScaleVectors == 0) {
                     tail.words[vector / kScaleVectors] = __float_as_uint(scale);
                 }

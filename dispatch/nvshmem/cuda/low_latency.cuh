@@ -128,11 +128,12 @@ struct Common {
 
     __device__ __forceinline__ u32 alive() const { return limits.status->alive; }
 
-    // The ranks of a token's experts as bits; lane k of each warp has slot k's rank in `owner`, -1 for none.
-    __device__ __forceinline__ u32 destinations(int token, u32 alive, int& owner) const {
+    // The ranks of a token's experts as bits; owner_of gives that of an id.
+    template <typename OwnerOf>
+    __device__ __forceinline__ u32 destinations(int token, u32 alive, const OwnerOf& owner_of) const {
         const int lane = threadIdx.x % 32;
         const int id = lane < TOPK ? topk_ids[token * TOPK + lane] : -1;
-        owner = id >= 0 && id < num_ids ? owners[id] : -1;
+        int owner = id >= 0 && id < num_ids ? owner_of(id) : -1;
         if (owner >= 0 && !(alive >> owner & 1)) {
             owner = -1;
         }

@@ -135,16 +135,21 @@ __device__ __forceinline__ void send_result(const Params& p, const Slots& slots,
 }
 #endif
 
-__device__ __forceinline__ void send(const Params& p, const Shared& shared, int task, int parts, u32 epoch, u32 alive) {
-    const int rank = p.common.buffers.rank, part = task % parts;
-    const int token = task / parts / RANKS, source = (rank + task / parts) % RANKS;
-    if (token < shared.tokens[source] && alive >> source & 1) {
-        const Slots slots = slots_of(p, source, token, epoch);
-        if (slots.present) {
-            send_result(p, slots, source, token, part, parts, epoch);
-        }
-    }
+__device__ __forceinline__ int parts_of(const Common& c, int tokens) {
+    return DEVICE_API ? kRowParts : c.packet_parts_of(tokens * RANKS);
 }
+
+// What the ticket of a number stands for: a part of the result of a token of `source`. Each rank begins with itself.
+struct Task {
+    int source, token, part;
+
+    __device__ __forceinline__ Task(const Params& p, u32 number, int parts) {
+        const int rows = static_cast<int>(number) / parts;
+        part = static_cast<int>(number) % parts;
+        source = (p.common.buffers.rank + rows) % RANKS;
+        token = rows / RANKS;
+    }
+};
 
 // Where no result of a slot is sent.
 __device__ __forceinline__ void refresh(const Params& p, const Shared& shared, int token, u32 epoch, u32 alive) {
@@ -234,20 +239,22 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     const Buffers& b = c.buffers;
     Tickets<Senders> tickets(&c.counters->combine, &shared.ticket);
     const u32 alive = c.alive();
-    // Headers of even and odd epochs, before it is known which it is. The dispatch has waited for them.
-    u64 headers[2] = {};
-    if (threadIdx.x < RANKS) {
-        headers[0] = *reinterpret_cast<volatile u64*>(b.header_of(b.rank, threadIdx.x, 0));
-        headers[1] = *reinterpret_cast<volatile u64*>(b.header_of(b.rank, threadIdx.x, 1));
-    }
     u64 ticket = tickets.next();
     const u32 epoch = static_cast<u32>(ticket >> 32);
+    wait_for_kernels_before();
+    u64 header = 0;
+    if (threadIdx.x < RANKS) {  // the dispatch has waited for it
+        header = *reinterpret_cast<volatile u64*>(b.header_of(b.rank, threadIdx.x, epoch));
+    }
+    // What the first task needs, if all ranks have as many tokens as this one, before it is known that they do.
+    const int guess = c.num_tokens;
+    const Task first(p, static_cast<u32>(ticket), parts_of(c, guess));
+    Slots slots = slots_of(p, first.source, min(first.token, b.capacity - 1), epoch);
     if (threadIdx.x < RANKS) {
-        const u64 header = epoch % 2 ? headers[1] : headers[0];
         shared.tokens[threadIdx.x] = static_cast<u32>(header >> 32) == epoch ? static_cast<int>(header) : 0;
     }
-    if (static_cast<u32>(ticket) == 0 && threadIdx.x == 0) {
-        c.counters->dispatch = static_cast<u64>(epoch + 1) << 32;
+    if (threadIdx.x == kThreads - 1) {
+        hand_over(static_cast<u32>(ticket) == 0, &c.counters->dispatch, epoch + 1);
     }
     Senders::sync();
     int most = 0;
@@ -255,11 +262,20 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     for (int rank = 0; rank < RANKS; ++rank) {
         most = max(most, shared.tokens[rank]);
     }
-    const int parts = DEVICE_API ? kRowParts : c.packet_parts_of(most * RANKS);
+    const int parts = parts_of(c, most);
     const u32 total = most * RANKS * parts;
-    for (; static_cast<u32>(ticket) < total; ticket = tickets.next()) {
+    for (bool has_slots = most == guess; static_cast<u32>(ticket) < total; ticket = tickets.next(), has_slots = false) {
         tickets.draw_ahead();
-        send(p, shared, static_cast<int>(static_cast<u32>(ticket)), parts, epoch, alive);
+        const Task task(p, static_cast<u32>(ticket), parts);
+        if (task.token >= shared.tokens[task.source] || !(alive >> task.source & 1)) {
+            continue;
+        }
+        if (!has_slots) {
+            slots = slots_of(p, task.source, task.token, epoch);
+        }
+        if (slots.present) {
+            send_result(p, slots, task.source, task.token, task.part, parts, epoch);
+        }
     }
     for (; refresh_is_due(epoch) && static_cast<u32>(ticket) - total < static_cast<u32>(b.capacity);
          ticket = tickets.next()) {
@@ -276,21 +292,23 @@ __device__ __forceinline__ void receive_all(const Params& p, Shared& shared) {
     int turn = 0;
     for (int task = blockIdx.x; task < total; task += gridDim.x, ++turn) {
         const int token = task / p.output_parts;
-        int owner;
-        const u32 ranks = c.destinations(token, alive, owner);
+        const u32 ranks = c.destinations(token, alive, [&](int id) { return c.owners[id]; });
         receive(p, wait, shared, turn, token, task % p.output_parts, ranks);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(2 * kThreads, 2) low_latency_combine(const __grid_constant__ Params p) {
     __shared__ Shared shared;
-    wait_for_kernels_before();
-    let_next_kernel_come_up();
+    const int phases = p.common.phases;
     if (threadIdx.x < kThreads) {
-        if (p.common.phases & SEND) {
+        if (phases & SEND) {
             send_all(p, shared);
         }
-    } else if (p.common.phases & RECEIVE) {
+    } else if (phases & RECEIVE) {
+        wait_for_kernels_before();
+        if (!(phases & SEND)) {
+            let_next_kernel_come_up();
+        }
         receive_all(p, shared);
     }
 }

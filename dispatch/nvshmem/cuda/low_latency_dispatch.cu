@@ -11,13 +11,16 @@
 
 extern "C" __global__ void __launch_bounds__(2 * kThreads, 2) low_latency_dispatch(const __grid_constant__ Params p) {
     __shared__ Shared shared;
-    wait_for_kernels_before();
-    let_next_kernel_come_up();
+    const int phases = p.common.phases;
     if (threadIdx.x < kThreads) {
-        if (p.common.phases & SEND) {
+        if (phases & SEND) {
             send_all(p, shared);
         }
-    } else if (p.common.phases & RECEIVE) {
+    } else if (phases & RECEIVE) {
+        wait_for_kernels_before();
+        if (!(phases & SEND)) {
+            let_next_kernel_come_up();
+        }
         receive_all(p, shared);
     }
 }

@@ -17,7 +17,7 @@ __device__ __forceinline__ void store_codes(u8* row, Codes codes, float scale, i
 __device__ __forceinline__ void put(const Buffers& b, Vec v, int i, bool is_inside, int token, u32 ranks) {
 #if FP8
     float scale;
-    const Codes codes = quantize(unpack(v), scale);
+    const Codes codes = quantize(v, scale);
 #endif
 #pragma unroll 1
     for (int step = 1; step <= RANKS; ++step) {
@@ -45,7 +45,8 @@ __device__ __forceinline__ void put_packets(const Buffers& b, Vec v, int packet,
 }
 
 // One line of what `peer` learns about a token: four local experts, or two weights.
-__device__ __forceinline__ void store_meta(const Params& p, u8* at, int peer, int token, int line, u32 epoch) {
+__device__ __forceinline__ void store_meta(const Params& p, const Shared& shared, u8* at, int peer, int token, int line,
+                                           u32 epoch) {
     const int first = token * TOPK;
     if (line >= kLocalLines) {
         const int slot = (line - kLocalLines) * kWeightsOfLine;
@@ -58,20 +59,20 @@ __device__ __forceinline__ void store_meta(const Params& p, u8* at, int peer, in
     for (int i = 0; i < kLocalsOfLine; ++i) {
         const int slot = line * kLocalsOfLine + i;
         const int id = slot < TOPK ? p.common.topk_ids[first + slot] : -1;
-        const bool is_here = id >= 0 && id < p.common.num_ids && p.common.owners[id] == peer;
-        locals[i] = is_here ? static_cast<u32>(p.locals[id]) : kNotHere;
+        const Place place = id >= 0 && id < p.common.num_ids ? place_of(p, shared, id) : Place{kNotHere, kNotHere};
+        locals[i] = place.owner == peer ? place.local : kNotHere;
     }
     store_line(at, locals[0] | locals[1] << 16, locals[2] | locals[3] << 16, epoch);
 }
 
 // The slots of some tokens to every rank within reach, ahead of the rows, so that they are listed when those come.
-__device__ __forceinline__ void send_meta(const Params& p, int task, u32 epoch, u32 alive) {
+__device__ __forceinline__ void send_meta(const Params& p, const Shared& shared, int task, u32 epoch, u32 alive) {
     const Buffers& b = p.common.buffers;
     const int first = task * kMetaTokens, lines = (min(first + kMetaTokens, p.common.num_tokens) - first) * kMetaLines;
     for (int i = threadIdx.x; i < lines * RANKS; i += kThreads) {
         const int peer = i / lines, token = first + i % lines / kMetaLines, line = i % lines % kMetaLines;
         if (b.reaches(peer) && alive >> peer & 1) {
-            store_meta(p, b.meta_of(peer, b.rank, token, epoch) + 16 * line, peer, token, line, epoch);
+            store_meta(p, shared, b.meta_of(peer, b.rank, token, epoch) + 16 * line, peer, token, line, epoch);
         }
     }
 }
@@ -85,17 +86,21 @@ __device__ __forceinline__ const Vec* row_of(const Params& p, int token) {
     return reinterpret_cast<const Vec*>(p.rows + 2ull * HIDDEN * token);
 }
 
-// The ranks within reach that have an expert of the token.
-__device__ __forceinline__ u32 reached_by(const Common& c, int token, u32 alive) {
-    int owner;
-    return c.destinations(token, alive, owner) & (DEVICE_API ? c.buffers.reachable : ~0u);
+// The ranks that have an expert of the token.
+__device__ __forceinline__ u32 destinations(const Params& p, const Shared& shared, int token, u32 alive) {
+    return p.common.destinations(token, alive, [&](int id) { return place_of(p, shared, id).owner; });
+}
+
+// Those within reach.
+__device__ __forceinline__ u32 reached_by(const Params& p, const Shared& shared, int token, u32 alive) {
+    return destinations(p, shared, token, alive) & (DEVICE_API ? p.common.buffers.reachable : ~0u);
 }
 
 // A part of a token to every rank that has one of its experts; what it needs is read before it is known who that is.
-// The next ticket is drawn behind the stores: where there are as many such tasks as blocks, a block that comes up a little
-// later than the others would else find its own taken by one that is still busy.
-__device__ __forceinline__ void send_plain(const Params& p, Tickets<Senders>& tickets, int token, int part, u32 epoch,
-                                           u32 alive) {
+// The next ticket is drawn behind the stores: where there are as many such tasks as blocks, a block that comes up a
+// little later than the others would else find its own taken by one that is still busy.
+__device__ __forceinline__ void send_plain(const Params& p, const Shared& shared, Tickets<Senders>& tickets, int token,
+                                           int part, u32 epoch, u32 alive) {
     constexpr int kAhead = 2;
     const Buffers& b = p.common.buffers;
     const int begin = part_begin(part, kRowParts), end = part_begin(part + 1, kRowParts);
@@ -109,7 +114,7 @@ __device__ __forceinline__ void send_plain(const Params& p, Tickets<Senders>& ti
         }
     };
     load(begin);
-    const u32 ranks = reached_by(p.common, token, alive);
+    const u32 ranks = reached_by(p, shared, token, alive);
     for (int base = begin; base < end; base += kAhead * kThreads) {
         if (base > begin) {
             load(base);
@@ -139,9 +144,9 @@ __device__ __forceinline__ void send_packets(const Params& p, Shared& shared, in
         const int i = 2 * kPacketVectors * base + threadIdx.x;
         const bool is_staged = threadIdx.x < kStagedVectors;
         const Vec v = is_staged && i < min(kVectors, 2 * kPacketVectors * end) ? row[i] : Vec{0, 0, 0, 0};
-        ranks = ranks ? ranks : reached_by(p.common, token, alive);
+        ranks = ranks ? ranks : reached_by(p, shared, token, alive);
         float scale;
-        const Codes codes = quantize(unpack(v), scale);
+        const Codes codes = quantize(v, scale);
         Senders::sync();
         if (is_staged) {
             shared.codes[threadIdx.x] = make_uint2(codes.low, codes.high);
@@ -162,8 +167,8 @@ __device__ __forceinline__ void send_packets(const Params& p, Shared& shared, in
     }
 }
 #else
-__device__ __forceinline__ void send_packets(const Params& p, Shared&, int token, int part, int parts, u32 epoch,
-                                             u32 alive) {
+__device__ __forceinline__ void send_packets(const Params& p, const Shared& shared, int token, int part, int parts,
+                                             u32 epoch, u32 alive) {
     const int begin = packet_begin<kWarpPackets>(part, parts, kRowPackets);
     const int end = packet_begin<kWarpPackets>(part + 1, parts, kRowPackets);
     const Vec* row = row_of(p, token);
@@ -172,7 +177,7 @@ __device__ __forceinline__ void send_packets(const Params& p, Shared&, int token
         const int i = packet * kPacketVectors + packet_slot();
         const bool is_data = packet_slot() < kPacketVectors && i < kVectors;
         const Vec v = is_data ? row[i] : Vec{0, epoch, 0, epoch};
-        ranks = ranks ? ranks : reached_by(p.common, token, alive);
+        ranks = ranks ? ranks : reached_by(p, shared, token, alive);
         put_packets(p.common.buffers, v, packet, token, ranks);
     }
 }
@@ -180,12 +185,12 @@ __device__ __forceinline__ void send_packets(const Params& p, Shared&, int token
 
 #if DEVICE_API
 // Header and slots of all tokens to one rank out of reach.
-__device__ __forceinline__ void put_meta(const Params& p, int peer, u32 epoch) {
+__device__ __forceinline__ void put_meta(const Params& p, const Shared& shared, int peer, u32 epoch) {
     const Buffers& b = p.common.buffers;
     const int lines = p.common.num_tokens * kMetaLines;
     u8* from = b.at(b.rank, b.meta_outbox + b.meta_at(peer, 0, epoch));
     for (int i = threadIdx.x; i < lines; i += kThreads) {
-        store_meta(p, from + 16 * i, peer, i / kMetaLines, i % kMetaLines, epoch);
+        store_meta(p, shared, from + 16 * i, peer, i / kMetaLines, i % kMetaLines, epoch);
     }
     u64* header = b.header_of(b.rank, b.rank, epoch);
     const u64 value = static_cast<u64>(epoch) << 32 | p.common.num_tokens;
@@ -198,10 +203,9 @@ __device__ __forceinline__ void put_meta(const Params& p, int peer, u32 epoch) {
 }
 
 // A token to every rank out of reach that has one of its experts.
-__device__ __forceinline__ void put_row(const Params& p, int token, u32 epoch, u32 alive) {
+__device__ __forceinline__ void put_row(const Params& p, const Shared& shared, int token, u32 epoch, u32 alive) {
     const Buffers& b = p.common.buffers;
-    int owner;
-    const u32 ranks = p.common.destinations(token, alive, owner) & ~b.reachable;
+    const u32 ranks = destinations(p, shared, token, alive) & ~b.reachable;
     if (!ranks) {
         return;
     }
@@ -212,7 +216,7 @@ __device__ __forceinline__ void put_row(const Params& p, int token, u32 epoch, u
         const Vec v = i < kVectors ? row[i] : Vec{0, 0, 0, 0};
 #if FP8
         float scale;
-        const Codes codes = quantize(unpack(v), scale);
+        const Codes codes = quantize(v, scale);
         if (i < kVectors) {
             store_codes(from, codes, scale, i);
         }
@@ -227,17 +231,17 @@ __device__ __forceinline__ void put_row(const Params& p, int token, u32 epoch, u
 }
 
 // The tasks for ranks out of reach; false where `task` is behind them.
-__device__ __forceinline__ bool put_task(const Params& p, int& task, u32 epoch, u32 alive) {
+__device__ __forceinline__ bool put_task(const Params& p, const Shared& shared, int& task, u32 epoch, u32 alive) {
     const Buffers& b = p.common.buffers;
     if (task < RANKS) {
         if (!b.reaches(task) && alive >> task & 1) {
-            put_meta(p, task, epoch);
+            put_meta(p, shared, task, epoch);
         }
         return true;
     }
     task -= RANKS;
     if (task < p.common.num_tokens) {
-        put_row(p, task, epoch, alive);
+        put_row(p, shared, task, epoch, alive);
         return true;
     }
     task -= p.common.num_tokens;
@@ -252,6 +256,12 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     const Buffers& b = c.buffers;
     Tickets<Senders> tickets(&c.counters->dispatch, &shared.ticket);
     const u32 alive = c.alive();
+    for (int id = threadIdx.x; id < min(c.num_ids, kPlaces); id += kThreads) {
+        shared.places[id] = load_place(p, id);
+    }
+    u64 ticket = tickets.next();
+    const u32 epoch = static_cast<u32>(ticket >> 32);
+    wait_for_kernels_before();
     const bool as_packets = b.rows_are_packets(c.num_tokens);
     const int parts = as_packets ? c.packet_parts_of(c.num_tokens) : kRowParts;
     const int meta_tasks = (c.num_tokens + kMetaTokens - 1) / kMetaTokens;
@@ -260,26 +270,23 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
 #else
     const u32 total = meta_tasks + c.num_tokens * parts;
 #endif
-    u64 ticket = tickets.next();
-    const u32 epoch = static_cast<u32>(ticket >> 32);
-    if (static_cast<u32>(ticket) == 0) {
-        if (threadIdx.x < RANKS && b.reaches(threadIdx.x) && alive >> threadIdx.x & 1) {
-            send_header(c, threadIdx.x, epoch);
-        }
-        if (threadIdx.x == 0) {
-            c.counters->combine = static_cast<u64>(epoch) << 32;
-        }
+    const bool is_first = static_cast<u32>(ticket) == 0;
+    if (is_first && threadIdx.x < RANKS && b.reaches(threadIdx.x) && alive >> threadIdx.x & 1) {
+        send_header(c, threadIdx.x, epoch);
+    }
+    if (threadIdx.x == kThreads - 1) {
+        hand_over(is_first, &c.counters->combine, epoch);
     }
     for (; static_cast<u32>(ticket) < total; ticket = tickets.next()) {
         int left = static_cast<int>(static_cast<u32>(ticket));
 #if DEVICE_API
-        if (put_task(p, left, epoch, alive)) {
+        if (put_task(p, shared, left, epoch, alive)) {
             continue;
         }
 #endif
         if (left < meta_tasks) {
             tickets.draw_ahead();
-            send_meta(p, left, epoch, alive);
+            send_meta(p, shared, left, epoch, alive);
             continue;
         }
         const int part = (left - meta_tasks) % parts, token = (left - meta_tasks) / parts;
@@ -287,14 +294,13 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
             tickets.draw_ahead();
             send_packets(p, shared, token, part, parts, epoch, alive);
         } else {
-            send_plain(p, tickets, token, part, epoch, alive);
+            send_plain(p, shared, tickets, token, part, epoch, alive);
         }
     }
     for (; refresh_is_due(epoch) && static_cast<u32>(ticket) - total < static_cast<u32>(b.capacity);
          ticket = tickets.next()) {
         const int slot = static_cast<int>(static_cast<u32>(ticket) - total);
-        int owner;
-        const u32 ranks = slot < c.num_tokens ? c.destinations(slot, alive, owner) : 0;
+        const u32 ranks = slot < c.num_tokens ? destinations(p, shared, slot, alive) : 0;
         refresh_row(c, slot, ranks, epoch, alive);
     }
 }

@@ -108,11 +108,37 @@ __device__ __forceinline__ void from_e4m3(u32 pair, float& low, float& high) {
 }
 #endif
 
-// x / y by the rounded inverse of y, refined once. Of 16-bit x, and of y = 448 or y = a 16-bit number / 448, the code
-// (or the scale) made of it is that of the rounded quotient: every pair of mantissas and 24 exponents were tried.
+// x / y by the rounded inverse of y, refined once. Of y = 448 and 16-bit x, the scale made of it is that of the rounded
+// quotient.
 __device__ __forceinline__ float divide(float x, float y, float inverse) {
     const float q = __fmul_rn(x, inverse);
     return __fmaf_rn(__fmaf_rn(-q, y, x), inverse, q);
+}
+
+// 1 / y as a sum, the first a little too small and the rest positive, so that of x = -0 the sign stays.
+struct Inverse {
+    float most, rest;
+
+    __device__ __forceinline__ explicit Inverse(float y) {
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(most) : "f"(y));  // off by one unit in the last place at most
+        most = __uint_as_float(__float_as_uint(most) - 2);
+        rest = __fmul_rn(__fmaf_rn(-most, y, 1.0f), most);
+    }
+
+    // x / y. Of 16-bit x and y = a 16-bit number / 448, rounded, the code made of it is that of the rounded quotient:
+    // every pair of mantissas was tried with 22 exponents and with inverses that are up to five units too small.
+    __device__ __forceinline__ float times(float x) const { return __fmaf_rn(x, most, __fmul_rn(x, rest)); }
+};
+
+// Of each half the larger number; NaN where both are.
+__device__ __forceinline__ u32 larger(u32 a, u32 b) {
+    u32 c;
+#if ACT_BF16
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+#else
+    asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+#endif
+    return c;
 }
 
 struct Codes {
@@ -120,26 +146,25 @@ struct Codes {
 };
 
 // Codes of one vector and the scale of its group; all 16 threads of a group call it together, with zeros behind K.
-__device__ __forceinline__ Codes quantize(const Floats& f, float& scale) {
-    float largest = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-        largest = fmaxf(largest, fabsf(f.v[i]));  // fmaxf passes over NaN
-    }
+__device__ __forceinline__ Codes quantize(Vec v, float& scale) {
+    constexpr u32 kMagnitudes = 0x7fff7fff;
+    u32 pair = larger(larger(v.x & kMagnitudes, v.y & kMagnitudes), larger(v.z & kMagnitudes, v.w & kMagnitudes));
 #pragma unroll
     for (int step = kScaleVectors / 2; step > 0; step /= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+        pair = larger(pair, __shfl_xor_sync(0xffffffffu, pair, step));
     }
+    const float largest = fmaxf(low_half(pair), high_half(pair));
+    const Floats f = unpack(v);
     float q[kColumns];
-    if (largest > kSmall && largest < kLarge) {  // no remainder underflows
+    if (largest > kSmall && largest < kLarge) {  // nothing underflows
         scale = divide(largest, kLargestCode, 1.0f / kLargestCode);
-        const float inverse = __frcp_rn(scale);
+        const Inverse inverse(scale);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            q[i] = copysignf(divide(f.v[i], scale, inverse), f.v[i]);  // of -0, too
+            q[i] = inverse.times(f.v[i]);
         }
     } else {
-        scale = fmaxf(__fdiv_rn(largest, kLargestCode), kTinyScale);
+        scale = fmaxf(__fdiv_rn(largest, kLargestCode), kTinyScale);  // fmaxf passes over NaN
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
             q[i] = __fdiv_rn(f.v[i], scale);

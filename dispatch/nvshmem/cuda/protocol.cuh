@@ -194,6 +194,10 @@ struct Group {
 // Sending is handed out in order: tickets of one counter, whose upper half is the batch's epoch. Any block that runs
 // can send everything, so no block waits for one that cannot start, whatever else occupies the GPU. Receiving is
 // divided beforehand: what does not run yet only waits for what some rank's running blocks send.
+//
+// The first ticket is drawn while the kernels before still run. So a kernel sets the counter of the one that comes
+// next in turn before it lets any come up (hand_over), and behind all draws of that counter, which came before its own
+// wait for the kernels before.
 template <typename Sync>
 class Tickets {
 public:
@@ -229,7 +233,8 @@ private:
     u64 ahead_ = kNone;
 };
 
-// Programmatic launch: the next kernel of the stream may come up while this one runs, and waits for its end here.
+// Programmatic launch: the next kernel of the stream may come up while this one runs, when a thread of each block has
+// let it, and waits for its end here.
 __device__ __forceinline__ void wait_for_kernels_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -240,4 +245,13 @@ __device__ __forceinline__ void let_next_kernel_come_up() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// By one thread of each block that sends, once it has waited for the kernels before.
+__device__ __forceinline__ void hand_over(bool is_first, u64* counter, u32 epoch) {
+    if (is_first) {
+        *reinterpret_cast<volatile u64*>(counter) = static_cast<u64>(epoch) << 32;
+        __threadfence();
+    }
+    let_next_kernel_come_up();
 }
