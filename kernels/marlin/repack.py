@@ -14,6 +14,10 @@ what a lane needs for 32 columns, so that a warp reads whole cache lines and not
       4 bits    int32 number kk:        bits 0     4     8     12    16    20    24    28
                                         h    0     1     0     1     0     1     0     1
                                         c    2t    2t    2t+8  2t+8  2t+1  2t+1  2t+9  2t+9
+      4-bit floats, the same int32 with its bits moved (SPREAD), so that few instructions make bf16s of them; code and
+                bit of it at each bit, of the other half's codes where marked ':
+                15   14   13   12   11   10   9    8    7    6    5    4    3    2    1    0
+                0.3  1.2' 1.1' 1.0' 2.2' 2.1' 2.0' 0.2  0.1  0.0  1.3  3.1  3.0  2.3  3.3  3.2
       8 bits    int32 number 2 kk + k:  bytes 0..3 are h 0, c 2t + 8k; h 0, c 2t + 8k + 1; then h 1 alike
 
 Row order, for every 16 packed rows, position 8 h + j:
@@ -36,6 +40,19 @@ from moe_ep.kernels.marlin.types import WeightType, check_group_size, weight_typ
 
 STRIP = 64
 BLOCK_COLUMNS = 32
+
+# Of 4-bit floats: bits of an int32 with codes side by side, and how many places to the left they go.
+SPREAD = (
+    (0x00070007, 6),
+    (0x00080008, 12),
+    (0x00000070, 24),
+    (0x00700000, -8),
+    (0x00800080, -2),
+    (0x00000700, 17),
+    (0x07000000, -15),
+    (0x38003800, -9),
+    (0xC000C000, -14),
+)
 
 
 class PackedWeights(NamedTuple):
@@ -89,7 +106,7 @@ def pack_marlin(
     per_lane = row_order(codes.size(1), gated, codes.device)[_scale_order(codes.size(1), codes.device)]
     pack_codes = form_for(pack_codes_reference, "marlin.triton_pack_codes.triton_pack_codes", codes)
     return PackedWeights(
-        pack_codes(codes.contiguous(), kind.bits, gated).view(
+        pack_codes(codes.contiguous(), kind.bits, gated, kind.is_spread).view(
             codes.size(0), codes.size(2) // 16, codes.size(1) * 16 // kind.pack
         ),
         _reorder(scales.transpose(1, 2), per_lane),
@@ -114,7 +131,10 @@ def unpack_marlin(
     device = packed.qweight.device
     rows = row_order(num_rows, gated, device)
     back = torch.argsort(rows)
-    codes = _unpack_codes(packed.qweight.contiguous(), num_rows, num_columns, kind.bits)[:, back]
+    words = packed.qweight.contiguous()
+    if kind.is_spread:
+        words = _move_bits(words, tuple((mask << by if by > 0 else mask >> -by, -by) for mask, by in SPREAD))
+    codes = _unpack_codes(words, num_rows, num_columns, kind.bits)[:, back]
     if packed.sort_indices is not None:
         columns = torch.argsort(packed.sort_indices.long(), dim=1)
         codes = codes.gather(2, columns.unsqueeze(1).expand(codes.shape))
@@ -153,7 +173,17 @@ def _strips(num_rows: int) -> list[tuple[int, int]]:
     return [(0, whole)] * (whole > 0) + [(whole, num_rows - whole)] * (num_rows > whole)
 
 
-def pack_codes_reference(codes: torch.Tensor, bits: int, gated: bool) -> torch.Tensor:
+def _move_bits(words: torch.Tensor, moves: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """int32 with the bits of each mask so many places to the left."""
+    out = torch.zeros_like(words)
+    for mask, by in moves:
+        moved = mask << by if by > 0 else mask >> -by
+        moved -= moved >> 31 << 32  # as an int32
+        out |= (words << by if by > 0 else words >> -by) & moved
+    return out
+
+
+def pack_codes_reference(codes: torch.Tensor, bits: int, gated: bool, spread: bool = False) -> torch.Tensor:
     """Packs contiguous uint8 `[E, out, in]` to int32 `[E, all]`: `triton_pack_codes` in plain torch, on any device."""
     num_experts, _, num_columns = codes.shape
     rows = row_order(codes.size(1), gated, codes.device)
@@ -172,7 +202,8 @@ def pack_codes_reference(codes: torch.Tensor, bits: int, gated: bool) -> torch.T
         else:  # e, strip, block, piece, g, t, kk, k, h, i
             lanes = v.permute(0, 1, 5, 2, 4, 8, 6, 7, 3, 9)
         parts.append(lanes.reshape(num_experts, -1).view(torch.int32))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    words = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return _move_bits(words, SPREAD) if spread else words
 
 
 def _unpack_codes(qweight: torch.Tensor, num_rows: int, num_columns: int, bits: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ def _pack_codes_kernel(
     words_per_expert,
     BITS: tl.constexpr,
     GATED: tl.constexpr,
+    SPREAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Gathers each packed word from two rows of the plain form; program (b, e) makes words b * BLOCK ... of expert e.
@@ -64,19 +65,31 @@ def _pack_codes_kernel(
         first, second = (first | (first << 8)) & 0xFF00FF, (second | (second << 8)) & 0xFF00FF
         far, far_second = (far | (far << 8)) & 0xFF00FF, (far_second | (far_second << 8)) & 0xFF00FF
         packed = first | (second << 4) | (far << 8) | (far_second << 12)
+        if SPREAD:
+            # As repack.SPREAD says.
+            codes = packed.to(tl.uint32, bitcast=True)
+            spread = ((codes & 0x00070007) << 6) | ((codes & 0x00080008) << 12) | ((codes & 0x00800080) >> 2)
+            spread |= ((codes & 0x00000070) << 24) | ((codes & 0x00700000) >> 8)
+            spread |= ((codes & 0x00000700) << 17) | ((codes & 0x07000000) >> 15)
+            spread |= ((codes & 0x38003800) >> 9) | ((codes & 0xC000C000) >> 14)
+            packed = spread.to(tl.int32, bitcast=True)
     else:
         packed = first | (second << 16)
     tl.store(words_ptr + expert * words_per_expert + word, packed, mask=inside)
 
 
-def triton_pack_codes(codes: torch.Tensor, bits: int, gated: bool) -> torch.Tensor:
-    """uint8 `[E, out, in]`, contiguous, in natural row order -> int32 `[E, out * in * bits / 32]`."""
+def triton_pack_codes(codes: torch.Tensor, bits: int, gated: bool, spread: bool = False) -> torch.Tensor:
+    """uint8 `[E, out, in]`, contiguous, in natural row order -> int32 `[E, out * in * bits / 32]`.
+
+    Args:
+        spread: the codes are 4-bit floats.
+    """
     num_experts, num_rows, num_columns = codes.shape
     words_per_expert = num_rows * num_columns * bits // 32
     words = torch.empty((num_experts, words_per_expert), dtype=torch.int32, device=codes.device)
     grid = (triton.cdiv(words_per_expert, _BLOCK), num_experts)
     pairs = codes.view(torch.int16)
     _pack_codes_kernel[grid](
-        pairs, words, num_rows, num_columns, words_per_expert, BITS=bits, GATED=gated, BLOCK=_BLOCK
+        pairs, words, num_rows, num_columns, words_per_expert, BITS=bits, GATED=gated, SPREAD=spread, BLOCK=_BLOCK
     )
     return words

@@ -32,6 +32,11 @@ class WeightType:
         """Codes in an int32."""
         return 32 // self.bits
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether the bits of packed codes lie as the kernels make numbers of them, apart (repack.SPREAD)."""
+        return self.scalar_type == scalar_types.float4_e2m1f
+
 
 _INTEGER_GROUPS = (-1, 32, 64, 128)
 WEIGHT_TYPES = {

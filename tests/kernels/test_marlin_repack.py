@@ -109,6 +109,23 @@ def test_every_code_lies_where_the_drawing_says(bits: int, rows: int, gated: boo
             assert value == codes[0, order[position], column]
 
 
+def test_bits_of_floats_lie_where_the_kernels_take_them_from() -> None:
+    """As e2m1_bits of cuda/dequant.cuh does: sign, exponent and mantissa where a bf16 has them."""
+    kind = WEIGHT_TYPES[scalar_types.float4_e2m1f.id]
+    codes, scales, _ = _weights(kind, 32, 1, 96, 64)
+    words = pack_marlin(codes, scales, kind.scalar_type.id, 32).qweight.flatten().tolist()
+    plain = pack_codes_reference(codes, 4, False).flatten().tolist()
+    for word, nibbles in zip(words, plain, strict=True):
+        word &= 0xFFFFFFFF
+        turned = [(word << by | word >> (32 - by)) & 0xFFFFFFFF for by in (0, 10, 13)]
+        pairs = [*turned, (word & 0x001B001B) * (1 << 3 | 1 << 8 | 1 << 14)]
+        for j, pair in enumerate(pairs):
+            for half in (0, 16):
+                bits = pair & 0x81C081C0
+                code = nibbles >> (4 * j + half) & 15
+                assert bits >> half & 0xFFFF == (code >> 3) << 15 | (code & 7) << 6
+
+
 def test_gated_rows_are_interleaved_by_eight_and_others_by_four() -> None:
     assert row_order(32, True).tolist()[:17] == [*range(8), *range(16, 24), 8]
     assert row_order(16, False).tolist() == [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
@@ -158,11 +175,11 @@ def test_a_wrong_argument_is_named(change: dict, names: str) -> None:
 def check_triton(device: str) -> None:
     from moe_ep.kernels.marlin import triton_pack_codes as fused
 
-    for bits in (4, 8):
+    for bits, spread in ((4, False), (4, True), (8, False)):
         for rows, columns, gated in ((64, 32, True), (192, 96, True), (32, 64, False), (160, 224, False)):
             codes = torch.randint(0, 1 << bits, (2, rows, columns), dtype=torch.uint8)
-            packed = fused.triton_pack_codes(codes.to(device), bits, gated)
-            assert torch.equal(packed.cpu(), pack_codes_reference(codes, bits, gated))
+            packed = fused.triton_pack_codes(codes.to(device), bits, gated, spread)
+            assert torch.equal(packed.cpu(), pack_codes_reference(codes, bits, gated, spread))
 
 
 def test_triton_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

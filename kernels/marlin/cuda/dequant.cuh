@@ -35,12 +35,20 @@ DEVICE u32 e4m3_pair(u32 x) {
 #endif
 }
 
-// Four-bit e2m1 numbers in the low bits of both halves.
-DEVICE u32 e2m1_pair(u32 x) {
+// Four-bit e2m1 numbers j and j + 4 of a word, as repack.py spreads their bits: the bits of bf16s 2^126 times smaller.
+// Three pairs are a mask away once the word is turned; the last one's bits come by one multiplication.
+DEVICE u32 e2m1_bits(u32 word, int j) {
+  constexpr u32 kBitsOfBf16 = 0x81c081c0u;
+  if (j == 3) return (word & 0x001b001bu) * (1u << 3 | 1u << 8 | 1u << 14) & kBitsOfBf16;
+  return (j == 0 ? word : __funnelshift_l(word, word, j == 1 ? 10 : 13)) & kBitsOfBf16;
+}
+
+// Those bits as numbers.
+DEVICE u32 e2m1_pair(u32 bits) {
 #if ACT_BF16
-  return mul_pair(and_or(x << 12, 0x80008000u, (x & 0x00070007u) << 6), 0x7e807e80u);  // 2^126
+  return mul_pair(bits, 0x7e807e80u);  // 2^126
 #else
-  return mul_pair(and_or(x << 12, 0x80008000u, (x & 0x00070007u) << 9), 0x74007400u);  // 2^14
+  return mul_pair(and_or(bits, 0x80008000u, (bits & 0x01c001c0u) << 3), 0x74007400u);  // 2^14
 #endif
 }
 
@@ -138,7 +146,7 @@ DEVICE void dequantize(const u32* words, const Scales& s, u32* a) {
     } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
       value = e4m3_pair(permute_bytes(words[(j >> 1) % kWords], 0, j & 1 ? 0x3424 : 0x1404));
     } else {
-      value = e2m1_pair(words[0] >> (4 * j));
+      value = e2m1_pair(e2m1_bits(words[0], j));
     }
     a[j] = mul_pair(value, s.scale[j & 1]);
   }
@@ -182,7 +190,7 @@ DEVICE void unscaled(const u32* words, const Scales& s, u32* a) {
     } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
       a[j] = e4m3_pair(permute_bytes(words[(j >> 1) % kWords], 0, j & 1 ? 0x3424 : 0x1404));
     } else {
-      a[j] = e2m1_pair(words[0] >> (4 * j));
+      a[j] = e2m1_pair(e2m1_bits(words[0], j));
     }
   }
 }

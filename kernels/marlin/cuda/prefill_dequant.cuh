@@ -53,8 +53,7 @@ DEVICE void dequantize_folded(const u32* words, const Scales& s, u32* a) {
       u32 bytes = permute_bytes(words[(j >> 1) % kWords], 0, j & 1 ? 0x3424 : 0x1404);  // in bytes 1 and 3
       a[j] = fold(and_or(bytes, 0x80008000u, (bytes & 0x7f007f00u) >> 4), s, j & 1);
     } else {
-      u32 number = (j < 2 ? words[0] << (6 - 4 * j) : words[0] >> (4 * j - 6)) & 0x01c001c0u;
-      a[j] = fold(and_or(words[0] << (12 - 4 * j), 0x80008000u, number), s, j & 1);
+      a[j] = fold(e2m1_bits(words[0], j), s, j & 1);
     }
   }
 }
