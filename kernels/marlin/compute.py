@@ -108,10 +108,9 @@ def _plain_slots(
 
 def _scratch(given: torch.Tensor | None, numel: int, like: torch.Tensor, start: int = 0) -> torch.Tensor:
     """`numel` numbers of `like`'s dtype, from the given buffer behind its first `start` if there is room."""
-    fits = given is not None and given.dtype == like.dtype and given.is_contiguous()
-    if given is not None and fits and given.numel() >= start + numel:
-        return given.as_strided((numel,), (1,), given.storage_offset() + start)
-    return like.new_empty(numel)
+    if given is None or given.numel() < start + numel:
+        return like.new_empty(numel)
+    return given.as_strided((numel,), (1,), given.storage_offset() + start)
 
 
 def _partials(given: torch.Tensor | None, max_rows: int, like: torch.Tensor, used: int = 0) -> torch.Tensor:

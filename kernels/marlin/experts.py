@@ -15,7 +15,14 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertWeights, FusedMoEPermuteExpertsUnpermute
 from moe_ep.kernels import jit
 from moe_ep.kernels.expert_formats import BatchedFormat, Shape, StandardFormat, Step
-from moe_ep.kernels.marlin.checks import batched_shape, check_batch, check_output, check_tokens, check_weight_pair
+from moe_ep.kernels.marlin.checks import (
+    batched_shape,
+    check_batch,
+    check_output,
+    check_scratch,
+    check_tokens,
+    check_weight_pair,
+)
 from moe_ep.kernels.marlin.compute import compute_batch, compute_tokens
 from moe_ep.kernels.marlin.gemm import partials_numel
 from moe_ep.kernels.marlin.packing import has_all_groups, not_packed_reason, pack_experts
@@ -175,6 +182,7 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
         pair = self._weights(step.w1, step.w2, step.activation, step.hidden_states.dtype)
         check_batch(pair, step.hidden_states, counts, row_ids)
         check_output(step.output, batched_shape(pair, step.hidden_states, row_ids), step.hidden_states)
+        check_scratch(step.hidden_states, workspace13=step.scratch[0], workspace2=step.scratch[1])
         compute_batch(pair, step.output, step.hidden_states, counts, row_ids, *step.scratch)
 
 
@@ -193,4 +201,5 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase):
         pair = self._weights(step.w1, step.w2, step.activation, rows.dtype)
         check_tokens(pair, rows, weights, ids, step.expert_map)
         check_output(step.output, rows.shape, rows)
+        check_scratch(rows, workspace13=step.scratch[0], workspace2=step.scratch[1])
         compute_tokens(pair, step.output, rows, weights, ids, step.expert_map, *step.scratch)

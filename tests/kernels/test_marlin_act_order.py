@@ -99,7 +99,7 @@ def test_packed_experts_compute_the_values(name: str, has_bias: bool) -> None:
     experts = experts_of(moe, first, second, (biases[0], biases[1]))
     rows, output = torch.randn(E, ROWS, K, generator=rng).bfloat16(), torch.empty(E, ROWS, K).bfloat16()
     counts = ExpertTokensMetadata(torch.full((E,), ROWS, dtype=torch.int32))
-    none = torch.empty(0)
+    none = torch.empty(0, dtype=torch.bfloat16)
     arguments = (MoEActivation.SILU, E, None, None, None, none, none, counts, False)
     experts.apply(output, rows, first.weight, second.weight, none, none, *arguments)
     for e in range(E):

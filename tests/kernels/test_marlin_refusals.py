@@ -210,6 +210,21 @@ def test_experts_refuse_an_output_without_room(
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["workspace13", "workspace2"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_experts_refuse_scratch_of_another_kind(batched: bool, name: str) -> None:
+    first, second = pair(UINT4B8, 32, SILU)
+    experts = (BatchedMarlinExperts if batched else MarlinExperts)(*configs(first, second, UINT4B8))
+    given = rows(E, ROWS, K) if batched else rows(ROWS, K)
+    meta = ExpertTokensMetadata(ints(E)) if batched else None
+    scratch = {"workspace13": rows(100), "workspace2": rows(100), name: torch.zeros(100)}
+    with pytest.raises(ValueError, match=f"^{name} is torch.float32 on cpu; it must be torch.bfloat16 on cpu"):
+        experts.apply(
+            rows(*given.shape), given, first.packed.qweight, second.packed.qweight, torch.ones(ROWS, 2), ints(ROWS, 2),
+            SILU, E, None, None, None, scratch["workspace13"], scratch["workspace2"], meta, False,
+        )  # fmt: skip
+
+
 def launchable() -> WeightPair:
     weights = [
         Weights(made.packed.qweight, made.packed.scales, None, None, None, None, None, gated, *made.values.shape[1:])
