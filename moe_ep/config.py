@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.errors import check_at_least, one_of
+from moe_ep.errors import check_at_least, check_below, one_of
 from moe_ep.expert_map import EXPERT_PLACEMENT_STRATEGIES
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -38,9 +38,9 @@ class FusedMoEParallelConfig:
     def __post_init__(self) -> None:
         check_at_least(1, tp_size=self.tp_size, dp_size=self.dp_size, ep_size=self.ep_size)
         for kind in ("tp", "dp", "ep"):
-            rank, size = getattr(self, f"{kind}_rank"), getattr(self, f"{kind}_size")
-            if not 0 <= rank < size:
-                raise ValueError(f"{kind}_rank is {rank}; it must be at least 0 and below {kind}_size ({size})")
+            check_below(
+                f"{kind}_size", getattr(self, f"{kind}_size"), **{f"{kind}_rank": getattr(self, f"{kind}_rank")}
+            )
         if self.expert_placement_strategy not in EXPERT_PLACEMENT_STRATEGIES:
             raise ValueError(
                 one_of("expert_placement_strategy", self.expert_placement_strategy, EXPERT_PLACEMENT_STRATEGIES)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_ep.errors import check_at_least, one_of
+from moe_ep.errors import check_at_least, check_below, one_of
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ def expert_owner_table(
     """
     routed = _owners(ep_size, global_num_experts, expert_placement_strategy)
     check_at_least(0, num_fused_shared_experts=num_fused_shared_experts)
-    if not 0 <= ep_rank < ep_size:
-        raise ValueError(f"ep_rank is {ep_rank}; it must be at least 0 and below ep_size ({ep_size})")
+    check_below("ep_size", ep_size, ep_rank=ep_rank)
     return torch.cat([routed, torch.full((num_fused_shared_experts,), ep_rank, dtype=torch.int32, device=_HOST)])
 
 

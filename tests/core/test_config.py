@@ -67,6 +67,8 @@ def test_one_rank_unless_more_are_asked_for(kind):
     assert (getattr(alone, f"{kind}_rank"), getattr(alone, f"{kind}_size")) == (0, 1)
     with pytest.raises(ValueError, match=rf"{kind}_rank is 2; it must be at least 0 and below {kind}_size \(2\)"):
         FusedMoEParallelConfig(**{f"{kind}_rank": 2, f"{kind}_size": 2})
+    with pytest.raises(TypeError, match=f"{kind}_rank is 0.5; it must be a whole number"):
+        FusedMoEParallelConfig(**{f"{kind}_rank": 0.5, f"{kind}_size": 2})
 
 
 def config(**changes):

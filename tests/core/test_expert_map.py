@@ -117,6 +117,14 @@ def test_bad_arguments(arguments: tuple, message: str) -> None:
         determine_expert_map(*arguments)
 
 
+@pytest.mark.parametrize("name", ["ep_size", "ep_rank", "global_num_experts", "num_fused_shared_experts"])
+@pytest.mark.parametrize("value", [0.5, "1", None])
+def test_whole_numbers_only(name: str, value: object) -> None:
+    arguments = {"ep_size": 2, "ep_rank": 0, "global_num_experts": 8, "num_fused_shared_experts": 0, name: value}
+    with pytest.raises(TypeError, match=f"^{name} is {value!r}; it must be a whole number"):
+        determine_expert_map(**arguments)
+
+
 def test_tables_refuse_bad_arguments_too() -> None:
     with pytest.raises(ValueError, match=r"ep_rank is 2; it must be at least 0 and below ep_size \(2\)"):
         expert_owner_table(2, 8, ep_rank=2)
