@@ -15,7 +15,7 @@ from moe_ep.bench.timing import timing_of
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.metrics import balancedness
-from moe_ep.eplb.planner import make_plan, measure_load
+from moe_ep.eplb.planner import make_plan
 from moe_ep.eplb.policy.maps import experts_moved
 
 # Rows that an expert's weights are multiplied with at a time in a small batch.
@@ -39,12 +39,11 @@ def skew_rows(model: Model, T: int) -> Iterator[dict[str, Any]]:
     step = model.capture(T)
     run_steps(model, *step, seen, NUM_DRAWS, manager)
     counts = _counts(manager)
-    load = measure_load(counts, model.size, manager.num_steps)
     name = f"zipf({args.zipf:g})"
     settings = {"uniform": (uniform, start), f"{name}, as placed": (used, start)}
     for objective in args.objectives:
         sizes = model.geometry.num_experts, model.size
-        plan, _ = make_plan(counts, load, start, *sizes, replace(config, objective=objective))
+        plan, _ = make_plan(counts, start, *sizes, replace(config, objective=objective))
         settings[f"{name}, balanced by {objective}"] = used, start if plan is None else plan
     times: dict[str, list[float]] = {what: [] for what in settings}
     work = {}

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from moe_ep.eplb.metrics import balancedness
 from moe_ep.eplb.policy.maps import Array
 from moe_ep.errors import missing_extra
 
@@ -38,7 +40,7 @@ def draw_load(panels: dict[str, Array], num_ranks: int, title: str, path: Path) 
     images = {}
     for row, (name, slots) in zip(grid, panels.items(), strict=True):
         ranks = slots.reshape(slots.shape[0], num_ranks, -1).sum(axis=2)
-        evenness = ranks.mean(axis=1).sum() / max(ranks.max(axis=1).sum(), 1)
+        evenness = balancedness(torch.from_numpy(ranks))
         images["slot"] = _draw(row[0], slots, "slot", f"{name}: physical experts")
         images["rank"] = _draw(
             row[1], ranks, "rank", f"{name}: ranks, balancedness over all steps together {evenness:.2f}"

@@ -41,9 +41,10 @@ def logical_counts(counts: torch.Tensor, placement: Array, num_experts: int) -> 
 
 
 def make_plan(
-    counts: torch.Tensor, load: LoadReport, placement: Array, num_experts: int, num_ranks: int, config: EplbConfig
+    counts: torch.Tensor, placement: Array, num_experts: int, num_ranks: int, config: EplbConfig
 ) -> tuple[Array | None, str]:
-    """The placement to go to, int64 `[L, P]`, or None and why not."""
+    """The placement to go to from the counts of a window int64 `[S, L, P]`: int64 `[L, P]`, or None and why not."""
+    load = measure_load(counts, num_ranks, 0)
     if load.mean_tokens == 0:
         return None, "no tokens in the window"
     # Of other objectives the planner knows how even the layers are.

@@ -20,14 +20,19 @@ import numpy as np
 import torch
 
 from moe_ep.eplb.config import EplbConfig
-from moe_ep.eplb.planner import make_plan, measure_load
+from moe_ep.eplb.planner import make_plan
 from moe_ep.eplb.policy.maps import Array
 
 
 class PlannerProcess:
-    """A child that plans; it ends with this process, or with `close`."""
+    """A child that plans; it ends with this process, or with `close`.
 
-    def __init__(self) -> None:
+    Args:
+        limit_s: seconds that a plan may take.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
         environment = os.environ | {
             # As found here, also from a bare checkout; no GPU, and one core.
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -54,24 +59,23 @@ class PlannerProcess:
         num_experts: int,
         num_ranks: int,
         config: EplbConfig,
-        limit_s: float,
     ) -> tuple[Array | None, str]:
         """What `moe_ep.eplb.planner.make_plan` returns for a window int `[S, L, P]`.
 
         Raises:
-            TimeoutError: it takes longer than limit_s.
+            TimeoutError: it takes too long.
             RuntimeError: the process has ended.
         """
         about = {"num_experts": num_experts, "num_ranks": num_ranks, "config": asdict(config)}
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
             raise RuntimeError("the planning process was started without pipes")
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + self._limit_s
         try:
             _write(stdin, about, counts.to(torch.int32).numpy(), placement, deadline=deadline)
             answer, arrays = _read(stdout, deadline)
         except TimeoutError:
-            raise TimeoutError(f"the planning process did not answer within {limit_s:g} s") from None
+            raise TimeoutError(f"the planning process did not answer within {self._limit_s:g} s") from None
         except (OSError, EOFError):
             code = self._process.wait()
             raise RuntimeError(f"the planning process ended with exit code {code}") from None
@@ -147,9 +151,8 @@ def main() -> None:
         except EOFError:
             return
         window = torch.from_numpy(counts.astype(np.int64))
-        load = measure_load(window, about["num_ranks"], 0)
         config = EplbConfig(**about["config"])
-        plan, reason = make_plan(window, load, placement, about["num_experts"], about["num_ranks"], config)
+        plan, reason = make_plan(window, placement, about["num_experts"], about["num_ranks"], config)
         try:
             _write(answers, {"reason": reason}, *([] if plan is None else [plan]))
         except BrokenPipeError:

@@ -75,9 +75,9 @@ class Rearrangement:
         self._mover, self._placement, self._recorder, self._tell = mover, placement, recorder, tell
         # The layer that waits for its commit: (experts, bytes, seconds of transfer); None at the end of a job.
         self._fetched: tuple[int, int, float] | None = None
-        # Started early: it takes seconds to be there.
         in_process = config.planner == "process" and config.asynchronous and channel.rank == 0
-        self._planner = PlannerProcess() if in_process else None
+        # Started early: it takes seconds to be there. It gives up before the others do, so that they learn why.
+        self._planner = PlannerProcess(0.8 * channel.timeout_s) if in_process else None
         # Whether there were steps to plan from before: a model that has served may stand idle.
         self._has_planned = False
 
@@ -182,14 +182,9 @@ class Rearrangement:
         failure: EplbError | None = None
         if self._channel.rank == 0:
             started = time.perf_counter()
-            sizes = (self._placement.num_experts, self._channel.size)
+            planner = make_plan if self._planner is None else self._planner.make_plan
             try:
-                if self._planner is None:
-                    plan, reason = make_plan(total, load, old, *sizes, self._config)
-                else:
-                    # Before the others give up waiting for the plan, so that they learn why.
-                    limit_s = 0.8 * self._channel.timeout_s
-                    plan, reason = self._planner.make_plan(total, old, *sizes, self._config, limit_s)
+                plan, reason = planner(total, old, self._placement.num_experts, self._channel.size, self._config)
                 if plan is not None:
                     message[0] = _PLAN
                     message[1:] = torch.from_numpy(plan).flatten()

@@ -106,11 +106,11 @@ def test_steps_that_count_nothing_are_told_once(caplog: pytest.LogCaptureFixture
 
 def test_level_tokens_are_no_reason_not_to_level_active_experts() -> None:
     counts = torch.tensor([[[40, 0, 0, 0, 10, 10, 10, 10]]]).expand(4, 1, 8)
-    load, placement = measure_load(counts, 2, step=4), np.arange(8)[None]
-    assert load.balancedness == 1.0
-    by_tokens, reason = make_plan(counts, load, placement, 8, 2, CONFIG)
+    placement = np.arange(8)[None]
+    assert measure_load(counts, 2, step=4).balancedness == 1.0
+    by_tokens, reason = make_plan(counts, placement, 8, 2, CONFIG)
     assert by_tokens is None and reason == "balancedness 1.000 is not below 1"
-    plan, _ = make_plan(counts, load, placement, 8, 2, EplbConfig(objective="active_experts", refine=False))
+    plan, _ = make_plan(counts, placement, 8, 2, EplbConfig(objective="active_experts", refine=False))
     assert plan is not None
     active = (counts[0, 0].numpy()[plan[0]] > 0).reshape(2, 4).sum(axis=1)
     assert active.max() == 3
@@ -154,20 +154,20 @@ def test_a_planning_process_that_ends_is_an_error() -> None:
         # As a server has them: pipes with numbers that select cannot take, where this user may have so many.
         for _ in range(min(1100, limits[1] - 100)):
             stack.enter_context(open(os.devnull))
-        planner = PlannerProcess()
+        planner = PlannerProcess(20)
         planner._process.kill()
         placement = np.arange(4)[None]
         with pytest.raises(RuntimeError, match="the planning process ended with exit code -9"):
-            planner.make_plan(torch.ones(1, 1, 4, dtype=torch.int64), placement, 4, 2, CONFIG, 20)
+            planner.make_plan(torch.ones(1, 1, 4, dtype=torch.int64), placement, 4, 2, CONFIG)
         planner.close()
 
 
 @pytest.mark.parametrize("num_steps", [1, 2000])
 def test_a_planning_process_that_hangs_is_an_error_at_the_deadline(num_steps: int) -> None:
     """With requests that its pipe has room for, and with larger ones."""
-    planner = PlannerProcess()
+    planner = PlannerProcess(0.1)
     planner._process.send_signal(signal.SIGSTOP)
     window = torch.ones(num_steps, 1, 64, dtype=torch.int64)
     with pytest.raises(TimeoutError, match="the planning process did not answer within 0.1 s"):
-        planner.make_plan(window, np.arange(64)[None], 64, 2, CONFIG, 0.1)
+        planner.make_plan(window, np.arange(64)[None], 64, 2, CONFIG)
     planner.close()
