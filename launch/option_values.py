@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ep.launch.options import OptionError
+from moe_ep.launch.options import OptionError, whole
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 # For help, which does not wait for torch: the names of moe_ep.bench.geometries.PRESETS.
@@ -113,7 +113,7 @@ def ray_address(raw: str) -> str:
 
 def whole_numbers(raw: str) -> tuple[int, ...]:
     """Numbers of at least 1, as in 1,2,4,8."""
-    if not re.fullmatch(r"\d+(,\d+)*", raw) or 0 in (numbers := tuple(map(int, raw.split(",")))):
+    if not re.fullmatch(r"\d+(,\d+)*", raw) or 0 in (numbers := tuple(map(whole, raw.split(",")))):
         raise ValueError("it must be whole numbers of at least 1, as in 1,2,4,8")
     return numbers
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 C = TypeVar("C")
 Parse = Callable[[str], Any]
+_LARGEST = 2**31 - 1
 
 
 class OptionError(ValueError):
@@ -94,6 +95,8 @@ def from_args(config: type[C], args: argparse.Namespace) -> C:
             values[item.name] = item.metadata["parse"](raw) if isinstance(raw, str) else raw
         except ValueError as error:
             raise OptionError(f"{flag(item.name)} is {raw!r}; {error}") from None
+        except OSError as error:
+            raise OptionError(f"{flag(item.name)} is {raw!r}, which cannot be used: {error.strerror}") from None
     return config(**values)
 
 
@@ -108,13 +111,21 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def whole(digits: str) -> int:
+    """A number of digits that 32 bits hold, as counts and seeds are; ValueError with the rule for a larger one."""
+    value = int(digits.lstrip("0")[: len(str(_LARGEST)) + 1] or 0)
+    if value > _LARGEST:
+        raise ValueError(f"it must be at most {_LARGEST}")
+    return value
+
+
 def at_least(minimum: int) -> Parse:
     """A whole number."""
 
     def parse(raw: str) -> int:
-        if not raw.isdecimal() or int(raw) < minimum:
+        if not raw.isdecimal() or whole(raw) < minimum:
             raise ValueError(f"it must be a whole number of at least {minimum}")
-        return int(raw)
+        return whole(raw)
 
     return parse
 

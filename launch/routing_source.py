@@ -50,6 +50,7 @@ class RoutingSource:
         """Of one layer, by its position among the MoE layers."""
         num_tokens, E, top_k = self._config.num_tokens(rank), self._spec.num_experts, self._spec.top_k
         number = ((self._config.seed * 1_000_003 + step) * 4096 + position) * self._world_size + rank
+        number %= 2**63  # all that a generator takes
         if self._routing is not None:
             # Which experts are popular differs from layer to layer.
             popularity = self._config.seed * 4096 + position

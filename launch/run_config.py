@@ -10,7 +10,7 @@ from pathlib import Path
 from moe_ep.launch.eplb_options import EplbOptions
 from moe_ep.launch.model_options import ModelConfig
 from moe_ep.launch.option_values import host, input_file, new_folder, output_file, port
-from moe_ep.launch.options import at_least, option
+from moe_ep.launch.options import at_least, option, whole
 
 
 def _text_file(raw: str) -> Path:
@@ -24,7 +24,7 @@ def _text_file(raw: str) -> Path:
 
 
 def _token_counts(raw: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d+(,\d+)*", raw) or not any(counts := tuple(map(int, raw.split(",")))):
+    if not re.fullmatch(r"\d+(,\d+)*", raw) or not any(counts := tuple(map(whole, raw.split(",")))):
         raise ValueError("it must be a whole number of at least 1, or one number a rank as in 64,0,17,32")
     return counts
 

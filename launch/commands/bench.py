@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from dataclasses import replace
@@ -125,7 +126,7 @@ def _rows_before(config: ScalingConfig) -> list[dict[str, Any]]:
 
 
 def _ep_sizes(config: ScalingConfig, world_size: int) -> tuple[int, ...]:
-    sizes = config.ep_sizes or tuple(size for size in range(1, world_size + 1) if world_size % size == 0)
+    sizes = config.ep_sizes or _divisors(world_size)
     if unfit := [size for size in sizes if world_size % size]:
         raise OptionError(
             f"--ep-sizes has {unfit[0]} and there are {world_size} workers; a size must divide them, so that groups of "
@@ -138,3 +139,9 @@ def _ep_sizes(config: ScalingConfig, world_size: int) -> tuple[int, ...]:
                     f"--scaling is strong and {tokens} tokens do not divide over {size} ranks; pass multiples"
                 )
     return tuple(sorted(sizes))
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    """All of them, from 1 to the number itself; quick for one that no machine can serve, which is refused later."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))

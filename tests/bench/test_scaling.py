@@ -22,6 +22,7 @@ from moe_ep.checkpoint import model_spec
 from moe_ep.errors import ConfigError
 from moe_ep.launch import gang_choice, progress, scaling_worker
 from moe_ep.launch.cli import main
+from moe_ep.launch.commands import bench
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.scaling_config import ScalingConfig
 from moe_ep.launch.scaling_rows import Clock, Row, Setting
@@ -242,3 +243,11 @@ def test_a_file_without_results(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path.write_text("")
     assert main(["plot", str(path), "--out", str(tmp_path)]) == 2
     assert "it holds no rows; give a file" in capsys.readouterr().err
+
+
+P = 2**31 - 1  # a prime
+
+
+@pytest.mark.parametrize(("number", "divisors"), [(1, (1,)), (12, (1, 2, 3, 4, 6, 12)), (49, (1, 7, 49)), (P, (1, P))])
+def test_every_ep_size_that_divides_the_workers(number: int, divisors: tuple[int, ...]) -> None:
+    assert bench._divisors(number) == divisors

@@ -43,3 +43,21 @@ def test_the_least_values_are_values() -> None:
     for parse, raw in ((at_least(2), "1"), (endpoint, "host:0"), (port, "0")):
         with pytest.raises(ValueError, match="it must"):
             parse(raw)
+
+
+@pytest.mark.parametrize(
+    ("flag", "raw", "rule"),
+    [
+        ("count", str(2**31), "; it must be at most 2147483647"),
+        ("count", "9" * 5000, "; it must be at most 2147483647"),
+        ("counts", f"1,{2**31}", "; it must be at most 2147483647"),
+        ("folder", "n" * 300, ", which cannot be used: File name too long"),
+    ],
+)
+def test_what_no_machine_can_take_is_refused(flag: str, raw: str, rule: str) -> None:
+    parser = Parser(prog="made")
+    add_flags(parser, Made)
+    assert at_least(1)("0" * 20 + str(2**31 - 1)) == 2**31 - 1
+    with pytest.raises(OptionError) as caught:
+        from_args(Made, parser.parse_args([f"--{flag}", raw]))
+    assert str(caught.value) == f"--{flag} is {raw!r}{rule}"
