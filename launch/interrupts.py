@@ -12,27 +12,33 @@ import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import wait
+from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The innermost calls of a process that is ended tell where it was.
 _SHOWN_CALLS = 10
 
+# How soon a signal that came during an import is tried again.
+_IMPORT_POLL_S = 0.02
+
 _received: int | None = None
 _held = False
+_hearing: FrameType | None = None
 
 
 @contextlib.contextmanager
 def raised_as_interrupt() -> Iterator[None]:
-    """Each of the signals raises KeyboardInterrupt inside the block, where `received` says which it was; under nohup,
-    SIGHUP does nothing."""
-    global _received
+    """Each of the signals raises KeyboardInterrupt inside the block, after an import that it comes in, and `received`
+    says which it was; under nohup, SIGHUP does nothing."""
+    global _received, _hearing
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     heard = [number for number in _ENDING if not (is_nohup and number == signal.SIGHUP)]
+    _hearing = sys._getframe(2)  # past this generator and what makes a context of it
     before = {number: signal.signal(number, _note) for number in heard}
     try:
         yield
     finally:
-        _received = None
+        _received = _hearing = None
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -144,8 +150,30 @@ def _end(message: str, code: int) -> None:
     os._exit(code)
 
 
-def _note(number: int, frame: object) -> None:
+def _note(number: int, frame: FrameType | None) -> None:
     global _received
     _received = number
-    if not _held:
+    if _held:
+        return
+    if _is_importing(frame):
+        # What is raised while torch or numpy load is dropped there, or leaves them half loaded.
+        again = threading.Timer(_IMPORT_POLL_S, _send_again, (number,))
+        again.daemon = True
+        again.start()
+    else:
         raise KeyboardInterrupt
+
+
+def _send_again(number: int) -> None:
+    thread = threading.main_thread().ident
+    if _received is not None and thread is not None:
+        signal.pthread_kill(thread, number)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported there, within the block where signals are heard."""
+    while frame is not None and frame is not _hearing:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +60,33 @@ with interrupts.raised_as_interrupt():
         sys.exit(7)
 """
 
+# A module that is interrupted while it loads, and drops what is raised there, as torch's extensions do.
+_INTERRUPTED_MODULE = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+except BaseException:
+    pass
+"""
+
+# As at a terminal: shells start background jobs deaf to ctrl-C.
+_AT_A_TERMINAL = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+# Ctrl-C comes when the program has started and knows no command yet.
+_EARLY = """
+import os, sys
+from moe_ep.launch.__main__ import main
+
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "moe_ep.launch.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+main()
+"""
+
 
 @pytest.fixture(autouse=True)
 def at_a_terminal() -> Iterator[None]:
@@ -98,6 +127,21 @@ def test_a_signal_that_is_held_back_comes_at_the_end() -> None:
         time.sleep(0.01)
         done = True
     assert done
+
+
+def test_what_comes_during_an_import_is_raised_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"moe_ep_test_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(_INTERRUPTED_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt), interrupts.raised_as_interrupt():
+        importlib.import_module(name)
+        time.sleep(60)
+    assert name in sys.modules
+
+
+def test_ctrl_c_before_there_is_a_command_ends_the_process_without_a_word() -> None:
+    done = subprocess.run([sys.executable, "-c", _AT_A_TERMINAL + _EARLY], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.parametrize(
