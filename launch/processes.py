@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +39,24 @@ def end_trees(roots: set[Process], limit_s: float = 2.0) -> Iterator[None]:
                 os.kill(pid, signal.SIGKILL)
 
 
+def start_guard(roots: set[Process]) -> subprocess.Popen[bytes]:
+    """A process that ends these trees as `end_trees` does when this process has died, even of SIGKILL; the caller kills
+    it once they have ended otherwise."""
+    # This file as a program: it needs nothing else of ours.
+    return subprocess.Popen(
+        [sys.executable, "-IS", __file__, str(os.getpid()), *(f"{pid}/{started}" for pid, started in roots)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # ctrl-C is not for it
+    )
+
+
+def _guard(pid: int, roots: set[Process]) -> None:
+    with end_trees(roots), contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(pid)], [], [])
+
+
 def _with_descendants(roots: set[Process]) -> set[Process]:
     below: dict[int, list[Process]] = {}
     for process, parent in _parents().items():
@@ -60,3 +81,10 @@ def _parents() -> dict[Process, int]:
         if fields[0] != "Z":
             parents[int(stat.parent.name), int(fields[19])] = int(fields[1])
     return parents
+
+
+if __name__ == "__main__":
+    _guard(
+        int(sys.argv[1]),
+        {(int(pid), int(started)) for pid, _, started in (root.partition("/") for root in sys.argv[2:])},
+    )

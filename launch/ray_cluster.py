@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sysconfig
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from moe_ep import env
 from moe_ep.errors import GangError
 from moe_ep.launch import interrupts
 from moe_ep.launch.gang import check_room, num_cpus
-from moe_ep.launch.processes import children, end_trees
+from moe_ep.launch.processes import children, end_trees, start_guard
+from moe_ep.launch.rank_env import LOOPBACK
 
 # A worker of a running cluster gets these of the driver's variables; workers of a private one inherit them all.
 _PASSED_ON = ("MOE_EP_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TRITON_", "CUDA_MODULE_LOADING")
@@ -82,8 +84,8 @@ def _newest_logs() -> Path:
 class PrivateCluster:
     """A cluster on loopback that lives until `end`.
 
-    Where Ray is interrupted while it starts, it kills the raylet and leaves the agents that belong to it behind; so
-    the processes that it starts are looked after here.
+    Where Ray is interrupted while it starts, it kills the raylet and leaves the agents that belong to it behind, and
+    where this process is killed they stay for a minute; so the processes that it starts are looked after here.
 
     Args:
         options: more of `ray.init`'s.
@@ -92,6 +94,7 @@ class PrivateCluster:
     def __init__(self, num_cpus: int, options: dict[str, Any]) -> None:
         import ray
 
+        self._guard: subprocess.Popen[bytes] | None = None
         before = children(os.getpid())
         try:
             with _loopback_cluster(), _environment(worker_variables()), _own_sigterm_handler():
@@ -107,6 +110,7 @@ class PrivateCluster:
                 ) from error
             raise
         self._processes = children(os.getpid()) - before
+        self._guard = start_guard(self._processes)
 
     def end(self) -> None:
         """Ends the cluster; nothing of it is left."""
@@ -114,6 +118,9 @@ class PrivateCluster:
 
         with end_trees(self._processes):
             ray.shutdown()
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.wait()
 
 
 @contextlib.contextmanager
@@ -164,32 +171,49 @@ def worker_variables() -> dict[str, str]:
 
 
 def _found(address: str) -> str:
-    """The address itself, or what auto stands for: that of the cluster which was started here last."""
-    from ray._private.services import get_ray_address_from_environment
+    """The address itself, or what auto stands for: RAY_ADDRESS, else the cluster that `ray start` started here last, or
+    else the one that runs here. Private ones, which listen on loopback and which `ray start` knows nothing of, are
+    somebody else's."""
+    from ray._private.services import find_bootstrap_address, find_gcs_addresses
 
     if address != "auto":
         return address
-    try:
-        return get_ray_address_from_environment(address, None)
-    except ConnectionError:
-        raise GangError(
-            "no Ray cluster runs on this machine, and the address is auto; give the HOST:PORT of one, start one by "
-            "ray start --head, or leave the address out"
-        ) from None
+    if given := os.environ.get("RAY_ADDRESS", "").removeprefix("auto"):
+        return given
+    started = find_bootstrap_address(None)
+    if started and not _why_silent(started):
+        return started
+    running = sorted(find_gcs_addresses())
+    found = [address for address in running if not address.startswith(LOOPBACK)]
+    if len(found) == 1:
+        return found[0]
+    several = f"several Ray clusters run on this machine ({', '.join(found)})"
+    none = "no Ray cluster runs on this machine" + (" but other commands' private ones" if running else "")
+    raise GangError(
+        f"{several if found else none}, and the address is auto; give the HOST:PORT of one, start one by ray start "
+        f"--head, or leave the address out"
+    )
 
 
 def _check_listening(address: str) -> None:
     """Says at once that nothing listens there, which Ray finds out in a minute, or never where a cluster is gone."""
+    if reason := _why_silent(address):
+        raise GangError(
+            f"no Ray cluster answers at {address} ({reason}); give the address that ray start printed, or leave it out "
+            f"to start a cluster on this machine"
+        )
+
+
+def _why_silent(address: str) -> str:
+    """Why nobody can be reached there; empty where somebody listens, or where it is no HOST:PORT."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
-        return
+        return ""
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
     except (OSError, OverflowError) as error:
-        raise GangError(
-            f"no Ray cluster answers at {address} ({error}); give the address that ray start printed, or leave it out "
-            f"to start a cluster on this machine"
-        ) from None
+        return str(error)
+    return ""
 
 
 @contextlib.contextmanager

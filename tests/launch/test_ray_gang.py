@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from moe_ep.errors import GangError
-from moe_ep.launch import interrupts
+from moe_ep.launch import interrupts, ray_cluster
+from moe_ep.launch.processes import children
 from moe_ep.launch.ray_gang import RayGang
 from moe_ep.observability import metrics
 from tests.launch import jobs
@@ -26,8 +27,6 @@ ray = pytest.importorskip("ray")
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A private cluster of 3 CPUs, started the way a gang starts its own, and kept for all tests of the module."""
-    from moe_ep.launch import ray_cluster
-
     assert ray_cluster.connect(None, 3)
     yield
     ray.shutdown()
@@ -160,6 +159,16 @@ def test_ctrl_c_ends_workers_and_cluster(tmp_path: Path) -> None:
     assert jobs.all_end(session)
 
 
+def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path) -> None:
+    code = "import sys; from moe_ep.launch.ray_gang import RayGang; from tests.launch import jobs\n"
+    driver = jobs.start_python(code + "RayGang(1, 'cpu').run(jobs.hang, sys.argv[1])", str(tmp_path))
+    pids = jobs.pids_in(tmp_path, 1)
+    started = {*pids, *jobs.session_pids(driver.pid), *(pid for pid, _ in children(driver.pid))}
+    driver.kill()
+    driver.communicate(timeout=30)
+    assert jobs.all_end([*started])
+
+
 def test_a_cluster_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**options: object) -> None:
         raise Exception("The current node timed out during startup.\nPages follow.")
@@ -196,9 +205,27 @@ def test_nothing_answers_at_the_address(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
-    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
-    with pytest.raises(GangError, match="no Ray cluster answers at 127.0.0.1:9"):
-        RayGang(1, "cpu", address="auto")
-    (tmp_path / "ray" / "ray_current_cluster").unlink()
+    running: set[str] = set()
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: running)
     with pytest.raises(GangError, match="no Ray cluster runs on this machine, and the address is auto"):
         RayGang(1, "cpu", address="auto")
+    running.add("127.0.0.1:8")  # another command's
+    with pytest.raises(GangError, match="but other commands' private ones, and the address is auto"):
+        RayGang(1, "cpu", address="auto")
+
+
+def test_what_auto_stands_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    running = {"127.0.0.1:8", "10.0.0.1:6379"}
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: running)
+    assert ray_cluster._found("auto") == "10.0.0.1:6379"
+    running.add("10.0.0.2:6379")
+    with pytest.raises(GangError, match=r"several Ray clusters run on this machine \(10.0.0.1:6379, 10.0.0.2:6379\)"):
+        ray_cluster._found("auto")
+    with socket.create_server(("127.0.0.1", 0)) as started:
+        address = f"127.0.0.1:{started.getsockname()[1]}"
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        assert ray_cluster._found("auto") == address
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.3:6379")
+    assert ray_cluster._found("auto") == "10.0.0.3:6379" and ray_cluster._found("10.0.0.4:1") == "10.0.0.4:1"
