@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
@@ -123,9 +124,27 @@ def test_backends_and_balancing(options: dict[str, Any]) -> None:
     ranks(3).run(from_model, "Qwen3Moe", options)
 
 
+class SizesInMemory(TorchDispatchMode):
+    """The sizes, in any order, of the tensors with memory that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result.is_meta:
+            self.seen.add(tuple(sorted(result.shape)))
+        return result
+
+
 def from_path(rank: int, world_size: int, folder: str, family: str, quantize: str) -> int:
     alone = make_model(family, hidden_size=64)
-    parallel = moe_ep.parallelize(folder, dtype=torch.float32, quantize=quantize)
+    with SizesInMemory() as sizes:
+        parallel = moe_ep.parallelize(folder, dtype=torch.float32, quantize=quantize)
+    # At no time does a rank hold a matrix of all experts.
+    whole = {tuple(sorted(param.shape)) for _, experts in find_experts(alone) for param in experts.parameters()}
+    assert sizes.seen and sizes.seen.isdisjoint(size for size in whole if len(size) == 3)
     check_requests(rank, parallel, in_int4(alone) if quantize == "int4" else alone)
     return steps_of(parallel).layers[0].moe_config.num_local_experts
 
