@@ -88,7 +88,9 @@ class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
         rows = reduced_rows(
             weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
         )
-        check_tensor("reduced expert output", rows, (sum(handle.received), output.size(1)), output.dtype, output.device)
+        check_tensor(
+            "fused_expert_output (reduced)", rows, (sum(handle.received), output.size(1)), output.dtype, output.device
+        )
         returned = rows.new_empty((sum(handle.sent), rows.size(1)))
         steps = self.ranks.steps("combine", output.device)
         steps.all_to_all(returned, rows, handle.sent, handle.received)

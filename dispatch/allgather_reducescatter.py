@@ -79,7 +79,9 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize):
         rows = reduced_rows(
             weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
         )
-        check_tensor("reduced expert output", rows, (handle.num_rows, output.size(1)), output.dtype, output.device)
+        check_tensor(
+            "fused_expert_output (reduced)", rows, (handle.num_rows, output.size(1)), output.dtype, output.device
+        )
         returned = torch.empty_like(rows)
         steps = self.ranks.steps("combine", output.device)
         if rows.size(0):

@@ -9,6 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from moe_ep.arguments import INTEGERS, check_tensors
 from moe_ep.config import ACTIVATION_DTYPES
 from moe_ep.kernels.quantize import quantize_rows
 
@@ -116,9 +117,10 @@ def check_arguments(
         known_ids: ids are below this.
         capacity: the most tokens; None for any number.
     """
+    check_tensors(a1=a1, topk_weights=topk_weights, topk_ids=topk_ids)
     if a1.dim() != 2 or a1.dtype not in ACTIVATION_DTYPES:
         raise _unfit("a1", a1, "(T, K) of f32, f16 or bf16")
-    if topk_ids.dim() != 2 or topk_ids.is_floating_point() or topk_ids.dtype is torch.bool:
+    if topk_ids.dim() != 2 or topk_ids.dtype not in INTEGERS:
         raise _unfit("topk_ids", topk_ids, "(T, topk) of an integer type")
     if topk_weights.shape != topk_ids.shape or topk_weights.dtype is not torch.float32:
         raise _unfit("topk_weights", topk_weights, f"f32 of topk_ids' shape {tuple(topk_ids.shape)}")
@@ -157,6 +159,7 @@ def check_tensor(
     contiguous: bool = False,
 ) -> None:
     """ValueError for a tensor of another shape or dtype, or in another place."""
+    check_tensors(**{name: tensor})
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
         raise ValueError(
             f"{name} is {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}; it must be {shape} of {dtype} on "

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from moe_ep.arguments import check_expert_map, check_same_device
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
 from moe_ep.dispatch.batch import check_arguments
+from moe_ep.errors import check_at_least
 from moe_ep.topk_weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,
@@ -62,10 +64,13 @@ class NoEPPrepareFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> PrepareResult:
+        check_at_least(1, num_experts=num_experts)
         check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, num_experts)
         if apply_router_weight_on_input:
             a1 = (a1 * topk_weights).to(a1.dtype)
         if expert_map is not None:
+            check_expert_map(expert_map)
+            check_same_device("a1", a1.device, expert_map=expert_map)
             if expert_map.shape != (num_experts,):
                 raise ValueError(
                     f"expert_map has shape {tuple(expert_map.shape)}; it must have one entry for each of "

@@ -7,6 +7,7 @@ import zlib
 
 import torch
 
+from moe_ep.arguments import check_expert_map
 from moe_ep.config import FusedMoEConfig
 from moe_ep.expert_map import expert_owner_table
 
@@ -60,6 +61,7 @@ class Placement:
         known = self._known_maps.get(id(expert_map))
         if known is not None and known() is expert_map:
             return
+        check_expert_map(expert_map)
         if expert_map.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         own = self.expert_map(expert_map.device)

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import torch
 
+from moe_ep.arguments import check_expert_map, check_integers, check_same_device, check_tensors
 from moe_ep.errors import check_at_least
 from moe_ep.kernels import jit
-from moe_ep.kernels.arguments import check_expert_map, check_integers, check_tensors
 from moe_ep.kernels.forms import form_for
 
 IntOrTensor = TypeVar("IntOrTensor", int, torch.Tensor)
@@ -59,7 +59,9 @@ def moe_align_block_size(
     check_at_least(1, block_size=block_size, num_experts=num_experts)
     check_tensors(topk_ids=topk_ids)
     check_integers(topk_ids=topk_ids)
-    check_expert_map(expert_map, "topk_ids", topk_ids.device)
+    if expert_map is not None:
+        check_expert_map(expert_map)
+        check_same_device("topk_ids", topk_ids.device, expert_map=expert_map)
     if expert_map is not None and expert_map.shape != (num_experts,):
         raise ValueError(
             f"expert_map has shape {tuple(expert_map.shape)}; it must have one entry for each of num_experts "

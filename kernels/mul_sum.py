@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.kernels.arguments import check_expert_map, check_integers, check_same_device, check_tensors
+from moe_ep.arguments import check_expert_map, check_integers, check_same_device, check_tensors
 from moe_ep.kernels.forms import form_for
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -108,6 +108,9 @@ def _check(
         raise ValueError(f"topk_weights is {topk_weights.dtype}; it must be of a real dtype")
     check_integers(topk_ids=topk_ids)
     check_same_device("inputs", inputs.device, **given)
-    check_expert_map(expert_map, "inputs", inputs.device)
-    if expert_map is not None and topk_ids is None:
+    if expert_map is None:
+        return
+    check_expert_map(expert_map)
+    check_same_device("inputs", inputs.device, expert_map=expert_map)
+    if topk_ids is None:
         raise ValueError("expert_map is given without topk_ids; pass the ids it is to be applied to")

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from moe_ep.arguments import INTEGERS, check_same_device, check_tensors
+
 
 class TopKWeightAndReduce(ABC):
     """Turns a fused expert output into `[T, K]`. Two strategies of one kind compare equal."""
@@ -34,6 +36,9 @@ class TopKWeightAndReduce(ABC):
 
         Returns:
             `output`, or the tensor created in its place, `[T, K]`.
+
+        Raises:
+            ValueError: shapes, dtypes or devices that do not fit together.
         """
 
     def __eq__(self, other: object) -> bool:
@@ -51,14 +56,32 @@ def _accumulator(fused_expert_output: torch.Tensor, num_tokens: int) -> torch.Te
     return torch.zeros(shape, dtype=torch.float32, device=fused_expert_output.device)
 
 
+def _check_slots(fused_expert_output: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    """ValueError unless ids and weights are those of the same slots, and the experts' output a float tensor."""
+    check_tensors(fused_expert_output=fused_expert_output, topk_weights=topk_weights, topk_ids=topk_ids)
+    if topk_ids.dim() != 2 or topk_ids.dtype not in INTEGERS:
+        raise ValueError(f"topk_ids is {topk_ids.dtype} {tuple(topk_ids.shape)}; it must be (T, topk) of integers")
+    if topk_weights.shape != topk_ids.shape or not topk_weights.is_floating_point():
+        raise ValueError(
+            f"topk_weights is {topk_weights.dtype} {tuple(topk_weights.shape)}; it must be f32 of topk_ids' shape "
+            f"{tuple(topk_ids.shape)}"
+        )
+    if not fused_expert_output.is_floating_point():
+        raise ValueError(f"fused_expert_output is {fused_expert_output.dtype}; it must be of a float dtype")
+    device = fused_expert_output.device
+    check_same_device("fused_expert_output", device, topk_weights=topk_weights, topk_ids=topk_ids)
+
+
 def _deliver(total: torch.Tensor, output: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     if output is None:
         return total.to(dtype)
-    if output.shape != total.shape:
+    check_tensors(output=output)
+    if output.shape != total.shape or not output.is_floating_point():
         raise ValueError(
-            f"output has shape {tuple(output.shape)}; the reduced expert output has {tuple(total.shape)}, and they "
-            f"must agree"
+            f"output is {output.dtype} {tuple(output.shape)}; it must be of a float dtype and have the shape of the "
+            f"reduced expert output, {tuple(total.shape)}"
         )
+    check_same_device("fused_expert_output", total.device, output=output)
     return output.copy_(total)
 
 
@@ -92,6 +115,7 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
     ) -> torch.Tensor:
         if output is fused_expert_output:
             return output
+        check_tensors(fused_expert_output=fused_expert_output)
         return _deliver(fused_expert_output, output, fused_expert_output.dtype)
 
 
@@ -106,14 +130,14 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
+        _check_slots(fused_expert_output, topk_weights, topk_ids)
         num_tokens, topk = topk_ids.shape
-        hidden_size = fused_expert_output.size(-1)
-        if fused_expert_output.numel() != num_tokens * topk * hidden_size:
+        if fused_expert_output.shape[:-1] not in ((num_tokens, topk), (num_tokens * topk,)):
             raise ValueError(
                 f"fused_expert_output has shape {tuple(fused_expert_output.shape)}; with topk_ids of shape "
                 f"{tuple(topk_ids.shape)} it must be ({num_tokens}, {topk}, K) or ({num_tokens * topk}, K)"
             )
-        rows = fused_expert_output.view(num_tokens, topk, hidden_size)
+        rows = fused_expert_output.view(num_tokens, topk, fused_expert_output.size(-1))
         total = _accumulator(rows, num_tokens)
         for slot in range(topk):
             row = rows[:, slot].float()
@@ -150,6 +174,9 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
+        _check_slots(fused_expert_output, topk_weights, topk_ids)
+        if fused_expert_output.dim() != 3:
+            raise ValueError(f"fused_expert_output has shape {tuple(fused_expert_output.shape)}; it must be (El, T, K)")
         num_local_experts = fused_expert_output.shape[0]
         total = _accumulator(fused_expert_output, topk_ids.shape[0])
         for local in range(num_local_experts):

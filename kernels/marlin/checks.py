@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.kernels.arguments import INTEGERS, check_expert_map, check_same_device, check_tensors
+from moe_ep.arguments import INTEGERS, check_expert_map, check_same_device, check_tensors
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import check_activation_dtype, check_weights
@@ -107,7 +107,9 @@ def check_tokens(
             f"{tuple(topk_ids.shape)}"
         )
     check_same_device("hidden_states", hidden_states.device, topk_ids=topk_ids, topk_weights=topk_weights)
-    check_expert_map(expert_map, "hidden_states", hidden_states.device)
+    if expert_map is not None:
+        check_expert_map(expert_map)
+        check_same_device("hidden_states", hidden_states.device, expert_map=expert_map)
 
 
 def batched_shape(pair: WeightPair, hidden_states: torch.Tensor, row_ids: torch.Tensor | None) -> tuple[int, int, int]:

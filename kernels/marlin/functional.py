@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.arguments import check_tensors
 from moe_ep.errors import check_router_weight_on_input
-from moe_ep.kernels.arguments import check_tensors
 from moe_ep.kernels.marlin.checks import (
     batched_shape,
     check_batch,

@@ -9,6 +9,7 @@ from moe_ep.topk_weight_and_reduce import (
     TopKWeightAndReduceNaiveBatched,
     TopKWeightAndReduceNoOP,
 )
+from tests.wrong_tensors import FORMS, check_refused
 
 T, TOPK, K, EL = 5, 3, 4, 2
 IDS = torch.tensor([[0, 3, -1], [2, 1, 0], [-1, -1, -1], [3, 2, 1], [1, -1, 2]])
@@ -59,19 +60,40 @@ def test_noop_copies_only_where_it_must():
     other = torch.empty(T, K)
     assert TopKWeightAndReduceNoOP().apply(other, done, WEIGHTS, IDS, False) is other
     assert torch.equal(other, done)
-    with pytest.raises(ValueError, match="output has shape"):
+    with pytest.raises(ValueError, match="^output is torch.float32 .6, 4.; it must be"):
         TopKWeightAndReduceNoOP().apply(torch.empty(T + 1, K), done, WEIGHTS, IDS, False)
 
 
-def test_an_output_of_another_shape_is_refused_by_all():
-    for strategy, rows in (
-        (TopKWeightAndReduceContiguous(), torch.zeros(*IDS.shape, K)),
-        (TopKWeightAndReduceNaiveBatched(0), torch.zeros(2, len(IDS), K)),
-    ):
-        with pytest.raises(ValueError, match="output has shape"):
-            strategy.apply(torch.empty(2, len(IDS), K), rows, WEIGHTS, IDS, False)
-    with pytest.raises(ValueError, match=r"fused_expert_output has shape .* it must be \(\d+, \d+, K\) or"):
-        TopKWeightAndReduceContiguous().apply(None, torch.zeros(len(IDS), K), WEIGHTS, IDS, False)
+STRATEGIES = {
+    "contiguous": (TopKWeightAndReduceContiguous(), torch.zeros(T, TOPK, K)),
+    "batched": (TopKWeightAndReduceNaiveBatched(0), torch.zeros(EL, T, K)),
+}
+SHAPES = ("no dimension", "one dimension more", "longer", "shorter", "one more")
+NUMBERS = ("nothing", "list", "complex", "bool", "elsewhere")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *(("output", form) for form in (*NUMBERS[1:], *SHAPES)),
+        *(("fused_expert_output", form) for form in (*NUMBERS[:-1], *SHAPES[:2])),
+        *(("topk_weights", form) for form in (*NUMBERS, *SHAPES)),
+        *(("topk_ids", form) for form in (*NUMBERS, "f64", *SHAPES[:2])),
+    ],
+)
+def test_wrong_tensors(strategy, name, form):
+    reduce_impl, rows = STRATEGIES[strategy]
+    given = {"output": torch.zeros(T, K), "fused_expert_output": rows, "topk_weights": WEIGHTS, "topk_ids": IDS}
+    wrong = given | {name: FORMS[form](given[name]), "apply_router_weight_on_input": False}
+    check_refused(reduce_impl.apply, wrong, name)
+
+
+def test_rows_of_other_slots():
+    with pytest.raises(ValueError, match=r"^fused_expert_output has shape .* it must be \(\d+, \d+, K\) or"):
+        TopKWeightAndReduceContiguous().apply(None, torch.zeros(T, K), WEIGHTS, IDS, False)
+    with pytest.raises(ValueError, match=r"^fused_expert_output has shape .* it must be \(\d+, \d+, K\) or"):
+        TopKWeightAndReduceContiguous().apply(None, torch.zeros(T, K, TOPK), WEIGHTS, IDS, False)
 
 
 def test_delegate_cannot_be_applied():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size, sort_slots_by_expert
 from moe_ep.kernels.jit import compile_only
 from tests.kernels.align_cases import CASES, Case, check_batched, check_lists
-from tests.kernels.wrong_tensors import FORMS, check_refused
+from tests.wrong_tensors import FORMS, check_refused
 
 
 def round_up(value: int, unit: int) -> int:

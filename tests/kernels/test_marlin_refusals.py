@@ -21,7 +21,7 @@ from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.kernels.marlin.weights import Weights
 from moe_ep.scalar_type import scalar_types
 from tests.kernels.marlin_cases import ROWS, E, K, N, arguments, configs, pair
-from tests.kernels.wrong_tensors import FORMS, check_refused
+from tests.wrong_tensors import FORMS, check_refused
 
 UINT4, UINT4B8 = WEIGHT_TYPES[scalar_types.uint4.id], WEIGHT_TYPES[scalar_types.uint4b8.id]
 SILU = MoEActivation.SILU

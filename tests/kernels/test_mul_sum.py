@@ -7,7 +7,7 @@ import torch
 
 from moe_ep.kernels.mul_sum import moe_fused_mul_sum
 from tests.kernels.mul_sum_cases import CASES, DTYPES, Case, assert_is_the_sum, check_triton, make_inputs
-from tests.kernels.wrong_tensors import FORMS, check_refused
+from tests.wrong_tensors import FORMS, check_refused
 
 
 def test_worked_example() -> None:

@@ -1,4 +1,4 @@
-"""Checks of tensors that have nothing to do with what they stand for, made before anything is launched."""
+"""Checks of tensors that backends, experts and kernels have in common, made before anything runs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,11 @@ def check_same_device(other: str, device: torch.device, **tensors: torch.Tensor 
             raise ValueError(f"{name} is on {tensor.device} and {other} on {device}; move one")
 
 
-def check_expert_map(expert_map: torch.Tensor | None, other: str, device: torch.device) -> None:
-    """Raises ValueError unless the map is integer `[global experts]` on the device of `other`, or None."""
-    if expert_map is None:
-        return
+def check_expert_map(expert_map: torch.Tensor) -> None:
+    """Raises ValueError unless the map is integer `[global experts]`."""
     check_tensors(expert_map=expert_map)
     if expert_map.dtype not in INTEGERS or expert_map.dim() != 1 or expert_map.numel() == 0:
         raise ValueError(
             f"expert_map is {expert_map.dtype} {tuple(expert_map.shape)}; it must hold integers, one for each global "
             f"expert"
         )
-    check_same_device(other, device, expert_map=expert_map)
