@@ -9,18 +9,21 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moe_ep.errors import ConfigError
 from moe_ep.integrations.divided import steps_of
-from moe_ep.integrations.slot_cache import SlotCache
+from moe_ep.integrations.fused_modules import FusedModules
+from moe_ep.integrations.prompt_batch import packed_prompts, padded_prompts
+from moe_ep.integrations.slot_attention import can_attend, slot_attention
+from moe_ep.integrations.slot_cache import SlotCache, as_models_take
 
 logger = logging.getLogger(__name__)
 
 # Passes that run eagerly before they are captured: what is compiled, connected or allocated once is so by then.
 WARM_UP_PASSES = 2
-# Attention over prompts: torch's kernels but cuDNN's, which plans tens of milliseconds for every new shape.
+# Where attention has masks: torch's kernels but cuDNN's, which plans tens of milliseconds for every new shape.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -55,6 +58,11 @@ class SlotDecoder:
         self._positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._active = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._cache: SlotCache | None = None
+        self._by_table = can_attend(model)
+        # Linear attention cannot tell sequences in one row apart.
+        self._packs = self._by_table and _keeps_only_keys(model)
+        self._kinds = getattr(model.config.get_text_config(), "layer_types", None)
+        self._fused = FusedModules(model)
         graphs = graphs and self._can_capture()
         self._decode = _Captured(self._decode_pass, self.steps, num_slots, graphs)
         self._serve = _Captured(self.steps.pass_without_tokens, self.steps, num_slots, graphs)
@@ -67,35 +75,39 @@ class SlotDecoder:
     def can_replay_serve(self) -> bool:
         return self._serve.is_captured
 
+    def num_rows(self, lengths: Sequence[int]) -> int:
+        """Rows of the pass that reads prompts of these lengths, padding included."""
+        return sum(lengths) if self._packs else len(lengths) * max(lengths, default=0)
+
     def prefill(self, slots: Sequence[int], prompts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Reads a prompt `[length]` into each of the slots; returns logits `[len(slots), vocabulary]` of what follows.
 
-        Prompts of different lengths are padded on the left, so that states of linear attention begin with their first
-        token and end with their last. Padding goes to no expert.
+        Padding goes to no expert.
         """
         device = self._tokens.device
-        lengths = torch.tensor([prompt.numel() for prompt in prompts], device="cpu")
-        longest = int(lengths.max())
-        tokens = torch.stack([pad(prompt, (longest - prompt.numel(), 0)) for prompt in prompts]).to(device)
-        # The position of each column's token in its sequence, negative for padding.
-        positions = (torch.arange(longest, device="cpu") - (longest - lengths)[:, None]).to(device)
-        is_padded = int(lengths.min()) < longest
-        seen = positions >= 0
-        prefilled = DynamicCache(config=self.model.config)
-        with self._rows(seen.flatten() if is_padded else None), sdpa_kernel(_ATTENTION):
+        if self._packs:
+            batch = packed_prompts(prompts, device)
+            mask = as_models_take(dict.fromkeys(self._kinds or [""], batch.mask))
+            # Every layer keeps every token: the last ones of a window are those of one prompt only.
+            prefilled = DynamicCache()
+        else:
+            batch = padded_prompts(prompts, device)
+            mask = batch.mask
+            prefilled = DynamicCache(config=self.model.config)
+        with self._rows(batch.rows), self._quickly(by_table=self._packs):
             output = self.model(
-                input_ids=tokens,
-                attention_mask=seen.long() if is_padded else None,
-                position_ids=positions.clamp(min=0),
+                input_ids=batch.tokens,
+                attention_mask=mask,
+                position_ids=batch.positions.clamp(min=0),
                 past_key_values=prefilled,
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=batch.last,
             )
         into = torch.tensor(slots, device=device)
-        self._cache_like(prefilled).put(into, prefilled, positions)
-        self._positions[into] = lengths.to(device)
+        self._cache_like(prefilled).put(into[batch.prompts], prefilled, batch.positions)
+        self._positions[into] = batch.lengths
         self._active[into] = True
-        return output.logits[:, -1]
+        return output.logits.flatten(0, 1)
 
     def decode(self) -> torch.Tensor:
         """Runs every slot's last token; returns logits `[num_slots, vocabulary]`, of no meaning for free slots."""
@@ -125,7 +137,7 @@ class SlotDecoder:
         cache = self._cache
         if cache is None:
             raise RuntimeError("decode was called before any prefill; prefill a slot first")
-        with self._rows(self._active):
+        with self._rows(self._active), self._quickly(by_table=self._by_table):
             output = self.model(
                 input_ids=self._tokens[:, None],
                 position_ids=self._positions[:, None],
@@ -146,12 +158,24 @@ class SlotDecoder:
             for layer in self.steps.layers:
                 layer.row_mask = None
 
+    @contextlib.contextmanager
+    def _quickly(self, *, by_table: bool) -> Iterator[None]:
+        """A block in which the model's norms and routers are single kernels, and its attention is not planned anew."""
+        with self._fused.used(), slot_attention(self.model) if by_table else sdpa_kernel(_ATTENTION):
+            yield
+
     def _cache_like(self, prefilled: DynamicCache) -> SlotCache:
         """The slots' cache, made when the first prompts have been read."""
         if self._cache is None:
-            kinds = getattr(self.model.config.get_text_config(), "layer_types", None)
             try:
-                self._cache = SlotCache(prefilled, kinds, self.num_slots, self._max_length, self._positions)
+                self._cache = SlotCache(
+                    prefilled,
+                    self._kinds,
+                    self.num_slots,
+                    self._max_length,
+                    self._positions,
+                    by_table=self._by_table,
+                )
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"the cache of {self.num_slots} sequences of {self._max_length} tokens does not fit into the GPU's "
@@ -171,6 +195,12 @@ class SlotDecoder:
         if missing:
             logger.info("decoding runs eagerly: %s cannot be captured in a CUDA graph", ", ".join(missing))
         return not missing
+
+
+def _keeps_only_keys(model: Any) -> bool:
+    """Whether every layer of the model keeps keys and values, and nothing else."""
+    layers = DynamicCache(config=model.config).layers
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
 class _Captured:

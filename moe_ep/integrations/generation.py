@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_ep.integrations.decoder import SlotDecoder
-from moe_ep.integrations.prompt_queue import PromptQueue, Request, padded_size
+from moe_ep.integrations.prompt_queue import PromptQueue, Request
 from moe_ep.integrations.sampling import Sampling, SequenceRandom, next_tokens
 from moe_ep.integrations.sharding import PREFILL_MAX_NUM_TOKENS
 from moe_ep.integrations.steps import Step
@@ -98,7 +98,7 @@ class Generation:
         self._max_length = longest if max_length is None else min(longest, max_length)
         self._decoder = SlotDecoder(model, num_slots, self._max_length, graphs=graphs)
         self._requests = requests
-        self._prompts = PromptQueue(requests, num_slots, prefill_tokens)
+        self._prompts = PromptQueue(requests, num_slots, prefill_tokens, self._decoder.num_rows)
         self._running: list[Completion | None] = [None] * num_slots
         self._sampling = sampling or Sampling()
         self._randoms = {request.index: SequenceRandom(self._sampling, request.index) for request in requests}
@@ -146,7 +146,8 @@ class Generation:
         if not any(reads) and sum(free) == decoder.num_slots * len(free):
             return None
         decodes = [decoder.num_slots * (count < decoder.num_slots) for count in free]
-        num_tokens = tuple(padded_size(prompts) or rows for prompts, rows in zip(reads, decodes, strict=True))
+        read = [decoder.num_rows([prompt.length for prompt in prompts]) for prompts in reads]
+        num_tokens = tuple(rows or others for rows, others in zip(read, decodes, strict=True))
         return Step(num_tokens, not any(reads) and all(ready for _, _, ready in told)), reads[steps.rank]
 
     def _make(self, step: Step, prompts: list[Request]) -> None:

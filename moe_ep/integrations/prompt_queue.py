@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +24,6 @@ class Request:
         return self.token_ids.numel()
 
 
-def padded_size(prompts: Sequence[Request]) -> int:
-    """Rows of a pass that reads these prompts together."""
-    return len(prompts) * max((prompt.length for prompt in prompts), default=0)
-
-
 class PromptQueue:
     """The prompts that no rank has read yet, in their order.
 
@@ -36,11 +31,14 @@ class PromptQueue:
 
     Args:
         max_tokens: rows of one rank's pass at most, padding included; a longer prompt is read alone.
+        num_rows: of a pass that reads prompts of these lengths.
     """
 
-    def __init__(self, requests: Sequence[Request], num_slots: int, max_tokens: int) -> None:
+    def __init__(
+        self, requests: Sequence[Request], num_slots: int, max_tokens: int, num_rows: Callable[[Sequence[int]], int]
+    ) -> None:
         self._waiting = deque(requests)
-        self._num_slots, self._max_tokens = num_slots, max_tokens
+        self._num_slots, self._max_tokens, self._num_rows = num_slots, max_tokens, num_rows
 
     def take(self, free: Sequence[int]) -> list[list[Request]]:
         """What each rank reads in the next step, given its free slots; nothing, while few slots are free.
@@ -64,4 +62,5 @@ class PromptQueue:
         return reads
 
     def _fits(self, prompts: list[Request]) -> bool:
-        return not prompts or padded_size([*prompts, self._waiting[0]]) <= self._max_tokens
+        lengths = [prompt.length for prompt in (*prompts, self._waiting[0])]
+        return not prompts or self._num_rows(lengths) <= self._max_tokens

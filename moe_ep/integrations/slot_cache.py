@@ -11,6 +11,7 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from moe_ep.errors import ConfigError
+from moe_ep.integrations.slot_attention import SequenceTable
 
 # With the keys of an indexer that chooses which tokens are seen; not in every version.
 _IndexedLayer: Any = getattr(cache_utils, "DynamicIndexedLayer", None)
@@ -29,6 +30,7 @@ class SlotCache(Cache):
         prefilled: the cache of any sequences, for shapes and dtypes.
         layer_types: what the model calls the kinds of its layers, one each; None where it has no names for them.
         positions: int64 `[num_slots]`, where each slot's next token goes; the caller advances it.
+        by_table: whether the model's attention takes tables of sequences, as `slot_attention` has them, for masks.
 
     Raises:
         ConfigError: layers that keep something else than keys and values, or states of linear attention.
@@ -41,10 +43,13 @@ class SlotCache(Cache):
         num_slots: int,
         max_length: int,
         positions: torch.Tensor,
+        *,
+        by_table: bool = False,
     ) -> None:
         self.positions = positions
         super().__init__(layers=[_slots_like(layer, num_slots, max_length, positions) for layer in prefilled.layers])
         self._columns = torch.arange(max_length, device=positions.device)
+        self._table = SequenceTable.of_slots(num_slots, max_length, positions.device) if by_table else None
         kinds = layer_types or [type(layer).__name__ for layer in prefilled.layers]
         # Whether a kind has masks, and the tokens that it sees at most; not its layers, which hold the prefilled past.
         self._kinds = {
@@ -53,11 +58,12 @@ class SlotCache(Cache):
         }
 
     def put(self, slots: torch.Tensor, prefilled: Cache, positions: torch.Tensor) -> None:
-        """Gives slots `[n]` to the n sequences of `prefilled`.
+        """Gives slots to the sequences of `prefilled`, which are packed in one row or have a row each.
 
         Args:
-            positions: int64 `[n, longest]`, of the tokens that were read in their sequences; negative for padding,
-                which stands on the left. It goes to the end of a slot, where nothing sees it before it is overwritten.
+            slots: int64 `[rows, columns]`, of each token that was read.
+            positions: int64 `[rows, columns]`, of the tokens in their sequences; negative for padding, which stands on
+                the left. It goes to the end of a slot, where nothing sees it before it is overwritten.
         """
         layers: list[Any] = self.layers
         columns = positions % self._columns.numel()
@@ -67,8 +73,12 @@ class SlotCache(Cache):
     def attention_mask(self, dtype: torch.dtype) -> Any:
         """What each slot's next token sees, added to scores: `[num_slots, 1, 1, max_length]`, by kind of layer where
         there are several kinds."""
-        masks = {kind: self._mask(window, dtype) if has else None for kind, (has, window) in self._kinds.items()}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        if self._table is not None:
+            table = self._table.at(self.positions)
+            return as_models_take({kind: table if has else None for kind, (has, _) in self._kinds.items()})
+        return as_models_take(
+            {kind: self._mask(window, dtype) if has else None for kind, (has, window) in self._kinds.items()}
+        )
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         last = self.positions[:, None]
@@ -79,14 +89,20 @@ class SlotCache(Cache):
         return torch.where(seen, 0.0, hidden).to(dtype)[:, None, None, :]
 
 
+def as_models_take(masks: dict[str, torch.Tensor | None]) -> Any:
+    """Masks by kind of layer as models take those that are made already."""
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
 class _AttentionSlots(DynamicLayer):
     keys: torch.Tensor
     values: torch.Tensor
 
     def __init__(self, prefilled: Any, num_slots: int, max_length: int, positions: torch.Tensor) -> None:
         super().__init__()
+        # In memory the heads of a token lie side by side.
         self.keys, self.values = (
-            tensor.new_zeros(num_slots, tensor.size(1), max_length, tensor.size(3))
+            tensor.new_zeros(num_slots, max_length, tensor.size(1), tensor.size(3)).transpose(1, 2)
             for tensor in (prefilled.keys, prefilled.values)
         )
         self.is_initialized = True
@@ -103,9 +119,9 @@ class _AttentionSlots(DynamicLayer):
 
     def put(self, slots: torch.Tensor, prefilled: Any, columns: torch.Tensor) -> None:
         # A sliding window keeps its last columns alone.
-        kept = columns[:, -prefilled.keys.size(2) :]
-        self.keys[slots[:, None], :, kept] = prefilled.keys.transpose(1, 2)
-        self.values[slots[:, None], :, kept] = prefilled.values.transpose(1, 2)
+        kept = slice(-prefilled.keys.size(2), None)
+        self.keys[slots[:, kept], :, columns[:, kept]] = prefilled.keys.transpose(1, 2)
+        self.values[slots[:, kept], :, columns[:, kept]] = prefilled.values.transpose(1, 2)
 
 
 class _IndexedSlots(_AttentionSlots):
@@ -123,7 +139,7 @@ class _IndexedSlots(_AttentionSlots):
 
     def put(self, slots: torch.Tensor, prefilled: Any, columns: torch.Tensor) -> None:
         super().put(slots, prefilled, columns)
-        self.indexer_keys[slots[:, None], columns] = prefilled.indexer_keys
+        self.indexer_keys[slots, columns] = prefilled.indexer_keys
 
 
 class _LinearAttentionSlots(LinearAttentionLayer):
@@ -146,7 +162,7 @@ class _LinearAttentionSlots(LinearAttentionLayer):
         for name in self._STATES:
             for index, state in getattr(prefilled, name).items():
                 if state is not None:
-                    getattr(self, name)[index][slots] = state
+                    getattr(self, name)[index][slots[:, 0]] = state
 
 
 class _NoSlots(_DummyLayer):

@@ -21,6 +21,7 @@ from moe_ep.methods import relative_error, tolerance
 from moe_ep.quantize_weights import quantize_int
 from moe_ep.registry import EXPERTS
 from tests.integrations.hf_models import SIZES, make_model
+from tests.integrations.test_slot_attention import decoded
 from tests.ranks import ranks
 
 WORLD_SIZES = [
@@ -131,6 +132,21 @@ def test_ungated_experts() -> None:
     with torch.inference_mode():
         for length in (1, 5, 300):
             parallel(torch.randint(1, SIZES["vocab_size"], (4, length), device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "GptOss", "Qwen3Next"])
+def test_attention_without_masks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed prompts and slots of known lengths are as close to f32 as masks are: windows, sinks, shared heads."""
+    sizes = {**PACKED, "num_key_value_heads": 2, "num_experts_per_tok": 6, "num_experts": 6}
+    made = make(family, torch.bfloat16, **sizes)
+    exact, _ = decoded(moe_ep.parallelize(copy.deepcopy(made).float()))
+    got, decoder = decoded(moe_ep.parallelize(copy.deepcopy(made)))
+    assert decoder.num_rows([4, 13]) == (26 if family == "Qwen3Next" else 17)
+    monkeypatch.setattr("moe_ep.integrations.decoder.can_attend", lambda model: False)
+    masked, _ = decoded(moe_ep.parallelize(made))
+    got_error, masked_error = (relative_error(torch.cat(mine), torch.cat(exact)) for mine in (got, masked))
+    assert got_error < masked_error + tolerance(torch.bfloat16)
 
 
 def replayed_and_eager(rank: int, world_size: int) -> None:

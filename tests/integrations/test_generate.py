@@ -103,7 +103,7 @@ def test_slots_continue_as_transformers_alone(family: str, options: dict[str, An
 def test_which_rank_reads_which_prompt() -> None:
     def taken(lengths: list[int], *free: list[int], num_slots: int = 4, max_tokens: int = 100) -> list[list[list[int]]]:
         requests = [Request(index, torch.ones(length)) for index, length in enumerate(lengths)]
-        queue = PromptQueue(requests, num_slots, max_tokens)
+        queue = PromptQueue(requests, num_slots, max_tokens, lambda lengths: len(lengths) * max(lengths))
         return [[[request.index for request in mine] for mine in queue.take(counts)] for counts in free]
 
     # In turns, and to the rank with the most free slots; none where there are none.

@@ -1,0 +1,106 @@
+"""Which norms and routers of transformers models are computed otherwise, and that they come to the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from moe_ep.integrations import fused_modules
+from moe_ep.integrations.fused_modules import FusedModules
+from tests.integrations.hf_models import SIZES, make_model
+
+# Norms of the two layers' inputs, of what comes after attention and of the last layer's output, and of queries and keys
+# in some models or of latent ones; a router of each layer with experts. Norms with a gate stay as they are.
+FUSED = {
+    "Mixtral": (5, 2),
+    "Qwen2Moe": (5, 2),
+    "Qwen3Moe": (9, 2),
+    "Qwen3Next": (7, 2),
+    "Olmoe": (9, 2),
+    "DeepseekV3": (9, 1),
+    "Glm4Moe": (5, 1),
+    "NemotronH": (5, 2),
+    "GptOss": (5, 2),
+}
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_a_model_computes_the_same(family: str) -> None:
+    model = make_model(family)
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith(("norm.weight", "e_score_correction_bias")):
+            tensor.data.uniform_(-0.5, 0.5, generator=generator)
+    used: list[type] = []
+    fused = FusedModules(model)
+    fused._forwards = [(module, counted(module, form, used)) for module, form in fused._forwards]
+    tokens = torch.arange(1, SIZES["vocab_size"])[None]
+    with torch.inference_mode(), fused.used():
+        got = model(tokens).logits
+    torch.testing.assert_close(got, model(tokens).logits)
+    kinds = Counter("norms" if "Norm" in kind.__name__ else "routers" for kind in used)
+    assert (kinds["norms"], kinds["routers"]) == FUSED[family]
+
+
+def counted(module: Any, form: Any, used: list[type]) -> Any:
+    def forward(*args: Any) -> Any:
+        used.append(type(module))
+        return form(*args)
+
+    return forward
+
+
+def test_a_norm_keeps_the_dtype_of_what_it_is_given() -> None:
+    norm = make_model("GptOss", torch.bfloat16).model.norm.float()
+    x = torch.randn(3, SIZES["hidden_size"], dtype=torch.bfloat16)
+    expected = norm(x)
+    with FusedModules(norm).used():
+        assert "forward" in vars(norm)
+        got = norm(x)
+    assert "forward" not in vars(norm)
+    assert got.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected)
+
+
+class OtherRMSNorm(torch.nn.Module):
+    """Of numbers less their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x - x.mean(-1, keepdim=True), (8,), self.weight, self.eps)
+
+
+class OtherRouter(torch.nn.Module):
+    """Whose weights are the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.top_k = torch.nn.Parameter(torch.randn(4, 8)), 2
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = x @ self.weight.T
+        return logits, *logits.topk(2)
+
+
+class LogitsRouter(OtherRouter):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x @ self.weight.T
+
+
+class MaskedRouter(OtherRouter):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x @ self.weight.T * mask
+
+
+@pytest.mark.parametrize("kind", [OtherRMSNorm, OtherRouter, LogitsRouter, MaskedRouter])
+def test_what_computes_something_else_stays_as_it_is(kind: type) -> None:
+    assert len(fused_modules._forms(kind())) == 2
+    assert FusedModules(torch.nn.Sequential(kind()))._forwards == []

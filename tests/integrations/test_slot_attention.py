@@ -1,0 +1,103 @@
+"""Attention over slots by their lengths against transformers' own over masks, with flash attention in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import moe_ep
+from moe_ep.integrations import slot_attention
+from moe_ep.integrations.decoder import SlotDecoder
+from moe_ep.methods import relative_error, tolerance
+from tests.integrations.hf_models import FAMILIES, SIZES, make_model
+from tests.integrations.test_families import OTHERS
+
+SLOTS = 3
+# Keys of another width than values, an indexer, or attention that no other function may take the place of.
+MASKED = {"DeepseekV2", "DeepseekV3", "DeepseekV32", "GlmMoeDsa", "Glm4MoeLite", "KimiK25", "MiMoV2Flash"}
+
+LINEAR = {"Qwen3Next", "NemotronH", "Jamba", "Lfm2Moe", "GraniteMoeHybrid"}
+
+
+def plain_flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    max_queries: int,
+    max_keys: int,
+    dropout: float,
+    is_causal: bool,
+    *,
+    return_debug_mask: bool,
+    scale: float,
+    seqused_k: torch.Tensor,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output `[rows, heads, head_dim]`, logsumexp `[heads, rows]`), one sequence after the other."""
+    outputs, sums = [], []
+    for index, used in enumerate(seqused_k.tolist()):
+        q = query[query_starts[index] : query_starts[index + 1]].transpose(0, 1)
+        first = int(key_starts[index])
+        assert used <= max_keys and q.size(1) <= max_queries
+        k, v = (
+            x[first : first + used].transpose(0, 1).repeat_interleave(query.size(1) // key.size(1), 0)
+            for x in (key, value)
+        )
+        # How far a key lies before its query, which is one of the last.
+        distance = torch.arange(used - q.size(1), used)[:, None] - torch.arange(used)
+        seen = distance >= 0 if is_causal or window_size_right == 0 else torch.ones_like(distance, dtype=torch.bool)
+        if window_size_left is not None:
+            seen &= distance <= window_size_left
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(outputs), torch.cat(sums, dim=1)
+
+
+def decoded(model: Any) -> tuple[list[torch.Tensor], SlotDecoder]:
+    """Logits of prompts in two of three slots, of ten steps, and of a third prompt that takes a slot over."""
+    decoder = SlotDecoder(model, SLOTS, 32, graphs=False)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, SIZES["vocab_size"], (length,), generator=generator) for length in (4, 13, 6)]
+    tokens = torch.randint(1, SIZES["vocab_size"], (10, SLOTS), generator=generator)
+    logits = []
+    with torch.inference_mode():
+        with decoder.steps.step(decoder.num_rows([4, 13])):
+            logits.append(decoder.prefill([2, 0], prompts[:2]))
+        for number, row in enumerate(tokens):
+            if number == 5:
+                decoder.free(2)
+                with decoder.steps.step(6):
+                    logits.append(decoder.prefill([1], prompts[2:]))
+            decoder.append(slice(None), row.to(model.device))
+            with decoder.steps.step(SLOTS):
+                logits.append(decoder.decode()[[0, 2] if number < 5 else [0, 1]])
+    return logits, decoder
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_lengths_are_as_good_as_masks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model = make_model(family, **OTHERS.get(family, {}))
+    if not model._supports_default_dynamic_cache():
+        pytest.skip(f"{family} is not decoded in slots")
+    model = moe_ep.parallelize(model)
+    expected, decoder = decoded(model)
+    assert not decoder._by_table and decoder.num_rows([4, 13]) == 26
+    monkeypatch.setattr(slot_attention, "_flash", plain_flash)
+    monkeypatch.setattr(slot_attention, "_runs", lambda device, dtype: True)
+    got, decoder = decoded(model)
+    assert decoder._by_table == (family not in MASKED)
+    assert decoder.num_rows([4, 13]) == (26 if family in MASKED | LINEAR else 17)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert relative_error(mine, theirs) < 2 * tolerance(torch.float32)
