@@ -50,6 +50,9 @@ class GenerateBenchConfig(GangConfig):
     experts: int = field(default=128, metadata=option(at_least(8), "experts of a layer (128)"))
     tokens: tuple[int, ...] = field(default=(8, 32, 128), metadata=option(whole_numbers, "of each rank (8,32,128)"))
     steps: int = field(default=50, metadata=option(at_least(2), "measured steps (50)"))
+    room: int = field(
+        default=0, metadata=option(at_least(0), "tokens that a sequence has room for, if more than it needs")
+    )
     backend: str = field(default="auto", metadata=option(str, "dispatch backend, or auto (the default)"))
     commit: str | None = field(default=None, metadata=option(str, "what to record outside a checkout", "HASH"))
     json: Path | None = field(default=None, metadata=option(output_file, "append one JSON line a row", "FILE"))
@@ -79,7 +82,7 @@ def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, An
             decoded = _decode(rank_env, config, folder, tokens)
             by_rank: list[Any] = [None] * rank_env.world_size
             dist.all_gather_object(by_rank, {"run": alone.stage_ms} | decoded)
-            row = {"benchmark": "generate", "ep_size": rank_env.world_size, "tokens": tokens}
+            row = {"benchmark": "generate", "ep_size": rank_env.world_size, "tokens": tokens, "room": config.room}
             row |= {"backend": alone.backend, "experts": alone.experts_name, "steps": config.steps}
             row |= {"model": str(config.model) if config.model else f"{config.geometry} {config.format}"}
             rows.append(row | compare(by_rank) | facts(seed=0, commit=config.commit))
@@ -104,7 +107,8 @@ def _decode(rank_env: RankEnv, config: GenerateBenchConfig, folder: Path, num_sl
         dtype=torch.bfloat16 if on_gpu else torch.float32,
         decode_max_num_tokens=num_slots if on_gpu else None,
     )
-    decoder = SlotDecoder(model, num_slots, PROMPT + config.steps + WARM_UP_PASSES, graphs=on_gpu)
+    room = max(PROMPT + config.steps + WARM_UP_PASSES, config.room)
+    decoder = SlotDecoder(model, num_slots, room, graphs=on_gpu)
     layers = decoder.steps.layers
     recorders = _record_layers(layers, device)
     generator = torch.Generator().manual_seed(rank_env.rank)
@@ -272,7 +276,7 @@ def main() -> int:
     if results is not None:
         from moe_ep.bench.results import table
 
-        columns = {"ep_size": "EP", "tokens": "T", "graph": "graph", "backend": "backend"}
+        columns = {"ep_size": "EP", "tokens": "T", "room": "room", "graph": "graph", "backend": "backend"}
         columns |= {f"{way}_us": way for way in WAYS}
         columns |= {"over_run": "/ run", "over_alone": "/ alone", "decode_step_us": "whole step"}
         columns |= {f"{way}_{stage}_us": f"{way} {stage}" for way in WAYS for stage in STAGES}
