@@ -156,3 +156,23 @@ def test_the_expert_classes_run_the_functions_with_their_workspaces() -> None:
     both = sum(reference(rows[0], first, second, expert, activation) for expert in range(2))
     assert isinstance(both, torch.Tensor)
     assert is_close(summed, 0.5 * both)
+
+
+def test_the_expert_classes_follow_what_changes_between_passes() -> None:
+    kind = WEIGHT_TYPES[scalar_types.uint4b8.id]
+    first, second = pair(kind, 32, MoEActivation.SILU)
+    experts = MarlinExperts(*configs(first, second, kind))
+    rows, weights = torch.randn(ROWS, K).bfloat16(), torch.ones(ROWS, 1)
+    ids, none = torch.zeros(ROWS, 1, dtype=torch.int32), torch.empty(0, dtype=torch.bfloat16)
+
+    def run(w1: torch.Tensor, activation: str) -> torch.Tensor:
+        output = torch.empty_like(rows)
+        args = (output, rows, w1, second.packed.qweight, weights, ids, activation, E, None, None, None, none, none)
+        experts.apply(*args, None, False)
+        return output
+
+    codes = first.packed.qweight
+    rolled = codes.roll(1, dims=0)
+    for w1, activation in ((codes, "silu"), (codes, "gelu"), (rolled, "gelu"), (codes, "silu")):
+        more = arguments(first, second, kind, MoEActivation(activation)) | {"w1": w1}
+        assert torch.equal(run(w1, activation), fused_marlin_moe(rows, topk_weights=weights, topk_ids=ids, **more))

@@ -210,6 +210,26 @@ def test_experts_refuse_an_output_without_room(
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_states": rows(ROWS, K + 1)}, "hidden_states"),
+        ({"topk_weights": torch.ones(ROWS, 1)}, "topk_weights"),
+        ({"topk_ids": torch.zeros(ROWS, 2)}, "topk_ids"),
+        ({"expert_map": torch.zeros(E)}, "expert_map"),
+        ({"w1": ints(E, 2, 2)}, "w1"),
+        ({"activation": "tanh"}, "activation"),
+    ],
+)
+def test_experts_refuse_what_the_functions_do(change: dict[str, Any], named: str) -> None:
+    first, second = pair(UINT4B8, 32, SILU)
+    given = {name: TOKENS[name] for name in ("hidden_states", "topk_weights", "topk_ids", "output")}
+    given |= {"w1": first.packed.qweight, "w2": second.packed.qweight, "activation": SILU, "global_num_experts": E}
+    given |= {"workspace13": rows(0), "workspace2": rows(0), "apply_router_weight_on_input": False}
+    given |= dict.fromkeys(("expert_map", "a1q_scale", "a2_scale", "expert_tokens_meta"))
+    check_refused(MarlinExperts(*configs(first, second, UINT4B8)).apply, given | change, named)
+
+
 @pytest.mark.parametrize("name", ["workspace13", "workspace2"])
 @pytest.mark.parametrize("batched", [False, True])
 def test_experts_refuse_scratch_of_another_kind(batched: bool, name: str) -> None:
