@@ -230,6 +230,16 @@ def test_experts_refuse_what_the_functions_do(change: dict[str, Any], named: str
     check_refused(MarlinExperts(*configs(first, second, UINT4B8)).apply, given | change, named)
 
 
+def test_batched_experts_refuse_counts_of_another_kind() -> None:
+    first, second = pair(UINT4B8, 32, SILU)
+    experts, given = BatchedMarlinExperts(*configs(first, second, UINT4B8)), rows(E, ROWS, K)
+    with pytest.raises(ValueError, match="^expert_num_tokens is torch.int64"):
+        experts.apply(
+            given, given, first.packed.qweight, second.packed.qweight, torch.ones(ROWS, 2), ints(ROWS, 2), SILU, E,
+            None, None, None, rows(0), rows(0), ExpertTokensMetadata(ints(E).long()), False,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["workspace13", "workspace2"])
 @pytest.mark.parametrize("batched", [False, True])
 def test_experts_refuse_scratch_of_another_kind(batched: bool, name: str) -> None:
