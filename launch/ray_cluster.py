@@ -176,10 +176,15 @@ def _found(address: str) -> str:
     somebody else's."""
     from ray._private.services import find_bootstrap_address, find_gcs_addresses
 
+    if address.startswith("http"):  # in RAY_ADDRESS, from where `ray job submit` takes it
+        raise GangError(
+            f"RAY_ADDRESS is {address!r}, where jobs are submitted; submit one by ray job submit, unset RAY_ADDRESS, or "
+            f"give the HOST:PORT that ray start printed"
+        )
     if address != "auto":
         return address
     if given := os.environ.get("RAY_ADDRESS", "").removeprefix("auto"):
-        return given
+        return _found(given)
     started = find_bootstrap_address(None)
     if started and not _why_silent(started):
         return started

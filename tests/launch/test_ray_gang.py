@@ -229,3 +229,6 @@ def test_what_auto_stands_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         assert ray_cluster._found("auto") == address
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.3:6379")
     assert ray_cluster._found("auto") == "10.0.0.3:6379" and ray_cluster._found("10.0.0.4:1") == "10.0.0.4:1"
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    with pytest.raises(GangError, match="RAY_ADDRESS is 'http://127.0.0.1:8265', where jobs are submitted; submit one"):
+        ray_cluster._found("auto")
