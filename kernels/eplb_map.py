@@ -1,4 +1,4 @@
-"""The EPLB mapping as one CUDA kernel, equal to `moe_ep.eplb.filling` bit for bit."""
+"""The EPLB mapping as one CUDA kernel, equal to `moe_ep.eplb.levelling` bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.eplb.filling import TILE_SLOTS, map_reference, rows_per_tile
+from moe_ep.eplb.levelling import TILE_SLOTS, map_reference, rows_per_tile
 from moe_ep.kernels import jit
 
 _SOURCE = Path(__file__).parent / "cuda" / "eplb_map.cu"
@@ -54,11 +54,12 @@ class _Block(NamedTuple):
     def of(cls, tile_slots: int, num_experts: int, num_physical: int, num_ranks: int) -> _Block:
         max_replicated = min(max(num_physical - num_experts, 0), num_experts)
         stride, words = max_replicated | 1, -(-tile_slots // _WARP)
-        numbers = _WARP + 2 + num_ranks + num_physical
+        numbers = _WARP + 1 + num_ranks + num_physical
         dividing = _whole_warps(max(max_replicated, 1))
-        expert_threads = max(min(_whole_warps(num_experts), _LEAST_THREADS), dividing)
         slots_each = _FEW_SLOTS if tile_slots <= _LEAST_THREADS else _MANY_SLOTS
         slot_threads = max(_LEAST_THREADS, _whole_warps(-(-tile_slots // slots_each)))
+        room = max(_MOST_THREADS - dividing - slot_threads, _WARP)
+        expert_threads = min(_whole_warps(num_experts), _LEAST_THREADS, room)
         return cls(
             max_replicated=max_replicated,
             stride=stride,
@@ -66,8 +67,8 @@ class _Block(NamedTuple):
             dividing=dividing,
             expert_threads=expert_threads,
             slots_each=slots_each,
-            threads=expert_threads + slot_threads,
-            shared_bytes=26 * max_replicated + 6 * words * stride + 4 * numbers + 10 * num_experts,
+            threads=dividing + expert_threads + slot_threads,
+            shared_bytes=26 * max_replicated + 6 * words * stride + 4 * numbers + 8 * num_experts,
         )
 
     @property

@@ -1,19 +1,20 @@
-// Logical expert ids to physical ones, and the record of the load: the rule of moe_ep/eplb/filling.py in one launch.
+// Logical expert ids to physical ones, and the record of the load: the rule of moe_ep/eplb/levelling.py in one launch.
 //
 // Before: ids [tokens, slots] (logical, -1 for none), table [experts, width] (replicas, -1 padded), counts [experts].
 // After: out [tokens, slots] (physical), load [physical] grown by the number of each id of a row that is counted.
 //
-// A block does one tile of rows_per_tile rows. Its first threads have the experts, the others the slots, and the two
-// meet at three barriers:
+// A block does one tile of rows_per_tile rows. Some of its threads have the experts that have several replicas, some all
+// experts, some the slots. Who waits at a barrier stands in brackets:
 //
-//     experts                                              slots
-//     read the maps, list experts with several replicas    wait for the kernel before, read ids, count them
-//     ------------------------------------------------------------------------------------------------ counted
-//     level what has one replica, divide the rest evenly   write slots of one replica, mark those of the others
-//     ------------------------------------------------------------------------------------------------ levelled
-//     take turns at filling                                how many of an expert's slots come before each
-//     ------------------------------------------------------------------------------------------------ divided
-//     add to the load                                      write the other slots
+//     divide                        experts                           slots
+//                                   read the maps, list the experts   read ids, count them
+//     ------------- listed [divide, slots]                    counted [divide, experts] -------------
+//     divide evenly                 add up the levels of what has     write slots of one replica, mark those of the
+//                                   one replica                       others; how many of an expert's come before each
+//     ------------- levelled [divide]
+//     take turns at passing
+//     ------------- divided [experts, slots]
+//                                   add to the load                   write the other slots
 //
 // The slots of an expert are bits, one word for 32 slots of the tile. All sums are of integers, so the order of the
 // atomic additions does not show. The load gets one addition for each expert or replica of a tile, however hot it is.
@@ -43,41 +44,42 @@ __device__ __forceinline__ void wait_for_previous_kernels() {
 #endif
 }
 
-__device__ __forceinline__ void sync_block() {
-    asm volatile("bar.sync 0;" ::: "memory");
+__device__ __forceinline__ void serve_division(const Params& p, const Shared& s, int thread) {
+    wait_at(Barrier::kListed, blockDim.x);
+    Division division(p, s, thread);
+    wait_at(Barrier::kCounted, blockDim.x);
+    division.begin(s);
+    wait_at(Barrier::kLevelled, p.dividing + p.expert_threads);
+    if (p.dividing == 32) {
+        division.take_turns<true>(p.dividing);
+    } else {
+        division.take_turns<false>(p.dividing);
+    }
+    if (thread < p.max_replicated) division.store(s, thread);
+    arrive_at(Barrier::kDivided, blockDim.x);
 }
 
-__device__ __forceinline__ void serve_experts(const Params& p, const Shared& s, int thread) {
+// row is that of the thread's first expert.
+__device__ __forceinline__ void serve_experts(const Params& p, const Shared& s, int thread, Row& row) {
+    enter_expert(p, s, thread, row);
 #pragma unroll 1
-    for (int expert = thread; expert - thread % 32 < p.experts; expert += p.expert_threads) {
-        Row row;
+    for (int expert = thread + p.expert_threads; expert - thread % 32 < p.experts; expert += p.expert_threads) {
         row.load(p, expert);
         enter_expert(p, s, expert, row);
     }
-    sync_first(p.expert_threads);
-    Division division(p, s, thread);
+    arrive_at(Barrier::kListed, blockDim.x);
     wait_for_previous_kernels();
-    sync_block();  // counted
+    wait_at(Barrier::kCounted, blockDim.x);
 
 #pragma unroll 1
     for (int expert = thread; expert < p.experts; expert += p.expert_threads) {
-        const int amount = s.label[expert] == kSingle ? s.num_tokens[expert] : 0, physical = s.first[expert];
-        if (amount == 0 || physical < 0) continue;  // nobody's, or an expert that no slot holds
+        const int amount = s.num_tokens[expert], physical = s.entry[expert];
+        if (amount == 0 || physical < 0) continue;  // of several replicas, nobody's, or an expert that no slot holds
         atomicAdd(s.level + rank_of(p, physical), amount);
         s.load[physical] = amount;
     }
-    if (thread < p.dividing) division.begin(s);
-    sync_block();  // levelled
-
-    if (thread < p.dividing) {
-        if (p.dividing == 32) {
-            division.take_turns<true>(p.dividing);
-        } else {
-            division.take_turns<false>(p.dividing);
-        }
-        if (thread < p.max_replicated) division.store(s, thread);
-    }
-    sync_block();  // divided
+    arrive_at(Barrier::kLevelled, p.dividing + p.expert_threads);
+    wait_at(Barrier::kDivided, blockDim.x);
 
     // By neighbours to neighbours: what a warp adds goes to few lines of memory, where the tiles meet.
 #pragma unroll 1
@@ -125,57 +127,62 @@ __device__ __forceinline__ void serve_slots(const Params& p, const Shared& s, in
     for (int j = 0; j < kSlots; ++j) {
         if (id[j] >= 0 && thread + j * threads < counted_slots) atomicAdd(s.num_tokens + id[j], 1);
     }
-    sync_block();  // counted
+    arrive_at(Barrier::kCounted, blockDim.x);
+    wait_at(Barrier::kListed, blockDim.x);
 
-    int x[kSlots], first[kSlots];
+    int entry[kSlots];
 #pragma unroll
-    for (int j = 0; j < kSlots; ++j) {
-        x[j] = s.label[max(id[j], 0)];
-        first[j] = id[j] >= 0 ? s.first[id[j]] : -1;
-    }
+    for (int j = 0; j < kSlots; ++j) entry[j] = id[j] >= 0 ? s.entry[id[j]] : kNone;
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) {
         const int slot = thread + j * threads;
-        if (id[j] < 0) x[j] = kSingle;
-        if (x[j] == kSingle) {
-            if (slot < num_slots) out[slot] = first[j];
+        if (entry[j] >= kNone) {
+            if (slot < num_slots) out[slot] = entry[j];
         } else if (slot < counted_slots) {
-            atomicOr(s.mine + slot / 32 * p.stride + x[j], 1u << lane);
+            atomicOr(s.mine + slot / 32 * p.stride + place_of(entry[j]), 1u << lane);
         }
     }
-    sync_block();  // levelled
-
+    wait_at(Barrier::kMarked, threads);
     sum_before(p, s, thread / 32, threads / 32);
-    sync_block();  // divided
+    wait_at(Barrier::kMarked, threads);
 
-    int replica[kSlots];  // of a slot whose expert has several; read for all of them at once
+    // Of slots whose expert has several replicas: how many of its come before this one, and where they may go.
+    int left[kSlots];
+    int4 candidates[kSlots];
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) {
-        const int slot = thread + j * threads;
-        const bool counted = x[j] != kSingle && slot < counted_slots;
-        const int at = counted ? slot / 32 * p.stride + x[j] : 0;
-        const int left = counted ? s.before[at] + __popc(s.mine[at] & ((1u << lane) - 1)) : -1;
-        const uint2 ends = s.ends[counted ? x[j] : 0];
-        const int end = ends.x & 0xFFFF, second = ends.x >> 16, third = ends.y;
-        replica[j] = (left >= end) + (left >= second) + (left >= third);
+        const int slot = thread + j * threads, x = entry[j] < kNone ? place_of(entry[j]) : 0;
+        const bool counted = entry[j] < kNone && slot < counted_slots;
+        const int at = counted ? slot / 32 * p.stride + x : 0;
+        left[j] = counted ? s.before[at] + __popc(s.mine[at] & ((1u << lane) - 1)) : -1;
+        candidates[j] = s.candidates[x];
     }
+    wait_at(Barrier::kDivided, blockDim.x);
+
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) {
-        const int slot = thread + j * threads;
-        if (x[j] != kSingle) out[slot] = reinterpret_cast<const int*>(s.candidates + x[j])[replica[j]];
+        if (entry[j] >= kNone) continue;
+        const uint2 ends = s.ends[place_of(entry[j])];
+        const int end = ends.x & 0xFFFF, second = ends.x >> 16, third = ends.y;
+        const int4 all = candidates[j];
+        out[thread + j * threads] = left[j] < end ? all.x : left[j] < second ? all.y : left[j] < third ? all.z : all.w;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1) eplb_map(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char memory[];
     const Shared s(memory, p);
-    const int thread = threadIdx.x;
+    const int thread = threadIdx.x, expert = thread - p.dividing, slot = expert - p.expert_threads;
     let_next_kernel_come_up();
+    Row row;
+    if (expert >= 0 && slot < 0) row.load(p, expert);
     s.clear(p);
     __syncthreads();
-    if (thread < p.expert_threads) {
-        serve_experts(p, s, thread);
+    if (expert < 0) {
+        serve_division(p, s, thread);
+    } else if (slot < 0) {
+        serve_experts(p, s, expert, row);
     } else {
-        serve_slots(p, s, thread - p.expert_threads, blockDim.x - p.expert_threads);
+        serve_slots(p, s, slot, blockDim.x - p.dividing - p.expert_threads);
     }
 }

@@ -21,9 +21,8 @@ typedef int OutId;
 
 constexpr int kCandidates = 4;
 constexpr unsigned kExpertStep = 0x85EBCA6Bu;
-constexpr unsigned short kSingle = 0xFFFF;
+constexpr int kNone = -1;
 constexpr unsigned kAll = 0xFFFFFFFFu;
-constexpr int kNoLevel = 1 << 14;  // above every level and twice a tile
 
 struct Params {
     const Id* ids;
@@ -41,8 +40,8 @@ struct Params {
     int words;                      // of 32 slots in a tile
     int ranks, ep_rank;
     unsigned rank_factor;  // ceil(2^32 / slots_per_rank), 0 where that is 1
-    int dividing;          // threads that divide: max_replicated rounded up to whole warps
-    int expert_threads;    // the first threads of a block, dividing or more; the others have slots
+    int dividing;          // the first threads of a block: max_replicated rounded up to whole warps
+    int expert_threads;    // the threads behind them; the others have slots
     int physical;          // experts of all ranks
 };
 
@@ -56,10 +55,9 @@ struct Shared {
     int* level;              // [ranks] tokens that this tile sends to each rank
     int* num_tokens;         // [experts] counted tokens
     int* load;               // [physical] tokens that this tile sends to each
-    int* first;              // [experts] the first replica
+    int* entry;              // [experts] the only replica, kNone if there is none; of several, see `place_of`
     unsigned short* before;  // [words, stride] an expert's slots in the words before
     unsigned short* expert;  // [X]
-    unsigned short* label;   // [experts] place in the lists of X, kSingle for experts with one replica
 
     __device__ Shared(unsigned char* memory, const Params& p) {
         candidates = reinterpret_cast<int4*>(memory);
@@ -68,20 +66,18 @@ struct Shared {
         spare = reinterpret_cast<int*>(mine + p.words * p.stride);
         num_replicated = spare + 32;
         level = num_replicated + 1;
-        num_tokens = level + p.ranks + 1;
+        num_tokens = level + p.ranks;
         load = num_tokens + p.experts;
-        first = load + p.physical;
-        before = reinterpret_cast<unsigned short*>(first + p.experts);
+        entry = load + p.physical;
+        before = reinterpret_cast<unsigned short*>(entry + p.experts);
         expert = before + p.words * p.stride;
-        label = expert + p.max_replicated;
     }
 
-    // What is counted in, `mine` to `load`, is one run of words. Behind the levels stands that of no rank.
+    // What is counted in, `mine` to `load`, is one run of words.
     __device__ __forceinline__ void clear(const Params& p) const {
-        int* none = level + p.ranks;
 #pragma unroll 1
-        for (int* at = reinterpret_cast<int*>(mine) + threadIdx.x; at < first; at += blockDim.x) {
-            *at = at == none ? kNoLevel : 0;
+        for (int* at = reinterpret_cast<int*>(mine) + threadIdx.x; at < entry; at += blockDim.x) {
+            *at = 0;
         }
         for (int x = threadIdx.x; x < p.max_replicated; x += blockDim.x) {
             candidates[x] = make_int4(-1, -1, -1, -1);
@@ -90,10 +86,25 @@ struct Shared {
     }
 };
 
-// Where a physical expert is; the place behind the last rank for none.
+// The place in the lists of X of an expert with several replicas, and the entry for a place.
+__device__ __forceinline__ int place_of(int entry) {
+    return kNone - 1 - entry;
+}
+
+// Barriers of so many threads, whole warps. Whoever waits sees what all have written before they arrived.
+enum class Barrier { kListed = 1, kCounted, kLevelled, kTurn, kMarked, kDivided };
+
+__device__ __forceinline__ void wait_at(Barrier barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void arrive_at(Barrier barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
+}
+
+// Where a physical expert is.
 __device__ __forceinline__ int rank_of(const Params& p, int physical) {
-    const int rank = p.rank_factor == 0 ? physical : static_cast<int>(__umulhi(physical, p.rank_factor));
-    return physical < 0 ? p.ranks : rank;
+    return p.rank_factor == 0 ? physical : static_cast<int>(__umulhi(physical, p.rank_factor));
 }
 
 // A row of the table as if it had at most kCandidates replicas, all loads under way at once.
@@ -122,8 +133,7 @@ __device__ __forceinline__ void enter_expert(const Params& p, const Shared& s, i
     int x = 0;
     if (lane == 0 && replicated != 0) x = atomicAdd(s.num_replicated, __popc(replicated));
     x = __shfl_sync(kAll, x, 0) + __popc(replicated & ((1u << lane) - 1));
-    if (exists) s.first[expert] = row.leading[0];
-    if (exists) s.label[expert] = count > 1 ? static_cast<unsigned short>(x) : kSingle;
+    if (exists) s.entry[expert] = count > 1 ? place_of(x) : max(row.leading[0], kNone);
     if (count <= 1) return;
     s.expert[x] = static_cast<unsigned short>(expert);
     const int start = static_cast<int>((p.ep_rank + blockIdx.x + __umulhi(expert * kExpertStep, count)) % count);

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from moe_ep.eplb.filling import map_reference
+from moe_ep.eplb.levelling import map_reference
 
 
 def eplb_map_to_physical_and_record(
@@ -23,7 +23,7 @@ def eplb_map_to_physical_and_record(
 ) -> torch.Tensor:
     """Chooses a replica for every slot of this rank's tokens and counts it.
 
-    The rule is that of `moe_ep.eplb.filling`: tokens go where this rank's tokens leave room, whole batches at a time,
+    The rule is that of `moe_ep.eplb.levelling`: tokens go where this rank's tokens leave room, whole batches at a time,
     without asking other ranks. On CUDA tensors it is one kernel. No host synchronisation.
 
     Example: ids [[0, -1], [1, 0]], map [[0, 2], [1, -1]], count [2, 1]: expert 0 has two tokens and two replicas and

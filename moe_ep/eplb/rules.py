@@ -1,7 +1,7 @@
 """Rules that choose a replica for each token of an expert, for simulations on the CPU.
 
-"levelled" is the one that serves (`moe_ep.eplb.filling`); the others are what it was chosen over. A rule gets a step's
-ids `[T, top_k]` of all ranks, -1 for none, the rank of each token `[T]`, rising, and a layer's `Layout`; it returns the
+"levelled" is the one that serves (`moe_ep.eplb.levelling`); the others are what it was chosen over. A rule gets ids of a
+step `[T, top_k]` of all ranks, -1 for none, the rank of each token `[T]`, rising, and a layer's `Layout`; it returns the
 slot of each choice, `[T, top_k]`. Rules that remember something between steps are objects made anew for each layer.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moe_ep.eplb.filling import map_tiles, rows_per_tile
+from moe_ep.eplb.levelling import map_tiles, rows_per_tile
 from moe_ep.eplb.policy.maps import Array, logical_maps
 
 _ROW_STEP, _EXPERT_STEP, _RANK_STEP, _MASK = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, (1 << 32) - 1

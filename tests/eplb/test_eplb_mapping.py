@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ep.eplb import balancedness, eplb_map_to_physical_and_record
-from moe_ep.eplb.filling import rows_per_tile
+from moe_ep.eplb.levelling import rows_per_tile
 from moe_ep.eplb.recorder import ExpertLoadRecorder
 from tests.kernels.eplb_cases import make_maps
 
 
-def fill_by_hand(levels: list[int], amount: int) -> list[int]:
-    """Puts one token after the other onto the lowest level, the first of equals."""
-    levels, shares = list(levels), [0] * len(levels)
-    for _ in range(amount):
-        lowest = levels.index(min(levels))
-        levels[lowest] += 1
-        shares[lowest] += 1
-    return shares
+def pass_by_hand(shares: list[int], levels: list[int], one: int, other: int) -> None:
+    """Token after token from the fuller of two levels to the other; where they differ by one, to the first."""
+    while shares[other] and levels[one] < levels[other]:
+        shares[other], levels[other] = shares[other] - 1, levels[other] - 1
+        shares[one], levels[one] = shares[one] + 1, levels[one] + 1
+    while shares[one] and levels[other] + 1 < levels[one]:
+        shares[one], levels[one] = shares[one] - 1, levels[one] - 1
+        shares[other], levels[other] = shares[other] + 1, levels[other] + 1
 
 
 def map_tile_by_hand(
@@ -43,16 +43,18 @@ def map_tile_by_hand(
         own = [i for i, slot in enumerate(slots[e]) if slot // slots_per_rank == ep_rank]
         if own:
             slots[e][0], slots[e][own[0]] = slots[e][own[0]], slots[e][0]
-    shares = {e: fill_by_hand([0] * len(slots[e]), tokens[e]) for e in tokens}
-    for turn in range(6):
+    shares = {e: [len(range(i, tokens[e], len(slots[e]))) for i in range(len(slots[e]))] for e in tokens}
+    pairs = {1: [(0, 0)] * 4, 2: [(0, 1)] * 4, 3: [(0, 1), (1, 2), (0, 2), (0, 1)], 4: [(0, 1), (2, 3), (0, 2), (1, 3)]}
+    for turn in range(12):
         levels = [0] * num_physical
         for e in tokens:
             for slot, share in zip(slots[e], shares[e], strict=True):
                 levels[slot // slots_per_rank] += share
         for e in tokens:
-            if (e + turn) % 3 == 0:
-                beneath = [levels[s // slots_per_rank] - share for s, share in zip(slots[e], shares[e], strict=True)]
-                shares[e] = fill_by_hand(beneath, tokens[e])
+            one, other = pairs[len(slots[e])][turn // 3]
+            places = [slot // slots_per_rank for slot in slots[e]]
+            if (e + turn) % 3 == 0 and places[one] != places[other]:
+                pass_by_hand(shares[e], [levels[place] for place in places], one, other)
     load = [0] * num_physical
     left = {e: [s for s, share in zip(slots[e], shares[e], strict=True) for _ in range(share)] for e in tokens}
     result = []

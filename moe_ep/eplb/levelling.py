@@ -1,9 +1,9 @@
 """How a rank divides its tokens over the replicas of their experts: the rule, in plain torch.
 
 Each rank levels what it sends. It knows its own choices, and with them how many of its tokens go to each rank; the
-replicas of an expert are places where it may choose, so it fills the lowest ranks first, as water would. Nobody is
-asked: the total load is the sum of what the ranks send, and level parts make a level sum. Against a split by a hash
-this halves the unevenness that chance leaves in a batch, and it follows experts that peak together in a batch.
+replicas of an expert are places where it may choose, so tokens pass from the fuller rank to the other. Nobody is asked:
+the total load is the sum of what the ranks send, and level parts make a level sum. Against a split by a hash this
+halves the unevenness that chance leaves in a batch, and it follows experts that peak together in a batch.
 
 The rule, for a tile of at most 1024 slots (rows of top_k), all in integers:
 
@@ -11,9 +11,10 @@ The rule, for a tile of at most 1024 slots (rows of top_k), all in integers:
    so that of the ranks that send it one token each replica gets its share; a replica on this rank changes places with
    the first.
 2. An expert's tokens are divided evenly, the first candidates getting the remainder.
-3. In six turns, every third expert each time: take an expert's tokens off its ranks and fill them in again, so that the
-   fullest of these ranks is as low as can be; a remainder goes to the first candidates. All experts of a turn look at
-   the same levels; that they take turns keeps two experts on the same ranks from answering each other forever.
+3. In twelve turns, every third expert each time: half of what one candidate's rank has over another's passes between
+   the two, as far as the expert's tokens there go; an odd one to the candidate that comes first. Which two these are
+   goes round (`PAIRS`). All experts of a turn look at the same levels; that they take turns keeps two experts on the
+   same ranks from answering each other forever.
 4. The o-th token of an expert in the tile goes to the candidate into whose share o falls.
 
 Tiles are independent, so a batch of any size takes as long as one tile on a GPU that holds them all. The kernel is
@@ -26,7 +27,13 @@ import torch
 
 TILE_SLOTS = 1024
 MAX_CANDIDATES = 4
-NUM_TURNS, NUM_GROUPS = 6, 3
+NUM_TURNS, NUM_GROUPS = 12, 3
+# By how many candidates an expert has: the two between which tokens pass in its first turn, its second, and so on.
+PAIRS = {
+    2: ((0, 1), (0, 1), (0, 1), (0, 1)),
+    3: ((0, 1), (1, 2), (0, 2), (0, 1)),
+    4: ((0, 1), (2, 3), (0, 2), (1, 3)),
+}
 EXPERT_STEP = 0x85EBCA6B
 _WORD = (1 << 32) - 1
 
@@ -93,7 +100,7 @@ def map_tiles(
     tokens.scatter_add_(1, experts, counted.long())
     candidates, valid = _candidates(table, replicas, ranks[:, None], numbers[:, None], slots_per_rank)
     at = torch.where(valid, candidates // slots_per_rank, 0)
-    shares = _fill_by_turns(tokens, at, valid, -(-num_physical // slots_per_rank))
+    shares = _level_by_turns(tokens, at, valid, -(-num_physical // slots_per_rank))
 
     place = _place_in_expert(torch.where(counted, experts, replicas.numel()), tokens)
     ends = torch.take_along_dim(shares.cumsum(dim=2), experts[..., None], dim=1)
@@ -121,7 +128,7 @@ def _candidates(
     return torch.take_along_dim(candidates, order, dim=2), valid
 
 
-def _fill_by_turns(tokens: torch.Tensor, ranks: torch.Tensor, valid: torch.Tensor, num_levels: int) -> torch.Tensor:
+def _level_by_turns(tokens: torch.Tensor, ranks: torch.Tensor, valid: torch.Tensor, num_levels: int) -> torch.Tensor:
     """Tokens `[tiles, E]` divided over their candidates on these ranks, `[tiles, E, C]`."""
     place = torch.arange(valid.size(2), device=tokens.device)
     width = valid.sum(dim=2, keepdim=True)
@@ -130,13 +137,19 @@ def _fill_by_turns(tokens: torch.Tensor, ranks: torch.Tensor, valid: torch.Tenso
     several = torch.arange(tokens.size(1), device=tokens.device)
     if not tokens.is_cuda:
         several = several[(width > 1).any(dim=0).flatten()]
-    part, at, choices = shares[:, several], ranks[:, several], valid[:, several]
+    part, at, width = shares[:, several], ranks[:, several], width[:, several, 0]
     beneath = _levels(ranks, shares, num_levels) - _levels(at, part, num_levels)
     for turn in range(NUM_TURNS):
         levels = beneath + _levels(at, part, num_levels)
-        others = torch.take_along_dim(levels, at.flatten(1), dim=1).view_as(part) - part
-        filled = _fill(others, choices, tokens[:, several, None])
-        part = torch.where(((several + turn) % NUM_GROUPS == 0)[:, None], filled, part)
+        height = torch.take_along_dim(levels, at.flatten(1), dim=1).view_as(part)
+        on_turn = (several + turn) % NUM_GROUPS == 0
+        for count in range(2, part.size(2) + 1):
+            one, other = PAIRS[count][turn // NUM_GROUPS]
+            passed = (height[..., other] - height[..., one] + 1) >> 1
+            passed = passed.clamp(min=-part[..., one], max=part[..., other])
+            passed = torch.where(on_turn & (width == count), passed, 0)
+            part[..., one] += passed
+            part[..., other] -= passed
     shares[:, several] = part
     return shares
 
@@ -145,18 +158,6 @@ def _levels(ranks: torch.Tensor, shares: torch.Tensor, num_levels: int) -> torch
     """What goes to each rank `[tiles, num_levels]`."""
     levels = shares.new_zeros(shares.size(0), num_levels)
     return levels.scatter_add_(1, ranks.flatten(1), shares.flatten(1))
-
-
-def _fill(levels: torch.Tensor, valid: torch.Tensor, amount: torch.Tensor) -> torch.Tensor:
-    """How much of amount goes onto each valid level so that the highest stays lowest, in the last dimension."""
-    # A level is filled at all if raising the others to it takes no more than there is.
-    lower = (levels[..., :, None] - levels[..., None, :]).clamp(min=0)
-    needed = torch.where(valid[..., None, :], lower, 0).sum(dim=-1)
-    active = valid & (needed <= amount)
-    width = active.sum(dim=-1, keepdim=True)
-    total = torch.where(active, levels, 0).sum(dim=-1, keepdim=True) + amount
-    surface, rest = total // width, total % width
-    return torch.where(active, surface - levels + (active.cumsum(dim=-1) <= rest), 0)
 
 
 def _place_in_expert(experts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
