@@ -1,8 +1,8 @@
 """Rules that choose a replica for each token of an expert, for simulations on the CPU.
 
-"levelled" is the one that serves (`moe_ep.eplb.levelling`); the others are what it was chosen over. A rule gets ids of a
-step `[T, top_k]` of all ranks, -1 for none, the rank of each token `[T]`, rising, and a layer's `Layout`; it returns the
-slot of each choice, `[T, top_k]`. Rules that remember something between steps are objects made anew for each layer.
+"levelled" is the one that serves (`moe_ep.eplb.levelling`); the others are what it was chosen over. A rule gets the ids
+of a step `[T, top_k]` of all ranks, -1 for none, the rank of each token `[T]`, rising, and a layer's `Layout`; it gives
+the slot of each choice, `[T, top_k]`. Rules that remember something between steps are objects made anew for each layer.
 """
 
 from __future__ import annotations
