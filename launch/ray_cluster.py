@@ -178,8 +178,8 @@ def _found(address: str) -> str:
 
     if address.startswith("http"):  # in RAY_ADDRESS, from where `ray job submit` takes it
         raise GangError(
-            f"RAY_ADDRESS is {address!r}, where jobs are submitted; submit one by ray job submit, unset RAY_ADDRESS, or "
-            f"give the HOST:PORT that ray start printed"
+            f"RAY_ADDRESS is {address!r}, where jobs are submitted; submit one by ray job submit, unset RAY_ADDRESS, "
+            f"or give the HOST:PORT that ray start printed"
         )
     if address != "auto":
         return address

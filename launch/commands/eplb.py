@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from moe_ep.launch.eplb_scene import (
 )
 from moe_ep.launch.option_values import checkpoint_folder, output_file
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, option
+from moe_ep.launch.progress import ProgressDisplay
 
 
 def _names(raw: str) -> tuple[str, ...]:
@@ -164,7 +166,13 @@ def main_simulate(args: argparse.Namespace) -> int:
             )
         else:
             trace = read_trace(config.routing, config)
-        rows = list(compare(trace, scene_of(config), list(config.policies), list(config.rules), config.expert_bytes))
+        rows = []
+        total = len(config.policies) * len(config.rules)
+        with contextlib.closing(ProgressDisplay()) as display:
+            display(("simulating", 0, total))
+            for row in compare(trace, scene_of(config), list(config.policies), list(config.rules), config.expert_bytes):
+                rows.append(row)
+                display(("simulating", len(rows), total))
     except ValueError as error:
         raise _shown(error) from None
     print(describe(trace, config))

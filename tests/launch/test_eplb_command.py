@@ -86,5 +86,5 @@ def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureF
 
 
 def test_more_than_fits_in_memory_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eplb", "simulate", "--steps", "1000000000000"]) == 1
+    assert main(["eplb", "simulate", "--steps", "2147483647"]) == 1
     assert "this machine's memory does not suffice, ask for less at a time: Unable to" in capsys.readouterr().err
