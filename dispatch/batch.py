@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from moe_ep.arguments import INTEGERS, check_tensors
-from moe_ep.config import ACTIVATION_DTYPES
+from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig
 from moe_ep.kernels.quantize import quantize_rows
 
 Result = TypeVar("Result")
@@ -147,6 +147,17 @@ def check_arguments(
         raise ValueError(
             f"a1 has {num_tokens} tokens and the capacity is {capacity} per rank; send at most {capacity} at a time "
             f"(FusedMoE does), or make the backend with max_num_tokens={num_tokens}"
+        )
+
+
+def check_made_for(config: FusedMoEConfig, a1: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    """ValueError for a batch of another hidden size, number of slots or dtype than the layer's."""
+    given = (a1.size(1), topk_ids.size(1), a1.dtype)
+    made_for = (config.hidden_dim, config.experts_per_token + config.num_fused_shared_experts, config.in_dtype)
+    if given != made_for:
+        raise ValueError(
+            f"a1 and topk_ids have (K, topk, dtype) {given} and the backend was made for {made_for}; give it the "
+            f"configuration of the batches"
         )
 
 

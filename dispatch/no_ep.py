@@ -8,7 +8,7 @@ import torch.distributed as dist
 from moe_ep.arguments import check_expert_map, check_same_device
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
-from moe_ep.dispatch.batch import check_arguments
+from moe_ep.dispatch.batch import check_arguments, check_made_for
 from moe_ep.errors import check_at_least
 from moe_ep.topk_weight_and_reduce import (
     TopKWeightAndReduce,
@@ -66,6 +66,7 @@ class NoEPPrepareFinalize(FusedMoEPrepareAndFinalize):
     ) -> PrepareResult:
         check_at_least(1, num_experts=num_experts)
         check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, num_experts)
+        check_made_for(self._moe_config, a1, topk_ids)
         if apply_router_weight_on_input:
             a1 = (a1 * topk_weights).to(a1.dtype)
         if expert_map is not None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEPrepareAndFinalize, PrepareResult
-from moe_ep.dispatch.batch import Batch, OpenBatches, Pending, check_arguments, check_tensor, keep_for
+from moe_ep.dispatch.batch import Batch, OpenBatches, Pending, check_arguments, check_made_for, check_tensor, keep_for
 from moe_ep.dispatch.placement import Placement, owners_of
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.side_stream import SideStream
@@ -66,8 +66,6 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         self.moe_config, self.quant_config = moe_config, quant_config
         self.ranks = RankGroup(moe_config, process_group)
         self.placement = Placement(owners_of(moe_config) if owners is None else owners, moe_config.ep_rank)
-        slots = moe_config.experts_per_token + moe_config.num_fused_shared_experts
-        self._made_for = (moe_config.hidden_dim, slots, moe_config.in_dtype)
         if moe_config.num_local_experts != self.placement.num_local:
             raise ValueError(
                 f"num_local_experts is {moe_config.num_local_experts}; with {moe_config.num_experts} routed and "
@@ -193,12 +191,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
                 self.placement.check(expert_map)
             capacity = self.max_num_tokens_per_rank()
             check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, known_ids, capacity)
-            given = (a1.size(1), topk_ids.size(1), a1.dtype)
-            if given != self._made_for:
-                raise ValueError(
-                    f"a1 and topk_ids have (K, topk, dtype) {given} and the backend was made for {self._made_for}; "
-                    f"give it the configuration of the batches"
-                )
+            check_made_for(self.moe_config, a1, topk_ids)
             self._must_agree(quant_config, a1.device)
             rows = ((a1 * topk_weights).to(a1.dtype) if apply_router_weight_on_input else a1).contiguous()
             batch = Batch(

@@ -219,7 +219,7 @@ def test_memory_is_kept_for_a_stream_wherever_it_is_handed_over() -> None:
 
 
 def test_no_ep_masks_what_is_elsewhere() -> None:
-    config: FusedMoEConfig = make_setting(Case(), 0, 1).config
+    config: FusedMoEConfig = make_setting(Case(topk=2), 0, 1).config
     backend = make_prepare_finalize("no_ep", config)
     assert backend.max_num_tokens_per_rank() is None and backend.num_dispatchers() == 1
     rows, weights = torch.randn(2, 40), torch.rand(2, 2)
@@ -233,11 +233,15 @@ def test_no_ep_masks_what_is_elsewhere() -> None:
     per_slot[found[3] >= 0] = 1.0
     backend.finalize(output, per_slot, weights, found[3], False, TopKWeightAndReduceDelegate())
     assert torch.equal(output, weights[:, 1:].expand(2, 40))
-    on_input = backend.prepare(rows, weights[:, :1], ids[:, :1], 3, expert_map, True, quant_config)[0]
+    one_slot = make_prepare_finalize("no_ep", replace(config, experts_per_token=1))
+    on_input = one_slot.prepare(rows, weights[:, :1], ids[:, :1], 3, expert_map, True, quant_config)[0]
     assert torch.equal(on_input, rows * weights[:, :1])
     with pytest.raises(
         ValueError, match=r"topk_weights is \(2, 1\) of torch.float32; it must be f32 of topk_ids' shape"
     ):
         backend.prepare(rows, weights[:, :1], ids, 3, expert_map, False, quant_config)
+    for other in (rows.half(), rows[:, 1:]):
+        with pytest.raises(ValueError, match=r"a1 and topk_ids have .* was made for \(40, 2, torch.float32\)"):
+            backend.prepare(other, weights, ids, 3, expert_map, False, quant_config)
     with pytest.raises(ValueError, match=r"expert_map has shape \(3,\); .* each of num_experts \(4\)"):
         backend.prepare(rows, weights, ids, 4, expert_map, False, quant_config)
