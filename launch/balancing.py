@@ -14,6 +14,7 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import Listener
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.placement_file import PlacementFile, model_checksum
+from moe_ep.errors import ConfigError, EplbError
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.run_config import RunConfig
 from moe_ep.stack import MoEStack
@@ -22,7 +23,11 @@ _NEVER = 10**9
 
 
 class Balancing:
-    """The manager of a run's layers, which begin where --load-placement says."""
+    """The manager of a run's layers, which begin where --load-placement says.
+
+    Raises:
+        ConfigError: that placement is of another model, or for other ranks.
+    """
 
     def __init__(
         self,
@@ -35,12 +40,13 @@ class Balancing:
         self._config, self._rank_env = config, rank_env
         self._model = model_checksum(reader)
         layers = [block.moe for block in stack.layers()]
-        placement = None
-        if config.load_placement is not None:
-            file = PlacementFile.load(config.load_placement)
+        file = config.placement()
+        if file is not None and config.load_placement is not None:
             shape = (len(layers), layers[0].num_experts + layers[0].num_redundant_experts)
-            file.check(config.load_placement, model=self._model, ep_size=rank_env.world_size, shape=shape)
-            placement = file.physical_to_logical
+            try:
+                file.check(config.load_placement, model=self._model, ep_size=rank_env.world_size, shape=shape)
+            except EplbError as error:
+                raise ConfigError(str(error)) from None
         hosts, rest = divmod(rank_env.world_size, rank_env.local_world_size)
         self.manager = EPLBManager(
             layers,
@@ -56,7 +62,7 @@ class Balancing:
                 num_nodes=1 if rest else hosts,
                 asynchronous=not config.eplb_synchronous,
             ),
-            placement=placement,
+            placement=None if file is None else file.physical_to_logical,
             listener=listener,
         )
         self._first = self.manager.placement.host

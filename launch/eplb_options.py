@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from moe_ep.errors import ConfigError, EplbError
 from moe_ep.launch.option_values import output_file
 from moe_ep.launch.options import OptionError, at_least, flag, number, one_of, one_of_these, option
 from moe_ep.registry import EPLB_POLICIES
+
+if TYPE_CHECKING:
+    from moe_ep.eplb.placement_file import PlacementFile
 
 
 def _routing(raw: str) -> str:
@@ -95,20 +99,28 @@ class EplbOptions:
             if item.name not in ("eplb", "routing", "record_routing") and value != item.default:
                 raise OptionError(f"{flag(item.name)} is {str(value)!r} without --eplb; add --eplb or leave it out")
 
+    def placement(self) -> PlacementFile | None:
+        """What --load-placement names; ConfigError where that is no placement."""
+        if self.load_placement is None:
+            return None
+        from moe_ep.eplb.placement_file import PlacementFile
+
+        try:
+            return PlacementFile.load(self.load_placement)
+        except EplbError as error:
+            raise ConfigError(str(error)) from None
+
     def redundant_experts(self, num_experts: int, ep_size: int) -> int | None:
         """Physical experts beyond `num_experts`; None without --eplb.
 
         Raises:
-            EplbError: --load-placement names no placement.
+            ConfigError: --load-placement names no placement.
         """
         if not self.eplb:
             return None
         if self.num_redundant_experts is not None:
             return self.num_redundant_experts
-        if self.load_placement is not None:
-            from moe_ep.eplb.placement_file import PlacementFile
-
-            placement = PlacementFile.load(self.load_placement)
-            if (placement.ep_size, placement.num_experts) == (ep_size, num_experts):
-                return placement.physical_to_logical.shape[1] - num_experts
+        placement = self.placement()
+        if placement is not None and (placement.ep_size, placement.num_experts) == (ep_size, num_experts):
+            return placement.physical_to_logical.shape[1] - num_experts
         return ep_size + -num_experts % ep_size

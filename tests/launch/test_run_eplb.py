@@ -130,6 +130,21 @@ def test_options_that_cannot_be(arguments: str, message: str, capsys: pytest.Cap
     assert capsys.readouterr().err.startswith(f"moe-ep run: {message}")
 
 
+@pytest.mark.parametrize(
+    ("is_one", "message"), [(True, "is of another model (checksum m, "), (False, "cannot be read: ")]
+)
+def test_placements_that_this_model_cannot_begin_with(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_one: bool, message: str
+) -> None:
+    file = tmp_path / "placement.json"
+    file.write_text("")
+    if is_one:
+        PlacementFile(model="m", ep_size=2, num_experts=E, physical_to_logical=np.arange(E)[None]).save(file)
+    assert main(["run", "--model", str(model), *LOCAL, "--eplb", "--load-placement", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"moe-ep run: the placement {file} {message}") and error.count("\n") == 1
+
+
 def test_redundancy_that_does_not_divide(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--model", str(model), *LOCAL, "--eplb", "--num-redundant-experts", "3"]) == 2
     error = capsys.readouterr().err
