@@ -23,6 +23,9 @@ from moe_ep.kernels.marlin.weights import Weights
 from moe_ep.scalar_type import scalar_types
 
 RELATIVE_ERROR = 0.01  # mean |d| / mean |ref|, the tolerance of all quantized experts
+# Of the root mean square: one element among millions is off by 0.25 where scales belong to rows and tokens are bf16,
+# and one that was not computed, or twice, by about 1.
+ANY_ELEMENT = 0.5
 FORMATS_AGREE = 1e-3  # batched and Standard, whose sums are rounded once more
 UINT4B8 = WEIGHT_TYPES[scalar_types.uint4b8.id]
 SILU = MoEActivation.SILU
@@ -170,7 +173,8 @@ def check_batched(
     by_reference: bool = False,
     weights: tuple[Weights, Weights] | None = None,
 ) -> None:
-    """Runs twice with everything that must not be read or written poisoned, and compares bits and values."""
+    """Runs three times, twice at once, with everything that must not be read or written poisoned, and compares bits and
+    values."""
     (K, N), num_experts, capacity = shape, len(counts), max(counts) + 3
     first, second = weights or pair(kind, group, num_experts, shape, activation, dtype, bias)
     numbers, nan = torch.tensor(counts, dtype=torch.int32, device="cuda"), Poison(dtype)
@@ -193,15 +197,33 @@ def check_batched(
         return batched_fused_marlin_moe(rows, numbers, **more, **scratch)
 
     output = run()
-    assert torch.equal(output.view(torch.int16), run().view(torch.int16))
-    error = scale = 0.0
+    assert all(torch.equal(output.view(torch.int16), again.view(torch.int16)) for again in twice_at_once(run))
+    got, expected = [], []
     for expert, count in enumerate(counts):
         assert torch.isnan(output[expert, count:]).all()
         if count:
-            expected = reference(inputs[expert], first, second, kind, expert, activation)
-            error += float((output[expert, :count].float() - expected).abs().sum())
-            scale += float(expected.abs().sum())
-    assert error < RELATIVE_ERROR * scale
+            got.append(output[expert, :count])
+            expected.append(reference(inputs[expert], first, second, kind, expert, activation))
+    if got:
+        check_values(torch.cat(got), torch.cat(expected))
+
+
+def twice_at_once(run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """What it gives on two streams at once."""
+    streams, results = [torch.cuda.Stream(), torch.cuda.Stream()], []
+    torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            results.append(run())
+    torch.cuda.synchronize()
+    return results
+
+
+def check_values(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Results against f32: on average, and each by itself."""
+    error = (got.float() - expected).abs()
+    assert error.mean() <= RELATIVE_ERROR * expected.abs().mean()
+    assert error.max() <= ANY_ELEMENT * expected.square().mean().sqrt()
 
 
 def check_tokens(
@@ -231,7 +253,7 @@ def check_tokens(
         )  # fmt: skip
 
     output = run()
-    assert torch.equal(output, run())
+    assert all(torch.equal(output, again) for again in twice_at_once(run))
     local_ids = torch.where(ids >= 0, expert_map.long()[ids.clamp(min=0)], -1)
     counts = [int((local_ids == expert).sum()) for expert in range(local)]
     batched = nan(local, max(*counts, 1), K)
@@ -247,7 +269,6 @@ def check_tokens(
                 total.index_add_(0, token, weights[token, slot, None] * results(expert, token).float())
         return total
 
-    expected = summed(lambda expert, token: reference(rows[token], first, second, kind, expert))
-    assert (output.float() - expected).abs().mean() <= RELATIVE_ERROR * expected.abs().mean()
+    check_values(output, summed(lambda expert, token: reference(rows[token], first, second, kind, expert)))
     total = summed(lambda expert, token: by_expert[expert, : len(token)]).to(dtype).float()
     assert (output.float() - total).abs().mean() <= FORMATS_AGREE * total.abs().mean()

@@ -36,15 +36,19 @@ SHARED_CASES = [
     )
     for case in CASES
 ]
+# Decode's values of each dimension, with both wires.
 GRID = [
     Case(tokens=tokens, hidden_size=K, topk=topk, num_experts=E, capacity=600, dtype=BF16, fp8=fp8, seed=seed)
     for seed, (tokens, K, topk, E, fp8) in enumerate(
         [
             ((0,), 128, 1, 8, False),
-            ((600, 0, 1, 33), 7168, 8, 256, False),
-            ((512, 77), 2880, 4, 33, False),
-            ((600,), 7168, 8, 256, True),
+            ((32, 1), 128, 2, 64, True),
+            ((7, 32, 128), 2048, 16, 257, False),
             ((31, 600, 0, 5), 2000, 32, 64, True),
+            ((512, 77), 2880, 2, 8, False),
+            ((128, 1, 7), 2880, 16, 257, True),
+            ((600, 0, 1, 33), 7168, 8, 256, False),
+            ((600,), 7168, 8, 256, True),
         ]
     )
 ]
