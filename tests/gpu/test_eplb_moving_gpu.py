@@ -17,7 +17,7 @@ from moe_ep.eplb.transfer import MessageTransport, rearrange_expert_weights
 from moe_ep.launch.cli import main
 from moe_ep.layer import FusedMoE
 from moe_ep.registry import EXPERTS
-from tests.eplb.models import E, inputs, load_layer, make_layer, random_placement, redundancy, set_placement
+from tests.eplb.models import E, K, inputs, load_layer, make_layer, random_placement, redundancy, set_placement
 from tests.ranks import RankPool, ranks
 
 T = 8
@@ -40,18 +40,20 @@ def options_of(scheme: str) -> dict[str, Any]:
     return {"params_dtype": torch.float32 if scheme == "plain" else torch.bfloat16}
 
 
-def make_model(world_size: int, schemes: tuple[str, ...] = SCHEMES) -> list[FusedMoE]:
-    redundant = redundancy(world_size, 3)
+def make_model(world_size: int, schemes: tuple[str, ...] = SCHEMES, **options: Any) -> list[FusedMoE]:
+    redundant, settings = redundancy(world_size, 3), {"all2all_backend": "batched_all_to_all"} | options
     return [
-        on_gpu(make_layer(scheme, redundant, all2all_backend="batched_all_to_all", **options_of(scheme)), seed)
+        on_gpu(make_layer(scheme, redundant, **(options_of(scheme) | settings)), seed)
         for seed, scheme in enumerate(schemes)
     ]
 
 
-def check_weights(layers: list[FusedMoE], placement: np.ndarray, schemes: tuple[str, ...] = SCHEMES) -> None:
+def check_weights(
+    layers: list[FusedMoE], placement: np.ndarray, schemes: tuple[str, ...] = SCHEMES, **options: Any
+) -> None:
     """Every tensor of every slot, against layers that were loaded into the placement."""
     for index, (layer, scheme) in enumerate(zip(layers, schemes, strict=True)):
-        fresh = make_layer(scheme, layer.num_redundant_experts, **options_of(scheme))
+        fresh = make_layer(scheme, layer.num_redundant_experts, **(options_of(scheme) | options))
         set_placement(fresh, placement[index])
         for got, wanted in zip(layer.expert_weights(), on_gpu(fresh, index).expert_weights(), strict=True):
             assert torch.equal(got, wanted)
@@ -118,15 +120,25 @@ def test_connections_pass_to_the_next_manager_unless_messages_are_under_way() ->
         pool.close()
 
 
-def replay_while_moving(rank: int, world_size: int, transport: str) -> tuple[list[int], int]:
-    """A graph captured before the first move; its output has the same bits in every step."""
-    layer = make_model(world_size, ("plain",))[0]
-    alone = on_gpu(make_layer(ep_size=1, enable_eplb=False), 0)
+def one_number_a_row(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Inputs on the GPU whose outputs are whole numbers up to 7 * N: exact in bf16, in whatever order they add up."""
+    x, logits = inputs(T, seed)
+    column = torch.nn.functional.one_hot((torch.arange(T) + seed) % K, K)
+    return [(x.sign() * column).to(dtype).cuda(), logits.cuda()]
+
+
+def serve_while_moving(
+    rank: int, world_size: int, backend: str, transport: str, captured: bool
+) -> tuple[list[int], int]:
+    """A layer, or a graph captured before the first move; its output has the same bits in every step as on one rank."""
+    dtype = torch.bfloat16 if backend.startswith("nvshmem") else torch.float32
+    layer = make_model(world_size, ("plain",), all2all_backend=backend, params_dtype=dtype)[0]
+    alone = on_gpu(make_layer(ep_size=1, enable_eplb=False, params_dtype=dtype), 0)
     manager = EPLBManager(
         [layer],
         EplbConfig(transport=transport, first_plan=5, interval=10, rebalance_below=1.0, timeout_s=30, planner="thread"),
     )
-    static = [tensor.cuda() for tensor in inputs(T, seed=rank)]
+    static = one_number_a_row(rank, dtype)
     side = torch.cuda.Stream()
     versions = []
     with torch.cuda.stream(side):
@@ -134,30 +146,44 @@ def replay_while_moving(rank: int, world_size: int, transport: str) -> tuple[lis
             layer(*static)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            output = layer(*static)
+        if captured:
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                output = layer(*static)
         manager.profile_step()
         for step in range(60):
-            fresh = [tensor.cuda() for tensor in inputs(T, seed=100 * step + rank)]
+            fresh = one_number_a_row(100 * step + rank, dtype)
             if step >= 30:
                 fresh[1] = fresh[1].flip(1)
             for target, source in zip(static, fresh, strict=True):
                 target.copy_(source)
-            graph.replay()
+            if captured:
+                graph.replay()
+            else:
+                output = layer(*static)
             assert torch.equal(output, alone(*fresh))
             manager.step()
             versions.append(hash(manager.placement.host.tobytes()))
         manager.finish()
-        check_weights([layer], manager.placement.host, ("plain",))
+        check_weights([layer], manager.placement.host, ("plain",), params_dtype=dtype)
     moved = manager.totals.experts_moved
     manager.close()
     return [versions.index(version) for version in versions], moved
 
 
-@pytest.mark.parametrize("transport", ["messages", "peer_copies"])
+@pytest.mark.parametrize(
+    ("backend", "transport", "captured"),
+    [
+        ("batched_all_to_all", "messages", True),
+        ("batched_all_to_all", "peer_copies", True),
+        ("nvshmem_low_latency", "peer_copies", True),
+        ("nvshmem_high_throughput", "peer_copies", False),
+    ],
+)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_graph_captured_before_stays_right(world_size: int, transport: str) -> None:
-    results = ranks(world_size, "nccl").run(replay_while_moving, transport)
+def test_outputs_are_the_same_bits_while_experts_move(
+    world_size: int, backend: str, transport: str, captured: bool
+) -> None:
+    results = ranks(world_size, "nccl").run(serve_while_moving, backend, transport, captured)
     assert all(result == results[0] for result in results)
     changes, moved = results[0]
     assert len(set(changes)) > 1 and moved > 0
