@@ -50,6 +50,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     INSTEAD: ClassVar[str]
     MAX_RANKS: ClassVar[int]
     hidden_size_multiple = 16
+    _recoveries = 0
     _meeting: Meeting
     _layout: Shape
 
@@ -95,9 +96,13 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         owners = self.placement.owners(topk_ids.device)[topk_ids.long().clamp(min=0)].long()
         return (lost[owners] & (topk_ids >= 0)).any(dim=1)
 
-    def _given_up(self) -> Callable[[], None]:
-        """For a batch that begins: raises RuntimeError from the next `recover` on, whichever layer it is called of."""
+    def _begin_batch(self) -> Callable[[], None]:
+        """Forgets batches that were given up; what is returned raises RuntimeError once this one is, too, whichever
+        layer `recover` is called of."""
         meeting, number = self._meeting, self._meeting.recoveries
+        if self._recoveries != number:
+            self._open.clear()
+            self._recoveries = number
 
         def check() -> None:
             if meeting.recoveries != number:

@@ -166,7 +166,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         exact = self.exact_rows and not torch.cuda.is_current_stream_capturing()
         layout, num_tokens, num_ids = self._layout, batch.topk_ids.size(0), batch.owners.numel()
         parts = self._block.take()
-        number, check = parts.number, self._given_up()
+        number, check = parts.number, self._begin_batch()
         where = [batch.topk_ids, batch.owners, parts.slots, parts.arriving if exact else None]
         tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
         with self._block.order:
@@ -203,7 +203,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
             weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
         )
         for name, tensor, num_rows in (
-            ("reduced expert output", rows, handle.rows),
+            ("fused_expert_output (reduced)", rows, handle.rows),
             ("output", output, handle.num_tokens),
         ):
             shape = (num_rows, self._layout.hidden_size)

@@ -180,7 +180,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
             expected = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks
             to_receive += -(-expected * self.tuning.take_parts // WARPS)
         made = [tensor for tensor in (out, row_ids) if tensor is not None]
-        check = self._given_up()
+        check = self._begin_batch()
         launch = Halves(
             self._kernels["low_latency_dispatch"], params, to_send, to_receive, self.tuning.blocks,
             self._channel.order, check, [batch.rows, batch.topk_ids, batch.topk_weights, counts, positions, *made],
