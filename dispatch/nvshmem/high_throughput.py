@@ -9,6 +9,7 @@ control. All layers of one shape share that memory, with room for `batches_in_fl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -37,6 +38,11 @@ from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 DEFAULT_NUM_SMS = 24
 DEFAULT_NUM_SMS_FP8 = 48
 _THREADS = 1024
+_WARPS = _THREADS // 32
+# Up to so many SMs an fp8 dispatch has some that only send.
+_FEW_SMS = 32
+# Making a token's codes takes as long as storing so much of a plain row.
+_CODES = 0.4
 
 
 class _Handle(NamedTuple):
@@ -171,7 +177,8 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         tensors = [batch.rows, batch.topk_ids, batch.topk_weights, batch.owners, parts.slots, parts.rows]
         with self._block.order:
             self._launch("plan", parts, where, [num_ids, num_tokens, number])
-            self._launch("dispatch", parts, tensors, [num_ids, num_tokens, 0 if exact else layout.max_rows])
+            senders = senders_of(layout, self.num_sms)
+            self._launch("dispatch", parts, tensors, [num_ids, num_tokens, 0 if exact else layout.max_rows, *senders])
 
         def receive() -> tuple[PrepareResult, _Handle]:
             check()
@@ -225,6 +232,25 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         params = parts.params(name, [jit.pointer(tensor) for tensor in tensors], numbers)
         blocks = 1 if name == "plan" else self.num_sms
         self._kernels[name].launch(params, (blocks,), _THREADS, early=name == "dispatch")
+
+
+@functools.cache
+def senders_of(layout: Layout, num_sms: int) -> tuple[int, int]:
+    """Blocks of a dispatch that send, and warps of each that do, where others take what arrives.
+
+    Half of every block's warps do, and one releases flags beside them. Where few SMs make e4m3 rows, stores at home
+    would wait behind those to busy links, so almost all warps of some blocks send and the other blocks take, in shares
+    of what each stores if tokens go to any experts.
+
+    Example: 24 SMs, K=7168, top-8: of 8 ranks 10 blocks send, of 4 ranks 12.
+    """
+    if not layout.fp8 or layout.device_api or num_sms > _FEW_SMS:
+        return num_sms, _WARPS // 2
+    plain, others = 2 * layout.hidden_size, layout.num_ranks - 1
+    to_a_rank = 1 - (others / layout.num_ranks) ** layout.topk
+    sent = to_a_rank * (others * layout.row_bytes + plain) + _CODES * plain
+    taken = to_a_rank * others * plain
+    return max(round(num_sms * sent / (sent + taken)), 1), _WARPS - 1
 
 
 def _layout(

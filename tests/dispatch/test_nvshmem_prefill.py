@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from moe_ep.dispatch.nvshmem.high_throughput import senders_of
 from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, BatchParts, Block, Layout, kernel_source
 from moe_ep.kernels import jit
 
@@ -49,6 +50,15 @@ def test_parts_of_the_block_do_not_overlap_and_are_aligned(fp8: bool, topk: int)
     assert (of_hosts["staged_rows"] * 4, of_hosts["staged_results"]) == (of_hosts["rows"], 4000 * 4 * 5)
     assert layout.symmetric_bytes == 3 * layout.batch_bytes
     assert layout.plain_bytes == 3 * (4 * 4 * 5 + (2 * 2000 * 4 * 5 if fp8 else 0))
+
+
+@pytest.mark.parametrize(("num_ranks", "sending"), [(1, 24), (2, 16), (4, 12), (8, 10)])
+def test_few_sms_are_divided_into_those_that_send_and_those_that_take(num_ranks: int, sending: int) -> None:
+    layout = Layout(num_ranks=num_ranks, capacity=64, hidden_size=7168, topk=8, fp8=True)
+    assert senders_of(layout, 24) == (sending, 31)
+    assert all(1 <= senders_of(layout, num_sms)[0] <= num_sms for num_sms in range(1, 133))
+    for other, num_sms in ((layout, 48), (replace(layout, fp8=False), 24), (replace(layout, device_api=True), 24)):
+        assert senders_of(other, num_sms) == (num_sms, 16)
 
 
 def test_the_number_of_rows_is_that_of_the_batch_when_numbers_have_more_than_32_bits() -> None:

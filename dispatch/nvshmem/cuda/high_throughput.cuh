@@ -17,9 +17,9 @@
 // With DEVICE_API nobody's memory need be mapped here: counts travel as signals, and rows, with their ids and weights
 // behind them, as puts out of staged copies, from which each rank makes the parts that its experts read.
 //
-// Dispatch of such and of e4m3 rows, and combine: half of a block's warps send, the other half take what arrives, row
-// by row, and the first join the second when everything is sent. Sending waits for nobody, so taking may wait for
-// everybody.
+// Dispatch of such and of e4m3 rows, and combine: some warps send, others take what arrives, row by row, and the first
+// join the second when everything is sent. Sending waits for nobody, so taking may wait for everybody. Half of each
+// block's warps send, or in a dispatch almost all of some blocks.
 #pragma once
 
 #include "device_api.cuh"
@@ -27,7 +27,6 @@
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-constexpr int kSenders = kWarps / 2;  // of a block, where the others take
 constexpr int kLinesOfCounts = 4;
 constexpr int kVectors = HIDDEN / kColumns;
 constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;

@@ -12,13 +12,14 @@ struct Params {
     int num_tokens;
 };
 
+constexpr int kSenders = kWarps / 2;  // of a block, where the others take
 constexpr int kTurnRows = 64;  // how many rows go to one rank before the next has its turn
 // A token is added up by as many warps as it has such parts, so that the last ones to come home take little time.
 constexpr int kPartVectors = 128;
 constexpr int kParts = (kVectors + kPartVectors - 1) / kPartVectors;
 
 // Other ranks take turns, and each rank begins with the one behind it, so that no rank's links are everybody's target.
-__device__ __forceinline__ void send_results(const Params& p, FlagsDue& due, int first, int warps, u64 epoch) {
+__device__ __forceinline__ void send_results(const Params& p, FlagsDue<kSenders>& due, int first, int warps, u64 epoch) {
     const Common& c = p.common;
     int most = 0;
     for (int source = 0; source < RANKS; ++source) {
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_combin
     const Common& c = p.common;
     const int warp = threadIdx.x / 32;
     const u64 epoch = c.current_epoch();
-    __shared__ FlagsDue due;
+    __shared__ FlagsDue<kSenders> due;
     clear_flags(due);
     if (warp < kSenders) {
         if (!c.failed()) {
@@ -119,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_combin
         }
         leave_no_more(due);
     } else if (warp == kSenders) {
-        release_flags(due, epoch);
+        release_flags(due, kSenders, epoch);
     }
     take_tokens(p, epoch);
 }

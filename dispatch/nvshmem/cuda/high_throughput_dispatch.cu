@@ -17,6 +17,7 @@ struct Params {
     int num_ids;
     int num_tokens;
     int max_rows;            // ids of rows from the last that arrives to this one become -1
+    int sending, senders;    // blocks that send, and warps of each that do, where rows are taken
 };
 
 constexpr int kRowsOfTurn = 2;  // that a warp takes of a source before the next has its turn
@@ -39,8 +40,10 @@ __device__ __forceinline__ int owner_of(const Params& p, int id) {
 }
 
 #if FP8 || DEVICE_API
+constexpr int kMostSenders = kWarps - 1;  // of a block; one releases their flags
+
 // One token: for this rank it is made as the experts read it, the others get it where they take it from.
-__device__ __forceinline__ void send(const Params& p, Tail& tail, FlagsDue& due, int token) {
+__device__ __forceinline__ void send(const Params& p, Tail& tail, FlagsDue<kMostSenders>& due, int token) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;
     const Rows rows = rows_of(p, token);
@@ -193,8 +196,8 @@ __device__ __forceinline__ void finish(const Common& c, u32 epoch) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispatch(const __grid_constant__ Params p) {
     const Common& c = p.common;
 #if FP8 || DEVICE_API
-    __shared__ Tail tails[kSenders];
-    __shared__ FlagsDue due;
+    __shared__ Tail tails[kMostSenders];
+    __shared__ FlagsDue<kMostSenders> due;
     clear_flags(due);
 #endif
     wait_for_kernels_before();
@@ -205,15 +208,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispat
         ids[i] = -1;
     }
 #if FP8 || DEVICE_API
-    if (warp < kSenders) {
+    const int block = static_cast<int>(blockIdx.x);
+    if (block < p.sending && warp < p.senders) {
         if (!c.failed()) {
-            for (int token = warp * gridDim.x + blockIdx.x; token < p.num_tokens; token += gridDim.x * kSenders) {
+            for (int token = warp * p.sending + block; token < p.num_tokens; token += p.sending * p.senders) {
                 send(p, tails[warp], due, token);
             }
         }
         leave_no_more(due);
-    } else if (warp == kSenders) {
-        release_flags(due, c.current_epoch());
+    } else if (block < p.sending && warp == p.senders) {
+        release_flags(due, p.senders, c.current_epoch());
     }
     take_rows(p);
 #else

@@ -8,14 +8,16 @@
 
 #include "high_throughput.cuh"
 
+template <int kMostSenders>
 struct FlagsDue {
-    u64 flags[kSenders][RANKS];  // addresses, 0 where there is none
-    u32 through;                 // warps that leave no more
+    u64 flags[kMostSenders][RANKS];  // addresses, 0 where there is none
+    u32 through;                     // warps that leave no more
 };
 
 // By the whole block, before it sends.
-__device__ __forceinline__ void clear_flags(FlagsDue& due) {
-    for (int i = threadIdx.x; i < kSenders * RANKS; i += kThreads) {
+template <int kMostSenders>
+__device__ __forceinline__ void clear_flags(FlagsDue<kMostSenders>& due) {
+    for (int i = threadIdx.x; i < kMostSenders * RANKS; i += kThreads) {
         due.flags[i / RANKS][i % RANKS] = 0;
     }
     if (threadIdx.x == 0) {
@@ -25,7 +27,8 @@ __device__ __forceinline__ void clear_flags(FlagsDue& due) {
 }
 
 // Of a row that the warp has stored; a lane below RANKS may have a flag, null for none.
-__device__ __forceinline__ void leave_flags(FlagsDue& due, u64* flag) {
+template <int kMostSenders>
+__device__ __forceinline__ void leave_flags(FlagsDue<kMostSenders>& due, u64* flag) {
     __syncwarp();
     if (flag != nullptr) {
         __threadfence_block();
@@ -38,7 +41,8 @@ __device__ __forceinline__ void leave_flags(FlagsDue& due, u64* flag) {
 }
 
 // By each warp that sends, behind its last row.
-__device__ __forceinline__ void leave_no_more(FlagsDue& due) {
+template <int kMostSenders>
+__device__ __forceinline__ void leave_no_more(FlagsDue<kMostSenders>& due) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
         __threadfence_block();
@@ -46,12 +50,14 @@ __device__ __forceinline__ void leave_no_more(FlagsDue& due) {
     }
 }
 
-// The releasing warp, until all others are through.
-__device__ __forceinline__ void release_flags(FlagsDue& due, u64 epoch) {
-    constexpr int kPlaces = kSenders * RANKS, kOfLane = (kPlaces + 31) / 32;
+// The releasing warp, until all `senders` are through.
+template <int kMostSenders>
+__device__ __forceinline__ void release_flags(FlagsDue<kMostSenders>& due, int senders, u64 epoch) {
+    constexpr int kOfLane = (kMostSenders * RANKS + 31) / 32;
+    const int places = senders * RANKS;
     for (;;) {
         // Read before the places are: what the others left before they were through is found then.
-        const bool is_last = __any_sync(kAllLanes, atomicAdd(&due.through, 0u) == kSenders);
+        const bool is_last = __any_sync(kAllLanes, atomicAdd(&due.through, 0u) == static_cast<u32>(senders));
         __threadfence_block();
         __syncwarp();
         u64 flags[kOfLane];
@@ -59,7 +65,7 @@ __device__ __forceinline__ void release_flags(FlagsDue& due, u64 epoch) {
 #pragma unroll
         for (int i = 0; i < kOfLane; ++i) {
             const int place = threadIdx.x % 32 + 32 * i;
-            flags[i] = place < kPlaces ? atomicExch(&due.flags[place / RANKS][place % RANKS], 0ull) : 0;
+            flags[i] = place < places ? atomicExch(&due.flags[place / RANKS][place % RANKS], 0ull) : 0;
             found |= flags[i] != 0;
         }
         if (__any_sync(kAllLanes, found)) {

@@ -80,6 +80,22 @@ __device__ __forceinline__ void count_tokens(const Params& p, Shared& shared, u3
     }
 }
 
+// A warp's: the tokens that each warp has for `rank` become those of the warps before it, and all of them the count.
+__device__ __forceinline__ void sum_before(Shared& shared, int own, int rank) {
+    static_assert(kWarps == 32, "a lane has a warp's tokens");
+    const int lane = threadIdx.x % 32, count = shared.before[lane][rank];
+    int through = count;
+#pragma unroll
+    for (int step = 1; step < kWarps; step *= 2) {
+        const int before = __shfl_up_sync(kAllLanes, through, step);
+        through += lane >= step ? before : 0;
+    }
+    shared.before[lane][rank] = through - count;
+    if (lane == kWarps - 1) {
+        shared.counts[own][rank] = through;
+    }
+}
+
 // One SM writes all of them, and pays by stores.
 __device__ __forceinline__ void store_slots(int* to, const int (&slots)[RANKS]) {
     if (RANKS % 4 == 0) {
@@ -196,14 +212,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_plan(c
     }
     count_tokens(p, shared, alive, begin, end);
     __syncthreads();
-    if (thread < RANKS) {
-        int total = 0;
-        for (int w = 0; w < kWarps; ++w) {
-            const int count = shared.before[w][thread];
-            shared.before[w][thread] = total;
-            total += count;
-        }
-        shared.counts[c.rank][thread] = total;
+    if (warp < RANKS) {
+        sum_before(shared, c.rank, warp);
     }
     if (thread == 0) {
         shared.all_came = 1;
