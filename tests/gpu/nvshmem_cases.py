@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -81,15 +81,25 @@ WORLD_SIZES = [
 def compile_together(rank: int, world_size: int, cases: list[Case]) -> None:
     """Kernels of all cases, each compiled by one rank, several at a time."""
     device_api = world_size > 1 and os.environ.get(FORCE) == "1"
+    compile_several(sorted(sources_of(cases, rank, world_size, device_api), key=repr)[rank::world_size])
+    torch.distributed.barrier()
+
+
+def sources_of(cases: list[Case], rank: int, world_size: int, device_api: bool = False) -> set[jit.KernelSource]:
+    """The kernels of these cases."""
     sources = set()
     for case in cases:
         quant_config = FusedMoEQuantConfig(dispatch_dtype=torch.float8_e4m3fn if case.fp8 else None)
         layout = layout_of(make_setting(case, rank, world_size).config, quant_config, device_api)
         sources |= {kernel_source(name, layout, case.dtype) for name in KERNELS}
-    own = sorted(sources, key=repr)[rank::world_size]
-    with ThreadPoolExecutor(_COMPILERS) as pool:
-        list(pool.map(lambda source: jit.compile_ahead(source, torch.device("cuda", rank)), own))
-    torch.distributed.barrier()
+    return sources
+
+
+def compile_several(sources: Iterable[jit.KernelSource], at_once: int = _COMPILERS) -> None:
+    """Into the cache on disk."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(lambda source: jit.compile_ahead(source, device), sources))
 
 
 def across_hosts(rank: int, world_size: int, check: Callable, *args: object) -> object:
@@ -110,13 +120,18 @@ def make(setting, face):
 
 
 def poison(backend) -> None:
+    """Before a step of all ranks, where each has a process."""
+    fill_with_nan(backend)
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+
+
+def fill_with_nan(backend) -> None:
     """Fills what rows and results travel through with bytes that are NaN in every dtype."""
     channel, layout = backend._channel, backend._layout
     for batch, name in itertools.product(range(2), ("rows", "results", "row_packets", "result_packets")):
         start = batch * layout.batch_bytes + layout.offsets[name]
         channel.region.local[start : start + layout.sizes[name]] = 0xFF
-    torch.cuda.synchronize()
-    torch.distributed.barrier()
 
 
 def expanded(result):
