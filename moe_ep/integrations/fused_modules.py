@@ -1,4 +1,5 @@
-"""Norms and routers of transformers models in one kernel each, where the models' own code launches seven to thirty."""
+"""Norms, routers and rotary positions of transformers models in one kernel each; the models' own code launches seven to
+thirty."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, rms_norm
 
+from moe_ep.integrations.fused_rotary import FusedRotary
 from moe_ep.routing import select_experts
 
 # Of numbers around 1 in f32, in whatever order they are added up.
@@ -20,10 +22,10 @@ Forward = Callable[[torch.Tensor], Any]
 
 
 class FusedModules:
-    """The modules of a model that are computed otherwise while `used` is on.
+    """What of a model is computed otherwise while `used` is on.
 
-    They are found by trying: a norm or router is taken over where one of the known forms computes on an example what
-    the module itself does.
+    It is found by trying: a norm, a router or a module's function for rotary positions is taken over where one of the
+    known forms computes on an example what the model's own code does.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -39,13 +41,15 @@ class FusedModules:
                 known[kind] = _which(module)
             if (number := known[kind]) is not None:
                 self._forwards.append((module, forms[number]))
+        self._rotary = FusedRotary(model)
 
     @contextmanager
     def used(self) -> Iterator[None]:
         for module, forward in self._forwards:
             module.forward = forward
         try:
-            yield
+            with self._rotary.used():
+                yield
         finally:
             for module, _ in self._forwards:
                 del module.forward

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from moe_ep.integrations import fused_modules
+from moe_ep.integrations import fused_modules, fused_rotary
 from moe_ep.integrations.fused_modules import FusedModules
 from tests.integrations.hf_models import SIZES, make_model
+from tests.kernels.rotary_cases import plain_rotary
 
 # Norms of the two layers' inputs, of what comes after attention and of the last layer's output, and of queries and keys
 # in some models or of latent ones; a router of each layer with experts. Norms with a gate stay as they are.
@@ -65,6 +68,33 @@ def test_a_norm_keeps_the_dtype_of_what_it_is_given() -> None:
     assert "forward" not in vars(norm)
     assert got.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(("family", "widths"), [("Qwen3Moe", {1.0}), ("GptOss", {0.5}), ("Glm4Moe", {1.0})])
+def test_rotary_positions(family: str, widths: set[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernel's formula in plain torch; GPT-OSS has an angle for both halves, GLM turns half of a head."""
+    calls = []
+
+    def ours(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        calls.append(query.shape)
+        return plain_rotary(query, cos, sin), plain_rotary(key, cos, sin)
+
+    model = make_model(family)
+    code = sys.modules[type(model).__module__]
+    theirs = code.apply_rotary_pos_emb
+    assert fused_rotary._widths(theirs, ours, torch.device("cpu")) == widths
+    rotary = FusedModules(model)._rotary
+    assert rotary._functions == []  # not on a CPU
+    rotary._functions = [(code, theirs, partial(fused_rotary._rotate, theirs, ours, widths))]
+    tokens = torch.arange(1, 21).view(2, 10)
+    calls.clear()
+    with torch.inference_mode(), rotary.used():
+        assert code.apply_rotary_pos_emb is not theirs
+        got = model(tokens).logits
+    assert code.apply_rotary_pos_emb is theirs
+    torch.testing.assert_close(got, model(tokens).logits)
+    turned = 0.5 if family == "Glm4Moe" else 1.0
+    assert len(calls) == (0 if turned < 1 else 2), calls
 
 
 class OtherRMSNorm(torch.nn.Module):

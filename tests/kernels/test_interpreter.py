@@ -17,6 +17,7 @@ CHECKS = {
     "mul_sum": "from tests.kernels.mul_sum_cases import *; check_triton('cpu', INTERPRETER_CASES)",
     "grouped": "from tests.kernels.grouped_cases import *; check_triton('cpu')",
     "align": "from tests.kernels.align_cases import *; check_batched('cpu')",
+    "rotary": "from tests.kernels.rotary_cases import *; check_rotary('cpu', (torch.float32,))",
     "dispatch": "from tests.dispatch.kernel_cases import *; check_all('cpu', INTERPRETER_CASES)",
 }
 # Triton reads the switch when it is imported, so this is another process; one for all, as importing takes seconds.

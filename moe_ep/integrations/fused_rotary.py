@@ -1,0 +1,87 @@
+"""Rotary positions of transformers models in one kernel, where the models' own code launches ten."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+# What models call the function that turns queries and keys, in the Python module of their code.
+_NAME = "apply_rotary_pos_emb"
+_HEAD_DIM = 16
+_TOLERANCE = 1e-6
+Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class FusedRotary:
+    """The functions of a model's code that turn queries and keys, where ours does the same on an example."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._functions: list[tuple[Any, Rotary, Rotary]] = []
+        device = next(model.parameters()).device
+        ours = _triton_rotary() if device.type == "cuda" else None
+        if ours is None:
+            return
+        for code in {type(module).__module__: None for module in model.modules()}:
+            theirs = getattr(sys.modules[code], _NAME, None)
+            if theirs is not None and (widths := _widths(theirs, ours, device)):
+                self._functions.append((sys.modules[code], theirs, partial(_rotate, theirs, ours, widths)))
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """A block in which ours stand in their places, for all models of that code."""
+        for code, _, function in self._functions:
+            setattr(code, _NAME, function)
+        try:
+            yield
+        finally:
+            for code, theirs, _ in self._functions:
+                setattr(code, _NAME, theirs)
+
+
+def _rotate(theirs: Rotary, ours: Rotary, widths: set[float], *args: Any, **kwargs: Any) -> Any:
+    """Ours for `[B, heads, T, head_dim]` that lie as `[B, T, heads, head_dim]`, and cos and sin of a known width."""
+    if len(args) == 4 and not kwargs and len({tensor.dtype for tensor in args}) == 1:
+        query, key = (tensor.transpose(1, 2) for tensor in args[:2])
+        cos, sin = args[2:]
+        known = cos.shape == sin.shape and cos.dim() == 3 and cos.size(-1) / query.size(-1) in widths
+        if known and all(tensor.is_contiguous() for tensor in (query, key, cos, sin)):
+            query, key = ours(query, key, cos, sin)
+            return query.transpose(1, 2), key.transpose(1, 2)
+    return theirs(*args, **kwargs)
+
+
+def _widths(theirs: Rotary, ours: Rotary, device: torch.device) -> set[float]:
+    """For how many columns of cos and sin, over head_dim, both do the same."""
+    generator = torch.Generator().manual_seed(0)
+    found = set()
+    for width in (1.0, 0.5):
+        angles = (2, 3, int(_HEAD_DIM * width))
+        sizes = (2, 3, 4, _HEAD_DIM), (2, 3, 1, _HEAD_DIM), angles, angles
+        query, key, cos, sin = (torch.randn(size, generator=generator, device="cpu").to(device) for size in sizes)
+        try:
+            expected = theirs(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+        except (TypeError, RuntimeError):  # It takes something else.
+            continue
+        got = (tensor.transpose(1, 2) for tensor in ours(query, key, cos, sin))
+        if all(map(_same, got, expected)):
+            found.add(width)
+    return found
+
+
+def _same(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return got.shape == expected.shape and torch.allclose(got, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+@cache
+def _triton_rotary() -> Rotary | None:
+    """The Triton form, or None where Triton is not installed."""
+    try:
+        from moe_ep.kernels.triton_rotary import triton_rotary
+    except ImportError:
+        return None
+    return triton_rotary
