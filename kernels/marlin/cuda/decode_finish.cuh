@@ -16,7 +16,7 @@ DEVICE void add_teams(const Lane<kTokens, kTeams>& me, Shared& shared, const Seg
   u8* exchange = reinterpret_cast<u8*>(&shared) + shared.end - exchange_bytes(kTokens, kTeams);
   float4* mine = reinterpret_cast<float4*>(exchange) + me.warp * (kTeams * (kTeams - 1) * kTokens / 8 * 32) + me.lane;
   auto place = [&](int block, int team, int j) {
-    return mine + ((block * (kTeams - 1) + team - (team > block)) * (kTokens / 8) + j) * 32;
+    return mine + ((block * (kTeams - 1) + (team - block & kTeams - 1) - 1) * (kTokens / 8) + j) * 32;
   };
   barrier_wait(&shared.exchange_free, g.number & 1 ^ 1);
 #pragma unroll
@@ -35,10 +35,9 @@ DEVICE void add_teams(const Lane<kTokens, kTeams>& me, Shared& shared, const Seg
   named_barrier<kSumsBarrier, kConsumerThreads>();
 #pragma unroll
   for (int t = 1; t < kTeams; t++) {
-    int other = (me.team + t) % kTeams;
 #pragma unroll
     for (int j = 0; j < kTokens / 8; j++) {
-      float4 v = *place(me.team, other, j);
+      float4 v = mine[((me.team * (kTeams - 1) + t - 1) * (kTokens / 8) + j) * 32];
       total[4 * j] += v.x, total[4 * j + 1] += v.y, total[4 * j + 2] += v.z, total[4 * j + 3] += v.w;
     }
   }

@@ -39,7 +39,8 @@ struct Schedule {
   int list;                        // where in shared memory, from here on, an Active for every expert there may be is
   struct Active {
     int expert, rows, first_row;   // first_row: rows of all experts before it, of any number
-    int cost, cost_before;         // of a step, and the sum over the active experts before it
+    int cost_before;               // of a step, the sum over the active experts before it
+    u16 cost, dear_before;         // its own, and how many of those before it have more than kCheapRows rows
   };
   DEVICE Active* active() { return reinterpret_cast<Active*>(reinterpret_cast<u8*>(this) + list); }
   DEVICE int piece_start(int phase, int piece) const { return start[phase][piece]; }
@@ -52,6 +53,9 @@ struct Segment {
   int row_tile, from, to;               // which tile, and which of its steps
   int part;                             // of an addition: see find_addition
 };
+
+// An expert of more rows is dear: where tiles are few, its own are cut in half.
+constexpr int kCheapRows = 8;
 
 // Sum over the lanes before this one.
 DEVICE int sum_before(int value, int lane) {
@@ -77,40 +81,58 @@ DEVICE int even_start(int all, int piece) {
 }
 
 // How a phase is cut into pieces: of so many for each tile, or one of these.
-constexpr int kByCost = 0, kEvenly = -1, kWhole = -2;
+constexpr int kByCost = 0, kEvenly = -1, kWhole = -2, kHalves = -3;
 
-// Pieces are whole tiles, of equal cost, or of equal length where all experts are alike or pieces so short that some
-// could get no step at all. Where w2 has few tiles, one block would add up many pieces while the others wait: there
-// every tile is cut into equally many, all of which are left, and a block adds up those of one tile for some rows.
-DEVICE int way_to_cut(int phase, int tiles, int steps, int dearest, int total) {
+// Pieces are whole tiles, or halves of dear ones beside them, of equal cost, or of equal length where all experts are
+// alike or pieces so short that some could get no step at all. Where w2 has few tiles, one block would add up many
+// pieces while the others wait: there every tile is cut into equally many, all of which are left, and a block adds up
+// those of one tile for some rows.
+DEVICE int way_to_cut(int phase, int tiles, int dear_tiles, int steps, int dearest, int total) {
   if (are_whole(tiles, steps, dearest, total)) return kWhole;
-  if (total < tiles * steps * dearest) return total < 2 * few_cost(kFewRows) * (int)gridDim.x ? kEvenly : kByCost;
+  if (total < tiles * steps * dearest) {
+    bool fit = tiles + dear_tiles <= (int)gridDim.x;
+    if (fit && steps * few_cost(kCheapRows) - quotient(total, gridDim.x) <= kMostIdle * dearest) return kHalves;
+    return total < 2 * few_cost(kFewRows) * (int)gridDim.x ? kEvenly : kByCost;
+  }
   int parts = phase == 1 ? quotient(gridDim.x, tiles) : 0;
   return parts >= kLeastParts ? min(parts, steps) : kEvenly;
 }
 
 // One warp lists the experts.
 DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
-  int few_rows = agreed_few_rows(p, lane), active = 0, all = 0, cost = 0, largest = 0;
-  for (int base = 0; base < p.num_experts; base += 32) {
-    int e = base + lane;
-    int rows = e < p.num_experts ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
-    bool few = rows > 0 && rows <= few_rows;
-    int own = few ? few_cost(rows) : 0;
-    int rows_before = all + sum_before(rows, lane), before = cost + sum_before(own, lane);
-    u32 votes = __ballot_sync(~0u, few);
-    if (few) s.active()[active + __popc(votes & ((1u << lane) - 1))] = {e, rows, rows_before, own, before};
-    active += __popc(votes);
-    all = __shfl_sync(~0u, rows_before + rows, 31);
-    cost = __shfl_sync(~0u, before + own, 31);
-    largest = max(largest, few ? rows : 0);
+  int few_rows = p.few_rows, active, dear, cost, largest;
+  while (true) {
+    int all = 0;
+    bool more = false;
+    active = 0, dear = 0, cost = 0, largest = 0;
+    for (int base = 0; base < p.num_experts; base += 32) {
+      int e = base + lane;
+      int rows = e < p.num_experts ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
+      bool few = rows > 0 && rows <= few_rows;
+      int own = few ? few_cost(rows) : 0;
+      int rows_before = all + sum_before(rows, lane), before = cost + sum_before(own, lane);
+      u32 votes = __ballot_sync(~0u, few), dear_votes = __ballot_sync(~0u, few && rows > kCheapRows);
+      u32 below = (1u << lane) - 1;
+      Schedule::Active mine = {e, rows, rows_before, before, (u16)own, (u16)(dear + __popc(dear_votes & below))};
+      if (few) s.active()[active + __popc(votes & below)] = mine;
+      active += __popc(votes), dear += __popc(dear_votes);
+      all = __shfl_sync(~0u, rows_before + rows, 31);
+      cost = __shfl_sync(~0u, before + own, 31);
+      largest = max(largest, few ? rows : 0);
+      more |= rows > few_rows;
+    }
+    // Where rows lie on both sides, it is decided whose all are, and they may be listed once more.
+    if (few_rows != p.few_rows || active == 0 || !__any_sync(~0u, more)) break;
+    few_rows = agreed_few_rows(p, lane);
+    if (few_rows == p.few_rows) break;
   }
   largest = __reduce_max_sync(~0u, largest);
   if (lane < 2 && active > 0) {
     int row_tiles = (p.gemm[lane].rows + kTileRows - 1) / kTileRows;
     int steps = (p.gemm[lane].columns + kStepColumns - 1) / kStepColumns;
     s.row_tiles[lane] = row_tiles, s.steps[lane] = steps;
-    s.parts[lane] = way_to_cut(lane, active * row_tiles, steps, few_cost(largest), cost * row_tiles * steps);
+    s.parts[lane] =
+        way_to_cut(lane, active * row_tiles, dear * row_tiles, steps, few_cost(largest), cost * row_tiles * steps);
   }
   if (lane == 0) s.num_active = active, s.largest = largest;
 }
@@ -124,16 +146,29 @@ DEVICE int find_start(Schedule& s, int phase, int piece) {
   }
   if (parts == kWhole) return quotient(piece * tiles, blocks) * steps;
   if (parts == kEvenly) return even_start(tiles * steps, piece);
+  // Otherwise it is looked up whose the piece is, by what comes before every expert.
+  bool halves = parts == kHalves;
   Schedule::Active last = s.active()[s.num_active - 1];
-  int expert_steps = s.row_tiles[phase] * steps, total = (last.cost_before + last.cost) * expert_steps;
+  int row_tiles = s.row_tiles[phase], expert_steps = row_tiles * steps;
+  auto before_expert = [&](int e, const Schedule::Active& a) {
+    return halves ? (e + a.dear_before) * row_tiles : a.cost_before * expert_steps;
+  };
+  int at = even_start((last.cost_before + last.cost) * expert_steps, piece), expert = 0;
+  if (halves) {
+    // The first pieces are empty: they are claimed last.
+    int pieces = (s.num_active + last.dear_before + (last.rows > kCheapRows)) * row_tiles;
+    at = max(piece - (blocks - pieces), 0);
+  }
   if (piece == blocks) return s.num_active * expert_steps;
-  int before = even_start(total, piece), expert = 0;
   for (int stride = 1 << (31 - __clz(s.num_active)); stride > 0; stride /= 2) {
     int next = expert + stride;
-    if (next < s.num_active && s.active()[next].cost_before * expert_steps <= before) expert = next;
+    if (next < s.num_active && before_expert(next, s.active()[next]) <= at) expert = next;
   }
   Schedule::Active a = s.active()[expert];
-  return expert * expert_steps + quotient(before - a.cost_before * expert_steps, a.cost);
+  at -= before_expert(expert, a);
+  if (!halves) return expert * expert_steps + quotient(at, a.cost);
+  bool dear = a.rows > kCheapRows;
+  return expert * expert_steps + (dear ? at / 2 * steps + at % 2 * ((steps + 1) / 2) : at * steps);
 }
 
 // By num_threads threads: where all pieces begin.

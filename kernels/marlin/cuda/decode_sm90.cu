@@ -95,16 +95,21 @@ static_assert(kRingPlace + exchange_bytes(kFewRows, teams_of(kFewRows)) +
                   kSharedBytes,
               "no room for four stages");
 
-// The exchange holds the sums of any tile up to the largest there is; the ring fills what is left before it. Tokens are
-// read 8 or 16 at a time.
+// Stages that fit in front of the exchange where the largest tile has so many tokens; tiles of 8 may be beside it.
+template <int kTokens>
+DEVICE int stages_before(u32 end) {
+  constexpr u32 kSmall = exchange_bytes(8, teams_of(8)), kLarge = exchange_bytes(kTokens, teams_of(kTokens));
+  constexpr u32 kStageBytes = kTokenPlace + token_rows_of(kTokens) * 2 * kStepColumns;
+  return min((end - kRingPlace - (kSmall > kLarge ? kSmall : kLarge)) / kStageBytes, kMaxStages);
+}
+
 DEVICE Ring make_ring(u8* memory, u32 end, int largest) {
   Ring ring;
-  int used = exchange_bytes(8, teams_of(8));
-  if (largest > 8) used = max(used, exchange_bytes(16, teams_of(16)));
-  if (largest > 16) used = max(used, exchange_bytes(kFewRows, teams_of(kFewRows)));
   ring.memory = memory;
   ring.token_rows = token_rows_of(largest);
-  ring.num_stages = min(quotient(end - kRingPlace - used, ring.stage_bytes()), kMaxStages);
+  ring.num_stages = largest <= 8    ? stages_before<8>(end)
+                    : largest <= 16 ? stages_before<16>(end)
+                                    : stages_before<kFewRows>(end);
   return ring;
 }
 

@@ -49,7 +49,7 @@ DEVICE int* tile_flag(const ExpertsParams& p, const Schedule& s, int active, int
 constexpr u32 kRingPlace = (sizeof(Shared) + 1023) / 1024 * 1024;
 
 // Tokens that a stage has room for, where the largest tile has so many; they are read 8 or 16 at a time.
-DEVICE int token_rows_of(int largest) { return largest <= 8 ? 8 : (largest + 15) / 16 * 16; }
+DEVICE constexpr int token_rows_of(int largest) { return largest <= 8 ? 8 : (largest + 15) / 16 * 16; }
 
 struct Ring {
   u8* memory;

@@ -44,7 +44,7 @@ template <int kAtOnce, int kGroups>
 struct Pieces {
   uint4 v[kAtOnce][kGroups];
   static DEVICE uint4* place(uint4* from, int piece, int group) {
-    return from + (piece * (kFewRows / 8) + group) * kConsumerThreads;
+    return from + (u32)piece * (kFewRows / 8 * kConsumerThreads) + group * kConsumerThreads;
   }
   DEVICE void ask(uint4* from, int first, int count) {
 #pragma unroll

@@ -11,7 +11,9 @@ constexpr int kSharedBytes = 232448;
 
 // a / b, both at least 0 and the quotient below 2^21, in a third of the time.
 DEVICE int quotient(int a, int b) {
-  int q = (int)__fdividef((float)a, (float)b), rest = a - q * b;
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"((float)b));
+  int q = (int)((float)a * inverse), rest = a - q * b;
   return q + (rest >= b) - (rest < 0);
 }
 

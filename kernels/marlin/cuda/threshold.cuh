@@ -29,12 +29,14 @@ DEVICE int agreed_few_rows(const ExpertsParams& p, int lane) {
   auto rows_of = [&](int e) { return min(max(p.num_tokens[e], 0), p.max_rows); };
   int largest = 0, loss_of_few = 0, loss_of_many = 0;
   bool few = false;
+#pragma unroll 1
   for (int e = lane; e < p.num_experts; e += 32) {
     largest = max(largest, rows_of(e));
     few |= rows_of(e) > 0 && rows_of(e) <= p.few_rows;
   }
   largest = __reduce_max_sync(~0u, largest);
   if (largest <= p.few_rows || !__any_sync(~0u, few)) return p.few_rows;
+#pragma unroll 1
   for (int e = lane; e < p.num_experts; e += 32) {
     int rows = rows_of(e), more = few_cost(rows) - many_cost(rows);
     if (rows > p.few_rows) {
