@@ -50,12 +50,12 @@ def plot_scaling(rows: list[Row], folder: Path) -> list[Path]:
             "stages": (_stages, _at_one_size(any_scaling)),
             "latency": (_latency, of_most_alike(any_scaling)),
         }
-        title = f"{geometry}, {mine[0].get('gpu', '')}"
+        title = f"One MoE layer of {geometry}, {mine[0].get('gpu', '')}"
         for kind, (draw, shown) in pictures.items():
             if shown:
                 written.append(_save(folder / f"{geometry}-{kind}.png", title, draw, shown))
         loads = [row for row in _at_one_size(any_scaling) if row["ep_size"] == _largest(any_scaling)]
-        figure = _figure(title)
+        figure = _figure(f"{title}, EP {_largest(any_scaling)}")
         _load(figure.add_subplot(), loads)
         written.append(_write(figure, folder / f"{geometry}-load.png"))
     return written
