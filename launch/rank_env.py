@@ -142,10 +142,10 @@ def _number(variables: Mapping[str, str], name: str, default: int | None = None)
 
 def first_host(nodelist: str) -> str:
     """The first host of a Slurm node list: `gpu[03-05,9],x1` -> `gpu03`."""
-    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    match = re.match(r"((?:[^,\[\]]|\[[^\[\]]+\])+)(,|$)", nodelist)
     if match is None:
         raise ConfigError(f"{_SLURM_STEP} is {nodelist!r}; it must be a Slurm node list such as node[01-04]")
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match.group())
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[1])
 
 
 def _tasks_on_node(tasks_per_node: str, node_rank: int) -> int:

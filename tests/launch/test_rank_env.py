@@ -94,6 +94,8 @@ def test_resolves(variables: dict[str, str], expected: RankEnv) -> None:
         ({"SLURM_STEP_NODELIST": "a", "SLURM_NTASKS": "2"}, "SLURM_NTASKS set without SLURM_PROCID, SLURM_LOCALID"),
         (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "four"}, "SLURM_STEP_TASKS_PER_NODE is 'four'"),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu[03"}, "SLURM_STEP_NODELIST is 'gpu[03'"),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu[]"}, "SLURM_STEP_NODELIST is 'gpu[]'"),
         ({"MOE_EP_GANG_RANK": "0"}, "MOE_EP_GANG_RANK set without MOE_EP_GANG_WORLD_SIZE"),
     ],
 )
