@@ -26,6 +26,7 @@ from moe_ep.kernels.marlin.weights import Weights
 _FEW_THREADS, _MANY_THREADS = 640, 384
 _TILE_ROWS = 256
 _MAX_BLOCKS = 256
+_MOST_FOR_ONE_WAVE = 128  # tiles: no more than Hopper's SMs
 MOST_EXPERTS = 768  # kMostExperts of cuda/params.cuh
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
@@ -53,16 +54,28 @@ def kernel_source(
     groups_per_step: int,
     activation: MoEActivation,
     few_rows: bool,
+    tall: bool = False,
 ) -> jit.KernelSource:
-    """The kernel for few or many rows of one number type, with scales every 128 / groups_per_step columns."""
+    """The kernel for few or many rows of one number type, with scales every 128 / groups_per_step columns.
+
+    Args:
+        tall: see may_be_tall.
+    """
     defines = {
         "WEIGHT_TYPE": type_number(kind, scale_dtype),
         "ACT_BF16": int(act_dtype == torch.bfloat16),
         "SCALES_PER_STEP": groups_per_step,
         "ACTIVATION": ACTIVATION_NUMBERS[activation],
     }
+    if not few_rows:
+        defines["TALL"] = int(tall and kind.bits == 4 and not kind.has_zero_points and act_dtype == torch.bfloat16)
     name, entry = ("decode_sm90.cu", "decode") if few_rows else ("prefill_sm90.cu", "prefill")
     return jit.KernelSource(CUDA / name, entry, tuple((name, str(value)) for name, value in defines.items()))
+
+
+def may_be_tall(num_experts: int, rows: tuple[int, int]) -> bool:
+    """Whether tiles of 384 or 512 of w13's or w2's weight rows may pay: those of 256 may be more than a GPU's SMs."""
+    return num_experts * -(-max(rows) // _TILE_ROWS) > _MOST_FOR_ONE_WAVE
 
 
 def groups_per_step(num_columns: int, num_groups: int) -> int:
@@ -138,7 +151,8 @@ class _Common:
         self.second_kernel = -(-_BEGIN_ANEW * self.num_blocks // steps)
         per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))
         numbers = (pair.kind, pair.act_dtype, w13.scales.dtype, per_step, pair.activation)
-        self._sources = {few_rows: kernel_source(*numbers, few_rows) for few_rows in (True, False)}
+        tall = may_be_tall(pair.num_experts, (w13.num_rows, w2.num_rows))
+        self._sources = {few_rows: kernel_source(*numbers, few_rows, tall) for few_rows in (True, False)}
         self._kernels: dict[bool, jit.Kernel] = {}
 
     def kernel(self, few_rows: bool) -> jit.Kernel:

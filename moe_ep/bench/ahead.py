@@ -49,7 +49,12 @@ def kernel_sources(
     Args:
         wires: dtypes of rows on the wire, None for the activations' own.
     """
-    found = [source for geometry in geometries for source in _of_experts(geometry, dtype)]
+    ep_sizes = list(ep_sizes)
+    found = [
+        source
+        for geometry, ep_size in itertools.product(geometries, ep_sizes)
+        for source in _of_experts(geometry, geometry.num_experts // ep_size, dtype)
+    ]
     for ep_size in ep_sizes:
         for geometry, wire in itertools.product(geometries if 1 < ep_size <= _MAX_RANKS else (), wires):
             found += _of_dispatch(geometry, ep_size, dtype, wire)
@@ -63,7 +68,7 @@ _ORDER = (
 )  # fmt: skip
 
 
-def _of_experts(geometry: Geometry, dtype: torch.dtype) -> list[KernelSource]:
+def _of_experts(geometry: Geometry, num_experts: int, dtype: torch.dtype) -> list[KernelSource]:
     from moe_ep.kernels.marlin import hopper
     from moe_ep.kernels.marlin.types import weight_type
 
@@ -73,8 +78,11 @@ def _of_experts(geometry: Geometry, dtype: torch.dtype) -> list[KernelSource]:
     scale_dtype = torch.float8_e8m0fnu if weights.scale_bits == 8 else dtype
     per_step = hopper.groups_per_step(geometry.hidden_size, geometry.hidden_size // weights.group_size)
     kind = weight_type(weights.quant_type_id)
+    tall = hopper.may_be_tall(
+        num_experts, ((1 + geometry.activation.is_gated) * geometry.intermediate_size, geometry.hidden_size)
+    )
     return [
-        hopper.kernel_source(kind, dtype, scale_dtype, per_step, geometry.activation, few_rows)
+        hopper.kernel_source(kind, dtype, scale_dtype, per_step, geometry.activation, few_rows, tall)
         for few_rows in (False, True)
     ]
 

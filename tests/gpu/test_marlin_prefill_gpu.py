@@ -50,6 +50,20 @@ def test_tails(rows: int, more: list[int]) -> None:
     check_batched(UINT4B8, 128, [rows, rows, rows, *more], (384, 256))
 
 
+@pytest.mark.parametrize(("kind", "group"), [k for k in KINDS if k[0].bits == 4 and k[1] in (16, 32)], ids=str)
+@pytest.mark.parametrize("by_reference", [False, True], ids=["batched", "by-reference"])
+@pytest.mark.parametrize(
+    ("counts", "shape"),
+    [([64] * 16, (512, 1536)), ([64, 33, 48, 57] * 7, (1056, 1664)), ([50] * 36, (1056, 2144))],
+    ids=["one-wave", "halves", "three-waves"],
+)
+def test_tall_tiles(
+    kind: WeightType, group: int, counts: list[int], shape: tuple[int, int], by_reference: bool
+) -> None:
+    """Of 384 and of 512 weight rows on 132 SMs, the last of them cut and incomplete."""
+    check_batched(kind, group, counts, shape, by_reference=by_reference)
+
+
 @pytest.mark.parametrize("shape", [(4096, 128), (128, 4096), (7168, 2048), (32, 32), (96, 160), (2880, 2880)], ids=str)
 def test_one_expert_is_spread_over_all_blocks(shape: tuple[int, int]) -> None:
     check_batched(UINT4B8, 32, [150], shape)

@@ -51,11 +51,16 @@ def _entries() -> set[Path]:
     return {path for path in Path(os.environ["MOE_EP_CACHE_DIR"]).rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("few_rows", [True, False], ids=["few", "many"])
-@pytest.mark.parametrize("case", EXPERTS, ids=_name)
-def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, few_rows: bool) -> None:
+HOPPER = [
+    *((case, few_rows, False) for case in EXPERTS for few_rows in (True, False)),
+    *((case, False, True) for case in (EXPERTS[0], EXPERTS[-1])),
+]
+
+
+@pytest.mark.parametrize(("case", "few_rows", "tall"), HOPPER, ids=_name)
+def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, few_rows: bool, tall: bool) -> None:
     kind = WEIGHT_TYPES[case[0].id]
-    resources = jit.compile_only(hopper.kernel_source(kind, *case[1:], few_rows=few_rows), "sm_90a")
+    resources = jit.compile_only(hopper.kernel_source(kind, *case[1:], few_rows=few_rows, tall=tall), "sm_90a")
     assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
     assert "serialized" not in resources.log  # products must run while the next weights are dequantized
 

@@ -8,12 +8,16 @@
 template <int kTokens>
 using SumsOf = float[2][kTokens / 2];
 
-// Pieces of 16 neighbouring rows that a consumer warp has of a tile: two, or one in the second half of a narrow tile.
-DEVICE int pieces_of(int warp, int tile_rows) { return warp < kConsumerWarps / 2 || tile_rows == kTileRows ? 2 : 1; }
+// Pieces of 16 neighbouring rows that a consumer warp has of 128, 192 or 256 rows: two, or one of 128 rows and in the
+// second half of a narrow tile.
+DEVICE int pieces_of(int warp, int rows) {
+  return rows == kTileRows || (rows == kNarrowRows && warp < kConsumerWarps / 2) ? 2 : 1;
+}
 
 // Their first row.
-DEVICE int warp_row(int warp, int pieces) {
-  return pieces == 2 ? warp * 32 : kTileRows / 2 + (warp - kConsumerWarps / 2) * 16;
+DEVICE int warp_row(int warp, int rows) {
+  if (pieces_of(warp, rows) == 2) return warp * 32;
+  return warp * 16 + (rows == kNarrowRows ? kTileRows / 4 : 0);
 }
 
 // What a lane needs for 64 columns of its warp's rows, a piece for each half of the warpgroup's rows.
@@ -26,12 +30,19 @@ struct Codes {
 struct CodeReader {
   u32 codes, scales;  // where in a stage the lane's are
   bool one_group;
-  DEVICE CodeReader(bool one_group, int pieces) : one_group(one_group) {
+  // Of `rows` weight rows of a stage, the first of them `first`.
+  DEVICE CodeReader(bool one_group, int rows, int first = 0) : one_group(one_group) {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    int row = warp_row(thread / 32, pieces), lane = thread % 32;
+    int row = first + warp_row(thread / 32, rows), lane = thread % 32;
     codes = row / 64 * kStripBytes + row % 64 / 16 * kPieceBytes + lane * (kPieceBytes / 32);
-    scales = kCodeBytes + (row + lane / 4 * 2) * kScaleBytes;
+    scales = (row + lane / 4 * 2) * kScaleBytes;
+  }
+
+  template <int kMost>
+  DEVICE Scales load(const Ring<kMost>& ring, int group, int first_row) const {
+    const u8* row = ring.codes() + kCodeBytes<kMost> + scales + group * kScaleRow<kMost> + first_row * kScaleBytes;
+    return load_folded_scales(row, row + SCALES_PER_STEP * kScaleRow<kMost>);
   }
 
   // `kHalf`: which 64 of the 128 columns of the ring's stage.
@@ -47,8 +58,7 @@ struct CodeReader {
 #pragma unroll
     for (int n = 0; n < kScales; n++) {
       int i = n % kPieces, group = one_group ? 0 : kHalf * SCALES_PER_STEP / 2 + n / kPieces;
-      const u8* row = ring.codes() + scales + group * kScaleRow + i * 16 * kScaleBytes;
-      to.scales[i][n / kPieces] = load_folded_scales(row, row + SCALES_PER_STEP * kScaleRow);
+      to.scales[i][n / kPieces] = load(ring, group, i * 16);
     }
   }
 };

@@ -114,7 +114,7 @@ struct TileStore {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // what follows from it is not kept where sums are made
     int lane = thread % 32, pieces = pieces_of(thread / 32, g.tile_rows);
-    int first = g.first_row + warp_row(thread / 32, pieces), token = g.first_token + lane / 4;
+    int first = g.first_row + warp_row(thread / 32, g.tile_rows), token = g.first_token + lane / 4;
     int rows_before = s.row_start(p.num_experts)[g.expert], width = kGate ? gemm.rows / 2 : gemm.rows;
     present = first < gemm.rows;
     two_pieces = pieces == 2;
@@ -185,7 +185,10 @@ DEVICE void store_tile(const ExpertsParams& p, Schedule& s, const Segment& g, Su
 DEVICE void announce_tile(const ExpertsParams& p, const Segment& g) {
   fence_proxy_async_global();
   named_barrier<1, kConsumerThreads>();
-  if (threadIdx.x == 0) add_release(ready_flag(p, g.expert), token_groups(g.tokens));
+  if (threadIdx.x == 0) {
+    int rows = min(g.tile_rows, p.gemm[0].rows - g.first_row);
+    add_release(ready_flag(p, g.expert), token_groups(g.tokens) * (rows / 32));
+  }
 }
 
 // Additions of w2's pieces, every gridDim.x-th.

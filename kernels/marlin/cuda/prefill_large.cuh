@@ -19,8 +19,7 @@ struct QuarterCodes {
 #pragma unroll
     for (int n = 0; n < kScales; n++) {
       int i = n % 2, group = reader.one_group ? 0 : kQuarter * SCALES_PER_STEP / 4 + n / 2;
-      const u8* row = ring.codes() + reader.scales + group * kScaleRow + i * 16 * kScaleBytes;
-      scales[i][n / 2] = load_folded_scales(row, row + SCALES_PER_STEP * kScaleRow);
+      scales[i][n / 2] = reader.load(ring, group, i * 16);
     }
   }
 
@@ -41,7 +40,7 @@ struct LargeTile {
   QuarterCodes codes;
   u32 weights[kBuffers][4][4];
 
-  DEVICE LargeTile(SumsOf<kTokens>& sums, bool one_group) : sums(sums), reader(one_group, 2) {}
+  DEVICE LargeTile(SumsOf<kTokens>& sums, bool one_group) : sums(sums), reader(one_group, kTileRows) {}
 
   template <int kQuarter>
   DEVICE void multiply(u32 tokens) {

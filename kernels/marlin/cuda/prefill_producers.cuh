@@ -32,7 +32,7 @@ DEVICE void load_codes(const CodeSource& source, int step, Ring<kMost>& ring, u6
   const u8* from = source.codes + step * kStripBytes;
   int whole = source.rows / 64;
 #pragma unroll
-  for (int i = 0; i < kStrips; i++) {
+  for (int i = 0; i < kMostRows<kMost> / 64; i++) {
     if (i >= whole) break;
     bulk_copy(to + i * kStripBytes, from + i * source.strip_bytes, 64 * columns * kBits / 8, full, policy);
   }
@@ -47,10 +47,10 @@ DEVICE void load_codes(const CodeSource& source, int step, Ring<kMost>& ring, u6
   for (int i = 0; i < SCALES_PER_STEP; i++) {
     if (i >= groups) break;
     u32 offset = (first_group + i) * source.group_bytes;
-    u32 row = to + kCodeBytes + i * kScaleRow;
+    u32 row = to + kCodeBytes<kMost> + i * kScaleRow<kMost>;
     bulk_copy(row, source.scales + offset, scale_bytes, full, policy);
     if constexpr (kHasZeros) {
-      bulk_copy(row + SCALES_PER_STEP * kScaleRow, source.zeros + offset, scale_bytes, full, policy);
+      bulk_copy(row + SCALES_PER_STEP * kScaleRow<kMost>, source.zeros + offset, scale_bytes, full, policy);
     }
   }
 }
@@ -104,7 +104,7 @@ DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring<kMost
 
 DEVICE void wait_for_hidden(const ExpertsParams& p, Shared& shared, int expert) {
   Schedule& s = shared.schedule;
-  wait_at_least(ready_flag(p, expert), token_groups(s.rows()[expert]) * s.phase[0].row_tiles);
+  wait_at_least(ready_flag(p, expert), token_groups(s.rows()[expert]) * (p.gemm[0].rows / 32));
 }
 
 // Tokens that lie one after the other, by tensor copies of one thread. The last may be other experts', or nobody's.

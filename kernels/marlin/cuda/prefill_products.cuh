@@ -45,7 +45,7 @@ DEVICE void multiply_half(SumsOf<kTokens>& sums, const Weights<kPieces>& weights
 template <int kMost, int kTokens, int kPieces>
 DEVICE void multiply_steps(SumsOf<kMost>& result, int steps, bool one_group, bool gathered, Ring<kMost>& ring) {
   bool leader = threadIdx.x % 32 == 0;
-  CodeReader reader(one_group, kPieces);
+  CodeReader reader(one_group, kPieces == 2 ? kTileRows : kNarrowRows);
   Codes codes;
   SumsOf<kTokens> sums;
   Weights<kPieces> weights[2];

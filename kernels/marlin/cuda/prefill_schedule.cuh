@@ -37,7 +37,7 @@ struct Schedule {
 
 struct Segment {
   int phase, expert, first_row, first_token, tokens;  // which tile; phase -1: there are no more
-  int tile_rows;                                      // 256 or 192
+  int tile_rows;                                      // 192, 256, 384 or 512
   int tile, from, to;                                 // its number, and which of its steps
   int piece;                                          // number of the piece it is in, -1 for a whole tile
 };
@@ -46,7 +46,7 @@ struct Segment {
 // prefix sums over the experts, 32 at a time.
 DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int largest, int lane) {
   int n = p.num_experts, sums[3] = {0, 0, 0};
-  AllTiles all = {0, 0, many_tile_cost(largest), kSmallTokens};
+  AllTiles all = {0, 0, tile_cost(largest), kSmallTokens};
   if (largest > kSmallTokens) {
     u32 time = lane < kChoices ? (__float_as_uint(s.choices[lane].time) & ~7u) | lane : ~0u;  // none is negative
     all = s.choices[__reduce_min_sync(~0u, time) & 7].tiles;
@@ -72,7 +72,8 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int l
   }
   if (lane < 3) s.rows()[(lane + 1) * (n + 1) + n] = lane == 0 ? sums[0] : lane == 1 ? sums[1] : sums[2];
   if (largest <= kSmallTokens) all.count = sums[1], all.cost = sums[2];
-  if (lane < 2) s.phase[lane] = shape_phase(p.gemm[lane], lane == 1, all);
+  PhaseShape phase = shape_phase(p.gemm[lane % 2], lane % 2 == 1, all);
+  if (lane < 2) s.phase[lane] = phase;
   if (lane == 0) s.most_tokens = all.most_tokens;
 }
 
@@ -93,7 +94,7 @@ DEVICE int cost_before_tile(Schedule& s, int n, int phase, int tile) {
   TokenTiles tiles(s.rows()[e], s.most_tokens);
   int rest = tile - s.tile_start(n)[e] * row_tiles, row_tile = quotient(rest, tiles.count);
   int cost = s.cost_start(n)[e + 1] - s.cost_start(n)[e];
-  int own = row_tile * cost + (rest - row_tile * tiles.count) * many_tile_cost(tiles.each);
+  int own = row_tile * cost + (rest - row_tile * tiles.count) * tile_cost(tiles.each);
   return (s.cost_start(n)[e] * row_tiles + own) * steps;
 }
 
@@ -104,11 +105,11 @@ DEVICE Position position_of_cost(Schedule& s, int n, int phase, int cost) {
   int rest = cost - s.cost_start(n)[e] * row_tiles * steps;
   int row_cost = (s.cost_start(n)[e + 1] - s.cost_start(n)[e]) * steps;
   TokenTiles tiles(s.rows()[e], s.most_tokens);
-  int full_cost = many_tile_cost(tiles.each) * steps, row_tile = quotient(rest, row_cost);
+  int full_cost = tile_cost(tiles.each) * steps, row_tile = quotient(rest, row_cost);
   rest -= row_tile * row_cost;
   int token_tile = min(quotient(rest, full_cost), tiles.count - 1);
   int tokens = min(s.rows()[e] - token_tile * tiles.each, tiles.each);
-  int step = quotient(rest - token_tile * full_cost, many_tile_cost(tokens));
+  int step = quotient(rest - token_tile * full_cost, tile_cost(tokens));
   return {s.tile_start(n)[e] * row_tiles + row_tile * tiles.count + token_tile, step};
 }
 
@@ -127,13 +128,19 @@ DEVICE void make_pieces(Schedule& s, int n) {
 
 // Which tile, and whose; the steps are the caller's.
 DEVICE void locate_tile(Schedule& s, int n, Segment& g) {
-  int row_tiles = s.phase[g.phase].row_tiles;
-  g.expert = find_expert(s.tile_start(n), n, row_tiles, g.tile);
+  const PhaseShape& shape = s.phase[g.phase];
+  int row_tiles = shape.row_tiles, tile = g.tile, half = kHasTall ? tile - shape.halved_from : -1;
+  if (half >= 0) tile = shape.halved_from + half / 2;
+  g.expert = find_expert(s.tile_start(n), n, row_tiles, tile);
   int rows = s.rows()[g.expert];
   TokenTiles tiles(rows, s.most_tokens);
-  int rest = g.tile - s.tile_start(n)[g.expert] * row_tiles, row_tile = quotient(rest, tiles.count);
-  g.tile_rows = s.phase[g.phase].tile_rows;
+  int rest = tile - s.tile_start(n)[g.expert] * row_tiles, row_tile = quotient(rest, tiles.count);
+  g.tile_rows = shape.tile_rows;
   g.first_row = row_tile * g.tile_rows;
+  if (half >= 0) {
+    g.tile_rows = kTileRows;
+    g.first_row += half % 2 * kTileRows;
+  }
   g.first_token = (rest - row_tile * tiles.count) * tiles.each;
   g.tokens = min(rows - g.first_token, tiles.each);
 }
@@ -196,6 +203,6 @@ DEVICE void cut_item(Schedule& s, int n, int ticket, Work work) {
     g.to = g.tile == to.tile ? to.step : shape.steps;
     if (g.from >= g.to) continue;
     locate_tile(s, n, g);
-    work(g);
+    if (!kHasTall || g.first_row < shape.rows) work(g);
   }
 }

@@ -3,7 +3,7 @@
 // A tile is 256 weight rows, or 192 where those fill the machine better, x up to 64 tokens of one expert where none has
 // more; otherwise x up to 64, 80, 96, 112 or 128, by what should take the least time; or x up to 176 where there are
 // many, so that every weight that is dequantized serves more tokens. A step is 128 columns of it. Costs of a step are
-// in the unit of many_tile_cost.
+// in the unit of tile_cost.
 #pragma once
 #include "dequant.cuh"
 #include "threshold.cuh"
@@ -18,6 +18,9 @@ constexpr int kStepColumns = 128;
 constexpr int kMaxBlocks = 256;
 
 constexpr int kNarrowRows = 192;
+// Tiles of 384 or 512 rows: where registers have room for their sums, the ring has for their codes, and there may be
+// more tiles than blocks, which TALL says. Beside their code all other tiles are 1 % slower.
+constexpr bool kHasTall = TALL && kHasLarge;
 
 // Steps that sharing tiles costs a block; the second where all tiles are shared and have unlike sizes: pieces of equal
 // estimated cost then end at different times.
@@ -33,8 +36,12 @@ DEVICE int tile_tokens(int rows) {
   return min(max((rows + kApart - 1) / kApart * kApart, kLeast), kMost);
 }
 
-// What a step of a large tile takes, in the unit of many_tile_cost.
-DEVICE constexpr int large_tile_cost(int tokens) { return tokens > 96 ? 4 + (tokens + 47) / 48 * 3 : 10; }
+// What a step of a tile of so many tokens takes, in about 235 cycles: 4-bit floats need more instructions.
+constexpr int kMoreCost = kBits == 4 && !kIntegers ? 3 : 0;
+DEVICE constexpr int tile_cost(int tokens) { return many_tile_cost(tokens) + kMoreCost; }
+DEVICE constexpr int large_tile_cost(int tokens) {
+  return (tokens > 96 ? 4 + (tokens + 47) / 48 * 3 : 10) + kMoreCost;
+}
 
 // An expert's rows in as few tiles of up to `most` tokens as there may be: all have `each`, the last what is left.
 // Large tiles are full; others have about equally many tokens, so that none takes much longer.
@@ -48,13 +55,17 @@ struct TokenTiles {
     int rest = rows - (count - 1) * each;
     if (count == 0) return 0;
     if (each == kLargeTokens) return (count - 1) * large_tile_cost(each) + large_tile_cost(rest);
-    return (count - 1) * many_tile_cost(each) + many_tile_cost(rest);
+    return (count - 1) * tile_cost(each) + tile_cost(rest);
   }
 };
 
+// What ends a tile, in steps of 256 rows; and what a step of a tall one takes for each 256 rows.
+constexpr float kEnd = 3.0f, kTallEnd = 4.0f, kTallStep = 0.94f;
+
 struct PhaseShape {
-  int tile_rows, row_tiles, steps;
+  int tile_rows, row_tiles, steps, rows;
   int whole_items, pieces;
+  int halved_from;      // number of the tile from which on each is two items of 256 rows
   int pieces_per_tile;  // where that is the same for all and additions follow (w2), otherwise 0
   int items;            // whole tiles, then pieces
 };
@@ -64,7 +75,7 @@ struct AllTiles {
   int count, cost, dearest, most_tokens;
 };
 
-// How long a phase takes, in the unit of many_tile_cost: by whole tiles of 256 rows or of 192, or cut into pieces.
+// How long a phase takes, in the unit of tile_cost: by whole tiles of 256 rows or of 192, or cut into pieces.
 struct PhaseTimes {
   int steps, row_tiles, narrow_tiles;
   float whole, narrow, split;
@@ -75,7 +86,7 @@ struct PhaseTimes {
     float mean = __fdividef(all.cost, all.count);
     whole = in_waves(all, row_tiles, mean);
     // One warpgroup has 128 rows of either, and with few tokens that is what takes the time.
-    narrow = in_waves(all, narrow_tiles, mean) * (all.dearest > many_tile_cost(32) ? 0.75f : 0.875f);
+    narrow = in_waves(all, narrow_tiles, mean) * (all.dearest > tile_cost(32) ? 0.75f : 0.875f);
     bool unlike = all.dearest > mean * 1.06f && all.count * row_tiles < 2 * gridDim.x;
     int sharing = unlike ? kUnlikeSplitSteps : kSplitSteps;
     split = __fdividef((float)all.cost * row_tiles * steps, gridDim.x) + sharing * mean;
@@ -88,7 +99,44 @@ struct PhaseTimes {
   }
 };
 
-// How the tiles of a phase are made and cut.
+// A phase by tall tiles, the last wave by whole ones or by their halves, and about how long it takes with what follows.
+struct TallTiles {
+  int row_tiles, items, halved_from;
+  float time;
+
+  DEVICE TallTiles(const GemmParams& gemm, const AllTiles& all, int steps, int rows, bool halved) {
+    float mean = __fdividef(all.cost, all.count), last = 0.5f * (mean + all.dearest);
+    float tile = steps * rows * (kTallStep / kTileRows) + kTallEnd;
+    row_tiles = (gemm.rows + rows - 1) / rows;
+    int blocks = gridDim.x, tiles = all.count * row_tiles;
+    int waves = quotient(tiles - !halved, blocks), rest = tiles - waves * blocks;
+    time = waves * mean * tile + last * (halved ? quotient(2 * rest + blocks - 1, blocks) * (steps + kEnd) : tile);
+    halved_from = halved ? waves * blocks : tiles;
+    items = tiles + (halved ? rest : 0);
+  }
+};
+
+// One warp, whose even and odd lanes have a phase each: whether tall tiles are faster than what takes `time` for waves
+// of up to `tiles` tiles of 256 rows, and how they are made then.
+DEVICE void consider_tall(const GemmParams& gemm, const AllTiles& all, float time, int tiles, PhaseShape& phase) {
+  bool worth = all.cost * 4 >= all.count * (4 * tile_cost(48) - 1) && tiles > gridDim.x;
+  if (!kHasTall || all.most_tokens != kSmallTokens || !__any_sync(~0u, worth)) return;
+  int lane = threadIdx.x % 32, choice = min(lane / 2, 2), rows = choice == 0 ? 3 * kTileRows / 2 : 2 * kTileRows;
+  TallTiles tall(gemm, all, phase.steps, rows, choice == 2);
+  u32 key = (__float_as_uint(tall.time) & ~3u) | choice;  // none is negative
+  for (int d = 2; d < 8; d *= 2) key = min(key, __shfl_xor_sync(~0u, key, d));
+  int from = lane % 2 + 2 * (key & 3);
+  int row_tiles = __shfl_sync(~0u, tall.row_tiles, from), items = __shfl_sync(~0u, tall.items, from);
+  int halved_from = __shfl_sync(~0u, tall.halved_from, from);
+  float ends = quotient(tiles + gridDim.x - 1, gridDim.x) * kEnd * __fdividef(all.cost, all.count);
+  if (!worth || __uint_as_float(key & ~3u) >= time + ends) return;
+  phase.tile_rows = (key & 3) == 0 ? 3 * kTileRows / 2 : 2 * kTileRows;
+  phase.row_tiles = row_tiles;
+  phase.whole_items = items;
+  phase.halved_from = halved_from;
+}
+
+// One warp, whose even and odd lanes have a phase each: how its tiles are made and cut.
 DEVICE PhaseShape shape_phase(const GemmParams& gemm, bool last, const AllTiles& all) {
   PhaseTimes times(gemm, all);
   PhaseShape phase;
@@ -96,14 +144,18 @@ DEVICE PhaseShape shape_phase(const GemmParams& gemm, bool last, const AllTiles&
   phase.tile_rows = kTileRows;
   phase.row_tiles = times.row_tiles;
   phase.steps = times.steps;
-  phase.whole_items = tiles;
+  phase.rows = gemm.rows;
+  phase.whole_items = phase.halved_from = tiles;
   phase.pieces = phase.pieces_per_tile = 0;
+  consider_tall(gemm, all, fminf(fminf(times.whole, times.narrow), times.split), tiles, phase);
   if (all.most_tokens == kLargeTokens) {
     // Whole tiles alone: there are many.
+  } else if (phase.tile_rows > kTileRows) {
+    // Tall ones.
   } else if (times.narrow < fminf(times.whole, times.split)) {
     phase.tile_rows = kNarrowRows;
     phase.row_tiles = times.narrow_tiles;
-    phase.whole_items = all.count * times.narrow_tiles;
+    phase.whole_items = phase.halved_from = all.count * times.narrow_tiles;
   } else if (times.split < times.whole) {
     // A piece has two steps at least.
     int per_tile = min(min(quotient(blocks, tiles), phase.steps / 2), kMostPieces);
@@ -149,7 +201,7 @@ DEVICE Choice consider(const ExpertsParams& p, int few_rows, int largest, int ch
     all.count += tiles.count;
     all.cost += tiles.cost(rows);
     int most = min(rows, tiles.each);
-    all.dearest = max(all.dearest, large ? large_tile_cost(most) : many_tile_cost(most));
+    all.dearest = max(all.dearest, large ? large_tile_cost(most) : tile_cost(most));
   }
   all.count = __reduce_add_sync(~0u, all.count);
   all.cost = __reduce_add_sync(~0u, all.cost);

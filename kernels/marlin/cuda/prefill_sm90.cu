@@ -14,11 +14,14 @@
 //
 // Layouts: repack.py draws the weights; stages are described at `Ring`.
 #include "handover.cuh"
-#include "prefill_finish.cuh"
 #include "prefill_producers.cuh"
+#include "prefill_tall.cuh"
 
 template <int kMost>
 DEVICE void run_segment(const ExpertsParams& p, Shared& shared, const Segment& g, Ring<kMost>& ring) {
+  if constexpr (kHasTall && kMost == kSmallTokens) {
+    if (g.tile_rows > kTileRows) return run_tall_segment(p, shared.schedule, g, ring);
+  }
   SumsOf<kMost> sums;
   multiply_segment<kMost>(sums, g, p.gemm[g.phase].groups == 1, are_gathered(p, g.phase), ring);
   finish_segment<kMost>(p, shared.schedule, g, sums);
@@ -64,7 +67,8 @@ DEVICE void run_producers(const PrefillParams& params, Shared& shared, u8* memor
 template <int kMost>
 DEVICE void clear_codes(u8* memory) {
   uint4* words = reinterpret_cast<uint4*>(Ring<kMost>(memory).codes());
-  for (int i = threadIdx.x; i < kStages<kMost> * kCodeStage / 16; i += kThreads) words[i] = make_uint4(0, 0, 0, 0);
+  constexpr int kWordsOfAll = kStages<kMost> * kCodeStage<kMost> / 16;
+  for (int i = threadIdx.x; i < kWordsOfAll; i += kThreads) words[i] = make_uint4(0, 0, 0, 0);
   fence_proxy_async();
 }
 
@@ -110,7 +114,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_c
   int most_tokens = __shfl_sync(~0u, shared.schedule.most_tokens, 0);
   bool large = kHasLarge && most_tokens == kLargeTokens;
   if (p.gemm[0].columns % kStepColumns || p.gemm[1].columns % kStepColumns) {
-    if (large) clear_codes<kLargeTokens>(memory); else clear_codes<kTileTokens>(memory);
+    if (large) {
+      clear_codes<kLargeTokens>(memory);
+    } else if (kHasTall && most_tokens == kSmallTokens) {
+      clear_codes<kSmallTokens>(memory);
+    } else {
+      clear_codes<kTileTokens>(memory);
+    }
   }
   __syncthreads();
   // Code of its own for each size of tiles: fewer registers for sums leave the compiler more to order products by.
@@ -134,7 +144,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_c
     run_additions(p, shared.schedule, shared.first_addition);
   } else {
     registers_shrink<72>();
-    run_producers<kTileTokens>(params, shared, memory, ticket);
+    if (kHasTall && most_tokens == kSmallTokens) {
+      run_producers<kSmallTokens>(params, shared, memory, ticket);
+    } else {
+      run_producers<kTileTokens>(params, shared, memory, ticket);
+    }
   }
   leave(p);
 }

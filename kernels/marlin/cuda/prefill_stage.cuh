@@ -9,12 +9,19 @@ constexpr int kWeightWarp = kConsumerWarps;
 constexpr int kTokenWarps = 3;
 constexpr int kThreads = 32 * (kWeightWarp + 1 + kTokenWarps);
 
-constexpr int kStrips = kTileRows / 64;
 constexpr int kPieceBytes = 512 * kBits / 8;                // codes of 16 rows x 32 columns
 constexpr int kStripBytes = 64 * kStepColumns * kBits / 8;  // codes of 64 rows
-constexpr int kCodeBytes = kStrips * kStripBytes;
-constexpr int kScaleRow = kTileRows * kScaleBytes;
-constexpr int kCodeStage = kCodeBytes + (SCALES_PER_STEP * kScaleRow * (kHasZeros ? 2 : 1) + 127) / 128 * 128;
+
+// Of a stage where tiles have up to so many tokens: weight rows, codes, a group's scales, all of them.
+template <int kMost>
+constexpr int kMostRows = kHasTall && kMost == kSmallTokens ? 2 * kTileRows : kTileRows;
+template <int kMost>
+constexpr int kCodeBytes = kMostRows<kMost> / 64 * kStripBytes;
+template <int kMost>
+constexpr int kScaleRow = kMostRows<kMost> * kScaleBytes;
+template <int kMost>
+constexpr int kCodeStage =
+    kCodeBytes<kMost> + (SCALES_PER_STEP * kScaleRow<kMost> * (kHasZeros ? 2 : 1) + 127) / 128 * 128;
 
 constexpr int kHalfColumns = kStepColumns / 2;
 constexpr int kBoxTokens = 32;  // rows of one tensor copy
@@ -25,11 +32,15 @@ constexpr int kSegments = 4;  // known ahead
 template <int kMost>
 constexpr int kStages = kBits == 8 || kMost > kTileTokens ? 3 : 4;
 template <int kMost>
-constexpr int kTokenStage = (kMost > kTileTokens ? (kMost + kBoxTokens - 1) / kBoxTokens * kBoxTokens : kTileTokens) *
+constexpr int kTokenStage = (kMost > kTileTokens || (kHasTall && kMost == kSmallTokens)
+                                 ? (kMost + kBoxTokens - 1) / kBoxTokens * kBoxTokens
+                                 : kTileTokens) *
                             kStepColumns * 2;
-constexpr int kRingBytes = kStages<kTileTokens> * (kTokenStage<kTileTokens> + kCodeStage);
-static_assert(!kHasLarge || kStages<kLargeTokens> * (kTokenStage<kLargeTokens> + kCodeStage) <= kRingBytes,
-              "no room for large tiles");
+template <int kMost>
+constexpr int kRingOf = kStages<kMost> * (kTokenStage<kMost> + kCodeStage<kMost>);
+constexpr int kRingBytes = kHasTall ? kRingOf<kSmallTokens> : kRingOf<kTileTokens>;
+static_assert(kRingOf<kTileTokens> <= kRingBytes && kRingOf<kSmallTokens> <= kRingBytes, "no room for a ring");
+static_assert(!kHasLarge || kRingOf<kLargeTokens> <= kRingBytes, "no room for large tiles");
 
 // What the tensor copies know about the tokens: hopper.py encodes it.
 struct alignas(64) TokensMap {
@@ -83,8 +94,8 @@ struct Ring {
   int stage = 0, parity = 0;
   DEVICE explicit Ring(u8* memory) : shared(shared_of(memory)), memory(memory), address(shared_address(memory)) {}
   DEVICE u8* tokens() { return memory + stage * kTokenStage<kMost>; }
-  DEVICE u8* codes() const { return memory + kCodesPlace + stage * kCodeStage; }
-  DEVICE u32 codes_address() const { return address + kCodesPlace + stage * kCodeStage; }
+  DEVICE u8* codes() const { return memory + kCodesPlace + stage * kCodeStage<kMost>; }
+  DEVICE u32 codes_address() const { return address + kCodesPlace + stage * kCodeStage<kMost>; }
   DEVICE u64* full() { return &shared.full[stage]; }
   DEVICE u64* empty() { return &shared.empty[stage]; }
   DEVICE void wait_full() { barrier_wait_at<kRingBytes>(address + 8 * stage, parity); }
