@@ -23,7 +23,7 @@ from moe_ep.dispatch.nvshmem.meeting import agree, meet
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels import jit
-from moe_ep.kernels.quantize import quantized_row_bytes
+from moe_ep.kernels.quantize import GROUP_SIZE
 
 NAME = "nvshmem_high_throughput"
 KERNELS = ("plan", "dispatch", "combine")
@@ -71,7 +71,9 @@ class Layout:
     @property
     def row_bytes(self) -> int:
         """Of a row on the wire; cuda/high_throughput_wire.cuh says what those hold that are taken."""
-        columns = quantized_row_bytes(self.hidden_size) if self.fp8 else 2 * self.hidden_size
+        columns = 2 * self.hidden_size
+        if self.fp8:
+            columns = self.hidden_size + align(2 * -(-self.hidden_size // GROUP_SIZE), 4)
         return align(columns + 8 * self.topk, _LINK_LINE_BYTES) if self.takes_rows else columns
 
     @property

@@ -107,8 +107,8 @@ def test_size_hints_say_what_is_taken() -> None:
     two = HighThroughputPrepareFinalize.size_hint(setting.config, e4m3, batches_in_flight=2)
     one = HighThroughputPrepareFinalize.size_hint(setting.config, e4m3)
     assert two == {where: 2 * num_bytes for where, num_bytes in one.items()}
-    # Rows at multiples of 128 bytes (7168 codes, 56 scales, 8 ids and weights), results, and as much again below 2 %.
-    rows, results = 8 * 128 * 7552, 128 * 8 * 14336
+    # Rows at multiples of 128 bytes (7168 codes, 56 magnitudes of 16 bits, 8 ids and weights), results, and below 2 %.
+    rows, results = 8 * 128 * 7424, 128 * 8 * 14336
     assert 1.0 < one["symmetric"] / (rows + results) < 1.02
 
 

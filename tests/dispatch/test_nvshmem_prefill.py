@@ -39,7 +39,7 @@ def test_parts_of_the_block_do_not_overlap_and_are_aligned(fp8: bool, topk: int)
     begins = list(layout.offsets.values())
     assert all(begin % 512 == 0 for begin in begins)
     assert all(end <= begin for end, begin in zip(ends, [*begins[1:], layout.batch_bytes], strict=True))
-    fp8_row = {1: 2176, 8: 2176, 32: 2432}[topk]  # 2000 codes, 16 scales, ids and weights, up to a multiple of 128
+    fp8_row = {1: 2048, 8: 2176, 32: 2304}[topk]  # 2000 codes, 16 magnitudes, ids and weights, up to a multiple of 128
     assert layout.sizes["rows"] == 4 * 5 * (fp8_row if fp8 else 4000)
     assert layout.sizes["results"] == 5 * min(4, topk) * 4000
     flags = {"counts": 2 * 4 * 4 * 16, "done": 4 * 16, "row_flags": 8 * 4 * 5, "result_flags": 8 * 5 * min(4, topk)}

@@ -33,9 +33,10 @@ constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;
 constexpr int kResultBytes = 2 * HIDDEN;
 constexpr bool kTakesRows = FP8 || DEVICE_API;  // and does not leave them where they arrive
 constexpr int kColumnBytes = FP8 ? HIDDEN : kResultBytes;
+constexpr int kScaleWords = FP8 ? (kGroups + 1) / 2 : 0;
 // Of a row on the wire; high_throughput_wire.cuh says what is behind the columns.
 constexpr int kRowBytes =
-    kTakesRows ? (kColumnBytes + 4 * ((FP8 ? kGroups : 0) + 2 * TOPK) + 127) / 128 * 128 : kResultBytes;
+    kTakesRows ? (kColumnBytes + 4 * (kScaleWords + 2 * TOPK) + 127) / 128 * 128 : kResultBytes;
 constexpr int kAtOnce = 4;  // vectors of a lane that are loaded before the first is stored
 // Vectors of a lane that are loaded at once, at most `most`, where a row is to take the fewest rounds.
 __device__ constexpr int at_once(int most) {

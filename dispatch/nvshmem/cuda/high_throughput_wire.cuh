@@ -2,7 +2,7 @@
 // on the wire, and how each side makes them.
 //
 //   columns   HIDDEN codes, or HIDDEN columns of 16 bits
-//   scales    one f32 for each 128 columns, of codes
+//   largest   of codes: the largest magnitude of each 128 columns in 16 bits, which the scale is made of again
 //   ids       TOPK, each with its rank in the upper bits, -1 for none
 //   weights   TOPK, f32
 //
@@ -12,7 +12,6 @@
 
 #include "high_throughput.cuh"
 
-constexpr int kScaleWords = FP8 ? kGroups : 0;
 constexpr int kTailVectors = (kScaleWords + 2 * TOPK + 3) / 4;
 constexpr int kIdBits = 24;
 constexpr int kIdMask = (1 << kIdBits) - 1;
@@ -73,9 +72,10 @@ __device__ __forceinline__ void store_row(const u8* row, Tail& tail, u32 ranks, 
             for (int j = 0; j < 2; ++j) {
                 const int vector = start + 32 * (2 * i + j);
                 float scale;
-                codes[j] = quantize(v[2 * i + j], scale);
+                u32 largest;
+                codes[j] = quantize(v[2 * i + j], scale, largest);
                 if (vector < kVectors && vector % kScaleVectors == 0) {
-                    tail.words[vector / kScaleVectors] = __float_as_uint(scale);
+                    reinterpret_cast<u16*>(tail.words)[vector / kScaleVectors] = static_cast<u16>(largest);
                 }
                 if (vector < kVectors && plain) {
                     reinterpret_cast<Vec*>(plain)[vector] = dequantize(codes[j], scale);
@@ -102,12 +102,12 @@ __device__ __forceinline__ void store_row(const u8* row, Tail& tail, u32 ranks, 
 __device__ __forceinline__ void load_row(const u8* row, u8* out) {
     constexpr int kLoads = at_once(7);
     const u64* from = reinterpret_cast<const u64*>(row);
-    const float* scales = reinterpret_cast<const float*>(row + kColumnBytes);
+    const u16* largest = reinterpret_cast<const u16*>(row + kColumnBytes);
     Vec* to = reinterpret_cast<Vec*>(out);
     const int lane = threadIdx.x % 32;
     for (int begin = 0; begin < kVectors; begin += 32 * kLoads) {
         const int group = begin / kScaleVectors + lane;
-        const float all = lane < 2 * kLoads && group < kGroups ? scales[group] : 0.0f;
+        const float all = scale_of(lane < 2 * kLoads && group < kGroups ? largest[group] : 0);
         u64 v[kLoads];
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {

@@ -145,32 +145,47 @@ struct Codes {
     u32 low, high;  // columns 0 to 3 and 4 to 7, the first in the lowest byte
 };
 
-// Codes of one vector and the scale of its group; all 16 threads of a group call it together, with zeros behind K.
-__device__ __forceinline__ Codes quantize(Vec v, float& scale) {
-    constexpr u32 kMagnitudes = 0x7fff7fff;
+constexpr u32 kMagnitude = 0x7fff, kMagnitudes = kMagnitude << 16 | kMagnitude;
+
+// The scale of a group by its largest magnitude, 16 bits, NaN where it has nothing but NaN.
+__device__ __forceinline__ float scale_of(u32 largest) {
+    const float x = low_half(largest);
+    const bool is_usual = x > kSmall && x < kLarge;  // nothing underflows
+    // fmaxf passes over NaN.
+    return is_usual ? divide(x, kLargestCode, 1.0f / kLargestCode) : fmaxf(__fdiv_rn(x, kLargestCode), kTinyScale);
+}
+
+// Codes of one vector, and its group's scale and largest magnitude; all 16 threads of a group call it together, with
+// zeros behind K.
+__device__ __forceinline__ Codes quantize(Vec v, float& scale, u32& largest) {
     u32 pair = larger(larger(v.x & kMagnitudes, v.y & kMagnitudes), larger(v.z & kMagnitudes, v.w & kMagnitudes));
 #pragma unroll
     for (int step = kScaleVectors / 2; step > 0; step /= 2) {
         pair = larger(pair, __shfl_xor_sync(0xffffffffu, pair, step));
     }
-    const float largest = fmaxf(low_half(pair), high_half(pair));
+    largest = larger(pair, pair >> 16) & kMagnitude;
+    scale = scale_of(largest);
+    const float x = low_half(largest);
     const Floats f = unpack(v);
     float q[kColumns];
-    if (largest > kSmall && largest < kLarge) {  // nothing underflows
-        scale = divide(largest, kLargestCode, 1.0f / kLargestCode);
+    if (x > kSmall && x < kLarge) {
         const Inverse inverse(scale);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
             q[i] = inverse.times(f.v[i]);
         }
     } else {
-        scale = fmaxf(__fdiv_rn(largest, kLargestCode), kTinyScale);  // fmaxf passes over NaN
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
             q[i] = __fdiv_rn(f.v[i], scale);
         }
     }
     return Codes{to_e4m3(q[0], q[1]) | to_e4m3(q[2], q[3]) << 16, to_e4m3(q[4], q[5]) | to_e4m3(q[6], q[7]) << 16};
+}
+
+__device__ __forceinline__ Codes quantize(Vec v, float& scale) {
+    u32 largest;
+    return quantize(v, scale, largest);
 }
 
 __device__ __forceinline__ Vec dequantize(Codes codes, float scale) {
