@@ -220,11 +220,6 @@ class EPLBManager:
         self._mover.close()
         self._channel.close()
 
-    @property
-    def _commits_to_come(self) -> bool:
-        """Whether a rearrangement is under way that has neither failed nor been closed."""
-        return self._busy and self._thread is not None and self._thread.is_alive()
-
     def _check_at_rest(self, called: str) -> None:
         self._gate.check()
         if self._busy:
@@ -298,10 +293,11 @@ class EPLBManager:
 
 
 def _commits_to_come_of(manager: weakref.ref[EPLBManager]) -> Callable[[], bool]:
-    """Asks a manager as long as there is one: layers do not keep it, and what it holds."""
+    """Asks a manager, as long as there is one, whether a rearrangement is under way that has neither failed nor been
+    closed. Layers keep this, and not the manager with what it holds."""
 
     def commits_to_come() -> bool:
         found = manager()
-        return found is not None and found._commits_to_come
+        return found is not None and found._busy and found._thread is not None and found._thread.is_alive()
 
     return commits_to_come
