@@ -1,9 +1,9 @@
 // How the experts' tiles are made and cut: their sizes, what takes the least time.
 //
-// A tile is 256 weight rows, or 192 where those fill the machine better, x up to 64 tokens of one expert where none has
-// more; otherwise x up to 64, 80, 96, 112 or 128, by what should take the least time; or x up to 176 where there are
-// many, so that every weight that is dequantized serves more tokens. A step is 128 columns of it. Costs of a step are
-// in the unit of tile_cost.
+// A tile is 256 weight rows, or 192 where those fill the machine better, x up to 64 tokens of one expert where none
+// has more, of 384 or 512 rows then (tall) where there are enough; otherwise x up to 64, 80, 96, 112 or 128, by what
+// should take the least time; or x up to 176 where there are many, so that every weight that is dequantized serves
+// more tokens. A step is 128 columns of it. Costs of a step are in the unit of tile_cost.
 #pragma once
 #include "dequant.cuh"
 #include "threshold.cuh"

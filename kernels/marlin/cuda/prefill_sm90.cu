@@ -4,8 +4,8 @@
 //
 // Experts of few rows are left to decode_sm90.cu (threshold.cuh). Weights are operand A of the tensor cores,
 // dequantized in registers, tokens operand B in shared memory. The warps of a block:
-//   0 to 7     two warpgroups of 128 weight rows (the second: 64 of narrow tiles) x up to 176 tokens: dequantize,
-//              multiply, apply bias and activation
+//   0 to 7     two warpgroups of 128 weight rows (the second: 64 of narrow tiles; 192 or 256 of tall ones) x up to 176
+//              tokens: dequantize, multiply, apply bias and activation
 //   8          claims items (prefill_schedule.cuh) and streams codes and scales with bulk copies
 //   9 to 11    load the tokens' rows, and wait for w13's tiles before they read `hidden`: one thread by tensor copies,
 //              or all of them chunk by chunk where the rows are gathered
