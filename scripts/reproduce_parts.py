@@ -79,8 +79,8 @@ _TESTS = (
     _tests(
         "tests-kernels", 1, 40, _MANY_OF_ONE,
         "tests/kernels/test_align.py tests/kernels/test_grouped.py tests/kernels/test_marlin_repack.py "
-        "tests/kernels/test_mul_sum.py tests/kernels/test_routing_triton.py tests/kernels/test_tuning.py "
-        "tests/core/test_workspace.py tests/checkpoint/test_formats.py tests/integrations/test_choices.py "
+        "tests/kernels/test_mul_sum.py tests/kernels/test_rotary.py tests/kernels/test_routing_triton.py "
+        "tests/kernels/test_tuning.py tests/core/test_workspace.py tests/checkpoint/test_formats.py tests/integrations/test_choices.py "
         "tests/gpu/test_eplb_gpu.py tests/gpu/test_formats_gpu.py tests/gpu/test_grouped_gpu.py "
         "tests/gpu/test_triton_kernel_gpu.py",
     ),
@@ -164,6 +164,9 @@ PARTS = (
         "{moe_ep} generate --model {model} --prompts {prompts} --launcher local --ep-size {gpus} --batch-size 4 "
         "--max-new-tokens 64 --output {rows}",
         needs="transformers",
+    ),
+    _one(
+        "slots", "transformers.md", 40, "{python} scripts/bench_slots.py {commit} --json {rows}", needs="transformers",
     ),
     _one(
         "index-kernels", "small_kernels.md", 12,
