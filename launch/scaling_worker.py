@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import time
@@ -81,10 +82,12 @@ def run_scaling(
             _of_rank_0(before),
             speaks=rank_env.rank == 0,
         )
+        gc.freeze()  # so that collecting what a row leaves is quick
         for geometry, size, asked in plan:
             _measure_all(bench, geometry, size, asked, ceilings, rows, clock)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+        gc.unfreeze()
     return rows.finished()
 
 
@@ -106,6 +109,9 @@ def _measure_all(
             if clock.is_over(setting.phase):
                 continue
             began = time.monotonic()
+            # Layers of the row before go now, and not on some ranks later: with them goes symmetric memory, which all
+            # ranks of the world make together, though groups of them run side by side.
+            gc.collect()
             with ending_after(clock.limit_s(), f"{geometry.name} at EP {ep_size}, {_in_words(setting)},"):
                 weights = weights or make_weights(geometry, ep_size, bench.device, bench.config.seed)
                 rows.keep(what, bench.measure(geometry, setting, ep_size, weights, ceilings))

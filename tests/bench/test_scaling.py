@@ -8,9 +8,10 @@ import re
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -142,6 +143,24 @@ def test_variants_are_measured_where_asked_and_nothing_twice(monkeypatch: pytest
     variants = [(r["routing"], r["eplb"]) for r in of_two if r["asked_tokens"] == 8 and r["scaling"] == "weak"]
     assert sorted(variants) == sorted(itertools.product(("uniform", "zipf:1"), ("off", "on")))
     assert {r["asked_tokens"] for r in rows if r["routing"] != "uniform"} == {8}
+
+
+class LeavesACycle(Measured):
+    """A row whose layers only the garbage collector ends, as a layer that is part of a cycle."""
+
+    alive: ClassVar[list[weakref.ref[LeavesACycle]]] = []
+
+    def __call__(self, *asked: Any) -> dict[str, object]:
+        assert not any(layers() for layers in self.alive)
+        layers = LeavesACycle()
+        layers.itself = layers  # type: ignore[attr-defined]
+        self.alive.append(weakref.ref(layers))
+        return super().__call__(*asked)
+
+
+def test_nothing_of_a_row_is_left_when_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, rows = run_here(monkeypatch, LeavesACycle())
+    assert len(LeavesACycle.alive) == len(rows) == 6
 
 
 def test_a_run_goes_on_where_another_ended(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
