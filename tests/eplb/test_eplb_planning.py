@@ -127,7 +127,9 @@ def planned_elsewhere(rank: int, world_size: int) -> tuple[list[list[int]], int]
     found = []
     for planner in ("process", "thread"):
         layers = make_model(world_size)
-        config = EplbConfig(**{**vars(CONFIG), "first_plan": 2, "interval": 10**6, "planner": planner, "refine": True})
+        # The process takes seconds to be there, and many where others keep the cores busy.
+        settings = {"first_plan": 2, "interval": 10**6, "planner": planner, "refine": True, "timeout_s": 120}
+        config = EplbConfig(**{**vars(CONFIG), **settings})
         manager = EPLBManager(layers, config)
         for _ in range(2):
             manager.recorder.expert_load_pass += counts
