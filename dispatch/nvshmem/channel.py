@@ -37,7 +37,7 @@ from moe_ep.dispatch.nvshmem.arena import SymmetricArena
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
 from moe_ep.dispatch.nvshmem.kernels import buffers_type, common_type
 from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
-from moe_ep.dispatch.nvshmem.meeting import agree, meet
+from moe_ep.dispatch.nvshmem.meeting import agree, collect_garbage, meet
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.errors import BackendUnavailableError
 
@@ -100,6 +100,7 @@ class Channel:
         """
         members = torch.distributed.get_process_group_ranks(ranks.group)
         agree("nvshmem_low_latency", members, facts)
+        collect_garbage(members)
         known = _channels.setdefault(arena, WeakValueDictionary())
         found = known.get(repr(layout))
         everywhere = meet("channel", members, "lacks" if found is None else "has")

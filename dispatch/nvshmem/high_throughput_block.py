@@ -19,7 +19,7 @@ from moe_ep import env
 from moe_ep.dispatch.nvshmem import arena, kernels
 from moe_ep.dispatch.nvshmem.faults import FailureRecord
 from moe_ep.dispatch.nvshmem.layout import align, offsets_of
-from moe_ep.dispatch.nvshmem.meeting import agree, meet
+from moe_ep.dispatch.nvshmem.meeting import agree, collect_garbage, meet
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels import jit
@@ -40,7 +40,7 @@ class Layout:
 
     Attributes:
         num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
-        fp8: rows travel as e4m3 codes with scales.
+        fp8: rows travel as e4m3 codes, from which and the largest magnitude of each 128 columns they are made plain.
         device_api: rows travel through NVSHMEM's device library, with their ids and weights.
         batches_in_flight: how many batches between prepare and finalize have parts of their own.
     """
@@ -160,6 +160,7 @@ class Block:
         symmetric = arena.SymmetricArena.of(ranks.group)
         members = dist.get_process_group_ranks(ranks.group)
         agree(NAME, members, facts)
+        collect_garbage(members)
         known = _blocks.setdefault(symmetric, WeakValueDictionary())
         key = f"{layout} {in_dtype}"
         found = known.get(key)

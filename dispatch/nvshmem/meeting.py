@@ -6,6 +6,7 @@ and a rank that does not come is named instead of being waited for forever.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 
@@ -66,3 +67,13 @@ def agree(name: str, ranks: Sequence[int], facts: Mapping[str, object]) -> None:
             differences.append(f"{key} is {who}")
     if differences:
         raise ValueError(f"{name}: the ranks are configured differently: {'; '.join(differences)}; make them the same")
+
+
+def collect_garbage(ranks: Sequence[int]) -> None:
+    """Ends layers that only the garbage collector would, where `ranks` are a part of the default group.
+
+    Groups that divide it make symmetric memory together, so what each keeps for the next layer of a shape must not
+    depend on when its processes happened to collect.
+    """
+    if dist.is_initialized() and len(ranks) < dist.get_world_size():
+        gc.collect()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -164,6 +166,36 @@ def test_layers_of_one_shape_share_memory_that_all_ranks_have(monkeypatch: pytes
     # Another rank's layers of this shape are gone: all make it anew, since memory is reserved together.
     others = "lacks"
     assert made() is not first
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("world_size", [3, 6])
+def test_groups_of_a_world_do_not_depend_on_when_garbage_is_collected(
+    monkeypatch: pytest.MonkeyPatch, kind: str, world_size: int
+) -> None:
+    arena: Any = Arena()
+    for module in (channel, high_throughput_block):
+        monkeypatch.setattr(module, "agree", lambda name, members, facts: None)
+    monkeypatch.setattr(high_throughput_block.arena.SymmetricArena, "of", lambda group: arena)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
+
+    def made() -> Any:
+        if kind == "decode":
+            return Channel.of(arena, DECODE, GROUP, {})
+        return Block.of(PREFILL, GROUP, torch.bfloat16, {})
+
+    gc.disable()
+    try:
+        layer: Any = SimpleNamespace(memory=made())
+        layer.itself = layer
+        before = weakref.ref(layer.memory)
+        del layer
+        after = made()
+        # A group that is the whole world finds the same on all ranks or makes it anew on all.
+        assert (after is before()) == (world_size == NUM_RANKS)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
