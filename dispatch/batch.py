@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from moe_ep.arguments import INTEGERS, check_tensors
+from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_tensors
 from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig
 from moe_ep.kernels.quantize import quantize_rows
 
@@ -121,7 +121,7 @@ def check_arguments(
     if a1.dim() != 2 or a1.dtype not in ACTIVATION_DTYPES:
         raise _unfit("a1", a1, "(T, K) of f32, f16 or bf16")
     if topk_ids.dim() != 2 or topk_ids.dtype not in INTEGERS:
-        raise _unfit("topk_ids", topk_ids, "(T, topk) of an integer type")
+        raise _unfit("topk_ids", topk_ids, f"(T, topk) of {INTEGER_NAMES}")
     if topk_weights.shape != topk_ids.shape or topk_weights.dtype is not torch.float32:
         raise _unfit("topk_weights", topk_weights, f"f32 of topk_ids' shape {tuple(topk_ids.shape)}")
     for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+# As messages name them: torch has wider unsigned ones, too, of which ids are not made.
+INTEGER_NAMES = "uint8, int8, int16, int32 or int64"
 
 
 def check_tensors(**values: object) -> None:
@@ -19,7 +21,7 @@ def check_integers(**tensors: torch.Tensor | None) -> None:
     """Raises ValueError for a tensor that does not hold integers; None is left alone."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in INTEGERS:
-            raise ValueError(f"{name} is {tensor.dtype}; it must be of an integer type")
+            raise ValueError(f"{name} is {tensor.dtype}; it must be {INTEGER_NAMES}")
 
 
 def check_same_device(other: str, device: torch.device, **tensors: torch.Tensor | None) -> None:
@@ -34,6 +36,6 @@ def check_expert_map(expert_map: torch.Tensor) -> None:
     check_tensors(expert_map=expert_map)
     if expert_map.dtype not in INTEGERS or expert_map.dim() != 1 or expert_map.numel() == 0:
         raise ValueError(
-            f"expert_map is {expert_map.dtype} {tuple(expert_map.shape)}; it must hold integers, one for each global "
-            f"expert"
+            f"expert_map is {expert_map.dtype} {tuple(expert_map.shape)}; it must be {INTEGER_NAMES}, one number for "
+            f"each global expert"
         )

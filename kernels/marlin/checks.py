@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.arguments import INTEGERS, check_expert_map, check_same_device, check_tensors
+from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_expert_map, check_same_device, check_tensors
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import check_activation_dtype, check_weights
@@ -98,8 +98,8 @@ def check_tokens(
     num_tokens = hidden_states.size(0)
     if topk_ids.dtype not in INTEGERS or topk_ids.dim() != 2 or topk_ids.size(0) != num_tokens or not topk_ids.size(1):
         raise ValueError(
-            f"topk_ids is {topk_ids.dtype} {tuple(topk_ids.shape)}; it must hold integers, at least one for each of "
-            f"the {num_tokens} tokens"
+            f"topk_ids is {topk_ids.dtype} {tuple(topk_ids.shape)}; it must be {INTEGER_NAMES}, at least one id for "
+            f"each of the {num_tokens} tokens"
         )
     if topk_weights.dtype != torch.float32 or topk_weights.shape != topk_ids.shape:
         raise ValueError(
