@@ -59,8 +59,12 @@ class SlotDecoder:
         self._active = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._cache: SlotCache | None = None
         self._by_table = can_attend(model)
+        layers = DynamicCache(config=model.config).layers
+        self._windows = [getattr(layer, "sliding_window", None) for layer in layers]
         # Linear attention cannot tell sequences in one row apart.
-        self._packs = self._by_table and _keeps_only_keys(model)
+        self._packs = self._by_table and all(
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers
+        )
         self._kinds = getattr(model.config.get_text_config(), "layer_types", None)
         self._fused = FusedModules(model)
         graphs = graphs and self._can_capture()
@@ -161,7 +165,7 @@ class SlotDecoder:
     @contextlib.contextmanager
     def _quickly(self, *, by_table: bool) -> Iterator[None]:
         """A block in which the model's norms and routers are single kernels, and its attention is not planned anew."""
-        with self._fused.used(), slot_attention(self.model) if by_table else sdpa_kernel(_ATTENTION):
+        with self._fused.used(), slot_attention(self.model, self._windows) if by_table else sdpa_kernel(_ATTENTION):
             yield
 
     def _cache_like(self, prefilled: DynamicCache) -> SlotCache:
@@ -195,12 +199,6 @@ class SlotDecoder:
         if missing:
             logger.info("decoding runs eagerly: %s cannot be captured in a CUDA graph", ", ".join(missing))
         return not missing
-
-
-def _keeps_only_keys(model: Any) -> bool:
-    """Whether every layer of the model keeps keys and values, and nothing else."""
-    layers = DynamicCache(config=model.config).layers
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
 class _Captured:

@@ -6,8 +6,9 @@ of every slot; transformers' own for models with attention sinks keeps all score
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ _NAME = "moe_ep_slots"
 _MAX_HEAD_DIM = 256
 _FLASH_FROM = (8, 0)
 _flash: Any = torch.ops.aten._flash_attention_forward
+_windows: ContextVar[Sequence[int | None]] = ContextVar("_windows")
 
 
 class SequenceTable:
@@ -74,25 +76,31 @@ def _runs(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @contextmanager
-def slot_attention(model: Any) -> Iterator[None]:
-    """A block in which the model's passes take tables of sequences as their masks."""
+def slot_attention(model: Any, windows: Sequence[int | None]) -> Iterator[None]:
+    """A block in which the model's passes take tables of sequences as their masks.
+
+    Args:
+        windows: keys that a query of each layer sees at most, None for all. Masks have them, and some models do not
+            tell them to their attention.
+    """
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = _NAME
+    token = _windows.set(windows)
     try:
         yield
     finally:
+        _windows.reset(token)
         config._attn_implementation = before
 
 
 def _attend(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -102,13 +110,13 @@ def _attend(
         query: `[B, heads, queries, head_dim]`.
         key, value: `[B, key_value_heads, keys, head_dim]`; sequences lie one behind the other in B and keys.
         attention_mask: as `SequenceTable` has it.
-        sliding_window: keys that a query sees at most.
         s_aux: `[heads]`, scores of a key that every query sees and that has no value.
 
     Returns:
         `[B, queries, heads, head_dim]`.
     """
     query_starts, key_starts, lengths = attention_mask.flatten(1)
+    window = _windows.get()[module.layer_idx]
     rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     output, logsumexp, *_ = _flash(
         *rows,
@@ -121,7 +129,7 @@ def _attend(
         return_debug_mask=False,
         scale=scaling,
         seqused_k=lengths[:-1],
-        window_size_left=None if sliding_window is None else sliding_window - 1,
+        window_size_left=None if window is None else window - 1,
     )
     if s_aux is not None:
         output = (output * torch.sigmoid(logsumexp.t() - s_aux)[..., None]).to(query.dtype)

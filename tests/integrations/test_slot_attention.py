@@ -22,6 +22,11 @@ SLOTS = 3
 # Keys of another width than values, an indexer, or attention that no other function may take the place of.
 MASKED = {"DeepseekV2", "DeepseekV3", "DeepseekV32", "GlmMoeDsa", "Glm4MoeLite", "KimiK25", "MiMoV2Flash"}
 
+# Models that have windows in their masks and do not tell their attention.
+UNTOLD: dict[str, dict[str, Any]] = {
+    "Phimoe": {"num_local_experts": 6},
+    "Qwen2Moe": {"use_sliding_window": True, "max_window_layers": 1},
+}
 LINEAR = {"Qwen3Next", "NemotronH", "Jamba", "Lfm2Moe", "GraniteMoeHybrid"}
 
 
@@ -99,5 +104,17 @@ def test_lengths_are_as_good_as_masks(family: str, monkeypatch: pytest.MonkeyPat
     got, decoder = decoded(model)
     assert decoder._by_table == (family not in MASKED)
     assert decoder.num_rows([4, 13]) == (26 if family in MASKED | LINEAR else 17)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert relative_error(mine, theirs) < 2 * tolerance(torch.float32)
+
+
+@pytest.mark.parametrize("family", UNTOLD)
+def test_windows_that_only_masks_tell(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = moe_ep.parallelize(make_model(family, **UNTOLD[family], sliding_window=3))
+    expected, _ = decoded(model)
+    monkeypatch.setattr(slot_attention, "_flash", plain_flash)
+    monkeypatch.setattr(slot_attention, "_runs", lambda device, dtype: True)
+    got, decoder = decoded(model)
+    assert decoder.num_rows([4, 13]) == 17
     for mine, theirs in zip(got, expected, strict=True):
         assert relative_error(mine, theirs) < 2 * tolerance(torch.float32)
