@@ -59,21 +59,22 @@ def _forms(module: Any) -> list[Forward]:
     """What the module may compute, by its name and what it has; modules of one class have the same forms."""
     name = type(module).__name__
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.is_meta:
+    if not isinstance(weight, torch.Tensor) or weight.is_meta or "forward" in vars(module):
         return []
     if name.endswith("RMSNorm") and weight.dim() == 1:
-        return [partial(_norm, module, 0.0), partial(_norm, module, 1.0)]
+        # Some store their weights less one, and add it in f32.
+        return [partial(_norm, module, weight), partial(_norm, module, 1 + weight.detach().float())]
     if name.lower().endswith("router") and weight.dim() == 2 and isinstance(getattr(module, "top_k", None), int):
         forms: list[Forward] = [partial(_softmax_router, module, renormalize) for renormalize in (False, True)]
         return forms if getattr(module, "e_score_correction_bias", None) is None else [partial(_sigmoid_router, module)]
     return []
 
 
-def _norm(module: Any, offset: float, x: torch.Tensor) -> torch.Tensor:
-    """x over the root of its mean square, times weights; some models store them less one."""
+def _norm(module: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x over the root of its mean square, times weights."""
     epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    weight = module.weight + offset if offset else module.weight
-    return rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon).to(x.dtype)
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return rms_norm(x.to(dtype), weight.shape, weight.to(dtype), epsilon).to(x.dtype)
 
 
 def _softmax_router(module: Any, renormalize: bool, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -104,7 +105,8 @@ def _sigmoid_router(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _which(module: Any) -> int | None:
-    """The number of the form that computes what the module does, tried in f32 on numbers that stand out."""
+    """The number of the form that computes what the module does, tried on numbers that stand out: all of it in f32, and
+    in bf16 that a router's logits are rounded alike."""
     alone = copy.deepcopy(module).float()
     generator = torch.Generator().manual_seed(0)
     for tensor in (*alone.parameters(), *alone.buffers()):
@@ -113,12 +115,18 @@ def _which(module: Any) -> int | None:
     x = (x / x.size(-1) ** 0.5).to(alone.weight.device)
     for number, form in enumerate(_forms(alone)):
         try:
-            expected, got = alone(x), form(x)
-        except (TypeError, AttributeError):  # It takes or has something else.
+            if _same(form(x), alone(x)) and _rounds_alike(alone, number, x):
+                return number
+        except (TypeError, AttributeError, ValueError, RuntimeError):  # It takes or has something else.
             continue
-        if _same(got, expected):
-            return number
     return None
+
+
+def _rounds_alike(module: Any, number: int, x: torch.Tensor) -> bool:
+    """Whether logits have the same bits in bf16, where a router's product is one of f32 or of bf16."""
+    rounded = copy.deepcopy(module).bfloat16()
+    got, expected = _forms(rounded)[number](x.bfloat16()), rounded(x.bfloat16())
+    return not isinstance(got, tuple) or _same(got[0].float(), expected[0].float())
 
 
 def _same(got: Any, expected: Any) -> bool:

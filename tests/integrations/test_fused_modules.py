@@ -70,6 +70,38 @@ def test_a_norm_keeps_the_dtype_of_what_it_is_given() -> None:
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize(("family", "dtype"), [("Qwen3Next", torch.bfloat16), ("Qwen3Moe", torch.float32)])
+def test_a_norm_adds_and_multiplies_in_the_wider_dtype(family: str, dtype: torch.dtype) -> None:
+    """One to weights of bf16 in f32; and what comes in f32 is not rounded to the weights' bf16."""
+    norm = make_model(family, torch.bfloat16).model.norm
+    norm.weight.uniform_(-0.004, 0.004)
+    x = torch.randn(64, SIZES["hidden_size"], dtype=dtype)
+    expected = norm(x)
+    with FusedModules(norm).used():
+        assert "forward" in vars(norm)
+        got = norm(x)
+    assert got.dtype == expected.dtype
+    assert (got != expected).float().mean() < 0.02 if dtype is torch.bfloat16 else torch.allclose(got, expected)
+
+
+@pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
+def test_a_router_of_f32_is_not_computed_in_bf16(method: str) -> None:
+    model = make_model("DeepseekV2", torch.bfloat16, topk_method=method, routed_scaling_factor=1.0)
+    kinds = {type(module).__name__ for module, _ in FusedModules(model)._forwards}
+    assert kinds == {"DeepseekV2RMSNorm"}
+
+
+def test_a_module_keeps_a_forward_of_its_own() -> None:
+    model = make_model("Mixtral")
+    norm = model.model.norm
+    norm.forward = own = lambda x: x
+    fused = FusedModules(model)
+    assert fused._forwards
+    with fused.used():
+        assert norm.forward is own
+    assert norm.forward is own
+
+
 @pytest.mark.parametrize(("family", "widths"), [("Qwen3Moe", {1.0}), ("GptOss", {0.5}), ("Glm4Moe", {1.0})])
 def test_rotary_positions(family: str, widths: set[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernel's formula in plain torch; GPT-OSS has an angle for both halves, GLM turns half of a head."""
@@ -130,7 +162,15 @@ class MaskedRouter(OtherRouter):
         return x @ self.weight.T * mask
 
 
-@pytest.mark.parametrize("kind", [OtherRMSNorm, OtherRouter, LogitsRouter, MaskedRouter])
+class SequenceRouter(OtherRouter):
+    """Of sequences alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        _, _, size = x.shape
+        return x.view(-1, size) @ self.weight.T
+
+
+@pytest.mark.parametrize("kind", [OtherRMSNorm, OtherRouter, LogitsRouter, MaskedRouter, SequenceRouter])
 def test_what_computes_something_else_stays_as_it_is(kind: type) -> None:
     assert len(fused_modules._forms(kind())) == 2
     assert FusedModules(torch.nn.Sequential(kind()))._forwards == []
