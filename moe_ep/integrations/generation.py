@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moe_ep.errors import check_at_least
 from moe_ep.integrations.decoder import SlotDecoder
 from moe_ep.integrations.prompt_queue import PromptQueue, Request
 from moe_ep.integrations.sampling import Sampling, SequenceRandom, next_tokens
@@ -73,8 +74,8 @@ class Generation:
         on_completion: called with each of this rank's as it is finished, before on_progress counts it on any rank.
 
     Raises:
-        ValueError: a prompt without tokens, or one that leaves no room below max_length; from `run`, ranks with
-            different requests.
+        ValueError: a number below 1, a prompt without tokens, or one that leaves no room below max_length; from `run`,
+            ranks with different requests.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Generation:
         on_progress: OnProgress | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> None:
+        check_at_least(1, max_new_tokens=max_new_tokens, num_slots=num_slots, prefill_tokens=prefill_tokens)
         _check_lengths(requests, max_length)
         longest = max((request.length for request in requests), default=0) + max_new_tokens
         self._max_length = longest if max_length is None else min(longest, max_length)

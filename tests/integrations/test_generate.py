@@ -156,6 +156,13 @@ def test_drawn_tokens_are_those_of_the_seed_on_any_ranks_and_end_with_the_contex
         Generation(model, requests_of(5), max_new_tokens=2, num_slots=1, stop_ids=[], max_length=18)
 
 
+@pytest.mark.parametrize("name", ["max_new_tokens", "num_slots", "prefill_tokens"])
+def test_numbers_below_one_are_refused(name: str) -> None:
+    numbers = {"max_new_tokens": 1, "num_slots": 1, name: 0}
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
+        Generation(None, requests_of(1), **numbers, stop_ids=[])
+
+
 def test_next_tokens() -> None:
     logits = torch.tensor([0.3, 0.0, 0.5, 0.2]).log()[None]
 
