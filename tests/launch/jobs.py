@@ -122,15 +122,19 @@ def all_end(pids: list[int], limit_s: float = 10) -> bool:
     return not any(map(alive, pids))
 
 
-# Shells start background jobs deaf to ctrl-C, and what those start is deaf too.
-_HEAR_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+# Shells start background jobs deaf to ctrl-C, and what those start is deaf too. A SIGTERM comes (prctl's PDEATHSIG) when
+# the tests' process ends before it, so that a test which fails or is killed leaves no gang at work.
+_BEGIN = """import ctypes, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+"""
 
 
 def start_python(code: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     """A Python process in a group of its own, that can import moe_ep and the tests."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.Popen(
-        [sys.executable, "-c", _HEAR_CTRL_C + code, *arguments],
+        [sys.executable, "-c", _BEGIN + code, *arguments],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
