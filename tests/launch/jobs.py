@@ -122,8 +122,8 @@ def all_end(pids: list[int], limit_s: float = 10) -> bool:
     return not any(map(alive, pids))
 
 
-# Shells start background jobs deaf to ctrl-C, and what those start is deaf too. A SIGTERM comes (prctl's PDEATHSIG) when
-# the tests' process ends before it, so that a test which fails or is killed leaves no gang at work.
+# Shells start background jobs deaf to ctrl-C, and what those start is deaf too. A SIGTERM comes (prctl's PDEATHSIG)
+# when the tests' process ends before it, so that a test which fails or is killed leaves no gang at work.
 _BEGIN = """import ctypes, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
