@@ -26,10 +26,11 @@ class FusedRotary:
         ours = _triton_rotary() if device.type == "cuda" else None
         if ours is None:
             return
-        for code in {type(module).__module__: None for module in model.modules()}:
-            theirs = getattr(sys.modules[code], _NAME, None)
+        for name in {type(part).__module__: None for part in model.modules()}:
+            code = sys.modules.get(name)
+            theirs = getattr(code, _NAME, None)
             if theirs is not None and (widths := _widths(theirs, ours, device)):
-                self._functions.append((sys.modules[code], theirs, partial(_rotate, theirs, ours, widths)))
+                self._functions.append((code, theirs, partial(_rotate, theirs, ours, widths)))
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -63,13 +64,13 @@ def _widths(theirs: Rotary, ours: Rotary, device: torch.device) -> set[float]:
         angles = (2, 3, int(_HEAD_DIM * width))
         sizes = (2, 3, 4, _HEAD_DIM), (2, 3, 1, _HEAD_DIM), angles, angles
         query, key, cos, sin = (torch.randn(size, generator=generator, device="cpu").to(device) for size in sizes)
+        got = [tensor.transpose(1, 2) for tensor in ours(query, key, cos, sin)]
         try:
             expected = theirs(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
-        except (TypeError, RuntimeError):  # It takes something else.
+            if all(map(_same, got, expected)):
+                found.add(width)
+        except Exception:  # It takes or gives something else, and says so in its own way.
             continue
-        got = (tensor.transpose(1, 2) for tensor in ours(query, key, cos, sin))
-        if all(map(_same, got, expected)):
-            found.add(width)
     return found
 
 

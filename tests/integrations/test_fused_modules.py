@@ -129,6 +129,18 @@ def test_rotary_positions(family: str, widths: set[float], monkeypatch: pytest.M
     assert len(calls) == (0 if turned < 1 else 2), calls
 
 
+@pytest.mark.parametrize("gives", [ValueError, KeyError, None])
+def test_rotary_positions_of_another_kind_stay(gives: type[Exception] | None) -> None:
+    def theirs(*args: torch.Tensor) -> None:
+        if gives is not None:
+            raise gives("positions in three parts")
+
+    def ours(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return query, key
+
+    assert fused_rotary._widths(theirs, ours, torch.device("cpu")) == set()
+
+
 class OtherRMSNorm(torch.nn.Module):
     """Of numbers less their mean."""
 
