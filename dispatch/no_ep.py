@@ -10,11 +10,7 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
 from moe_ep.dispatch.batch import check_arguments, check_made_for
 from moe_ep.errors import check_at_least
-from moe_ep.topk_weight_and_reduce import (
-    TopKWeightAndReduce,
-    TopKWeightAndReduceContiguous,
-    TopKWeightAndReduceDelegate,
-)
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, undelegated
 
 
 class NoEPPrepareFinalize(FusedMoEPrepareAndFinalize):
@@ -90,6 +86,5 @@ class NoEPPrepareFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> None:
-        if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
-            weight_and_reduce_impl = TopKWeightAndReduceContiguous()
-        weight_and_reduce_impl.apply(output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
+        reduce_impl = undelegated(weight_and_reduce_impl)
+        reduce_impl.apply(output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)

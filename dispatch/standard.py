@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.topk_weight_and_reduce import (
-    TopKWeightAndReduce,
-    TopKWeightAndReduceContiguous,
-    TopKWeightAndReduceDelegate,
-)
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, undelegated
 
 
 def reduced_rows(
@@ -22,7 +18,6 @@ def reduced_rows(
 
     Experts that reduced already (NoOP) are not copied; experts that delegate left one row a slot.
     """
-    if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
-        weight_and_reduce_impl = TopKWeightAndReduceContiguous()
-    rows = weight_and_reduce_impl.apply(None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
+    reduce_impl = undelegated(weight_and_reduce_impl)
+    rows = reduce_impl.apply(None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
     return rows.contiguous()

@@ -150,6 +150,7 @@ class FusedMoE(LayerParts):
             "topk_group": topk_group,
             "custom_routing_function": custom_routing_function,
             "scoring_func": scoring_func,
+            "routed_scaling_factor": routed_scaling_factor,
             "zero_expert_num": zero_expert_num,
             "zero_expert_type": zero_expert_type,
         }
@@ -163,7 +164,6 @@ class FusedMoE(LayerParts):
         self.experts = experts
         self._routing = routing | {
             "renormalize": renormalize,
-            "routed_scaling_factor": routed_scaling_factor,
             "num_fused_shared_experts": self.num_fused_shared_experts,
             "global_num_experts": self.moe_config.num_experts,
             "ep_rank": self.parallel_config.token_rank,

@@ -7,6 +7,7 @@ in a CUDA graph. The steps up to the weights are in `moe_ep.topk`; on CUDA tenso
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 
@@ -92,6 +93,7 @@ def select_experts(
         topk_group=topk_group,
         custom_routing_function=custom_routing_function,
         scoring_func=scoring_func,
+        routed_scaling_factor=routed_scaling_factor,
         e_score_correction_bias=e_score_correction_bias,
         zero_expert_num=zero_expert_num,
         zero_expert_type=zero_expert_type,
@@ -153,6 +155,7 @@ def check_routing(
     topk_group: int | None,
     custom_routing_function: TopK | None,
     scoring_func: str,
+    routed_scaling_factor: float,
     e_score_correction_bias: torch.Tensor | None,
     zero_expert_num: int,
     zero_expert_type: str | None,
@@ -174,6 +177,8 @@ def check_routing(
         )
     if scoring_func not in SCORING_FUNCS:
         raise ValueError(one_of("scoring_func", scoring_func, SCORING_FUNCS))
+    if not isinstance(routed_scaling_factor, (int, float)) or not math.isfinite(routed_scaling_factor):
+        raise ValueError(f"routed_scaling_factor is {routed_scaling_factor!r}; it must be a finite number")
     bias = e_score_correction_bias
     if bias is not None and bias.shape != (num_columns,):
         raise ValueError(

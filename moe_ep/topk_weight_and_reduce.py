@@ -188,3 +188,19 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
                 rows = rows * torch.where(chosen, topk_weights, 0.0).sum(dim=1, keepdim=True)
             total += torch.where(has_expert[:, None], rows, 0.0)
         return _deliver(total, output, fused_expert_output.dtype)
+
+
+def undelegated(weight_and_reduce_impl: TopKWeightAndReduce) -> TopKWeightAndReduce:
+    """The strategy for a backend that leaves it to the experts; those that delegate left one row a slot.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(weight_and_reduce_impl, TopKWeightAndReduce):
+        raise ValueError(
+            f"weight_and_reduce_impl is {weight_and_reduce_impl!r}; it must be a TopKWeightAndReduce, such as what the "
+            f"experts' finalize_weight_and_reduce_impl() returns"
+        )
+    if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+        return TopKWeightAndReduceContiguous()
+    return weight_and_reduce_impl

@@ -110,7 +110,7 @@ PARTS = (
     *_TESTS,
     # The layer, and what it is made of.
     _every(
-        "scaling", "scaling/README.md", 80,
+        "scaling", "scaling/README.md", 130,
         f"{_SCALING} --geometry deepseek-v3,qwen3-235b,qwen3-30b,gpt-oss-120b,mixtral-8x7b,kimi-k2 "
         "--scaling weak,strong --routing uniform,zipf:0.5{recorded} --eplb off,on --variant-tokens 128 "
         "--repeats 20 --repeat-seconds 0.1 {commit} --seconds {left} --json {rows}",
@@ -121,7 +121,7 @@ PARTS = (
         f"--backends {_NVSHMEM},all_to_all,batched_all_to_all,allgather_reducescatter",
     ),
     _one(
-        "gemm", "gemm.md", 260,
+        "gemm", "gemm.md", 310,
         *(f"{{moe_ep}} tune --geometry {name} --ep-size 8" for name in _MODELS),
         "{python} scripts/bench_gemm.py --peers {peers} --peer-seconds 200 {commit} --jsonl {rows}",
         "{python} scripts/gemm_tables.py {rows}",

@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 import torch
 
+from moe_ep.arguments import check_tensors
 from moe_ep.kernels.forms import form_for
 from moe_ep.kernels.marlin.types import WeightType, check_group_size, weight_type
 
@@ -122,9 +123,11 @@ def unpack_marlin(
     """The exact inverse of pack_marlin: returns the (codes, scales, zero_points) that were packed.
 
     Raises:
-        ValueError: an unknown type id, or a group size that the type does not take.
+        ValueError: an unknown type id, a group size that the type does not take, or no packed weights.
     """
     kind = weight_type(quant_type_id)
+    if not isinstance(packed, PackedWeights):
+        raise ValueError(f"packed is a {type(packed).__name__}; it must be what pack_marlin returned")
     num_columns = packed.qweight.size(1) * 16
     check_group_size(kind, group_size, None if packed.g_idx is not None else num_columns)
     num_rows = packed.qweight.size(2) * kind.pack // 16
@@ -235,6 +238,8 @@ def _check(
     gated: bool,
     g_idx: torch.Tensor | None,
 ) -> None:
+    given = {"zero_points": zero_points, "g_idx": g_idx}
+    check_tensors(codes=codes, scales=scales, **{name: each for name, each in given.items() if each is not None})
     if codes.dtype != torch.uint8 or codes.dim() != 3:
         raise ValueError(f"codes is {codes.dtype} {tuple(codes.shape)}; it must be uint8 [E, out, in]")
     num_experts, num_rows, num_columns = codes.shape

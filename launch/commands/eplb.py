@@ -152,6 +152,10 @@ def main_simulate(args: argparse.Namespace) -> int:
     _check_names("--rules", config.rules, tuple(RULES))
     try:
         if config.routing.startswith("zipf:"):
+            if config.array:
+                raise OptionError(
+                    f"--array is {config.array!r}; --routing {config.routing} reads no file, leave it out"
+                )
             scene_of(config).num_slots(config.experts)  # refuses before the choices are drawn
             if config.top_k > config.experts:
                 raise OptionError(f"--top-k is {config.top_k}; it must be at most the {config.experts} of --experts")

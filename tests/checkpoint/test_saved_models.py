@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from moe_ep.checkpoint import (
     read_expert,
 )
 from moe_ep.checkpoint.plan import plan_layer
+from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.routing import select_experts
 from tests.checkpoint.checkpoints import LoadingLayer, plain_shapes
 from tests.checkpoint.model_cases import EXPERTS, MODELS, SIZES, block_of, router_of, save_model
@@ -33,6 +34,25 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A family, the directory of a small model of it, and the model."""
     directory = tmp_path_factory.mktemp(request.param)
     return request.param, directory, save_model(request.param, directory)
+
+
+class LastBlock(NamedTuple):
+    """The last of a saved model's layers with experts: on disk by reader, spec and index, and the model's module."""
+
+    family: str
+    reader: CheckpointReader
+    spec: MoEModelSpec
+    index: int
+    module: Any
+
+
+@pytest.fixture
+def last(saved: tuple[str, Path, Any]) -> LastBlock:
+    family, directory, model = saved
+    reader = CheckpointReader(directory)
+    spec = model_spec(reader.config)
+    index = spec.moe_layers[-1]
+    return LastBlock(family, reader, spec, index, block_of(model.model.layers[index]))
 
 
 def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> None:
@@ -76,17 +96,13 @@ SHARED = {
 }
 
 
-def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any]) -> None:
-    family, directory, model = saved
-    reader = CheckpointReader(directory)
-    spec = model_spec(reader.config)
-    index = spec.moe_layers[-1]
-    block = block_of(model.model.layers[index])
+def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any], last: LastBlock) -> None:
+    family, reader, spec, index, block = last
     shared = load_shared_experts(reader, spec, index)
     if family not in SHARED:
         assert shared is None and not hasattr(block, "shared_expert") and not hasattr(block, "shared_experts")
         return
-    module = model.model.layers[index].get_submodule(spec.shared_experts.module)
+    module = saved[2].model.layers[index].get_submodule(spec.shared_experts.module)
     if spec.shared_experts.fused:
         parts = {"gate": module.input_linear.weight[:40], "up": module.input_linear.weight[40:]}
         parts["down"] = module.output_linear.weight
@@ -101,12 +117,8 @@ def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any]) -> 
         assert shared.expert_gate is None
 
 
-def test_routing_chooses_as_the_model_does(saved: tuple[str, Path, Any]) -> None:
-    _, directory, model = saved
-    reader = CheckpointReader(directory)
-    spec = model_spec(reader.config)
-    index = spec.moe_layers[-1]
-    block = block_of(model.model.layers[index])
+def test_routing_chooses_as_the_model_does(last: LastBlock) -> None:
+    _, reader, spec, index, block = last
     gate = copy.deepcopy(router_of(block)).float()
     hidden_states = torch.randn(64, 64)
     # Some hand their router the bias, and AFMoE sequences.

@@ -169,6 +169,8 @@ def test_repr_says_what_it_is() -> None:
         ({"num_redundant_experts": -1}, "num_redundant_experts is -1; it must be at least 0"),
         ({"num_experts": 0}, "num_experts is 0"),
         ({"activation": "tanh"}, "activation is 'tanh'; it must be one of silu"),
+        ({"routed_scaling_factor": "x"}, "routed_scaling_factor is 'x'; it must be a finite number"),
+        ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor is nan; it must be a finite number"),
         ({"scoring_func": "tanh"}, "scoring_func is 'tanh'; it must be one of softmax, sigmoid"),
         ({"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 1}, "num_expert_group is 4; it must divide"),
         ({"experts": "fast"}, "experts is 'fast'; it must be one of auto"),

@@ -1,5 +1,7 @@
 """Reduce strategies against plain loops; rows that belong to nobody hold NaN."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from moe_ep.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNaiveBatched,
     TopKWeightAndReduceNoOP,
+    undelegated,
 )
 from tests.wrong_tensors import FORMS, check_refused
 
@@ -99,6 +102,17 @@ def test_rows_of_other_slots():
 def test_delegate_cannot_be_applied():
     with pytest.raises(RuntimeError, match="prepare/finalize"):
         TopKWeightAndReduceDelegate().apply(None, torch.zeros(T, K), WEIGHTS, IDS, False)
+
+
+@pytest.mark.parametrize("strategy", [None, TopKWeightAndReduceContiguous])
+def test_backends_take_only_strategies(strategy: Any) -> None:
+    with pytest.raises(ValueError, match="^weight_and_reduce_impl is .*; it must be a TopKWeightAndReduce, such as"):
+        undelegated(strategy)
+
+
+def test_backends_reduce_what_experts_delegate() -> None:
+    assert undelegated(TopKWeightAndReduceDelegate()) == TopKWeightAndReduceContiguous()
+    assert undelegated(TopKWeightAndReduceNoOP()) == TopKWeightAndReduceNoOP()
 
 
 def test_equality_is_by_kind_and_rank():

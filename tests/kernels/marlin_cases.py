@@ -108,22 +108,27 @@ def is_close(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((got.float() - expected).abs().mean() < RELATIVE_ERROR * expected.abs().mean())
 
 
+def moe_config(**settings: Any) -> FusedMoEConfig:
+    """Of the sizes above with two experts a token, on one rank with room for ROWS tokens; settings replace them."""
+    sizes: dict[str, Any] = {
+        "num_experts": E,
+        "experts_per_token": 2,
+        "hidden_dim": K,
+        "intermediate_size_per_partition": N,
+        "num_local_experts": E,
+        "moe_parallel_config": FusedMoEParallelConfig(),
+        "in_dtype": torch.bfloat16,
+        "max_num_tokens": ROWS,
+    }
+    return FusedMoEConfig(**sizes | settings)
+
+
 def configs(first: Made, second: Made, kind: WeightType) -> tuple[FusedMoEConfig, FusedMoEQuantConfig]:
-    """Of experts with these weights, on one rank with room for ROWS tokens."""
-    moe = FusedMoEConfig(
-        num_experts=E,
-        experts_per_token=2,
-        hidden_dim=K,
-        intermediate_size_per_partition=N,
-        num_local_experts=E,
-        moe_parallel_config=FusedMoEParallelConfig(),
-        in_dtype=torch.bfloat16,
-        max_num_tokens=ROWS,
-    )
+    """Of experts with these weights."""
     quant = FusedMoEQuantConfig(
         quant_type_id=kind.scalar_type.id,
         group_size=32,
         w1_scale=first.packed.scales,
         w2_scale=second.packed.scales,
     )
-    return moe, quant
+    return moe_config(), quant

@@ -8,14 +8,15 @@ import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.canonical_weights import CanonicalWeights, dequantize
-from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertTokensMetadata, ExpertWeights
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts
 from moe_ep.kernels.marlin.packing import in_order_of_w2
 from moe_ep.kernels.marlin.repack import PackedWeights, pack_marlin, unpack_marlin
 from moe_ep.scalar_type import scalar_types
+from tests.kernels.marlin_cases import E, K, moe_config
 
-E, K, N, GROUP, ROWS = 3, 128, 96, 32, 5
+N, GROUP, ROWS = 96, 32, 5
 ROUNDING = 2.0**-6  # two products and a sum of activations rounded to bf16
 
 
@@ -50,17 +51,7 @@ CASES = {
 
 
 def configs(has_bias: bool) -> FusedMoEConfig:
-    return FusedMoEConfig(
-        num_experts=E,
-        experts_per_token=1,
-        hidden_dim=K,
-        intermediate_size_per_partition=N,
-        num_local_experts=E,
-        moe_parallel_config=FusedMoEParallelConfig(),
-        in_dtype=torch.bfloat16,
-        max_num_tokens=ROWS,
-        has_bias=has_bias,
-    )
+    return moe_config(experts_per_token=1, intermediate_size_per_partition=N, max_num_tokens=ROWS, has_bias=has_bias)
 
 
 def experts_of(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -152,6 +154,10 @@ def test_scales_and_zero_points_follow_their_rows_in_pairs() -> None:
         ({"codes": torch.zeros(2, 32, 64, dtype=torch.uint8), "gated": True}, "codes"),
         ({"scales": torch.ones(2, 64, 3)}, "scales"),
         ({"scales": torch.ones(2, 64, 2, dtype=torch.int32)}, "scales"),
+        ({"codes": None}, "codes"),
+        ({"scales": [1.0]}, "scales"),
+        ({"zero_points": [0]}, "zero_points"),
+        ({"g_idx": range(64)}, "g_idx"),
         ({"group_size": 48}, "group_size"),
         ({"group_size": 128}, "group_size"),
         ({"quant_type_id": 7}, "quant_type_id"),
@@ -170,6 +176,12 @@ def test_a_wrong_argument_is_named(change: dict, names: str) -> None:
     }
     with pytest.raises(ValueError, match=f"^{names} "):
         pack_marlin(**arguments)
+
+
+@pytest.mark.parametrize("packed", [None, torch.zeros(2, 4, 4)])
+def test_what_was_not_packed_is_not_unpacked(packed: Any) -> None:
+    with pytest.raises(ValueError, match="^packed is a (NoneType|Tensor); it must be what pack_marlin returned"):
+        unpack_marlin(packed, scalar_types.uint4b8.id, 32)
 
 
 def check_triton(device: str) -> None:
