@@ -19,6 +19,7 @@ from moe_ep.launch.rendezvous import (
     listen_store,
     open_store,
 )
+from tests.ports import free_ports
 
 TORCHRUN = {
     "RANK": "5",
@@ -176,8 +177,8 @@ def test_rank_0_names_the_ranks_that_do_not_come() -> None:
 
 @pytest.mark.parametrize("source", ["torchrun", "slurm"])
 def test_where_ranks_cannot_meet_is_one_sentence(source: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    (port,) = free_ports()
+    with socket.create_server(("127.0.0.1", port)):
         place = RankEnv(world_size=2, master_port=port, source=source)
         with pytest.raises(GangError, match=f"rank 0 cannot listen at port {port} .Address already in use.; set"):
             open_store(place, timedelta(seconds=0.2))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import secrets
 import shutil
 import signal
@@ -20,20 +18,10 @@ import pytest
 
 from moe_ep.bench.results import read_lines
 from tests.launch import jobs
+from tests.ports import free_ports
 
 pytest.importorskip("ray")
 RUN = ["run", "--device", "cpu", "--steps", "1", "--tokens-per-rank", "4"]
-
-
-def free_ports(count: int) -> list[int]:
-    """Between Ray's own for workers and those that the system gives to whoever asks for any, so nobody takes them."""
-    found: list[int] = []
-    for port in random.sample(range(20_000, 32_000), 1000):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.append(port)
-        if len(found) == count:
-            break
-    return found
 
 
 class Head:

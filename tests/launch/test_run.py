@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from moe_ep.registry import ALL2ALL_BACKENDS
 from tests.checkpoint.checkpoints import make_checkpoint
 from tests.checkpoint.test_real_layer import text_moe
 from tests.launch import jobs
+from tests.ports import free_ports
 
 STEPS = 2
 ALONE = ("--device", "cpu", "--launcher", "local", "--ep-size", "1")
@@ -201,9 +201,7 @@ def test_a_signal_ends_everything(launcher: str, number: signal.Signals, code: i
 
 
 def test_two_torchrun_agents(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    where = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port} --rdzv-id=run --local-addr=127.0.0.1"
+    where = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_ports()[0]} --rdzv-id=run --local-addr=127.0.0.1"
     job = f"-m moe_ep.launch run --device cpu --steps {STEPS} --tokens-per-rank 8 --json {tmp_path / 'out.jsonl'}"
     agents = [
         subprocess.Popen(

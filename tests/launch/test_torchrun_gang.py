@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from moe_ep.errors import GangError
 from moe_ep.launch import gang
 from moe_ep.launch.torchrun_gang import TorchrunGang
 from tests.launch import jobs
+from tests.ports import free_ports
 
 
 def test_as_its_own_agent() -> None:
@@ -93,11 +93,6 @@ def test_ranks_that_srun_started() -> None:
     assert json.loads(outputs[1][0]) == [False, []]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def start_torchrun(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
@@ -111,7 +106,7 @@ def start_torchrun(*arguments: str) -> subprocess.Popen[str]:
 
 def test_two_agents_restart_after_a_failure(tmp_path: Path) -> None:
     """Two agents of one rank each; their restart counts differ afterwards, and the ranks must meet nevertheless."""
-    where = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_port()} --rdzv-id=restart --local-addr=127.0.0.1"
+    where = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_ports()[0]} --rdzv-id=restart --local-addr=127.0.0.1"
     flags = f"--nnodes=2 --nproc-per-node=1 --max-restarts=2 {where}".split()
     agents = [start_torchrun(*flags, "-m", "tests.launch.restarting_job", str(tmp_path / "mark")) for _ in range(2)]
     outputs = [agent.communicate(timeout=120) for agent in agents]

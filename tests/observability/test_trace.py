@@ -24,6 +24,7 @@ from moe_ep.observability.trace import PREFIX, trace_to
 from moe_ep.stages import STAGES
 from tests.checkpoint.checkpoints import make_checkpoint, qwen3_config
 from tests.observability.test_metrics import K, T, make_layer, scrape
+from tests.ports import free_ports
 from tests.ranks import ranks
 
 
@@ -115,9 +116,7 @@ def test_a_run_writes_a_trace_and_serves_metrics(tmp_path: Path, capsys: pytest.
     make_checkpoint(tmp_path / "model")
     options = ["--model", str(tmp_path / "model"), "--launcher", "local", "--device", "cpu", "--no-verify"]
     options += ["--ep-size", "2", "--tokens-per-rank", "3"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port, _ = free_ports(2)
     scraper = Scraper(port)
     scraper.start()
     more = ["--steps", "4", "--metrics-port", str(port), "--trace", str(tmp_path / "trace")]
@@ -134,9 +133,6 @@ def test_a_run_writes_a_trace_and_serves_metrics(tmp_path: Path, capsys: pytest.
         assert seen[PREFIX + "route"] == 2 * seen[PREFIX + "experts"]
         assert seen[PREFIX + "dispatch"] == seen[PREFIX + "experts"] == seen[PREFIX + "combine"] > 0
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", port)):
         assert main(["run", *options, "--metrics-port", str(port)]) != 0
     assert f"127.0.0.1:{port}, which it cannot listen at" in capsys.readouterr().err
