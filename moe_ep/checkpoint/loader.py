@@ -78,7 +78,7 @@ def load_router(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) 
     return RouterWeights(
         weight=_read_router(reader, spec.router_weight(layer_index), (spec.num_experts, spec.hidden_size)),
         bias=None if bias is None else _read_plain(reader, bias, per_expert),
-        correction_bias=None if correction_bias is None else _read_correction_bias(reader, correction_bias, per_expert),
+        correction_bias=None if correction_bias is None else _read_plain(reader, correction_bias, per_expert),
     )
 
 
@@ -192,17 +192,12 @@ def _hand_over(
 
 
 def _read_plain(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """There may be more or fewer dimensions of 1: Ernie writes a correction bias `[1, E]`."""
     check_tensor(reader.info(name), TensorLayout(FLOATS, shape))
-    return reader.read(name)
+    return reader.read(name).view(shape)
 
 
 def _read_router(reader: CheckpointReader, name: str, size: tuple[int, int]) -> torch.Tensor:
     """`[E, K]`; some writers quantize it as any other linear layer."""
     module = name.removesuffix(".weight")
     return _read_plain(reader, name, size) if name in reader else read_linear(reader, module, size)
-
-
-def _read_correction_bias(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """`[E]`; Ernie writes `[1, E]`."""
-    on_disk = reader.info(name).shape
-    return _read_plain(reader, name, (1, *shape) if len(on_disk) == 2 else shape).flatten()

@@ -104,29 +104,36 @@ def linear_layouts(quantization: LayerQuantization | None, role: str, size: tupl
 
 
 def check_tensor(info: TensorInfo, layout: TensorLayout) -> None:
-    """CheckpointError unless a tensor has the layout's shape and one of its dtypes."""
-    number = layout.shape == (1,) and math.prod(info.shape) == 1
-    if info.shape != layout.shape and not number:
+    """CheckpointError unless a tensor has the layout's shape, but for dimensions of 1, and one of its dtypes."""
+    if _without_ones(info.shape) != _without_ones(layout.shape):
         raise CheckpointError(f"{info.file}: tensor {info.name}: expected shape {layout.shape}, found {info.shape}")
     if info.dtype not in layout.dtypes:
         expected = " or ".join(map(str, layout.dtypes))
         raise CheckpointError(f"{info.file}: tensor {info.name}: expected {expected}, found {info.dtype}")
 
 
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
 def find_linear(reader: CheckpointReader, stem: str, layouts: Mapping[str, TensorLayout]) -> dict[str, Stored]:
     """The tensors of a linear layer whose names are `stem` + suffix, by suffix.
 
     Raises:
-        CheckpointError: one that the format does not have, or of another shape or dtype.
+        CheckpointError: one that the format does not have, or of another shape or dtype; one by both of its names.
     """
-    found = {}
+    found: dict[str, Stored] = {}
+    own_names = {layout.other_name: suffix for suffix, layout in layouts.items() if layout.other_name}
     for name in reader.names(stem):
-        layout, info = layouts.get(name.removeprefix(stem)), reader.info(name)
-        if layout is None:
+        suffix, info = name.removeprefix(stem), reader.info(name)
+        suffix = own_names.get(suffix, suffix)
+        if suffix not in layouts:
             raise _unknown_tensor(info, layouts)
-        if layout.role is not Role.UNUSED:
-            check_tensor(info, layout)
-        found[name.removeprefix(stem)] = Stored(info, layout)
+        if suffix in found:
+            raise CheckpointError(f"{info.file}: tensor {name}: expected it or {found[suffix].info.name}, found both")
+        if layouts[suffix].role is not Role.UNUSED:
+            check_tensor(info, layouts[suffix])
+        found[suffix] = Stored(info, layouts[suffix])
     return found
 
 

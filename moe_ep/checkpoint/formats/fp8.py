@@ -4,6 +4,7 @@
     weight_scale_inv  f32 or e8m0 [ceil(N / bn), ceil(K / bk)]   with weight_block_size [bn, bk]; or
     weight_scale      [1] or [N, 1], f32 or the model's dtype; blocks and groups in compressed-tensors
 
+transformers calls the scale of a whole tensor weight_scale_inv too: either name is taken for any scale.
 Qwen3-VL has all experts in one: `gate_up_proj` e4m3 [E, K, 2N] with `gate_up_proj_scale_inv` [E, K / bk, 2N / bn].
 
 Both are multipliers, whatever their name says. A block at an edge may be smaller; gate and up have blocks of their own,
@@ -14,7 +15,7 @@ https://huggingface.co/deepseek-ai/DeepSeek-V3 (inference/fp8_cast_bf16.py) and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,8 @@ from moe_ep.errors import CheckpointError, one_of
 from moe_ep.scalar_type import scalar_types
 from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 
+_SCALE_NAMES = {"weight_scale", "weight_scale_inv"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Config(QuantizationConfig):
@@ -33,7 +36,7 @@ class Float8Config(QuantizationConfig):
 
     Attributes:
         scale: which weights share a scale.
-        scale_name: weight_scale or weight_scale_inv.
+        scale_name: weight_scale or weight_scale_inv, what a layer's parameters are called after.
     """
 
     quant_method: ClassVar[str] = "fp8"
@@ -74,11 +77,12 @@ class Float8Config(QuantizationConfig):
         return {"weight": "", "weight_scale_inv": "_scale_inv", "bias": "_bias"}
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
-        dtypes = (*FLOATS, torch.float8_e8m0fnu)
+        # Kept in f32 as on disk: they are small numbers of which f16 would lose bits.
+        scale = self.scale.layout((*FLOATS, torch.float8_e8m0fnu), out_features, in_features, held=torch.float32)
+        (other_name,) = _SCALE_NAMES - {self.scale_name}
         return {
             "weight": TensorLayout((torch.float8_e4m3fn,), (out_features, in_features), out_dim=0, in_dim=1),
-            # Kept in f32 as on disk: they are small numbers of which f16 would lose bits.
-            self.scale_name: self.scale.layout(dtypes, out_features, in_features, held=torch.float32),
+            self.scale_name: replace(scale, other_name=other_name),
             **activation_scales(),
             "bias": bias_layout(out_features),
         }

@@ -36,12 +36,13 @@ class TensorLayout:
     """Expected dtypes and shape of a tensor of a linear layer.
 
     Attributes:
-        shape: on disk; a single number may have shape `[]` or `[1]` there.
+        shape: on disk, where there may be more or fewer dimensions of 1: a number is `[]` or `[1]`.
         default: makes what stands for the tensor where a checkpoint or a layer leaves it out; None where neither may.
         out_dim, in_dim: the dimension that runs along the outputs, and along the inputs; None where none does. A
             single number has out_dim 0: the gate's and the up projection's lie side by side.
         held: the dtype in which a layer holds it: None for the first of `dtypes`, or for the layer's own dtype where
             floats of several kinds are taken.
+        other_name: what some writers call it; empty where all agree.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -51,6 +52,7 @@ class TensorLayout:
     out_dim: int | None = None
     in_dim: int | None = None
     held: torch.dtype | None = None
+    other_name: str = ""
 
 
 class QuantizationConfig(ABC):
