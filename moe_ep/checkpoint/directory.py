@@ -46,10 +46,11 @@ def find_tensors(directory: Path) -> dict[str, TensorInfo]:
         CheckpointError: no safetensors, an index that names files or tensors that are not there, a tensor in two files.
     """
     index, single = directory / INDEX_NAME, directory / SINGLE_NAME
-    if index.is_file():
-        return _tensors_of_index(index)
+    # In transformers' order, which leaves the index of shards that a single file has replaced.
     if single.is_file():
         return read_header(single)
+    if index.is_file():
+        return _tensors_of_index(index)
     ways_out = {
         "*.safetensors": f"; one file must be called {single.name}, and several need the index",
         "*.bin": "; pickled weights are never loaded, convert them to safetensors",

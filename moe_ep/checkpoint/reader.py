@@ -86,9 +86,9 @@ class CheckpointReader:
 
     @property
     def index_file(self) -> Path:
-        """The file that says what the checkpoint holds: the index, or the only safetensors file."""
-        index = self.directory / INDEX_NAME
-        return index if index.is_file() else self.directory / SINGLE_NAME
+        """The file that says what the checkpoint holds: the only safetensors file, or the index."""
+        single = self.directory / SINGLE_NAME
+        return single if single.is_file() else self.directory / INDEX_NAME
 
     def names(self, prefix: str = "") -> Sequence[str]:
         """The names of all tensors that start with `prefix`, sorted."""

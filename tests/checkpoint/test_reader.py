@@ -62,6 +62,16 @@ def test_sharded_checkpoint_equals_what_safetensors_reads(tmp_path: Path) -> Non
         assert reader.bytes_read == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
+def test_a_single_file_comes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    directory_with(tmp_path, {"only": torch.ones(2)})
+    for shard in shards_of(tmp_path):  # the file has replaced them, and left their index
+        shard.unlink()
+    reader = CheckpointReader(tmp_path)
+    assert reader.names() == ["only"]
+    assert reader.index_file.name == "model.safetensors"
+
+
 @pytest.mark.parametrize("rows", [slice(2, 5), slice(None, 3), slice(-2, None), slice(4, 4), slice(5, 2), slice(0, 99)])
 def test_rows_read_only_their_bytes(tmp_path: Path, rows: slice) -> None:
     tensor = torch.randn(7, 5)
