@@ -146,6 +146,9 @@ def lfm_routing(config: Config) -> RoutingSpec:
 
 
 def phi_routing(config: Config) -> RoutingSpec:
+    """Of two experts: transformers chooses as many whatever the config says."""
+    if (found := top_k(config)) != 2:
+        raise CheckpointError(f"config.json: num_experts_per_tok: expected 2 for a PhiMoE model, found {found}")
     mixer = partial(sparse_mixer, jitter_eps=number(config, "router_jitter_noise", 0.01))
     return RoutingSpec(renormalize=False, custom_routing_function=mixer)
 

@@ -65,6 +65,11 @@ def test_layers_of_nemotron_by_letters_and_what_does_not_load() -> None:
             model_spec(config | changes)
 
 
+def test_phi_has_two_experts_for_a_token() -> None:
+    with pytest.raises(CheckpointError, match="num_experts_per_tok: expected 2 for a PhiMoE model, found 3"):
+        model_spec(config_of("phimoe") | {"num_experts_per_tok": 3})
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_of_formats(name: str) -> None:
     def read(config: dict[str, Any]) -> None:
