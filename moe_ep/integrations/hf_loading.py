@@ -56,7 +56,8 @@ def load_without_experts(
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     shapes: list[ExpertsShape] = []
-    options: dict[str, Any] = {"dtype": dtype or config.dtype or torch.float32}
+    # A model that sees may say it of its language model alone.
+    options: dict[str, Any] = {"dtype": dtype or config.dtype or config.get_text_config().dtype or torch.float32}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with _quiet():

@@ -188,6 +188,12 @@ def test_a_model_that_sees(family: str, tmp_path: Path) -> None:
         assert relative_error(parallel(**seen).logits, alone(**seen).logits) < 2 * tolerance(torch.float32)
         assert torch.equal(parallel.generate(**seen, **greedy), alone.generate(**seen, **greedy))
     in_slots(parallel, alone, (3,))
+    # The config of some says the dtype of the language model alone.
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["dtype"] = "bfloat16"
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert moe_ep.parallelize(tmp_path).dtype == torch.bfloat16
 
 
 def fill_with_fp8_numbers(model: torch.nn.Module) -> None:
