@@ -35,7 +35,8 @@ class RankGroup:
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: the group's size is not ep_size, or tokens have more experts than rows between ranks can name.
+        ValueError: the group's size is not ep_size, this process has another rank there than its ep_rank, or tokens
+            have more experts than rows between ranks can name.
     """
 
     def __init__(self, moe_config: FusedMoEConfig, process_group: dist.ProcessGroup | None) -> None:
@@ -56,6 +57,11 @@ class RankGroup:
             raise ValueError(
                 f"process_group has {self.size} ranks and ep_size is {moe_config.ep_size}; pass the group of exactly "
                 f"the EP ranks"
+            )
+        if self.rank != moe_config.ep_rank:
+            raise ValueError(
+                f"ep_rank is {moe_config.ep_rank} and this process is rank {self.rank} of process_group; pass the "
+                f"group whose ranks are the EP ranks in their order"
             )
         self.notes = Notes(self.group)
         self.timeout_s = deadline_of(self.group)

@@ -35,7 +35,8 @@ class Grid(NamedTuple):
     """Where ranks are.
 
     Attributes:
-        members: `[H][L]`, the group's ranks by host and place; hosts in the order of their first ranks.
+        members: `[H][L]`, the group's ranks by host and place. Hosts are in the order of their ranks of this rank's
+            place, which is the order of ranks in the group across hosts.
         host, place: of this rank.
     """
 
@@ -47,7 +48,8 @@ class Grid(NamedTuple):
     def of(cls, hosts: Sequence[str], rank: int) -> Grid:
         """The grid of ranks whose hosts these are.
 
-        Example: hosts ["a", "b", "a", "b"] and rank 3 give ((0, 2), (1, 3)), host 1, place 1.
+        Example: hosts ["a", "b", "a", "b"] and rank 3 give ((0, 2), (1, 3)), host 1, place 1; hosts ["a", "b", "b",
+        "a"] and rank 3 give ((1, 2), (0, 3)), host 1, place 1.
 
         Raises:
             ConfigError: hosts with different numbers of ranks.
@@ -55,15 +57,15 @@ class Grid(NamedTuple):
         by_host: dict[str, list[int]] = {}
         for index, name in enumerate(hosts):
             by_host.setdefault(name, []).append(index)
-        members = tuple(map(tuple, by_host.values()))
-        sizes = [len(of_host) for of_host in members]
+        sizes = [len(of_host) for of_host in by_host.values()]
         if len(set(sizes)) > 1:
             raise ConfigError(
                 f"all2all_backend is 'two_level' and the hosts have {', '.join(map(str, sizes))} ranks; it needs the "
                 f"same number on each, choose 'all_to_all' for other gangs"
             )
-        host = list(by_host).index(hosts[rank])
-        return cls(members, host, members[host].index(rank))
+        place = by_host[hosts[rank]].index(rank)
+        members = tuple(sorted(map(tuple, by_host.values()), key=lambda of_host: of_host[place]))
+        return cls(members, members.index(tuple(by_host[hosts[rank]])), place)
 
     @property
     def across(self) -> tuple[int, ...]:
@@ -135,7 +137,7 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
             all_to_all where that cannot run.
 
     Attributes:
-        by_host: the ranks of each host, by place.
+        by_host: the ranks of each host by place, hosts in the order in which they are added up.
 
     Raises:
         ConfigError: hosts with different numbers of ranks.

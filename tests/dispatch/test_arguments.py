@@ -130,6 +130,9 @@ def check_construction(rank: int, world_size: int) -> None:
     of_four = make_setting(Case(), rank, 4).config
     with pytest.raises(ValueError, match="process_group has 2 ranks and ep_size is 4"):
         make_prepare_finalize("batched_all_to_all", of_four)
+    of_the_other = make_setting(Case(), 1 - rank, world_size).config
+    with pytest.raises(ValueError, match=f"ep_rank is {1 - rank} and this process is rank {rank} of process_group"):
+        make_prepare_finalize("all_to_all", of_the_other)
     backend = make_prepare_finalize("all_to_all", config)
     with pytest.raises(RuntimeError, match="one of the 0 batches between prepare and finalize"):
         backend.finalize(*[torch.zeros(2, 40)] * 3, torch.zeros(2, 3), False, TopKWeightAndReduceNoOP())

@@ -13,8 +13,10 @@ from moe_ep.dispatch import two_level
 from moe_ep.dispatch.all_to_all import AllToAllPrepareFinalize
 from moe_ep.dispatch.two_level import Grid
 from moe_ep.errors import ConfigError
+from moe_ep.methods import relative_error, tolerance
 from moe_ep.registry import ALL2ALL_BACKENDS
 from tests.dispatch.backend_cases import CASES, Case, make_backend, make_setting, prepare_args, run_experts
+from tests.dispatch.backend_cases import expected_output as output_of_one_level
 from tests.dispatch.two_level_cases import check_two_level, expected_output
 from tests.ranks import ranks
 
@@ -27,10 +29,30 @@ def test_ranks_are_found_by_host_and_place() -> None:
     grid = Grid.of(["a", "b", "a", "b"], 3)
     assert grid == (((0, 2), (1, 3)), 1, 1)
     assert (grid.across, grid.within) == ((2, 3), (1, 3))
+    assert Grid.of(["a", "b", "b", "a"], 3) == (((1, 2), (0, 3)), 1, 1)
     owners = torch.tensor([0, 1, 2, 3, 3, 0])
     with torch.device("meta"):
         hosts, places = grid.owners(owners)
     assert hosts.tolist() == [0, 1, 0, 1, 1, 0] and places.tolist() == [-1, 0, -1, 1, 1, -1]
+
+
+def outputs_on_hosts(rank: int, world_size: int, hosts: str) -> float:
+    """The error of an output where rank i is on host hosts[i]."""
+    with pytest.MonkeyPatch.context() as machine:
+        machine.setattr(two_level, "hosts_of", lambda group: tuple(hosts))
+        setting = make_setting(Case(tokens=(5, 2, 3, 4)), rank, world_size)
+        backend = make_backend(setting, "two_level", levels=LEVELS)
+        args = prepare_args(setting, "cpu")
+        result = backend.prepare(*args)
+        results, reduce_impl = run_experts(setting, result, "noop")
+        output = torch.empty_like(args[0])
+        backend.finalize(output, results, result[4], result[3], False, reduce_impl)
+    return relative_error(output, output_of_one_level(setting, world_size))
+
+
+@pytest.mark.parametrize("hosts", ["abab", "abba", "bbaa"])
+def test_ranks_lie_on_hosts_in_any_order(hosts: str) -> None:
+    assert max(ranks(4).run(outputs_on_hosts, hosts)) < tolerance(torch.float32)
 
 
 def test_hosts_of_different_sizes_are_refused() -> None:
