@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.dispatch.backend_cases import BACKENDS, CASES, Case, check_case, check_cases, check_interleaved
+from tests.dispatch.backend_cases import (
+    BACKENDS,
+    CASES,
+    Case,
+    check_case,
+    check_cases,
+    check_interleaved,
+    expected_output,
+    finalize_ids,
+    kinds,
+    make_backend,
+    make_setting,
+    prepare_args,
+    run_experts,
+)
 from tests.dispatch.ranks_of_threads import run_on_threads
 from tests.ranks import ranks
 
@@ -22,6 +38,24 @@ def test_against_plain_loops(world_size: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_batches_in_flight_do_not_mix(backend: str, mode: str) -> None:
     ranks(3).run(check_interleaved, backend, mode)
+
+
+def no_tokens_of_any_strides(rank: int, world_size: int) -> None:
+    for name, on_input in itertools.product(BACKENDS, (False, True)):
+        setting = make_setting(Case(tokens=(0, 3), topk=1, dtype=torch.bfloat16, on_input=on_input), rank, world_size)
+        backend = make_backend(setting, name)
+        args = prepare_args(setting, "cpu")
+        if rank == 0:
+            args = (args[0].new_empty(0, 2 * args[0].size(1))[:, ::2], *args[1:])
+        result = backend.prepare(*args)
+        expert_output, reduce_impl = run_experts(setting, result, kinds(backend)[0])
+        output = torch.empty_like(args[0])
+        backend.finalize(output, expert_output, *finalize_ids(args, result), on_input, reduce_impl)
+        assert torch.equal(output, expected_output(setting, world_size))
+
+
+def test_no_tokens_of_any_strides() -> None:
+    ranks(2).run(no_tokens_of_any_strides)
 
 
 @st.composite
