@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ep import layer_parts, process_groups
+from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError
 from moe_ep.layer import FusedMoE
 from moe_ep.methods import OnlineIntConfig, relative_error, tolerance
@@ -261,6 +263,22 @@ def data_and_tensor_parallel(rank: int, world_size: int, ep_size: int) -> None:
 @pytest.mark.parametrize("ep_size", [1, 4])
 def test_two_by_two_ranks(ep_size: int) -> None:
     ranks(4).run(data_and_tensor_parallel, ep_size)
+
+
+def made_before_the_ranks_met(rank: int, world_size: int, sizes: dict[str, int], tokens: tuple[int, ...]) -> None:
+    parallel = FusedMoEParallelConfig.make(**sizes, rank=rank, all2all_backend="batched_all_to_all")
+    options = {"reduce_results": True, "max_num_tokens": 2}
+    with pytest.MonkeyPatch.context() as before:
+        for module in (layer_parts, process_groups):
+            before.setattr(module, "is_initialized", lambda: False)
+        layer, alone = make_pair(options, parallel_config=parallel)
+    inputs = inputs_of(layer, tokens[rank], seed=tokens[rank])
+    check(layer(*inputs), alone(*inputs), {})
+
+
+@pytest.mark.parametrize(("sizes", "tokens"), [({"ep_size": 2}, (7, 3)), ({"tp_size": 2}, (5, 5))])
+def test_a_layer_made_before_the_ranks_met(sizes: dict[str, int], tokens: tuple[int, ...]) -> None:
+    ranks(2).run(made_before_the_ranks_met, sizes, tokens)
 
 
 def in_a_subgroup(rank: int, world_size: int) -> str:
