@@ -101,6 +101,7 @@ class ExpertShard(FixedTensors):
             params_dtype=params_dtype,
         )
         self._processed = self._reloading = False
+        self._refused = ""
 
     def _check_redundancy(self, enable_eplb: bool) -> None:
         E, redundant, ep_size = self.num_experts, self.num_redundant_experts, self.parallel_config.ep_size
@@ -256,8 +257,14 @@ class ExpertShard(FixedTensors):
         """Raises RuntimeError, naming what was to be loaded, if the parameters were processed and freed already."""
         self.loader.check_open(what)
 
+    def refuse(self, why: str) -> None:
+        """Lets nothing run any more with weights that would give wrong results."""
+        self._refused = why
+
     def check_loaded(self) -> None:
-        """Raises RuntimeError, naming what is missing, if loading has begun and is not complete."""
+        """Raises RuntimeError, naming what is missing, if loading has begun and is not complete, or after `refuse`."""
+        if self._refused:
+            raise RuntimeError(f"{self.layer_name} cannot run: {self._refused}; make and load the model again")
         self._check_complete()
         if self._reloading:
             raise RuntimeError(

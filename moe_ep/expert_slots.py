@@ -40,6 +40,7 @@ class LayerEplbState(FixedTensors):
         expert_load_view: int32 `[P]`, this rank's tokens per physical expert, to which every pass adds.
         logical_to_physical_map: int `[E, max_replicas]`, -1 padded.
         logical_replica_count: int `[E]`.
+        is_balanced: says whether somebody moves the layer's experts as load wants it.
         is_moving: says whether experts that were fetched elsewhere are still to be put into slots here.
     """
 
@@ -60,12 +61,13 @@ class LayerEplbState(FixedTensors):
         for name, values in state.items():
             tensor = torch.tensor(values, dtype=torch.int32, device=table_device())
             self.register_buffer(name, tensor, persistent=False)
-        # Asks whoever balances the layer; nobody does so far.
+        # These ask whoever balances the layer; nobody does so far.
+        self.is_balanced: Callable[[], bool] = bool
         self.is_moving: Callable[[], bool] = bool
 
     def __getstate__(self) -> dict[str, Any]:
         """Nobody balances a copy."""
-        return {**self.__dict__, "is_moving": bool}
+        return {**self.__dict__, "is_balanced": bool, "is_moving": bool}
 
     def replicas(self, logical: int) -> list[int]:
         """The physical experts that currently hold a logical one."""

@@ -56,7 +56,7 @@ class EPLBManager:
         totals: what was done so far.
 
     Raises:
-        ConfigError: layers that cannot be balanced together, or settings that do not fit them.
+        ConfigError: layers that cannot be balanced together or that another manager has, or settings that do not fit.
         EplbError: the ranks were given different layers, settings or placements.
     """
 
@@ -101,8 +101,9 @@ class EPLBManager:
                 self.placement.logical_replica_count,
             )
             if layer.eplb_state is not None:
-                layer.eplb_state.is_moving = _commits_to_come_of(weakref.ref(self))
-        self._telling = threading.Lock()
+                layer.eplb_state.is_balanced = _ask(weakref.ref(self), EPLBManager._is_open)
+                layer.eplb_state.is_moving = _ask(weakref.ref(self), EPLBManager._has_commits_to_come)
+        self._telling, self._beginning = threading.Lock(), threading.Lock()
         self._num_jobs = 0
         self._busy = False
         self._jobs: queue.Queue[Job | None] = queue.Queue()
@@ -111,7 +112,7 @@ class EPLBManager:
             self._mover.rehearse()
             self.recorder.rehearse()
             if placement is not None:
-                self._begin(self._job(target=self._checked(placement)), asynchronous=False)
+                self._begin("EPLBManager", False, None, self._checked(placement))
         except BaseException:
             self._let_go()
             raise
@@ -140,6 +141,7 @@ class EPLBManager:
 
         Raises:
             EplbError: a rearrangement failed; from then on always.
+            RuntimeError: a plan is due, and a layer's weights are being loaded again.
         """
         self._gate.check()
         self.recorder.end_step()
@@ -158,7 +160,7 @@ class EPLBManager:
         if self._busy:
             self._tell(PlanReport(step=self._gate.step, made=False, reason="experts are still moving"))
         else:
-            self._begin(self._job(counts=self.recorder.snapshot()), self.config.asynchronous)
+            self._begin("step", self.config.asynchronous, self.recorder.snapshot(), None)
 
     def profile_step(self) -> None:
         """Ends a step that only measured memory or time: its tokens are not load, and it is not counted."""
@@ -171,8 +173,7 @@ class EPLBManager:
             EplbError: experts are still moving.
             RuntimeError: a layer's weights are being loaded again.
         """
-        self._check_at_rest("plan_now")
-        self._begin(self._job(counts=self.recorder.snapshot()), self.config.asynchronous)
+        self._begin("plan_now", self.config.asynchronous, self.recorder.snapshot(), None)
 
     def rearrange(self, physical_to_logical: Array | torch.Tensor) -> None:
         """Goes to a placement `[L, P]` that somebody else planned; every rank calls it after the same step.
@@ -184,9 +185,7 @@ class EPLBManager:
             EplbError: experts are still moving, or (there or in a later step) the ranks gave different placements.
             RuntimeError: a layer's weights are being loaded again.
         """
-        self._check_at_rest("rearrange")
-        target = self._checked(physical_to_logical)
-        self._begin(self._job(target=target), self.config.asynchronous)
+        self._begin("rearrange", self.config.asynchronous, None, self._checked(physical_to_logical))
 
     def finish(self) -> None:
         """Returns when no experts move any more; every rank calls it after the same step.
@@ -210,41 +209,55 @@ class EPLBManager:
         if thread is not None:
             self._gate.fail(EplbError("the EPLB manager was closed"))
             if self._busy:
-                self._mover.give_up()
+                self._rearrangement.give_up()
             self._jobs.put(None)
             thread.join()
             self._let_go()
+
+    def _is_open(self) -> bool:
+        return self._thread is not None and not self._gate.failed
+
+    def _has_commits_to_come(self) -> bool:
+        return self._busy and self._is_open()
 
     def _let_go(self) -> None:
         self._rearrangement.close()
         self._mover.close()
         self._channel.close()
 
-    def _check_at_rest(self, called: str) -> None:
-        self._gate.check()
-        if self._busy:
-            raise EplbError(f"{called} was called while experts are still moving; call finish first")
-        self._mover.check_loaded()
-
     def _checked(self, placement: Array | torch.Tensor) -> Array:
         target = torch.as_tensor(placement, device="cpu").numpy().astype(np.int64)
         self.placement.check(target, "physical_to_logical")
         return target
 
-    def _job(self, counts: torch.Tensor | None = None, target: Array | None = None) -> Job:
-        self._num_jobs += 1
-        return Job(self._num_jobs, self._gate.step, counts, target)
-
-    def _begin(self, job: Job, asynchronous: bool) -> None:
-        self._mover.serving_is_at()
-        if asynchronous:
+    def _begin(self, called: str, asynchronous: bool, counts: torch.Tensor | None, target: Array | None) -> None:
+        """Begins a rearrangement unless one is under way, whatever thread asks; synchronously, carries it out."""
+        with self._beginning:
+            self._gate.check()
+            if self._busy:
+                raise EplbError(f"{called} was called while experts are still moving; call finish first")
+            self._mover.check_loaded()
             self._busy = True
+            self._num_jobs += 1
+        self._mover.serving_is_at()
+        job = Job(self._num_jobs, self._gate.step, counts, target)
+        if asynchronous:
             self._jobs.put(job)
             return
-        error = self._rearrangement.carry_out(job, asynchronous=False)
+        try:
+            error = self._rearrangement.carry_out(job, asynchronous=False)
+        except BaseException as cause:
+            self._stop(self._interrupted(cause))
+            raise
+        finally:
+            self._busy = False
         if error is not None:
             self._stop(error)
             raise error
+
+    def _interrupted(self, cause: BaseException) -> EplbError:
+        """For what is no error but ends a thread all the same, as SystemExit of a listener does."""
+        return self._channel.failed(f"EPLB was interrupted on EP rank {self._channel.rank}: {cause!r}")
 
     def _stop(self, error: EplbError) -> None:
         """Has `step` raise this; peers that wait for this rank learn it at once."""
@@ -258,25 +271,30 @@ class EPLBManager:
         if self._mover.device.type == "cuda":
             torch.cuda.set_device(self._mover.device)
         error: EplbError | None = None
-        while error is None:
-            try:
-                job = self._jobs.get(timeout=POLL_S)
-            except queue.Empty:
-                error = self._channel.heard()
-                continue
-            if job is None:
-                return
-            error = self._rearrangement.carry_out(job, asynchronous=True)
+        try:
+            while error is None:
+                try:
+                    job = self._jobs.get(timeout=POLL_S)
+                except queue.Empty:
+                    error = self._channel.heard()
+                    continue
+                if job is None:
+                    return
+                error = self._rearrangement.carry_out(job, asynchronous=True)
+        except BaseException as cause:
+            error = self._interrupted(cause)
         self._stop(error)
 
     def _commit(self) -> None:
         try:
             layer = self._rearrangement.commit()
-        except Exception as cause:
+        except BaseException as cause:
             logger.exception("EPLB stopped")
             error = self._channel.failed(f"a commit failed on EP rank {self._channel.rank}: {cause!r}")
             self._gate.fail(error)
-            raise error from cause
+            if isinstance(cause, Exception):
+                raise error from cause
+            raise
         if layer is None:
             self._busy = False
 
@@ -292,12 +310,11 @@ class EPLBManager:
             logger.exception("the listener of the EPLB manager failed at %s", event)
 
 
-def _commits_to_come_of(manager: weakref.ref[EPLBManager]) -> Callable[[], bool]:
-    """Asks a manager, as long as there is one, whether a rearrangement is under way that has neither failed nor been
-    closed. Layers keep this, and not the manager with what it holds."""
+def _ask(manager: weakref.ref[EPLBManager], question: Callable[[EPLBManager], bool]) -> Callable[[], bool]:
+    """A question to a manager as long as there is one. Layers keep this, and not the manager with what it holds."""
 
-    def commits_to_come() -> bool:
+    def answer() -> bool:
         found = manager()
-        return found is not None and found._busy and found._thread is not None and found._thread.is_alive()
+        return found is not None and question(found)
 
-    return commits_to_come
+    return answer

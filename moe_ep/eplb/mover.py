@@ -131,13 +131,16 @@ class LayerMover:
         if self._waiting is None:
             raise RuntimeError("commit was called and no layer was fetched")
         layer, new, moves = self._waiting
-        experts = self._experts[layer]
-        rows = experts.rows(self._staging)
-        with torch.inference_mode():
-            experts.write([rows[row] for row, _ in moves.writes], [slot for _, slot in moves.writes])
-            self._placement.commit(layer, new)
-            module = self._layers[layer]
-            module.quant_method.rebuild_derived_state(module, [slot for _, slot in moves.writes])
+        experts, module = self._experts[layer], self._layers[layer]
+        rows, slots = experts.rows(self._staging), [slot for _, slot in moves.writes]
+        try:
+            with torch.inference_mode():
+                experts.write([rows[row] for row, _ in moves.writes], slots)
+                self._placement.commit(layer, new)
+                module.quant_method.rebuild_derived_state(module, slots)
+        except BaseException:
+            module.refuse("a move of its experts was interrupted, so that they are not where its maps say")
+            raise
         if self._committed is not None:
             self._committed.record()
         self._waiting = None
@@ -176,8 +179,10 @@ def check_layers(layers: Sequence[FusedMoE]) -> FusedMoE:
         raise ConfigError("layers is empty; EPLB needs the model's MoE layers")
     first = layers[0]
     for layer in layers:
-        if not layer.enable_eplb:
+        if layer.eplb_state is None:
             raise ConfigError(f"the layer {layer.layer_name} was made without EPLB; make it with enable_eplb=True")
+        if layer.eplb_state.is_balanced():
+            raise ConfigError(f"the layer {layer.layer_name} is balanced by another EPLBManager; close that one first")
         sizes = [(one.num_experts, one.num_redundant_experts, one.parallel_config.ep_size) for one in (first, layer)]
         if sizes[0] != sizes[1]:
             raise ConfigError(

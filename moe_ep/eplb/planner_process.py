@@ -81,6 +81,10 @@ class PlannerProcess:
             raise RuntimeError(f"the planning process ended with exit code {code}") from None
         return (arrays[0] if arrays else None), answer["reason"]
 
+    def give_up(self) -> None:
+        """Ends a `make_plan` that waits for its answer; called by another thread, and `close` comes next."""
+        self._process.kill()
+
     def close(self) -> None:
         """Ends the process."""
         self._process.kill()

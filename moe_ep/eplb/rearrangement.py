@@ -81,6 +81,12 @@ class Rearrangement:
         # Whether there were steps to plan from before: a model that has served may stand idle.
         self._has_planned = False
 
+    def give_up(self) -> None:
+        """Ends a plan or a transfer under way; called by the serving thread, and `close` comes next."""
+        if self._planner is not None:
+            self._planner.give_up()
+        self._mover.give_up()
+
     def close(self) -> None:
         """Ends the planning process."""
         if self._planner is not None:

@@ -29,6 +29,11 @@ class StepGate:
         self._due: int | None = None
         self._error: EplbError | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Whether `check` raises."""
+        return self._error is not None
+
     def advance(self, timeout_s: float) -> bool:
         """Ends a step; True where a commit is due before the next begins, which `done` then confirms.
 
