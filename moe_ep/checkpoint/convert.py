@@ -29,8 +29,9 @@ from moe_ep.methods.online import ONLINE
 _BITS = {"int4": 4, "int8": 8, "fp8": 8}
 # No more than a shard is held in memory.
 SHARD_BYTES = 2 << 30
-# transformers has some of them under other names than the files: PhiMoE's block_sparse_moe.gate is its mlp.router.
-_ROUTERS = r"re:.*\.(gate|router)$"
+# All that is in no expert, by any name: transformers has PhiMoE's block_sparse_moe.gate as mlp.router, and what is
+# backbone.layers in the files of Nemotron as model.layers.
+_OUTSIDE = r"re:(?!.*\.experts(\.|$))"
 # Beside the weights: tokenizers, templates, texts. Code and pickles stay behind.
 _COPIED = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".md")
 
@@ -191,7 +192,7 @@ def _settings(reader: CheckpointReader, experts: _ExpertParts, quantize: str, gr
         "quantization_status": "compressed",
         "format": form,
         "config_groups": {"group_0": group},
-        "ignore": sorted((plain - modules) | {"lm_head", _ROUTERS}),
+        "ignore": sorted((plain - modules) | {"lm_head", _OUTSIDE}),
         "kv_cache_scheme": None,
     }
 

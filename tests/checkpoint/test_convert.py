@@ -17,7 +17,7 @@ from moe_ep.launch.cli import main
 from moe_ep.quantize_weights import quantize_fp8, quantize_int
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.checkpoint.format_cases import write_case
-from tests.checkpoint.model_cases import router_of, save_model
+from tests.checkpoint.model_cases import MODELS, block_of, router_of, save_model
 
 KINDS = ("int4", "int8", "fp8")
 # Half a step of the largest weight of a group, over the mean of a normal distribution's magnitudes.
@@ -85,14 +85,18 @@ def test_all_else_is_copied(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out/config.json").read_text())
     settings = config.pop("quantization_config")
     assert config == qwen3_config()
-    routers = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate", r"re:.*\.(gate|router)$"]
-    assert settings["ignore"] == ["lm_head", *routers]
+    routers = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    assert settings["ignore"] == ["lm_head", *routers, r"re:(?!.*\.experts(\.|$))"]
     assert not any(path.name.startswith(".out") for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("family", "kind"), [*(("qwen3_moe", kind) for kind in KINDS), ("phimoe", "fp8")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [*(("qwen3_moe", kind) for kind in KINDS), ("phimoe", "fp8"), ("nemotron_h", "int4")]
+)
 def test_transformers_reads_the_whole_model(tmp_path: Path, family: str, kind: str) -> None:
     pytest.importorskip("compressed_tensors")
+    if not hasattr(transformers, f"{MODELS[family][0]}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     model = save_model(family, tmp_path / "in")
     convert_checkpoint(tmp_path / "in", tmp_path / "out", kind)
     found, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -100,13 +104,14 @@ def test_transformers_reads_the_whole_model(tmp_path: Path, family: str, kind: s
     reader = CheckpointReader(tmp_path / "out")
     spec = model_spec(reader.config)
     for layer in spec.moe_layers:
-        tensors, experts = expert_tensors(reader, spec, layer), found.model.layers[layer].mlp.experts
+        tensors, experts = expert_tensors(reader, spec, layer), block_of(found.model.layers[layer]).experts
         for index in range(spec.num_experts):
             gate, up, down, *_ = read_expert(reader, tensors, index)
-            expected = {"gate_up_proj": torch.cat([gate, up]), "down_proj": down}
+            first = {"up_proj": gate} if up is None else {"gate_up_proj": torch.cat([gate, up])}
+            expected = first | {"down_proj": down}
             for name, values in expected.items():
                 torch.testing.assert_close(getattr(experts, name)[index].float(), values, rtol=2**-8, atol=0)
-        routers = [router_of(whole.model.layers[layer].mlp).weight for whole in (found, model)]
+        routers = [router_of(block_of(whole.model.layers[layer])).weight for whole in (found, model)]
         assert torch.equal(*routers)
 
 
