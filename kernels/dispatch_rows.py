@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.kernels.forms import form_for
+from moe_ep.kernels.forms import Plain, form_for
 
 
 def pack_rows(
@@ -71,7 +71,7 @@ def weighted_rows(
         weights: f32 `[M, topk]`; None for a plain sum.
         send_rows: `[M, K]` of expert_output's dtype.
     """
-    form = form_for(weighted_rows_reference, "triton_dispatch_rows.triton_weighted_rows", expert_output, send_rows)
+    form = _form_for(weighted_rows_reference, "triton_dispatch_rows.triton_weighted_rows", expert_output, send_rows)
     form(expert_output, slots, weights, send_rows)
 
 
@@ -93,7 +93,7 @@ def sum_rows(received: torch.Tensor, slots: torch.Tensor, output: torch.Tensor) 
         slots: int32 `[T, R]`.
         output: `[T, K]`, rounded once from f32.
     """
-    form = form_for(sum_rows_reference, "triton_dispatch_rows.triton_sum_rows", output, received)
+    form = _form_for(sum_rows_reference, "triton_dispatch_rows.triton_sum_rows", output, received)
     form(received, slots, output)
 
 
@@ -103,6 +103,11 @@ def sum_rows_reference(received: torch.Tensor, slots: torch.Tensor, output: torc
     for rank in range(slots.size(1)):
         total += _taken(received, slots[:, rank], None)
     output.copy_(total)
+
+
+def _form_for(plain: Plain, triton_form: str, *rows: torch.Tensor) -> Plain:
+    """As form_for; the Triton forms need rows whose columns lie side by side."""
+    return form_for(plain, triton_form, *rows) if all(tensor.stride(1) == 1 for tensor in rows) else plain
 
 
 def _taken(source: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moe_ep.dispatch.messages import MessageLayout, open_messages, pack_messages
 from moe_ep.dispatch.payload import expert_positions, ids_for_rank, make_batch_plan, make_send_plan
 from moe_ep.expert_map import determine_expert_map, expert_owner_table
+from moe_ep.kernels import dispatch_rows
 from moe_ep.kernels.dispatch_rows import pack_rows, sum_rows, weighted_rows
 from moe_ep.kernels.quantize import dequantize_rows, quantize_rows, quantized_row_bytes
 
@@ -76,6 +77,21 @@ def test_rows_that_nobody_names_are_not_read() -> None:
     assert output.tolist() == [[5.0], [0.0]]
     weighted_rows(received, torch.tensor([[2, -1]], dtype=torch.int32), torch.tensor([[0.5, 9.0]]), output[:1])
     assert output[0].item() == 2.0
+
+
+def test_columns_that_do_not_lie_side_by_side_are_left_to_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(dispatch_rows, "form_for", lambda plain, name, *rows: lambda *args: called.append(name))
+    received, slots = torch.randn(3, 4), torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
+    sum_rows(received, slots, torch.empty(2, 4))
+    weighted_rows(received, slots, None, torch.empty(2, 4))
+    assert called == [f"triton_dispatch_rows.triton_{name}_rows" for name in ("sum", "weighted")]
+    output, transposed = torch.empty(4, 2).T, received.T.contiguous().T
+    sum_rows(received, slots, output)
+    assert torch.equal(output, torch.stack([received[0] + received[2], received[1]]))
+    weighted_rows(transposed, slots, None, output)
+    assert len(called) == 2
+    assert torch.equal(output, torch.stack([received[0] + received[2], received[1]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
