@@ -39,3 +39,12 @@ def check_expert_map(expert_map: torch.Tensor) -> None:
             f"expert_map is {expert_map.dtype} {tuple(expert_map.shape)}; it must be {INTEGER_NAMES}, one number for "
             f"each global expert"
         )
+
+
+def check_no_gradients(experts: str, *inputs: torch.Tensor) -> None:
+    """Raises RuntimeError if gradients are enabled and an input of these experts requires one."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        raise RuntimeError(
+            f"{experts} are for inference and have no backward; call the model under torch.inference_mode() or "
+            f"torch.no_grad()"
+        )

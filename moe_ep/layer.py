@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_ep.activation import MoEActivation
+from moe_ep.arguments import check_no_gradients
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import check_router_weight_on_input
 from moe_ep.layer_parts import LayerParts
@@ -184,11 +185,7 @@ class FusedMoE(LayerParts):
             ValueError: shapes or dtypes that do not fit the layer; under CUDA-graph capture, T above the capacity.
             RuntimeError: the weights are only partly loaded, or an input requires a gradient.
         """
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or router_logits.requires_grad):
-            raise RuntimeError(
-                f"the experts of {self.layer_name} are for inference and have no backward; call the model under "
-                f"torch.inference_mode() or torch.no_grad()"
-            )
+        check_no_gradients(f"the experts of {self.layer_name}", hidden_states, router_logits)
         if self.shared_experts is None:
             return torch.ops.moe_ep.moe_forward(hidden_states, router_logits, self.layer_name)
         shared, routed = torch.ops.moe_ep.moe_forward_shared(hidden_states, router_logits, self.layer_name)

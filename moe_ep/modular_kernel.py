@@ -15,6 +15,7 @@ from torch import nn
 
 from moe_ep import env
 from moe_ep.activation import MoEActivation
+from moe_ep.arguments import check_no_gradients
 from moe_ep.backend_choice import choose_backend
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import (
@@ -115,20 +116,34 @@ class FusedMoEModularKernel(nn.Module):
             topk_ids: `[T, topk]`, global physical ids, -1 for no expert.
             inplace: write the result over hidden_states.
             global_num_experts: number of ids that can occur; -1 means all experts are local.
+            expert_map: int32 `[global_num_experts]`, global -> local, -1 if not local; None means all experts are
+                local, or in the batched format that the backend knows where they are.
             shared_experts_input: the input of the shared experts; None means hidden_states.
 
         Returns:
-            `[T, K]`, or (shared output, `[T, K]`) if there are shared experts.
+            `[T, K]`, contiguous unless inplace, or (shared output, `[T, K]`) if there are shared experts.
+
+        Raises:
+            ValueError: more ids than w1 has experts, and no expert_map.
+            RuntimeError: hidden_states or topk_weights requires a gradient, and gradients are enabled.
         """
+        check_no_gradients("the experts of the modular kernel", hidden_states, topk_weights)
         if apply_router_weight_on_input:
             check_router_weight_on_input(topk_ids.size(-1))
         if global_num_experts == -1:
             global_num_experts = w1.size(0)
+        if expert_map is None and self._standard and global_num_experts > w1.size(0):
+            raise ValueError(
+                f"global_num_experts is {global_num_experts}, w1 has {w1.size(0)} experts and expert_map is None, that "
+                f"is, all are local; pass the map of this rank's experts"
+            )
+        # A tensor of this pass alone: backends find by it what they keep, also of a pass that failed.
+        topk_ids = topk_ids.detach()
         shared_input = hidden_states if shared_experts_input is None else shared_experts_input
         shared_output = self._start_shared_experts(shared_input)
         if inplace:
             self._join_shared_experts(shared_output)
-        output = hidden_states if inplace else torch.empty_like(hidden_states)
+        output = hidden_states if inplace else hidden_states.new_empty(hidden_states.shape)
 
         with stage("dispatch"):
             rows, row_scales, meta, ids, weights = self.prepare_finalize.prepare(
@@ -161,6 +176,7 @@ class FusedMoEModularKernel(nn.Module):
         self._join_shared_experts(shared_output)
         return shared_output, output
 
+    @torch.no_grad()  # weights may require gradients, and scratch must not keep a graph
     def _run_experts(
         self,
         target: torch.Tensor | None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_ep.arguments import check_no_gradients
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
 from moe_ep.integrations.choices import count_choices, pack_choices, unpack_choices
 from moe_ep.layer import FusedMoE
@@ -74,11 +75,7 @@ class RoutedExperts(FusedMoE):
         Raises:
             RuntimeError: gradients are asked for.
         """
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad):
-            raise RuntimeError(
-                f"the experts of {self.layer_name} are for inference and have no backward; call the model under "
-                f"torch.inference_mode() or torch.no_grad()"
-            )
+        check_no_gradients(f"the experts of {self.layer_name}", hidden_states, topk_weights)
         with stage("route"):
             choices = pack_choices(topk_ids, topk_weights, self.num_experts, self.row_mask)
         return super().forward(hidden_states.to(self.moe_config.in_dtype), choices).to(hidden_states.dtype)

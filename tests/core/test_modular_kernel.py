@@ -1,12 +1,14 @@
 """The object that joins the two contracts: formats, scratch, chunking, shared experts, -1 ids, T = 0."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_ep.dispatch.no_ep import NoEPPrepareFinalize
-from moe_ep.kernels.reference import ReferenceExperts
+from moe_ep.kernels.reference import BatchedReferenceExperts, ReferenceExperts
 from moe_ep.modular_kernel import (
     ExpertTokensMetadata,
     FusedMoEModularKernel,
@@ -14,6 +16,7 @@ from moe_ep.modular_kernel import (
     make_prepare_finalize,
 )
 from moe_ep.workspace import workspace_manager
+from tests.ranks import ranks
 
 E, TOPK, K, N = 6, 3, 16, 24
 
@@ -190,7 +193,8 @@ def test_experts_are_not_called_for_no_rows_and_told_how_many_ids_there_are():
     of_all = FusedMoEModularKernel(make_prepare_finalize("no_ep", moe_config()), Experts(moe_config()))
     for num_tokens in (0, 2):
         of_all(*problem(num_tokens))
-    of_all(*problem(3), global_num_experts=E + 1)
+    expert_map = torch.tensor([*range(E), -1], dtype=torch.int32)
+    of_all(*problem(3), global_num_experts=E + 1, expert_map=expert_map)
     assert seen == [(2, E), (3, E + 1)]
 
 
@@ -211,6 +215,63 @@ def test_router_weight_on_input_needs_top_1():
     x, w1, w2, weights, ids = problem(4, topk=1)
     got = kernel(topk=1)(x, w1, w2, weights, ids, apply_router_weight_on_input=True)
     torch.testing.assert_close(got, plain_moe(x * weights, w1, w2, torch.ones(4, 1), ids))
+
+
+def test_ids_without_weights_need_a_map():
+    x, w1, w2, weights, ids = problem(4)
+    with pytest.raises(ValueError, match="global_num_experts is 6, w1 has 3 experts and expert_map is None, that is,"):
+        kernel()(x, w1[:3], w2[:3], weights, ids, global_num_experts=E)
+
+
+def test_rows_of_any_strides_give_a_contiguous_output():
+    x, w1, w2, weights, ids = problem(4)
+    got = kernel()(x.T.contiguous().T, w1, w2, weights, ids)
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, plain_moe(x, w1, w2, weights, ids))
+
+
+def test_inputs_with_gradients_are_refused_and_weights_with_them_are_not_followed():
+    x, w1, w2, weights, ids = problem(4)
+    for inputs in ((x.clone().requires_grad_(), weights), (x, weights.clone().requires_grad_())):
+        with pytest.raises(RuntimeError, match="experts of the modular kernel are for inference and have no backward"):
+            kernel()(inputs[0], w1, w2, inputs[1], ids)
+    for inplace in (False, True):
+        got = kernel()(x.clone(), nn.Parameter(w1), nn.Parameter(w2), weights, ids, inplace=inplace)
+        assert not got.requires_grad
+        torch.testing.assert_close(got, plain_moe(x, w1, w2, weights, ids))
+
+
+class FailingOnce(BatchedReferenceExperts):
+    """Fails in its first pass."""
+
+    failed = False
+
+    def run(self, step):
+        if not self.failed:
+            self.failed = True
+            raise MemoryError
+        super().run(step)
+
+
+def passes_with_one_tensor_of_ids(rank, world_size):
+    parallel = FusedMoEParallelConfig.make(ep_size=world_size, rank=rank)
+    num_local = E // world_size
+    config = replace(moe_config(), num_local_experts=num_local, moe_parallel_config=parallel)
+    backend = make_prepare_finalize("batched_all_to_all", config)
+    joined = FusedMoEModularKernel(backend, FailingOnce(config))
+    (x, _, _, weights, ids), (_, w1, w2, _, _) = problem(5 + rank), problem(5)
+    own = slice(rank * num_local, (rank + 1) * num_local)
+    args = (w1[own], w2[own], weights, ids)
+    with pytest.raises(MemoryError):
+        joined(x, *args, global_num_experts=E)
+    for _ in range(2):
+        ids.copy_(ids.flip(0))
+        got = joined(x, *args, global_num_experts=E)
+        torch.testing.assert_close(got, plain_moe(x, w1, w2, weights, ids))
+
+
+def test_a_pass_that_failed_does_not_disturb_the_next():
+    ranks(2).run(passes_with_one_tensor_of_ids)
 
 
 def test_formats_must_agree():
