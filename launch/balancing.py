@@ -11,7 +11,7 @@ import torch
 
 from moe_ep.checkpoint import CheckpointReader
 from moe_ep.eplb.config import EplbConfig
-from moe_ep.eplb.events import Listener
+from moe_ep.eplb.events import EplbTotals, Listener
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.placement_file import PlacementFile, model_checksum
 from moe_ep.errors import ConfigError, EplbError
@@ -65,7 +65,8 @@ class Balancing:
             placement=None if file is None else file.physical_to_logical,
             listener=listener,
         )
-        self._first = self.manager.placement.host
+        # What brought the layers to the placement that they begin with is none of the run's doing.
+        self._first, self.manager.totals = self.manager.placement.host, EplbTotals()
 
     def end_step(self) -> torch.Tensor:
         """Ends a step; the assignments of this rank's tokens to slots of each rank, int64 `[L, R]` on the device."""

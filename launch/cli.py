@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failed (one message says why), 2 a wrong option or options
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import shlex
@@ -37,7 +38,7 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    _open_what_is_closed()
+    _prepare_outputs()
     parser = make_parser()
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help(sys.stderr)
@@ -68,11 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _open_what_is_closed() -> None:
-    """Gives a process that was started without stdout or stderr, as by `>&-`, ones that nobody reads."""
+def _prepare_outputs() -> None:
+    """Gives a process that was started without stdout or stderr, as by `>&-`, ones that nobody reads; letters that an
+    output's encoding lacks, as in the name of a file, are written as escapes."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _has_lost_its_reader(pipe: int) -> bool:

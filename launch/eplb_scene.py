@@ -77,7 +77,7 @@ def read_trace(raw: str, config: SceneConfig) -> RoutingTrace:
         OptionError: no such file, or choices that the options do not fit.
         ValueError: it is neither.
     """
-    from moe_ep.eplb.trace import RoutingTrace, from_choices, read_arrays
+    from moe_ep.eplb.trace import RoutingTrace, from_choices, plain_choices, read_arrays
 
     path = trace_file(raw)
     arrays = read_arrays(path)
@@ -85,16 +85,11 @@ def read_trace(raw: str, config: SceneConfig) -> RoutingTrace:
         if config.array:
             raise OptionError(f"--array is {config.array!r}; {path.name} is a recorded trace, leave the option out")
         return RoutingTrace.load(path)
-    found = {name: array for name, array in arrays.items() if array.ndim == 3}
     if config.array:
-        if config.array not in found:
-            raise OptionError(f"--array is {config.array!r}; {path.name} has {', '.join(found) or 'no such array'}")
-        found = {config.array: found[config.array]}
-    if not found:
-        raise ValueError(f"{path} is neither a routing trace nor arrays of choices [layer, token, top_k]")
-    import numpy as np
-
-    choices = np.concatenate(list(found.values()), axis=1)
+        if config.array not in arrays:
+            raise OptionError(f"--array is {config.array!r}; {path.name} has {', '.join(arrays) or 'no arrays'}")
+        arrays = {config.array: arrays[config.array]}
+    choices = plain_choices(arrays, path)
     if config.step_tokens > choices.shape[1]:
         raise OptionError(
             f"--step-tokens is {config.step_tokens}; it must be at most the {choices.shape[1]} tokens of {path.name}"

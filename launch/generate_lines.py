@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import sys
@@ -31,6 +32,8 @@ class CompletionLines:
         self._waiting: dict[int, dict[str, Any]] = {}
         self._num_told = 0
         self._file: TextIO | None = None
+        # An output that lacks letters gets JSON's escapes of them.
+        self._in_ascii = output is None and codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8"
         self._held: list[str] | None = [] if output is None and sys.stdout.isatty() else None
 
     def take(self, completion: dict[str, Any]) -> None:
@@ -42,7 +45,8 @@ class CompletionLines:
             line = self._prompts[self._num_told] | {"kind": "completion"} | found
             self._num_told += 1
             # Half of a surrogate pair, which UTF-8 has no bytes for, becomes an escape of JSON again.
-            self._write(json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace").decode())
+            text = json.dumps(line, ensure_ascii=self._in_ascii)
+            self._write(text.encode(errors="backslashreplace").decode())
 
     def end(self, summary: dict[str, Any]) -> None:
         """The last line."""

@@ -20,18 +20,27 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     if target.is_symlink() or (target.exists() and not target.is_file()):
-        yield target
+        with naming(target):
+            yield target
         return
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        yield partial
-        partial.replace(target)
-    except OSError as error:
-        if error.filename in (None, str(partial)):
-            error.filename = str(target)
-        raise
+        with naming(target, instead_of=partial):
+            yield partial
+            partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str], instead_of: Path | None = None) -> Iterator[None]:
+    """An OSError in the block that names no file, as of a full disk, or names `instead_of`, is said of `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or error.filename == str(instead_of):
+            error.filename = str(path)
+        raise
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

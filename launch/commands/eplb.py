@@ -9,7 +9,6 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_ep.files import write_text
 from moe_ep.launch.eplb_scene import (
     MachineConfig,
     SceneConfig,
@@ -21,6 +20,7 @@ from moe_ep.launch.eplb_scene import (
 )
 from moe_ep.launch.option_values import checkpoint_folder, output_file
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, option
+from moe_ep.launch.outputs import tell
 from moe_ep.launch.progress import ProgressDisplay
 
 
@@ -179,13 +179,10 @@ def main_simulate(args: argparse.Namespace) -> int:
                 display(("simulating", len(rows), total))
     except ValueError as error:
         raise _shown(error) from None
-    print(describe(trace, config))
-    print(describe_parts(trace, config))
     shown = [row | {name: f"{row[name]:{form}}" for name, form in _FORMS.items() if name in row} for row in rows]
-    print(table(shown, {name: name for name in rows[0]}))
-    if config.json is not None:
-        about = facts(seed=config.seed, command=args.shown) | {"trace": trace.model, "ep_size": config.ep_size}
-        write_text(config.json, "".join(as_line(about | row) for row in rows))
+    told = (describe(trace, config), describe_parts(trace, config), table(shown, {name: name for name in rows[0]}))
+    about = facts(seed=config.seed, command=args.shown) | {"trace": trace.model, "ep_size": config.ep_size}
+    tell("\n".join(told), config.json, lambda: [as_line(about | row) for row in rows])
     return 0
 
 

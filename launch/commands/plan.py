@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ep.launch.option_values import GEOMETRY_NAMES, geometry_name, output_file, whole_numbers
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
+from moe_ep.launch.outputs import tell
 
 if TYPE_CHECKING:
     from moe_ep.bench.geometries import Geometry
@@ -69,22 +70,19 @@ def main(args: argparse.Namespace) -> int:
     config = from_args(PlanConfig, args)
     from moe_ep.bench.geometries import preset
     from moe_ep.bench.results import as_line, table
-    from moe_ep.files import write_text
     from moe_ep.paper_model import Machine
 
     geometry = preset(config.geometry)
     machine = Machine(gpus_per_host=config.gpus_per_host, network_bytes_per_s=config.network_gb_per_s * 1e9)
+    compared = ""
     if config.measured is not None:
         machine, compared = _calibrated(config.measured, geometry, machine)
-        print(compared, end="\n\n")
     try:
         rows = [_row(config, geometry, machine, size, tokens) for tokens in config.tokens for size in config.gpus]
     except ValueError as error:
         raise OptionError(f"--gpus is {','.join(map(str, config.gpus))}: {error}") from None
-    if config.json is not None:
-        write_text(config.json, "".join(as_line(row | {"machine": asdict(machine)}) for row in rows))
-    print(_assumed(config, geometry, machine))
-    print(table(rows, _COLUMNS))
+    told = f"{compared}{_assumed(config, geometry, machine)}\n{table(rows, _COLUMNS)}"
+    tell(told, config.json, lambda: [as_line(row | {"machine": asdict(machine)}) for row in rows])
     return 0
 
 
@@ -180,5 +178,5 @@ def _compared(geometry: Geometry, machine: Machine, measured: list[dict[str, Any
     shown = table(rows, {name: name.replace("_", " ") for name in rows[0]})
     return (
         f"{shown}\nstages: predicted (measured, with the events between them); a predicted step is "
-        f"{errors[len(errors) // 2]:.0f} % off in the median of {len(rows)} rows and {errors[-1]:.0f} % at most"
+        f"{errors[len(errors) // 2]:.0f} % off in the median of {len(rows)} rows and {errors[-1]:.0f} % at most\n\n"
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from moe_ep.files import write_text
 from moe_ep.launch.gang import set_up_logging
 from moe_ep.launch.gang_choice import start_gang
 from moe_ep.launch.option_values import check_backends
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
+from moe_ep.launch.outputs import tell
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.report import RankReport, RunReport
 from moe_ep.launch.report_lines import terminal_lines
@@ -91,12 +91,7 @@ def _check_together(config: RunConfig) -> None:
 
 
 def _tell(config: RunConfig, report: RunReport) -> int:
-    try:
-        print("\n".join(terminal_lines(report)), flush=True)
-    finally:
-        # Whether anybody reads what is printed or not, as behind `head`.
-        if config.json is not None:
-            write_text(config.json, "".join(f"{line}\n" for line in report.json_lines()))
+    tell("\n".join(terminal_lines(report)), config.json, lambda: (f"{line}\n" for line in report.json_lines()))
     if config.verify and not report.verified:
         print(f"moe-ep run: {report.verification_line()}", file=sys.stderr)
         return 1

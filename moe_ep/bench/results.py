@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import moe_ep
 from moe_ep.checkout import checkout_commit
+from moe_ep.files import naming
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +64,8 @@ def as_line(row: dict[str, Any]) -> str:
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Adds one JSON line to a file."""
-    with path.open("a", encoding="utf-8") as file:
+    """Adds one JSON line to a file; an OSError names it."""
+    with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(as_line(row))
 
 

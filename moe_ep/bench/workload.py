@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_ep.eplb.trace import read_arrays
+from moe_ep.eplb.trace import plain_choices, read_arrays
 
 _CHOSEN = 8.0
 
@@ -21,7 +21,7 @@ class Routing:
 
     Attributes:
         zipf: exponent of the experts' popularity; 0 is uniform. Which expert is how popular is drawn with the seed.
-        recorded: an .npz file of choices, uint8 `[layer, token, top_k]` in each of its arrays.
+        recorded: an .npz file of choices, integers `[layer, token, top_k]` in each of its arrays.
     """
 
     zipf: float = 0.0
@@ -77,12 +77,11 @@ def recorded_ids(path: Path, num_experts: int, top_k: int) -> torch.Tensor:
     """int64 `[tokens, top_k]`: the first layer's choices, all arrays one after the other.
 
     Raises:
-        ValueError: a file without choices, or those of another number of experts or another top_k.
+        ValueError: a file without choices, or with those of some tokens only, of another number of experts or top_k.
     """
-    found = [array for array in read_arrays(path).values() if array.ndim == 3]
-    if not found:
-        raise ValueError(f"{path} has no array of choices [layer, token, top_k]; give a file of recorded routing")
-    ids = np.concatenate([choices[0] for choices in found])
+    ids = plain_choices(read_arrays(path), path)[0]
+    if ids.min() < 0:
+        raise ValueError(f"{path} has tokens without an expert (-1); give choices of {top_k} experts for every token")
     if ids.shape[1] != top_k or int(ids.max()) >= num_experts:
         raise ValueError(
             f"{path} has top-{ids.shape[1]} choices of at least {int(ids.max()) + 1} experts, and the layer takes "

@@ -95,6 +95,11 @@ def demo_checkpoint() -> Path:
             f"the demo checkpoint cannot be made as {folder} ({error.strerror}); set {env.CACHE_DIR.name} to a folder "
             f"that can be written to, or pass --model"
         ) from error
+    except ValueError:
+        raise ConfigError(
+            f"the demo checkpoint cannot be made as {folder}, which holds something else; delete it, set "
+            f"{env.CACHE_DIR.name} to another folder, or pass --model"
+        ) from None
 
 
 def make_demo_checkpoint(directory: str | Path, seed: int = 0, progress: bool = True) -> Path:

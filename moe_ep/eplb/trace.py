@@ -155,6 +155,27 @@ def from_choices(choices: Array, tokens_per_step: int, num_ranks: int, *, num_ex
     )
 
 
+def plain_choices(arrays: dict[str, Array], path: Path) -> Array:
+    """`[layer, token, top_k]`: the choices in arrays of a file that is no trace, one array after the other.
+
+    Raises:
+        ValueError: none of them has three dimensions, or they hold what no choices are; names file and array.
+    """
+    found = {name: array for name, array in arrays.items() if array.ndim == 3}
+    if not found:
+        raise ValueError(f"{path} has no array of choices [layer, token, top_k]; give a file of recorded routing")
+    for name, array in found.items():
+        if not np.issubdtype(array.dtype, np.integer) or not array.size or array.min() < -1:
+            raise ValueError(
+                f"array {name!r} of {path}, {array.dtype} {list(array.shape)}, holds no choices; give integers "
+                f"[layer, token, top_k] from -1, for none, on"
+            )
+    if len({(array.shape[0], array.shape[2]) for array in found.values()}) > 1:
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in found.items())
+        raise ValueError(f"the arrays of {path} differ in layers or top-k ({shapes}); give a file of one model")
+    return np.concatenate(list(found.values()), axis=1)
+
+
 def read_arrays(path: Path | str) -> dict[str, Array]:
     """All arrays of an .npz file, nothing unpickled; ValueError where it is none."""
     try:

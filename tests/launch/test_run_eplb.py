@@ -87,6 +87,15 @@ def test_experts_move_and_everything_is_verified(
     recorded = [line["tokens_per_rank"] for line in lines[:-1] if line["step"] == 0]
     assert [sum(loads) for loads in recorded] == [2 * T * 2] * L
 
+    # What brought the layers there is not said to be of the run, which moves nothing where it is not told to.
+    text, lines = run(
+        capsys, model, tmp_path / "c.jsonl",
+        *["--eplb", "--load-placement", str(planned), "--eplb-threshold", "0", "--steps", "2"],
+    )  # fmt: skip
+    kept = lines[-1]["eplb"]
+    assert (kept["plans_made"], kept["plans_skipped"], kept["experts_moved"], kept["layers_changed"]) == (0, 1, 0, 0)
+    assert "plans made 0, skipped 1" in text and "moved 0 experts (0.0 MiB)" in text
+
     saved = PlacementFile.load(placement_file)
     with pytest.raises(EplbError, match=r"is for 2 ranks, 2 layers and 10 slots, and there are 4 ranks"):
         saved.check(placement_file, model=saved.model, ep_size=4, shape=(L, 12))
