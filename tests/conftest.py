@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 
-# How long an example takes is the machine's matter, not the test's.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# How long an example takes is the machine's matter, not the test's, and every run draws the same examples; another
+# seed draws others: pytest --hypothesis-profile=searching --hypothesis-seed=1.
+_UNTIMED = hypothesis.settings(deadline=None, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("searching", _UNTIMED)
+hypothesis.settings.register_profile("repeatable", _UNTIMED, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 # Files whose tests start gangs or clusters, and others that take long: these begin, so that no worker ends with one.
 _GANGS = (
@@ -43,6 +48,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     wanted = {"gang": True, "not gang": False}.get(config.option.markexpr)
     is_test = collection_path.match("test_*.py")
     return True if is_test and wanted is not None and wanted != (collection_path.stem in _GANGS) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Numbers that a test draws are its own, whatever ran before it on this worker."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

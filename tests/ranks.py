@@ -3,8 +3,9 @@
     pool = ranks(3)                                  # three gloo processes, kept for the whole test run
     results = pool.run(function, arg, ...)           # function(rank, world_size, arg, ...) in each; results by rank
 
-`function` must be importable (a module-level function of a test module). A failing rank fails the call with its
-traceback; the pool is thrown away then, since its ranks may wait in a collective.
+`function` must be importable (a module-level function of a test module). It draws the same random numbers whatever ran
+before it. A failing rank fails the call with its traceback; the pool is thrown away then, since its ranks may wait in a
+collective.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+# Ranks of a pool meet within so long, on a busy machine too; deadlines of tests begin when they have met.
+_MEETING_S = 60.0
+# After a rank has failed, the others have so long to say what became of them.
+_ECHO_S = 60.0
 
 _context = multiprocessing.get_context("forkserver")
 _pools: dict[tuple[int, str], RankPool] = {}
@@ -59,7 +65,7 @@ class RankPool:
     def alive(self) -> bool:
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
-    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 240) -> list[Any]:
         """Runs function(rank, world_size, *args) on every rank; results in rank order."""
         for connection in self._connections:
             connection.send((function, args))
@@ -78,8 +84,8 @@ class RankPool:
                 except EOFError:
                     ok, value = False, "the process died"
                 (results if ok else errors)[rank] = value
-            if errors and limit_s > 20:
-                limit_s = 20
+            if errors:
+                limit_s = min(limit_s, _ECHO_S)
         if errors:
             self.close()
             raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
@@ -121,14 +127,18 @@ def _serve(connection: Connection, rank: int, world_size: int, backend: str, add
         init_method=address,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=max(timeout_s, _MEETING_S)),
         device_id=device_id,
     )
+    if timeout_s < _MEETING_S:
+        dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     while True:
         try:
             function, args = connection.recv()
         except EOFError:
             return
+        torch.manual_seed(0)
         try:
             connection.send((True, function(rank, world_size, *args)))
         except BaseException:

@@ -17,7 +17,7 @@ WINGS = ("kernels", "dispatch", "launch")
 
 
 def run(*command, **kwargs):
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, **kwargs)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, **kwargs)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

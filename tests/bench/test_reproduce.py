@@ -7,18 +7,21 @@ import json
 import os
 import re
 import shlex
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from moe_ep.launch.cli import make_parser
+from moe_ep.waiting import comes_within
+from tests.launch.jobs import all_end
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
-# Fails after a minute where the other part does not run beside it.
-MEET = "touch {0}/{1}; for i in $(seq 600); do test -e {0}/{2} && exit 0; sleep 0.1; done; exit 1"
+# Fails after some minutes where the other part does not run beside it.
+MEET = "touch {0}/{1}; for i in $(seq 2400); do test -e {0}/{2} && exit 0; sleep 0.1; done; exit 1"
 
 # Flags of every script that starts a gang, which are defined elsewhere.
 GANG = ("launcher", "ep-size")
@@ -69,7 +72,7 @@ def test_what_is_worth_more_takes_the_time_first(schedule: ModuleType) -> None:
 
 
 def run(
-    schedule: ModuleType, commands: dict[Piece, list[str]], folder: Path, seconds: float = 120
+    schedule: ModuleType, commands: dict[Piece, list[str]], folder: Path, seconds: float = 3600
 ) -> tuple[dict[str, tuple[int, bool]], list[str]]:
     """How each part ended (status, whether for its time), and what was said."""
     said: list[str] = []
@@ -82,9 +85,9 @@ def run(
 def test_side_by_side_on_gpus_of_their_own(schedule: ModuleType, tmp_path: Path) -> None:
     show = "echo sees $CUDA_VISIBLE_DEVICES"
     commands = {
-        Piece("both", 60, gpus=2): [show],
-        Piece("one", 60): [show, MEET.format(tmp_path, "one", "other")],
-        Piece("other", 60): [show, MEET.format(tmp_path, "other", "one")],
+        Piece("both", 600, gpus=2): [show],
+        Piece("one", 600): [show, MEET.format(tmp_path, "one", "other")],
+        Piece("other", 600): [show, MEET.format(tmp_path, "other", "one")],
     }
     ended, said = run(schedule, commands, tmp_path)
     assert list(ended)[-1] == "both" and set(ended.values()) == {(0, False)}
@@ -95,9 +98,9 @@ def test_side_by_side_on_gpus_of_their_own(schedule: ModuleType, tmp_path: Path)
 
 def test_two_beside_each_other_on_one_gpu(schedule: ModuleType, tmp_path: Path) -> None:
     commands = {
-        Piece("alone", 60, gpus=2): [f"test -e {tmp_path}/one"],
-        Piece("one", 60, gpus=2, shares=True): [MEET.format(tmp_path, "one", "other")],
-        Piece("other", 60, gpus=2, shares=True): [MEET.format(tmp_path, "other", "one")],
+        Piece("alone", 600, gpus=2): [f"test -e {tmp_path}/one"],
+        Piece("one", 600, gpus=2, shares=True): [MEET.format(tmp_path, "one", "other")],
+        Piece("other", 600, gpus=2, shares=True): [MEET.format(tmp_path, "other", "one")],
     }
     ended, said = run(schedule, commands, tmp_path)
     assert set(ended.values()) == {(0, False)}
@@ -105,7 +108,7 @@ def test_two_beside_each_other_on_one_gpu(schedule: ModuleType, tmp_path: Path) 
 
 
 def test_a_failure_stops_neither_the_next_command_nor_the_next_part(schedule: ModuleType, tmp_path: Path) -> None:
-    commands = {Piece("bad", 60): ["exit 3", "echo went on", "exit 4"], Piece("good", 60): ["true"]}
+    commands = {Piece("bad", 600): ["exit 3", "echo went on", "exit 4"], Piece("good", 600): ["true"]}
     ended, _ = run(schedule, commands, tmp_path)
     assert ended == {"bad": (3, False), "good": (0, False)}
     assert "went on" in (tmp_path / "bad.log").read_text()
@@ -115,29 +118,30 @@ def test_a_part_that_outlasts_its_time_ends_with_all_its_processes(
     schedule: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of its group, one of a session of its own, and one that takes no notice of being told to end."""
-    monkeypatch.setattr(schedule, "GRACE_S", 0.2)
     pids = tmp_path / "pids"
+
+    def later() -> float:
+        """The clock, which goes on by half an hour when the part has started them all."""
+        has_begun = pids.exists() and len(pids.read_text().splitlines()) == 3
+        return time.monotonic() + (1800 if has_begun else 0)
+
+    monkeypatch.setattr(schedule, "GRACE_S", 0.2)
+    monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=later, sleep=time.sleep))
     command = (
         f"echo so far; trap '' TERM; sleep 1000 & echo $! >> {pids}; setsid sleep 1000 & echo $! >> {pids}; "
         f"echo $$ >> {pids}; wait; sleep 1000"
     )
-    ended, _ = run(schedule, {Piece("long", 1): [command, "echo never"], Piece("next", 60): ["true"]}, tmp_path)
+    commands = {Piece("long", 600): [command, "echo never"], Piece("next", 600): ["true"]}
+    ended, _ = run(schedule, commands, tmp_path, seconds=7200)
     assert ended["long"][1] and ended["long"][0] != 0 and ended["next"] == (0, False)
     log = (tmp_path / "long.log").read_text()
     assert "\nso far\n" in log and "(ended after " in log and "\nnever" not in log
     assert len(pids.read_text().split()) == 3
-    assert not [pid for pid in pids.read_text().split() if is_alive(int(pid))]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert all_end([int(pid) for pid in pids.read_text().split()])
 
 
 def test_what_does_not_fit_the_rest_is_said_and_skipped(schedule: ModuleType, tmp_path: Path) -> None:
-    ended, said = run(schedule, {Piece("huge", 1000): ["true"], Piece("small", 1): ["true"]}, tmp_path, seconds=30)
+    ended, said = run(schedule, {Piece("huge", 1000): ["true"], Piece("small", 20): ["true"]}, tmp_path, seconds=30)
     assert ended == {"small": (0, False)}
     assert said[0] == "skipped huge: it takes about 1000 s, and 30 s are left"
 
@@ -147,16 +151,17 @@ def test_an_interrupt_ends_what_runs(schedule: ModuleType, tmp_path: Path) -> No
 
     def interrupt(text: str) -> None:
         if text.startswith("begins second"):
+            assert comes_within(60, lambda: pid.exists() and pid.read_text().endswith("\n"))
             raise KeyboardInterrupt
 
     commands = {"first": [f"echo $$ > {pid}; sleep 1000"], "second": ["true"]}
     started = schedule.run(
-        [Piece("first", 60), Piece("second", 60)], ["0", "1"], 120, tmp_path,
+        [Piece("first", 600), Piece("second", 600)], ["0", "1"], 3600, tmp_path,
         lambda part, _: commands[part.name], os.environ, interrupt,
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         list(started)
-    assert not pid.exists() or not is_alive(int(pid.read_text()))
+    assert all_end([int(pid.read_text())])
 
 
 def test_the_whole_script(

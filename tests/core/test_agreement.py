@@ -42,7 +42,7 @@ def test_one_process_asks_nobody() -> None:
 def test_questions_are_numbered_anew_when_numbers_run_out(tmp_path: Path) -> None:
     file = tmp_path / "board"
     file.write_bytes(bytes(2 * 2 * 8))
-    boards = [Board(file, rank, 2, 1, 5) for rank in range(2)]
+    boards = [Board(file, rank, 2, 1, 60) for rank in range(2)]
     for board in boards:
         board._question = agreement._QUESTIONS - 3
     with ThreadPoolExecutor(2) as threads:
@@ -54,12 +54,15 @@ def test_questions_are_numbered_anew_when_numbers_run_out(tmp_path: Path) -> Non
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     file = tmp_path / "board"
     file.write_bytes(bytes(2 * 3 * 2 * 8))
-    boards = [Board(file, rank, 3, 2, 0.2) for rank in range(3)]
+    boards = [Board(file, rank, 3, 2, 60) for rank in range(3)]
     said = [[1, 0], [5, 2**32 - 1], [0, 2]]
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(Board.gather, boards, said, "abc")) == [said] * 3
+        # Both have answered when the deadline of either is over.
+        for board in boards:
+            board._timeout_s = 2.0
         found = [threads.submit(boards[rank].gather, said[rank], "it") for rank in (0, 2)]
         for rank, waiting in zip((0, 2), found, strict=True):
-            with pytest.raises(DispatchTimeoutError, match=rf"EP rank {rank} waited 0.2 s for rank 1 to come") as error:
+            with pytest.raises(DispatchTimeoutError, match=rf"EP rank {rank} waited 2 s for rank 1 to come") as error:
                 waiting.result()
             assert error.value.ranks == (1,)

@@ -17,7 +17,7 @@ import torch
 from moe_ep.dispatch import torch_distributed
 from moe_ep.dispatch.rank_group import HostCopy, RankGroup
 
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 120.0
 
 
 class Board:

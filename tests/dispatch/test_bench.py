@@ -34,7 +34,7 @@ def test_rows(tmp_path: Path) -> None:
         "--topk", "3", "--graph-tokens", "1", "--eager-tokens", "5", "--repeats", "2", "--chain", "2",
         "--routing", "one_rank", "--json", str(rows_file), "--then", *NARROW,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     *rows, narrow = [json.loads(line) for line in rows_file.read_text().splitlines()]
     assert (narrow["hidden"], narrow["backend"]) == (32, "all_to_all")

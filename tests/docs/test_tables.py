@@ -19,7 +19,7 @@ SCALING = BENCHMARKS / "scaling"
 def made(script: str, *options: str) -> list[str]:
     """The table rows that a script prints."""
     command = [sys.executable, str(ROOT / "scripts" / script), *options]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
     return rows_of(printed)
 
 

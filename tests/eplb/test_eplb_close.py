@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from dataclasses import replace
+from operator import le
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,7 @@ from moe_ep.eplb.transports import _nccl_group
 from moe_ep.errors import EplbError
 from moe_ep.launch.processes import children
 from moe_ep.layer import FusedMoE
+from moe_ep.waiting import comes_within
 from tests.eplb.models import CONFIG, E, L, load_layer, make_layer, random_placement, redundancy
 from tests.ranks import RankPool, ranks
 
@@ -42,12 +44,17 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def make_and_close(rank: int, world_size: int) -> list[list[tuple[int, int]]]:
-    """What the process holds after each of several managers: of all ranks, and of two."""
+def comes_down_to(before: tuple[int, int]) -> bool:
+    """Whether no more threads and files are held than before; a thread that was joined is there for a moment yet."""
+    return comes_within(30, lambda: all(map(le, held(), before)))
+
+
+def make_and_close(rank: int, world_size: int) -> list[list[bool]]:
+    """Whether the process holds what it did after the first of several managers: of all ranks, and of two."""
     pair = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
-    found: list[list[tuple[int, int]]] = []
+    found: list[list[bool]] = []
     for group in (None, pair) if rank < 2 else (None,):
-        layers = make_model(group, 2 if group else world_size)
+        layers, first = make_model(group, 2 if group else world_size), None
         found.append([])
         for seed in range(4):
             manager = EPLBManager(layers, CONFIG)
@@ -64,15 +71,16 @@ def make_and_close(rank: int, world_size: int) -> list[list[tuple[int, int]]]:
             assert gone() is None
             layers[0].begin_reload()
             layers[0].process_weights_after_loading()
-            found[-1].append(held())
+            first = first or held()
+            found[-1].append(comes_down_to(first))
     return found
 
 
 def test_managers_that_are_closed_leave_nothing() -> None:
-    pool = RankPool(3, timeout_s=20)
+    pool = RankPool(3)
     try:
-        for held_by_kind in pool.run(make_and_close):
-            assert all(len(set(held_after)) == 1 for held_after in held_by_kind)
+        everybody = [True] * 4
+        assert pool.run(make_and_close) == [[everybody] * 2] * 2 + [[everybody]]
     finally:
         pool.close()
 
@@ -83,7 +91,7 @@ def test_a_manager_that_cannot_be_made_leaves_nothing() -> None:
     before = held(), children(os.getpid())
     with pytest.raises(ValueError, match="physical_to_logical"):
         EPLBManager(layers, settings, placement=torch.full((L, E + layers[0].num_redundant_experts), E))
-    assert (held(), children(os.getpid())) == before
+    assert comes_down_to(before[0]) and children(os.getpid()) == before[1]
 
 
 def close_while_moving(rank: int, world_size: int, where: tuple[type, str]) -> str:
@@ -106,7 +114,7 @@ def close_while_moving(rank: int, world_size: int, where: tuple[type, str]) -> s
 
 @pytest.mark.parametrize("where", [(MessageTransport, "fetch"), (StepGate, "announce")])
 def test_closing_does_not_wait_for_a_rank_that_has_given_up(where: tuple[type, str]) -> None:
-    pool = RankPool(3, timeout_s=60)
+    pool = RankPool(3)
     try:
         results = pool.run(close_while_moving, where)
     finally:

@@ -139,7 +139,7 @@ def test_all_ranks_commit_after_the_same_step_whatever_their_pace(seed: int) -> 
     assert results[0][0] != results[0][-1] == target
 
 
-def step_until_error(manager: EPLBManager, limit_s: float = 20) -> str:
+def step_until_error(manager: EPLBManager, limit_s: float) -> str:
     """What the manager raises in a step; and again in the next."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
@@ -154,10 +154,20 @@ def step_until_error(manager: EPLBManager, limit_s: float = 20) -> str:
     raise AssertionError("no error came")
 
 
+# Of an exchange that a rank stays away from: long enough for the others to come to it together on a busy machine.
+DEADLINE_S = 4.0
+# Of all others, which nobody waits for: the error comes before.
+PATIENT_S = 120.0
+
+
 def go_wrong(rank: int, world_size: int, how: str) -> str:
     layers = make_model(world_size)
     num_slots = E + layers[0].num_redundant_experts
-    settings = {**vars(CONFIG), "first_plan": 10**6, "timeout_s": 1.5 if how in ("absent", "commit") else 20}
+    settings = {
+        **vars(CONFIG),
+        "first_plan": 10**6,
+        "timeout_s": DEADLINE_S if how in ("absent", "commit") else PATIENT_S,
+    }
     if how == "settings":
         with pytest.raises(EplbError) as error:
             EPLBManager(layers, EplbConfig(**{**settings, "interval": 20 + rank}))
@@ -182,7 +192,7 @@ def go_wrong(rank: int, world_size: int, how: str) -> str:
     elif how != "absent" or rank != 1:
         manager.rearrange(random_placement(L, num_slots, seed=rank if how == "plan" else 5))
     try:
-        return step_until_error(manager, limit_s=8)
+        return step_until_error(manager, PATIENT_S / 2)
     finally:
         transfer.seal, rearrangement.make_plan = seal, make_plan
 
@@ -196,11 +206,11 @@ def go_wrong(rank: int, world_size: int, how: str) -> str:
         ("checksum", "experts of layer 0 did not arrive on EP rank 0: they came with another checksum than"),
         ("commit", "a commit failed on EP rank 1: ZeroDivisionError("),
         ("planner", "no plan could be made on EP rank 0: ZeroDivisionError("),
-        ("absent", "the ranks could not exchange rearrangement 1 within 1.5 s: EP rank 1 did not take part; experts"),
+        ("absent", "the ranks could not exchange rearrangement 1 within 4 s: EP rank 1 did not take part; experts"),
     ],
 )
 def test_what_goes_wrong_is_the_same_error_everywhere(how: str, message: str) -> None:
-    pool = RankPool(3, timeout_s=20)
+    pool = RankPool(3)
     try:
         results = pool.run(go_wrong, how)
     finally:
@@ -211,13 +221,13 @@ def test_what_goes_wrong_is_the_same_error_everywhere(how: str, message: str) ->
 
 def die_while_moving(rank: int, world_size: int, where: tuple[type, str]) -> None:
     layers = make_model(world_size)
-    manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), "first_plan": 10**6, "timeout_s": 1.0}))
+    manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), "first_plan": 10**6, "timeout_s": DEADLINE_S}))
     if rank == 1:
         setattr(*where, lambda *args: os._exit(9))
     manager.rearrange(random_placement(L, E + layers[0].num_redundant_experts, seed=1))
     started = time.monotonic()
-    text = step_until_error(manager)
-    raise EplbError(f"after {'less' if time.monotonic() - started < 8 else 'more'} than 8 s: {text}")
+    text = step_until_error(manager, PATIENT_S / 2)
+    raise EplbError(f"after {'less' if time.monotonic() - started < 30 else 'more'} than 30 s: {text}")
 
 
 @pytest.mark.parametrize(
@@ -225,13 +235,15 @@ def die_while_moving(rank: int, world_size: int, where: tuple[type, str]) -> Non
     [((MessageTransport, "fetch"), "the arrival of layer 0"), ((StepGate, "announce"), "the commit of layer 0")],
 )
 def test_a_rank_that_dies_while_experts_move_ends_the_others(where: tuple[type, str], exchange: str) -> None:
-    pool = RankPool(3, timeout_s=20)
+    pool = RankPool(3)
     with pytest.raises(AssertionError) as failure:
         pool.run(die_while_moving, where)
     text = str(failure.value)
     assert "rank 1: the process died" in text
     assert (
-        text.count(f"EplbError: after less than 8 s: the ranks could not exchange {exchange} within 1 s: EP rank 1 did")
+        text.count(
+            f"EplbError: after less than 30 s: the ranks could not exchange {exchange} within 4 s: EP rank 1 did"
+        )
         == 2
     )
 

@@ -41,7 +41,7 @@ def failures() -> dict[str, str]:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

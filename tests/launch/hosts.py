@@ -86,7 +86,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     names = folder / "hosts"
     names.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in ADDRESSES.items()))
     with contextlib.ExitStack() as stack:
-        if not _RAY.exists():
+        with contextlib.suppress(FileExistsError):
             _RAY.mkdir()
             # Not where somebody else has begun to use it.
             stack.callback(_remove, _RAY)

@@ -15,6 +15,8 @@ from moe_ep.launch.rank_env import RankEnv, resolve_rank_env
 from moe_ep.launch.rendezvous import destroy_process_group, init_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
+# Longer than any test waits for the end of who sleeps so long.
+_FOREVER_S = 3600
 
 
 def describe(rank_env: RankEnv, start: int) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def initialise_twice(rank_env: RankEnv) -> str:
 
 
 def fail(rank_env: RankEnv, rank: int, how: str, pid_dir: str = "") -> None:
-    """One rank fails while its peers wait for it in a collective."""
+    """One rank fails while its peers wait for it in a collective; the file `failing` in the folder is as old."""
     import torch
     import torch.distributed as dist
 
@@ -59,19 +61,21 @@ def fail(rank_env: RankEnv, rank: int, how: str, pid_dir: str = "") -> None:
         (Path(pid_dir) / str(rank_env.rank)).write_text(str(os.getpid()))
     dist.barrier()
     if rank_env.rank == rank:
+        if pid_dir:
+            (Path(pid_dir) / "failing").touch()
         if how == "raise":
             raise ValueError("the tensor has a hole")
         if how == "exit":
             os._exit(7)
         os.kill(os.getpid(), getattr(signal, how))
-        time.sleep(60)
+        time.sleep(_FOREVER_S)
     dist.all_reduce(torch.ones(1))
 
 
 def hang(rank_env: RankEnv, pid_dir: str) -> None:
-    """Says who it is, and computes for a minute."""
+    """Says who it is, and computes."""
     (Path(pid_dir) / str(rank_env.rank)).write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(_FOREVER_S)
 
 
 def unpicklable(rank_env: RankEnv) -> Any:
@@ -83,7 +87,7 @@ def report_progress(rank_env: RankEnv) -> None:
         progress.report("work", done, 3)
 
 
-def pids_in(directory: Path, count: int, limit_s: float = 60) -> list[int]:
+def pids_in(directory: Path, count: int, limit_s: float = 240) -> list[int]:
     """The process ids that `count` ranks have written; waits for them."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
@@ -114,7 +118,7 @@ def session_pids(leader: int) -> list[int]:
     return found
 
 
-def all_end(pids: list[int], limit_s: float = 10) -> bool:
+def all_end(pids: list[int], limit_s: float = 60) -> bool:
     """Whether none of the processes is alive when the limit is over, or before."""
     deadline = time.monotonic() + limit_s
     while any(map(alive, pids)) and time.monotonic() < deadline:

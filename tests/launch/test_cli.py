@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -249,9 +248,7 @@ def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    started = time.monotonic()
     assert main(["doctor", "--json"]) == 0
-    assert time.monotonic() - started < 60
     findings = json.loads(capsys.readouterr().out)
     assert set(findings["backends"]) == set(registry.ALL2ALL_BACKENDS)
     assert set(findings["experts"]) == set(registry.EXPERTS)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,23 +41,21 @@ print("ready", flush=True)
 time.sleep(60)
 """
 
-# Locks a mutex twice, which no signal ends; or sleeps, which one does, and takes its time to leave.
+# Waits inside the C library, which no signal ends, for a program that says it has begun and reads stdin to its end; or
+# sleeps, which a signal does end, and takes longer to leave than a block with a limit may.
 _STUCK = """
 import contextlib, ctypes, sys, time
 from moe_ep.launch import interrupts
-mutex, library = ctypes.create_string_buffer(256), ctypes.CDLL(None)
-limit = interrupts.ending_after(0.5, "locking") if sys.argv[1] == "limit" else contextlib.nullcontext()
-with interrupts.ending_after(0.1, "nothing"):
-    pass
+limit = interrupts.ending_after(2, "waiting") if sys.argv[1] == "limit" else contextlib.nullcontext()
 with interrupts.raised_as_interrupt():
     try:
-        with interrupts.ending_within(0.5), limit:
-            print("ready", flush=True)
+        with interrupts.ending_within(2), limit:
             if sys.argv[1] != "python":
-                library.pthread_mutex_lock(mutex), library.pthread_mutex_lock(mutex)
+                ctypes.CDLL(None).system(b"echo ready; exec cat > /dev/null 2> /dev/null")
+            print("ready", flush=True)
             time.sleep(60)
     except KeyboardInterrupt:
-        time.sleep(1)
+        time.sleep(3)
         sys.exit(7)
 """
 
@@ -148,25 +147,34 @@ def test_ctrl_c_before_there_is_a_command_ends_the_process_without_a_word() -> N
     ("where", "code", "said"),
     [
         ("library", 128 + signal.SIGTERM, "ended by SIGTERM while it was in"),
-        ("limit", 1, "locking has not ended within 0.5 s, and the process ends; it was here:"),
+        ("limit", 1, "waiting has not ended within 2 s, and the process ends; it was here:"),
         ("python", 7, ""),
     ],
 )
 def test_a_process_ends_soon_after_a_signal_or_a_limit_inside_a_library_too(where: str, code: int, said: str) -> None:
     command = [sys.executable, "-c", _MANY_FILES + _STUCK, where]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     try:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n"
         if where != "limit":
-            time.sleep(0.2)
             process.terminate()
-        assert process.wait(timeout=20) == code
+        assert process.wait(timeout=60) == code
         first, *others = process.stderr.read().splitlines() or [""]
         assert first.endswith(said) and any("<string>" in line for line in others) == bool(said)
     finally:
         process.kill()
         process.wait()
+        process.stdin.close()
+
+
+def test_a_limit_that_was_kept_is_over() -> None:
+    before = set(threading.enumerate())
+    with interrupts.ending_after(600, "nothing"):
+        (limit,) = set(threading.enumerate()) - before
+    limit.join(60)
+    assert not limit.is_alive()
 
 
 def test_a_worker_ends_with_its_driver() -> None:
@@ -193,7 +201,7 @@ def test_nothing_is_left_of_a_tree_whose_root_died_first() -> None:
             parent.kill()
             parent.wait()
             os.kill(orphan, 0)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while os.path.exists(f"/proc/{orphan}/stat") and _state(orphan) != "Z" and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not os.path.exists(f"/proc/{orphan}/stat") or _state(orphan) == "Z"

@@ -47,10 +47,9 @@ def test_initialising_and_leaving_twice_is_safe() -> None:
     ],
 )
 def test_the_first_failure_is_named_and_ends_the_gang(how: str, cause: str, tmp_path: Path) -> None:
-    started = time.monotonic()
     with pytest.raises(GangError) as caught:
         LocalGang(3).run(jobs.fail, 1, how, str(tmp_path))
-    assert time.monotonic() - started < 10
+    assert time.time() - (tmp_path / "failing").stat().st_mtime < 10
     message = str(caught.value)
     assert message.startswith(f"rank 1 on node {os.uname().nodename} failed: {cause}")
     assert ("in fail" in message) == (how == "raise")
@@ -96,7 +95,7 @@ def test_workers_end_with_their_driver(number: signal.Signals, tmp_path: Path) -
         os.killpg(driver.pid, number)
     else:
         driver.kill()
-    _, errors = driver.communicate(timeout=20)
+    _, errors = driver.communicate(timeout=60)
     assert jobs.all_end(pids)
     if number == signal.SIGINT:
         assert errors.count("Traceback") == 1, errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from moe_ep.errors import GangError
-from moe_ep.launch import interrupts, ray_cluster
+from moe_ep.launch import interrupts, ray_cluster, ray_slots
 from moe_ep.launch.processes import children
 from moe_ep.launch.ray_gang import RayGang
 from moe_ep.observability import metrics
@@ -32,7 +33,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def free_cpus(expected: float, limit_s: float = 10) -> bool:
+def free_cpus(expected: float, limit_s: float = 60) -> bool:
     """Whether that many CPUs are free, now or soon."""
     deadline = time.monotonic() + limit_s
     while ray.available_resources().get("CPU", 0) != expected:
@@ -92,12 +93,12 @@ def test_inside_a_placement_group_it_uses_that_one(cluster: None) -> None:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 2}])
-    ray.get(group.ready(), timeout=30)
+    ray.get(group.ready(), timeout=120)
     strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
     kind: Any = ray.remote
     caller = kind(num_cpus=0, scheduling_strategy=strategy)(run_inside)
     try:
-        sums, groups, refusal = ray.get(caller.remote(), timeout=120)
+        sums, groups, refusal = ray.get(caller.remote(), timeout=240)
     finally:
         ray.util.remove_placement_group(group)
     assert sums == [1, 1]
@@ -115,13 +116,16 @@ def run_inside() -> tuple[list[int], int, str]:
 
 
 @pytest.mark.parametrize(("world_size", "device", "asked"), [(99, "cpu", "99 CPUs"), (1, "cuda", "1 GPUs")])
-def test_too_little_room_is_said_at_once(cluster: None, world_size: int, device: str, asked: str) -> None:
+def test_too_little_room_is_said_at_once(
+    cluster: None, world_size: int, device: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if device == "cuda" and ray.cluster_resources().get("GPU", 0):
         pytest.skip("this machine has GPUs")
+    monkeypatch.setattr(ray_slots, "_FREE_LIMIT_S", 120.0)  # of what others may give back
     started = time.monotonic()
     with pytest.raises(GangError) as caught:
         RayGang(world_size, device)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 60
     assert f"the gang asks for {asked} (one a worker) and there are" in str(caught.value)
     assert "free of" in str(caught.value)
     assert no_group_is_left()
@@ -137,11 +141,12 @@ def test_metrics_of_a_worker_come_from_its_node(cluster: None) -> None:
     teller = ray.remote(num_cpus=0)(Teller).remote()
     ray.get(teller.tell.remote())
     port = ray.nodes()[0]["MetricsExportPort"]
-    deadline, seen = time.monotonic() + 25, set[str]()
+    deadline, seen = time.monotonic() + 120, set[str]()
     wanted = {f"ray_{m.name}" + ("_count" if m.kind == "histogram" else "") for m in metrics.ALL}
     while time.monotonic() < deadline and not wanted <= seen:
         time.sleep(0.5)
-        seen = {name.split("{")[0] for name in scrape(port)}
+        with contextlib.suppress(OSError):  # nobody listens before the node's agent is up
+            seen = {name.split("{")[0] for name in scrape(port)}
     ray.kill(teller)
     assert wanted <= seen
 
@@ -153,7 +158,7 @@ def test_ctrl_c_ends_workers_and_cluster(tmp_path: Path) -> None:
     session = jobs.session_pids(driver.pid)
     assert len(session) > 3
     os.killpg(driver.pid, signal.SIGINT)
-    _, errors = driver.communicate(timeout=30)
+    _, errors = driver.communicate(timeout=60)
     assert "KeyboardInterrupt" in errors
     assert jobs.all_end(pids)
     assert jobs.all_end(session)
@@ -165,7 +170,7 @@ def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path) -> None:
     pids = jobs.pids_in(tmp_path, 1)
     started = {*pids, *jobs.session_pids(driver.pid), *(pid for pid, _ in children(driver.pid))}
     driver.kill()
-    driver.communicate(timeout=30)
+    driver.communicate(timeout=60)
     assert jobs.all_end([*started])
 
 

@@ -53,7 +53,7 @@ class Head:
             start_new_session=True,
         )
 
-    def wait(self, limit_s: float = 90) -> None:
+    def wait(self, limit_s: float = 240) -> None:
         deadline = time.monotonic() + limit_s
         host, port = self.dashboard.removeprefix("http://").split(":")
         while time.monotonic() < deadline and self.process.poll() is None:
@@ -66,7 +66,7 @@ class Head:
 
     def call(self, *command: str, cwd: Path = jobs.ROOT) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, cwd=cwd, env=self.environment, capture_output=True, text=True, timeout=150, check=False
+            command, cwd=cwd, env=self.environment, capture_output=True, text=True, timeout=300, check=False
         )
 
 
@@ -81,7 +81,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     finally:
         processes = jobs.session_pids(started.process.pid)
         started.process.send_signal(signal.SIGTERM)
-        started.process.wait(30)
+        started.process.wait(60)
         assert jobs.all_end(processes)
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -67,7 +67,7 @@ def test_workers_end_with_their_agent(tmp_path: Path) -> None:
     driver = jobs.start_python(DRIVER, str(tmp_path))
     pids = jobs.pids_in(tmp_path, 2)
     driver.kill()
-    driver.communicate(timeout=20)
+    driver.communicate(timeout=60)
     assert jobs.all_end(pids)
 
 
@@ -82,12 +82,15 @@ print(json.dumps([gang.is_driver, [[r["rank"], r["sum"], r["source"]] for r in r
 
 
 def test_ranks_that_srun_started() -> None:
-    shared = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
+    (port,) = free_ports()
+    # The port of this step of job 0.
+    step = {"SLURM_JOB_ID": "0", "SLURM_STEP_ID": str(port - 10_000)}
+    shared = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", **step}
     ranks = [
         jobs.start_python(SRUN, **shared, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), GLOO_SOCKET_IFNAME="lo")
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=60) for rank in ranks]
+    outputs = [rank.communicate(timeout=240) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert json.loads(outputs[0][0]) == [True, [[0, 21, "slurm"], [1, 21, "slurm"]]]
     assert json.loads(outputs[1][0]) == [False, []]
@@ -109,7 +112,7 @@ def test_two_agents_restart_after_a_failure(tmp_path: Path) -> None:
     where = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_ports()[0]} --rdzv-id=restart --local-addr=127.0.0.1"
     flags = f"--nnodes=2 --nproc-per-node=1 --max-restarts=2 {where}".split()
     agents = [start_torchrun(*flags, "-m", "tests.launch.restarting_job", str(tmp_path / "mark")) for _ in range(2)]
-    outputs = [agent.communicate(timeout=120) for agent in agents]
+    outputs = [agent.communicate(timeout=240) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert sorted(output for output, _ in outputs) == ["", "results [4, 4]\n"]
     errors = "".join(error for _, error in outputs)

@@ -34,7 +34,7 @@ def test_torchrun(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     where = ["--rdzv-backend=c10d", "--rdzv-endpoint=alpha:29500", "--rdzv-id=run"]
     torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *where, "-m", "moe_ep.launch"]
     agents = [host.start(*torchrun, *RUN, "--backend", "two_level", "--json", str(out)) for host in hosts]
-    outputs = [agent.communicate(timeout=120) for agent in agents]
+    outputs = [agent.communicate(timeout=240) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert "verified" in outputs[0][0] + outputs[1][0]
     assert sorted(nodes_of(out)) == ["alpha", "beta"]
@@ -57,7 +57,7 @@ def test_both_hosts_end_when_a_worker_of_one_is_killed(hosts: tuple[Host, Host],
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     agents = [host.start(str(script)) for host in hosts]
-    errors = [agent.communicate(timeout=60)[1] for agent in agents]
+    errors = [agent.communicate(timeout=240)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [1, 1], errors
     assert any("failed: the process was killed by SIGKILL" in error for error in errors), errors
 
@@ -69,9 +69,9 @@ def test_ray(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     roles = {alpha: ["--head", "--port=6379", "--include-dashboard=false"], beta: ["--address=alpha:6379"]}
     for host, role in roles.items():
         node = host.start(*start, *role, f"--node-ip-address={host.address}", environment=environment)
-        assert node.wait(timeout=120) == 0, node.communicate()
+        assert node.wait(timeout=240) == 0, node.communicate()
     command = ["-m", "moe_ep.launch", *RUN, "--address", "alpha:6379", "--ep-size", "2", "--json", str(out)]
     driver = alpha.start(*command, environment=environment)
-    output = driver.communicate(timeout=120)
+    output = driver.communicate(timeout=240)
     assert driver.returncode == 0, output
     assert sorted(nodes_of(out)) == ["alpha", "beta"]

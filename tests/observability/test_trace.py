@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import itertools
 import json
@@ -12,16 +11,23 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from moe_ep.errors import MoeEpError
+from moe_ep.launch import worker
 from moe_ep.launch.cli import main
+from moe_ep.launch.commands import run
+from moe_ep.launch.rank_env import RankEnv
+from moe_ep.launch.report import RankReport
+from moe_ep.launch.run_config import RunConfig
 from moe_ep.observability import trace
 from moe_ep.observability.trace import PREFIX, trace_to
 from moe_ep.stages import STAGES
+from moe_ep.waiting import comes_within
 from tests.checkpoint.checkpoints import make_checkpoint, qwen3_config
 from tests.observability.test_metrics import K, T, make_layer, scrape
 from tests.ports import free_ports
@@ -100,16 +106,31 @@ def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypat
 
 
 class Scraper(threading.Thread):
-    """Reads the metrics of a port again and again, as long as anybody serves them; `seen` are the last."""
+    """Reads the metrics of a port until a file says that all steps are done, and once more; says so in another."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, folder: Path) -> None:
         super().__init__(daemon=True)
-        self.port, self.seen, self.over = port, dict[str, float](), threading.Event()
+        self.port, self.folder, self.seen = port, folder, dict[str, float]()
 
     def run(self) -> None:
-        while not self.over.wait(0.005):
-            with contextlib.suppress(OSError):
-                self.seen = scrape(self.port)
+        assert comes_within(200, (self.folder / "done").exists)
+        self.seen = scrape(self.port)
+        (self.folder / "scraped").touch()
+
+
+def run_until_scraped(rank_env: RankEnv, config: RunConfig) -> RankReport:
+    """A run whose ranks serve their metrics until somebody has read them after the last step."""
+    assert config.trace is not None
+    folder, drive = config.trace.parent, worker._drive
+
+    def drive_and_wait(*args: Any) -> None:
+        drive(*args)
+        if rank_env.rank == 0:
+            (folder / "done").touch()
+        assert comes_within(60, (folder / "scraped").exists)
+
+    with mock.patch.object(worker, "_drive", drive_and_wait):
+        return worker.run_worker(rank_env, config)
 
 
 def test_a_run_writes_a_trace_and_serves_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,11 +138,11 @@ def test_a_run_writes_a_trace_and_serves_metrics(tmp_path: Path, capsys: pytest.
     options = ["--model", str(tmp_path / "model"), "--launcher", "local", "--device", "cpu", "--no-verify"]
     options += ["--ep-size", "2", "--tokens-per-rank", "3"]
     port, _ = free_ports(2)
-    scraper = Scraper(port)
+    scraper = Scraper(port, tmp_path)
     scraper.start()
     more = ["--steps", "4", "--metrics-port", str(port), "--trace", str(tmp_path / "trace")]
-    assert main(["run", *options, *more]) == 0, capsys.readouterr().err
-    scraper.over.set()
+    with mock.patch.object(run, "_work", run_until_scraped):
+        assert main(["run", *options, *more]) == 0, capsys.readouterr().err
     scraper.join()
     for stage in ("dispatch", "experts", "combine"):
         # One step is sampled, and the warm-up before it is none.
