@@ -63,7 +63,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
         requests,
         max_new_tokens=config.max_new_tokens,
         num_slots=config.batch_size,
-        stop_ids=_stop_ids(model, tokenizer, config.chat),
+        stop_ids=_stop_ids(model, tokenizer, config.chat, config.stop),
         ends=None if config.stop is None else partial(_has_come_to, tokenizer, config.stop),
         sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed),
         max_length=context_length(of_text),
@@ -189,12 +189,18 @@ def _conversation(tokenizer: Any, index: int, messages: Sequence[dict[str, str]]
         raise ConfigError(f"prompt {index}: the model's chat template does not take it: {error}") from None
 
 
-def _stop_ids(model: Any, tokenizer: Any, chat: bool) -> list[int]:
-    """The tokens that end a text, as transformers' generate knows them; an answer ends with the tokenizer's own too."""
+def _stop_ids(model: Any, tokenizer: Any, chat: bool, stop: str | None) -> list[int]:
+    """The tokens that end a text, as transformers' generate knows them; an answer ends with the tokenizer's own too.
+
+    A special token may stand for `stop`: texts are decoded without it, so it would never come up in one.
+    """
     ids = model.generation_config.eos_token_id
-    found = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    found = [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
     own = tokenizer.eos_token_id
-    return [*found, own] if chat and own is not None else found
+    if chat and own is not None:
+        found.append(own)
+    known = tokenizer.added_tokens_decoder.items()
+    return found + [index for index, token in known if token.special and token.content == stop]
 
 
 def _has_come_to(tokenizer: Any, stop: str, token_ids: list[int]) -> bool:

@@ -150,11 +150,22 @@ def test_prompts_that_the_model_cannot_take(demo: Path, monkeypatch: pytest.Monk
 
 
 def test_what_ends_an_answer() -> None:
-    tokenizer = SimpleNamespace(eos_token_id=9)
+    added = {1: SimpleNamespace(content="<end>", special=True), 2: SimpleNamespace(content="two", special=False)}
+    tokenizer = SimpleNamespace(eos_token_id=9, added_tokens_decoder=added)
     for ids, expected in {None: [], 4: [4], (4, 5): [4, 5]}.items():
         ended = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=list(ids) if ids == (4, 5) else ids))
-        assert _stop_ids(ended, tokenizer, chat=False) == expected
-        assert _stop_ids(ended, tokenizer, chat=True) == [*expected, 9]
+        for stop, found in {None: [], "<end>": [1], "two": []}.items():
+            assert _stop_ids(ended, tokenizer, False, stop) == expected + found
+            assert _stop_ids(ended, tokenizer, True, stop) == [*expected, 9, *found]
+
+
+def test_a_special_token_stops_a_text_that_is_shown_without_it(demo: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo)
+    tokenizer.add_tokens(["<end>"], special_tokens=True)
+    (stop_id,) = tokenizer("<end>")["input_ids"]
+    assert "<end>" not in _told(tokenizer, Completion(0, 1, [5, stop_id, 6], "stop"), 0, "<end>")["text"]
+    never = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
+    assert _stop_ids(never, tokenizer, False, "<end>") == [stop_id]
 
 
 def test_a_text_that_ends_before_what_stops_it(demo: Path) -> None:
