@@ -14,6 +14,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from moe_ep.arguments import check_same_device
+
 if TYPE_CHECKING:
     from moe_ep.expert_shard import ExpertShard
     from moe_ep.layer import FusedMoE
@@ -63,13 +65,16 @@ def moe_forward_shared(
 
 
 def _moe_forward_fake(hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str) -> torch.Tensor:
+    # Also called for real hidden_states where the logits are on the meta device.
+    check_same_device("hidden_states", hidden_states.device, router_logits=router_logits)
     return hidden_states.new_empty(hidden_states.shape)
 
 
 def _moe_forward_shared_fake(
     hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return hidden_states.new_empty(hidden_states.shape), hidden_states.new_empty(hidden_states.shape)
+    output = _moe_forward_fake(hidden_states, router_logits, layer_name)
+    return torch.empty_like(output), output
 
 
 def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:

@@ -7,7 +7,7 @@ is one sentence that names the thing, its value, the rule and the way out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 
 
@@ -69,7 +69,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 def check_at_least(least: int, **values: int) -> None:
     """Raises TypeError for a value that is not a whole number, and ValueError for one that is too small."""
-    _check_whole(values)
+    check_whole(**values)
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
@@ -81,13 +81,14 @@ def check_below(bound: str, limit: int, **values: int) -> None:
     Args:
         bound: what the limit is called.
     """
-    _check_whole(values)
+    check_whole(**values)
     for name, value in values.items():
         if not 0 <= value < limit:
             raise ValueError(f"{name} is {value}; it must be at least 0 and below {bound} ({limit})")
 
 
-def _check_whole(values: Mapping[str, object]) -> None:
+def check_whole(**values: object) -> None:
+    """Raises TypeError for a value that is not a whole number."""
     for name, value in values.items():
         if not isinstance(value, Integral):
             raise TypeError(f"{name} is {value!r}; it must be a whole number")

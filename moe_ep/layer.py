@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_ep.activation import MoEActivation
-from moe_ep.arguments import check_no_gradients
+from moe_ep.arguments import check_no_gradients, check_same_device
 from moe_ep.config import FusedMoEParallelConfig
-from moe_ep.errors import check_router_weight_on_input
+from moe_ep.errors import check_at_least, check_router_weight_on_input
 from moe_ep.layer_parts import LayerParts
 from moe_ep.methods import FusedMoEMethodBase, UnquantizedFusedMoEMethod
 from moe_ep.passes import most_tokens
@@ -116,6 +116,9 @@ class FusedMoE(LayerParts):
     ) -> None:
         if apply_router_weight_on_input:
             check_router_weight_on_input(top_k + (n_shared_experts or 0))
+        check_at_least(0, zero_expert_num=zero_expert_num)
+        if shared_experts is not None and not callable(shared_experts):
+            raise TypeError(f"shared_experts is {shared_experts!r}; it must be a module from [T, K] to [T, K]")
         EXPERTS.check(experts, also=("auto",))
         ALL2ALL_BACKENDS.check(all2all_backend, also=("auto",))
         super().__init__(
@@ -282,6 +285,7 @@ class FusedMoE(LayerParts):
                 f"router_logits has shape {tuple(router_logits.shape)}; with these hidden_states the layer "
                 f"{self.layer_name} takes ({hidden_states.size(0)}, {self.num_router_columns})"
             )
+        check_same_device("hidden_states", hidden_states.device, router_logits=router_logits)
 
     def extra_repr(self) -> str:
         sizes, parallel, kernel = self.moe_config, self.parallel_config, self._modular_kernel

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.agreement import largest_over_ranks
+from moe_ep.errors import check_at_least
 
 if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE
@@ -38,6 +39,7 @@ def one_pass(layers: Iterable[FusedMoE], num_tokens: int) -> Iterator[None]:
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         yield
         return
+    check_at_least(0, num_tokens=num_tokens)
     agreed = dict(_agreed.get() or {})
     groups = dict.fromkeys(layer.groups.ep for layer in layers if layer.asks_for_tokens)
     agreed.update((group, largest_over_ranks(num_tokens, group)) for group in groups if group is not None)

@@ -50,6 +50,8 @@ def resolve_parallel_config(
     Raises:
         ValueError: sizes that do not match each other, or settings that contradict the configuration.
     """
+    if not isinstance(parallel_config, FusedMoEParallelConfig | None):
+        raise TypeError(f"parallel_config is {parallel_config!r}; it must be a FusedMoEParallelConfig")
     if parallel_config is None:
         ranks = (dist.get_rank(process_group), dist.get_world_size(process_group)) if is_initialized() else (0, None)
         return FusedMoEParallelConfig.make(rank=ranks[0], world_size=ranks[1], **settings)

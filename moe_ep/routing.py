@@ -13,8 +13,9 @@ from functools import cache
 
 import torch
 
+from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_tensors
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
-from moe_ep.errors import one_of
+from moe_ep.errors import check_at_least, check_whole, one_of
 from moe_ep.topk import topk_reference
 
 SCORING_FUNCS: tuple[str, ...] = ("softmax", "sigmoid")
@@ -82,7 +83,8 @@ def select_experts(
         valid and distinct whatever the logits are.
 
     Raises:
-        ValueError: shapes, counts or names that do not fit together.
+        ValueError: shapes, dtypes, counts or names that do not fit together.
+        TypeError: a count that is not a whole number.
     """
     num_columns = _check_logits(hidden_states, router_logits)
     groups = check_routing(
@@ -100,8 +102,7 @@ def select_experts(
     )
     num_experts = num_columns - zero_expert_num
     num_physical = _check_num_physical(global_num_experts, num_experts, expert_load_view if enable_eplb else None)
-    if num_fused_shared_experts < 0:
-        raise ValueError(f"num_fused_shared_experts is {num_fused_shared_experts}; it must be at least 0")
+    check_at_least(0, num_fused_shared_experts=num_fused_shared_experts)
     if indices_type is not None and indices_type not in INDICES_TYPES:
         raise ValueError(one_of("indices_type", str(indices_type), [str(dtype) for dtype in INDICES_TYPES]))
 
@@ -170,7 +171,9 @@ def check_routing(
 
     Raises:
         ValueError: counts, names or a bias that do not fit together.
+        TypeError: a count that is not a whole number, or a routing function that is none.
     """
+    check_whole(top_k=top_k, zero_expert_num=zero_expert_num)
     if not 1 <= top_k <= num_columns:
         raise ValueError(
             f"top_k is {top_k}; it must be at least 1 and at most the columns of router_logits ({num_columns})"
@@ -180,11 +183,13 @@ def check_routing(
     if not isinstance(routed_scaling_factor, (int, float)) or not math.isfinite(routed_scaling_factor):
         raise ValueError(f"routed_scaling_factor is {routed_scaling_factor!r}; it must be a finite number")
     bias = e_score_correction_bias
-    if bias is not None and bias.shape != (num_columns,):
-        raise ValueError(
-            f"e_score_correction_bias has shape {tuple(bias.shape)}; it must have one value for each column of "
-            f"router_logits, ({num_columns},)"
-        )
+    if bias is not None:
+        check_tensors(e_score_correction_bias=bias)
+        if bias.shape != (num_columns,) or not bias.is_floating_point():
+            raise ValueError(
+                f"e_score_correction_bias has shape {tuple(bias.shape)} of {bias.dtype}; it must have one value of a "
+                f"float dtype for each column of router_logits, ({num_columns},)"
+            )
     if custom_routing_function is not None and not callable(custom_routing_function):
         raise TypeError(f"custom_routing_function is {custom_routing_function!r}; it must be a function")
     if custom_routing_function is not None and (use_grouped_topk or bias is not None):
@@ -217,12 +222,15 @@ def _custom_topk(
     weights, ids = function(
         hidden_states=hidden_states, gating_output=router_logits, topk=top_k, renormalize=renormalize
     )
+    check_tensors(**{"custom_routing_function's weights": weights, "custom_routing_function's ids": ids})
     expected = (hidden_states.size(0), top_k)
     if weights.shape != expected or ids.shape != expected:
         raise ValueError(
             f"custom_routing_function returned weights {tuple(weights.shape)} and ids {tuple(ids.shape)}; both must "
             f"have shape (T, top_k) = {expected}"
         )
+    if ids.dtype not in INTEGERS:
+        raise ValueError(f"custom_routing_function returned ids of {ids.dtype}; they must be {INTEGER_NAMES}")
     exists = (ids >= 0) & (ids < router_logits.size(1))
     return torch.where(exists, weights.float() * routed_scaling_factor, 0.0), torch.where(exists, ids.long(), -1)
 
@@ -248,11 +256,18 @@ def _append_shared_experts(
 
 
 def _check_logits(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> int:
-    """Checks the logits' shape and returns their number of columns."""
+    """Checks the logits, and returns their number of columns."""
+    check_tensors(hidden_states=hidden_states, router_logits=router_logits)
     if router_logits.dim() != 2 or hidden_states.dim() != 2 or router_logits.size(0) != hidden_states.size(0):
         raise ValueError(
             f"router_logits has shape {tuple(router_logits.shape)} and hidden_states {tuple(hidden_states.shape)}; "
             f"they must be (T, E) and (T, K) with one T"
+        )
+    if not router_logits.is_floating_point():
+        raise ValueError(f"router_logits is {router_logits.dtype}; it must be f32, f16 or bf16")
+    if router_logits.device != hidden_states.device:
+        raise ValueError(
+            f"router_logits is on {router_logits.device} and hidden_states on {hidden_states.device}; move one"
         )
     return router_logits.size(1)
 
@@ -278,6 +293,7 @@ def _check_groups(
             f"use_grouped_topk needs num_expert_group and topk_group, which are {num_expert_group} and {topk_group}; "
             f"pass both"
         )
+    check_whole(num_expert_group=num_expert_group, topk_group=topk_group)
     if num_expert_group < 1 or num_columns % num_expert_group:
         raise ValueError(
             f"num_expert_group is {num_expert_group}; it must divide the columns of router_logits ({num_columns})"

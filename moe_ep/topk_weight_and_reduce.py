@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from moe_ep.arguments import INTEGERS, check_same_device, check_tensors
+from moe_ep.errors import check_at_least
 
 
 class TopKWeightAndReduce(ABC):
@@ -155,6 +156,7 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
     """
 
     def __init__(self, rank: int) -> None:
+        check_at_least(0, rank=rank)
         self.rank = rank
 
     def __eq__(self, other: object) -> bool:

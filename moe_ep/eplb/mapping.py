@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from moe_ep.arguments import check_integers, check_same_device
 from moe_ep.eplb.levelling import map_reference
 
 
@@ -45,7 +46,8 @@ def eplb_map_to_physical_and_record(
         Physical ids `[T, top_k]`; -1 stays -1 and is not counted.
 
     Raises:
-        ValueError: shapes that do not fit together, or an ep_size that does not divide the physical experts.
+        ValueError: shapes, dtypes or devices that do not fit together, or an ep_size that does not divide the physical
+            experts.
     """
     _check(topk_ids, expert_load_view, logical_to_physical_map, logical_replica_count)
     num_physical = expert_load_view.numel()
@@ -90,3 +92,9 @@ def _check(
         raise ValueError(
             f"expert_load_view has shape {tuple(expert_load_view.shape)}; it must be (num_physical,), one layer's row"
         )
+    # The kernel reads them by their addresses.
+    if expert_load_view.dtype is not torch.int32:
+        raise ValueError(f"expert_load_view is {expert_load_view.dtype}; it must be torch.int32")
+    others = {"logical_to_physical_map": table, "logical_replica_count": replica_count}
+    check_integers(topk_ids=topk_ids, **others)
+    check_same_device("topk_ids", topk_ids.device, expert_load_view=expert_load_view, **others)

@@ -181,6 +181,9 @@ def test_repr_says_what_it_is() -> None:
         ({"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
         ({"intermediate_size": 0}, "^intermediate_size is 0; it must be at least 1"),
         ({"top_k": 2.0}, "top_k is 2.0; it must be a whole number"),
+        ({"zero_expert_num": 1.0}, "zero_expert_num is 1.0; it must be a whole number"),
+        ({"shared_experts": "mlp"}, "shared_experts is 'mlp'; it must be a module"),
+        ({"parallel_config": 1}, "parallel_config is 1; it must be a FusedMoEParallelConfig"),
         ({"custom_routing_function": "even"}, "custom_routing_function is 'even'; it must be a function"),
     ],
 )
@@ -215,6 +218,9 @@ def test_refuses_inputs_that_do_not_fit() -> None:
         layer(torch.zeros(3, K, dtype=torch.float16), torch.zeros(3, E))
     with pytest.raises(ValueError, match=r"router_logits has shape \(2, 6\); .* takes \(3, 6\)"):
         layer(torch.zeros(3, K), torch.zeros(2, E))
+    # Left on the meta device, they would have made an output without values.
+    with pytest.raises(ValueError, match="router_logits is on meta and hidden_states on cpu; move one"):
+        layer(torch.zeros(3, K), torch.zeros(3, E, device="meta"))
 
 
 def test_eplb_state_is_checked() -> None:

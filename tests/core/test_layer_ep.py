@@ -141,6 +141,11 @@ def test_against_plain_loops(backend: str) -> None:
     ranks(3).run(against_plain_loops, backend)
 
 
+def test_a_pass_of_less_than_no_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_tokens is -1; it must be at least 0"), one_pass([], -1):
+        pass
+
+
 def with_too_many_experts(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"32 experts \(top_k\) and 1 fused shared ones; .* at most 32"):
         make_layer({"num_experts": 40, "top_k": 32, "n_shared_experts": 1})

@@ -115,6 +115,12 @@ def test_backends_reduce_what_experts_delegate() -> None:
     assert undelegated(TopKWeightAndReduceNoOP()) == TopKWeightAndReduceNoOP()
 
 
+def test_ranks_are_whole_numbers_from_0_on():
+    for rank, error in ((-1, ValueError), (0.5, TypeError)):
+        with pytest.raises(error, match=f"rank is {rank}"):
+            TopKWeightAndReduceNaiveBatched(rank)
+
+
 def test_equality_is_by_kind_and_rank():
     assert TopKWeightAndReduceNoOP() == TopKWeightAndReduceNoOP()
     assert TopKWeightAndReduceNoOP() != TopKWeightAndReduceDelegate()

@@ -119,6 +119,10 @@ def test_no_tokens(rule: Rule) -> None:
     assert zero_result is None if rule.zero_expert_num == 0 else zero_result.shape == (0, 4)
 
 
+def no_ids(hidden_states, gating_output, topk, renormalize):
+    return torch.ones(2, 2), torch.zeros(2, 2)
+
+
 def wrong_shape(hidden_states, gating_output, topk, renormalize):
     return torch.ones(2, 1), torch.zeros(2, 1)
 
@@ -126,6 +130,15 @@ def wrong_shape(hidden_states, gating_output, topk, renormalize):
 BAD: list[tuple[dict, str]] = [
     ({"router_logits": torch.zeros(3, 8)}, r"router_logits has shape \(3, 8\) and hidden_states \(2, 4\)"),
     ({"router_logits": torch.zeros(8)}, r"router_logits has shape \(8,\)"),
+    ({"router_logits": None}, "router_logits is None; it must be a tensor"),
+    ({"router_logits": torch.zeros(2, 8, dtype=torch.int64)}, "router_logits is torch.int64; it must be f32, f16 or"),
+    ({"router_logits": torch.zeros(2, 8, device="meta")}, "router_logits is on meta and hidden_states on cpu; move"),
+    ({"top_k": 2.0}, "top_k is 2.0; it must be a whole number"),
+    ({"use_grouped_topk": True, "num_expert_group": 4.0, "topk_group": 2}, "num_expert_group is 4.0; it must be a who"),
+    ({"zero_expert_num": 1.0}, "zero_expert_num is 1.0; it must be a whole number"),
+    ({"e_score_correction_bias": [0.0] * 8}, "e_score_correction_bias is a list; it must be a tensor"),
+    ({"e_score_correction_bias": torch.zeros(8, dtype=torch.int32)}, r"\(8,\) of torch.int32; it must have one value"),
+    ({"custom_routing_function": no_ids}, "custom_routing_function returned ids of torch.float32; they must be uint8"),
     ({"top_k": 0}, r"top_k is 0; it must be at least 1 and at most the columns of router_logits \(8\)"),
     ({"top_k": 9}, "top_k is 9"),
     ({"scoring_func": "tanh"}, "scoring_func is 'tanh'; it must be one of softmax, sigmoid"),
@@ -165,7 +178,7 @@ def test_bad_arguments(changes: dict, message: str) -> None:
         "use_grouped_topk": False,
         "renormalize": True,
     }
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         select_experts(**{**arguments, **changes})
 
 

@@ -186,6 +186,23 @@ def test_bad_shapes(ids_shape: tuple, map_shape: tuple, count_shape: tuple, load
         eplb_map_to_physical_and_record(ids, load, mapping, counts, ep_size=2)
 
 
+@pytest.mark.parametrize(
+    ("argument", "changed", "message"),
+    [
+        (0, {"dtype": torch.float32}, "topk_ids is torch.float32; it must be uint8"),
+        (1, {"dtype": torch.int64}, "expert_load_view is torch.int64; it must be torch.int32"),
+        (1, {"device": "meta"}, "expert_load_view is on meta and topk_ids on cpu; move one"),
+        (2, {"dtype": torch.float32}, "logical_to_physical_map is torch.float32; it must be uint8"),
+        (3, {"device": "meta"}, "logical_replica_count is on meta and topk_ids on cpu; move one"),
+    ],
+)
+def test_tensors_that_the_kernel_would_read_wrongly(argument: int, changed: dict, message: str) -> None:
+    arguments = [torch.zeros(shape, dtype=torch.int32) for shape in ((2, 1), (3,), (3, 1), (3,))]
+    arguments[argument] = arguments[argument].to(**changed)
+    with pytest.raises(ValueError, match=message):
+        eplb_map_to_physical_and_record(*arguments)
+
+
 def test_recorder_keeps_the_latest_steps() -> None:
     recorder = ExpertLoadRecorder(num_layers=2, num_physical_experts=3, window_size=2, device="cpu")
     assert recorder.snapshot().shape == (0, 2, 3)
