@@ -73,14 +73,17 @@ def convert_checkpoint(
 
     Raises:
         ValueError: another kind of quantization.
-        ConfigError: a target that is there already, or experts that are quantized already.
+        ConfigError: a target that is there already or is a mount point, or experts that are quantized already.
         CheckpointError: a source that does not hold what it says, or whose experts do not fit.
     """
     if quantize not in ONLINE:
         raise ValueError(one_of("quantize", quantize, list(ONLINE)))
-    target = Path(target).absolute()
+    # A link stays one, and what it leads to is made.
+    target = Path(target).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: it exists already and is not written over; name a new folder, or remove it")
+    if target.is_mount():
+        raise ConfigError(f"{target}: a file system is mounted there, which no folder replaces; name a new one in it")
     with CheckpointReader(source) as reader:
         spec = model_spec(reader.config)
         if (found := quantization_config(reader.config)) is not None:

@@ -133,6 +133,20 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert sentence in capsys.readouterr().err
 
 
+def test_into_what_a_link_leads_to_and_not_onto_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "in")
+    (tmp_path / "folder").mkdir()
+    for name, leads_to in (("link", "folder"), ("to a new one", "new")):
+        (tmp_path / name).symlink_to(tmp_path / leads_to)
+        convert_checkpoint(tmp_path / "in", tmp_path / name, "fp8")
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / leads_to / "config.json").is_file()
+    (tmp_path / "mounted").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
+    with pytest.raises(ConfigError, match="mounted: a file system is mounted there, which no folder replaces; name"):
+        convert_checkpoint(tmp_path / "in", tmp_path / "mounted", "fp8")
+
+
 def test_what_cannot_be_converted_is_refused_and_nothing_left(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "quantized", qwen3_config(quantization_config=GPTQ))
     make_checkpoint(tmp_path / "odd", qwen3_config(moe_intermediate_size=40))
