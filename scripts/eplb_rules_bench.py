@@ -119,7 +119,8 @@ def trace_balance(ids: Array, slots: Array, num_experts: int, num_ranks: int) ->
 
 
 def bench_routing(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Planned on a domain's first half and used on its second; then on the other domain, before and after moving."""
+    """Planned on a domain's first half and used on its second, from nothing and from the initial placement; then on
+    the other domain, before and after moving."""
     trace = np.load(arguments.routing)
     domains = {name: trace[name].astype(np.int64) for name in trace.files}
     num_experts = max(int(ids.max()) for ids in domains.values()) + 1
@@ -128,10 +129,17 @@ def bench_routing(arguments: argparse.Namespace) -> Iterator[Row]:
             for name, ids in domains.items():
                 half = ids.shape[1] // 2
                 plans = trace_plans(ids[:, :half], num_experts, num_ranks, redundant, None)
+                firsts = trace_plans(ids[:, :half], num_experts, num_ranks, redundant, plans["linear"])
                 others = [other for other in domains if other != name]
                 for policy, slots in plans.items():
                     row = {"ranks": num_ranks, "redundant": redundant, "planned on": name, "plan": policy}
                     yield row | {"used on": name, **trace_balance(ids[:, half:], slots, num_experts, num_ranks)}
+                    first = firsts[policy]
+                    yield row | {
+                        "used on": f"{name}, from the initial placement",
+                        **trace_balance(ids[:, half:], first, num_experts, num_ranks),
+                        **moves(plans["linear"], first, num_ranks, arguments),
+                    }
                     for other in others:
                         yield from changed_domain(row, policy, slots, domains[other], other, num_experts, arguments)
 
@@ -144,10 +152,14 @@ def changed_domain(
     later = ids[:, half:]
     yield row | {"used on": f"{name}, plan kept", **trace_balance(later, slots, num_experts, num_ranks)}
     new = trace_plans(ids[:, :half], num_experts, num_ranks, row["redundant"], slots)[policy]
-    moved = int(experts_moved(slots, new, num_ranks).sum())
     yield row | {
         "used on": f"{name}, replanned",
         **trace_balance(later, new, num_experts, num_ranks),
-        "moved": moved,
-        "GB moved": round(moved * arguments.expert_bytes / 1e9, 3),
+        **moves(slots, new, num_ranks, arguments),
     }
+
+
+def moves(old: Array, new: Array, num_ranks: int, arguments: argparse.Namespace) -> Row:
+    """What it takes from one placement `[L, P]` to another, over all layers."""
+    moved = int(experts_moved(old, new, num_ranks).sum())
+    return {"moved": moved, "GB moved": round(moved * arguments.expert_bytes / 1e9, 3)}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from moe_ep.eplb.policy.maps import Array, experts_moved, logical_maps, rank_loads
+from moe_ep.eplb.policy.incremental import plan
+from moe_ep.eplb.policy.maps import Array, experts_moved, initial_placement, logical_maps, rank_loads
 from moe_ep.eplb.policy.objective import check_objective, objective_window
 from moe_ep.eplb.policy.problem import Problem
+from moe_ep.eplb.policy.refine import refine_plan
+from moe_ep.eplb.policy.relabel import renumber_like
 from moe_ep.registry import EPLB_POLICIES
 
 ArrayLike = torch.Tensor | Array
@@ -62,7 +66,8 @@ def rebalance_experts(
         policy: a name in `moe_ep.registry.EPLB_POLICIES`.
         old_physical_to_logical: the present placement `[L, P]`; None where nothing is placed and moves are free.
         window: counts of each step `[S, L, E]`. With it "incremental" plans are refined against the variation between
-            steps (`moe_ep.eplb.policy.refine`).
+            steps (`moe_ep.eplb.policy.refine`), and layers that still have the initial placement, which knows no load,
+            are planned as if nothing were placed.
         objective: what a rank's load is: "tokens", "active_experts" (how many experts have any token, as for decode
             bound by reading weights), or "auto" (the time that both take); but for tokens, loads are taken from the
             window. "auto" without one means tokens.
@@ -96,14 +101,13 @@ def rebalance_experts(
         old=old,
         tolerance=tolerance,
     )
-    slots = EPLB_POLICIES.load(policy)(problem)
     if steps is not None and refine and policy == "incremental":
-        from moe_ep.eplb.policy.refine import refine_plan
-
-        slots = refine_plan(problem, slots, steps)
+        slots = _refined(problem, steps)
+    else:
+        slots = EPLB_POLICIES.load(policy)(problem)
     if old is not None and (rebalance_below < 1 or min_gain or move_cost):
         pays = _worthwhile(problem, slots, rebalance_below, min_gain, move_cost)
-        slots = np.where(pays[:, None], slots, problem.old)
+        slots = np.where(pays[:, None], slots, old)
     table, counts = logical_maps(slots, loads.shape[1])
     return Placement(torch.from_numpy(slots), torch.from_numpy(table), torch.from_numpy(counts))
 
@@ -118,6 +122,26 @@ def _check_window(window: Array, weight: Array) -> Array:
     if not np.isfinite(window).all() or window.min(initial=0) < 0:
         raise ValueError("window holds a count that is negative or not finite; counts must be at least 0")
     return window.astype(np.float32)
+
+
+def _refined(problem: Problem, steps: Array) -> Array:
+    """An incremental plan `[L, P]`, refined against the counts of each step `[S, L, E]`.
+
+    Of layers that still have the initial placement nothing is kept for its own sake: only the ranks are numbered so
+    that experts stay. Those moves are made once.
+    """
+    weight, old = problem.weight, problem.old
+    slots = np.empty((weight.shape[0], problem.num_replicas), dtype=np.int64)
+    unplaced = np.ones(weight.shape[0], dtype=bool)
+    if old is not None:
+        unplaced = (old == initial_placement(1, weight.shape[1], problem.num_replicas)).all(axis=1)
+    for layers, present in ((unplaced, None), (~unplaced, old)):
+        if layers.any():
+            part = replace(problem, weight=weight[layers], old=None if present is None else present[layers])
+            slots[layers] = refine_plan(part, plan(part), steps[:, layers])
+    if old is not None and unplaced.any():
+        slots[unplaced] = renumber_like(old[unplaced], slots[unplaced], problem)
+    return slots
 
 
 def _worthwhile(problem: Problem, new: Array, rebalance_below: float, min_gain: float, move_cost: float) -> Array:

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_ep.eplb import rebalance_experts
-from moe_ep.eplb.policy.maps import experts_moved, replica_counts
+from moe_ep.eplb.policy.maps import experts_moved, initial_placement, replica_counts
 from moe_ep.eplb.policy.problem import Problem
 from moe_ep.eplb.policy.refine import meetings, refine_plan
 from moe_ep.eplb.simulate import Scene, measure
@@ -52,10 +51,36 @@ def test_copies_join_as_many_ranks_as_they_can():
     assert replica_counts(slots.reshape(1, 8), 6).tolist() == [[2, 2, 1, 1, 1, 1]]
 
 
-def test_refined_plans_keep_groups_on_their_hosts():
+def ranks_of(slots: np.ndarray, num_ranks: int) -> list[list[list[int]]]:
+    """What lies together, whatever the rank's number and the order there: sorted ranks of each layer."""
+    return [sorted(map(sorted, layer)) for layer in slots.reshape(len(slots), num_ranks, -1).tolist()]
+
+
+@pytest.mark.parametrize(("redundant", "nodes"), [(0, 1), (8, 1), (8, 2)])
+def test_a_first_plan_is_as_good_as_one_from_nothing(redundant, nodes):
+    # Most exchanges win less than their standard error, and from nothing they are all made.
+    rng = np.random.default_rng(3)
+    window = rng.poisson(rng.gamma(2, 20, (1, 4, 32)) * rng.gamma(4, 0.25, (24, 4, 32)))
+    load, num_slots, options = window.sum(axis=0), 32 + redundant, {"window": window, "groups": 4, "nodes": nodes}
+    initial = initial_placement(4, 32, num_slots)
+    nothing, first = (plan(load, num_slots, 8, old=old, **options) for old in (None, initial))
+    hosts = [np.sort(slots.reshape(4 * nodes, -1), axis=1) for slots in (nothing, first)]
+    assert ranks_of(nothing, 8) == ranks_of(first, 8)
+    assert sorted(hosts[0].tolist()) == sorted(hosts[1].tolist())
+    assert experts_moved(initial, first, 8).sum() < experts_moved(initial, nothing, 8).sum()
+    # Of layers that were placed before, hardly anything moves; the others are planned as if they were alone.
+    later = np.concatenate([first[:2], initial[2:]])
+    again = plan(load, num_slots, 8, old=later, **options)
+    alone = plan(load[2:], num_slots, 8, old=initial[2:], **(options | {"window": window[:, 2:]}))
+    assert np.array_equal(again[2:], alone)
+    assert experts_moved(later, again, 8)[:2].sum() * 4 < experts_moved(initial, first, 8)[:2].sum()
+
+
+@pytest.mark.parametrize("old", [None, initial_placement(3, 16, 24)])
+def test_refined_plans_keep_groups_on_their_hosts(old):
     rng = np.random.default_rng(1)
     window = rng.poisson(rng.pareto(1.5, (1, 3, 16)) * 20 + 5, (40, 3, 16))
-    slots = rebalance_experts(window.sum(axis=0), 24, 4, 2, 8, window=window).physical_to_logical.numpy()
+    slots = plan(window.sum(axis=0), 24, 8, old, groups=4, nodes=2, window=window)
     groups = slots.reshape(3, 2, 12) // 4
     assert all(len(set(host.tolist())) == 2 for layer in groups for host in layer)
     assert all(len(set(rank)) == 3 for rank in slots.reshape(-1, 3).tolist())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_ep.eplb.policy.maps import Array, slots_by_expert
+from moe_ep.eplb.policy.maps import Array, keep_slots, slots_by_expert
+from moe_ep.eplb.policy.problem import Problem
 
 # Rows worked on together: larger arrays come from the operating system anew in every plan, page by page, which took a
 # fourth of a plan for 320 ranks.
@@ -22,6 +23,17 @@ def renumber(old: Array, new: Array, num_experts: int, num_ranks: int) -> Array:
     """
     parts = [slice(at, at + _ROWS) for at in range(0, max(len(new), 1), _ROWS)]
     return np.concatenate([_renumber_rows(old[part], new[part], num_experts, num_ranks) for part in parts])
+
+
+def renumber_like(old: Array, new: Array, problem: Problem) -> Array:
+    """The plan `new` `[X, P]` of a problem with its hosts, then its ranks renumbered to agree with `old` `[X, P]`;
+    experts that stay on a rank keep their slots."""
+    num_hosts, num_experts = problem.num_nodes if problem.by_host else 1, problem.weight.shape[1]
+    agreed = renumber(old, new, num_experts, num_hosts)
+    of_hosts = (-1, old.shape[1] // num_hosts)
+    per_host = problem.num_ranks // num_hosts
+    agreed = renumber(old.reshape(of_hosts), agreed.reshape(of_hosts), num_experts, per_host).reshape(old.shape)
+    return keep_slots(old, agreed, problem.num_ranks)
 
 
 def _renumber_rows(old: Array, new: Array, num_experts: int, num_ranks: int) -> Array:
