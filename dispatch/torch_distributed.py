@@ -193,9 +193,9 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, known_ids, capacity)
             check_made_for(self.moe_config, a1, topk_ids)
             self._must_agree(quant_config, a1.device)
-            rows = (a1 * topk_weights).to(a1.dtype) if apply_router_weight_on_input else a1
-            # Without rows, torch calls any strides contiguous, also those of which no bytes can be viewed.
-            rows = rows.contiguous() if len(rows) else rows.new_empty(rows.shape)
+            rows = ((a1 * topk_weights).to(a1.dtype) if apply_router_weight_on_input else a1).contiguous()
+            if rows.stride(1) != 1:  # which torch calls contiguous where there are no rows, or one column
+                rows = rows.clone(memory_format=torch.contiguous_format)
             batch = Batch(
                 rows=rows,
                 topk_ids=topk_ids.to(torch.int32).contiguous(),
