@@ -182,8 +182,9 @@ class ExpertShard(FixedTensors):
 
         Raises:
             ValueError: an unknown parameter, id or shard, or a tensor of another shape or dtype.
-            RuntimeError: the parameters were already processed and freed.
+            RuntimeError: the parameters were already processed and freed, or experts are moving.
         """
+        self._check_at_rest()
         # By identity and not by an attribute, so that another layer's parameter of the same name is refused.
         param_name = next((name for name, own in self._parameters.items() if own is param), "")
         taken = self.loader.load(param_name, param, loaded_weight, weight_name, shard_id, expert_id)
@@ -194,7 +195,9 @@ class ExpertShard(FixedTensors):
 
         Raises:
             ValueError: the layer was made without expert_mapping, or has no parameter for a name.
+            RuntimeError: as `weight_loader`.
         """
+        self._check_at_rest()
         if self.expert_mapping is None:
             raise ValueError(
                 "load_weights needs expert_mapping; make the layer with make_expert_params_mapping's result"
@@ -243,15 +246,19 @@ class ExpertShard(FixedTensors):
             RuntimeError: loading has begun and tensors are missing, or experts are moving: those that were fetched
                 before would overwrite what is loaded now.
         """
+        self._check_at_rest()
+        self.process_weights_after_loading()
+        self.quant_method.begin_reload(self)
+        self.loader.reopen()
+        self._processed, self._reloading = False, True
+
+    def _check_at_rest(self) -> None:
+        """RuntimeError where experts are moving."""
         if self.eplb_state is not None and self.eplb_state.is_moving():
             raise RuntimeError(
                 f"experts are still moving, and the weights of {self.layer_name} cannot be loaded again meanwhile; "
                 f"call finish of the EPLBManager on every rank first"
             )
-        self.process_weights_after_loading()
-        self.quant_method.begin_reload(self)
-        self.loader.reopen()
-        self._processed, self._reloading = False, True
 
     def check_open(self, what: str) -> None:
         """Raises RuntimeError, naming what was to be loaded, if the parameters were processed and freed already."""

@@ -124,6 +124,19 @@ def test_a_plan_that_is_due_waits_for_weights_that_are_being_loaded(
     manager.close()
 
 
+def test_plain_weights_are_not_loaded_while_experts_move() -> None:
+    layers = make_model(1, ep_size=1)
+    manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), "first_plan": NEVER}))
+    manager.rearrange(random_placement(L, manager.placement.num_slots, seed=1))
+    with pytest.raises(RuntimeError, match="experts are still moving, and the weights of .* cannot be loaded again"):
+        load_layer(layers[0], 50)
+    manager.finish()
+    for seed, layer in enumerate(layers, 50):
+        load_layer(layer, seed)
+    check_weights(layers, "plain", 50)
+    manager.close()
+
+
 def test_a_layer_whose_commit_was_interrupted_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = make_model(1, ep_size=1)
     manager = EPLBManager(layers, EplbConfig(**{**vars(CONFIG), "first_plan": NEVER}))
