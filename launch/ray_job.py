@@ -36,5 +36,9 @@ async def submit(address: str, arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) < 3:
-        sys.exit("usage: python launch/ray_job.py DASHBOARD_ADDRESS COMMAND [OPTION ...]")
-    sys.exit(asyncio.run(submit(sys.argv[1], sys.argv[2:])))
+        print("usage: python launch/ray_job.py DASHBOARD_ADDRESS COMMAND [OPTION ...]", file=sys.stderr)
+        sys.exit(2)
+    try:
+        sys.exit(asyncio.run(submit(sys.argv[1], sys.argv[2:])))
+    except (ConnectionError, ValueError, RuntimeError) as error:  # what Ray raises for an address, a token or a refusal
+        sys.exit(f"launch/ray_job.py: {error}")

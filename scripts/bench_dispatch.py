@@ -253,7 +253,13 @@ def close_arena() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     commands = parse_all(sys.argv[1:] if argv is None else argv)
     if commands[0].markdown is not None:
-        print(markdown(read_lines(commands[0].markdown)))
+        try:
+            tables = markdown(read_lines(commands[0].markdown))
+        except (OSError, ValueError, KeyError) as error:
+            sys.exit(f"--markdown {commands[0].markdown} holds no rows of bench_dispatch.py: {error}")
+        if not tables:
+            sys.exit(f"--markdown {commands[0].markdown} holds no rows of bench_dispatch.py")
+        print(tables)
         return
     by_size: dict[int, list[argparse.Namespace]] = {}
     num_gpus = torch.cuda.device_count() if commands[0].device == "cuda" else None

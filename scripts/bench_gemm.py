@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from gemm_cases import SHAPES, Shape, cases_of
 from gemm_timing import capacity_of, num_copies, timed
+from on_gpu import this_gpu
 
 from moe_ep.activation import apply_activation
 from moe_ep.bench.ceilings import measure_ceilings
@@ -219,7 +220,7 @@ def main() -> None:
     if options.ampere_only:
         compute.run_experts = partial(compute.run_experts, ampere_only=True)
     torch.manual_seed(options.seed)
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = this_gpu()
     ceilings = measure_ceilings(device, torch.bfloat16)
     about = facts(seed=options.seed, commit=options.commit) | {
         "memory_tb_s": ceilings.memory_bytes_per_s / 1e12,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from on_gpu import this_gpu
 
 from moe_ep.bench.ceilings import measure_ceilings
 from moe_ep.bench.results import append_line, facts, markdown_table, table
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append one JSON line a row to this file")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = this_gpu()
     about = facts(seed=args.seed, commit=args.commit)
     ceiling = measure_ceilings(device, torch.bfloat16).memory_bytes_per_s
 

@@ -12,6 +12,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from on_gpu import this_gpu
 
 from moe_ep.bench.geometries import preset
 from moe_ep.bench.results import append_line, facts, markdown_table
@@ -52,7 +53,7 @@ def main() -> None:
 
 def measure(geometry: str, num_experts: int, tokens: list[int]) -> list[dict[str, object]]:
     """A row for each number of tokens; the reference, which waits for the host, is timed eagerly."""
-    sizes, device = preset(geometry), torch.device("cuda", torch.cuda.current_device())
+    sizes, device = preset(geometry), this_gpu()
     K, N, top_k = sizes.hidden_size, sizes.intermediate_size, sizes.top_k
     config = FusedMoEConfig(
         num_experts=num_experts,

@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from on_gpu import this_gpu
 
 from moe_ep.bench.results import append_line, facts, markdown_table
 from moe_ep.bench.timing import time_calls, timing_of
@@ -27,8 +28,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append one JSON line a row to this file")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
+    device = this_gpu()
     about = facts(seed=options.seed, commit=options.commit)
-    device = torch.device("cuda", torch.cuda.current_device())
     rows = []
     for type_id, kind in WEIGHT_TYPES.items():
         group = kind.group_sizes[-1]

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 import transformers
+from on_gpu import this_gpu
 
 import moe_ep
 from moe_ep.bench.results import append_line, facts, table
@@ -106,9 +107,7 @@ def main() -> int:
     parser.add_argument("--commit", help="what to record outside a checkout")
     parser.add_argument("--json", type=Path, help="append one JSON line a row")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("bench_slots.py measures on a GPU, and torch finds none here", file=sys.stderr)
-        return 1
+    this_gpu()
     models = {name: make_model(name, args.layers) for name in MODELS}
     rows = []
     with torch.inference_mode():

@@ -124,7 +124,12 @@ def missed(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    rows = merged(read_lines(parser.parse_args().results))
+    try:
+        rows = merged(read_lines(parser.parse_args().results))
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"results holds no rows of bench_gemm.py: {error}")
+    if not rows:
+        parser.error("results holds no rows of bench_gemm.py")
     facts = rows[0]
     print(
         f"{facts.get('gpu', 'GPU')}, commit {facts.get('commit')}; measured in the run: memory "

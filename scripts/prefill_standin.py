@@ -22,6 +22,7 @@ os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
 
 import torch
 import torch.distributed as dist
+from on_gpu import use_gpu_of_rank
 
 from moe_ep.dispatch.nvshmem.arena import Region, SymmetricArena
 from moe_ep.dispatch.nvshmem.high_throughput import senders_of
@@ -203,7 +204,7 @@ def main() -> None:
     parser.add_argument("--num-sms", type=lambda raw: [int(part) for part in raw.split(",")], default=[24])
     parser.add_argument("--repeats", type=int, default=12)
     args = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    use_gpu_of_rank()
     dist.init_process_group("cpu:gloo,cuda:nccl")
     gpu, symmetric = dist.get_rank(), SymmetricArena.of(None)
     load = draw(args, gpu, dist.get_world_size())

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
-import os
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from on_gpu import use_gpu_of_rank
 from tqdm import tqdm
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
@@ -180,7 +180,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    use_gpu_of_rank()
     dist.init_process_group("cpu:gloo,cuda:nccl")
     soak = Soak(args)
     dist.barrier()

@@ -1,0 +1,68 @@
+"""What scripts say where they cannot run: one sentence, and no number of the machine's is taken for a measurement."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+import bench_dispatch
+import gemm_tables
+from on_gang import measure_on_gang
+from on_gpu import this_gpu, use_gpu_of_rank
+
+from moe_ep.launch.gang_choice import GangConfig
+
+
+def test_a_machine_without_gpus_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/bench_some.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for ask in (this_gpu, use_gpu_of_rank):
+        with pytest.raises(SystemExit, match="^bench_some.py measures on a GPU, and torch sees none here"):
+            ask()
+
+
+def test_a_script_for_several_gpus_says_how_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/soak_nvshmem.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match="torchrun --nproc-per-node GPUS scripts/soak_nvshmem.py"):
+        use_gpu_of_rank()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "sentence"),
+    [
+        ("--ep-size two", 2, "bench_some.py: --ep-size is 'two'; it must be a whole number of at least 1\n"),
+        ("--ep-size 9999 --device cpu", 2, "the gang asks for 9999 CPUs"),
+    ],
+)
+def test_options_of_a_gang_are_refused_in_one_sentence(
+    options: str, code: int, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_some.py", "--launcher", "local", *options.split()])
+    with pytest.raises(SystemExit) as caught:
+        measure_on_gang("bench_some.py", "A benchmark.", GangConfig, print)
+    error = capsys.readouterr().err
+    assert caught.value.code == code
+    assert sentence in error and error.startswith("bench_some.py: ") and error.count("\n") == 1
+
+
+def test_files_that_hold_no_rows_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cut.jsonl").write_text('{"shape": ')
+    (tmp_path / "other.jsonl").write_text('{"moe_ep": "0.1.0"}')
+    (tmp_path / "empty.jsonl").touch()
+    for name in ("nowhere.jsonl", "cut.jsonl", "other.jsonl", "empty.jsonl"):
+        monkeypatch.setattr(sys, "argv", ["gemm_tables.py", str(tmp_path / name)])
+        with pytest.raises(SystemExit, match="2"):
+            gemm_tables.main()
+        assert "results holds no rows of bench_gemm.py" in capsys.readouterr().err
+        with pytest.raises(SystemExit, match=r"--markdown .* holds no rows of bench_dispatch.py"):
+            bench_dispatch.main(["--markdown", str(tmp_path / name)])
+        assert not capsys.readouterr().out
