@@ -19,6 +19,7 @@ Handle = TypeVar("Handle")
 MAX_TOPK = 32
 # Batches between prepare and finalize that are remembered; a program that never finalises some does not grow.
 MAX_OPEN_BATCHES = 8
+_ALIGNMENT = 16  # bytes that kernels read at once
 
 
 class Pending(NamedTuple, Generic[Result]):
@@ -103,6 +104,15 @@ def keep_for(stream: torch.cuda.Stream, value: object) -> None:
             keep_for(stream, part)
 
 
+def side_by_side(rows: torch.Tensor) -> torch.Tensor:
+    """Rows `[T, K]` as kernels read them, 16 bytes at a time: one behind the other, from a multiple of that on."""
+    rows = rows.contiguous()
+    # Where there are no rows, or one column, torch calls any strides contiguous.
+    if rows.stride(1) == 1 and rows.data_ptr() % _ALIGNMENT == 0:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
 def check_arguments(
     a1: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -169,7 +179,11 @@ def check_tensor(
     device: torch.device,
     contiguous: bool = False,
 ) -> None:
-    """ValueError for a tensor of another shape or dtype, or in another place."""
+    """ValueError for a tensor of another shape or dtype, or in another place.
+
+    Args:
+        contiguous: kernels read it, 16 bytes at a time.
+    """
     check_tensors(**{name: tensor})
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
         raise ValueError(
@@ -178,6 +192,8 @@ def check_tensor(
         )
     if contiguous and not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
+    if contiguous and tensor.data_ptr() % _ALIGNMENT:
+        raise ValueError(f"{name} does not begin at a multiple of {_ALIGNMENT} bytes; pass a copy of it")
 
 
 def _unfit(name: str, tensor: torch.Tensor, rule: str) -> ValueError:

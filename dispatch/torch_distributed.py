@@ -22,7 +22,16 @@ import torch.distributed as dist
 
 from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEPrepareAndFinalize, PrepareResult
-from moe_ep.dispatch.batch import Batch, OpenBatches, Pending, check_arguments, check_made_for, check_tensor, keep_for
+from moe_ep.dispatch.batch import (
+    Batch,
+    OpenBatches,
+    Pending,
+    check_arguments,
+    check_made_for,
+    check_tensor,
+    keep_for,
+    side_by_side,
+)
 from moe_ep.dispatch.placement import Placement, owners_of
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.side_stream import SideStream
@@ -193,11 +202,9 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, known_ids, capacity)
             check_made_for(self.moe_config, a1, topk_ids)
             self._must_agree(quant_config, a1.device)
-            rows = ((a1 * topk_weights).to(a1.dtype) if apply_router_weight_on_input else a1).contiguous()
-            if rows.stride(1) != 1:  # which torch calls contiguous where there are no rows, or one column
-                rows = rows.clone(memory_format=torch.contiguous_format)
+            rows = (a1 * topk_weights).to(a1.dtype) if apply_router_weight_on_input else a1
             batch = Batch(
-                rows=rows,
+                rows=side_by_side(rows),
                 topk_ids=topk_ids.to(torch.int32).contiguous(),
                 topk_weights=topk_weights.contiguous(),
                 owners=self.placement.owners(a1.device),

@@ -10,7 +10,7 @@ import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertTokensMetadata
-from moe_ep.dispatch.batch import MAX_OPEN_BATCHES, OpenBatches, check_tensor, keep_for
+from moe_ep.dispatch.batch import MAX_OPEN_BATCHES, OpenBatches, check_tensor, keep_for, side_by_side
 from moe_ep.modular_kernel import make_prepare_finalize
 from moe_ep.registry import ALL2ALL_BACKENDS
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
@@ -180,6 +180,17 @@ def test_a_tensor_of_another_kind_is_refused() -> None:
             check_tensor("it", wrong, (2, 3), f32, host)
     with pytest.raises(ValueError, match=r"it has strides \(1, 2\); it must be contiguous"):
         check_tensor("it", torch.zeros(3, 2).T, (2, 3), f32, host, contiguous=True)
+    with pytest.raises(ValueError, match="it does not begin at a multiple of 16 bytes; pass a copy of it"):
+        check_tensor("it", torch.zeros(7)[1:].view(2, 3), (2, 3), f32, host, contiguous=True)
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.zeros(3, 2).T, torch.zeros(7)[1:].view(2, 3), torch.zeros(0, 6)[:, ::2], torch.zeros(2, 2)[:, ::2]]
+)
+def test_rows_as_kernels_read_them(rows: torch.Tensor) -> None:
+    read = side_by_side(rows)
+    assert read.stride() == (rows.size(1), 1) and read.data_ptr() % 16 == 0 and torch.equal(read, rows)
+    assert side_by_side(read) is read
 
 
 def test_open_batches() -> None:
