@@ -63,7 +63,7 @@ class PlacementFile:
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise EplbError(f"the placement {path} cannot be read: {error}") from None
         if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
             raise EplbError(f"{path} is not a placement of version {_VERSION}; save one with --save-placement")
