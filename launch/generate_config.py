@@ -95,8 +95,11 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     """The prompts of a file, each an object with "prompt" or "messages"; blank lines are none.
 
     Raises:
-        ValueError: a line of a .jsonl file that holds no prompt, or a file without any; the message names it.
+        ValueError: a line of a .jsonl file that holds no prompt, or a file without any; the message names it. A .json
+            file, whose lines are parts of one value.
     """
+    if path.suffix == ".json":
+        raise ValueError(f"{path}: expected a prompt a line, found one JSON value; write each on a line of a .jsonl")
     # Not splitlines: what it also takes for ends of lines may stand within a prompt.
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     numbered = [(at, line) for at, line in enumerate(lines, start=1) if line.strip()]

@@ -92,6 +92,7 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("name", "content", "message"),
     [
         ("prompts.txt", "\n\n", "prompts.txt: expected a prompt a line, found none"),
+        ("prompts.json", '[\n"one"\n]\n', "prompts.json: expected a prompt a line, found one JSON value; write each"),
         (
             "prompts.jsonl",
             '"one"\n{"text": "two"}\n',
