@@ -46,8 +46,13 @@ def main(args: argparse.Namespace) -> int:
             bar.total, bar.n = total, done
             bar.update(0)
 
-        convert_checkpoint(source, target, args.quantize, show)
+        fused = convert_checkpoint(source, target, args.quantize, show)
     sizes = (sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (source, target))
     before, after = (tqdm.format_sizeof(size, "B") for size in sizes)
     print(f"{target}: experts in {args.quantize}, {after} of weights in place of {before}")
+    if fused:
+        print(
+            "The experts were fused and are one by one now, for compressed-tensors and moe_ep; transformers 5 reads "
+            "those of such families fused only, and would draw them at random."
+        )
     return 0

@@ -57,6 +57,11 @@ class _ExpertParts(NamedTuple):
     parts: dict[str, list[_Part]]
     names: set[str]
 
+    @property
+    def fused(self) -> bool:
+        """Whether a tensor of the files holds several experts, or several linear layers of one."""
+        return self.names != self.infos.keys()
+
 
 def convert_checkpoint(
     source: str | Path,
@@ -64,12 +69,15 @@ def convert_checkpoint(
     quantize: str,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
     shard_bytes: int = SHARD_BYTES,
-) -> None:
+) -> bool:
     """Writes `source` to `target` with its experts quantized to int4, int8 or fp8: round to nearest, symmetric.
 
     Args:
         on_bytes: called with (bytes read, bytes to read) as it goes on.
         shard_bytes: size of the files written, and about the memory that this takes.
+
+    Returns:
+        Whether the experts were fused, and had to be taken apart.
 
     Raises:
         ValueError: another kind of quantization.
@@ -100,6 +108,7 @@ def convert_checkpoint(
             building.rename(target)
         finally:
             shutil.rmtree(building, ignore_errors=True)
+    return experts.fused
 
 
 def _expert_parts(reader: CheckpointReader, spec: MoEModelSpec) -> _ExpertParts:

@@ -42,7 +42,8 @@ def test_compressed_tensors_reads_what_was_written(tmp_path: Path, kind: str, wr
         write_case(written, tmp_path / "in", with_values=False)
     else:
         make_checkpoint(tmp_path / "in")
-    convert_checkpoint(tmp_path / "in", tmp_path / "out", kind, shard_bytes=20_000)
+    fused = convert_checkpoint(tmp_path / "in", tmp_path / "out", kind, shard_bytes=20_000)
+    assert fused == (written in FUSED)
     source, reader = CheckpointReader(tmp_path / "in"), CheckpointReader(tmp_path / "out")
     settings = quantization.QuantizationConfig.model_validate(reader.config["quantization_config"])
     scheme = settings.config_groups["group_0"]
@@ -98,7 +99,7 @@ def test_transformers_reads_the_whole_model(tmp_path: Path, family: str, kind: s
     if not hasattr(transformers, f"{MODELS[family][0]}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     model = save_model(family, tmp_path / "in")
-    convert_checkpoint(tmp_path / "in", tmp_path / "out", kind)
+    assert not convert_checkpoint(tmp_path / "in", tmp_path / "out", kind)
     found, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values())
     reader = CheckpointReader(tmp_path / "out")
@@ -119,7 +120,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "in")
     arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--quantize", "int4"]
     assert main(arguments) == 0
-    assert "experts in int4" in capsys.readouterr().out
+    assert "experts in int4" in (said := capsys.readouterr().out) and "fused" not in said
+    write_case("bf16 gpt-oss", tmp_path / "fused", with_values=False)
+    assert main(["convert", str(tmp_path / "fused"), str(tmp_path / "apart"), "--quantize", "fp8"]) == 0
+    assert "The experts were fused and are one by one now" in capsys.readouterr().out
     before = {file: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     assert main(arguments) == 2
     assert "out: it exists already and is not written over" in capsys.readouterr().err
