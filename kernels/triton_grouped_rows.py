@@ -12,6 +12,8 @@ from moe_ep.kernels.triton_kernel import TritonKernel
 
 _ALPHA = tl.constexpr(SWIGLUOAI_ALPHA)
 _LIMIT = tl.constexpr(SWIGLUOAI_LIMIT)
+# Of NaN and a limit, NaN, as torch has it.
+_KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @TritonKernel
@@ -66,7 +68,7 @@ def _activate_kernel(
         first = row.to(tl.int64) * num_columns * (2 if GATED else 1) + column
         gate = tl.load(input_ptr + first, mask=in_row, other=0.0).to(tl.float32)
         if ACTIVATION == "swigluoai":
-            gate = tl.minimum(gate, _LIMIT)
+            gate = tl.minimum(gate, _LIMIT, propagate_nan=_KEEP_NAN)
             result = gate * tl.sigmoid(gate * _ALPHA)
         elif ACTIVATION == "silu" or ACTIVATION == "silu_no_mul":
             result = gate * tl.sigmoid(gate)
@@ -76,12 +78,12 @@ def _activate_kernel(
             # tanh(x) = 2 sigmoid(2x) - 1
             result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
         else:
-            positive = tl.maximum(gate, 0.0)
+            positive = tl.maximum(gate, 0.0, propagate_nan=_KEEP_NAN)
             result = positive * positive
         if GATED:
             up = tl.load(input_ptr + first + num_columns, mask=in_row, other=0.0).to(tl.float32)
             if ACTIVATION == "swigluoai":
-                up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT) + 1.0
+                up = tl.clamp(up, -_LIMIT, _LIMIT, propagate_nan=_KEEP_NAN) + 1.0
             result *= up
         target = output_ptr + row.to(tl.int64) * num_columns + column
         tl.store(target, result.to(output_ptr.dtype.element_ty), mask=in_row)
