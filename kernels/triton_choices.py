@@ -73,7 +73,7 @@ def triton_pack_choices(
     _pack_kernel[(triton.cdiv(num_tokens * top_k, _BLOCK),)](
         topk_ids,
         topk_weights,
-        row_mask,
+        None if row_mask is None else row_mask.contiguous(),
         choices,
         num_tokens * top_k,
         num_experts,

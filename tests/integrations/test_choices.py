@@ -82,7 +82,7 @@ def check_triton(device: str) -> None:
 
     for num_tokens, dtype in ((1, torch.float32), (100, torch.bfloat16)):
         ids, weights, mask = made(num_tokens, device, dtype)
-        for row_mask in (None, mask):
+        for row_mask in (None, mask, torch.stack([mask, ~mask], dim=1)[:, 0]):
             plain = [tensor.cpu() if tensor is not None else None for tensor in (ids, weights, row_mask)]
             expected = choices.pack_choices(plain[0], plain[1], E, plain[2])
             # Strides as a router's slice has them.
