@@ -41,7 +41,7 @@ def quantize_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_rows(quantized: torch.Tensor, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Converts the result of quantize_rows back to `[T, K]` of `dtype`; `quantized` may have any row stride."""
+    """Converts the result of quantize_rows back to `[T, K]` of `dtype`; `quantized` may have any strides."""
     rows = quantized.new_empty((quantized.size(0), hidden_size), dtype=dtype)
     return form_for(dequantize_rows_reference, "triton_quantize.triton_dequantize_rows", rows)(quantized, rows)
 
@@ -71,5 +71,5 @@ def dequantize_rows_reference(quantized: torch.Tensor, rows: torch.Tensor) -> to
     """dequantize_rows in plain torch, on any device; writes `rows` and returns it."""
     hidden_size = rows.size(1)
     codes = quantized[:, :hidden_size].contiguous().view(torch.float8_e4m3fn).float()
-    scales = quantized[:, scale_offset(hidden_size) :].contiguous().view(torch.float32)
+    scales = quantized[:, scale_offset(hidden_size) :].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return rows.copy_(codes * scales.repeat_interleave(GROUP_SIZE, dim=1)[:, :hidden_size])

@@ -48,7 +48,7 @@ def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             for length in (*tensor.stride()[:-1], tensor.storage_offset(), row_bytes // size)
         ):
             return tuple(tensor.view(word) for tensor in tensors)
-    return tensors if size == 1 else tuple(tensor.view(torch.uint8) for tensor in tensors)
+    return tuple(tensor.view(torch.uint8) for tensor in tensors)
 
 
 @TritonKernel

@@ -225,6 +225,9 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
 
 def triton_dequantize_rows(quantized: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Writes `rows` and returns it; arguments as in `dequantize_rows`, not checked."""
+    # Scales are read as f32, in place if their places allow it.
+    if quantized.stride(1) != 1 or quantized.stride(0) % 4 or quantized.storage_offset() % 4:
+        quantized = quantized.clone(memory_format=torch.contiguous_format)
     num_tokens, hidden_size = rows.shape
     block, num_warps = row_blocks(num_tokens, hidden_size, rows.element_size())
     block_groups, early = max(1, block // GROUP_SIZE), comes_early(rows.device)

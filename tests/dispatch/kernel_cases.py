@@ -78,8 +78,12 @@ def check_quantize(case: Case, device: str) -> None:
         found = triton_quantize.triton_quantize_rows(rows, empty.clone())
         assert torch.equal(found, expected)
         back = quantize.dequantize_rows_reference(expected, torch.empty_like(rows))
-        found_back = triton_quantize.triton_dequantize_rows(expected, torch.empty_like(rows))
-        assert torch.equal(bits(found_back), bits(back))
+        # Also from places where no f32 can be read, and one row alone, which torch calls contiguous.
+        shifted = torch.cat([expected[:, :1], expected], dim=1)[:, 1:]
+        for quantized in (expected, shifted, shifted[:1], expected.T.contiguous().T):
+            for dequantize in (quantize.dequantize_rows_reference, triton_quantize.triton_dequantize_rows):
+                found_back = dequantize(quantized, torch.empty_like(rows[: len(quantized)]))
+                assert torch.equal(bits(found_back), bits(back[: len(quantized)]))
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
@@ -105,15 +109,21 @@ def check_pack_rows(case: Case, device: str) -> None:
         return
     slots, counts = payload.send_plan_reference(ids, owners, case.num_ranks)
     num_rows = int(counts.sum())
-    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        rows = (draw_rows(case.num_tokens, case.hidden_size, torch.float32, device) * 10).to(dtype)
+    odd = case.hidden_size // 2 * 2 - 1
+    for dtype, num_columns in (
+        (torch.float32, case.hidden_size),
+        (torch.bfloat16, case.hidden_size),
+        (torch.uint8, case.hidden_size),
+        (torch.float8_e4m3fn, odd),
+    ):
+        rows = (draw_rows(case.num_tokens, num_columns, torch.float32, device) * 10).to(dtype)
         made = []
         for pack in (dispatch_rows.pack_rows_reference, triton_dispatch_rows.triton_pack_rows):
-            send_rows = rows.new_zeros((num_rows, case.hidden_size))
+            send_rows = torch.zeros((num_rows, num_columns), dtype=torch.float32, device=device).to(dtype)
             send_meta = ids.new_full((num_rows, 2 * case.topk), 7)
             pack(rows, ids, weights, owners, slots, send_rows, send_meta)
             made.append((send_rows, send_meta))
-        assert torch.equal(made[0][0], made[1][0])
+        assert torch.equal(made[0][0].view(torch.uint8), made[1][0].view(torch.uint8))
         assert torch.equal(made[0][1], made[1][1])
 
 
