@@ -104,10 +104,14 @@ def pack_marlin(
         g_idx, order = torch.sort(g_idx, dim=1, stable=True)
         codes = codes.gather(2, order.unsqueeze(1).expand(codes.shape))
         sort_indices = order.to(torch.int32)
+    codes = codes.contiguous()
+    # Both forms read codes several at a time. What torch calls contiguous may begin anywhere, and so may one expert.
+    if any(place % 8 for place in (codes.storage_offset(), codes.stride(0))):
+        codes = codes.clone(memory_format=torch.contiguous_format)
     per_lane = row_order(codes.size(1), gated, codes.device)[_scale_order(codes.size(1), codes.device)]
     pack_codes = form_for(pack_codes_reference, "marlin.triton_pack_codes.triton_pack_codes", codes)
     return PackedWeights(
-        pack_codes(codes.contiguous(), kind.bits, gated, kind.is_spread).view(
+        pack_codes(codes, kind.bits, gated, kind.is_spread).view(
             codes.size(0), codes.size(2) // 16, codes.size(1) * 16 // kind.pack
         ),
         _reorder(scales.transpose(1, 2), per_lane),

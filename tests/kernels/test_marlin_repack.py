@@ -65,6 +65,17 @@ def test_columns_may_be_any_multiple_of_32(columns: int) -> None:
     assert torch.equal(unpack_marlin(packed, kind.scalar_type.id, 32)[0], codes)
 
 
+def test_codes_may_begin_anywhere() -> None:
+    kind = WEIGHT_TYPES[scalar_types.uint4b8.id]
+    codes, scales, _ = _weights(kind, 32, 2, 64, 96)
+    expected = pack_marlin(codes, scales, kind.scalar_type.id, 32)
+    for first in (1, 4):
+        places = torch.cat([codes.new_zeros(first), codes.flatten()])[first:].view(codes.shape)
+        assert torch.equal(pack_marlin(places, scales, kind.scalar_type.id, 32).qweight, expected.qweight)
+    alone = torch.cat([codes.flatten(1), codes.new_zeros(2, 3)], dim=1)[:1, :-3].view(1, 64, 96)
+    assert torch.equal(pack_marlin(alone, scales[:1], kind.scalar_type.id, 32).qweight, expected.qweight[:1])
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_act_order_sorts_the_columns_and_the_way_back_undoes_it(seed: int) -> None:
     kind = WEIGHT_TYPES[scalar_types.uint4b8.id]
