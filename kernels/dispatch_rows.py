@@ -34,7 +34,7 @@ def pack_rows(
         send_meta: int32 `[M, 2 * topk]`: ids, -1 where the expert is another rank's, then the bits of the weights,
             0 there.
     """
-    pack = form_for(pack_rows_reference, "triton_dispatch_rows.triton_pack_rows", rows)
+    pack = _form_for(pack_rows_reference, "triton_dispatch_rows.triton_pack_rows", rows)
     pack(rows, topk_ids, topk_weights, owners, slots, send_rows, send_meta)
 
 
