@@ -49,11 +49,23 @@ def _rotate(theirs: Rotary, ours: Rotary, widths: set[float], *args: Any, **kwar
     if len(args) == 4 and not kwargs and len({tensor.dtype for tensor in args}) == 1:
         query, key = (tensor.transpose(1, 2) for tensor in args[:2])
         cos, sin = args[2:]
-        known = cos.shape == sin.shape and cos.dim() == 3 and cos.size(-1) / query.size(-1) in widths
-        if known and all(tensor.is_contiguous() for tensor in (query, key, cos, sin)):
+        if _fits(query, key, cos, sin, widths):
             query, key = ours(query, key, cos, sin)
             return query.transpose(1, 2), key.transpose(1, 2)
     return theirs(*args, **kwargs)
+
+
+def _fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, widths: set[float]) -> bool:
+    """Whether the kernel reads these as they lie; it stretches cos and sin over sequences, and over nothing else."""
+    if query.dim() != 4 or not all(tensor.is_contiguous() for tensor in (query, key, cos, sin)):
+        return False
+    batch, num_tokens, _, head_dim = query.shape
+    return (
+        key.shape == (batch, num_tokens, key.size(2), head_dim)
+        and cos.shape == sin.shape
+        and cos.shape[:-1] in ((1, num_tokens), (batch, num_tokens))
+        and cos.size(-1) / head_dim in widths
+    )
 
 
 def _widths(theirs: Rotary, ours: Rotary, device: torch.device) -> set[float]:

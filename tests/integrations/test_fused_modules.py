@@ -141,6 +141,28 @@ def test_rotary_positions_of_another_kind_stay(gives: type[Exception] | None) ->
     assert fused_rotary._widths(theirs, ours, torch.device("cpu")) == set()
 
 
+@pytest.mark.parametrize(
+    ("key", "angles", "fits"),
+    [
+        ((2, 1, 3, 8), (2, 3, 8), True),
+        ((2, 1, 3, 8), (1, 3, 8), True),
+        ((2, 1, 3, 8), (2, 1, 8), False),  # one angle for all tokens
+        ((2, 1, 3, 8), (1, 1, 8), False),
+        ((2, 1, 3, 4), (2, 3, 8), False),  # of which theirs would complain
+        ((1, 1, 3, 8), (1, 3, 8), False),  # sequences that share keys
+    ],
+)
+def test_rotary_positions_that_are_stretched_stay(key: tuple[int, ...], angles: tuple[int, ...], fits: bool) -> None:
+    used = []
+
+    def form(name: str) -> Any:
+        return lambda *tensors: used.append(name) or tensors[:2]
+
+    heads = [torch.randn(b, t, h, d).transpose(1, 2) for b, h, t, d in ((2, 4, 3, 8), key)]
+    fused_rotary._rotate(form("theirs"), form("ours"), {1.0}, *heads, *torch.randn(2, *angles))
+    assert used == ["ours" if fits else "theirs"]
+
+
 class OtherRMSNorm(torch.nn.Module):
     """Of numbers less their mean."""
 
