@@ -72,7 +72,8 @@ def test_codes_may_begin_anywhere() -> None:
     for first in (1, 4):
         places = torch.cat([codes.new_zeros(first), codes.flatten()])[first:].view(codes.shape)
         assert torch.equal(pack_marlin(places, scales, kind.scalar_type.id, 32).qweight, expected.qweight)
-    alone = torch.cat([codes.flatten(1), codes.new_zeros(2, 3)], dim=1)[:1, :-3].view(1, 64, 96)
+    alone = torch.cat([codes.flatten(1), codes.new_zeros(2, 3)], dim=1)[:, :-3].unflatten(1, (64, 96))[:1]
+    assert alone.is_contiguous() and alone.stride(0) % 8
     assert torch.equal(pack_marlin(alone, scales[:1], kind.scalar_type.id, 32).qweight, expected.qweight[:1])
 
 
