@@ -15,6 +15,7 @@ from moe_ep.kernels.triton_kernel import TritonKernel
 _VECTOR_BYTES = 16
 _WARP = 32
 _ENOUGH_PROGRAMS = 264
+_MOST_INT32 = (1 << 31) - 1
 
 
 @functools.lru_cache(maxsize=1024)
@@ -57,6 +58,7 @@ def _mul_sum_kernel(
     TOPK: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    FAR: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -64,7 +66,8 @@ def _mul_sum_kernel(
 
     Before: inputs `[T, TOPK, K]`, weights and ids `[T, TOPK]`, map `[E]`. After: outputs `[T, K]`.
     Program (t, b) computes columns b * BLOCK ... of token t: it adds the slots that count, in slot order, in f32
-    registers. A slot that does not count is masked out of the load, so its memory is never read.
+    registers. A slot that does not count is masked out of the load, so its memory is never read. FAR where offsets
+    of slots need 64 bits.
 
     Example: t=0, TOPK=2, ids [3, -1], weights [.5, 2], inputs[0] = [[2, 4], [?, ?]]: .5 * [2, 4] = [1, 2].
     """
@@ -72,10 +75,12 @@ def _mul_sum_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_row = column < hidden_size
+    place = column.to(tl.int64)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for slot in tl.static_range(TOPK):
         weight = tl.load(weights_ptr + token * weight_token_stride + slot * weight_slot_stride).to(tl.float32)
-        source = inputs_ptr + token * input_token_stride + slot * input_slot_stride + column * input_column_stride
+        slots = tl.full([], slot, tl.int64) if FAR else slot
+        source = inputs_ptr + token * input_token_stride + slots * input_slot_stride + place * input_column_stride
         if HAS_IDS:
             expert = tl.load(ids_ptr + token * id_token_stride + slot * id_slot_stride)
             counts = expert >= 0
@@ -87,7 +92,7 @@ def _mul_sum_kernel(
         else:
             row = tl.load(source, mask=in_row, other=0.0).to(tl.float32)
             total += row * weight
-    target = outputs_ptr + token * output_token_stride + column * output_column_stride
+    target = outputs_ptr + token * output_token_stride + place * output_column_stride
     tl.store(target, total.to(outputs_ptr.dtype.element_ty), mask=in_row)
 
 
@@ -119,6 +124,7 @@ def triton_mul_sum(
         TOPK=topk,
         HAS_IDS=topk_ids is not None,
         HAS_MAP=expert_map is not None,
+        FAR=topk * inputs.stride(1) > _MOST_INT32,
         BLOCK=block,
         EARLY=early,
         launch_pdl=early,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from dataclasses import dataclass
 
 import torch
@@ -95,3 +96,17 @@ def check_triton(device: str, cases: list[Case]) -> None:
         expected = mul_sum_reference(inputs, weights, torch.empty_like(output), ids, expert_map)
         # The interpreter rounds f32 to bf16 towards zero, so there bf16 agrees only as far as checked above.
         assert torch.equal(output, expected) or (device == "cpu" and case.dtype == torch.bfloat16), case
+
+
+def check_far_rows() -> None:
+    """Slots or columns that lie billions of elements apart, in a file of which little exists; in the interpreter."""
+    from moe_ep.kernels.triton_mul_sum import triton_mul_sum
+
+    apart = 1 << 30
+    with tempfile.NamedTemporaryFile() as file:
+        memory = torch.from_file(file.name, shared=True, size=2 * apart + 3, dtype=torch.float16)
+        for slot_stride, column_stride in ((apart, 1), (1, apart)):
+            inputs = memory.as_strided((1, 3, 3), (0, slot_stride, column_stride))
+            inputs.copy_(torch.arange(9.0).view(1, 3, 3))
+            output = triton_mul_sum(inputs, torch.tensor([[1.0, 0.5, 0.25]]), torch.empty(1, 3), None, None)
+            assert output.tolist() == [[3.0, 4.75, 6.5]]

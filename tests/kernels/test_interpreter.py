@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 CHECKS = {
     "routing": "from tests.kernels.routing_cases import *; check_fused('cpu', INTERPRETER_CASES)",
-    "mul_sum": "from tests.kernels.mul_sum_cases import *; check_triton('cpu', INTERPRETER_CASES)",
+    "mul_sum": "from tests.kernels.mul_sum_cases import *; check_triton('cpu', INTERPRETER_CASES); check_far_rows()",
     "grouped": "from tests.kernels.grouped_cases import *; check_triton('cpu')",
     "align": "from tests.kernels.align_cases import *; check_batched('cpu')",
     "rotary": "from tests.kernels.rotary_cases import *; check_rotary('cpu', (torch.float32,))",

@@ -62,7 +62,7 @@ def test_mul_sum_reads_16_bytes_at_a_time_and_does_not_fuse(arch: int) -> None:
         "inputs_ptr": "*bf16", "weights_ptr": "*fp32", "ids_ptr": "*i32", "map_ptr": "*i32", "outputs_ptr": "*bf16"
     }  # fmt: skip
     constants = {
-        "TOPK": 8, "HAS_IDS": True, "HAS_MAP": True, "BLOCK": 1024, "input_column_stride": 1,
+        "TOPK": 8, "HAS_IDS": True, "HAS_MAP": True, "FAR": False, "BLOCK": 1024, "input_column_stride": 1,
         "output_column_stride": 1, "weight_slot_stride": 1, "id_slot_stride": 1,
         "EARLY": arch >= 90,
     }  # fmt: skip
