@@ -192,15 +192,19 @@ def _conversation(tokenizer: Any, index: int, messages: Sequence[dict[str, str]]
 def _stop_ids(model: Any, tokenizer: Any, chat: bool, stop: str | None) -> list[int]:
     """The tokens that end a text, as transformers' generate knows them; an answer ends with the tokenizer's own too.
 
-    A special token may stand for `stop`: texts are decoded without it, so it would never come up in one.
+    A special token may stand for `stop`: texts are decoded without it, so it would never come up in one. Only what all
+    tokenizers have tells: those of mistral_common do not list the tokens that were added.
     """
     ids = model.generation_config.eos_token_id
     found = [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
     own = tokenizer.eos_token_id
     if chat and own is not None:
         found.append(own)
-    known = tokenizer.added_tokens_decoder.items()
-    return found + [index for index, token in known if token.special and token.content == stop]
+    index = None if stop is None else tokenizer.convert_tokens_to_ids(stop)
+    # A text that is no token may be given the index of the token for unknown ones.
+    if index is not None and tokenizer.convert_ids_to_tokens(index) == stop:
+        found += [] if tokenizer.decode([index], skip_special_tokens=True) else [index]
+    return found
 
 
 def _has_come_to(tokenizer: Any, stop: str, token_ids: list[int]) -> bool:

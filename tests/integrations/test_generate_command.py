@@ -151,11 +151,16 @@ def test_prompts_that_the_model_cannot_take(demo: Path, monkeypatch: pytest.Monk
 
 
 def test_what_ends_an_answer() -> None:
-    added = {1: SimpleNamespace(content="<end>", special=True), 2: SimpleNamespace(content="two", special=False)}
-    tokenizer = SimpleNamespace(eos_token_id=9, added_tokens_decoder=added)
+    tokens = ["<unknown>", "<end>", "two"]
+    tokenizer = SimpleNamespace(
+        eos_token_id=9,
+        convert_tokens_to_ids=lambda token: tokens.index(token) if token in tokens else 0,
+        convert_ids_to_tokens=tokens.__getitem__,
+        decode=lambda ids, skip_special_tokens: "".join(tokens[index] for index in ids if index == 2),
+    )
     for ids, expected in {None: [], 4: [4], (4, 5): [4, 5]}.items():
         ended = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=list(ids) if ids == (4, 5) else ids))
-        for stop, found in {None: [], "<end>": [1], "two": []}.items():
+        for stop, found in {None: [], "<end>": [1], "two": [], "no token": []}.items():
             assert _stop_ids(ended, tokenizer, False, stop) == expected + found
             assert _stop_ids(ended, tokenizer, True, stop) == [*expected, 9, *found]
 
