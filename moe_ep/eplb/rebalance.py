@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from moe_ep.eplb.policy.incremental import plan
-from moe_ep.eplb.policy.maps import Array, experts_moved, initial_placement, logical_maps, rank_loads
+from moe_ep.eplb.policy.maps import Array, experts_moved, initial_placement, logical_maps, rank_loads, replica_counts
 from moe_ep.eplb.policy.objective import check_objective, objective_window
 from moe_ep.eplb.policy.problem import Problem
 from moe_ep.eplb.policy.refine import refine_plan
@@ -128,7 +128,7 @@ def _refined(problem: Problem, steps: Array) -> Array:
     """An incremental plan `[L, P]`, refined against the counts of each step `[S, L, E]`.
 
     Of layers that still have the initial placement nothing is kept for its own sake: only the ranks are numbered so
-    that experts stay. Those moves are made once.
+    that experts stay. Those moves are made once, and not where the busiest ranks gain nothing by them.
     """
     weight, old = problem.weight, problem.old
     slots = np.empty((weight.shape[0], problem.num_replicas), dtype=np.int64)
@@ -140,8 +140,17 @@ def _refined(problem: Problem, steps: Array) -> Array:
             part = replace(problem, weight=weight[layers], old=None if present is None else present[layers])
             slots[layers] = refine_plan(part, plan(part), steps[:, layers])
     if old is not None and unplaced.any():
-        slots[unplaced] = renumber_like(old[unplaced], slots[unplaced], problem)
+        present, first = old[unplaced], renumber_like(old[unplaced], slots[unplaced], problem)
+        gains = np.less(*(_peaks(steps[:, unplaced], placed, problem.num_ranks) for placed in (first, present)))
+        slots[unplaced] = np.where(gains[:, None], first, present)
     return slots
+
+
+def _peaks(steps: Array, slots: Array, num_ranks: int) -> Array:
+    """The load of each step's busiest rank, summed over the steps `[S, L, E]`, for placements `[L, P]`: `[L]`."""
+    counts = replica_counts(slots, steps.shape[2])
+    loads = [(steps[:, layer] / counts[layer])[:, row] for layer, row in enumerate(slots)]
+    return np.array([load.reshape(len(load), num_ranks, -1).sum(axis=2).max(axis=1).sum() for load in loads])
 
 
 def _worthwhile(problem: Problem, new: Array, rebalance_below: float, min_gain: float, move_cost: float) -> Array:

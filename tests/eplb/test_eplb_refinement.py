@@ -76,6 +76,17 @@ def test_a_first_plan_is_as_good_as_one_from_nothing(redundant, nodes):
     assert experts_moved(later, again, 8)[:2].sum() * 4 < experts_moved(initial, first, 8)[:2].sum()
 
 
+@pytest.mark.parametrize("redundant", [0, 8])
+def test_a_first_plan_moves_nothing_where_nothing_is_gained(redundant):
+    window = np.full((16, 3, 32), 6)
+    window[:, 1], window[:, 2, ::2] = 0, 60
+    initial = initial_placement(3, 32, 32 + redundant)
+    # Without replicas, every rank has two heavy experts and two light ones. With them, the first ranks have none.
+    gained = [redundant > 0, False, redundant > 0]
+    moved = experts_moved(initial, plan(window.sum(axis=0), 32 + redundant, 8, old=initial, window=window), 8)
+    assert (moved > 0).tolist() == gained
+
+
 @pytest.mark.parametrize("old", [None, initial_placement(3, 16, 24)])
 def test_refined_plans_keep_groups_on_their_hosts(old):
     rng = np.random.default_rng(1)
