@@ -237,9 +237,9 @@ class EPLBManager:
             if self._busy:
                 raise EplbError(f"{called} was called while experts are still moving; call finish first")
             self._mover.check_loaded()
+            self._mover.serving_is_at()
             self._busy = True
             self._num_jobs += 1
-        self._mover.serving_is_at()
         job = Job(self._num_jobs, self._gate.step, counts, target)
         if asynchronous:
             self._jobs.put(job)

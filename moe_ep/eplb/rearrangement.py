@@ -195,7 +195,8 @@ class Rearrangement:
                     message[0] = _PLAN
                     message[1:] = torch.from_numpy(plan).flatten()
             except Exception as error:
-                logger.exception("EPLB could not plan")
+                if not self._gate.failed:  # where it has, somebody closed this, which ends a plan
+                    logger.exception("EPLB could not plan")
                 failure = self._channel.failed(f"no plan could be made on EP rank 0: {error!r}")
                 message[0] = _FAILED
             seconds = time.perf_counter() - started

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -194,12 +195,21 @@ def test_a_listener_that_ends_its_thread_ends_all_ranks_at_once(asynchronous: bo
     assert results == [(message, rank == 1 and not asynchronous) for rank in range(3)]
 
 
-def test_closing_does_not_wait_for_a_plan() -> None:
+def test_closing_does_not_wait_for_a_plan(caplog: pytest.LogCaptureFixture) -> None:
     manager = on_one_rank(asynchronous=True, planner="process", first_plan=NEVER, timeout_s=600)
     planner = manager._rearrangement._planner
     assert planner is not None
     os.kill(planner._process.pid, signal.SIGSTOP)
-    manager.plan_now()
-    started = time.monotonic()
-    manager.close()
+    asked, make_plan = threading.Event(), planner.make_plan
+
+    def ask(*args: Any) -> Any:
+        asked.set()
+        return make_plan(*args)
+
+    with mock.patch.object(planner, "make_plan", ask):
+        manager.plan_now()
+        assert asked.wait(60)
+        started = time.monotonic()
+        manager.close()
     assert time.monotonic() - started < 300
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
