@@ -15,8 +15,7 @@ def this_gpu() -> torch.device:
     Raises:
         SystemExit: torch sees no GPU.
     """
-    if not torch.cuda.is_available():
-        sys.exit(f"{Path(sys.argv[0]).name} measures on a GPU, and torch sees none here; moe-ep doctor says more")
+    _see_a_gpu()
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -26,8 +25,13 @@ def use_gpu_of_rank() -> None:
     Raises:
         SystemExit: torch sees no GPU, or torchrun did not start this process.
     """
-    this_gpu()
+    _see_a_gpu()
     if "LOCAL_RANK" not in os.environ:
         name = Path(sys.argv[0]).name
         sys.exit(f"{name} is for several GPUs: torchrun --nproc-per-node GPUS scripts/{name}")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def _see_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        sys.exit(f"{Path(sys.argv[0]).name} measures on a GPU, and torch sees none here; moe-ep doctor says more")
