@@ -22,7 +22,8 @@ from moe_ep.methods import FusedMoEMethodBase, UnquantizedFusedMoEMethod
 from moe_ep.passes import most_tokens
 from moe_ep.process_groups import resolve_parallel_config
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
-from moe_ep.routing import check_routing, select_experts
+from moe_ep.routing import select_experts
+from moe_ep.routing_checks import check_routing
 from moe_ep.stages import stage, tell_routing
 from moe_ep.weight_loading import ExpertMapping, FusedMoeWeightScaleSupported
 
