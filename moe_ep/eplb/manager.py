@@ -12,7 +12,6 @@ run on the serving thread, between two steps, and on a GPU they only queue copie
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,9 +24,10 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import EplbTotals, Event, Listener, PlanReport
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.mover import LayerMover, check_layers
+from moe_ep.eplb.moving_thread import MovingThread, interrupted
 from moe_ep.eplb.placement_state import PlacementState
 from moe_ep.eplb.policy.maps import Array
-from moe_ep.eplb.rearrangement import POLL_S, Job, Rearrangement
+from moe_ep.eplb.rearrangement import Job, Rearrangement
 from moe_ep.eplb.recorder import ExpertLoadRecorder
 from moe_ep.eplb.step_gate import StepGate
 from moe_ep.errors import EplbError
@@ -93,6 +93,12 @@ class EPLBManager:
         self._rearrangement = Rearrangement(
             self.config, self._channel, self._gate, self._mover, self.placement, self.recorder, self._tell
         )
+        self._thread = MovingThread(
+            self._mover.device,
+            self._channel,
+            lambda job: self._rearrangement.carry_out(job, asynchronous=True),
+            self._stop,
+        )
         for index, layer in enumerate(layers):
             layer.set_eplb_state(
                 index,
@@ -106,8 +112,6 @@ class EPLBManager:
         self._telling, self._beginning = threading.Lock(), threading.Lock()
         self._num_jobs = 0
         self._busy = False
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
         try:
             self._mover.rehearse()
             self.recorder.rehearse()
@@ -116,7 +120,6 @@ class EPLBManager:
         except BaseException:
             self._let_go()
             raise
-        self._thread = threading.Thread(target=self._serve, name="moe_ep-eplb", daemon=True)
         self._thread.start()
 
     @property
@@ -205,17 +208,15 @@ class EPLBManager:
 
         A rearrangement under way is given up, and peers that go on with it fail at their next exchange.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if self._thread.is_open:
             self._gate.fail(EplbError("the EPLB manager was closed"))
             if self._busy:
                 self._rearrangement.give_up()
-            self._jobs.put(None)
-            thread.join()
+            self._thread.close()
             self._let_go()
 
     def _is_open(self) -> bool:
-        return self._thread is not None and not self._gate.failed
+        return self._thread.is_open and not self._gate.failed
 
     def _has_commits_to_come(self) -> bool:
         return self._busy and self._is_open()
@@ -242,12 +243,12 @@ class EPLBManager:
             self._num_jobs += 1
         job = Job(self._num_jobs, self._gate.step, counts, target)
         if asynchronous:
-            self._jobs.put(job)
+            self._thread.put(job)
             return
         try:
             error = self._rearrangement.carry_out(job, asynchronous=False)
         except BaseException as cause:
-            self._stop(self._interrupted(cause))
+            self._stop(interrupted(self._channel, cause))
             raise
         finally:
             self._busy = False
@@ -255,35 +256,12 @@ class EPLBManager:
             self._stop(error)
             raise error
 
-    def _interrupted(self, cause: BaseException) -> EplbError:
-        """For what is no error but ends a thread all the same, as SystemExit of a listener does."""
-        return self._channel.failed(f"EPLB was interrupted on EP rank {self._channel.rank}: {cause!r}")
-
     def _stop(self, error: EplbError) -> None:
         """Has `step` raise this; peers that wait for this rank learn it at once."""
         self._gate.fail(error)
         # The frames of what went wrong hold connections.
         error.__context__ = None
         self._channel.close()
-
-    def _serve(self) -> None:
-        """The moving thread: jobs, and between them what other ranks may have to say."""
-        if self._mover.device.type == "cuda":
-            torch.cuda.set_device(self._mover.device)
-        error: EplbError | None = None
-        try:
-            while error is None:
-                try:
-                    job = self._jobs.get(timeout=POLL_S)
-                except queue.Empty:
-                    error = self._channel.heard()
-                    continue
-                if job is None:
-                    return
-                error = self._rearrangement.carry_out(job, asynchronous=True)
-        except BaseException as cause:
-            error = self._interrupted(cause)
-        self._stop(error)
 
     def _commit(self) -> None:
         try:
