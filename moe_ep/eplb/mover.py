@@ -94,8 +94,7 @@ class LayerMover:
             with torch.inference_mode():
                 experts.pack([0], [experts.rows(self._staging)[0]])
                 self._placement.stage(present)
-            self._waiting = (layer, present, LayerMoves(num_rows=1, copies=[], rounds=[], writes=[(0, 0)]))
-            self.commit()
+            self._put_in_force(layer, present, LayerMoves(num_rows=1, copies=[], rounds=[], writes=[(0, 0)]))
 
     def begin(self, number: int) -> None:
         """Begins a rearrangement of some layers, each at most once; a collective step of the moving threads.
@@ -131,20 +130,24 @@ class LayerMover:
         if self._waiting is None:
             raise RuntimeError("commit was called and no layer was fetched")
         layer, new, moves = self._waiting
-        experts, module = self._experts[layer], self._layers[layer]
-        rows, slots = experts.rows(self._staging), [slot for _, slot in moves.writes]
         try:
-            with torch.inference_mode():
-                experts.write([rows[row] for row, _ in moves.writes], slots)
-                self._placement.commit(layer, new)
-                module.quant_method.rebuild_derived_state(module, slots)
+            self._put_in_force(layer, new, moves)
         except BaseException:
-            module.refuse("a move of its experts was interrupted, so that they are not where its maps say")
+            why = "a move of its experts was interrupted, so that they are not where its maps say"
+            self._layers[layer].refuse(why)
             raise
-        if self._committed is not None:
-            self._committed.record()
         self._waiting = None
         return layer
+
+    def _put_in_force(self, layer: int, new: Array, moves: LayerMoves) -> None:
+        experts, module = self._experts[layer], self._layers[layer]
+        rows, slots = experts.rows(self._staging), [slot for _, slot in moves.writes]
+        with torch.inference_mode():
+            experts.write([rows[row] for row, _ in moves.writes], slots)
+            self._placement.commit(layer, new)
+            module.quant_method.rebuild_derived_state(module, slots)
+        if self._committed is not None:
+            self._committed.record()
 
     def give_up(self) -> None:
         """Ends a `fetch` that waits for a peer; called by the serving thread, and `close` comes next."""

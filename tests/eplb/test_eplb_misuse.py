@@ -160,6 +160,25 @@ def test_a_layer_whose_commit_was_interrupted_does_not_run(monkeypatch: pytest.M
     manager.close()
 
 
+def test_layers_run_where_a_manager_could_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = make_model(1, ep_size=1)
+    write, asked = ExpertRows.write, []
+
+    def write_and_fail(*args: Any) -> None:
+        write(*args)
+        asked.append(args)
+        if len(asked) == 2:
+            raise MemoryError
+
+    monkeypatch.setattr(ExpertRows, "write", write_and_fail)
+    with pytest.raises(MemoryError):
+        EPLBManager(layers, CONFIG)
+    x, logits = inputs(4, seed=1)
+    assert all(layer(x, logits).isfinite().all() for layer in layers)
+    check_weights(layers)
+    EPLBManager(layers, CONFIG).close()
+
+
 def leave_from_listener(rank: int, world_size: int, asynchronous: bool) -> tuple[str, bool]:
     """The listener of rank 1 ends its thread. What a step raises then, and whether a plan's caller was interrupted."""
     layers = make_model(world_size)
