@@ -17,6 +17,8 @@ from moe_ep.eplb.policy.relabel import renumber_like
 from moe_ep.registry import EPLB_POLICIES
 
 ArrayLike = torch.Tensor | Array
+# Of sums in f32, as a share.
+_ROUNDING = 1e-5
 
 
 class Placement(NamedTuple):
@@ -128,7 +130,7 @@ def _refined(problem: Problem, steps: Array) -> Array:
     """An incremental plan `[L, P]`, refined against the counts of each step `[S, L, E]`.
 
     Of layers that still have the initial placement nothing is kept for its own sake: only the ranks are numbered so
-    that experts stay. Those moves are made once, and not where the busiest ranks gain nothing by them.
+    that experts stay. Those moves are made once, and not where every step's ranks are level already.
     """
     weight, old = problem.weight, problem.old
     slots = np.empty((weight.shape[0], problem.num_replicas), dtype=np.int64)
@@ -141,8 +143,9 @@ def _refined(problem: Problem, steps: Array) -> Array:
             slots[layers] = refine_plan(part, plan(part), steps[:, layers])
     if old is not None and unplaced.any():
         present, first = old[unplaced], renumber_like(old[unplaced], slots[unplaced], problem)
-        gains = np.less(*(_peaks(steps[:, unplaced], placed, problem.num_ranks) for placed in (first, present)))
-        slots[unplaced] = np.where(gains[:, None], first, present)
+        level = steps[:, unplaced].sum(axis=(0, 2), dtype=np.float64) / problem.num_ranks
+        uneven = _peaks(steps[:, unplaced], present, problem.num_ranks) > level * (1 + _ROUNDING)
+        slots[unplaced] = np.where(uneven[:, None], first, present)
     return slots
 
 

@@ -77,7 +77,7 @@ def test_a_first_plan_is_as_good_as_one_from_nothing(redundant, nodes):
 
 
 @pytest.mark.parametrize("redundant", [0, 8])
-def test_a_first_plan_moves_nothing_where_nothing_is_gained(redundant):
+def test_a_first_plan_moves_nothing_where_ranks_are_level(redundant):
     window = np.full((16, 3, 32), 6)
     window[:, 1], window[:, 2, ::2] = 0, 60
     initial = initial_placement(3, 32, 32 + redundant)
