@@ -109,9 +109,15 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
       int e = base + lane;
       int rows = e < p.num_experts ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
       bool few = rows > 0 && rows <= few_rows;
+      u32 votes = __ballot_sync(~0u, few);
+      more |= rows > few_rows;
+      if (votes == 0) {  // no place among the active ones, no cost
+        all += __reduce_add_sync(~0u, rows);
+        continue;
+      }
       int own = few ? few_cost(rows) : 0;
       int rows_before = all + sum_before(rows, lane), before = cost + sum_before(own, lane);
-      u32 votes = __ballot_sync(~0u, few), dear_votes = __ballot_sync(~0u, few && rows > kCheapRows);
+      u32 dear_votes = __ballot_sync(~0u, few && rows > kCheapRows);
       u32 below = (1u << lane) - 1;
       Schedule::Active mine = {e, rows, rows_before, before, (u16)own, (u16)(dear + __popc(dear_votes & below))};
       if (few) s.active()[active + __popc(votes & below)] = mine;
@@ -119,7 +125,6 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
       all = __shfl_sync(~0u, rows_before + rows, 31);
       cost = __shfl_sync(~0u, before + own, 31);
       largest = max(largest, few ? rows : 0);
-      more |= rows > few_rows;
     }
     // Where rows lie on both sides, it is decided whose all are, and they may be listed once more.
     if (few_rows != p.few_rows || active == 0 || !__any_sync(~0u, more)) break;

@@ -170,7 +170,7 @@ DEVICE void run_token_warps(const PrefillParams& params, Shared& shared, Ring<kM
   for_each_segment(shared, [&](const Segment g) {
     if (are_gathered(p, g.phase)) {
       gather_tokens(p, shared, g, ring);
-    } else if (threadIdx.x == 32 * (kWeightWarp + 1)) {
+    } else if (threadIdx.x / 32 == kWeightWarp + 1 && elected()) {
       load_tokens(params, shared, g, ring);
     } else {
       for (int step = g.from; step < g.to; step++) ring.advance();

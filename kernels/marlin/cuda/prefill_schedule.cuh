@@ -42,20 +42,27 @@ struct Segment {
   int piece;                                          // number of the piece it is in, -1 for a whole tile
 };
 
-// One warp: the best of the choices, which are made where an expert has more than kSmallTokens rows, and its tables by
-// prefix sums over the experts, 32 at a time.
-DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int largest, int lane) {
+// One warp: the number of the best choice, and what it makes of the phases, for all.
+DEVICE const Choice& best_choice(const Schedule& s, int num_choices, int lane) {
+  u32 time = lane < num_choices ? (__float_as_uint(s.choices[lane].time) & ~7u) | lane : ~0u;  // none is negative
+  return s.choices[__reduce_min_sync(~0u, time) & 7];
+}
+
+DEVICE void take_choice(Schedule& s, const Choice& choice, int lane) {
+  constexpr int kWords = sizeof(s.phase) / sizeof(int);
+  if (lane < kWords) reinterpret_cast<int*>(s.phase)[lane] = reinterpret_cast<const int*>(choice.phase)[lane];
+  if (lane == 0) s.most_tokens = choice.tiles.most_tokens;
+}
+
+// One warp: tables by prefix sums over the experts, 32 at a time.
+DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int most_tokens, int lane) {
   int n = p.num_experts, sums[3] = {0, 0, 0};
-  AllTiles all = {0, 0, tile_cost(largest), kSmallTokens};
-  if (largest > kSmallTokens) {
-    u32 time = lane < kChoices ? (__float_as_uint(s.choices[lane].time) & ~7u) | lane : ~0u;  // none is negative
-    all = s.choices[__reduce_min_sync(~0u, time) & 7].tiles;
-  }
+#pragma unroll 1
   for (int base = 0; base < n; base += 32) {
     int e = base + lane;
     int any = e < n ? rows_of(p, e) : 0;
     int rows = any > few_rows ? any : 0;
-    TokenTiles tiles(rows, all.most_tokens);
+    TokenTiles tiles(rows, most_tokens);
     int own[3] = {any, tiles.count, tiles.cost(rows)};
     if (e < n) s.rows()[e] = rows;
 #pragma unroll
@@ -71,10 +78,6 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int l
     }
   }
   if (lane < 3) s.rows()[(lane + 1) * (n + 1) + n] = lane == 0 ? sums[0] : lane == 1 ? sums[1] : sums[2];
-  if (largest <= kSmallTokens) all.count = sums[1], all.cost = sums[2];
-  PhaseShape phase = shape_phase(p.gemm[lane % 2], lane % 2 == 1, all);
-  if (lane < 2) s.phase[lane] = phase;
-  if (lane == 0) s.most_tokens = all.most_tokens;
 }
 
 // The expert whose table entry holds `value`: table[e] <= value < table[e + 1], the entries scaled.

@@ -137,8 +137,7 @@ DEVICE void consider_tall(const GemmParams& gemm, const AllTiles& all, float tim
 }
 
 // One warp, whose even and odd lanes have a phase each: how its tiles are made and cut.
-DEVICE PhaseShape shape_phase(const GemmParams& gemm, bool last, const AllTiles& all) {
-  PhaseTimes times(gemm, all);
+DEVICE PhaseShape shape_phase(const GemmParams& gemm, bool last, const AllTiles& all, const PhaseTimes& times) {
   PhaseShape phase;
   int blocks = gridDim.x, tiles = all.count * times.row_tiles;
   phase.tile_rows = kTileRows;
@@ -175,25 +174,34 @@ DEVICE PhaseShape shape_phase(const GemmParams& gemm, bool last, const AllTiles&
 
 DEVICE int rows_of(const ExpertsParams& p, int e) { return min(max(p.num_tokens[e], 0), p.max_rows); }
 
-// One warp: rows of the largest expert.
-DEVICE int most_rows(const ExpertsParams& p) {
+// One warp: rows of the largest expert, and whether there is one of few rows.
+DEVICE int most_rows(const ExpertsParams& p, bool& few) {
   int most = 0;
-  for (int e = threadIdx.x % 32; e < p.num_experts; e += 32) most = max(most, rows_of(p, e));
+  few = false;
+#pragma unroll 1
+  for (int e = threadIdx.x % 32; e < p.num_experts; e += 32) {
+    int rows = rows_of(p, e);
+    most = max(most, rows);
+    few |= rows > 0 && rows <= p.few_rows;
+  }
+  few = __any_sync(~0u, few);
   return __reduce_max_sync(~0u, most);
 }
 
-// A way to cut all rows into tiles, and about how long it takes.
+// A way to cut all rows into tiles, what it makes of either phase, and about how long it takes.
 struct Choice {
+  PhaseShape phase[2];
   AllTiles tiles;
   float time;
 };
 constexpr int kChoices = 6;  // up to 64, 80, 96, 112 and 128 tokens, and large ones
 
-// One warp: what choice number `choice` gives where the largest expert has more than kSmallTokens rows. Code for small
-// tiles is faster; sizes between make more tiles, each of which has to be stored, and are taken where they win a tenth.
-DEVICE Choice consider(const ExpertsParams& p, int few_rows, int largest, int choice, int lane) {
+// One warp: what choice number `choice` gives. Code for small tiles is faster; sizes between make more tiles, each of
+// which has to be stored, and are taken where they win a tenth.
+DEVICE void consider(const ExpertsParams& p, int few_rows, int largest, int choice, int lane, Choice& to) {
   bool large = choice == kChoices - 1;
   AllTiles all = {0, 0, 0, large ? kLargeTokens : kSmallTokens + 16 * choice};
+#pragma unroll 1
   for (int e = lane; e < p.num_experts; e += 32) {
     int rows = rows_of(p, e);
     if (rows <= few_rows) continue;
@@ -206,10 +214,16 @@ DEVICE Choice consider(const ExpertsParams& p, int few_rows, int largest, int ch
   all.count = __reduce_add_sync(~0u, all.count);
   all.cost = __reduce_add_sync(~0u, all.cost);
   all.dearest = __reduce_max_sync(~0u, all.dearest);
-  PhaseTimes times(p.gemm[lane % 2], all);
+  const GemmParams& gemm = p.gemm[lane % 2];
+  PhaseTimes times(gemm, all);
   float time = large ? times.whole : fminf(fminf(times.whole, times.narrow), times.split);
   time += __shfl_xor_sync(~0u, time, 1);
-  if (choice == 0) return {all, time * 0.97f};
-  if (large) return {all, kHasLarge && largest > kTileTokens ? time : 1e30f};
-  return {all, all.most_tokens == kTileTokens ? time : time * 1.1f};
+  if (large) {
+    time = kHasLarge && largest > kTileTokens ? time : 1e30f;
+  } else if (all.most_tokens != kTileTokens) {
+    time *= choice == 0 ? 0.97f : 1.1f;
+  }
+  PhaseShape phase = shape_phase(gemm, lane % 2 == 1, all, times);
+  if (lane < 2) to.phase[lane] = phase;
+  if (lane == 0) to.tiles = all, to.time = time;
 }

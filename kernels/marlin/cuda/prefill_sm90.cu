@@ -56,7 +56,8 @@ template <int kMost>
 DEVICE void run_producers(const PrefillParams& params, Shared& shared, u8* memory, int ticket) {
   Ring<kMost> ring(memory);
   if (threadIdx.x / 32 == kWeightWarp) {
-    if (threadIdx.x % 32 == 0) run_weight_thread(params.experts, shared, ring, ticket);
+    ticket = __shfl_sync(~0u, ticket, 0);
+    if (elected()) run_weight_thread(params.experts, shared, ring, ticket);
     __syncwarp();
   } else {
     run_token_warps(params, shared, ring);
@@ -70,6 +71,13 @@ DEVICE void clear_codes(u8* memory) {
   constexpr int kWordsOfAll = kStages<kMost> * kCodeStage<kMost> / 16;
   for (int i = threadIdx.x; i < kWordsOfAll; i += kThreads) words[i] = make_uint4(0, 0, 0, 0);
   fence_proxy_async();
+}
+
+// Nothing is to be done: one block keeps the order of kernels. Every call of few rows waits for this way out, so it is
+// short and comes first in the kernel.
+DEVICE void leave_at_once() {
+  if (blockIdx.x == 0) wait_for_previous_kernels();
+  asm volatile("exit;");
 }
 
 // The last block to finish leaves all flags zero for the next launch.
@@ -90,30 +98,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_c
   const ExpertsParams& p = params.experts;
   extern __shared__ __align__(1024) u8 memory[];
   let_next_kernel_come();
-  int largest = most_rows(p), few_rows = p.few_rows;
-  if (largest > few_rows) few_rows = agreed_few_rows(p, threadIdx.x % 32);
-  if (largest <= few_rows) {
-    if (blockIdx.x == 0) wait_for_previous_kernels();  // one block keeps the order of kernels
-    return;
-  }
+  bool few;
+  int largest = most_rows(p, few), few_rows = p.few_rows;
+  if (largest <= few_rows) return leave_at_once();
+  if (few) few_rows = agreed_few_rows(p, threadIdx.x % 32);
+  if (largest <= few_rows) return leave_at_once();
   Shared& shared = shared_of(memory);
   int ticket = threadIdx.x == kWeightWarp * 32 ? atomicAdd(p.sync, 1) : 0;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 32 * kChoices) init_barriers(shared);
-  if (largest > kSmallTokens) {
-    if (warp < kChoices) {
-      Choice choice = consider(p, few_rows, largest, warp, lane);
-      if (lane == 0) shared.schedule.choices[warp] = choice;
-    }
-    __syncthreads();
+  // One warp makes the tables while another decides how they are cut, where it is known what tiles there are.
+  Schedule& s = shared.schedule;
+  int num_choices = largest > kSmallTokens ? kChoices : 1;
+  if (warp < num_choices) consider(p, few_rows, largest, warp, lane, s.choices[warp]);
+  if (num_choices > 1) __syncthreads();
+  if (warp == 0) {
+    __syncwarp();
+    take_choice(s, best_choice(s, num_choices, lane), lane);
+  } else if (warp == 1) {
+    int most_tokens = num_choices > 1 ? best_choice(s, num_choices, lane).tiles.most_tokens : kSmallTokens;
+    make_tables(s, p, few_rows, most_tokens, lane);
   }
-  if (warp == 0) make_tables(shared.schedule, p, few_rows, largest, lane);
   __syncthreads();
-  make_pieces(shared.schedule, p.num_experts);
+  make_pieces(s, p.num_experts);
   // The compiler sees that it is the same for all lanes.
   int most_tokens = __shfl_sync(~0u, shared.schedule.most_tokens, 0);
   bool large = kHasLarge && most_tokens == kLargeTokens;
-  if (p.gemm[0].columns % kStepColumns || p.gemm[1].columns % kStepColumns) {
+  bool clears = p.gemm[0].columns % kStepColumns || p.gemm[1].columns % kStepColumns;
+  if (clears) {
     if (large) {
       clear_codes<kLargeTokens>(memory);
     } else if (kHasTall && most_tokens == kSmallTokens) {
@@ -122,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill(const __grid_c
       clear_codes<kTileTokens>(memory);
     }
   }
-  __syncthreads();
+  if (clears || s.phase[0].pieces + s.phase[1].pieces > 0) __syncthreads();
   // Code of its own for each size of tiles: fewer registers for sums leave the compiler more to order products by.
   if (large) {
     if constexpr (kHasLarge) {
