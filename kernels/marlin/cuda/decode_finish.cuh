@@ -81,11 +81,15 @@ DEVICE bool complete_sums(const Lane<kTokens, kTeams>& me, const ExpertsParams& 
   return completed;
 }
 
+DEVICE constexpr Units units_of(int tokens) {
+  return is_raw(tokens) ? Units{kRawUnit, kNibbles ? kRawUnit / 16.0f : kRawUnit} : Units{kUnfold, kUnfold};
+}
+
 // All that a tile's sums go through once its steps are done here.
 template <int kTokens, int kTeams>
 DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment& g,
                            const float (&sums)[kTeams][kTokens / 2]) {
-  constexpr float kUnit = is_raw(kTokens) ? kRawUnit : kUnfold;
+  constexpr Units kUnit = units_of(kTokens);
   Lane<kTokens, kTeams> me;
   float total[kTokens / 2];
   if (!complete_sums<kTokens, kTeams>(me, p, shared, g, sums, total)) return;
@@ -113,7 +117,7 @@ DEVICE void add_part(const ExpertsParams& p, Shared& shared, const Segment& g) {
     parts.ask(from, 0, pieces);
     parts.take(from, pieces, sums);
     int first = g.row_tile * kTileRows + (warp % team_warps * teams + warp / team_warps) * 16;
-    float scale = is_raw(tokens) ? kRawUnit : kUnfold;
-    if (first < p.gemm[1].rows) store_rows<8, false>(p, g.expert, g.first_row, g.rows, first, sums, 8 * group, scale);
+    if (first >= p.gemm[1].rows) continue;
+    store_rows<8, false>(p, g.expert, g.first_row, g.rows, first, sums, 8 * group, units_of(tokens));
   }
 }

@@ -171,7 +171,7 @@ DEVICE void copy_tokens(const ExpertsParams& p, Shared& shared, const Segment& g
   constexpr int kChunks = kStepColumns / 8, kRowsAtOnce = kWarps * 32 / kChunks;
   const GemmParams& gemm = p.gemm[g.phase];
   int lane = thread % 32, chunk = thread % kChunks, first = thread / kChunks, num_rows = g.rows - first;
-  u32 place = chunk / 8 * ring.token_rows * 128 + first * 128 + (chunk ^ first) % 8 * 16;
+  u32 place = chunk / 8 * token_rows_of(g.rows) * 128 + first * 128 + (chunk ^ first) % 8 * 16;
   // A lane finds where one row begins, in 16-byte chunks, which 32 bits can count.
   u32 start = lane < g.rows ? (u32)input_row(p, g, lane) * (u32)(gemm.columns / 8) : 0;
   u32 from[kRows / kRowsAtOnce];
@@ -228,7 +228,7 @@ DEVICE void run_token_warps(const ExpertsParams& p, Shared& shared, Ring ring) {
         barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);  // the last filling is over
         barrier_arrive(&shared.landed[ring.stage]);
         barrier_wait(&shared.landed[ring.stage], ring.parity);
-        prepare_tokens(ring, shared.starts[ring.stage], prepared_place(0), 0);
+        prepare_tokens<8>(ring, shared.starts[ring.stage], prepared_place(0), 0);
         barrier_arrive(&shared.full[ring.stage], kTokenWarps);
       }
     }

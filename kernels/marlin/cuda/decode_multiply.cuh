@@ -68,7 +68,7 @@ DEVICE void multiply_stage(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams
       }
 #pragma unroll
       for (int j = 0; j < (kTokens + 8) / 16 && (kTokens > 8 || k % 2 == 0); j++) {
-        load_matrices(b[k][2 * j], (tokens ^ k * 32) + half * ring.token_rows * 128 + j * 2048);
+        load_matrices(b[k][2 * j], (tokens ^ k * 32) + half * token_rows_of(kTokens) * 128 + j * 2048);
       }
 #pragma unroll
       for (int i = 0; i < kTeams; i++) {
@@ -138,7 +138,7 @@ DEVICE void multiply_raw(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams][
   for (int k = 0; k < 8; k++) {
 #pragma unroll
     for (int i = 0; i < kTeams; i++) read_words(words[i], codes + i * kPieceBytes, k);
-    u32 from = (tokens ^ k % 4 * 32) + k / 4 * ring.token_rows * 128;
+    u32 from = (tokens ^ k % 4 * 32) + k / 4 * token_rows_of(kTokens) * 128;
 #pragma unroll
     for (int j = 0; j < (kTokens + 8) / 16 && (kTokens > 8 || k % 2 == 0); j++) {
       load_matrices(b[k % 4][2 * j], from + j * 2048);
@@ -191,7 +191,7 @@ DEVICE void multiply_by_group(const Lane<kTokens, kTeams>& me, float (&sums)[kTe
 #pragma unroll
     for (int n = 0; n < 2 * kTeams; n++) {
       int k = quarter * 2 + n / kTeams, i = n % kTeams;
-      wgmma<kTokens>(sums[i], a[quarter % 2][k % 2][i], tokens + (k % 4 * 2 + k / 4 * ring.token_rows * 8));
+      wgmma<kTokens>(sums[i], a[quarter % 2][k % 2][i], tokens + (k % 4 * 2 + k / 4 * token_rows_of(kTokens) * 8));
     }
     wgmma_commit();
     if (quarter < 3) wgmma_wait<1>();

@@ -18,9 +18,10 @@ DEVICE u32 prepared_place(int first_token) {
 
 // One warp, 8 tokens, `mine` their prepared_place. Eight tokens by 32 columns are operand A: rows g and g + 8 of it are
 // the same token's, and the sums come times the numbers in even and odd columns of operand B.
+template <int kTokens>
 DEVICE void prepare_tokens(const Ring& ring, float* starts, u32 mine, int first_token) {
   u32 first = shared_address(ring.tokens()) + mine, pairs[4][4];
-  auto place = [&](int i) { return (first ^ i % 2 * 64) + i / 2 * ring.token_rows * 128; };
+  auto place = [&](int i) { return (first ^ i % 2 * 64) + i / 2 * token_rows_of(kTokens) * 128; };
 #pragma unroll
   for (int i = 0; i < 4; i++) load_matrices(pairs[i], place(i));
 #pragma unroll
@@ -30,16 +31,17 @@ DEVICE void prepare_tokens(const Ring& ring, float* starts, u32 mine, int first_
     store_matrices(place(i), pairs[i]);
   }
   if constexpr (kSumTokens) {
-    int lane = threadIdx.x % 32;
+    u32 lane = threadIdx.x % 32;
     asm volatile("" : "+r"(lane));  // so that what follows from it is not kept between stages
-    u32 code = lane & 4 ? kStart[1] : kStart[0];
+    u32 code = lane & 4 ? kStart[1] : kStart[0], same = code;
+    asm volatile("" : "+r"(same));  // a pair of registers for all products
     float sums[4], parts[4][4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) mma_from_zero(parts[i], pairs[i], code, code);  // none waits for another
+    for (int i = 0; i < 4; i++) mma_from_zero(parts[i], pairs[i], code, same);  // none waits for another
 #pragma unroll
     for (int m = 0; m < 4; m++) sums[m] = parts[0][m] + parts[1][m] + (parts[2][m] + parts[3][m]);
     // As the accumulators of lanes 4 r + c lie: rows g of tokens 2 c and 2 c + 1, then rows g + 8.
-    int token = first_token + lane / 4, high = lane % 4;
+    u32 token = first_token + lane / 4, high = lane % 4;
     if (high < 2) starts[token / 2 * 4 + high * 2 + token % 2] = high ? sums[1] + sums[3] : sums[0] + sums[2];
   }
 }

@@ -19,15 +19,14 @@
 // A warp prepares half of the tokens of every eighth stage, one of its team's.
 struct Turn {
   static constexpr int kUnits = kRawTokens / 8, kEvery = kConsumerWarps / kUnits;
-  int unit, step;  // of the segment; the next one whose stage it has
-  u32 tokens;
-  DEVICE Turn(int team, int warp, int teams)
-      : unit(warp % kUnits), step(warp / kUnits * teams + team), tokens(prepared_place(8 * unit)) {}
+  int step;  // of the segment; the next one whose stage it has
+  DEVICE Turn(int team, int warp, int teams) : step(warp / kUnits * teams + team) {}
   DEVICE void prepare(Shared& shared, const Ring& ring) {
+    int first_token = threadIdx.x / 32 % kUnits * 8;
     step += kEvery;
     barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
     barrier_wait(&shared.landed[ring.stage], ring.parity);
-    prepare_tokens(ring, shared.starts[ring.stage], tokens, 8 * unit);
+    prepare_tokens<kRawTokens>(ring, shared.starts[ring.stage], prepared_place(first_token), first_token);
     barrier_arrive(&shared.full[ring.stage], kTokenWarps / kUnits);
   }
 };
@@ -47,9 +46,13 @@ DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segmen
   Turn turn(me.team, me.warp, kTeams);
   int steps = g.to - g.from, step = me.team - kBefore;
   ring.forward(me.team);
-  Ring next = ring;  // where the stage to be prepared is
-  for (; step < steps; step += kTeams) {
-    if (kBefore > 0 && step + kBefore == turn.step && turn.step < steps) turn.prepare(shared, next);
+  ring.back(kBefore);
+  for (; step < steps; step += kTeams, ring.forward(kTeams)) {
+    if (kBefore > 0 && step + kBefore == turn.step && turn.step < steps) {
+      Ring next = ring;
+      next.forward(kBefore);
+      turn.prepare(shared, next);
+    }
     if (step >= 0) {
       // Another team may not have had this stage's last filling yet: that must be over before the next is waited for.
       barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
@@ -65,12 +68,6 @@ DEVICE void compute_segment(const ExpertsParams& p, Shared& shared, const Segmen
       }
       __syncwarp();
       if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[ring.stage], kReleases / me.kTeamWarps);
-    }
-    if constexpr (kBefore > 0) {
-      ring = next;
-      next.forward(kTeams);
-    } else {
-      ring.forward(kTeams);
     }
   }
   ring.back(step - steps);

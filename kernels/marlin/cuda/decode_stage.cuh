@@ -48,7 +48,8 @@ DEVICE int* tile_flag(const ExpertsParams& p, const Schedule& s, int active, int
 // bytes].
 constexpr u32 kRingPlace = (sizeof(Shared) + 1023) / 1024 * 1024;
 
-// Tokens that a stage has room for, where the largest tile has so many; they are read 8 or 16 at a time.
+// Tokens that a stage has room for, where the largest tile has so many; they are read 8 or 16 at a time. A tile's own
+// lie as if it were the largest.
 DEVICE constexpr int token_rows_of(int largest) { return largest <= 8 ? 8 : (largest + 15) / 16 * 16; }
 
 struct Ring {
@@ -66,8 +67,9 @@ struct Ring {
   // By at most as many steps as there are stages.
   DEVICE void forward(int steps) {
     passed += steps;
-    stage += steps;
-    if (stage >= num_stages) stage -= num_stages, parity ^= 1;
+    u32 on = stage + steps, wrapped = on - num_stages;
+    stage = min(on, wrapped);  // below zero it is a large number
+    if (stage == (int)wrapped) parity ^= 1;
   }
   DEVICE void back(int steps) {
     passed -= steps;

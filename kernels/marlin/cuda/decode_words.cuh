@@ -47,7 +47,7 @@ DEVICE TwoWords load_two_words(const u64* from) {
 
 // 16 weight rows of a warp, as store_rows has them.
 DEVICE void store_hidden(const ExpertsParams& p, const Schedule& s, const Segment& g, int launch, int first,
-                         const float* sums, float unit) {
+                         const float* sums, Units unit) {
   int lane = threadIdx.x % 32, column = kGated ? first / 2 : first;
   asm volatile("" : "+r"(lane));  // so that what follows from it is not kept where sums are made
   u64* to = hidden_words(p, s, g.active, column / kStepColumns) + column % kStepColumns / 8 * 32;
@@ -87,13 +87,13 @@ DEVICE void take_hidden(const ExpertsParams& p, Shared& shared, const Segment& g
     u32 row = shared_address(ring.tokens()) + token * 128 + lane % 2 * 8;
 #pragma unroll
     for (int i = 0; i < kLoads; i++) {
-      u32 to = row + i / 4 * ring.token_rows * 128 + (i % 4 * 2 + lane / 16 ^ token) * 16;
+      u32 to = row + i / 4 * token_rows_of(8) * 128 + (i % 4 * 2 + lane / 16 ^ token) * 16;
       asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(words[i].value(0)), "r"(words[i].value(1))
                    : "memory");
     }
     if constexpr (takes_raw(8)) {
       __syncwarp();
-      prepare_tokens(ring, shared.starts[ring.stage], prepared_place(0), 0);
+      prepare_tokens<8>(ring, shared.starts[ring.stage], prepared_place(0), 0);
     }
     barrier_arrive(&shared.landed[ring.stage], kTokenWarps);  // as in every filling of a stage
     barrier_arrive(&shared.full[ring.stage], kTokenWarps);

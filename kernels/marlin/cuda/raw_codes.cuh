@@ -16,7 +16,8 @@ constexpr bool kNibbles = kIntegers && kBits == 4;
 constexpr bool kScaleTokens = kRaw && ACT_BF16;
 constexpr bool kSumTokens = kRaw && kIntegers;
 constexpr u32 kTokenFactor = 0x5f805f80u;  // 2^64, for both of a pair
-// What raw sums are multiplied by at last: 2^69 and 2^56 in bf16 (integers, e4m3), 2^24 and 2^8 in f16.
+// What raw sums are multiplied by at last: 2^69 and 2^56 in bf16 (integers, e4m3), 2^24 and 2^8 in f16; rows g + 8 of
+// four bits by a sixteenth of it.
 constexpr float kRawUnit = ACT_BF16 ? (kIntegers ? 0x1p69f : 0x1p56f) : (kIntegers ? 0x1p24f : 0x1p8f);
 
 // Pairs of codes that tokens are summed with, as starting values for rows g and rows g + 8: minus the code of zero, or
@@ -47,11 +48,10 @@ DEVICE void raw_pairs(const u32* words, u32* a) {
   }
 }
 
-// Scales of rows g and g + 8; `row` points at the first.
+// Scales of rows g and g + 8, not divided by 16 where that must be; `row` points at the first.
 DEVICE void load_raw_scales(const u8* row, float* scale) {
   u32 pair = *reinterpret_cast<const u32*>(row);
   scale[0] = to_float(pair & 0xffff), scale[1] = to_float(pair >> 16);
-  if constexpr (kNibbles) scale[1] *= 0.0625f;
 }
 
 // What the tokens' sums are multiplied by where there are zero points.

@@ -28,19 +28,24 @@ DEVICE void finish_sums(const float* sums, const float* alpha, const float* bias
   }
 }
 
+// What the sums of rows g and of rows g + 8 are multiplied by at last.
+struct Units {
+  float low = 1.0f, high = 1.0f;
+};
+
 // 16 weight rows of a warp, the first of them `first`, for the expert's tokens from `first_token` up to `rows`; sums,
 // in that unit, as the tensor cores leave them. Calls put(token, pairs): two neighbouring results of its lane in the
 // warp, or four where nothing is gated.
 template <int kTokens, bool kActivate, typename Put>
 DEVICE void finish_rows(const ExpertsParams& p, int expert, int rows, int first, const float* sums, int first_token,
-                        float unit, Put put) {
+                        Units unit, Put put) {
   constexpr bool kGate = kActivate && kGated;
   const GemmParams& gemm = p.gemm[kActivate ? 0 : 1];
   int lane = threadIdx.x % 32, width = kGate ? gemm.rows / 2 : gemm.rows;
   asm volatile("" : "+r"(lane));  // so that what follows from it is not kept where sums are made
   int row = lane / 4, low = kGate ? first / 2 + row : first + row / 2 * 4 + row % 2;
   int high = kGate ? width + low : low + 2;
-  float alpha[2] = {unit, unit}, bias[2] = {0.0f, 0.0f};
+  float alpha[2] = {unit.low, unit.high}, bias[2] = {0.0f, 0.0f};
   if (gemm.alphas != nullptr) {
     alpha[0] *= gemm.alphas[expert * gemm.alphas_per_expert];
     alpha[1] *= gemm.alphas[kGate ? (expert + 1) * gemm.alphas_per_expert - 1 : expert * gemm.alphas_per_expert];
@@ -62,7 +67,7 @@ DEVICE void finish_rows(const ExpertsParams& p, int expert, int rows, int first,
 // The same, stored where the expert's rows lie.
 template <int kTokens, bool kActivate>
 DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, int rows, int first, const float* sums,
-                       int first_token = 0, float unit = 1.0f) {
+                       int first_token = 0, Units unit = {}) {
   constexpr int kPhase = kActivate ? 0 : 1;
   finish_rows<kTokens, kActivate>(p, expert, rows, first, sums, first_token, unit, [&](int token, const u32* out) {
     int lane = threadIdx.x % 32, width = kActivate && kGated ? p.gemm[0].rows / 2 : p.gemm[kPhase].rows;
