@@ -77,7 +77,7 @@ _TESTS = (
         "tests/gpu/test_marlin_prefill_gpu.py tests/gpu/test_marlin_act_order_gpu.py",
     ),
     _tests(
-        "tests-kernels", 1, 40, _MANY_OF_ONE,
+        "tests-kernels", 1, 90, _MANY_OF_ONE,
         "tests/kernels/test_align.py tests/kernels/test_grouped.py tests/kernels/test_marlin_repack.py "
         "tests/kernels/test_mul_sum.py tests/kernels/test_rotary.py tests/kernels/test_routing_triton.py "
         "tests/kernels/test_tuning.py tests/core/test_workspace.py tests/checkpoint/test_formats.py "
@@ -86,22 +86,22 @@ _TESTS = (
         "tests/gpu/test_triton_kernel_gpu.py",
     ),
     _tests(
-        "tests-nvshmem", 1, 200, _OF_ONE,
+        "tests-nvshmem", 1, 330, _OF_ONE,
         # Those of many ranks in one process, those that start gangs, and those that take much of a GPU's memory.
         f"tests/gpu/test_nvshmem_ranks_gpu.py tests/gpu/test_nvshmem_ranks_faults_gpu.py "
         f"tests/gpu/test_nvshmem_grid_gpu.py tests/gpu/test_nvshmem_numbers_gpu.py {_NVSHMEM_TESTS} "
         f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS} tests/gpu/test_marlin_large_gpu.py",
     ),
     # Of several ranks. Those of more ranks than the part has GPUs are skipped by the tests themselves.
-    _tests("tests-2-nvshmem", 2, 70, _OF_TWO, f"{_NVSHMEM_TESTS} tests/gpu/test_nvshmem_faults_gpu.py"),
+    _tests("tests-2-nvshmem", 2, 85, _OF_TWO, f"{_NVSHMEM_TESTS} tests/gpu/test_nvshmem_faults_gpu.py"),
     _tests("tests-2-layer", 2, 50, _OF_TWO, "tests/gpu/test_layer_gpu.py"),
-    _tests("tests-2-dispatch", 2, 65, _OF_TWO, _DISPATCH_TESTS),
-    _tests("tests-2-runs", 2, 55, _OF_TWO, _RUN_TESTS),
+    _tests("tests-2-dispatch", 2, 85, _OF_TWO, _DISPATCH_TESTS),
+    _tests("tests-2-runs", 2, 65, _OF_TWO, _RUN_TESTS),
     _tests(
-        "tests-4-nvshmem", 4, 90, f'{_OF_TWO} -k "[3 or [4 or two_level"',
+        "tests-4-nvshmem", 4, 135, f'{_OF_TWO} -k "[3 or [4 or two_level"',
         f"{_NVSHMEM_TESTS} tests/gpu/test_two_level_gpu.py",
     ),
-    _tests("tests-4-others", 4, 150, f'{_OF_TWO} -k "[4"', f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS}"),
+    _tests("tests-4-others", 4, 165, f'{_OF_TWO} -k "[4"', f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS}"),
     _tests("tests-8", 8, 240, "{pytest} -m gpu8", f"{_NVSHMEM_TESTS} tests/gpu/test_layer_gpu.py {_OTHER_TESTS}"),
 )  # fmt: skip
 

@@ -243,6 +243,8 @@ def test_a_trained_model_and_a_text(tmp_path: Path, capsys: pytest.CaptureFixtur
 )
 @pytest.mark.parametrize("launcher", ["local", "torchrun", "ray"])
 def test_on_gpus(launcher: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if launcher == "ray":
+        pytest.importorskip("ray")
     arguments = f"--device cuda --launcher {launcher} --ep-size {world_size} --tokens-per-rank 32".split()
     _, lines = run(capsys, tmp_path / "out.jsonl", *arguments)
     summary = check_lines(lines, world_size, 32 * world_size)
