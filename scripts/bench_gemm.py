@@ -105,7 +105,7 @@ def run_shape(name: str, shape: Shape, cases: list[tuple[str, list[int]]]) -> It
         rows = torch.randn(shape.experts, capacity, shape.K, device="cuda").bfloat16()
         output = torch.full_like(rows, float("nan"))
         hidden = torch.empty(shape.experts * capacity * shape.N, dtype=torch.bfloat16, device="cuda")
-        call = caller(shape, pairs, rows, torch.tensor(counts, dtype=torch.int32).cuda(), output, scratch, hidden)
+        call = caller(shape, pairs, rows, counts, output, scratch, hidden)
         call(0)
         error = relative_error(output, rows, counts, pairs[0], shape)
         if not error < RELATIVE_ERROR:
@@ -120,17 +120,18 @@ def run_shape(name: str, shape: Shape, cases: list[tuple[str, list[int]]]) -> It
 
 
 def caller(
-    shape: Shape, pairs: list, rows: torch.Tensor, numbers: torch.Tensor, output: torch.Tensor, scratch: torch.Tensor,
+    shape: Shape, pairs: list, rows: torch.Tensor, counts: list[int], output: torch.Tensor, scratch: torch.Tensor,
     hidden: torch.Tensor,
 ) -> Callable[[int], object]:  # fmt: skip
-    """call(i): the experts with the i-th copy of the weights."""
+    """call(i): the experts with the i-th copy of the weights, told the mean of their rows as a layer tells them."""
+    numbers = torch.tensor(counts, dtype=torch.int32).cuda()
 
     def call(i: int) -> object:
         first, second = pairs[i % len(pairs)]
         return batched_fused_marlin_moe(
             rows, numbers, first.qweight, second.qweight, first.bias, second.bias, first.scales, second.scales,
             getattr(scalar_types, shape.kind).id, activation=shape.activation, intermediate_cache13=scratch,
-            intermediate_cache2=hidden, output=output,
+            intermediate_cache2=hidden, output=output, expected_m=sum(counts) / len(counts),
         )  # fmt: skip
 
     return call

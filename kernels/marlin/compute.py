@@ -25,13 +25,14 @@ def compute_batch(
     expert_row_ids: torch.Tensor | None,
     intermediate_cache13: torch.Tensor | None,
     intermediate_cache2: torch.Tensor | None,
+    expected_m: float | None = None,
 ) -> None:
     """`batched_fused_marlin_moe` into `output` `[El, max_tokens, K]`."""
     num_experts, max_rows = output.size(0), output.size(1)
     if max_rows == 0 or num_experts == 0:
         return
     if hidden_states.is_cuda:
-        rows = Rows(expert_num_tokens, max_rows, expert_row_ids)
+        rows = Rows(expert_num_tokens, max_rows, expert_row_ids, expected_m=expected_m)
         hidden = _scratch(intermediate_cache2, num_experts * max_rows * pair.w2.num_columns, hidden_states)
         partials = _partials(intermediate_cache13, max_rows, hidden_states)
         run_experts(output, hidden_states, pair, rows, hidden, partials)
@@ -83,7 +84,10 @@ def sort_by_expert(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.T
     Example: ids [[1, -1], [0, 1]], 2 experts: counts [1, 2], slots 2, 0, 3, and undefined after that.
     """
     slots, counts = sort_slots_by_expert(topk_ids, num_experts, expert_map)
-    return Rows(counts, topk_ids.numel(), slots, topk_ids.size(1), is_sorted=True)
+    num_ids = num_experts if expert_map is None else expert_map.numel()
+    # Of tokens that were sent here for some of their experts, at least one is local.
+    expected_m = max(topk_ids.numel() / max(num_ids, 1), topk_ids.size(0) / max(num_experts, 1))
+    return Rows(counts, topk_ids.numel(), slots, topk_ids.size(1), is_sorted=True, expected_m=expected_m)
 
 
 def _plain_slots(

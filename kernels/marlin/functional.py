@@ -58,6 +58,7 @@ def batched_fused_marlin_moe(
     output: torch.Tensor | None = None,
     inplace: bool = False,
     expert_row_ids: torch.Tensor | None = None,
+    expected_m: float | None = None,
 ) -> torch.Tensor:
     """Computes each local expert on its own rows: w13, activation, w2; the results are not weighted.
 
@@ -77,6 +78,8 @@ def batched_fused_marlin_moe(
         is_k_full: all groups have the same number of columns, so g_idx is not needed to find them; False if w1 and w2
             hold a part of the columns, with the scales of all groups.
         expert_row_ids: int32 `[El, max_tokens]`, the input row of each of an expert's rows.
+        expected_m: rows that an expert is expected to have in the mean, for the choice of kernels on a GPU; results are
+            right whatever expert_num_tokens says. None: nobody knows, and kernels for few and many rows are launched.
 
     Returns:
         `[El, max_tokens, K]`; rows from expert_num_tokens on are not changed.
@@ -110,8 +113,9 @@ def batched_fused_marlin_moe(
         )  # fmt: skip
         return output
     compute_batch(
-        pair, output, hidden_states, expert_num_tokens, expert_row_ids, intermediate_cache13, intermediate_cache2
-    )
+        pair, output, hidden_states, expert_num_tokens, expert_row_ids, intermediate_cache13, intermediate_cache2,
+        expected_m,
+    )  # fmt: skip
     return output
 
 

@@ -1,8 +1,10 @@
 """Launches Hopper's kernels: both GEMMs of the experts, with the activation between them, in one.
 
 Experts of few rows are one kernel's, those of more another's; how many are few is in tuning.py, and which expert is
-whose is decided on the device from the rows of all (cuda/threshold.cuh). What a launch needs beside its inputs is
-small: flags (never cleared, or zero before and after: no memset), and room for the sums of tiles that several blocks
+whose is decided on the device from the rows of all (cuda/threshold.cuh). Where few rows are expected, the kernel for
+them is launched alone and takes those of more in several tiles: a second kernel without work costs 0.5 to 1 us behind
+the first, and 3 us where other kernels ran since and its code comes from memory. What a launch needs beside its inputs
+is small: flags (never cleared, or zero before and after: no memset), and room for the sums of tiles that several blocks
 share, at most 2 x blocks x 256 x tokens of a tile floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens. The kernel
 for few rows has its own, 9 MB, among the flags.
 """
@@ -28,8 +30,12 @@ _TILE_ROWS = 256
 _MAX_BLOCKS = 256
 _MOST_FOR_ONE_WAVE = 128  # tiles: no more than Hopper's SMs
 MOST_EXPERTS = 768  # kMostExperts of cuda/params.cuh
+# Of an expert, in the mean, where the kernel for few rows is launched alone: those of more are rare then.
+_MOST_EXPECTED = 16
+_MOST_TILES = 512  # of tokens there; a list of more leaves the ring fewer stages
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
+_LEFT_SUMS = 2  # where sums of the kernel for few rows begin in its flags, in 64 bits
 _FEW_TOKENS = 8  # of tiles whose activations go from block to block as words
 _READ_TOKENS = 64  # of a tile's sums that the kernel for many rows reads at once, there or not
 # What it costs to begin with the second kernel where both have rows, in few_cost() of cuda/threshold.cuh times steps of
@@ -99,38 +105,56 @@ def partials_numel(max_rows: int, device: torch.device) -> int:
     return _TILE_ROWS * (2 * _num_blocks(device.index or 0) * tokens + max(_READ_TOKENS - tokens, 0))
 
 
-def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor) -> None:
+def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, expected_m: float | None = None) -> None:
     """Computes every expert's rows.
 
     Args:
         params: all but flags and partial sums.
         partials: f32 scratch, partials_numel.
+        expected_m: rows that an expert is expected to have in the mean, where that is known.
     """
     common = pair.once(_Common)
     params.partials = partials.data_ptr()
     params.max_tile_tokens = _tile_tokens(params.max_rows)
-    # Where the kernel for few rows can do all of them, it is launched alone.
-    params.few_rows, params.second_kernel = tuning.MOST_FEW_ROWS, 0
-    if params.max_rows > tuning.MOST_FEW_ROWS:
-        params.few_rows = tuning.few_rows(common.device_name, common.problem)
-        params.second_kernel = 0 if tuning.is_forced() else common.second_kernel
-    for few_rows in (True, False) if params.max_rows > params.few_rows else (True,):
+    for few_rows in _divide(params, common, expected_m):
         kernel = common.kernel(few_rows)
-        params.sync = stream_flags(common.device, kernel.entry, common.num_flags[few_rows]).data_ptr()
-        params.left_sums = params.sync + 8 * common.left_sums
-        params.hidden_words = params.sync + 8 * common.hidden_words
+        hidden_words, num_flags = common.flags(few_rows, params.most_tiles)
+        params.sync = stream_flags(common.device, kernel.entry, num_flags).data_ptr()
+        params.left_sums = params.sync + 8 * _LEFT_SUMS
+        params.hidden_words = params.sync + 8 * hidden_words
         threads = _FEW_THREADS if few_rows else _MANY_THREADS
         told = params if few_rows else _many_params(params, pair.act_dtype)
         kernel.launch(told, (common.num_blocks, 1, 1), threads, common.shared_bytes, early=True)
+
+
+def _divide(params: ExpertsParams, common: _Common, expected_m: float | None) -> tuple[bool, ...]:
+    """Says in the parameters which kernel computes which experts; the kernels to launch, True the one for few rows."""
+    params.few_rows, params.second_kernel, params.most_tiles = tuning.MOST_FEW_ROWS, 0, params.num_experts
+    if params.max_rows <= tuning.MOST_FEW_ROWS:
+        return (True,)
+    few_rows, is_forced = tuning.few_rows(common.device_name, common.problem), tuning.is_forced()
+    if expected_m is not None and expected_m <= min(_MOST_EXPECTED, few_rows // 2) and not is_forced:
+        most_tiles = _most_tiles(params)
+        if most_tiles <= _MOST_TILES:
+            params.few_rows, params.most_tiles = params.max_rows, most_tiles
+            return (True,)
+    params.few_rows, params.second_kernel = few_rows, 0 if is_forced else common.second_kernel
+    return True, False
+
+
+def _most_tiles(params: ExpertsParams) -> int:
+    """How many tiles of up to 32 tokens all experts may have together."""
+    if params.sorted:
+        return params.num_experts + params.max_rows // tuning.MOST_FEW_ROWS
+    return params.num_experts * -(-params.max_rows // tuning.MOST_FEW_ROWS)
 
 
 class _Common:
     """What all launches for the same weights have in common.
 
     Attributes:
-        num_flags: int32 words of `sync`, by whether the kernel for few rows is meant.
-        left_sums, hidden_words: where in it those begin, in 64 bits.
         second_kernel: what beginning with it costs, in times that an expert takes for one step of a tile.
+        flags: see _flags.
     """
 
     def __init__(self, pair: WeightPair) -> None:
@@ -139,14 +163,7 @@ class _Common:
         self.device_name = torch.cuda.get_device_name(index)
         self.problem = tuning.problem_of(w13, w2, pair.kind)
         self.num_blocks, self.shared_bytes = _num_blocks(index), _max_shared_bytes(index)
-        tiles = pair.num_experts * -(-w13.num_rows // _TILE_ROWS)
-        # In the kernel for few rows words of 64 bits: the ticket counter, sums (cuda/decode_sums.cuh; in one place for
-        # all weights, since they are zero between launches), a flag for each tile, results (cuda/decode_words.cuh).
-        self.left_sums = 2
-        flags = self.left_sums + self.num_blocks * tuning.MOST_FEW_ROWS * _TILE_ROWS
-        self.hidden_words = (flags + tiles + 1) // 2 * 2
-        hidden = pair.num_experts * -(-w2.num_columns // _STEP_COLUMNS) * _FEW_TOKENS * _STEP_COLUMNS // 2
-        self.num_flags = {True: 2 * (self.hidden_words + hidden), False: 2 + 2 * _MAX_BLOCKS + tiles}
+        self._row_tiles, self._w2_steps = -(-w13.num_rows // _TILE_ROWS), -(-w2.num_columns // _STEP_COLUMNS)
         steps = sum(-(-w.num_rows // _TILE_ROWS) * -(-w.num_columns // _STEP_COLUMNS) for w in (w13, w2))
         self.second_kernel = -(-_BEGIN_ANEW * self.num_blocks // steps)
         per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))
@@ -154,6 +171,22 @@ class _Common:
         tall = may_be_tall(pair.num_experts, (w13.num_rows, w2.num_rows))
         self._sources = {few_rows: kernel_source(*numbers, few_rows, tall) for few_rows in (True, False)}
         self._kernels: dict[bool, jit.Kernel] = {}
+        self.flags = functools.cache(self._flags)
+
+    def _flags(self, few_rows: bool, most_tiles: int) -> tuple[int, int]:
+        """How many int32 words `sync` has, behind where the results begin in it, in 64 bits.
+
+        In the kernel for few rows these are words of 64 bits: the ticket counter, sums (cuda/decode_sums.cuh; in one
+        place for all weights, since they are zero between launches), a flag for each tile, results
+        (cuda/decode_words.cuh).
+        """
+        tiles = most_tiles * self._row_tiles
+        if not few_rows:
+            return 0, 2 + 2 * _MAX_BLOCKS + tiles
+        flags = _LEFT_SUMS + self.num_blocks * tuning.MOST_FEW_ROWS * _TILE_ROWS
+        hidden_words = (flags + tiles + 1) // 2 * 2
+        hidden = most_tiles * self._w2_steps * _FEW_TOKENS * _STEP_COLUMNS // 2
+        return hidden_words, 2 * (hidden_words + hidden)
 
     def kernel(self, few_rows: bool) -> jit.Kernel:
         """The kernel for few or many rows, loaded when it is first asked for."""

@@ -35,6 +35,7 @@ class Rows(NamedTuple):
         row_ids: int32: None, or the input row of each expert's rows `[E, max_rows]`, or sorted ids (below).
         ids_divisor: the input row is id // ids_divisor.
         is_sorted: row_ids holds the rows of one expert after the other, and row `id` of the output is written.
+        expected_m: rows that an expert is expected to have in the mean; None if nobody knows. Any number is right.
     """
 
     num_tokens: torch.Tensor
@@ -42,6 +43,7 @@ class Rows(NamedTuple):
     row_ids: torch.Tensor | None = None
     ids_divisor: int = 1
     is_sorted: bool = False
+    expected_m: float | None = None
 
 
 class GemmParams(ctypes.Structure):
@@ -76,6 +78,7 @@ class ExpertsParams(ctypes.Structure):
         ("max_tile_tokens", ctypes.c_int),
         ("few_rows", ctypes.c_int),
         ("second_kernel", ctypes.c_int),
+        ("most_tiles", ctypes.c_int),
     )
 
 

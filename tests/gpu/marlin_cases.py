@@ -172,6 +172,7 @@ def check_batched(
     bias: bool = False,
     by_reference: bool = False,
     weights: tuple[Weights, Weights] | None = None,
+    expected_m: float | None = None,
 ) -> None:
     """Runs three times, twice at once, with everything that must not be read or written poisoned, and compares bits and
     values."""
@@ -179,6 +180,7 @@ def check_batched(
     first, second = weights or pair(kind, group, num_experts, shape, activation, dtype, bias)
     numbers, nan = torch.tensor(counts, dtype=torch.int32, device="cuda"), Poison(dtype)
     more = arguments(first, second, kind, activation) | {"intermediate_cache13": nan(40_000_000)}
+    more["expected_m"] = expected_m
     if by_reference:
         rows = torch.randn(97, K, device="cuda").to(dtype)
         ids = torch.randint(0, 97, (num_experts, capacity), dtype=torch.int32, device="cuda")

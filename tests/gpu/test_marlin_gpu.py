@@ -21,6 +21,7 @@ from tests.gpu.marlin_cases import (
     arguments,
     check_batched,
     check_tokens,
+    check_values,
     compile_all,
     make,
     pair,
@@ -87,6 +88,27 @@ def test_one_expert_has_all_and_many_have_little() -> None:
     check_batched(UINT4B8, 128, [700, *([1] * 40), 0, 0, 65], (1024, 512))
 
 
+@pytest.mark.parametrize("by_reference", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "group"), [(UINT4B8, 128), *KINDS[-2:]], ids=lambda v: str(getattr(v, "scalar_type", v))
+)
+def test_more_rows_than_expected(kind: WeightType, group: int, by_reference: bool) -> None:
+    # Hopper's kernel for few rows computes all, experts of more than 32 rows as several.
+    check_batched(kind, group, [100, 0, 33, 8, 64, 1, 31, 129], (512, 256), by_reference=by_reference, expected_m=4)
+    check_batched(kind, group, [300, *([1] * 40), 0, 65], (256, 128), by_reference=by_reference, expected_m=16)
+
+
+@pytest.mark.parametrize("count", [33, 60, 100])
+def test_all_tokens_choose_one_expert_where_few_rows_are_expected(count: int) -> None:
+    K, expert = 512, 3
+    first, second = pair(UINT4B8, 128, 8, (K, 256))
+    rows = torch.randn(count, K, device="cuda").bfloat16()
+    ids = torch.full((count, 1), expert, device="cuda")
+    weights = torch.rand(count, 1, device="cuda")
+    output = fused_marlin_moe(rows, topk_weights=weights, topk_ids=ids, **arguments(first, second, UINT4B8))
+    check_values(output, reference(rows, first, second, UINT4B8, expert) * weights)
+
+
 @pytest.mark.parametrize("count", [2, 20, 150])
 @pytest.mark.parametrize("shape", [(4096, 128), (128, 4096), (7168, 512), (2880, 2880)], ids=str)
 def test_one_expert_is_spread_over_all_blocks(shape: tuple[int, int], count: int) -> None:
@@ -114,9 +136,10 @@ def test_results_may_be_written_over_the_rows() -> None:
     assert torch.equal(given, expected)
 
 
-def test_a_graph_replays_with_other_counts_and_inputs() -> None:
+@pytest.mark.parametrize("expected_m", [None, 8])
+def test_a_graph_replays_with_other_counts_and_inputs(expected_m: int | None) -> None:
     K, N, num_experts, capacity = 1024, 512, 6, 80
-    more = arguments(*pair(UINT4B8, 128, num_experts, (K, N)), UINT4B8)
+    more = arguments(*pair(UINT4B8, 128, num_experts, (K, N)), UINT4B8) | {"expected_m": expected_m}
     rows = torch.randn(num_experts, capacity, K, device="cuda").bfloat16()
     numbers = torch.full((num_experts,), 4, dtype=torch.int32, device="cuda")
     output = torch.zeros_like(rows)

@@ -48,12 +48,13 @@ DEVICE void multiply_steps(const AmpereParams& p, const Tile& tile, int from, in
 
 DEVICE void store_tile(const AmpereParams& p, const Tile& tile, const Sums& sums) {
   const GemmParams& gemm = p.experts.gemm[PHASE];
+  i64 place = p.experts.sorted ? tile.first_row : (i64)tile.expert * p.experts.max_rows;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     int first = tile.first + threadIdx.x / 32 * 32 + 16 * i;
     if (first < gemm.rows) {
-      store_rows<kTileTokens, PHASE == 0>(p.experts, tile.expert, tile.first_row, tile.first_token + tile.tokens, first,
-                                          sums[i], tile.first_token);
+      store_rows<kTileTokens, PHASE == 0>(p.experts, tile.expert, tile.first_row, place,
+                                          tile.first_token + tile.tokens, first, sums[i], tile.first_token);
     }
   }
 }

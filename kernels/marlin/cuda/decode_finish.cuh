@@ -96,11 +96,11 @@ DEVICE void finish_segment(const ExpertsParams& p, Shared& shared, const Segment
   int first = g.row_tile * kTileRows + me.first_row(me.team);
   if (first >= p.gemm[g.phase].rows) return;
   if (g.phase == 1) {
-    store_rows<kTokens, false>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnit);
+    store_rows<kTokens, false>(p, g.expert, g.first_row, g.place, g.rows, first, total, 0, kUnit);
   } else if constexpr (goes_by_words(kTokens)) {
     store_hidden(p, shared.schedule, g, shared.launch, first, total, kUnit);
   } else {
-    store_rows<kTokens, true>(p, g.expert, g.first_row, g.rows, first, total, 0, kUnit);
+    store_rows<kTokens, true>(p, g.expert, g.first_row, g.place, g.rows, first, total, 0, kUnit);
   }
 }
 
@@ -118,6 +118,6 @@ DEVICE void add_part(const ExpertsParams& p, Shared& shared, const Segment& g) {
     parts.take(from, pieces, sums);
     int first = g.row_tile * kTileRows + (warp % team_warps * teams + warp / team_warps) * 16;
     if (first >= p.gemm[1].rows) continue;
-    store_rows<8, false>(p, g.expert, g.first_row, g.rows, first, sums, 8 * group, units_of(tokens));
+    store_rows<8, false>(p, g.expert, g.first_row, g.place, g.rows, first, sums, 8 * group, units_of(tokens));
   }
 }

@@ -135,9 +135,7 @@ DEVICE void run_weight_warp(const ExpertsParams& p, Shared& shared, Ring ring, i
 
 DEVICE i64 input_row(const ExpertsParams& p, const Segment& g, int i) {
   if (g.phase == 1) return g.first_row + i;
-  if (p.row_ids == nullptr) return (i64)g.expert * p.max_rows + i;
-  i64 place = p.sorted ? g.first_row + i : (i64)g.expert * p.max_rows + i;
-  return p.row_ids[place] / p.ids_divisor;
+  return p.row_ids == nullptr ? g.place + i : p.row_ids[g.place + i] / p.ids_divisor;
 }
 
 // The step up to which the columns of `hidden` are there, at least one beyond `step`: one of w13's tiles is 128 of them,

@@ -1,10 +1,11 @@
 // Who computes what among the experts of a few rows, decided on the device from their row counts.
 //
-// A tile is 256 weight rows of one expert, all its tokens; a step is 128 columns of it. The tiles of a phase (w13, then
-// w2) lie one after the other, expert by expert, and their steps are cut into one piece a block, all of equal cost. A
-// piece may begin and end inside a tile: the block that has a tile's first step adds up the pieces that follow. Pieces
-// of few tiles are cut between tiles, where the longest one is then little longer than the mean. Where w2 has but few
-// tiles, as of one expert, each of them is cut into equally many pieces, which all blocks add up.
+// A tile is 256 weight rows of one expert, all its tokens; a step is 128 columns of it. An expert of more than 32 tokens,
+// where this kernel computes it, counts as several of up to 32 each. The tiles of a phase (w13, then w2) lie one after
+// the other, expert by expert, and their steps are cut into one piece a block, all of equal cost. A piece may begin and
+// end inside a tile: the block that has a tile's first step adds up the pieces that follow. Pieces of few tiles are cut
+// between tiles, where the longest one is then little longer than the mean. Where w2 has but few tiles, as of one expert,
+// each of them is cut into equally many pieces, which all blocks add up.
 //
 // A block claims pieces by tickets, those of w13 first and the last piece of either phase first, so a piece only waits
 // for pieces of earlier tickets, whose blocks are running: nothing depends on how many blocks are resident. Blocks draw
@@ -32,15 +33,15 @@ constexpr int kMostIdle = 5;
 constexpr int kLeastParts = 4;
 
 struct Schedule {
-  int num_active, largest;         // experts that have a few rows, and the most rows one of them has
+  int num_active, largest;         // experts that have rows here, parts of them counted, and the most rows of one
   int row_tiles[2], steps[2];      // of an expert, of a tile
   int start[2][kMaxBlocks + 1];    // first step of every piece, and behind the last one
   int parts[2];                    // how a phase is cut, see way_to_cut
   int list;                        // where in shared memory, from here on, an Active for every expert there may be is
   struct Active {
-    int expert, rows, first_row;   // first_row: rows of all experts before it, of any number
+    int expert, first_row, place;  // first_row: rows of all experts before it, of any number; place: see store.cuh
     int cost_before;               // of a step, the sum over the active experts before it
-    u16 cost, dear_before;         // its own, and how many of those before it have more than kCheapRows rows
+    u16 rows, cost, dear_before;   // its own, and how many of those before it have more than kCheapRows rows
   };
   DEVICE Active* active() { return reinterpret_cast<Active*>(reinterpret_cast<u8*>(this) + list); }
   DEVICE int piece_start(int phase, int piece) const { return start[phase][piece]; }
@@ -49,7 +50,8 @@ struct Schedule {
 struct Segment {
   int number;                           // segments that this block had before it
   int phase, piece;
-  int active, expert, rows, first_row;  // whose: place in the list of active experts, and what stands there
+  int active;                           // whose: its number in the list of active experts, and what stands there
+  int expert, rows, first_row, place;
   int row_tile, from, to;               // which tile, and which of its steps
   int part;                             // of an addition: see find_addition
 };
@@ -108,23 +110,29 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
     for (int base = 0; base < p.num_experts; base += 32) {
       int e = base + lane;
       int rows = e < p.num_experts ? min(max(p.num_tokens[e], 0), p.max_rows) : 0;
-      bool few = rows > 0 && rows <= few_rows;
-      u32 votes = __ballot_sync(~0u, few);
+      int few = rows <= few_rows ? rows : 0;
       more |= rows > few_rows;
-      if (votes == 0) {  // no place among the active ones, no cost
+      if (!__any_sync(~0u, few > 0)) {  // no place among the active ones, no cost
         all += __reduce_add_sync(~0u, rows);
         continue;
       }
-      int own = few ? few_cost(rows) : 0;
-      int rows_before = all + sum_before(rows, lane), before = cost + sum_before(own, lane);
-      u32 dear_votes = __ballot_sync(~0u, few && rows > kCheapRows);
-      u32 below = (1u << lane) - 1;
-      Schedule::Active mine = {e, rows, rows_before, before, (u16)own, (u16)(dear + __popc(dear_votes & below))};
-      if (few) s.active()[active + __popc(votes & below)] = mine;
-      active += __popc(votes), dear += __popc(dear_votes);
+      int rows_before = all + sum_before(rows, lane), place = p.sorted ? rows_before : e * p.max_rows;
       all = __shfl_sync(~0u, rows_before + rows, 31);
-      cost = __shfl_sync(~0u, before + own, 31);
-      largest = max(largest, few ? rows : 0);
+      u32 below = (1u << lane) - 1;
+      int first = 0;
+#pragma unroll 1
+      do {  // once, unless an expert counts as several
+        int part = min(few - first, kFewRows);
+        u32 votes = __ballot_sync(~0u, part > 0), dear_votes = __ballot_sync(~0u, part > kCheapRows);
+        int own = part > 0 ? few_cost(part) : 0, before = cost + sum_before(own, lane);
+        Schedule::Active mine = {e, rows_before + first, place + first, before,
+                                 (u16)part, (u16)own, (u16)(dear + __popc(dear_votes & below))};
+        if (part > 0) s.active()[active + __popc(votes & below)] = mine;
+        active += __popc(votes), dear += __popc(dear_votes);
+        cost = __shfl_sync(~0u, before + own, 31);
+        largest = max(largest, part);
+        first += kFewRows;
+      } while (__any_sync(~0u, few > first));
     }
     // Where rows lie on both sides, it is decided whose all are, and they may be listed once more.
     if (few_rows != p.few_rows || active == 0 || !__any_sync(~0u, more)) break;
@@ -197,7 +205,7 @@ DEVICE Segment find_addition(Schedule& s, int ticket) {
   g.active = quotient(tile, row_tiles);
   g.row_tile = tile - g.active * row_tiles;
   Schedule::Active a = s.active()[g.active];
-  g.expert = a.expert, g.rows = a.rows, g.first_row = a.first_row;
+  g.expert = a.expert, g.rows = a.rows, g.first_row = a.first_row, g.place = a.place;
   return g;
 }
 
@@ -217,7 +225,7 @@ DEVICE void cut_piece(Schedule& s, int ticket, Work work) {
     g.from = at - tile * steps;
     g.to = min(steps, g.from + end - at);
     Schedule::Active a = s.active()[g.active];
-    g.expert = a.expert, g.rows = a.rows, g.first_row = a.first_row;
+    g.expert = a.expert, g.rows = a.rows, g.first_row = a.first_row, g.place = a.place;
     work(g);
   }
 }

@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode(const __grid_co
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   int warp = threadIdx.x / 32, ticket = 0;
   if (threadIdx.x == 0) {
-    place_tables(shared, p.num_experts);
+    place_tables(shared, p.most_tiles);
   } else if (warp == kFlagWarp) {
     prefetch_weights(p, threadIdx.x % 32);
   } else if (warp == kFirstConsumer) {

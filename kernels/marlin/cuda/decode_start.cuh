@@ -23,10 +23,10 @@ DEVICE void init_barriers(Shared& shared) {
 }
 
 // One thread: where the tables and the ring lie.
-DEVICE void place_tables(Shared& shared, int num_experts) {
+DEVICE void place_tables(Shared& shared, int most_tiles) {
   u32 bytes;
   asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-  shared.end = (bytes - num_experts * sizeof(Schedule::Active)) / 16 * 16;
+  shared.end = (bytes - most_tiles * sizeof(Schedule::Active)) / 16 * 16;
   shared.schedule.list = shared.end - (u32)(reinterpret_cast<u8*>(&shared.schedule) - reinterpret_cast<u8*>(&shared));
   shared.issued = 0;
 }

@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx.cuh"
 
-// The most rows of an expert that decode_sm90.cu computes.
+// The most rows of a tile of decode_sm90.cu.
 constexpr int kFewRows = 32;
 
 // What Hopper's kernels have shared memory for: their tables of experts lie there.
@@ -44,6 +44,8 @@ struct ExpertsParams {
   int ids_divisor;          // input row = id / ids_divisor
   int sorted;               // row_ids lists all rows one expert after the other, and outputs go to row `id`
   int max_tile_tokens;      // what `partials` has room for
-  int few_rows;             // an expert of up to so many rows is decode_sm90.cu's, at most kFewRows (threshold.cuh)
+  int few_rows;             // an expert of up to so many rows is decode_sm90.cu's (threshold.cuh); more than kFewRows
+                            // where that computes all experts, in tiles of up to kFewRows
   int second_kernel;        // what it costs that both kernels run; 0: few_rows holds whatever the rows are
+  int most_tiles;           // of tokens, that all experts of decode_sm90.cu may have together
 };

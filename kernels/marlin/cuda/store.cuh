@@ -4,10 +4,11 @@
 #include "number.cuh"
 #include "params.cuh"
 
-// Where the rows of an expert lie: `first_row` is the number of rows of all experts before it.
-DEVICE i64 output_row(const ExpertsParams& p, int phase, int expert, int first_row, int i) {
+// Where results of row i go: `first_row` rows lie before row 0, of all experts; `place` is that of row 0 among batched
+// rows, or in the list of sorted ones.
+DEVICE i64 output_row(const ExpertsParams& p, int phase, int first_row, i64 place, int i) {
   if (phase == 0) return first_row + i;
-  return p.sorted ? p.row_ids[first_row + i] : (i64)expert * p.max_rows + i;
+  return p.sorted ? p.row_ids[place + i] : place + i;
 }
 
 // A lane's sums of eight tokens, scaled, activated and transposed to token-major: one pair if gated, or two.
@@ -66,12 +67,12 @@ DEVICE void finish_rows(const ExpertsParams& p, int expert, int rows, int first,
 
 // The same, stored where the expert's rows lie.
 template <int kTokens, bool kActivate>
-DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, int rows, int first, const float* sums,
-                       int first_token = 0, Units unit = {}) {
+DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, i64 place, int rows, int first,
+                       const float* sums, int first_token = 0, Units unit = {}) {
   constexpr int kPhase = kActivate ? 0 : 1;
   finish_rows<kTokens, kActivate>(p, expert, rows, first, sums, first_token, unit, [&](int token, const u32* out) {
     int lane = threadIdx.x % 32, width = kActivate && kGated ? p.gemm[0].rows / 2 : p.gemm[kPhase].rows;
-    u16* to = p.gemm[kPhase].output + output_row(p, kPhase, expert, first_row, token) * width;
+    u16* to = p.gemm[kPhase].output + output_row(p, kPhase, first_row, place, token) * width;
     if constexpr (kActivate && kGated) {
       *reinterpret_cast<u32*>(to + first / 2 + lane % 4 * 2) = out[0];
     } else {
