@@ -2,11 +2,11 @@
 
 Experts of few rows are one kernel's, those of more another's; how many are few is in tuning.py, and which expert is
 whose is decided on the device from the rows of all (cuda/threshold.cuh). Where few rows are expected, the kernel for
-them is launched alone and takes those of more in several tiles: a second kernel without work costs 0.5 to 1 us behind
-the first, and 3 us where other kernels ran since and its code comes from memory. What a launch needs beside its inputs
-is small: flags (never cleared, or zero before and after: no memset), and room for the sums of tiles that several blocks
-share, at most 2 x blocks x 256 x tokens of a tile floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens. The kernel
-for few rows has its own, 9 MB, among the flags.
+them is launched alone and takes experts of more in several tiles: behind it a second kernel costs 0.3 to 1.2 us without
+work, and 5 us and more with one expert. What a launch needs beside its inputs is small: flags (never cleared, or zero
+before and after: no memset), and room for the sums of tiles that several blocks share, at most 2 x blocks x 256 x
+tokens of a tile floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens. The kernel for few rows has its own, 9 MB,
+among the flags.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class _Common:
             return 0, 2 + 2 * _MAX_BLOCKS + tiles
         flags = _LEFT_SUMS + self.num_blocks * tuning.MOST_FEW_ROWS * _TILE_ROWS
         hidden_words = (flags + tiles + 1) // 2 * 2
-        hidden = most_tiles * self._w2_steps * _FEW_TOKENS * _STEP_COLUMNS // 2
+        hidden = self.problem.experts * self._w2_steps * _FEW_TOKENS * _STEP_COLUMNS // 2
         return hidden_words, 2 * (hidden_words + hidden)
 
     def kernel(self, few_rows: bool) -> jit.Kernel:

@@ -4,7 +4,7 @@
 // Larger tiles would move too many bytes twice over.
 //
 // Words lie behind the flags (decode_stage.cuh), are written at most once a launch and never cleared:
-//   p.hidden_words  [active expert][step of w2][8 columns][token][2 columns]
+//   p.hidden_words  [expert][step of w2][8 columns][token][2 columns], since an expert has one such tile at most
 #pragma once
 #include "decode_prepare.cuh"
 #include "store.cuh"
@@ -13,8 +13,8 @@ DEVICE constexpr bool goes_by_words(int tokens) { return tokens == 8; }
 
 constexpr int kHiddenWords = 8 * kStepColumns / 2;  // of a step
 
-DEVICE u64* hidden_words(const ExpertsParams& p, const Schedule& s, int active, int step) {
-  return p.hidden_words + (i64)(active * s.steps[1] + step) * kHiddenWords;
+DEVICE u64* hidden_words(const ExpertsParams& p, const Schedule& s, int expert, int step) {
+  return p.hidden_words + (i64)(expert * s.steps[1] + step) * kHiddenWords;
 }
 
 DEVICE u64 make_word(u32 value, int launch) { return (u64)(u32)launch << 32 | value; }
@@ -50,7 +50,7 @@ DEVICE void store_hidden(const ExpertsParams& p, const Schedule& s, const Segmen
                          const float* sums, Units unit) {
   int lane = threadIdx.x % 32, column = kGated ? first / 2 : first;
   asm volatile("" : "+r"(lane));  // so that what follows from it is not kept where sums are made
-  u64* to = hidden_words(p, s, g.active, column / kStepColumns) + column % kStepColumns / 8 * 32;
+  u64* to = hidden_words(p, s, g.expert, column / kStepColumns) + column % kStepColumns / 8 * 32;
   finish_rows<8, true>(p, g.expert, g.rows, first, sums, 0, unit, [&](int token, const u32* pairs) {
     if constexpr (kGated) {
       store_word(to + token * 4 + lane % 4, pairs[0], launch);
@@ -68,7 +68,7 @@ DEVICE void take_hidden(const ExpertsParams& p, Shared& shared, const Segment& g
   ring.forward(min(step, end) - g.from);
 #pragma unroll 1
   while (step < end) {
-    const u64* from = hidden_words(p, shared.schedule, g.active, step) + lane * 2;
+    const u64* from = hidden_words(p, shared.schedule, g.expert, step) + lane * 2;
     asm volatile("" : "+l"(from));  // one register pair, not one for each load
     int columns = token < g.rows ? p.gemm[1].columns - step * kStepColumns - lane / 16 * 8 : 0;
     TwoWords words[kLoads];
