@@ -26,13 +26,14 @@ def compute_batch(
     intermediate_cache13: torch.Tensor | None,
     intermediate_cache2: torch.Tensor | None,
     expected_m: float | None = None,
+    most_rows: int | None = None,
 ) -> None:
-    """`batched_fused_marlin_moe` into `output` `[El, max_tokens, K]`."""
+    """`batched_fused_marlin_moe` into `output` `[El, max_tokens, K]`; for expected_m and most_rows see Rows."""
     num_experts, max_rows = output.size(0), output.size(1)
     if max_rows == 0 or num_experts == 0:
         return
     if hidden_states.is_cuda:
-        rows = Rows(expert_num_tokens, max_rows, expert_row_ids, expected_m=expected_m)
+        rows = Rows(expert_num_tokens, max_rows, expert_row_ids, expected_m=expected_m, most_rows=most_rows)
         hidden = _scratch(intermediate_cache2, num_experts * max_rows * pair.w2.num_columns, hidden_states)
         partials = _partials(intermediate_cache13, max_rows, hidden_states)
         run_experts(output, hidden_states, pair, rows, hidden, partials)
@@ -85,9 +86,10 @@ def sort_by_expert(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.T
     """
     slots, counts = sort_slots_by_expert(topk_ids, num_experts, expert_map)
     num_ids = num_experts if expert_map is None else expert_map.numel()
+    num_slots = topk_ids.numel()
     # Of tokens that were sent here for some of their experts, at least one is local.
-    expected_m = max(topk_ids.numel() / max(num_ids, 1), topk_ids.size(0) / max(num_experts, 1))
-    return Rows(counts, topk_ids.numel(), slots, topk_ids.size(1), is_sorted=True, expected_m=expected_m)
+    expected_m = max(num_slots / max(num_ids, 1), topk_ids.size(0) / max(num_experts, 1))
+    return Rows(counts, num_slots, slots, topk_ids.size(1), True, expected_m, most_rows=num_slots)
 
 
 def _plain_slots(

@@ -183,9 +183,10 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
         check_batch(pair, step.hidden_states, counts, row_ids)
         check_output(step.output, batched_shape(pair, step.hidden_states, row_ids), step.hidden_states)
         check_scratch(step.hidden_states, workspace13=step.scratch[0], workspace2=step.scratch[1])
-        # Every token of every rank has its row in the buffers of each expert that it may choose.
-        expected_m = step.output.size(1) * step.topk_ids.size(-1) / self.moe_config.global_num_experts
-        compute_batch(pair, step.output, step.hidden_states, counts, row_ids, *step.scratch, expected_m)
+        # An expert's buffer has room for every token of every rank, and tokens choose top-k experts of all.
+        most_rows = step.output.size(1) * step.topk_ids.size(-1)
+        expected_m = most_rows / self.moe_config.global_num_experts
+        compute_batch(pair, step.output, step.hidden_states, counts, row_ids, *step.scratch, expected_m, most_rows)
 
 
 class MarlinExperts(StandardFormat, _MarlinExpertsBase):

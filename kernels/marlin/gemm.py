@@ -56,7 +56,7 @@ def run_experts(
         ampere.launch(output, hidden_states, pair, rows, hidden, partials)
         return
     hidden_states, rows = ampere.in_packed_order(output, hidden_states, pair.w13, rows)
-    hopper.launch(experts_params(hidden_states, hidden, output, pair, rows), pair, partials, rows.expected_m)
+    hopper.launch(experts_params(hidden_states, hidden, output, pair, rows), pair, partials, rows)
 
 
 def _check_starts(pair: WeightPair) -> None:

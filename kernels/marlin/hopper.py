@@ -21,7 +21,7 @@ from moe_ep.kernels import jit
 from moe_ep.kernels.marlin import tensor_map, tuning
 from moe_ep.kernels.marlin.flags import stream_flags
 from moe_ep.kernels.marlin.pair import WeightPair
-from moe_ep.kernels.marlin.params import ACTIVATION_NUMBERS, CUDA, ExpertsParams, type_number
+from moe_ep.kernels.marlin.params import ACTIVATION_NUMBERS, CUDA, ExpertsParams, Rows, type_number
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
 
@@ -30,8 +30,9 @@ _TILE_ROWS = 256
 _MAX_BLOCKS = 256
 _MOST_FOR_ONE_WAVE = 128  # tiles: no more than Hopper's SMs
 MOST_EXPERTS = 768  # kMostExperts of cuda/params.cuh
-# Of an expert, in the mean, where the kernel for few rows is launched alone: those of more are rare then.
-_MOST_EXPECTED = 16
+# Rows of an expert in the mean, up to which the kernel for few rows is launched alone, where up to 32 are few: with
+# uniform routing it is faster up to 24, and at 28 an eighth slower (docs/benchmarks/gemm_fixed_costs.md).
+_MOST_EXPECTED = 20
 _MOST_TILES = 512  # of tokens there; a list of more leaves the ring fewer stages
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
@@ -105,18 +106,18 @@ def partials_numel(max_rows: int, device: torch.device) -> int:
     return _TILE_ROWS * (2 * _num_blocks(device.index or 0) * tokens + max(_READ_TOKENS - tokens, 0))
 
 
-def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, expected_m: float | None = None) -> None:
+def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, rows: Rows) -> None:
     """Computes every expert's rows.
 
     Args:
         params: all but flags and partial sums.
         partials: f32 scratch, partials_numel.
-        expected_m: rows that an expert is expected to have in the mean, where that is known.
+        rows: as the parameters have them.
     """
     common = pair.once(_Common)
     params.partials = partials.data_ptr()
     params.max_tile_tokens = _tile_tokens(params.max_rows)
-    for few_rows in _divide(params, common, expected_m):
+    for few_rows in _divide(params, common, rows):
         kernel = common.kernel(few_rows)
         hidden_words, num_flags = common.flags(few_rows, params.most_tiles)
         params.sync = stream_flags(common.device, kernel.entry, num_flags).data_ptr()
@@ -127,14 +128,15 @@ def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, expe
         kernel.launch(told, (common.num_blocks, 1, 1), threads, common.shared_bytes, early=True)
 
 
-def _divide(params: ExpertsParams, common: _Common, expected_m: float | None) -> tuple[bool, ...]:
+def _divide(params: ExpertsParams, common: _Common, rows: Rows) -> tuple[bool, ...]:
     """Says in the parameters which kernel computes which experts; the kernels to launch, True the one for few rows."""
     params.few_rows, params.second_kernel, params.most_tiles = tuning.MOST_FEW_ROWS, 0, params.num_experts
     if params.max_rows <= tuning.MOST_FEW_ROWS:
         return (True,)
     few_rows, is_forced = tuning.few_rows(common.device_name, common.problem), tuning.is_forced()
-    if expected_m is not None and expected_m <= min(_MOST_EXPECTED, few_rows // 2) and not is_forced:
-        most_tiles = _most_tiles(params)
+    most_expected = _MOST_EXPECTED * few_rows / tuning.MOST_FEW_ROWS
+    if rows.expected_m is not None and rows.expected_m <= most_expected and not is_forced:
+        most_tiles = _most_tiles(params.num_experts, rows)
         if most_tiles <= _MOST_TILES:
             params.few_rows, params.most_tiles = params.max_rows, most_tiles
             return (True,)
@@ -142,11 +144,12 @@ def _divide(params: ExpertsParams, common: _Common, expected_m: float | None) ->
     return True, False
 
 
-def _most_tiles(params: ExpertsParams) -> int:
+def _most_tiles(num_experts: int, rows: Rows) -> int:
     """How many tiles of up to 32 tokens all experts may have together."""
-    if params.sorted:
-        return params.num_experts + params.max_rows // tuning.MOST_FEW_ROWS
-    return params.num_experts * -(-params.max_rows // tuning.MOST_FEW_ROWS)
+    most_tiles = num_experts * -(-rows.max_rows // tuning.MOST_FEW_ROWS)
+    if rows.most_rows is None:
+        return most_tiles
+    return min(most_tiles, num_experts + rows.most_rows // tuning.MOST_FEW_ROWS)
 
 
 class _Common:

@@ -36,6 +36,7 @@ class Rows(NamedTuple):
         ids_divisor: the input row is id // ids_divisor.
         is_sorted: row_ids holds the rows of one expert after the other, and row `id` of the output is written.
         expected_m: rows that an expert is expected to have in the mean; None if nobody knows. Any number is right.
+        most_rows: the most rows that all experts have together, where that is less than max_rows for each.
     """
 
     num_tokens: torch.Tensor
@@ -44,6 +45,7 @@ class Rows(NamedTuple):
     ids_divisor: int = 1
     is_sorted: bool = False
     expected_m: float | None = None
+    most_rows: int | None = None
 
 
 class GemmParams(ctypes.Structure):

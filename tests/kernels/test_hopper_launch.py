@@ -6,47 +6,59 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from moe_ep.kernels.marlin import hopper, tuning
-from moe_ep.kernels.marlin.params import ExpertsParams
+from moe_ep.kernels.marlin.params import ExpertsParams, Rows
 from moe_ep.kernels.marlin.tuning import Problem
 
 BOTH, ALONE, COST = (True, False), (True,), 7
 
 
-def divide(expected_m: float | None, **rows: int) -> tuple[tuple[bool, ...], ExpertsParams]:
-    params = ExpertsParams(**rows)
+def divide(
+    expected_m: float | None, num_experts: int, max_rows: int, most_rows: int | None = None
+) -> tuple[tuple[bool, ...], ExpertsParams]:
+    params = ExpertsParams(num_experts=num_experts, max_rows=max_rows)
+    rows = Rows(torch.zeros(num_experts), max_rows, expected_m=expected_m, most_rows=most_rows)
     common: Any = SimpleNamespace(
         device_name="a GPU that nobody has measured", problem=Problem(8, 512, 256, "uint4b8", 128), second_kernel=COST
     )
-    return hopper._divide(params, common, expected_m), params
+    return hopper._divide(params, common, rows), params
 
 
 @pytest.mark.parametrize(
-    ("expected_m", "rows", "kernels", "most_tiles"),
+    ("expected_m", "num_experts", "max_rows", "most_rows", "kernels", "most_tiles"),
     [
-        (None, {"num_experts": 8, "max_rows": 32}, ALONE, 8),
-        (None, {"num_experts": 8, "max_rows": 33}, BOTH, 8),
-        (None, {"num_experts": 8, "max_rows": 20, "sorted": 1}, ALONE, 8),
-        (16, {"num_experts": 8, "max_rows": 128}, ALONE, 32),
-        (16, {"num_experts": 8, "max_rows": 129}, ALONE, 40),
-        (16.5, {"num_experts": 8, "max_rows": 128}, BOTH, 8),
-        (1, {"num_experts": 128, "max_rows": 128}, ALONE, 512),
-        (1, {"num_experts": 129, "max_rows": 128}, BOTH, 129),
-        (2, {"num_experts": 64, "max_rows": 100, "sorted": 1}, ALONE, 67),
+        (None, 8, 32, None, ALONE, 8),
+        (None, 8, 33, None, BOTH, 8),
+        (20, 8, 128, None, ALONE, 32),
+        (20, 8, 129, None, ALONE, 40),
+        (20, 8, 129, 8 * 129, ALONE, 40),
+        (20, 8, 129, 160, ALONE, 13),
+        (20.5, 8, 128, None, BOTH, 8),
+        (1, 128, 128, None, ALONE, 512),
+        (1, 129, 128, None, BOTH, 129),
+        (1, 129, 128, 256, ALONE, 137),
+        # DeepSeek-V3 on 4 ranks of 128 tokens.
+        (16, 64, 512, 4096, ALONE, 192),
     ],
 )
 def test_kernels_of_a_launch(
-    expected_m: float | None, rows: dict[str, int], kernels: tuple[bool, ...], most_tiles: int
+    expected_m: float | None,
+    num_experts: int,
+    max_rows: int,
+    most_rows: int | None,
+    kernels: tuple[bool, ...],
+    most_tiles: int,
 ) -> None:
-    chosen, params = divide(expected_m, **rows)
+    chosen, params = divide(expected_m, num_experts, max_rows, most_rows)
     assert chosen == kernels
     assert params.most_tiles == most_tiles
     assert params.second_kernel == (COST if kernels == BOTH else 0)
     assert params.few_rows == (tuning.MOST_FEW_ROWS if kernels == BOTH else max(params.max_rows, 32))
 
 
-@pytest.mark.parametrize(("few_rows", "kernels"), [(0, BOTH), (8, BOTH), (24, ALONE)])
+@pytest.mark.parametrize(("few_rows", "kernels"), [(0, BOTH), (16, BOTH), (24, ALONE)])
 def test_few_rows_of_the_table_decide_what_is_few(
     few_rows: int, kernels: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

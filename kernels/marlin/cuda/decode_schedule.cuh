@@ -124,6 +124,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int lane) {
       do {  // once, unless an expert counts as several
         int part = min(few - first, kFewRows);
         u32 votes = __ballot_sync(~0u, part > 0), dear_votes = __ballot_sync(~0u, part > kCheapRows);
+        if (active + __popc(votes) > p.most_tiles) __trap();  // more rows than the launch was told
         int own = part > 0 ? few_cost(part) : 0, before = cost + sum_before(own, lane);
         Schedule::Active mine = {e, rows_before + first, place + first, before,
                                  (u16)part, (u16)own, (u16)(dear + __popc(dear_votes & below))};
