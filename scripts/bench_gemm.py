@@ -11,8 +11,9 @@ where more than 128 are used (peers: anywhere).
 
 Beside uniform rows: rows that follow Zipf's law with exponent 0.5 over three quarters of the experts, the others empty,
 against the same number of rows spread evenly over the same experts; and DeepSeek-V3's experts of one of eight ranks
-when every rank has T tokens. Peers run in processes of their own (gemm_peers.py), without the activation; what they
-compile they compile first, side by side. scripts/gemm_tables.py makes the tables of docs/benchmarks/gemm.md.
+when every rank has T tokens. Peers run in processes of their own (gemm_peers.py), without the activation. What they
+and our kernels compile is compiled first, side by side. scripts/gemm_tables.py makes the tables of
+docs/benchmarks/gemm.md.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from on_gpu import this_gpu
 from moe_ep.activation import apply_activation
 from moe_ep.bench.ceilings import measure_ceilings
 from moe_ep.bench.results import append_line, facts, table
-from moe_ep.kernels.marlin import compute
+from moe_ep.kernels import jit
+from moe_ep.kernels.marlin import compute, hopper
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
 from moe_ep.kernels.marlin.plain import dequantize_packed
 from moe_ep.kernels.marlin.types import weight_type
@@ -48,6 +50,7 @@ from moe_ep.scalar_type import scalar_types
 
 RELATIVE_ERROR = 0.01
 PEERS = ("torch", "humming", "vllm")
+ROWS_AT_ONCE = 3  # row counts that one process of a peer compiles for
 COLUMNS = {
     "shape": "shape", "rows": "rows", "us": "us", "p99_us": "p99", "floor_us": "floor", "floor_over_time": "floor/time",
     "clock_mhz": "MHz", "relative_error": "error", "torch_bmm": "torch.bmm", "humming": "humming", "vllm": "vLLM",
@@ -162,19 +165,41 @@ def peer_lines(command: list[str], seconds: float) -> Iterator[dict[str, Any]]:
         print(f"{command[2]}: {f'stopped after {seconds:.0f} s' if timed_out else said}", file=sys.stderr)
 
 
-def compile_peers(
+def compile_all(
     peers: list[str], shapes: list[Shape], row_counts: list[int], library: Path | None, seconds: float
 ) -> None:
-    """Lets the peers compile what they will need and do not have, side by side, before anything is timed."""
-    # vLLM's kernels are the same for all shapes, and torch has its own.
-    jobs = [("humming", [shape]) for shape in shapes if "humming" in peers]
-    jobs += [("vllm", shapes[:1])] if "vllm" in peers else []
+    """Compiles our kernels, and lets the peers compile theirs, side by side, before anything is timed."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    ours = own_sources(shapes) if torch.cuda.get_device_capability() == (9, 0) else []
+    # The peers take neither fp4 nor biases in this form; vLLM's kernels are the same for all shapes, torch has its own.
+    common = [shape for shape in shapes if shape.kind == "uint4b8"]
+    parts = [row_counts[i : i + ROWS_AT_ONCE] for i in range(0, len(row_counts), ROWS_AT_ONCE)]
+    theirs = [("humming", [shape], part) for shape in common for part in parts if "humming" in peers]
+    theirs += [("vllm", common[:1], row_counts)] if "vllm" in peers and common else []
 
-    def run(job: tuple[str, list[Shape]]) -> None:
-        list(peer_lines([*peer_command(*job, row_counts, library), "--compile-only"], seconds))
+    def let_compile(peer: str, some: list[Shape], counts: list[int]) -> None:
+        list(peer_lines([*peer_command(peer, some, counts, library), "--compile-only"], seconds))
 
     with ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 2)) as pool:
-        list(pool.map(run, jobs))
+        jobs = [pool.submit(jit.compile_ahead, source, device) for source in ours]
+        jobs += [pool.submit(let_compile, *job) for job in theirs]
+        for job in jobs:
+            job.result()
+
+
+def own_sources(shapes: list[Shape]) -> list[jit.KernelSource]:
+    """What hopper.launch compiles for these shapes."""
+    found = []
+    for shape in shapes:
+        kind, w13_rows = weight_type(getattr(scalar_types, shape.kind).id), (1 + shape.activation.is_gated) * shape.N
+        scale_dtype = torch.uint8 if shape.kind == "float4_e2m1f" else torch.bfloat16
+        per_step = hopper.groups_per_step(shape.K, shape.K // shape.group)
+        tall = hopper.may_be_tall(shape.experts, (w13_rows, shape.K))
+        found += [
+            hopper.kernel_source(kind, torch.bfloat16, scale_dtype, per_step, shape.activation, few_rows, tall)
+            for few_rows in (False, True)
+        ]
+    return list(dict.fromkeys(found))
 
 
 def peer_times(
@@ -210,7 +235,7 @@ def main() -> None:
         "--peer-rows", nargs="+", type=int, help="fewer row counts for them (their compilation is slow)"
     )
     parser.add_argument("--peer-seconds", type=float, default=600, help="for one of them, compiling and timing")
-    parser.add_argument("--compiled", action="store_true", help="the peers have compiled what they need")
+    parser.add_argument("--compiled", action="store_true", help="compile nothing ahead: all is there")
     parser.add_argument("--vllm-library", type=Path, help="vLLM's _moe_C_stable_libtorch.abi3.so, or that as .xz")
     parser.add_argument("--jsonl", type=Path, help="append one JSON line a row to this file")
     parser.add_argument("--commit", help="what to record where this is no git checkout")
@@ -230,11 +255,10 @@ def main() -> None:
     }
     print(json.dumps(about))
     shapes = {name: SHAPES[name] for name in options.shapes}
-    # The peers take neither fp4 nor biases in this form.
     common = {name: shape for name, shape in shapes.items() if shape.kind == "uint4b8"}
     asked = (options.peer_rows or options.rows, options.vllm_library, options.peer_seconds)
-    if common and not options.compiled:
-        compile_peers(options.peers, list(common.values()), *asked)
+    if not options.compiled and not options.ampere_only:
+        compile_all(options.peers, list(shapes.values()), *asked)
     everything = []
     for name, shape in shapes.items():
         for row in run_shape(name, shape, cases_of(name, shape, options.rows, not options.no_skew)):

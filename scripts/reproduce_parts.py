@@ -121,7 +121,7 @@ PARTS = (
         f"--backends {_NVSHMEM},all_to_all,batched_all_to_all,allgather_reducescatter",
     ),
     _one(
-        "gemm", "gemm.md", 310,
+        "gemm", "gemm.md", 230,
         *(f"{{moe_ep}} tune --geometry {name} --ep-size 8" for name in _MODELS),
         "{python} scripts/bench_gemm.py --peers {peers} --peer-seconds 200 {commit} --jsonl {rows}",
         "{python} scripts/gemm_tables.py {rows}",
