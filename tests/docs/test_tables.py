@@ -50,7 +50,7 @@ def test_all_tables_of_scaling() -> None:
 @pytest.mark.parametrize(
     ("page", "files"),
     [
-        ("README.md", ("scaling_4xh200.jsonl", "scaling_4xh200_bb4e852.jsonl", "scaling_4xh200_backends.jsonl")),
+        ("README.md", ("scaling_4xh200.jsonl", "scaling_4xh200_backends.jsonl")),
         ("two_gpus.md", ("scaling_2xh200.jsonl", "scaling_2xh200_backends.jsonl")),
     ],
 )
