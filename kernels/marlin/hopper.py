@@ -33,6 +33,10 @@ MOST_EXPERTS = 768  # kMostExperts of cuda/params.cuh
 # Rows of an expert in the mean, up to which the kernel for few rows is launched alone, where up to 32 are few: with
 # uniform routing it is faster up to 24, and at 28 an eighth slower (docs/benchmarks/gemm_fixed_costs.md).
 _MOST_EXPECTED = 20
+# And only where the second kernel costs at least so much, in times that an expert takes for one step: Qwen3-30B's 184,
+# Qwen3-235B's 46, GPT-OSS-120B's 33. With the large weights of DeepSeek-V3 (20) it costs more to read them anew for
+# every 32 rows, as soon as routing is uneven.
+_DEAR_SECOND_KERNEL = 30
 _MOST_TILES = 512  # of tokens there; a list of more leaves the ring fewer stages
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
@@ -137,7 +141,7 @@ def _divide(params: ExpertsParams, common: _Common, rows: Rows) -> tuple[bool, .
     most_expected = _MOST_EXPECTED * few_rows / tuning.MOST_FEW_ROWS
     if rows.expected_m is not None and rows.expected_m <= most_expected and not is_forced:
         most_tiles = _most_tiles(params.num_experts, rows)
-        if most_tiles <= _MOST_TILES:
+        if most_tiles <= _MOST_TILES and common.second_kernel >= _DEAR_SECOND_KERNEL:
             params.few_rows, params.most_tiles = params.max_rows, most_tiles
             return (True,)
     params.few_rows, params.second_kernel = few_rows, 0 if is_forced else common.second_kernel

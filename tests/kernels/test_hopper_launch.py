@@ -12,16 +12,16 @@ from moe_ep.kernels.marlin import hopper, tuning
 from moe_ep.kernels.marlin.params import ExpertsParams, Rows
 from moe_ep.kernels.marlin.tuning import Problem
 
-BOTH, ALONE, COST = (True, False), (True,), 7
+BOTH, ALONE, COST = (True, False), (True,), 30
 
 
 def divide(
-    expected_m: float | None, num_experts: int, max_rows: int, most_rows: int | None = None
+    expected_m: float | None, num_experts: int, max_rows: int, most_rows: int | None = None, cost: int = COST
 ) -> tuple[tuple[bool, ...], ExpertsParams]:
     params = ExpertsParams(num_experts=num_experts, max_rows=max_rows)
     rows = Rows(torch.zeros(num_experts), max_rows, expected_m=expected_m, most_rows=most_rows)
     common: Any = SimpleNamespace(
-        device_name="a GPU that nobody has measured", problem=Problem(8, 512, 256, "uint4b8", 128), second_kernel=COST
+        device_name="a GPU that nobody has measured", problem=Problem(8, 512, 256, "uint4b8", 128), second_kernel=cost
     )
     return hopper._divide(params, common, rows), params
 
@@ -39,7 +39,7 @@ def divide(
         (1, 128, 128, None, ALONE, 512),
         (1, 129, 128, None, BOTH, 129),
         (1, 129, 128, 256, ALONE, 137),
-        # DeepSeek-V3 on 4 ranks of 128 tokens.
+        # 256 experts on 4 ranks, 128 tokens each, top-8.
         (16, 64, 512, 4096, ALONE, 192),
     ],
 )
@@ -66,6 +66,11 @@ def test_few_rows_of_the_table_decide_what_is_few(
     chosen, params = divide(12, num_experts=8, max_rows=64)
     assert chosen == kernels
     assert params.few_rows == (few_rows if kernels == BOTH else 64)
+
+
+def test_large_weights_are_not_read_anew_for_every_32_rows() -> None:
+    chosen, params = divide(4, num_experts=8, max_rows=64, cost=COST - 1)
+    assert (chosen, params.few_rows, params.second_kernel) == (BOTH, tuning.MOST_FEW_ROWS, COST - 1)
 
 
 def test_forced_rows_decide_alone() -> None:
