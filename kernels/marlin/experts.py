@@ -183,8 +183,8 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
         check_batch(pair, step.hidden_states, counts, row_ids)
         check_output(step.output, batched_shape(pair, step.hidden_states, row_ids), step.hidden_states)
         check_scratch(step.hidden_states, workspace13=step.scratch[0], workspace2=step.scratch[1])
-        # An expert's buffer has room for every token of every rank, and tokens choose top-k experts of all.
-        most_rows = step.output.size(1) * step.topk_ids.size(-1)
+        # Tokens of all ranks choose top-k experts of all. A backend's buffers may have room for fewer tokens than come.
+        most_rows = max(step.output.size(1), self._max_rows) * step.topk_ids.size(-1)
         expected_m = most_rows / self.moe_config.global_num_experts
         compute_batch(pair, step.output, step.hidden_states, counts, row_ids, *step.scratch, expected_m, most_rows)
 

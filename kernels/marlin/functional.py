@@ -79,7 +79,8 @@ def batched_fused_marlin_moe(
             hold a part of the columns, with the scales of all groups.
         expert_row_ids: int32 `[El, max_tokens]`, the input row of each of an expert's rows.
         expected_m: rows that an expert is expected to have in the mean, for the choice of kernels on a GPU; results are
-            right whatever expert_num_tokens says. None: nobody knows, and kernels for few and many rows are launched.
+            right whatever expert_num_tokens says. None: nobody knows, and kernels for few and many rows are launched,
+            as they always are under torch.compile.
 
     Returns:
         `[El, max_tokens, K]`; rows from expert_num_tokens on are not changed.
@@ -93,6 +94,8 @@ def batched_fused_marlin_moe(
         )
     if inplace and expert_row_ids is not None:
         raise ValueError("inplace is True with expert_row_ids; results need an output of their own, pass inplace=False")
+    if expected_m is not None and not (isinstance(expected_m, int | float) and expected_m >= 0):
+        raise ValueError(f"expected_m is {expected_m!r}; it must be a number of at least 0, or None if nobody knows it")
     check_tensors(hidden_states=hidden_states, expert_num_tokens=expert_num_tokens)
     if expert_row_ids is not None:
         check_tensors(expert_row_ids=expert_row_ids)

@@ -31,7 +31,7 @@ _MAX_BLOCKS = 256
 _MOST_FOR_ONE_WAVE = 128  # tiles: no more than Hopper's SMs
 MOST_EXPERTS = 768  # kMostExperts of cuda/params.cuh
 # Rows of an expert in the mean, up to which the kernel for few rows is launched alone, where up to 32 are few: with
-# uniform routing it is faster up to 24, and at 28 an eighth slower (docs/benchmarks/gemm_fixed_costs.md).
+# uniform routing it is faster up to 24, and at 28 up to an eighth slower (docs/benchmarks/gemm_fixed_costs.md).
 _MOST_EXPECTED = 20
 # And only where the second kernel costs at least so much, in times that an expert takes for one step: Qwen3-30B's 184,
 # Qwen3-235B's 46, GPT-OSS-120B's 33. With the large weights of DeepSeek-V3 (20) it costs more to read them anew for

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
+from moe_ep.kernels.marlin import experts
 from moe_ep.kernels.marlin.compute import sort_by_expert
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts, MarlinExperts
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe, fused_marlin_moe
@@ -130,6 +131,21 @@ def test_slots_are_sorted_by_expert_and_then_by_slot() -> None:
     assert rows.row_ids is not None
     assert rows.row_ids.tolist()[:3] == [2, 0, 3]
     assert (rows.ids_divisor, rows.is_sorted) == (2, True)
+
+
+@pytest.mark.parametrize(("buffer_rows", "most_rows"), [(ROWS, 2 * 3 * ROWS), (4 * ROWS, 2 * 4 * ROWS)])
+def test_what_is_expected_of_batched_rows(buffer_rows: int, most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, told = WEIGHT_TYPES[scalar_types.uint4b8.id], []
+    first, second = pair(kind, 32, MoEActivation.SILU)
+    batched = BatchedMarlinExperts(*configs(first, second, kind), max_num_tokens=ROWS, num_dispatchers=3)
+    monkeypatch.setattr(experts, "compute_batch", lambda *given: told.extend(given[-2:]))
+    rows, meta = torch.randn(E, buffer_rows, K).bfloat16(), ExpertTokensMetadata(torch.zeros(E, dtype=torch.int32))
+    ids, weights, none = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), torch.empty(0, dtype=torch.bfloat16)
+    packed = (first.packed.qweight, second.packed.qweight)
+    hidden, silu = torch.empty(E * buffer_rows * N, dtype=torch.bfloat16), MoEActivation.SILU
+    output = torch.empty_like(rows)
+    batched.apply(output, rows, *packed, weights, ids, silu, E, None, None, None, none, hidden, meta, False)
+    assert told == [most_rows / E, most_rows]
 
 
 def test_the_expert_classes_run_the_functions_with_their_workspaces() -> None:

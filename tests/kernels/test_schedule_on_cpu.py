@@ -19,14 +19,15 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compil
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Headers beside each other, without the one of instructions that only a GPU has."""
+    """Headers beside each other; of the one of a GPU's instructions only its types."""
     folder = tmp_path_factory.mktemp("schedule")
     for name in ("decode_schedule.cuh", "threshold.cuh", "params.cuh"):
         shutil.copy(CUDA / name, folder)
     params = (folder / "params.cuh").read_text()
     assert params.count(RECIPROCAL) == 1
     (folder / "params.cuh").write_text(params.replace(RECIPROCAL, "inverse = reciprocal((float)b);"))
-    (folder / "ptx.cuh").write_text("#pragma once\n")
+    types = re.findall("^typedef .*\n", (CUDA / "ptx.cuh").read_text(), re.MULTILINE)
+    (folder / "ptx.cuh").write_text("#pragma once\n" + "".join(types))
     for source in SOURCES.iterdir():
         shutil.copy(source, folder)
     command = [str(COMPILER), "-std=c++17", "-O1", "few_rows.cpp", "-o", "few_rows"]

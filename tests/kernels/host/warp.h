@@ -9,11 +9,8 @@
 #include <functional>
 #include <vector>
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "ptx.cuh"  // names of types alone (test_schedule_on_cpu.py)
+
 #define DEVICE inline
 
 struct uint4 {
