@@ -30,14 +30,16 @@ _TILE_ROWS = 256
 _MAX_BLOCKS = 256
 _MOST_FOR_ONE_WAVE = 128  # tiles: no more than Hopper's SMs
 MOST_EXPERTS = 768  # kMostExperts of cuda/params.cuh
-# Rows of an expert in the mean, up to which the kernel for few rows is launched alone, where up to 32 are few: with
-# uniform routing it is faster up to 24, and at 28 up to an eighth slower (docs/benchmarks/gemm_fixed_costs.md).
-_MOST_EXPECTED = 20
+# Rows of an expert in the mean, up to which the kernel for few rows is launched alone, where up to 32 are few. With
+# uniform routing it is faster up to 24; with a trained model's choices, for some shapes no longer at 20
+# (docs/benchmarks/gemm_fixed_costs.md).
+_MOST_EXPECTED = 16
 # And only where the second kernel costs at least so much, in times that an expert takes for one step: Qwen3-30B's 184,
-# Qwen3-235B's 46, GPT-OSS-120B's 33. With the large weights of DeepSeek-V3 (20) it costs more to read them anew for
-# every 32 rows, as soon as routing is uneven.
+# Qwen3-235B's 46, GPT-OSS-120B's 33. With the large weights of DeepSeek-V3 (20), launching one kernel wins 1% at most,
+# and reading them anew for every 32 rows costs much as soon as routing is uneven: there the device decides.
 _DEAR_SECOND_KERNEL = 30
 _MOST_TILES = 512  # of tokens there; a list of more leaves the ring fewer stages
+_MOST_TILES_OF_BOTH = 272  # of them where both are launched: a list that takes no stage from tiles of 8 tokens
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
 _LEFT_SUMS = 2  # where sums of the kernel for few rows begin in its flags, in 64 bits
@@ -123,7 +125,7 @@ def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, rows
     params.max_tile_tokens = _tile_tokens(params.max_rows)
     for few_rows in _divide(params, common, rows):
         kernel = common.kernel(few_rows)
-        hidden_words, num_flags = common.flags(few_rows, params.most_tiles)
+        hidden_words, num_flags = common.flags(few_rows, params.most_tiles if few_rows else params.num_experts)
         params.sync = stream_flags(common.device, kernel.entry, num_flags).data_ptr()
         params.left_sums = params.sync + 8 * _LEFT_SUMS
         params.hidden_words = params.sync + 8 * hidden_words
@@ -139,11 +141,12 @@ def _divide(params: ExpertsParams, common: _Common, rows: Rows) -> tuple[bool, .
         return (True,)
     few_rows, is_forced = tuning.few_rows(common.device_name, common.problem), tuning.is_forced()
     most_expected = _MOST_EXPECTED * few_rows / tuning.MOST_FEW_ROWS
+    most_tiles = _most_tiles(params.num_experts, rows)
     if rows.expected_m is not None and rows.expected_m <= most_expected and not is_forced:
-        most_tiles = _most_tiles(params.num_experts, rows)
         if most_tiles <= _MOST_TILES and common.second_kernel >= _DEAR_SECOND_KERNEL:
             params.few_rows, params.most_tiles = params.max_rows, most_tiles
             return (True,)
+    params.most_tiles = max(params.num_experts, min(most_tiles, _MOST_TILES_OF_BOTH))
     params.few_rows, params.second_kernel = few_rows, 0 if is_forced else common.second_kernel
     return True, False
 

@@ -17,17 +17,23 @@ constexpr int kManyTileTokens = 128;  // the most rows that prefill_sm90.cu comp
 // What an expert takes for 256 weight rows x 128 columns, in about 235 cycles. Alone, 24 and 32 rows take less than
 // this, but pieces cut by less take longer where rows are uneven (docs/benchmarks/gemm_few_rows.md).
 DEVICE int few_cost(int rows) { return 3 + (rows + 7) / 8; }
+// An expert of more rows counts as several.
+DEVICE int few_cost_in_parts(int rows) {
+  int rest = rows % kFewRows;
+  return rows / kFewRows * few_cost(kFewRows) + (rest ? few_cost(rest) : 0);
+}
 DEVICE constexpr int many_tile_cost(int tokens) { return 4 + (tokens > 32 ? (tokens + 15) / 16 : 2); }
 DEVICE int many_cost(int rows) {
   int rest = rows % kManyTileTokens;
   return rows / kManyTileTokens * many_tile_cost(kManyTileTokens) + (rest ? many_tile_cost(rest) : 0);
 }
 
-// One warp: up to how many rows an expert is decode_sm90.cu's in this launch: p.few_rows, kFewRows or none.
+// One warp: up to how many rows an expert is decode_sm90.cu's in this launch: p.few_rows, all or none. All may be if the
+// list of its tiles has room for them.
 DEVICE int agreed_few_rows(const ExpertsParams& p, int lane) {
   if (p.second_kernel == 0) return p.few_rows;
   auto rows_of = [&](int e) { return min(max(p.num_tokens[e], 0), p.max_rows); };
-  int largest = 0, loss_of_few = 0, loss_of_many = 0;
+  int largest = 0, tiles = 0, loss_of_few = 0, loss_of_many = 0;
   bool few = false;
 #pragma unroll 1
   for (int e = lane; e < p.num_experts; e += 32) {
@@ -38,7 +44,8 @@ DEVICE int agreed_few_rows(const ExpertsParams& p, int lane) {
   if (largest <= p.few_rows || !__any_sync(~0u, few)) return p.few_rows;
 #pragma unroll 1
   for (int e = lane; e < p.num_experts; e += 32) {
-    int rows = rows_of(e), more = few_cost(rows) - many_cost(rows);
+    int rows = rows_of(e), more = few_cost_in_parts(rows) - many_cost(rows);
+    tiles += (rows + kFewRows - 1) / kFewRows;
     if (rows > p.few_rows) {
       loss_of_few += more;
     } else if (rows > 0) {
@@ -47,7 +54,7 @@ DEVICE int agreed_few_rows(const ExpertsParams& p, int lane) {
   }
   loss_of_few = __reduce_add_sync(~0u, loss_of_few);
   loss_of_many = __reduce_add_sync(~0u, loss_of_many);
-  bool all_few = largest <= kFewRows && loss_of_few <= loss_of_many;
+  bool all_few = (int)__reduce_add_sync(~0u, tiles) <= p.most_tiles && loss_of_few <= loss_of_many;
   if ((all_few ? loss_of_few : loss_of_many) >= p.second_kernel) return p.few_rows;
-  return all_few ? kFewRows : 0;
+  return all_few ? max(largest, kFewRows) : 0;
 }
