@@ -124,11 +124,11 @@ def _shape(numel: int, num_experts: int, has_clusters: bool) -> _Shape:
 @functools.cache
 def _kernels(ids: torch.dtype, device: torch.device) -> dict[int, jit.Kernel]:
     """The kernels by number of blocks, all at once, since a captured pass may have more slots than its warm-up."""
-    found = {}
-    for blocks in (1, _CLUSTER) if jit.capability(device.index) >= (9, 0) else (1,):
-        found[blocks] = jit.load(kernel_source(ids, blocks), device)
-        found[blocks].allow_shared(_MAX_SHARED)
-    return found
+    sizes = (1, _CLUSTER) if jit.capability(device.index) >= (9, 0) else (1,)
+    kernels = jit.load_all({blocks: kernel_source(ids, blocks) for blocks in sizes}, device)
+    for kernel in kernels.values():
+        kernel.allow_shared(_MAX_SHARED)
+    return kernels
 
 
 def _shared_bytes(num_experts: int, warps: int, blocks: int) -> int:

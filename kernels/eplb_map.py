@@ -87,7 +87,7 @@ def kernel_source(ids: torch.dtype, maps: torch.dtype, out: torch.dtype, slots: 
 @cache
 def _kernels(ids: torch.dtype, maps: torch.dtype, out: torch.dtype, device: torch.device) -> dict[int, jit.Kernel]:
     """By slots of a thread. Both at once: a graph of another size may be captured next."""
-    return {slots: jit.load(kernel_source(ids, maps, out, slots), device) for slots in (_FEW_SLOTS, _MANY_SLOTS)}
+    return jit.load_all({slots: kernel_source(ids, maps, out, slots) for slots in (_FEW_SLOTS, _MANY_SLOTS)}, device)
 
 
 def map_and_record(

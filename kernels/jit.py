@@ -6,7 +6,8 @@ under MOE_EP_CACHE_DIR, keyed by source, our headers, options and the versions o
 may start at once: cache files are put in place atomically, and a race costs a compilation, never an error.
 
 Modules cannot be loaded under CUDA-graph capture, so a kernel must be loaded before, by a first call outside the graph
-or by `load`.
+or by `load`. Where one call or another takes one kernel or another, `load_all` loads all of them at the first, so that
+no later one finds its kernel missing.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ import hashlib
 import io
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from moe_ep import env
 from moe_ep.errors import BackendUnavailableError, missing_extra
 from moe_ep.kernels.kernel import Kernel
+
+Name = TypeVar("Name")
 
 _MIN_CAPABILITY = (8, 0)
 _lock = threading.Lock()
@@ -99,7 +103,13 @@ def capability(device_index: int) -> tuple[int, int]:
 
 
 def load(source: KernelSource, device: torch.device) -> Kernel:
-    """The kernel on `device`; the first call compiles it or takes it from the cache.
+    """The kernel on `device`; see load_all."""
+    return load_all({source.entry: source}, device)[source.entry]
+
+
+def load_all(sources: Mapping[Name, KernelSource], device: torch.device) -> dict[Name, Kernel]:
+    """The kernels on `device` by the names of their sources; the first call compiles them side by side, or takes them
+    from the cache.
 
     Raises:
         ImportError: cuda-core or NVRTC is missing.
@@ -107,30 +117,33 @@ def load(source: KernelSource, device: torch.device) -> Kernel:
         RuntimeError: the first call came under CUDA-graph capture.
     """
     if not torch.cuda.is_available():
-        raise BackendUnavailableError(f"kernel {source.entry} needs a CUDA GPU and torch sees none")
+        entry = next(iter(sources.values())).entry
+        raise BackendUnavailableError(f"kernel {entry} needs a CUDA GPU and torch sees none")
     index = torch.cuda.current_device() if device.index is None else device.index
-    kernel = _loaded.get((source, index))
-    if kernel is not None:
-        return kernel
-    with _lock:
-        if (source, index) not in _loaded:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    f"kernel {source.entry} is not loaded and the stream is capturing a CUDA graph; "
-                    f"run one pass of the same kind before capturing"
-                )
-            with torch.cuda.device(index):
-                torch.cuda.current_stream().synchronize()  # makes the primary context current
-                _loaded[source, index] = _loaded_kernel(source, torch.device("cuda", index))
-        return _loaded[source, index]
+    if any((source, index) not in _loaded for source in sources.values()):
+        with _lock:
+            _load([source for source in sources.values() if (source, index) not in _loaded], index)
+    return {name: _loaded[source, index] for name, source in sources.items()}
 
 
-def _loaded_kernel(source: KernelSource, device: torch.device) -> Kernel:
-    code = _object_code_type().from_cubin(_cubin(source, _arch_of(device)), name=source.entry)
-    if source.archive is not None:
-        source.archive.start(code)
-    function = checked(driver_bindings().cuKernelGetFunction(code.get_kernel(source.entry).handle))
-    return Kernel(source.entry, int(function), device, code)
+def _load(sources: list[KernelSource], index: int) -> None:
+    """Loads what another thread has not loaded meanwhile."""
+    if sources and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"kernel {sources[0].entry} is not loaded and the stream is capturing a CUDA graph; "
+            f"run one pass of the same kind before capturing"
+        )
+    device = torch.device("cuda", index)
+    with ThreadPoolExecutor(max_workers=max(1, len(sources))) as pool:
+        cubins = list(pool.map(lambda source: _cubin(source, _arch_of(device)), sources))
+    with torch.cuda.device(index):
+        torch.cuda.current_stream().synchronize()  # makes the primary context current
+        for source, cubin in zip(sources, cubins, strict=True):
+            code = _object_code_type().from_cubin(cubin, name=source.entry)
+            if source.archive is not None:
+                source.archive.start(code)
+            function = checked(driver_bindings().cuKernelGetFunction(code.get_kernel(source.entry).handle))
+            _loaded[source, index] = Kernel(source.entry, int(function), device, code)
 
 
 def compile_ahead(source: KernelSource, device: torch.device) -> None:

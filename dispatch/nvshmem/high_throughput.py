@@ -106,9 +106,9 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
         self._block = self._meeting = Block.of(self._layout, self.ranks, moe_config.in_dtype, facts)
         device = torch.device("cuda", torch.cuda.current_device())
         self.num_sms = self._sms_of_a_batch(num_sms, device)
-        self._kernels = {
-            name: jit.load(kernel_source(name, self._layout, moe_config.in_dtype), device) for name in KERNELS
-        }
+        self._kernels = jit.load_all(
+            {name: kernel_source(name, self._layout, moe_config.in_dtype) for name in KERNELS}, device
+        )
         self.placement.expert_map(device)  # not made under capture
 
     def _sms_of_a_batch(self, asked: int | None, device: torch.device) -> int:

@@ -79,9 +79,9 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         )
         self._channel = self._meeting = Channel.of(symmetric, self._layout, self.ranks, facts)
         device = torch.device("cuda", torch.cuda.current_device())
-        self._kernels = {
-            name: jit.load(kernel_source(name, self._layout, moe_config.in_dtype), device) for name in KERNELS
-        }
+        self._kernels = jit.load_all(
+            {name: kernel_source(name, self._layout, moe_config.in_dtype) for name in KERNELS}, device
+        )
         self._owner_table = self.placement.owners(device)
         self.placement.expert_map(device)  # not made under capture
         self._local_table = local_indices(self.placement.on_host).to(device)

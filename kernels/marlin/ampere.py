@@ -113,11 +113,14 @@ def launch(
 
 def _kernels(pair: WeightPair) -> list[tuple[Weights, jit.Kernel, int]]:
     """The weights of w13 and w2, each with its kernel and the kernel's shared memory."""
+    both = (pair.w13, pair.w2)
+    sources = {
+        phase: kernel_source(pair.kind, pair.act_dtype, w.scales.dtype, group_columns(w), phase, pair.activation)
+        for phase, w in enumerate(both)
+    }
     found = []
-    for phase, weights in enumerate((pair.w13, pair.w2)):
-        columns = group_columns(weights)
-        source = kernel_source(pair.kind, pair.act_dtype, weights.scales.dtype, columns, phase, pair.activation)
-        kernel, shared = jit.load(source, pair.device), _shared_bytes(pair.kind, weights, pair.num_experts)
+    for weights, kernel in zip(both, jit.load_all(sources, pair.device).values(), strict=True):
+        shared = _shared_bytes(pair.kind, weights, pair.num_experts)
         kernel.allow_shared(shared)
         found.append((weights, kernel, shared))
     return found

@@ -124,11 +124,10 @@ def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, rows
     params.partials = partials.data_ptr()
     params.max_tile_tokens = _tile_tokens(params.max_rows)
     for few_rows in _divide(params, common, rows):
-        kernel = common.kernel(few_rows)
-        hidden_words, num_flags = common.flags(few_rows, params.most_tiles if few_rows else params.num_experts)
-        params.sync = stream_flags(common.device, kernel.entry, num_flags).data_ptr()
+        kernel = common.kernels[few_rows]
+        params.sync = stream_flags(common.device, kernel.entry, common.num_flags[few_rows]).data_ptr()
         params.left_sums = params.sync + 8 * _LEFT_SUMS
-        params.hidden_words = params.sync + 8 * hidden_words
+        params.hidden_words = params.sync + 8 * common.hidden_words
         threads = _FEW_THREADS if few_rows else _MANY_THREADS
         told = params if few_rows else _many_params(params, pair.act_dtype)
         kernel.launch(told, (common.num_blocks, 1, 1), threads, common.shared_bytes, early=True)
@@ -141,11 +140,11 @@ def _divide(params: ExpertsParams, common: _Common, rows: Rows) -> tuple[bool, .
         return (True,)
     few_rows, is_forced = tuning.few_rows(common.device_name, common.problem), tuning.is_forced()
     most_expected = _MOST_EXPECTED * few_rows / tuning.MOST_FEW_ROWS
+    expects_few = rows.expected_m is not None and rows.expected_m <= most_expected and not is_forced
     most_tiles = _most_tiles(params.num_experts, rows)
-    if rows.expected_m is not None and rows.expected_m <= most_expected and not is_forced:
-        if most_tiles <= _MOST_TILES and common.second_kernel >= _DEAR_SECOND_KERNEL:
-            params.few_rows, params.most_tiles = params.max_rows, most_tiles
-            return (True,)
+    if expects_few and most_tiles <= _MOST_TILES and common.second_kernel >= _DEAR_SECOND_KERNEL:
+        params.few_rows, params.most_tiles = params.max_rows, most_tiles
+        return (True,)
     params.most_tiles = max(params.num_experts, min(most_tiles, _MOST_TILES_OF_BOTH))
     params.few_rows, params.second_kernel = few_rows, 0 if is_forced else common.second_kernel
     return True, False
@@ -164,7 +163,8 @@ class _Common:
 
     Attributes:
         second_kernel: what beginning with it costs, in times that an expert takes for one step of a tile.
-        flags: see _flags.
+        num_flags: int32 numbers of `sync`, by whether it is the kernel for few rows.
+        hidden_words: where results begin in `sync` of the kernel for few rows, in 64 bits.
     """
 
     def __init__(self, pair: WeightPair) -> None:
@@ -173,38 +173,29 @@ class _Common:
         self.device_name = torch.cuda.get_device_name(index)
         self.problem = tuning.problem_of(w13, w2, pair.kind)
         self.num_blocks, self.shared_bytes = _num_blocks(index), _max_shared_bytes(index)
-        self._row_tiles, self._w2_steps = -(-w13.num_rows // _TILE_ROWS), -(-w2.num_columns // _STEP_COLUMNS)
         steps = sum(-(-w.num_rows // _TILE_ROWS) * -(-w.num_columns // _STEP_COLUMNS) for w in (w13, w2))
         self.second_kernel = -(-_BEGIN_ANEW * self.num_blocks // steps)
         per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))
         numbers = (pair.kind, pair.act_dtype, w13.scales.dtype, per_step, pair.activation)
         tall = may_be_tall(pair.num_experts, (w13.num_rows, w2.num_rows))
         self._sources = {few_rows: kernel_source(*numbers, few_rows, tall) for few_rows in (True, False)}
-        self._kernels: dict[bool, jit.Kernel] = {}
-        self.flags = functools.cache(self._flags)
-
-    def _flags(self, few_rows: bool, most_tiles: int) -> tuple[int, int]:
-        """How many int32 words `sync` has, behind where the results begin in it, in 64 bits.
-
-        In the kernel for few rows these are words of 64 bits: the ticket counter, sums (cuda/decode_sums.cuh; in one
-        place for all weights, since they are zero between launches), a flag for each tile, results
-        (cuda/decode_words.cuh).
-        """
-        tiles = most_tiles * self._row_tiles
-        if not few_rows:
-            return 0, 2 + 2 * _MAX_BLOCKS + tiles
+        # In the kernel for few rows, words of 64 bits: the ticket counter, sums (cuda/decode_sums.cuh; in one place for
+        # all weights, since they are zero between launches), a flag for each tile of any launch, so that a larger one
+        # under capture needs no others, and results (cuda/decode_words.cuh).
+        row_tiles = -(-w13.num_rows // _TILE_ROWS)
         flags = _LEFT_SUMS + self.num_blocks * tuning.MOST_FEW_ROWS * _TILE_ROWS
-        hidden_words = (flags + tiles + 1) // 2 * 2
-        hidden = self.problem.experts * self._w2_steps * _FEW_TOKENS * _STEP_COLUMNS // 2
-        return hidden_words, 2 * (hidden_words + hidden)
+        self.hidden_words = (flags + max(_MOST_TILES, pair.num_experts) * row_tiles + 1) // 2 * 2
+        hidden = pair.num_experts * -(-w2.num_columns // _STEP_COLUMNS) * _FEW_TOKENS * _STEP_COLUMNS // 2
+        many_flags = 2 + 2 * _MAX_BLOCKS + pair.num_experts * row_tiles
+        self.num_flags = {True: 2 * (self.hidden_words + hidden), False: many_flags}
 
-    def kernel(self, few_rows: bool) -> jit.Kernel:
-        """The kernel for few or many rows, loaded when it is first asked for."""
-        kernel = self._kernels.get(few_rows)
-        if kernel is None:
-            kernel = self._kernels[few_rows] = jit.load(self._sources[few_rows], self.device)
+    @functools.cached_property
+    def kernels(self) -> dict[bool, jit.Kernel]:
+        """The kernel for few rows (True) and that for many, both, whichever the first launch needs."""
+        kernels = jit.load_all(self._sources, self.device)
+        for kernel in kernels.values():
             kernel.allow_shared(self.shared_bytes)
-        return kernel
+        return kernels
 
 
 def _many_params(params: ExpertsParams, act_dtype: torch.dtype) -> _ManyParams:

@@ -160,6 +160,28 @@ def test_a_graph_replays_with_other_counts_and_inputs(expected_m: int | None) ->
         assert torch.equal(output.view(torch.int16), eager.view(torch.int16))
 
 
+def test_a_graph_of_more_rows_than_its_warm_up() -> None:
+    # Few rows that are expected need one kernel of Hopper's. What others need is there too, after the first call.
+    K, num_experts = 512, 6
+    weights = pair(UINT4B8, 32, num_experts, (K, 256), MoEActivation.SWIGLUOAI, torch.float16)
+    more = arguments(*weights, UINT4B8, MoEActivation.SWIGLUOAI)
+    rows = torch.randn(num_experts, 200, K, device="cuda").half()
+    numbers = torch.tensor([200, 3, 0, 70, 33, 8], dtype=torch.int32, device="cuda")
+    output, stream = torch.full_like(rows, float("nan")), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        batched_fused_marlin_moe(rows[:, :8].contiguous(), numbers.clamp(max=4), expected_m=4, **more)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            batched_fused_marlin_moe(rows, numbers, output=output, **more)
+        eager = batched_fused_marlin_moe(rows, numbers, output=torch.full_like(rows, float("nan")), **more)
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(output.view(torch.int16), eager.view(torch.int16))
+    for expert, count in enumerate(numbers.tolist()):
+        assert not output[expert, :count].isnan().any()
+
+
 def test_a_graph_replays_with_other_experts_of_the_tokens() -> None:
     K, num_tokens, topk = 512, 90, 3
     more = arguments(*pair(UINT4B8, 128, 6, (K, 256)), UINT4B8)
