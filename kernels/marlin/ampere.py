@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+from typing import NamedTuple
 
 import torch
 
@@ -28,12 +30,24 @@ from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
 
 _THREADS, _GATHER_THREADS = 128, 256
-_TILE_ROWS, _TILE_TOKENS, _STEP_COLUMNS, _STAGES = 128, 64, 64, 3
+_TILE_ROWS, _STEP_COLUMNS = 128, 64
 _BLOCKS_PER_SM = 3  # that registers leave room for
+_BLOCKS_THAT_LOOK_UP = 2  # where every column's group is looked up
 _SLICES_PER_BLOCK = 2
 _GATHER_SHARED = 48 * 1024
 _GATHER_ROWS = 8
 _LOOKED_UP, _WHOLE_ROW = 0, -1
+
+
+class _Tile(NamedTuple):
+    """What depends on the tokens of a tile in cuda/ampere_loads.cuh; every team has so many stages."""
+
+    tokens: int
+    teams: int
+    stages: int
+
+
+_TILES = (_Tile(16, 4, 2), _Tile(32, 2, 3), _Tile(64, 1, 3))
 
 
 class _AmpereParams(ctypes.Structure):
@@ -58,13 +72,16 @@ def kernel_source(
     group_columns: int,
     phase: int,
     activation: MoEActivation,
+    tile_tokens: int,
 ) -> jit.KernelSource:
     """The kernel of w13 (`phase` 0) or w2 (1).
 
     Args:
         group_columns: columns that share a scale; -1 if a row has one group, 0 if each column's group is looked up.
+        tile_tokens: 16, 32 or 64 rows of an expert that are computed at once.
     """
     defines = {
+        "TILE_TOKENS": tile_tokens,
         "WEIGHT_TYPE": type_number(kind, scale_dtype),
         "ACT_BF16": int(act_dtype == torch.bfloat16),
         "GROUP_COLUMNS": group_columns,
@@ -99,36 +116,46 @@ def launch(
     """Computes every expert's rows; arguments as gemm.run_experts."""
     hidden_states, rows = in_packed_order(output, hidden_states, pair.w13, rows)
     params = experts_params(hidden_states, hidden, output, pair, rows)
-    params.partials, params.max_tile_tokens = partials.data_ptr(), _tile_tokens(rows.max_rows)
+    tile = _tile_of(rows)
+    params.partials, params.max_tile_tokens = partials.data_ptr(), _kept_tokens(tile, rows.max_rows)
     max_slices = partials.numel() // (_TILE_ROWS * params.max_tile_tokens)
     params.sync = stream_flags(pair.device, "ampere_gemm", max_slices).data_ptr()
     sms, shared_of_sm = _sizes(pair.device.index or 0)
-    for phase, (weights, kernel, shared) in enumerate(pair.once(_kernels)):
+    kernels = pair.once(_kernels)
+    for phase, weights in enumerate((pair.w13, pair.w2)):
         if phase == 1 and weights.sort_indices is not None:
             _gather(params, weights, 1, hidden, hidden)
         groups = None if weights.g_idx is None else weights.g_idx.data_ptr()
-        blocks = max(1, min(_BLOCKS_PER_SM, shared_of_sm // (shared + 1024)))
-        kernel.launch(_AmpereParams(params, groups, max_slices), (sms * blocks, 1, 1), _THREADS, shared)
+        shared = _shared_bytes(tile, pair.kind, weights, pair.num_experts)
+        most = _BLOCKS_PER_SM if weights.has_regular_groups else _BLOCKS_THAT_LOOK_UP
+        blocks = max(1, min(most, shared_of_sm // (shared + 1024)))
+        told = _AmpereParams(params, groups, max_slices)
+        kernels[tile, phase].launch(told, (sms * blocks, 1, 1), _THREADS, shared)
 
 
-def _kernels(pair: WeightPair) -> list[tuple[Weights, jit.Kernel, int]]:
-    """The weights of w13 and w2, each with its kernel and the kernel's shared memory."""
-    both = (pair.w13, pair.w2)
-    sources = {
-        phase: kernel_source(pair.kind, pair.act_dtype, w.scales.dtype, group_columns(w), phase, pair.activation)
-        for phase, w in enumerate(both)
-    }
-    found = []
-    for weights, kernel in zip(both, jit.load_all(sources, pair.device).values(), strict=True):
-        shared = _shared_bytes(pair.kind, weights, pair.num_experts)
-        kernel.allow_shared(shared)
-        found.append((weights, kernel, shared))
-    return found
+def _tile_of(rows: Rows) -> _Tile:
+    """The smallest that holds the rows that an expert is expected to have; one of more has several."""
+    expected = rows.max_rows if rows.expected_m is None else min(rows.expected_m, rows.max_rows)
+    return next((tile for tile in _TILES if tile.tokens >= expected), _TILES[-1])
+
+
+def _kernels(pair: WeightPair) -> dict[tuple[_Tile, int], jit.Kernel]:
+    """The kernels by tile and phase."""
+    sources, shared = {}, {}
+    for tile, (phase, weights) in itertools.product(_TILES, enumerate((pair.w13, pair.w2))):
+        columns, numbers = group_columns(weights), (pair.kind, pair.act_dtype, weights.scales.dtype)
+        sources[tile, phase] = kernel_source(*numbers, columns, phase, pair.activation, tile.tokens)
+        shared[tile, phase] = _shared_bytes(tile, pair.kind, weights, pair.num_experts)
+    kernels = jit.load_all(sources, pair.device)
+    for name, kernel in kernels.items():
+        kernel.allow_shared(shared[name])
+    return kernels
 
 
 def partials_numel(max_rows: int, device: torch.device) -> int:
     """The f32 numbers that a launch needs for tiles that several blocks share."""
-    return _SLICES_PER_BLOCK * _BLOCKS_PER_SM * _sizes(device.index or 0)[0] * _TILE_ROWS * _tile_tokens(max_rows)
+    blocks = _BLOCKS_PER_SM * _sizes(device.index or 0)[0]
+    return _SLICES_PER_BLOCK * blocks * _TILE_ROWS * _kept_tokens(_TILES[-1], max_rows)
 
 
 def in_packed_order(
@@ -158,18 +185,19 @@ def _gather(params: ExpertsParams, weights: Weights, phase: int, source: torch.T
     kernel.launch(gather, (sms * blocks, 1, 1), _GATHER_THREADS, shared)
 
 
-def _shared_bytes(kind: WeightType, weights: Weights, num_experts: int) -> int:
-    """The bytes of three stages of codes, scales and tokens, and of the tables."""
+def _shared_bytes(tile: _Tile, kind: WeightType, weights: Weights, num_experts: int) -> int:
+    """The bytes of the teams' stages of codes, scales and tokens, and of the tables."""
     columns = group_columns(weights)
     groups = _STEP_COLUMNS // columns if 0 < columns < _STEP_COLUMNS else 1 if columns != _LOOKED_UP else 0
     per_row = _STEP_COLUMNS * kind.bits // 8
     per_row += groups * weights.scales.dtype.itemsize * (2 if kind.has_zero_points else 1)
-    return _STAGES * (_TILE_ROWS * per_row + _TILE_TOKENS * 2 * _STEP_COLUMNS) + 8 * (num_experts + 1)
+    stage = _TILE_ROWS * per_row + tile.tokens * 2 * _STEP_COLUMNS
+    return tile.teams * tile.stages * stage + 8 * (num_experts + 1)
 
 
-def _tile_tokens(max_rows: int) -> int:
+def _kept_tokens(tile: _Tile, max_rows: int) -> int:
     """The number of tokens whose sums a slice keeps, in whole products of 16."""
-    return min(_TILE_TOKENS, -(-max_rows // 16) * 16)
+    return min(tile.tokens, -(-max_rows // 16) * 16)
 
 
 @functools.cache

@@ -53,7 +53,11 @@ def compile_all(types: list[tuple[WeightType, int, torch.dtype]]) -> None:
         per_step = 1 if group == -1 else max(1, 128 // group)
         if on_hopper():
             sources += [hopper.kernel_source(kind, dtype, scale_dtype, per_step, SILU, few) for few in (True, False)]
-        sources += [ampere.kernel_source(kind, dtype, scale_dtype, group, phase, SILU) for phase in (0, 1)]
+        sources += [
+            ampere.kernel_source(kind, dtype, scale_dtype, group, phase, SILU, tokens)
+            for phase in (0, 1)
+            for tokens in (16, 32, 64)
+        ]
     random.Random(os.getpid()).shuffle(sources)  # processes that start together do not compile the same ones
     device = torch.device("cuda", torch.cuda.current_device())
     with ThreadPoolExecutor() as threads:

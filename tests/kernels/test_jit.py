@@ -73,13 +73,14 @@ OLDER = [
 ]
 
 
+@pytest.mark.parametrize("tile_tokens", [16, 32, 64])
 @pytest.mark.parametrize(("case", "looked_up", "phase", "arch"), [*OLDER, (EXPERTS[1], True, 1, "sm_90a")], ids=_name)
 def test_experts_kernels_for_older_gpus_compile_without_spills(
-    case: tuple, looked_up: bool, phase: int, arch: str
+    case: tuple, looked_up: bool, phase: int, arch: str, tile_tokens: int
 ) -> None:
     name, act_dtype, scale_dtype, per_step, activation = case
-    columns = 0 if looked_up else 128 // per_step
-    source = ampere.kernel_source(WEIGHT_TYPES[name.id], act_dtype, scale_dtype, columns, phase, activation)
+    columns, kind = 0 if looked_up else 128 // per_step, WEIGHT_TYPES[name.id]
+    source = ampere.kernel_source(kind, act_dtype, scale_dtype, columns, phase, activation, tile_tokens)
     assert jit.compile_only(source, arch)[1:3] == (0, 0)
 
 

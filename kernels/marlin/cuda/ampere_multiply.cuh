@@ -1,9 +1,12 @@
-// One stage of weights times up to 64 tokens: every warp has 32 weight rows and all tokens.
+// One stage of weights times the tile's tokens, and the sums of all teams.
 #pragma once
 #include "ampere_loads.cuh"
 #include "mma.cuh"
 
-// Of 32 weight rows; for every 16 rows and 8 tokens as mma.cuh leaves them.
+// For every 16 weight rows and 8 tokens as mma.cuh leaves them: those of a warp's rows and its team's steps, and those
+// of all steps and the 32 rows that the warp will store.
+constexpr int kWarpRows = kTileRows / kTeamWarps, kWarpPieces = kWarpRows / 16;
+typedef float TeamSums[kWarpPieces][kTileTokens / 2];
 typedef float Sums[2][kTileTokens / 2];
 
 // Two columns' scales of one row, from those of either column.
@@ -33,42 +36,106 @@ DEVICE void dequantize_looked_up(const GemmParams& gemm, const int* groups, i64 
   }
 }
 
-DEVICE void multiply_stage(const GemmParams& gemm, const Tile& tile, const int* column_groups, int step, Stage stage,
-                           Sums& sums) {
-  int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 32, row = lane % 8;  // first: weight row of the warp
-  if (tile.first + first >= gemm.rows) return;
+// 16 weight rows x 16 columns, number k of the stage, by one lane.
+DEVICE void dequantize_piece(const GemmParams& gemm, const Tile& tile, const int* column_groups, int step, Stage stage,
+                             int k, int place, const u32* words, Scales& scales, u32* a) {
+  if constexpr (kLookUp) {
+    i64 expert = tile.expert;
+    dequantize_looked_up(gemm, column_groups + expert * gemm.columns + step * kStepColumns + 16 * k,
+                         expert * gemm.groups, tile.first + place, words, a);
+  } else {
+    constexpr int kEvery = kStepColumns / 16 / kStepGroups;
+    if (k % 2 == 0 || kEvery == 1) {
+      scales = load_unit_scales(stage.scales(k / kEvery) + place * kScaleBytes, stage.zeros(k / kEvery) + 2 * place);
+    }
+    unscaled(words, scales, a);
+#pragma unroll
+    for (int j = 0; j < 4; j++) a[j] = mul_pair(a[j], scales.scale[j & 1]);
+  }
+}
+
+// kWhole: all columns of the stage are there. `first` is the warp's first weight row of the tile's.
+template <bool kWhole>
+DEVICE void multiply_columns(const GemmParams& gemm, const Tile& tile, const int* column_groups, int first, int step,
+                             Stage stage, TeamSums& sums) {
+  constexpr int kPairs = kTileTokens / 16;
+  int lane = threadIdx.x % 32, row = lane % 8;
   // A quarter of the warp gives the addresses of 8 rows.
   u32 tokens = shared_address(stage.tokens()) + (lane / 16 * 8 + row) * 128 + (lane / 8 % 2 ^ row) * 16;
-  Scales scales[2];
+  const u8* codes = stage.codes() + first / 16 * kPieceBytes + lane * (kPieceBytes / 32);
 #pragma unroll
-  for (int k = 0; k < kStepColumns / 16; k++) {
-    int column = step * kStepColumns + 16 * k;
-    if (column >= gemm.columns) break;
-    u32 a[2][4];
+  for (int block = 0; block < kStepColumns / 32; block++) {
+    if (!kWhole && step * kStepColumns + block * 32 >= gemm.columns) break;
+    u32 b[2][kPairs][4];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      u32 words[2 * kWords];
-      load_words(words, stage.codes() + (k / 2 * kTilePieces + first / 16 + i) * kPieceBytes + lane * (kPieceBytes / 32));
-      int place = first + 16 * i + lane / 4 * 2;
-      if constexpr (kLookUp) {
-        dequantize_looked_up(gemm, column_groups + (i64)tile.expert * gemm.columns + column,
-                             (i64)tile.expert * gemm.groups, tile.first + place, words + k % 2 * kWords, a[i]);
-      } else {
-        constexpr int kEvery = kStepColumns / 16 / kStepGroups;
-        if (k % kEvery == 0) scales[i] = load_scales(stage.scales(k / kEvery), stage.zeros(k / kEvery), place);
-        dequantize(words + k % 2 * kWords, scales[i], a[i]);
-      }
+    for (int k = 0; k < 2; k++) {
+#pragma unroll
+      for (int j = 0; j < kPairs; j++) load_matrices(b[k][j], (tokens ^ (2 * block + k) * 32) + j * 2048);
     }
 #pragma unroll
-    for (int j = 0; j < kTileTokens / 16; j++) {
-      if (16 * j >= tile.tokens) break;
-      u32 b[4];
-      load_matrices(b, (tokens ^ k * 32) + j * 2048);
+    for (int i = 0; i < kWarpPieces; i++) {
+      if (kLookUp && tile.first + first + 16 * i >= gemm.rows) break;  // its scales are not there
+      u32 words[2 * kWords], a[4];
+      Scales scales;
+      load_words(words, codes + (block * kTilePieces + i) * kPieceBytes);
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        mma(&sums[i][8 * j], a[i], b[0], b[1]);
-        mma(&sums[i][8 * j + 4], a[i], b[2], b[3]);
+      for (int k = 0; k < 2; k++) {
+        dequantize_piece(gemm, tile, column_groups, step, stage, 2 * block + k, first + 16 * i + lane / 4 * 2,
+                         words + k * kWords, scales, a);
+#pragma unroll
+        for (int j = 0; j < kPairs; j++) {
+          mma(&sums[i][8 * j], a, b[k][j][0], b[k][j][1]);
+          mma(&sums[i][8 * j + 4], a, b[k][j][2], b[k][j][3]);
+        }
       }
     }
   }
+}
+
+DEVICE void multiply_stage(const GemmParams& gemm, const Tile& tile, const int* column_groups, int step, Stage stage,
+                           TeamSums& sums) {
+  int first = threadIdx.x % kTeamThreads / 32 * kWarpRows;
+  if (tile.first + first >= gemm.rows) return;
+  if ((step + 1) * kStepColumns <= gemm.columns) {
+    multiply_columns<true>(gemm, tile, column_groups, first, step, stage, sums);
+  } else {
+    multiply_columns<false>(gemm, tile, column_groups, first, step, stage, sums);
+  }
+}
+
+// All threads, when no stage is read any more: sums of all teams, exchanged where the rings were.
+DEVICE void add_teams(u8* rings, const TeamSums& own, Sums& sums) {
+  if constexpr (kTeams == 1) {
+#pragma unroll
+    for (int m = 0; m < kTileTokens; m++) {
+      sums[m / (kTileTokens / 2)][m % (kTileTokens / 2)] = own[m / (kTileTokens / 2)][m % (kTileTokens / 2)];
+    }
+    return;
+  }
+  // [team][16 rows][8 tokens][lane]
+  constexpr int kOfPiece = kTileTokens / 8 * 32;
+  float4* all = reinterpret_cast<float4*>(rings) + threadIdx.x % 32;
+  int warp = threadIdx.x / 32, team = warp / kTeamWarps, first = warp % kTeamWarps * kWarpPieces;
+#pragma unroll
+  for (int i = 0; i < kWarpPieces; i++) {
+#pragma unroll
+    for (int j = 0; j < kTileTokens / 8; j++) {
+      const float* v = &own[i][4 * j];
+      all[(team * kTilePieces + first + i) * kOfPiece + j * 32] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+#pragma unroll
+    for (int j = 0; j < kTileTokens / 8; j++) {
+      float* v = &sums[i][4 * j];
+#pragma unroll
+      for (int t = 0; t < kTeams; t++) {
+        float4 more = all[(t * kTilePieces + 2 * warp + i) * kOfPiece + j * 32];
+        v[0] += more.x, v[1] += more.y, v[2] += more.z, v[3] += more.w;
+      }
+    }
+  }
+  __syncthreads();
 }

@@ -11,7 +11,8 @@ struct AmpereParams {
   int max_slices;            // of all tiles together: what `partials` has room for
 };
 
-constexpr int kMostSlices = 16, kLeastSteps = 4;
+constexpr int kMostSlices = 16, kLeastSteps = 4 * kTeams;
+constexpr int kSliceCost = 12;  // what a slice's begin and end take, in steps
 
 // Slices of each tile: as many as shorten the longest block's way most.
 DEVICE int slices_of(const AmpereParams& p, int num_tiles, int steps) {
@@ -19,7 +20,9 @@ DEVICE int slices_of(const AmpereParams& p, int num_tiles, int steps) {
   int most = min(kMostSlices, steps / kLeastSteps);
   for (int slices = 2; slices <= most && num_tiles * slices <= p.max_slices; slices++) {
     int rounds = (num_tiles * slices + gridDim.x - 1) / gridDim.x;
-    if (rounds * best < best_rounds * slices) best = slices, best_rounds = rounds;
+    if (rounds * (steps + kSliceCost * slices) * best < best_rounds * (steps + kSliceCost * best) * slices) {
+      best = slices, best_rounds = rounds;
+    }
   }
   return best;
 }
