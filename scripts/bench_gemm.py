@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gemm_cases import SHAPES, Shape, cases_of
+from gemm_cases import SHAPES, WEIGHTS, Shape, cases_of, with_weights
 from gemm_timing import capacity_of, num_copies, timed
 from on_gpu import this_gpu
 
@@ -44,9 +44,7 @@ from moe_ep.kernels import jit
 from moe_ep.kernels.marlin import compute, hopper
 from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
 from moe_ep.kernels.marlin.plain import dequantize_packed
-from moe_ep.kernels.marlin.types import weight_type
 from moe_ep.kernels.marlin.weights import Weights
-from moe_ep.scalar_type import scalar_types
 
 RELATIVE_ERROR = 0.01
 PEERS = ("torch", "humming", "vllm")
@@ -60,31 +58,34 @@ COLUMNS = {
 
 def make_weights(shape: Shape, rows: int, columns: int, gated: bool) -> Weights:
     """Random packed weights of one GEMM."""
-    kind = weight_type(getattr(scalar_types, shape.kind).id)
-    size = (shape.experts, columns // 16, rows * 16 // kind.pack)
+    size = (shape.experts, columns // 16, rows * 16 // shape.type.pack)
     qweight = torch.randint(-(2**31), 2**31 - 1, size, dtype=torch.int32, device="cuda")
+    if shape.kind == "float8_e4m3fn":
+        qweight &= -0x08080809  # one bit of every byte's exponent, so that none is a NaN
     groups = (shape.experts, columns // shape.group, rows)
-    if shape.kind == "float4_e2m1f":
+    if shape.scale_dtype == torch.uint8:
         scales = torch.randint(118, 122, groups, dtype=torch.uint8, device="cuda")
     else:
-        scales = (torch.rand(groups, device="cuda") * 0.01 + 0.001).bfloat16()
+        scales = (torch.rand(groups, device="cuda") * 0.01 + 0.002).to(shape.scale_dtype)
+    has_zeros, is_nvfp4 = shape.type.has_zero_points, shape.scale_dtype == torch.float8_e4m3fn
+    zeros = torch.randint(0, 16, groups, device="cuda").bfloat16() if has_zeros else None
+    alphas = torch.ones(shape.experts, device="cuda") if is_nvfp4 else None
     bias = torch.randn(shape.experts, rows, device="cuda").bfloat16() if shape.bias else None
-    return Weights(qweight, scales, None, bias, None, None, None, gated, rows, columns)
+    return Weights(qweight, scales, zeros, bias, alphas, None, None, gated, rows, columns)
 
 
 def relative_error(
     output: torch.Tensor, rows: torch.Tensor, counts: list[int], pair: tuple[Weights, Weights], shape: Shape
 ) -> float:
     """mean |d| / mean |ref| of the experts with the most and the fewest rows."""
-    kind = weight_type(getattr(scalar_types, shape.kind).id)
     used = [expert for expert, count in enumerate(counts) if count]
     error = scale = 0.0
     for expert in {max(used, key=counts.__getitem__), min(used, key=counts.__getitem__)}:
         biases = [None if w.bias is None else w.bias[expert].float() for w in pair]
         some = rows[expert, : counts[expert]]
-        gate_up = F.linear(some.float(), dequantize_packed(pair[0], kind, expert), biases[0])
+        gate_up = F.linear(some.float(), dequantize_packed(pair[0], shape.type, expert), biases[0])
         hidden = apply_activation(shape.activation, gate_up).to(rows.dtype).float()
-        expected = F.linear(hidden, dequantize_packed(pair[1], kind, expert), biases[1])
+        expected = F.linear(hidden, dequantize_packed(pair[1], shape.type, expert), biases[1])
         error += float((output[expert, : counts[expert]].float() - expected).abs().mean())
         scale += float(expected.abs().mean())
     return error / scale
@@ -133,7 +134,8 @@ def caller(
         first, second = pairs[i % len(pairs)]
         return batched_fused_marlin_moe(
             rows, numbers, first.qweight, second.qweight, first.bias, second.bias, first.scales, second.scales,
-            getattr(scalar_types, shape.kind).id, activation=shape.activation, intermediate_cache13=scratch,
+            shape.type.scalar_type.id, w1_zeros=first.zeros, w2_zeros=second.zeros, global_scale1=first.alphas,
+            global_scale2=second.alphas, activation=shape.activation, intermediate_cache13=scratch,
             intermediate_cache2=hidden, output=output, expected_m=sum(counts) / len(counts),
         )  # fmt: skip
 
@@ -191,13 +193,11 @@ def own_sources(shapes: list[Shape]) -> list[jit.KernelSource]:
     """What hopper.launch compiles for these shapes."""
     found = []
     for shape in shapes:
-        kind, w13_rows = weight_type(getattr(scalar_types, shape.kind).id), (1 + shape.activation.is_gated) * shape.N
-        scale_dtype = torch.uint8 if shape.kind == "float4_e2m1f" else torch.bfloat16
+        w13_rows, numbers = (1 + shape.activation.is_gated) * shape.N, (shape.type, torch.bfloat16, shape.scale_dtype)
         per_step = hopper.groups_per_step(shape.K, shape.K // shape.group)
         tall = hopper.may_be_tall(shape.experts, (w13_rows, shape.K))
         found += [
-            hopper.kernel_source(kind, torch.bfloat16, scale_dtype, per_step, shape.activation, few_rows, tall)
-            for few_rows in (False, True)
+            hopper.kernel_source(*numbers, per_step, shape.activation, few_rows, tall) for few_rows in (False, True)
         ]
     return list(dict.fromkeys(found))
 
@@ -225,6 +225,9 @@ def summary(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument(
+        "--weights", nargs="+", choices=list(WEIGHTS), help="all shapes with each of these, instead of their own"
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8, 16, 32, 64, 128, 256, 1024])
     parser.add_argument("--no-skew", action="store_true", help="uniform rows only")
     parser.add_argument(
@@ -255,6 +258,8 @@ def main() -> None:
     }
     print(json.dumps(about))
     shapes = {name: SHAPES[name] for name in options.shapes}
+    if options.weights:
+        shapes = {f"{name} {w}": with_weights(s, w) for name, s in shapes.items() for w in options.weights}
     common = {name: shape for name, shape in shapes.items() if shape.kind == "uint4b8"}
     asked = (options.peer_rows or options.rows, options.vllm_library, options.peer_seconds)
     if not options.compiled and not options.ampere_only:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.kernels.marlin.types import weight_type
+from moe_ep.kernels.marlin.types import WeightType, weight_type
 from moe_ep.scalar_type import scalar_types
 
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12
@@ -26,11 +26,20 @@ class Shape:
     bias: bool = False
 
     @property
+    def type(self) -> WeightType:
+        return weight_type(getattr(scalar_types, self.kind).id)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        if self.kind != "float4_e2m1f":
+            return torch.bfloat16
+        return torch.float8_e4m3fn if self.group == 16 else torch.uint8
+
+    @property
     def num_bytes(self) -> float:
-        """Bytes of all codes and scales."""
-        bits = weight_type(getattr(scalar_types, self.kind).id).bits
-        scale_bytes = 1 if self.kind == "float4_e2m1f" else 2
-        return self.experts * 3 * self.K * self.N * (bits / 8 + scale_bytes / self.group)
+        """Bytes of all codes, scales and zero points."""
+        group_bytes = self.scale_dtype.itemsize * (2 if self.type.has_zero_points else 1)
+        return self.experts * 3 * self.K * self.N * (self.type.bits / 8 + group_bytes / self.group)
 
     def floor_us(self, counts: list[int]) -> float:
         """The time below which no version runs much faster, for these rows of the experts."""
@@ -48,6 +57,22 @@ SHAPES = {
         experts=16, K=2880, N=2880, kind="float4_e2m1f", group=32, activation=MoEActivation.SWIGLUOAI, bias=True
     ),
 }
+
+# Number type and group size of weights by the name of a scheme.
+WEIGHTS = {
+    "int4": ("uint4b8", 128),
+    "int4-g32": ("uint4b8", 32),
+    "uint4": ("uint4", 128),
+    "int8": ("uint8b128", 128),
+    "fp8": ("float8_e4m3fn", 128),
+    "mxfp4": ("float4_e2m1f", 32),
+    "nvfp4": ("float4_e2m1f", 16),
+}
+
+
+def with_weights(shape: Shape, name: str) -> Shape:
+    kind, group = WEIGHTS[name]
+    return replace(shape, kind=kind, group=group)
 
 
 def cases_of(name: str, shape: Shape, row_counts: list[int], skewed: bool) -> list[tuple[str, list[int]]]:
