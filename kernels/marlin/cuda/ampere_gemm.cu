@@ -51,6 +51,8 @@ DEVICE void multiply_steps(const AmpereParams& p, const Tile& tile, int from, in
   add_teams(rings, own, sums);
 }
 
+constexpr Units kUnit = kLookUp ? Units{} : Units{kUnfold, kUnfold};
+
 DEVICE void store_tile(const AmpereParams& p, const Tile& tile, const Sums& sums) {
   const GemmParams& gemm = p.experts.gemm[PHASE];
   i64 place = p.experts.sorted ? tile.first_row : (i64)tile.expert * p.experts.max_rows;
@@ -59,7 +61,7 @@ DEVICE void store_tile(const AmpereParams& p, const Tile& tile, const Sums& sums
     int first = tile.first + threadIdx.x / 32 * 32 + 16 * i;
     if (first < gemm.rows) {
       store_rows<kTileTokens, PHASE == 0>(p.experts, tile.expert, tile.first_row, place,
-                                          tile.first_token + tile.tokens, first, sums[i], tile.first_token);
+                                          tile.first_token + tile.tokens, first, sums[i], tile.first_token, kUnit);
     }
   }
 }

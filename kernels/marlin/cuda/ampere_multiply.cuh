@@ -1,6 +1,7 @@
 // One stage of weights times the tile's tokens, and the sums of all teams.
 #pragma once
 #include "ampere_loads.cuh"
+#include "folded.cuh"
 #include "mma.cuh"
 
 // For every 16 weight rows and 8 tokens as mma.cuh leaves them: those of a warp's rows and its team's steps, and those
@@ -46,11 +47,9 @@ DEVICE void dequantize_piece(const GemmParams& gemm, const Tile& tile, const int
   } else {
     constexpr int kEvery = kStepColumns / 16 / kStepGroups;
     if (k % 2 == 0 || kEvery == 1) {
-      scales = load_unit_scales(stage.scales(k / kEvery) + place * kScaleBytes, stage.zeros(k / kEvery) + 2 * place);
+      scales = load_folded_scales(stage.scales(k / kEvery) + place * kScaleBytes, stage.zeros(k / kEvery) + 2 * place);
     }
-    unscaled(words, scales, a);
-#pragma unroll
-    for (int j = 0; j < 4; j++) a[j] = mul_pair(a[j], scales.scale[j & 1]);
+    dequantize_folded(words, scales, a);
   }
 }
 

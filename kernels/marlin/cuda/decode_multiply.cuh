@@ -5,7 +5,7 @@
 // that a team covers the tile. More teams read the tokens less often and have more time for a stage.
 #pragma once
 #include "decode_prepare.cuh"
-#include "prefill_dequant.cuh"
+#include "folded.cuh"
 #include "wgmma.cuh"
 
 // As measured: with four teams the sums of more tokens leave too few registers.

@@ -26,14 +26,14 @@ struct Scales {
 
 // ---- small floats: their bits land in the wider number's fields, a power of two mends the exponent's bias ----
 
-// x holds e4m3 numbers in its bytes 1 and 3.
-DEVICE u32 e4m3_pair(u32 x) {
-#if ACT_BF16
-  return mul_pair(and_or(x, 0x80008000u, (x & 0x7f007f00u) >> 4), 0x7b807b80u);  // 2^120
-#else
-  return mul_pair(and_or(x, 0x80008000u, (x & 0x7f007f00u) >> 1), 0x5c005c00u);  // 2^8
-#endif
+// Bytes 2 k and 2 k + 1 of a word of e4m3 numbers: the bits of bf16s 2^120 times smaller, or of f16s 2^8 times.
+DEVICE u32 e4m3_bits(u32 word, int k) {
+  u32 wide = permute_bytes(word, 0, k ? 0xb3a2 : 0x9180);  // each behind eight bits that are its sign
+  return ACT_BF16 ? wide << 4 & 0x87f087f0u : wide << 7 & 0xbf80bf80u;
 }
+
+// Those bits as numbers.
+DEVICE u32 e4m3_pair(u32 bits) { return mul_pair(bits, ACT_BF16 ? 0x7b807b80u : 0x5c005c00u); }
 
 // Four-bit e2m1 numbers j and j + 4 of a word, as repack.py spreads their bits: the bits of bf16s 2^126 times smaller.
 // Three pairs are a mask away once the word is turned; the last one's bits come by one multiplication.
@@ -69,7 +69,7 @@ DEVICE Scales load_scales(const u8* row, const u8* zeros, int place) {
     pair = *reinterpret_cast<const u32*>(row + 2 * place);
   } else {
     u32 bytes = *reinterpret_cast<const u16*>(row + place);
-    pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(permute_bytes(bytes, 0, 0x1404)) : e8m0_pair(bytes & 0xff, bytes >> 8);
+    pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(e4m3_bits(bytes, 0)) : e8m0_pair(bytes & 0xff, bytes >> 8);
   }
   s.scale[0] = permute_bytes(pair, 0, 0x1010);
   s.scale[1] = permute_bytes(pair, 0, 0x3232);
@@ -144,7 +144,7 @@ DEVICE void dequantize(const u32* words, const Scales& s, u32* a) {
     } else if constexpr (WEIGHT_TYPE == UINT8B128) {
       value = eight_bit_pair(words[(j >> 1) % kWords], j & 1);
     } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
-      value = e4m3_pair(permute_bytes(words[(j >> 1) % kWords], 0, j & 1 ? 0x3424 : 0x1404));
+      value = e4m3_pair(e4m3_bits(words[(j >> 1) % kWords], j & 1));
     } else {
       value = e2m1_pair(e2m1_bits(words[0], j));
     }
@@ -188,7 +188,7 @@ DEVICE void unscaled(const u32* words, const Scales& s, u32* a) {
     } else if constexpr (WEIGHT_TYPE == UINT8B128) {
       a[j] = eight_bit_pair(words[(j >> 1) % kWords], j & 1);
     } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
-      a[j] = e4m3_pair(permute_bytes(words[(j >> 1) % kWords], 0, j & 1 ? 0x3424 : 0x1404));
+      a[j] = e4m3_pair(e4m3_bits(words[(j >> 1) % kWords], j & 1));
     } else {
       a[j] = e2m1_pair(e2m1_bits(words[0], j));
     }

@@ -1,6 +1,6 @@
 // What the tensor cores are given: sums, codes and scales of a lane.
 #pragma once
-#include "prefill_dequant.cuh"
+#include "folded.cuh"
 #include "prefill_stage.cuh"
 
 // Sums of a lane: [half of the warpgroup's 128 rows][8 tokens][row g, row g + 8][two tokens]. While they are made they

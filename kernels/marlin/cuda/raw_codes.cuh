@@ -41,8 +41,7 @@ DEVICE void raw_pairs(const u32* words, u32* a) {
       if constexpr (WEIGHT_TYPE == UINT8B128) {
         a[j] = permute_bytes(word, 0, j & 1 ? 0x4342 : 0x4140);
       } else {
-        u32 bytes = permute_bytes(word, 0, j & 1 ? 0x3424 : 0x1404);  // in bytes 1 and 3
-        a[j] = and_or(bytes, 0x80008000u, (bytes & 0x7f007f00u) >> (ACT_BF16 ? 4 : 1));
+        a[j] = e4m3_bits(word, j & 1);
       }
     }
   }

@@ -2,21 +2,21 @@
 //
 // The bits of a small number, read as a bf16, are a tiny number proportional to it, for four-bit integers one place
 // higher alike. Multiplied by a scale that makes up for it all but 2^-26, which leaves room for any scale, it is the
-// weight, rounded once; the sums are multiplied by 2^26 at the end. Of integers fma takes the offset off: 8 times a
-// scale is exact. f16 lacks the exponents for this, and zero points times a scale are not exact: these become numbers
+// weight, rounded once; the sums are multiplied by 2^26 at the end. Of integers fma takes the offset off: 8 or 128 times
+// a scale is exact. f16 lacks the exponents for this, and zero points times a scale are not exact: these become numbers
 // first and are multiplied by their scale then.
 #pragma once
 #include "dequant.cuh"
 
-constexpr bool kIsFloat = WEIGHT_TYPE >= FLOAT8_E4M3;
-constexpr bool kFolded = ACT_BF16 && (WEIGHT_TYPE == UINT4B8 || kIsFloat);
+constexpr bool kFolded = ACT_BF16 && !kHasZeros;
 constexpr float kUnfold = kFolded ? 67108864.0f : 1.0f;  // 2^26
 
 // Pairs of powers of two: what the scales of rows g (low) and g + 8 (high) are multiplied by.
 constexpr u32 kFold = WEIGHT_TYPE == UINT4B8 ? 0x73007500u         // 2^107, 2^103
+                      : WEIGHT_TYPE == UINT8B128 ? 0x75007500u     // 2^107
                       : WEIGHT_TYPE == FLOAT8_E4M3 ? 0x6e806e80u   // 2^94
                                                    : 0x71807180u;  // 2^100
-constexpr u32 kFoldedOffset = 0xb400b400u;                         // -8 * 2^-26
+constexpr u32 kFoldedOffset = WEIGHT_TYPE == UINT4B8 ? 0xb400b400u : 0xb600b600u;  // -8 or -128 * 2^-26
 
 // The scales of rows g and g + 8 as one pair, scale[0], and alike what is added, offset[0].
 DEVICE Scales load_folded_scales(const u8* row, const u8* zeros) {
@@ -27,11 +27,11 @@ DEVICE Scales load_folded_scales(const u8* row, const u8* zeros) {
   } else {
     u32 bytes = *reinterpret_cast<const u16*>(row);
     // An e8m0 byte is a bf16's exponent, all but the least (2^-127), which becomes zero.
-    pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(permute_bytes(bytes, 0, 0x1404)) : permute_bytes(bytes, 0, 0x4140) << 7;
+    pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(e4m3_bits(bytes, 0)) : permute_bytes(bytes, 0, 0x4140) << 7;
   }
   Scales s;
   s.scale[0] = mul_pair(pair, kFold);
-  s.offset[0] = WEIGHT_TYPE == UINT4B8 ? mul_pair(pair, kFoldedOffset) : kMinusZeroPair;
+  s.offset[0] = kIntegers ? mul_pair(pair, kFoldedOffset) : kMinusZeroPair;
   return s;
 }
 
@@ -49,9 +49,10 @@ DEVICE void dequantize_folded(const u32* words, const Scales& s, u32* a) {
     } else if constexpr (WEIGHT_TYPE == UINT4B8) {
       u32 bits = (j < 2 ? words[0] : words[0] >> 8) & (j & 1 ? 0x00f000f0u : 0x000f000fu);
       a[j] = fold(bits, s, j & 1);
+    } else if constexpr (WEIGHT_TYPE == UINT8B128) {
+      a[j] = fold(permute_bytes(words[(j >> 1) % kWords], 0, j & 1 ? 0x4342 : 0x4140), s, j & 1);
     } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
-      u32 bytes = permute_bytes(words[(j >> 1) % kWords], 0, j & 1 ? 0x3424 : 0x1404);  // in bytes 1 and 3
-      a[j] = fold(and_or(bytes, 0x80008000u, (bytes & 0x7f007f00u) >> 4), s, j & 1);
+      a[j] = fold(e4m3_bits(words[(j >> 1) % kWords], j & 1), s, j & 1);
     } else {
       a[j] = fold(e2m1_bits(words[0], j), s, j & 1);
     }
