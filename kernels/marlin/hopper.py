@@ -1,12 +1,11 @@
 """Launches Hopper's kernels: both GEMMs of the experts, with the activation between them, in one.
 
 Experts of few rows are one kernel's, those of more another's; how many are few is in tuning.py, and which expert is
-whose is decided on the device from the rows of all (cuda/threshold.cuh). Where few rows are expected, the kernel for
-them is launched alone and takes experts of more in several tiles: behind it a second kernel costs 0.3 to 1.2 us without
-work, and 5 us and more with one expert. What a launch needs beside its inputs is small: flags (never cleared, or zero
-before and after: no memset), and room for the sums of tiles that several blocks share, at most 2 x blocks x 256 x
-tokens of a tile floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens. The kernel for few rows has its own, 9 MB,
-among the flags.
+whose is decided on the device from the rows of all (cuda/threshold.cuh); the kernel for few rows takes one of more in
+several tiles. Where few rows of small weights are expected, it is launched alone: behind it a second kernel costs 0.3
+to 1.2 us without work. What a launch needs beside its inputs is small: flags (never cleared, or zero before and after:
+no memset), and room for the sums of tiles that several blocks share, at most 2 x blocks x 256 x tokens of a tile
+floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens. The kernel for few rows has its own, 9 MB, among the flags.
 """
 
 from __future__ import annotations
