@@ -128,13 +128,15 @@ def load_all(sources: Mapping[Name, KernelSource], device: torch.device) -> dict
 
 def _load(sources: list[KernelSource], index: int) -> None:
     """Loads what another thread has not loaded meanwhile."""
-    if sources and torch.cuda.is_current_stream_capturing():
+    if not sources:
+        return
+    if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"kernel {sources[0].entry} is not loaded and the stream is capturing a CUDA graph; "
             f"run one pass of the same kind before capturing"
         )
     device = torch.device("cuda", index)
-    with ThreadPoolExecutor(max_workers=max(1, len(sources))) as pool:
+    with ThreadPoolExecutor(max_workers=len(sources)) as pool:
         cubins = list(pool.map(lambda source: _cubin(source, _arch_of(device)), sources))
     with torch.cuda.device(index):
         torch.cuda.current_stream().synchronize()  # makes the primary context current

@@ -173,8 +173,8 @@ def compile_all(
     """Compiles our kernels, and lets the peers compile theirs, side by side, before anything is timed."""
     device = torch.device("cuda", torch.cuda.current_device())
     ours = own_sources(shapes) if torch.cuda.get_device_capability() == (9, 0) else []
-    # The peers take neither fp4 nor biases in this form; vLLM's kernels are the same for all shapes, torch has its own.
-    common = [shape for shape in shapes if shape.kind == "uint4b8"]
+    # vLLM's kernels are the same for all shapes, torch has its own.
+    common = [shape for shape in shapes if shape.is_compared]
     parts = [row_counts[i : i + ROWS_AT_ONCE] for i in range(0, len(row_counts), ROWS_AT_ONCE)]
     theirs = [("humming", [shape], part) for shape in common for part in parts if "humming" in peers]
     theirs += [("vllm", common[:1], row_counts)] if "vllm" in peers and common else []
@@ -260,7 +260,7 @@ def main() -> None:
     shapes = {name: SHAPES[name] for name in options.shapes}
     if options.weights:
         shapes = {f"{name} {w}": with_weights(s, w) for name, s in shapes.items() for w in options.weights}
-    common = {name: shape for name, shape in shapes.items() if shape.kind == "uint4b8"}
+    common = {name: shape for name, shape in shapes.items() if shape.is_compared}
     asked = (options.peer_rows or options.rows, options.vllm_library, options.peer_seconds)
     if not options.compiled and not options.ampere_only:
         compile_all(options.peers, list(shapes.values()), *asked)

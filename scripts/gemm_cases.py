@@ -30,6 +30,11 @@ class Shape:
         return weight_type(getattr(scalar_types, self.kind).id)
 
     @property
+    def is_compared(self) -> bool:
+        """Whether the peers are timed with such weights: int4 in groups of 128."""
+        return (self.kind, self.group) == WEIGHTS["int4"]
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         if self.kind != "float4_e2m1f":
             return torch.bfloat16
@@ -87,7 +92,7 @@ def cases_of(name: str, shape: Shape, row_counts: list[int], skewed: bool) -> li
         even = [sum(zipf) * (i + 1) // active - sum(zipf) * i // active for i in range(active)]
         for label, counts in (("zipf", zipf), ("even", even)):
             cases.append((f"{label} {mean}", counts + [0] * (shape.experts - active)))
-    for tokens in (1, 8, 32, 64, 128) if name == "deepseek-v3" else ():
+    for tokens in (1, 8, 32, 64, 128) if name.split()[0] == "deepseek-v3" else ():
         chosen = torch.rand(8 * tokens, 8 * shape.experts).topk(8).indices
         counts = torch.bincount(chosen.flatten(), minlength=8 * shape.experts)[: shape.experts].tolist()
         cases.append((f"T={tokens}", counts))

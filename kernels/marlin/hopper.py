@@ -37,8 +37,8 @@ _MOST_EXPECTED = 16
 # Qwen3-235B's 46, GPT-OSS-120B's 33. With the large weights of DeepSeek-V3 (20), launching one kernel wins 1% at most,
 # and reading them anew for every 32 rows costs much as soon as routing is uneven: there the device decides.
 _DEAR_SECOND_KERNEL = 30
-_MOST_TILES = 512  # of tokens there; a list of more leaves the ring fewer stages
-_MOST_TILES_OF_BOTH = 272  # of them where both are launched: a list that takes no stage from tiles of 8 tokens
+_MOST_TILES = 512  # of tokens there: the list takes a stage from tiles of 8 and 16 tokens, but none from those of 32
+_MOST_TILES_OF_BOTH = 272  # of them where both are launched: the list takes no stage from any
 _STEP_COLUMNS = 128
 _TILE_TOKENS = (8, 16, 32, 64, 128)
 _LEFT_SUMS = 2  # where sums of the kernel for few rows begin in its flags, in 64 bits

@@ -25,6 +25,8 @@ BF16, F16 = torch.bfloat16, torch.float16
 EXPERTS = [
     (scalar_types.uint4b8, BF16, BF16, 1, SILU),
     (scalar_types.uint4, F16, F16, 4, SILU),
+    (scalar_types.uint4, BF16, BF16, 1, SILU),
+    (scalar_types.uint8b128, BF16, BF16, 1, SILU),
     (scalar_types.uint8b128, BF16, BF16, 2, RELU2),
     (scalar_types.float8_e4m3fn, BF16, BF16, 1, SILU),
     (scalar_types.float4_e2m1f, F16, torch.float8_e4m3fn, 8, SILU),

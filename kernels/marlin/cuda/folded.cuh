@@ -1,10 +1,10 @@
 // From codes to operand A with few instructions: one multiplication or fma a pair where the type allows it.
 //
 // The bits of a small number, read as a bf16, are a tiny number proportional to it, for four-bit integers one place
-// higher alike. Multiplied by a scale that makes up for it all but 2^-26, which leaves room for any scale, it is the
-// weight, rounded once; the sums are multiplied by 2^26 at the end. Of integers fma takes the offset off: 8 or 128 times
-// a scale is exact. f16 lacks the exponents for this, and zero points times a scale are not exact: these become numbers
-// first and are multiplied by their scale then.
+// higher alike. Multiplied by a scale that makes up for it all but 2^-26, it is the weight, rounded once, for scales from
+// 2^-91 up to 2^21; the sums are multiplied by 2^26 at the end. Of integers fma takes the offset off: 8 or 128 times a
+// scale is exact. f16 lacks the exponents for this, and zero points times a scale are not exact: these become numbers
+// first and are multiplied by their scale then (which in f16 must be less than 128 for four bits).
 #pragma once
 #include "dequant.cuh"
 
@@ -26,7 +26,7 @@ DEVICE Scales load_folded_scales(const u8* row, const u8* zeros) {
     pair = *reinterpret_cast<const u32*>(row);
   } else {
     u32 bytes = *reinterpret_cast<const u16*>(row);
-    // An e8m0 byte is a bf16's exponent, all but the least (2^-127), which becomes zero.
+    // An e8m0 byte is a bf16's exponent, all but the least (2^-127), which becomes zero; up to 2^27 is room.
     pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(e4m3_bits(bytes, 0)) : permute_bytes(bytes, 0, 0x4140) << 7;
   }
   Scales s;

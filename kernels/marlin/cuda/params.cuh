@@ -1,4 +1,4 @@
-// What one launch is told; gemm.py holds the same structures.
+// What one launch is told; params.py holds the same structures.
 #pragma once
 #include "ptx.cuh"
 

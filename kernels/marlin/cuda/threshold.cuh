@@ -5,10 +5,10 @@
 // nothing loaded. So one of them computes all experts where what it loses on those of the other side is less than
 // p.second_kernel, what beginning anew costs.
 //
-// Example, Qwen3-30B's shape, where beginning anew costs 184: of 15 experts of 8 rows and one of 25, where few are up
-// to 24, decode_sm90.cu loses 7 - 6 with the one and computes all. Of 15 experts of 8 rows and one of 200,
-// prefill_sm90.cu loses 6 - 4 with each of the 15 and computes all; a hundred experts of 8 rows it would leave to the
-// other.
+// Example, Qwen3-30B's shape, where beginning anew costs 184: of 15 experts of 8 rows and one of 200, which counts as
+// seven of 32 rows or less, decode_sm90.cu loses 46 - 21 with the one, prefill_sm90.cu 6 - 4 with each of the 15: the
+// first computes all. Of 15 experts of 24 rows and one of 200, prefill_sm90.cu loses nothing with the 15 and computes
+// all. Where beginning anew costs 20, as with DeepSeek-V3's shape, the 15 of 8 rows and the one are left to both.
 #pragma once
 #include "params.cuh"
 
