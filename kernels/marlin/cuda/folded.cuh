@@ -1,10 +1,10 @@
 // From codes to operand A with few instructions: one multiplication or fma a pair where the type allows it.
 //
 // The bits of a small number, read as a bf16, are a tiny number proportional to it, for four-bit integers one place
-// higher alike. Multiplied by a scale that makes up for it all but 2^-26, it is the weight, rounded once, for scales from
-// 2^-91 up to 2^21; the sums are multiplied by 2^26 at the end. Of integers fma takes the offset off: 8 or 128 times a
-// scale is exact. f16 lacks the exponents for this, and zero points times a scale are not exact: these become numbers
-// first and are multiplied by their scale then (which in f16 must be less than 128 for four bits).
+// higher alike. Multiplied by a scale that makes up for it all but 2^-26, it is the weight, rounded once, for scales
+// from 2^-91 up to 2^21; the sums are multiplied by 2^26 at the end. Of integers fma takes the offset off: 8 or 128
+// times a scale is exact. f16 lacks the exponents for this, and zero points times a scale are not exact: these become
+// numbers first and are multiplied by their scale then (which in f16 must be less than 128 for four bits).
 #pragma once
 #include "dequant.cuh"
 

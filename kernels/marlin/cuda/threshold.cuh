@@ -28,8 +28,8 @@ DEVICE int many_cost(int rows) {
   return rows / kManyTileTokens * many_tile_cost(kManyTileTokens) + (rest ? many_tile_cost(rest) : 0);
 }
 
-// One warp: up to how many rows an expert is decode_sm90.cu's in this launch: p.few_rows, all or none. All may be if the
-// list of its tiles has room for them.
+// One warp: up to how many rows an expert is decode_sm90.cu's in this launch: p.few_rows, all or none. All may be if
+// the list of its tiles has room for them.
 DEVICE int agreed_few_rows(const ExpertsParams& p, int lane) {
   if (p.second_kernel == 0) return p.few_rows;
   auto rows_of = [&](int e) { return min(max(p.num_tokens[e], 0), p.max_rows); };
