@@ -14,15 +14,10 @@ one copy while that falls.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from moe_ep.eplb.policy.exchanges import Layers
 from moe_ep.eplb.policy.maps import Array
-
-if TYPE_CHECKING:
-    from moe_ep.eplb.policy.refine import Layers
-
 
 # t in mean degrees of a rank; these are taken for at least so much of a mean rank's load.
 _REACH = 1.0
