@@ -246,6 +246,15 @@ def main() -> None:
     options = parser.parse_args()
     if "vllm" in options.peers and options.vllm_library is None:
         parser.error("--peers vllm needs --vllm-library")
+    for name, counts in (("--rows", options.rows), ("--peer-rows", options.peer_rows or [1])):
+        if min(counts) < 1:
+            parser.error(f"{name} has {min(counts)}; every number of rows must be at least 1")
+    shapes = {name: SHAPES[name] for name in options.shapes}
+    if options.weights:
+        shapes = {f"{name} {w}": with_weights(s, w) for name, s in shapes.items() for w in options.weights}
+    common = {name: shape for name, shape in shapes.items() if shape.is_compared}
+    if options.peers and not common:
+        parser.error("--peers take int4 weights in groups of 128 only, which no shape has; add int4 to --weights")
     if options.ampere_only:
         compute.run_experts = partial(compute.run_experts, ampere_only=True)
     torch.manual_seed(options.seed)
@@ -257,10 +266,6 @@ def main() -> None:
         "ampere_only": options.ampere_only,
     }
     print(json.dumps(about))
-    shapes = {name: SHAPES[name] for name in options.shapes}
-    if options.weights:
-        shapes = {f"{name} {w}": with_weights(s, w) for name, s in shapes.items() for w in options.weights}
-    common = {name: shape for name, shape in shapes.items() if shape.is_compared}
     asked = (options.peer_rows or options.rows, options.vllm_library, options.peer_seconds)
     if not options.compiled and not options.ampere_only:
         compile_all(options.peers, list(shapes.values()), *asked)
@@ -269,7 +274,7 @@ def main() -> None:
         for row in run_shape(name, shape, cases_of(name, shape, options.rows, not options.no_skew)):
             everything.append(keep(row, about, options.jsonl))
         torch.cuda.empty_cache()
-    for peer in options.peers if common else ():
+    for peer in options.peers:
         for times in peer_times(peer, common, *asked):
             keep(times, about, options.jsonl)
             for row in everything:

@@ -3,7 +3,8 @@
     python scripts/gemm_tables.py gemm.jsonl
 
 Rows beside their targets and the times of other libraries, uneven rows against even ones, and how much faster than each
-library over all rows: the geometric mean, the least, and which rows are below the target.
+library over all rows: the geometric mean, the least, and which rows are below the target. Of a run with --weights, a
+table of all number types for each model.
 """
 
 from __future__ import annotations
@@ -76,6 +77,16 @@ def shape_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(some, columns | peers)
 
 
+def types_table(rows: list[dict[str, Any]]) -> str:
+    """Microseconds and floor/time of one model's sizes with each number type."""
+    lines: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        line = lines.setdefault(row["rows"], {"rows": row["rows"]})
+        line[row["shape"].split()[1]] = f"{row['us']:.1f}, {row['floor_over_time']:.2f}"
+    types = dict.fromkeys(row["shape"].split()[1] for row in rows)
+    return markdown_table(list(lines.values()), {"rows": "rows/expert"} | {name: name for name in types})
+
+
 def uneven_table(rows: list[dict[str, Any]]) -> str:
     """Zipf's rows against the same number spread evenly, and the rows of T tokens a rank."""
     even = {(row["shape"], row["rows"].split()[-1]): row["us"] for row in rows if row["rows"].startswith("even")}
@@ -139,8 +150,13 @@ def main() -> None:
         some = [row for row in rows if row["shape"] == name]
         if some:
             print(f"## {title}\n\n{shape_table(some)}\n")
-    print(f"## Uneven rows\n\n{uneven_table(rows)}\n\n## Against the others\n")
-    print(f"{against(rows)}\n\n{missed(rows)}")
+        typed = [row for row in rows if row["shape"].startswith(name + " ")]
+        if typed:
+            print(f"## {title.split(' (')[0]}, number types\n\n{types_table(typed)}\n")
+    plain = [row for row in rows if row["shape"] in TITLES]
+    if plain:
+        print(f"## Uneven rows\n\n{uneven_table(plain)}\n\n## Against the others\n")
+        print(f"{against(plain)}\n\n{missed(plain)}")
 
 
 if __name__ == "__main__":

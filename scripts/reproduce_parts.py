@@ -174,6 +174,12 @@ PARTS = (
         "{python} scripts/bench_index_kernels.py --markdown {commit} --json {rows}",
     ),
     _one("plain-experts", "plain_experts.md", 40, "{python} scripts/bench_plain_experts.py {commit} --json {rows}"),
+    _one(
+        "gemm-types", "gemm.md", 70,
+        "{python} scripts/bench_gemm.py --shapes deepseek-v3 qwen3-30b --no-skew --rows 1 8 16 32 64 128 256 1024 "
+        "--weights int4 int4-g32 uint4 int8 fp8 mxfp4 nvfp4 {commit} --jsonl {rows}",
+        "{python} scripts/gemm_tables.py {rows}",
+    ),
     _one("repack", "gemm.md", 8, "{python} scripts/bench_repack.py {commit} --json {rows}"),
     _one("eplb-map", "eplb_planning.md", 9, "{python} scripts/bench_eplb.py map {commit}"),
     _every(

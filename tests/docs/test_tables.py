@@ -27,6 +27,13 @@ def rows_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("| ")]
 
 
+def test_number_types() -> None:
+    rows = made("gemm_tables.py", str(BENCHMARKS / "gemm_types_h200.jsonl"))
+    page = rows_of((BENCHMARKS / "gemm.md").read_text())
+    assert len(rows) == 20  # two models, eight row counts and two lines of titles each
+    assert [row for row in rows if row not in page] == []
+
+
 def test_gemm() -> None:
     rows = made("gemm_tables.py", str(BENCHMARKS / "gemm_h200.jsonl"))
     page = rows_of((BENCHMARKS / "gemm.md").read_text())

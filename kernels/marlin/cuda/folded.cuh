@@ -8,6 +8,51 @@
 #pragma once
 #include "dequant.cuh"
 
+// ---- numbers first, then their scale ----
+//
+// The bits of a small number, read as an activation, are a subnormal one that is proportional to it: for four bits and
+// for four bits one place higher alike. One fma makes it normal and takes the offset off, so two of a word's four pairs
+// need no shift. Rows g come out too small by 64, in f16 by 512, rows g + 8 by 4 or 32: units, which their scales make
+// up for.
+constexpr bool kHasUnits = kIntegers && kBits == 4;
+constexpr u32 kUnitPair = ACT_BF16 ? 0x40804280u : 0x50006000u;          // both units
+constexpr u32 kMinusPerUnit = ACT_BF16 ? 0xbe80bc80u : 0xa8009800u;      // -1 / each
+constexpr u32 kMinusEight[2] = {ACT_BF16 ? 0xbe00be00u : 0xa400a400u, ACT_BF16 ? 0xc000c000u : 0xb400b400u};
+constexpr u32 kMakeNormal = ACT_BF16 ? 0x7f007f00u : 0x78007800u;        // 2^127, 2^15
+
+// What goes with them: scales in those units, for both numbers of a pair, and minus the zero points.
+DEVICE Scales load_unit_scales(const u8* row, const u8* zeros) {
+  if constexpr (!kHasUnits) return load_scales(row, zeros, 0);
+  Scales s;
+  u32 pair = mul_pair(*reinterpret_cast<const u32*>(row), kUnitPair);
+  u32 offset = kHasZeros ? mul_pair(*reinterpret_cast<const u32*>(zeros), kMinusPerUnit) : 0;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    s.scale[h] = permute_bytes(pair, 0, h ? 0x3232 : 0x1010);
+    s.offset[h] = kHasZeros ? permute_bytes(offset, 0, h ? 0x3232 : 0x1010) : kMinusEight[h];
+  }
+  return s;
+}
+
+// The pairs that dequantize() makes, not scaled; of integers in those units.
+DEVICE void unscaled(const u32* words, const Scales& s, u32* a) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    if constexpr (kHasUnits) {
+      u32 bits = (j < 2 ? words[0] : words[0] >> 8) & (j & 1 ? 0x00f000f0u : 0x000f000fu);
+      a[j] = fma_pair(bits, kMakeNormal, s.offset[j & 1]);
+    } else if constexpr (WEIGHT_TYPE == UINT8B128) {
+      a[j] = eight_bit_pair(words[(j >> 1) % kWords], j & 1);
+    } else if constexpr (WEIGHT_TYPE == FLOAT8_E4M3) {
+      a[j] = e4m3_pair(e4m3_bits(words[(j >> 1) % kWords], j & 1));
+    } else {
+      a[j] = e2m1_pair(e2m1_bits(words[0], j));
+    }
+  }
+}
+
+// ---- folded ----
+
 constexpr bool kFolded = ACT_BF16 && !kHasZeros;
 constexpr float kUnfold = kFolded ? 67108864.0f : 1.0f;  // 2^26
 
