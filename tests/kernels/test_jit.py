@@ -32,6 +32,10 @@ EXPERTS = [
     (scalar_types.float4_e2m1f, F16, torch.float8_e4m3fn, 8, SILU),
     (scalar_types.float4_e2m1f, BF16, torch.uint8, 4, SWIGLUOAI),
 ]
+# Bytes that are stored and loaded again at most, where not none: by number type and groups in 128 columns, of Hopper's
+# kernel for few rows and of that of older GPUs for 16 tokens. docs/kernels.md says what they buy.
+FEW_ROWS_SPILL = {(scalar_types.uint8b128, 1): (40, 20)}
+TILES_OF_16_SPILL = {(scalar_types.uint4, 1): (32, 48)}
 
 
 def _name(value: object) -> str:
@@ -63,7 +67,9 @@ HOPPER = [
 def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, few_rows: bool, tall: bool) -> None:
     kind = WEIGHT_TYPES[case[0].id]
     resources = jit.compile_only(hopper.kernel_source(kind, *case[1:], few_rows=few_rows, tall=tall), "sm_90a")
-    assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
+    stored, loaded = FEW_ROWS_SPILL.get((case[0], case[3]), (0, 0)) if few_rows else (0, 0)
+    assert resources.spill_store_bytes <= stored
+    assert resources.spill_load_bytes <= loaded
     assert "serialized" not in resources.log  # products must run while the next weights are dequantized
 
 
@@ -83,7 +89,10 @@ def test_experts_kernels_for_older_gpus_compile_without_spills(
     name, act_dtype, scale_dtype, per_step, activation = case
     columns, kind = 0 if looked_up else 128 // per_step, WEIGHT_TYPES[name.id]
     source = ampere.kernel_source(kind, act_dtype, scale_dtype, columns, phase, activation, tile_tokens)
-    assert jit.compile_only(source, arch)[1:3] == (0, 0)
+    resources = jit.compile_only(source, arch)
+    stored, loaded = TILES_OF_16_SPILL.get((name, per_step), (0, 0)) if tile_tokens == 16 else (0, 0)
+    assert resources.spill_store_bytes <= stored
+    assert resources.spill_load_bytes <= loaded
 
 
 @pytest.mark.parametrize("phase", [0, 1])

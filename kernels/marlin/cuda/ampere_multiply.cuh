@@ -58,12 +58,11 @@ template <bool kWhole>
 DEVICE void multiply_columns(const GemmParams& gemm, const Tile& tile, const int* column_groups, int first, int step,
                              Stage stage, TeamSums& sums) {
   constexpr int kPairs = kTileTokens / 16;
-  constexpr int kAtOnce = kHasZeros && kTileTokens == 16 ? 1 : 2;  // zero points leave no registers for both blocks
   int lane = threadIdx.x % 32, row = lane % 8;
   // A quarter of the warp gives the addresses of 8 rows.
   u32 tokens = shared_address(stage.tokens()) + (lane / 16 * 8 + row) * 128 + (lane / 8 % 2 ^ row) * 16;
   const u8* codes = stage.codes() + first / 16 * kPieceBytes + lane * (kPieceBytes / 32);
-#pragma unroll kAtOnce
+#pragma unroll
   for (int block = 0; block < kStepColumns / 32; block++) {
     if (!kWhole && step * kStepColumns + block * 32 >= gemm.columns) break;
     u32 b[2][kPairs][4];
