@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+
+from tests.of_transformers import known
 
 SIZES = {
     "hidden_size": 64,
@@ -183,19 +184,21 @@ def _sizes(extra: dict[str, Any]) -> dict[str, Any]:
     } | extra
 
 
+def _config(family: str) -> Any:
+    name, extra = MODELS[family]
+    return known(f"{name}Config")(**_sizes(extra), dtype="bfloat16")
+
+
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
     """config.json as transformers writes it."""
-    name, extra = MODELS[family]
-    config = getattr(transformers, f"{name}Config")(**_sizes(extra), dtype="bfloat16")
-    return json.loads(config.to_json_string()) | changes
+    return json.loads(_config(family).to_json_string()) | changes
 
 
 def save_model(family: str, directory: Path) -> Any:
     """A small random model of the family, saved by transformers."""
-    name, extra = MODELS[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**_sizes(extra), dtype="bfloat16")
-    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
+    config = _config(family)
+    model = known(f"{MODELS[family][0]}ForCausalLM")(config).bfloat16()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     for buffer_name, buffer in model.named_buffers():

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+from tests.of_transformers import known
+
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -68,7 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """The same model wherever it is made; of families beyond FAMILIES, `changes` say the sizes."""
     torch.manual_seed(7)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **changes}, dtype=dtype)
+    config = known(f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **changes}, dtype=dtype)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     # transformers' own initialization leaves experts next to nothing to say.
     for name, param in model.named_parameters():

@@ -26,6 +26,7 @@ from moe_ep.integrations.prompt_queue import Request
 from moe_ep.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
 from tests.integrations.hf_models import FAMILIES, GROUPED, MLA, SIZES, make_model
+from tests.of_transformers import known
 
 # Of few heads an indexer's scores are often zero, and which of them are taken then is nobody's promise.
 INDEXER = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 4, "head_dim": 8}
@@ -74,8 +75,6 @@ def check(parallel: Any, alone: Any) -> None:
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_from_a_checkpoint(family: str, tmp_path: Path) -> None:
-    if not hasattr(transformers, f"{family}Config"):
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     alone = make_model(family, **OTHERS[family])
     alone.save_pretrained(tmp_path)
     check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
@@ -97,8 +96,6 @@ def in_slots(parallel: Any, alone: Any, lengths: tuple[int, ...] = (3, 11)) -> N
 @pytest.mark.parametrize("family", ["DeepseekV32", "Jamba", "Lfm2Moe", "NemotronH"])
 def test_in_slots(family: str) -> None:
     """The kinds of caches that test_generate.py does not have."""
-    if not hasattr(transformers, f"{family}Config"):
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     alone = make_model(family, **OTHERS.get(family, {}))
     in_slots(moe_ep.parallelize(copy.deepcopy(alone)), alone)
 
@@ -155,7 +152,7 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def make_seeing(family: str) -> Any:
     text, vision = SEEING[family]
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": text["mrope_section"]}
-    config = getattr(transformers, f"{family}Config")(
+    config = known(f"{family}Config")(
         text_config={**SIZES, **text, "rope_parameters": rope},
         vision_config={**VISION, **vision, "patch_size": 4, "temporal_patch_size": 1},
         **IMAGE,
@@ -205,12 +202,10 @@ def fill_with_fp8_numbers(model: torch.nn.Module) -> None:
 
 def test_kimi_that_sees(tmp_path: Path) -> None:
     """Its files have the language model whole, as a part; here attention is quantized too, without loss."""
-    if not hasattr(transformers, "Kimi_K25Config"):
-        pytest.skip(f"transformers {transformers.__version__} has no Kimi_K25")
     text = {**SIZES, **MLA, **GROUPED, "head_dim": 8, "model_type": "deepseek_v3"}
     vision = {key: VISION[key] for key in ("hidden_size", "intermediate_size")}
     vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
-    config = transformers.Kimi_K25Config(text_config=text, vision_config=vision)
+    config = known("Kimi_K25Config")(text_config=text, vision_config=vision)
     torch.manual_seed(0)
     alone = transformers.Kimi_K25ForConditionalGeneration(config).eval().requires_grad_(False)
     fill_with_fp8_numbers(alone)
@@ -261,12 +256,10 @@ def test_llama_runs_without_its_attention_and_is_refused_whole(tmp_path: Path) -
 
 def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
     """Qwen3.5, whose files have it deeper than transformers' class; its attention is quantized, here without loss."""
-    if not hasattr(transformers, "Qwen3_5MoeConfig"):
-        pytest.skip(f"transformers {transformers.__version__} has no Qwen3_5Moe")
     text = {key: value for key, value in {**SIZES, **FAMILIES["Qwen3Next"]}.items() if key != "intermediate_size"}
     text["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
     text["rope_parameters"]["rope_theta"] = 1e4
-    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
+    config = known("Qwen3_5MoeConfig")(text_config=text, vision_config=VISION)
     torch.manual_seed(0)
     alone = transformers.Qwen3_5MoeForConditionalGeneration(config).eval().requires_grad_(False)
     fill_with_fp8_numbers(alone)
