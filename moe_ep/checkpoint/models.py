@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.checkpoint import family_configs as configs
 from moe_ep.checkpoint import family_rules as rules
 from moe_ep.checkpoint.config_values import Config, number, one_known, positive
 from moe_ep.checkpoint.spec import MoEModelSpec, Projections, RoutingSpec, SharedExpertsSpec
@@ -104,7 +105,7 @@ class _Family:
     routing: Callable[[Config], RoutingSpec] = _SOFTMAX
     shared_experts: Callable[[Config], SharedExpertsSpec | None] = rules.no_shared_experts
     activation: Callable[[Config], MoEActivation] = rules.named_activation
-    text_config: Callable[[Config], Config] = rules.whole_config
+    text_config: Callable[[Config], Config] = configs.whole_config
     names: dict[str, Any] = field(default_factory=dict)
 
 
@@ -160,7 +161,7 @@ FAMILIES = {
         moe_layers=rules.llama_layers,
         routing=rules.fixed_routing(renormalize=False, scoring_func="sigmoid", apply_router_weight_on_input=True),
         shared_experts=rules.one_mlp("feed_forward.shared_expert", "intermediate_size"),
-        text_config=rules.text_part,
+        text_config=configs.text_part,
         names={"router": "router", **_WHOLE_LANGUAGE_MODEL},
     ),
     "granitemoe": _GRANITE,
@@ -177,11 +178,11 @@ FAMILIES = {
     "qwen3_moe": _Family(moe_layers=rules.sparse_step_layers),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_moe_text": _QWEN3_NEXT,
-    "qwen3_5_moe": replace(_QWEN3_NEXT, text_config=rules.text_part, names={**_QWEN3_NEXT.names, **_LANGUAGE_PART}),
+    "qwen3_5_moe": replace(_QWEN3_NEXT, text_config=configs.text_part, names={**_QWEN3_NEXT.names, **_LANGUAGE_PART}),
     "qwen3_vl_moe": _Family(
         moe_layers=rules.sparse_step_layers,
         routing=_RENORMALIZED,
-        text_config=rules.text_part,
+        text_config=configs.text_part,
         names=_LANGUAGE_PART,
     ),
     "olmoe": _Family(intermediate_size="intermediate_size"),
@@ -214,7 +215,7 @@ FAMILIES = {
         projections=_GATE_W1,
         moe_layers=rules.layers_after("num_dense_layers"),
         routing=rules.lfm_routing,
-        text_config=rules.lfm_config,
+        text_config=configs.lfm_config,
         names={"correction_bias_tensor": "expert_bias", "norm": "ffn_norm"},
     ),
     "nemotron_h": _Family(
@@ -223,11 +224,11 @@ FAMILIES = {
         routing=rules.deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
         shared_experts=rules.one_mlp("mixer.shared_experts", "moe_shared_expert_intermediate_size"),
         activation=rules.relu2,
-        text_config=rules.nemotron_config,
+        text_config=configs.nemotron_config,
         names={"layers_module": "backbone.layers", "embedding": "backbone.embeddings.weight", "norm": "norm"},
     ),
     "exaone_moe": replace(_DEEPSEEK_V3, names={"correction_bias_tensor": "e_score_correction_bias"}),
-    "mimo_v2_flash": replace(_DEEPSEEK_V3, text_config=rules.mimo_config),
+    "mimo_v2_flash": replace(_DEEPSEEK_V3, text_config=configs.mimo_config),
     "hunyuan_v1_moe": _Family(
         intermediate_size="intermediate_size",
         routing=_RENORMALIZED,
@@ -236,7 +237,7 @@ FAMILIES = {
     ),
     "solar_open": _DEEPSEEK_V3,
     "glm4_moe": _DEEPSEEK_V3,
-    "glm4v_moe": replace(_DEEPSEEK_V3, text_config=rules.text_part, names=_LANGUAGE_PART),
+    "glm4v_moe": replace(_DEEPSEEK_V3, text_config=configs.text_part, names=_LANGUAGE_PART),
     "glm4_moe_lite": _DEEPSEEK_V3,
     "glm_moe_dsa": _DEEPSEEK_V3,
     "dots1": _DEEPSEEK_V3,
@@ -248,5 +249,5 @@ FAMILIES = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
-    "kimi_k25": replace(_DEEPSEEK_V3, text_config=rules.text_part, names=_WHOLE_LANGUAGE_MODEL),
+    "kimi_k25": replace(_DEEPSEEK_V3, text_config=configs.text_part, names=_WHOLE_LANGUAGE_MODEL),
 }
