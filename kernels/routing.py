@@ -15,8 +15,7 @@ from moe_ep.topk import topk_reference
 MAX_EXPERTS = 4096
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
-# What a row holds.
-_SCORES = "scores"
+_LOGITS_SOFTMAX, _LOGITS_SIGMOID, _SCORES = 0, 1, 2
 
 
 @triton.jit
@@ -25,15 +24,6 @@ def _exp(x, PRECISE: tl.constexpr):
     if PRECISE:
         return libdevice.exp(x)
     return tl.exp(x)
-
-
-@triton.jit
-def _log1p(x, PRECISE: tl.constexpr):
-    """log(1 + x) as torch has it on CUDA; for the interpreter, with the error of 1 + x taken out."""
-    if PRECISE:
-        return libdevice.log1p(x)
-    sum = 1.0 + x
-    return tl.where(sum == 1.0, x, tl.log(sum) * (x / tl.where(sum == 1.0, 1.0, sum - 1.0)))
 
 
 @triton.jit
@@ -74,7 +64,7 @@ def _topk_kernel(
 ):
     """Chooses the experts of one token.
 
-    Before: logits, or for KIND scores those, `[T, E]`, bias `[E]`. After: weights f32 and ids `[T, TOP_K]`.
+    Before: logits (or scores, KIND 2) `[T, E]`, bias `[E]`. After: weights f32 and ids `[T, TOP_K]`.
     Program t holds row t as a tile `[groups, members]`, both padded to powers of two; expert e is member e % GROUP_SIZE
     of group e // GROUP_SIZE, and positions in the tile rise with the ids. It keeps the TOPK_GROUP best groups, then
     takes the best expert TOP_K times, each time the lowest position among equals, and marks what it took as not there.
@@ -97,13 +87,11 @@ def _topk_kernel(
     source = router_ptr + token * row_stride + expert * column_stride
     logits = tl.load(source, mask=exists, other=float("-inf")).to(tl.float32)
 
-    if KIND == "softmax":
+    if KIND == 0:
         powers = _exp(logits - tl.max(logits), PRECISE)
         scores = powers / tl.sum(powers)
-    elif KIND == "sigmoid":
+    elif KIND == 1:
         scores = tl.div_rn(1.0, 1.0 + _exp(-logits, PRECISE))
-    elif KIND == "sqrtsoftplus":
-        scores = tl.sqrt_rn(tl.where(logits > 20.0, logits, _log1p(_exp(logits, PRECISE), PRECISE)))
     else:
         scores = logits
     choice = logits
@@ -178,8 +166,9 @@ def fused_topk(
             e_score_correction_bias=e_score_correction_bias,
             routed_scaling_factor=routed_scaling_factor,
         )
-    kind, source = scoring_func, router_logits
-    if kind == "softmax" and has_bias:
+    kind = _LOGITS_SOFTMAX if scoring_func == "softmax" else _LOGITS_SIGMOID
+    source = router_logits
+    if kind == _LOGITS_SOFTMAX and has_bias:
         kind, source = _SCORES, router_logits.float().softmax(dim=-1)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)

@@ -7,18 +7,19 @@ its decorator `use_experts_implementation` (transformers/integrations/moe.py), w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from moe_ep.activation import MoEActivation
+from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.errors import ConfigError
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_LAYER = re.compile(r"layers\.(\d+)\.")
 # Names of the activation modules of torch and transformers, and of functions.
 _ACTIVATIONS = {
     "silu": MoEActivation.SILU,
@@ -40,8 +41,9 @@ _UNGATED = {
 }
 # Where the gate is defined that experts have unless they have their own.
 _DEFAULT_GATE_MODULE = "transformers.integrations.moe"
-# alpha and limit of MoEActivation.SWIGLUOAI.
-_SWIGLUOAI = (1.702, 7.0)
+# An own gate is tried on so many numbers of so large magnitude, for each of gate and up.
+_EXAMPLES, _EXAMPLES_UP_TO = 41, 20.0
+_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class ExpertsShape:
     @property
     def layer_index(self) -> int:
         """The decoder layer it is in; ConfigError where the path does not tell."""
-        found = re.search(r"layers\.(\d+)\.", self.name)
+        found = _LAYER.search(self.name)
         if found is None:
             raise ConfigError(f"the experts {self.name} are in no layers.<number>; their layer in the files is unknown")
         return int(found.group(1))
@@ -76,6 +78,19 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             getattr(module, "down_proj", None), nn.Parameter
         ):
             yield name, module
+
+
+def check_one_in_a_layer(names: Iterable[str]) -> None:
+    """ConfigError for two experts modules of one layer's number: passes do not call both alike, as ranks must."""
+    first: dict[str, str] = {}
+    for name in names:
+        for number in _LAYER.findall(name)[:1]:
+            other = first.setdefault(number, name)
+            if other != name:
+                raise ConfigError(
+                    f"layer {number} of the model has the experts {other} and {name}, of which a pass may call one "
+                    f"alone; moe_ep divides one language model with one module of experts in a layer: pass that"
+                )
 
 
 def experts_shape(name: str, module: Any) -> ExpertsShape:
@@ -148,17 +163,29 @@ def _oriented(module: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 def _activation(name: str, module: Any) -> MoEActivation:
     kind = type(module)
-    known = _ACTIVATIONS if module.has_gate else _UNGATED
     if module.has_gate and kind._apply_gate.__module__ != _DEFAULT_GATE_MODULE:
-        if kind.__name__ == "GptOssExperts" and (module.alpha, module.limit) == _SWIGLUOAI:
-            return MoEActivation.SWIGLUOAI
-        raise ConfigError(
-            f"the experts {name} of {kind.__name__} have a gate of their own; of such gates moe_ep has only that of "
-            f"GptOssExperts with alpha {_SWIGLUOAI[0]} and limit {_SWIGLUOAI[1]:g}"
-        )
+        return _activation_of_own_gate(name, module)
+    known = _ACTIVATIONS if module.has_gate else _UNGATED
     found = getattr(module.act_fn, "__name__", type(module.act_fn).__name__)
     if found not in known:
         raise ConfigError(
             f"the experts {name} of {kind.__name__} have the activation {found}; moe_ep has {', '.join(known)}"
         )
     return known[found]
+
+
+def _activation_of_own_gate(name: str, module: Any) -> MoEActivation:
+    """The activation that the module's own gate computes, found by trying on numbers below and above its limits."""
+    values = torch.linspace(-_EXAMPLES_UP_TO, _EXAMPLES_UP_TO, _EXAMPLES, device="cpu")
+    gate, up = torch.cartesian_prod(values, values).unbind(1)
+    example = torch.cat([gate, up]) if module.is_concatenated else torch.stack([gate, up], dim=1).flatten()
+    computed = module._apply_gate(example[None])[0]
+    known = [activation for activation in MoEActivation if activation.is_gated]
+    for activation in known:
+        expected = apply_activation(activation, torch.cat([gate, up]))
+        if computed.shape == expected.shape and torch.allclose(computed, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+            return activation
+    raise ConfigError(
+        f"the experts {name} of {type(module).__name__} have a gate of their own, which computes none of moe_ep's "
+        f"activations, {', '.join(known)}"
+    )

@@ -22,7 +22,7 @@ from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.checkpoint.matrices import read_linear
 from moe_ep.errors import CheckpointError, ConfigError
-from moe_ep.integrations.hf_experts import ExpertsShape, experts_shape, find_experts
+from moe_ep.integrations.hf_experts import ExpertsShape, check_one_in_a_layer, experts_shape, find_experts
 
 # Families that are another of transformers by another name.
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
@@ -101,16 +101,15 @@ def _kind_and_config(path: Path) -> tuple[Any, Any]:
     kind: Any = None
     # These mappings import as they are asked, and know nothing by `get`.
     if known in CONFIG_MAPPING:
-        config_class = CONFIG_MAPPING[known]
+        with _quiet():
+            config = CONFIG_MAPPING[known].from_pretrained(path, local_files_only=True)
         kinds = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-        kind = next((mapping[config_class] for mapping in kinds if config_class in mapping), None)
+        kind = next((mapping[type(config)] for mapping in kinds if type(config) in mapping), None)
     if kind is None:
         raise ConfigError(
             f"{path}: transformers {transformers.__version__} has no causal language model of model_type "
             f"{model_type!r}; install one that has"
         )
-    with _quiet():
-        config = config_class.from_pretrained(path, local_files_only=True)
     return kind, config if isinstance(config, kind.config_class) else config.get_text_config()
 
 
@@ -125,6 +124,7 @@ def _without_experts(kind: Any, shapes: list[ExpertsShape]) -> Any:
                 f"{kind.__name__} of transformers {transformers.__version__} has no experts that can be taken out: it "
                 f"computes all of them for every token; moe-ep run takes the layers of its checkpoint"
             )
+        check_one_in_a_layer(name for name, _ in found)
         for name, module in found:
             shapes.append(experts_shape(name, module))
             self.set_submodule(name, ExpertsPlace())

@@ -26,7 +26,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import ConfigError, missing_extra
 from moe_ep.integrations.divided import make_divided, steps_of
-from moe_ep.integrations.hf_experts import ExpertsShape, experts_shape, find_experts
+from moe_ep.integrations.hf_experts import ExpertsShape, check_one_in_a_layer, experts_shape, find_experts
 from moe_ep.integrations.routed_experts import RoutedExperts
 from moe_ep.integrations.sharding import PREFILL_MAX_NUM_TOKENS, load_shard, make_routed_experts
 from moe_ep.integrations.steps import StepCoordinator
@@ -206,12 +206,15 @@ def _from_model(
         raise TypeError(f"model_or_path is a {kind}; it must be a model of transformers or a checkpoint's folder")
     if getattr(model, "_moe_ep_steps", None) is not None:
         raise ConfigError(f"the experts of this {kind} are divided already; use it as it is")
+    if type(model).forward is torch.nn.Module.forward:
+        raise ConfigError(f"model is a {kind}, which makes no passes itself; pass the part of it that does")
     found = list(find_experts(model))
     if not found:
         way_out = "pass one"
         if getattr(model, "hf_quantizer", None) is not None:
             way_out = "transformers has quantized it, so pass the folder of its checkpoint"
         raise ConfigError(f"model is a {kind} and has no experts module of transformers 5; {way_out}")
+    check_one_in_a_layer(name for name, _ in found)
     quant_config = expert_quantization({}, quantize)
     for count, (name, module) in enumerate(found):
         on_layer(count, len(found))

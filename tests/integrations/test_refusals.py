@@ -47,6 +47,14 @@ def test_a_model_without_experts_is_refused() -> None:
         moe_ep.parallelize(config)
 
 
+def test_a_model_that_only_holds_others_is_refused() -> None:
+    """As those that think with one language model and speak with another."""
+    holder = torch.nn.Module()
+    holder.thinker = make_model("Qwen3Moe")
+    with pytest.raises(ConfigError, match="model is a Module, which makes no passes itself; pass the part of it that"):
+        moe_ep.parallelize(holder)
+
+
 def test_what_only_a_path_can_have_is_refused_for_a_model() -> None:
     for name, value in {"dtype": torch.bfloat16, "attn_implementation": "eager"}.items():
         with pytest.raises(ConfigError, match=f"{name} is .* a Qwen3MoeForCausalLM, which has its own"):
@@ -105,11 +113,25 @@ def test_experts_that_transformers_has_quantized_are_refused() -> None:
         moe_ep.parallelize(model)
 
 
-def test_a_gate_that_is_inherited_is_no_silu() -> None:
-    model = make_model("GptOss")
-    for _, module in find_experts(model):
-        module.__class__ = type("Mine", (type(module),), {})
-    with pytest.raises(ConfigError, match="of Mine have a gate of their own"):
+def test_a_gate_is_known_by_what_it_computes() -> None:
+    for changed, known in ({}, True), ({"limit": 5.0}, False), ({"alpha": 1.0}, False):
+        model = make_model("GptOss")
+        for _, module in find_experts(model):
+            module.__class__ = type("Mine", (type(module),), changed)
+            for name in changed:
+                delattr(module, name)
+        if known:
+            moe_ep.parallelize(model)
+            continue
+        with pytest.raises(ConfigError, match="of Mine have a gate .* none of moe_ep's activations, silu, .*swigluoai"):
+            moe_ep.parallelize(model)
+
+
+def test_experts_that_not_every_pass_calls_are_refused() -> None:
+    model = make_model("Qwen3Moe")
+    model.second = make_model("Qwen3Moe").model
+    both = "layer 0 of the model has the experts model.layers.0.mlp.experts and second.layers.0.mlp.experts, of which"
+    with pytest.raises(ConfigError, match=both):
         moe_ep.parallelize(model)
 
 
