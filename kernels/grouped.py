@@ -73,7 +73,7 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
             experts = torch.searchsorted(ends, positions, right=True).clamp(max=ends.numel() - 1)
         gate_up = self._product(rows, w1, ends, self.quant_config.w1_bias, experts)
         hidden = rows.new_empty(rows.size(0), w2.size(2))
-        activate_rows(activation, gate_up, hidden, ends[-1:])
+        activate_rows(activation, gate_up, hidden, ends[-1:], self.moe_config.swiglu_limit)
         return self._product(hidden, w2, ends, self.quant_config.w2_bias, experts)
 
     @staticmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.activation import MoEActivation, apply_activation
+from moe_ep.activation import MoEActivation, apply_activation, gate_limit
 from moe_ep.kernels.forms import form_for
 
 
@@ -48,7 +48,11 @@ def move_rows_reference(
 
 
 def activate_rows(
-    activation: MoEActivation | str, input: torch.Tensor, output: torch.Tensor, count: torch.Tensor
+    activation: MoEActivation | str,
+    input: torch.Tensor,
+    output: torch.Tensor,
+    count: torch.Tensor,
+    clamp_limit: float | None = None,
 ) -> None:
     """Applies the activation to the first `count` rows, in f32 and rounded once.
 
@@ -56,15 +60,16 @@ def activate_rows(
         input: `[S, 2N]` for a gated activation (gate, then up), `[S, N]` otherwise; contiguous.
         output: `[S, N]`, contiguous; rows from count on are not written.
         count: int32 `[1]`, at most S.
+        clamp_limit: as in `apply_activation`.
     """
     form_for(activate_rows_reference, "triton_grouped_rows.triton_activate_rows", input)(
-        MoEActivation.parse(activation), input, output, count
+        MoEActivation.parse(activation), input, output, count, gate_limit(activation, clamp_limit)
     )
 
 
 def activate_rows_reference(
-    activation: MoEActivation, input: torch.Tensor, output: torch.Tensor, count: torch.Tensor
+    activation: MoEActivation, input: torch.Tensor, output: torch.Tensor, count: torch.Tensor, limit: float | None
 ) -> None:
     """activate_rows in plain torch; waits for the count."""
     used = int(count)
-    apply_activation(activation, input[:used], output[:used])
+    apply_activation(activation, input[:used], output[:used], clamp_limit=limit)

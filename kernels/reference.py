@@ -70,7 +70,7 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
         w1, w2 = self._weight(step.w1, 0, expert), self._weight(step.w2, 1, expert)
         with without_autocast():
             hidden = F.linear(rows.float(), w1, None if bias1 is None else bias1[expert].float())
-            hidden = apply_activation(step.activation, hidden)
+            hidden = apply_activation(step.activation, hidden, clamp_limit=self.moe_config.swiglu_limit)
             return F.linear(hidden, w2, None if bias2 is None else bias2[expert].float())
 
 

@@ -15,7 +15,8 @@ from moe_ep.topk import topk_reference
 MAX_EXPERTS = 4096
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
-_LOGITS_SOFTMAX, _LOGITS_SIGMOID, _SCORES = 0, 1, 2
+# What a row holds.
+_SCORES = "scores"
 
 
 @triton.jit
@@ -24,6 +25,15 @@ def _exp(x, PRECISE: tl.constexpr):
     if PRECISE:
         return libdevice.exp(x)
     return tl.exp(x)
+
+
+@triton.jit
+def _log1p(x, PRECISE: tl.constexpr):
+    """log(1 + x) as torch has it on CUDA; for the interpreter, with the error of 1 + x taken out."""
+    if PRECISE:
+        return libdevice.log1p(x)
+    sum = 1.0 + x
+    return tl.where(sum == 1.0, x, tl.log(sum) * (x / tl.where(sum == 1.0, 1.0, sum - 1.0)))
 
 
 @triton.jit
@@ -64,7 +74,7 @@ def _topk_kernel(
 ):
     """Chooses the experts of one token.
 
-    Before: logits (or scores, KIND 2) `[T, E]`, bias `[E]`. After: weights f32 and ids `[T, TOP_K]`.
+    Before: logits, or for KIND scores those, `[T, E]`, bias `[E]`. After: weights f32 and ids `[T, TOP_K]`.
     Program t holds row t as a tile `[groups, members]`, both padded to powers of two; expert e is member e % GROUP_SIZE
     of group e // GROUP_SIZE, and positions in the tile rise with the ids. It keeps the TOPK_GROUP best groups, then
     takes the best expert TOP_K times, each time the lowest position among equals, and marks what it took as not there.
@@ -87,11 +97,13 @@ def _topk_kernel(
     source = router_ptr + token * row_stride + expert * column_stride
     logits = tl.load(source, mask=exists, other=float("-inf")).to(tl.float32)
 
-    if KIND == 0:
+    if KIND == "softmax":
         powers = _exp(logits - tl.max(logits), PRECISE)
         scores = powers / tl.sum(powers)
-    elif KIND == 1:
+    elif KIND == "sigmoid":
         scores = tl.div_rn(1.0, 1.0 + _exp(-logits, PRECISE))
+    elif KIND == "sqrtsoftplus":
+        scores = tl.sqrt_rn(tl.where(logits > 20.0, logits, _log1p(_exp(logits, PRECISE), PRECISE)))
     else:
         scores = logits
     choice = logits
@@ -166,9 +178,8 @@ def fused_topk(
             e_score_correction_bias=e_score_correction_bias,
             routed_scaling_factor=routed_scaling_factor,
         )
-    kind = _LOGITS_SOFTMAX if scoring_func == "softmax" else _LOGITS_SIGMOID
-    source = router_logits
-    if kind == _LOGITS_SOFTMAX and has_bias:
+    kind, source = scoring_func, router_logits
+    if kind == "softmax" and has_bias:
         kind, source = _SCORES, router_logits.float().softmax(dim=-1)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)

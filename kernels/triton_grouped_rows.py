@@ -6,12 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ep.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, MoEActivation
+from moe_ep.activation import SWIGLUOAI_ALPHA, MoEActivation
 from moe_ep.kernels.triton_dispatch_rows import as_words, row_blocks
 from moe_ep.kernels.triton_kernel import TritonKernel
 
 _ALPHA = tl.constexpr(SWIGLUOAI_ALPHA)
-_LIMIT = tl.constexpr(SWIGLUOAI_LIMIT)
 # Of NaN and a limit, NaN, as torch has it.
 _KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -53,11 +52,19 @@ def _move_rows_kernel(
 @TritonKernel
 @triton.jit
 def _activate_kernel(
-    input_ptr, output_ptr, count_ptr, num_columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+    input_ptr,
+    output_ptr,
+    count_ptr,
+    num_columns,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Program (j, b) computes columns b * BLOCK ... of row j in f32, and ends at once if there is no such row.
 
-    Before: input `[S, 2N]` (gate, then up) or `[S, N]`, count int32 `[1]`. After: output `[S, N]`.
+    Before: input `[S, 2N]` (gate, then up) or `[S, N]`, count int32 `[1]`. After: output `[S, N]`. Gate and up end at
+    LIMIT, if there is one.
 
     Example: silu, N=1, input [[2, 3]]: 2 * sigmoid(2) * 3.
     """
@@ -67,8 +74,9 @@ def _activate_kernel(
         in_row = column < num_columns
         first = row.to(tl.int64) * num_columns * (2 if GATED else 1) + column
         gate = tl.load(input_ptr + first, mask=in_row, other=0.0).to(tl.float32)
+        if LIMIT is not None:
+            gate = tl.minimum(gate, LIMIT, propagate_nan=_KEEP_NAN)
         if ACTIVATION == "swigluoai":
-            gate = tl.minimum(gate, _LIMIT, propagate_nan=_KEEP_NAN)
             result = gate * tl.sigmoid(gate * _ALPHA)
         elif ACTIVATION == "silu" or ACTIVATION == "silu_no_mul":
             result = gate * tl.sigmoid(gate)
@@ -82,9 +90,9 @@ def _activate_kernel(
             result = positive * positive
         if GATED:
             up = tl.load(input_ptr + first + num_columns, mask=in_row, other=0.0).to(tl.float32)
-            if ACTIVATION == "swigluoai":
-                up = tl.clamp(up, -_LIMIT, _LIMIT, propagate_nan=_KEEP_NAN) + 1.0
-            result *= up
+            if LIMIT is not None:
+                up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=_KEEP_NAN)
+            result *= up + 1.0 if ACTIVATION == "swigluoai" else up
         target = output_ptr + row.to(tl.int64) * num_columns + column
         tl.store(target, result.to(output_ptr.dtype.element_ty), mask=in_row)
 
@@ -121,9 +129,9 @@ def triton_move_rows(
 
 
 def triton_activate_rows(
-    activation: MoEActivation, input: torch.Tensor, output: torch.Tensor, count: torch.Tensor
+    activation: MoEActivation, input: torch.Tensor, output: torch.Tensor, count: torch.Tensor, limit: float | None
 ) -> None:
-    """Arguments as in `activate_rows`, not checked."""
+    """Arguments as in `activate_rows_reference`, not checked."""
     num_rows, num_columns = output.shape
     if num_rows == 0:
         return
@@ -135,6 +143,7 @@ def triton_activate_rows(
         num_columns,
         ACTIVATION=str(activation),
         GATED=activation.is_gated,
+        LIMIT=limit,
         BLOCK=block,
         num_warps=num_warps,
     )

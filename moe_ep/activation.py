@@ -6,6 +6,7 @@ write `[..., N]`. They are computed in f32 and rounded once to the output's dtyp
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 
 import torch
@@ -42,25 +43,56 @@ class MoEActivation(StrEnum):
         return not self.value.endswith("_no_mul")
 
 
+def gate_limit(activation: MoEActivation | str, clamp_limit: float | None = None) -> float | None:
+    """Where gate and up end before a gated activation: the gate from above, up on both sides; None for nowhere.
+
+    Args:
+        clamp_limit: as DeepSeek-V4's `swiglu_limit`; None for the activation's own, which swigluoai alone has.
+
+    Raises:
+        ValueError: an unknown activation, one that is not gated with a limit, or a limit that is no positive number.
+    """
+    activation = MoEActivation.parse(activation)
+    if clamp_limit is None:
+        return SWIGLUOAI_LIMIT if activation is MoEActivation.SWIGLUOAI else None
+    is_number = isinstance(clamp_limit, int | float) and not isinstance(clamp_limit, bool)
+    if not is_number or not math.isfinite(clamp_limit) or clamp_limit <= 0:
+        raise ValueError(f"clamp_limit (swiglu_limit) is {clamp_limit!r}; it must be a positive number, or None")
+    if not activation.is_gated:
+        raise ValueError(
+            f"clamp_limit (swiglu_limit) is {clamp_limit} and {activation} has no gate; leave it out, or choose an "
+            f"activation that has one"
+        )
+    return float(clamp_limit)
+
+
 def apply_activation(
-    activation: MoEActivation | str, input: torch.Tensor, output: torch.Tensor | None = None
+    activation: MoEActivation | str,
+    input: torch.Tensor,
+    output: torch.Tensor | None = None,
+    *,
+    clamp_limit: float | None = None,
 ) -> torch.Tensor:
     """Applies an activation along the last dimension.
 
     Args:
         input: `[..., 2N]` for a gated activation (gate, then up), `[..., N]` otherwise.
         output: `[..., N]`, written in place; None creates one of the input's dtype.
+        clamp_limit: where gate and up end (`gate_limit`); None for the activation's own limit.
 
     Raises:
-        ValueError: an unknown name, an odd width for a gated activation, or an output of another shape.
+        ValueError: an unknown name, an odd width for a gated activation, a limit that cannot be, or an output of
+            another shape.
     """
-    activation = MoEActivation.parse(activation)
+    activation, limit = MoEActivation.parse(activation), gate_limit(activation, clamp_limit)
     if activation.is_gated:
         if input.shape[-1] % 2:
             raise ValueError(
                 f"input has {input.shape[-1]} columns; {activation} is gated and needs an even number, gate then up"
             )
         gate, up = input.float().chunk(2, dim=-1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         result = _gated(activation, gate, up)
     else:
         result = _ungated(activation, input.float())
@@ -81,9 +113,6 @@ def _gated(activation: MoEActivation, gate: torch.Tensor, up: torch.Tensor) -> t
         return F.gelu(gate) * up
     if activation is MoEActivation.GELU_TANH:
         return F.gelu(gate, approximate="tanh") * up
-    # GPT-OSS: the gate is clamped from above only, up on both sides.
-    gate = gate.clamp(max=SWIGLUOAI_LIMIT)
-    up = up.clamp(min=-SWIGLUOAI_LIMIT, max=SWIGLUOAI_LIMIT)
     return (up + 1) * gate * torch.sigmoid(SWIGLUOAI_ALPHA * gate)
 
 

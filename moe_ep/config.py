@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_ep.activation import MoEActivation
+from moe_ep.activation import MoEActivation, gate_limit
 from moe_ep.errors import check_at_least, check_below, one_of
 from moe_ep.expert_map import EXPERT_PLACEMENT_STRATEGIES
 
@@ -145,6 +145,7 @@ class FusedMoEConfig:
         num_local_experts: El, this rank's slots, including fused shared experts.
         in_dtype: dtype of the activations: f32, f16 or bf16.
         max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
+        swiglu_limit: where gate and up end before the activation (`moe_ep.activation.gate_limit`); None for its own.
         num_fused_shared_experts: experts that every rank holds after its routed slots; their ids start at num_experts.
     """
 
@@ -159,6 +160,7 @@ class FusedMoEConfig:
     activation: MoEActivation | str = "silu"
     has_bias: bool = False
     num_fused_shared_experts: int = 0
+    swiglu_limit: float | None = None
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -182,6 +184,7 @@ class FusedMoEConfig:
                 one_of("in_dtype (params_dtype)", str(self.in_dtype), [str(dtype) for dtype in ACTIVATION_DTYPES])
             )
         object.__setattr__(self, "activation", MoEActivation.parse(self.activation))
+        gate_limit(self.activation, self.swiglu_limit)
 
     @property
     def ep_size(self) -> int:

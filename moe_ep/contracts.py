@@ -297,7 +297,7 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
 
     def activation(self, activation: MoEActivation | str, output: torch.Tensor, input: torch.Tensor) -> None:
         """Applies the activation: input `[..., 2N]` (or N), output `[..., N]`."""
-        apply_activation(activation, input, output)
+        apply_activation(activation, input, output, clamp_limit=self.moe_config.swiglu_limit)
 
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor

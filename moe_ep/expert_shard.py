@@ -44,6 +44,7 @@ class ExpertShard(FixedTensors):
         params_dtype: torch.dtype,
         parallel_config: FusedMoEParallelConfig,
         activation: MoEActivation | str,
+        swiglu_limit: float | None,
         quant_config: Any,
         enable_eplb: bool,
         num_redundant_experts: int,
@@ -78,6 +79,7 @@ class ExpertShard(FixedTensors):
             in_dtype=params_dtype,
             max_num_tokens=max_num_tokens,
             activation=self.activation,
+            swiglu_limit=swiglu_limit,
             has_bias=has_bias,
             num_fused_shared_experts=num_fused_shared_experts,
         )

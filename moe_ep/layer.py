@@ -51,6 +51,8 @@ class FusedMoE(LayerParts):
             pass and may thus be replaced, as by `load_state_dict(assign=True)`. It is not saved with the layer.
         apply_router_weight_on_input: multiply the rows by their weights before they are sent; needs top_k 1.
         activation: a `MoEActivation` or its name.
+        swiglu_limit: where gate and up end before a gated activation: the gate from above, up on both sides; None for
+            the activation's own limit, which swigluoai alone has.
         tp_size, dp_size, ep_size, is_sequence_parallel: how the ranks divide the layer (`FusedMoEParallelConfig.make`).
         enable_eplb: map ids to replicas and record the load, for an `EPLBManager`.
         has_bias: the experts have biases, w13_bias `[El, 2N]` and w2_bias `[El, K]`.
@@ -114,6 +116,7 @@ class FusedMoE(LayerParts):
         expert_placement_strategy: str = "linear",
         dispatch_dtype: torch.dtype | None = None,
         experts: str = "auto",
+        swiglu_limit: float | None = None,
     ) -> None:
         if apply_router_weight_on_input:
             check_router_weight_on_input(top_k + (n_shared_experts or 0))
@@ -139,6 +142,7 @@ class FusedMoE(LayerParts):
                 expert_placement_strategy=expert_placement_strategy,
             ),
             activation=activation,
+            swiglu_limit=swiglu_limit,
             quant_config=quant_config,
             enable_eplb=enable_eplb,
             num_redundant_experts=num_redundant_experts,

@@ -9,8 +9,8 @@ import torch
 
 from moe_ep.arguments import check_tensors
 from moe_ep.errors import check_whole, one_of
+from moe_ep.topk import SCORING_FUNCS
 
-SCORING_FUNCS: tuple[str, ...] = ("softmax", "sigmoid")
 ZERO_EXPERT_TYPES: tuple[str, ...] = ("identity",)
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -48,7 +48,7 @@ def check_routing(
             f"top_k is {top_k}; it must be at least 1 and at most the columns of router_logits ({num_columns})"
         )
     if scoring_func not in SCORING_FUNCS:
-        raise ValueError(one_of("scoring_func", scoring_func, SCORING_FUNCS))
+        raise ValueError(one_of("scoring_func", scoring_func, list(SCORING_FUNCS)))
     if not isinstance(routed_scaling_factor, (int, float)) or not math.isfinite(routed_scaling_factor):
         raise ValueError(f"routed_scaling_factor is {routed_scaling_factor!r}; it must be a finite number")
     bias = e_score_correction_bias

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moe_ep.activation import MoEActivation, apply_activation
+from moe_ep.activation import MoEActivation, apply_activation, gate_limit
 
 
 class SharedExperts(nn.Module):
@@ -18,7 +18,7 @@ class SharedExperts(nn.Module):
     `expert_gate.weight` `[1, K]`. An ungated activation reads `gate_proj` alone, and there is no `up_proj`.
 
     Raises:
-        ValueError: an unknown activation.
+        ValueError: an unknown activation, or a limit that it cannot have (`moe_ep.activation.gate_limit`).
     """
 
     def __init__(
@@ -27,11 +27,12 @@ class SharedExperts(nn.Module):
         intermediate_size: int,
         activation: MoEActivation | str = "silu",
         *,
+        clamp_limit: float | None = None,
         expert_gate: bool = False,
         params_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation = MoEActivation.parse(activation)
+        self.activation, self._limit = MoEActivation.parse(activation), gate_limit(activation, clamp_limit)
 
         def projection(num_in: int, num_out: int) -> nn.Linear:
             return nn.Linear(num_in, num_out, bias=False, dtype=params_dtype).requires_grad_(False)
@@ -45,7 +46,7 @@ class SharedExperts(nn.Module):
         gate_up = self.gate_proj(hidden_states)
         if self.up_proj is not None:
             gate_up = torch.cat([gate_up, self.up_proj(hidden_states)], dim=-1)
-        output = self.down_proj(apply_activation(self.activation, gate_up))
+        output = self.down_proj(apply_activation(self.activation, gate_up, clamp_limit=self._limit))
         if self.expert_gate is not None:
             output = output * torch.sigmoid(self.expert_gate(hidden_states))
         return output

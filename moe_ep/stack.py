@@ -102,6 +102,7 @@ class MoEBlock(FixedTensors):
                 has_bias=spec.has_bias,
                 prefix=spec.moe_prefix(layer_index),
                 activation=spec.activation,
+                swiglu_limit=spec.swiglu_limit,
                 shared_experts=None if shared_experts is None else shared_experts.to(device),
                 process_group=process_group,
                 parallel_config=parallel_config,
@@ -268,6 +269,7 @@ def _shared_experts(
         spec.hidden_size,
         spec.shared_experts.intermediate_size,
         spec.activation,
+        clamp_limit=spec.shared_experts.swiglu_limit,
         expert_gate=weights.expert_gate is not None,
         params_dtype=dtype,
     )

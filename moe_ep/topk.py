@@ -5,9 +5,29 @@ It runs on any device, without optimisation, and is the reference for the fused 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 
 _F32 = torch.finfo(torch.float32)
+
+
+def _softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.softmax(dim=-1)
+
+
+def _sqrtsoftplus(logits: torch.Tensor) -> torch.Tensor:
+    """DeepSeek-V4's scores: sqrt(log(1 + exp(x)))."""
+    return F.softplus(logits).sqrt()
+
+
+# Scores f32 `[T, E]` from logits, by name.
+SCORING_FUNCS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": _softmax,
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": _sqrtsoftplus,
+}
 
 
 def topk_reference(
@@ -33,7 +53,7 @@ def topk_reference(
         (weights f32 `[T, top_k]`, ids int32 `[T, top_k]`).
     """
     logits = router_logits.float()
-    scores = logits.softmax(dim=-1) if scoring_func == "softmax" else logits.sigmoid()
+    scores = SCORING_FUNCS[scoring_func](logits)
     choice = choice_values(logits, scores, e_score_correction_bias)
     if topk_group < num_expert_group:
         choice = _keep_best_groups(choice, num_expert_group, topk_group, sum_of_two=e_score_correction_bias is not None)
@@ -47,8 +67,8 @@ def topk_reference(
 def choice_values(logits: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The values by which experts are chosen, finite f32 `[T, E]`.
 
-    Without a bias these are the logits: softmax and sigmoid grow with them, and logits do not depend on how a device
-    rounds its exponential.
+    Without a bias these are the logits: all scores grow with them, and logits do not depend on how a device rounds its
+    exponential.
     """
     choice = logits if bias is None else scores + bias.float()
     # -inf is reserved for groups that were dropped; adding 0 turns -0 into 0, which some sorts tell apart.

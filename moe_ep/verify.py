@@ -67,13 +67,23 @@ def reference_moe(
             up = None if matrices.up is None else online(matrices.up)
             matrices = matrices._replace(gate=online(matrices.gate), up=up, down=online(matrices.down))
         factor = weights[rows, slots, None]
-        values = _mlp(spec, x[rows] * factor, matrices) if on_input else _mlp(spec, x[rows], matrices) * factor
+        given = x[rows] * factor if on_input else x[rows]
+        values = _mlp(spec, given, matrices, spec.swiglu_limit)
+        values = values if on_input else values * factor
         output.index_add_(0, rows, values)
     shared = load_shared_experts(reader, spec, layer_index)
-    if shared is not None:
-        term = _mlp(spec, x, ExpertMatrices(shared.gate, shared.up, shared.down, None, None, None))
+    if shared is not None and spec.shared_experts is not None:
+        matrices = ExpertMatrices(shared.gate, shared.up, shared.down, None, None, None)
+        term = _mlp(spec, x, matrices, spec.shared_experts.swiglu_limit)
         output += term if shared.expert_gate is None else term * linear(x, shared.expert_gate.to(x)).sigmoid()
     return output
+
+
+_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: logits.logaddexp(torch.zeros_like(logits)).sqrt(),
+}
 
 
 def _route(
@@ -87,7 +97,7 @@ def _route(
         return routing.custom_routing_function(
             hidden_states=x, gating_output=logits, topk=spec.top_k, renormalize=routing.renormalize
         )
-    scores = logits.softmax(-1) if routing.scoring_func == "softmax" else logits.sigmoid()
+    scores = _SCORES[routing.scoring_func](logits)
     choice = logits.clone()
     if router.correction_bias is not None:
         choice = scores + router.correction_bias.to(x)
@@ -105,9 +115,10 @@ def _route(
     return weights * routing.routed_scaling_factor, ids
 
 
-def _mlp(spec: MoEModelSpec, x: torch.Tensor, matrices: ExpertMatrices) -> torch.Tensor:
+def _mlp(spec: MoEModelSpec, x: torch.Tensor, matrices: ExpertMatrices, limit: float | None) -> torch.Tensor:
     gate, up, down, *biases = (None if tensor is None else tensor.to(x) for tensor in matrices)
     gate_up = linear(x, gate, biases[0])  # type: ignore[arg-type]
     if up is not None:
         gate_up = torch.cat([gate_up, linear(x, up, biases[1])], dim=-1)
-    return linear(apply_activation(spec.activation, gate_up), down, biases[2])  # type: ignore[arg-type]
+    hidden = apply_activation(spec.activation, gate_up, clamp_limit=limit)
+    return linear(hidden, down, biases[2])  # type: ignore[arg-type]

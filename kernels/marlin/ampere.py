@@ -18,10 +18,10 @@ from moe_ep.kernels import jit
 from moe_ep.kernels.marlin.flags import stream_flags
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import (
-    ACTIVATION_NUMBERS,
     CUDA,
     ExpertsParams,
     Rows,
+    activation_defines,
     experts_params,
     rows_params,
     type_number,
@@ -74,20 +74,24 @@ def kernel_source(
     phase: int,
     activation: MoEActivation,
     tile_tokens: int,
+    clamp_limit: float | None = None,
 ) -> jit.KernelSource:
     """The kernel of w13 (`phase` 0) or w2 (1).
 
     Args:
         group_columns: columns that share a scale; -1 if a row has one group, 0 if each column's group is looked up.
         tile_tokens: 16, 32 or 64 rows of an expert that are computed at once.
+        clamp_limit: as in gate_limit.
     """
+    # The second GEMM has no activation, and one build of it serves all.
+    gate = (activation, clamp_limit) if phase == 0 else (MoEActivation.SILU, None)
     defines = {
         "TILE_TOKENS": tile_tokens,
         "WEIGHT_TYPE": type_number(kind, scale_dtype),
         "ACT_BF16": int(act_dtype == torch.bfloat16),
         "GROUP_COLUMNS": group_columns,
         "PHASE": phase,
-        "ACTIVATION": ACTIVATION_NUMBERS[activation] if phase == 0 else 0,
+        **activation_defines(*gate),
     }
     pairs = tuple((name, str(value)) for name, value in defines.items())
     return jit.KernelSource(CUDA / "ampere_gemm.cu", "ampere_gemm", pairs)
@@ -149,7 +153,7 @@ def _kernels(pair: WeightPair) -> dict[tuple[_Tile, int], jit.Kernel]:
     sources, shared = {}, {}
     for tile, (phase, weights) in itertools.product(_TILES, enumerate((pair.w13, pair.w2))):
         columns, numbers = group_columns(weights), (pair.kind, pair.act_dtype, weights.scales.dtype)
-        sources[tile, phase] = kernel_source(*numbers, columns, phase, pair.activation, tile.tokens)
+        sources[tile, phase] = kernel_source(*numbers, columns, phase, pair.activation, tile.tokens, pair.clamp_limit)
         shared[tile, phase] = _shared_bytes(tile, pair.kind, weights, pair.num_experts)
     kernels = jit.load_all(sources, pair.device)
     for name, kernel in kernels.items():

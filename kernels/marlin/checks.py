@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.activation import MoEActivation
+from moe_ep.activation import MoEActivation, gate_limit
 from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_expert_map, check_same_device, check_tensors
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import WeightType
@@ -29,15 +29,18 @@ def check_weight_pair(
     is_k_full: bool,
     first: tuple,
     second: tuple,
+    clamp_limit: float | None = None,
 ) -> WeightPair:
     """Checks the weights of both GEMMs, and that they fit each other and the activations' dtype.
 
-    `first` and `second` are (qweight, scales, zeros, bias, alphas, g_idx, sort_indices) of w1 and w2.
+    `first` and `second` are (qweight, scales, zeros, bias, alphas, g_idx, sort_indices) of w1 and w2; `clamp_limit` is
+    as in gate_limit.
 
     Raises:
         ValueError: an argument that does not fit; the message names it.
     """
     check_activation_dtype(act_dtype)
+    gate_limit(activation, clamp_limit)
     for which, parts in enumerate((first, second), start=1):
         for (before, after, optional), tensor in zip(_PARTS, parts, strict=True):
             if tensor is not None or not optional:
@@ -54,7 +57,7 @@ def check_weight_pair(
     hidden = w13.num_rows // 2 if activation.is_gated else w13.num_rows
     if w2.num_columns != hidden:
         raise ValueError(f"w2 has {w2.num_columns} columns; w1 with {activation} gives {hidden}")
-    return WeightPair(kind, activation, act_dtype, w13, w2)
+    return WeightPair(kind, activation, act_dtype, w13, w2, clamp_limit)
 
 
 def check_batch(

@@ -31,6 +31,7 @@ def batched_marlin_experts(
     w2_zeros: torch.Tensor | None,
     is_k_full: bool,
     expert_row_ids: torch.Tensor | None,
+    clamp_limit: float | None,
 ) -> None:
     """batched_fused_marlin_moe into `output` `[El, max_tokens, K]`."""
     from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
@@ -39,7 +40,7 @@ def batched_marlin_experts(
         hidden_states, expert_num_tokens, w1, w2, bias1, bias2, w1_scale, w2_scale, quant_type_id,
         activation=activation, global_scale1=global_scale1, global_scale2=global_scale2, g_idx1=g_idx1, g_idx2=g_idx2,
         sort_indices1=sort_indices1, sort_indices2=sort_indices2, w1_zeros=w1_zeros, w2_zeros=w2_zeros,
-        is_k_full=is_k_full, output=output, expert_row_ids=expert_row_ids,
+        is_k_full=is_k_full, output=output, expert_row_ids=expert_row_ids, clamp_limit=clamp_limit,
     )  # fmt: skip
 
 
@@ -68,6 +69,7 @@ def marlin_experts(
     w1_zeros: torch.Tensor | None,
     w2_zeros: torch.Tensor | None,
     is_k_full: bool,
+    clamp_limit: float | None,
 ) -> None:
     """fused_marlin_moe into `output` `[T, K]`, with the built-in activation and sum."""
     from moe_ep.kernels.marlin.functional import fused_marlin_moe
@@ -77,7 +79,7 @@ def marlin_experts(
         apply_router_weight_on_input=apply_router_weight_on_input, activation=activation, expert_map=expert_map,
         global_scale1=global_scale1, global_scale2=global_scale2, g_idx1=g_idx1, g_idx2=g_idx2,
         sort_indices1=sort_indices1, sort_indices2=sort_indices2, w1_zeros=w1_zeros, w2_zeros=w2_zeros,
-        is_k_full=is_k_full, output=output,
+        is_k_full=is_k_full, output=output, clamp_limit=clamp_limit,
     )  # fmt: skip
 
 

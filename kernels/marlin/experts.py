@@ -127,7 +127,8 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             act = MoEActivation.parse(activation)
             first, second = self._companions
             parts = ((w1, *first), (w2, *second))
-            pair = self._pair = check_weight_pair(self._kind, act, act_dtype, self._is_k_full, *parts)
+            limit = self.moe_config.swiglu_limit
+            pair = self._pair = check_weight_pair(self._kind, act, act_dtype, self._is_k_full, *parts, limit)
         return pair
 
     def _partials(self, max_rows: int) -> int:

@@ -59,6 +59,7 @@ def batched_fused_marlin_moe(
     inplace: bool = False,
     expert_row_ids: torch.Tensor | None = None,
     expected_m: float | None = None,
+    clamp_limit: float | None = None,
 ) -> torch.Tensor:
     """Computes each local expert on its own rows: w13, activation, w2; the results are not weighted.
 
@@ -81,6 +82,7 @@ def batched_fused_marlin_moe(
         expected_m: rows that an expert is expected to have in the mean, for the choice of kernels on a GPU; results are
             right whatever expert_num_tokens says. None: nobody knows, and kernels for few and many rows are launched,
             as they always are under torch.compile.
+        clamp_limit: where gate and up end before a gated activation (`moe_ep.activation.gate_limit`).
 
     Returns:
         `[El, max_tokens, K]`; rows from expert_num_tokens on are not changed.
@@ -104,6 +106,7 @@ def batched_fused_marlin_moe(
         weight_type(quant_type_id), act, hidden_states.dtype, is_k_full,
         (w1, w1_scale, w1_zeros, bias1, global_scale1, g_idx1, sort_indices1),
         (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2),
+        clamp_limit,
     )  # fmt: skip
     check_batch(pair, hidden_states, expert_num_tokens, expert_row_ids)
     check_scratch(hidden_states, intermediate_cache13=intermediate_cache13, intermediate_cache2=intermediate_cache2)
@@ -112,7 +115,7 @@ def batched_fused_marlin_moe(
         torch.ops.moe_ep.batched_marlin_experts(
             output, hidden_states, expert_num_tokens, w1, w2, bias1, bias2, w1_scale, w2_scale, quant_type_id,
             act.value, global_scale1, global_scale2, g_idx1, g_idx2, sort_indices1, sort_indices2, w1_zeros, w2_zeros,
-            is_k_full, expert_row_ids,
+            is_k_full, expert_row_ids, clamp_limit,
         )  # fmt: skip
         return output
     compute_batch(
@@ -156,6 +159,7 @@ def fused_marlin_moe(
     output: torch.Tensor | None = None,
     input_dtype: torch.dtype | None = None,
     inplace: bool = False,
+    clamp_limit: float | None = None,
 ) -> torch.Tensor:
     """Computes the experts of every token, and sums the results weighted in slot order.
 
@@ -185,6 +189,7 @@ def fused_marlin_moe(
         weight_type(quant_type_id), act, hidden_states.dtype, is_k_full,
         (w1, w1_scale, w1_zeros, bias1, global_scale1, g_idx1, sort_indices1),
         (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2),
+        clamp_limit,
     )  # fmt: skip
     check_tokens(pair, hidden_states, topk_weights, topk_ids, expert_map)
     check_scratch(hidden_states, intermediate_cache13=intermediate_cache13, intermediate_cache2=intermediate_cache2)
@@ -196,7 +201,7 @@ def fused_marlin_moe(
         torch.ops.moe_ep.marlin_experts(
             output, hidden_states, w1, w2, bias1, bias2, w1_scale, w2_scale, topk_weights, topk_ids, quant_type_id,
             apply_router_weight_on_input, act.value, expert_map, global_scale1, global_scale2, g_idx1, g_idx2,
-            sort_indices1, sort_indices2, w1_zeros, w2_zeros, is_k_full,
+            sort_indices1, sort_indices2, w1_zeros, w2_zeros, is_k_full, clamp_limit,
         )  # fmt: skip
         return output
     if apply_router_weight_on_input:

@@ -20,7 +20,7 @@ from moe_ep.kernels import jit
 from moe_ep.kernels.marlin import tensor_map, tuning
 from moe_ep.kernels.marlin.flags import stream_flags
 from moe_ep.kernels.marlin.pair import WeightPair
-from moe_ep.kernels.marlin.params import ACTIVATION_NUMBERS, CUDA, ExpertsParams, Rows, type_number
+from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, type_number
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
 
@@ -67,17 +67,19 @@ def kernel_source(
     activation: MoEActivation,
     few_rows: bool,
     tall: bool = False,
+    clamp_limit: float | None = None,
 ) -> jit.KernelSource:
     """The kernel for few or many rows of one number type, with scales every 128 / groups_per_step columns.
 
     Args:
         tall: see may_be_tall.
+        clamp_limit: as in gate_limit.
     """
     defines = {
         "WEIGHT_TYPE": type_number(kind, scale_dtype),
         "ACT_BF16": int(act_dtype == torch.bfloat16),
         "SCALES_PER_STEP": groups_per_step,
-        "ACTIVATION": ACTIVATION_NUMBERS[activation],
+        **activation_defines(activation, clamp_limit),
     }
     if not few_rows:
         defines["TALL"] = int(tall and kind.bits == 4 and not kind.has_zero_points and act_dtype == torch.bfloat16)
@@ -177,7 +179,9 @@ class _Common:
         per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))
         numbers = (pair.kind, pair.act_dtype, w13.scales.dtype, per_step, pair.activation)
         tall = may_be_tall(pair.num_experts, (w13.num_rows, w2.num_rows))
-        self._sources = {few_rows: kernel_source(*numbers, few_rows, tall) for few_rows in (True, False)}
+        self._sources = {
+            few_rows: kernel_source(*numbers, few_rows, tall, pair.clamp_limit) for few_rows in (True, False)
+        }
         # In the kernel for few rows, words of 64 bits: the ticket counter, sums (cuda/decode_sums.cuh; in one place for
         # all weights, since they are zero between launches), a flag for each tile of any launch, so that a larger one
         # under capture needs no others, and results (cuda/decode_words.cuh).

@@ -22,13 +22,21 @@ class WeightPair:
     Attributes:
         kind: number type of both.
         act_dtype: dtype of the activations that they were checked for.
+        clamp_limit: as in gate_limit.
         device: the device of all their tensors.
     """
 
     def __init__(
-        self, kind: WeightType, activation: MoEActivation, act_dtype: torch.dtype, w13: Weights, w2: Weights
+        self,
+        kind: WeightType,
+        activation: MoEActivation,
+        act_dtype: torch.dtype,
+        w13: Weights,
+        w2: Weights,
+        clamp_limit: float | None = None,
     ) -> None:
         self.kind, self.activation, self.act_dtype = kind, activation, act_dtype
+        self.clamp_limit = clamp_limit
         self.w13, self.w2 = w13, w2
         self.num_experts = w13.qweight.size(0)
         self.device = w13.qweight.device

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_ep.activation import MoEActivation
+from moe_ep.activation import MoEActivation, gate_limit
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import WeightType
@@ -16,7 +16,7 @@ from moe_ep.kernels.marlin.weights import Weights
 from moe_ep.scalar_type import scalar_types
 
 CUDA = Path(__file__).parent / "cuda"
-ACTIVATION_NUMBERS = {activation: number for number, activation in enumerate(MoEActivation)}
+_ACTIVATION_NUMBERS = {activation: number for number, activation in enumerate(MoEActivation)}
 _TYPE_NUMBERS = {
     scalar_types.uint4: 0,
     scalar_types.uint4b8: 1,
@@ -106,6 +106,13 @@ def rows_params(rows: Rows) -> ExpertsParams:
         ids_divisor=rows.ids_divisor,
         sorted=int(rows.is_sorted),
     )
+
+
+def activation_defines(activation: MoEActivation, clamp_limit: float | None = None) -> dict[str, str]:
+    """ACTIVATION and CLAMP_LIMIT of cuda/activation.cuh."""
+    limit = gate_limit(activation, clamp_limit)
+    clamped = {} if limit is None else {"CLAMP_LIMIT": f"{limit!r}f"}
+    return {"ACTIVATION": str(_ACTIVATION_NUMBERS[activation]), **clamped}
 
 
 def type_number(kind: WeightType, scale_dtype: torch.dtype) -> int:

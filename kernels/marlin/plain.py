@@ -55,7 +55,7 @@ def compute_expert(
     with without_autocast():
         gate_up = F.linear(rows.float(), dequantize_packed(w13, kind, expert), bias1)
         if activation_func is None:
-            hidden = apply_activation(activation, gate_up)
+            hidden = apply_activation(activation, gate_up, clamp_limit=pair.clamp_limit)
         else:
             hidden = gate_up.new_empty(gate_up.size(0), w2.num_columns)
             activation_func(activation, hidden, gate_up)

@@ -81,8 +81,9 @@ def _of_experts(geometry: Geometry, num_experts: int, dtype: torch.dtype) -> lis
     tall = hopper.may_be_tall(
         num_experts, ((1 + geometry.activation.is_gated) * geometry.intermediate_size, geometry.hidden_size)
     )
+    activation, limit = geometry.activation, geometry.swiglu_limit
     return [
-        hopper.kernel_source(kind, dtype, scale_dtype, per_step, geometry.activation, few_rows, tall)
+        hopper.kernel_source(kind, dtype, scale_dtype, per_step, activation, few_rows, tall, limit)
         for few_rows in (False, True)
     ]
 

@@ -53,6 +53,7 @@ class Geometry:
         intermediate_size: N of one expert.
         num_layers: MoE layers of the model.
         weights: the experts' number format that the benchmarks use.
+        swiglu_limit: as in `FusedMoE`.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Geometry:
     weights: WeightFormat = INT4
     activation: MoEActivation = MoEActivation.SILU
     has_bias: bool = False
+    swiglu_limit: float | None = None
 
     @property
     def weights_per_expert(self) -> int:
@@ -93,6 +95,13 @@ PRESETS: dict[str, Geometry] = {
                 use_grouped_topk=True, num_expert_group=8, topk_group=4, routed_scaling_factor=2.5,
                 **_DEEPSEEK_ROUTING,  # type: ignore[arg-type]
             ),
+        ),
+        Geometry(
+            name="deepseek-v4-flash", hidden_size=4096, intermediate_size=2048, num_experts=256, top_k=6, num_layers=43,
+            routing=RoutingSpec(
+                renormalize=True, scoring_func="sqrtsoftplus", has_correction_bias=True, routed_scaling_factor=1.5
+            ),
+            weights=MXFP4, swiglu_limit=10.0,
         ),
         Geometry(
             name="kimi-k2", hidden_size=7168, intermediate_size=2048, num_experts=384, top_k=8, num_layers=60,
@@ -145,4 +154,5 @@ def of_model(spec: MoEModelSpec, name: str) -> Geometry:
         weights=WeightFormat(group_size=group_size),
         activation=spec.activation,
         has_bias=spec.has_bias,
+        swiglu_limit=spec.swiglu_limit,
     )

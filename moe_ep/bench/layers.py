@@ -94,6 +94,7 @@ class BenchLayers:
                     quant_config=copy,
                     activation=geometry.activation,
                     has_bias=geometry.has_bias,
+                    swiglu_limit=geometry.swiglu_limit,
                     parallel_config=FusedMoEParallelConfig.make(
                         ep_size=ep_size, rank=ep_rank, world_size=ep_size, all2all_backend=backend
                     ),

@@ -135,7 +135,7 @@ def reference_output(
             continue
         token, slot = torch.nonzero(topk_ids == expert, as_tuple=True)
         gate_up = F.linear(hidden_states[token].float(), dequantize(draw_expert(expert, "w13", config, moe_config)))
-        hidden = apply_activation(moe_config.activation, gate_up)
+        hidden = apply_activation(moe_config.activation, gate_up, clamp_limit=moe_config.swiglu_limit)
         output = F.linear(hidden, dequantize(draw_expert(expert, "w2", config, moe_config)))
         total.index_add_(0, token, output * topk_weights[token, slot, None])
     return total

@@ -57,6 +57,7 @@ class SharedExpertsSpec:
         intermediate_size: of all of them together.
         has_gate: whether `sigmoid(hidden_states @ gate)` scales the output.
         fused: names of the two linear layers where gate and up are one; None where they have the experts' names.
+        swiglu_limit: as in `FusedMoE`, of these alone.
     """
 
     module: str
@@ -64,6 +65,7 @@ class SharedExpertsSpec:
     intermediate_size: int
     has_gate: bool = False
     fused: tuple[str, str] | None = None
+    swiglu_limit: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ class MoEModelSpec:
         has_bias: whether experts have biases; missing ones are zeros.
         fused: what the tensors of all experts in one are called inside the MoE block: gate and up, and down.
         interleaved: whether fused experts hold gate and up rows in turns.
+        swiglu_limit: as in `FusedMoE`, of the routed experts.
         embedding_multiplier, residual_multiplier: factors of embeddings, and of what a block adds to its input.
         norm_offset: what is added to the weights of norms.
         has_norm_bias: whether the norm before the experts is a layer norm with a bias, not an RMS norm.
@@ -111,6 +114,7 @@ class MoEModelSpec:
     has_bias: bool = False
     fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     interleaved: bool = False
+    swiglu_limit: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     norm_offset: float = 0.0

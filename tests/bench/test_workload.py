@@ -60,7 +60,7 @@ def test_presets_count_bytes_and_operations() -> None:
     assert deepseek.bytes_per_expert == 3 * 7168 * 2048 * (4 + 16 / 128) / 8
     assert deepseek.flops_per_row == 6 * 7168 * 2048
     assert PRESETS["gpt-oss-120b"].weights is MXFP4
-    with pytest.raises(ValueError, match="deepseek-v3, kimi-k2"):
+    with pytest.raises(ValueError, match="deepseek-v3, deepseek-v4-flash, kimi-k2"):
         preset("gpt-5")
 
 

@@ -12,12 +12,17 @@ from moe_ep.layer import FusedMoE
 
 @dataclass
 class Weights:
-    """Experts as a checkpoint has them: lists by expert of `[N, K]`, `[N, K]`, `[K, N]` and biases; f32."""
+    """Experts as a checkpoint has them: lists by expert of `[N, K]`, `[N, K]`, `[K, N]` and biases; f32.
+
+    Attributes:
+        limit: where gate and up end, up on both sides.
+    """
 
     gate: list[torch.Tensor]
     up: list[torch.Tensor]
     down: list[torch.Tensor]
     biases: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    limit: float = float("inf")
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name in the checkpoint."""
@@ -55,6 +60,7 @@ def run_expert(weights: Weights, expert: int, row: torch.Tensor) -> torch.Tensor
     gate, up = weights.gate[expert] @ row, weights.up[expert] @ row
     if weights.biases:
         gate, up = gate + weights.biases["gate"][expert], up + weights.biases["up"][expert]
+    gate, up = gate.clamp(max=weights.limit), up.clamp(-weights.limit, weights.limit)
     output = weights.down[expert] @ (F.silu(gate) * up)
     return output + weights.biases["down"][expert] if weights.biases else output
 

@@ -58,8 +58,10 @@ def route_by_hand(rule: Rule, logits: list[float], bias: list[float] | None) -> 
     if rule.scoring_func == "softmax":
         powers = [math.exp(value) for value in logits]
         scores = [power / sum(powers) for power in powers]
-    else:
+    elif rule.scoring_func == "sigmoid":
         scores = [1 / (1 + math.exp(-value)) for value in logits]
+    else:
+        scores = [math.sqrt(math.log1p(math.exp(value))) for value in logits]
     choice = {e: score + (bias[e] if bias else 0.0) for e, score in enumerate(scores)}
     size = rule.num_columns // rule.num_expert_group
     group_scores = {}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_ep.activation import MoEActivation, apply_activation
+from moe_ep.activation import MoEActivation, apply_activation, gate_limit
 
 
 def silu(x):
@@ -62,7 +62,31 @@ def test_writes_in_place_and_rounds_once():
     assert torch.equal(output, apply_activation("silu", x.float()).bfloat16())
 
 
+@pytest.mark.parametrize("name", GATED)
+def test_gate_and_up_end_at_a_limit(name):
+    x = torch.randn(3, 10) * 6
+    got = apply_activation(name, x, clamp_limit=2.5)
+    for row, out in zip(x.tolist(), got.tolist(), strict=True):
+        ends = [(min(g, 2.5), max(-2.5, min(u, 2.5))) for g, u in zip(row[:5], row[5:], strict=True)]
+        assert out == pytest.approx([GATED[name](g, u) for g, u in ends], rel=1e-5, abs=1e-6)
+
+
+def test_a_limit_of_its_own_or_one_that_is_given():
+    assert gate_limit("swigluoai") == 7.0
+    assert gate_limit("swigluoai", 9) == 9.0
+    assert gate_limit("silu") is None
+    assert gate_limit("silu", 10) == 10.0
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, math.inf, math.nan, True, "10"])
+def test_refuses_limits_that_cannot_be(limit):
+    with pytest.raises(ValueError, match=r"clamp_limit \(swiglu_limit\) is .*; it must be a positive number, or None"):
+        gate_limit("silu", limit)
+
+
 def test_refuses():
+    with pytest.raises(ValueError, match="clamp_limit .* is 7.0 and gelu_no_mul has no gate; leave it out"):
+        apply_activation("gelu_no_mul", torch.zeros(1, 2), clamp_limit=7.0)
     with pytest.raises(ValueError, match="activation is 'swish'; it must be one of silu"):
         apply_activation("swish", torch.zeros(1, 2))
     with pytest.raises(ValueError, match="3 columns"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.layer import FusedMoE
@@ -109,6 +110,29 @@ def test_ungated_experts() -> None:
         for weight, expert in zip(top.values[t] / top.values[t].sum(), top.indices[t].tolist(), strict=True):
             expected[t] += weight * (weights.down[expert] @ (weights.up[expert] @ hidden_states[t]).relu().square())
     assert relative_error(layer(hidden_states, router_logits), expected) < F32
+
+
+def test_gate_and_up_that_end_at_a_limit() -> None:
+    weights = make_weights(E, K, N)
+    layer = load(make_layer(swiglu_limit=0.5), weights)
+    hidden_states, router_logits = make_inputs(T, K, E)
+    unlimited = run_moe(weights, hidden_states, router_logits, TOP_K)
+    weights.limit = 0.5
+    expected = run_moe(weights, hidden_states, router_logits, TOP_K)
+    assert relative_error(unlimited, expected) > 0.1
+    assert relative_error(layer(hidden_states, router_logits), expected) < F32
+
+
+def test_shared_experts_with_a_limit() -> None:
+    shared = SharedExperts(K, N, clamp_limit=0.25)
+    x = torch.randn(T, K)
+    hidden = F.silu(shared.gate_proj(x).clamp(max=0.25)) * shared.up_proj(x).clamp(-0.25, 0.25)
+    assert relative_error(shared(x), shared.down_proj(hidden)) < F32
+
+
+def test_a_limit_without_a_gate_is_refused() -> None:
+    with pytest.raises(ValueError, match="swiglu_limit.* is 7.0 and relu2_no_mul has no gate; leave it out"):
+        make_layer(activation="relu2_no_mul", swiglu_limit=7.0)
 
 
 def test_correction_bias_and_custom_routing_reach_the_router() -> None:

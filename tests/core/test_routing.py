@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_ep.routing import select_experts
+from moe_ep.topk import SCORING_FUNCS
 from tests.core.routing_rules import Rule, route_by_hand
 
 # f32 arithmetic of a softmax over at most 64 columns against Python's f64.
@@ -42,12 +43,12 @@ RULES = [
         routed_scaling_factor=factor,
     )
     for scoring_func, renormalize, (groups, kept), bias, factor in itertools.product(
-        ("softmax", "sigmoid"), (True, False), ((1, 1), (4, 1), (4, 2), (3, 3), (12, 4)), (True, False), (1.0, 2.5)
+        SCORING_FUNCS, (True, False), ((1, 1), (4, 1), (4, 2), (3, 3), (12, 4)), (True, False), (1.0, 2.5)
     )
 ] + [
     Rule(scoring_func=scoring_func, renormalize=renormalize, bias=bias, zero_expert_num=num, routed_scaling_factor=6.0)
     for scoring_func, renormalize, bias, num in itertools.product(
-        ("softmax", "sigmoid"), (True, False), (True, False), (1, 12)
+        SCORING_FUNCS, (True, False), (True, False), (1, 12)
     )
 ] + [Rule(num_experts=1, top_k=1), Rule(num_experts=5, top_k=5), Rule(num_experts=64, top_k=32, bias=True)]  # fmt: skip
 
@@ -109,7 +110,7 @@ def test_scores_that_round_alike_are_still_told_apart() -> None:
 
 
 @pytest.mark.parametrize("bias", [None, torch.zeros(8)])
-@pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scoring_func", SCORING_FUNCS)
 def test_ids_are_valid_and_distinct_whatever_the_logits_hold(scoring_func: str, bias: torch.Tensor | None) -> None:
     nan, inf = float("nan"), float("inf")
     logits = torch.tensor([[nan] * 8, [-inf] * 8, [inf] * 8, [nan, 1, -inf, 2, inf, nan, 0, -1]])

@@ -149,10 +149,17 @@ def arguments(first: Weights, second: Weights, kind: WeightType, activation: MoE
 
 
 def reference(
-    rows: torch.Tensor, first: Weights, second: Weights, kind: WeightType, expert: int, activation: MoEActivation = SILU
+    rows: torch.Tensor,
+    first: Weights,
+    second: Weights,
+    kind: WeightType,
+    expert: int,
+    activation: MoEActivation = SILU,
+    clamp_limit: float | None = None,
 ) -> torch.Tensor:
     bias1, bias2 = (None if w.bias is None else w.bias[expert].float() for w in (first, second))
-    hidden = apply_activation(activation, F.linear(rows.float(), dequantize_packed(first, kind, expert), bias1))
+    hidden = F.linear(rows.float(), dequantize_packed(first, kind, expert), bias1)
+    hidden = apply_activation(activation, hidden, clamp_limit=clamp_limit)
     return F.linear(hidden.to(rows.dtype).float(), dequantize_packed(second, kind, expert), bias2)
 
 
@@ -177,6 +184,7 @@ def check_batched(
     by_reference: bool = False,
     weights: tuple[Weights, Weights] | None = None,
     expected_m: float | None = None,
+    clamp_limit: float | None = None,
 ) -> None:
     """Runs three times, twice at once, with everything that must not be read or written poisoned, and compares bits and
     values."""
@@ -184,7 +192,7 @@ def check_batched(
     first, second = weights or pair(kind, group, num_experts, shape, activation, dtype, bias)
     numbers, nan = torch.tensor(counts, dtype=torch.int32, device="cuda"), Poison(dtype)
     more = arguments(first, second, kind, activation) | {"intermediate_cache13": nan(40_000_000)}
-    more["expected_m"] = expected_m
+    more |= {"expected_m": expected_m, "clamp_limit": clamp_limit}
     if by_reference:
         rows = torch.randn(97, K, device="cuda").to(dtype)
         ids = torch.randint(0, 97, (num_experts, capacity), dtype=torch.int32, device="cuda")
@@ -209,7 +217,7 @@ def check_batched(
         assert torch.isnan(output[expert, count:]).all()
         if count:
             got.append(output[expert, :count])
-            expected.append(reference(inputs[expert], first, second, kind, expert, activation))
+            expected.append(reference(inputs[expert], first, second, kind, expert, activation, clamp_limit))
     if got:
         check_values(torch.cat(got), torch.cat(expected))
 

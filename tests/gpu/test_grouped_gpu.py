@@ -23,10 +23,12 @@ def usable() -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize("activation", ["silu", "swigluoai", "gelu_no_mul"])
+@pytest.mark.parametrize(
+    ("activation", "limit"), [("silu", None), ("silu", 0.05), ("swigluoai", None), ("gelu_no_mul", None)]
+)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_layer_takes_them(activation: str, has_bias: bool) -> None:
-    options: dict[str, Any] = {"activation": activation, "has_bias": has_bias}
+def test_the_layer_takes_them(activation: str, limit: float | None, has_bias: bool) -> None:
+    options: dict[str, Any] = {"activation": activation, "has_bias": has_bias, "swiglu_limit": limit}
     grouped, plain = (make_bare(options | {"experts": experts}) for experts in ("auto", "reference"))
     plain.load_state_dict(grouped.state_dict())
     for T in (1, 7, 700):

@@ -77,6 +77,14 @@ def test_every_activation_with_biases(activation: MoEActivation) -> None:
     check_batched(UINT4B8, 128, [3, 70], (256, 384), activation=activation, bias=True)
 
 
+@pytest.mark.parametrize("counts", [[2, 20, 0, 12], [3, 70, 200]])
+@pytest.mark.parametrize("activation", [MoEActivation.SILU, MoEActivation.SWIGLUOAI])
+def test_gate_and_up_end_at_a_limit(activation: MoEActivation, counts: list[int]) -> None:
+    # Most of what biases of about 1 give is beyond it.
+    for kind, group in ((UINT4B8, 128), KINDS[-1]):
+        check_batched(kind, group, counts, (256, 384), activation=activation, bias=True, clamp_limit=0.5)
+
+
 @pytest.mark.parametrize(
     ("shape", "group"), [((2880, 2880), 32), ((2880, 2880), 64), ((96, 160), -1), ((160, 96), 32), ((32, 32), 32)]
 )

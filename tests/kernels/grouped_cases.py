@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from moe_ep.activation import MoEActivation, apply_activation
+from moe_ep.activation import MoEActivation, apply_activation, gate_limit
 
 # (rows of the source, columns, entries of the list, how many count)
 MOVES = [(5, 8, 7, 4), (3, 24, 3, 0), (9, 1024, 16, 16), (4, 7, 2, 1)]
@@ -33,14 +33,16 @@ def check_moves(device: str, move: Callable[..., None]) -> None:
 
 
 def check_activations(device: str, activate: Callable[..., None]) -> None:
-    """Every activation in f32 and bf16, to the rounding of its exponentials; NaN stays NaN."""
-    for activation in MoEActivation:
+    """Every activation in f32 and bf16, to the rounding of its exponentials; gates with a limit too; NaN stays NaN."""
+    gated = [activation for activation in MoEActivation if activation.is_gated]
+    for activation, limit in [(activation, None) for activation in MoEActivation] + [(each, 2.5) for each in gated]:
         for dtype, allowed in ((torch.float32, 2e-6), (torch.bfloat16, 8e-3)):
             input = (torch.randn(5, 96, generator=torch.Generator().manual_seed(2)) * 4).to(device, dtype)
             input[1, 3] = input[2, 95] = float("nan")
             output = torch.full((5, 48 if activation.is_gated else 96), float("nan"), dtype=dtype, device=device)
-            activate(activation, input, output, torch.tensor([3], dtype=torch.int32, device=device))
-            expected = apply_activation(activation, input[:3].float())
+            count = torch.tensor([3], dtype=torch.int32, device=device)
+            activate(activation, input, output, count, gate_limit(activation, limit))
+            expected = apply_activation(activation, input[:3].float(), clamp_limit=limit)
             torch.testing.assert_close(output[:3].float(), expected, rtol=allowed, atol=allowed, equal_nan=True)
             assert output[3:].isnan().all()
 

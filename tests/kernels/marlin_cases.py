@@ -91,8 +91,15 @@ def arguments(first: Made, second: Made, kind: WeightType, activation: MoEActiva
     }
 
 
-def reference(rows: torch.Tensor, first: Made, second: Made, expert: int, activation: MoEActivation) -> torch.Tensor:
-    hidden = apply_activation(activation, F.linear(rows.float(), first.values[expert]))
+def reference(
+    rows: torch.Tensor,
+    first: Made,
+    second: Made,
+    expert: int,
+    activation: MoEActivation,
+    clamp_limit: float | None = None,
+) -> torch.Tensor:
+    hidden = apply_activation(activation, F.linear(rows.float(), first.values[expert]), clamp_limit=clamp_limit)
     return F.linear(hidden, second.values[expert])
 
 

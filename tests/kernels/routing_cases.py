@@ -53,15 +53,17 @@ CASES = [
         scoring_func=scoring_func, bias=bias, renormalize=bias, logits=logits,
     )
     for num_experts, top_k, groups, kept in _SHAPES
-    for scoring_func in ("softmax", "sigmoid")
+    for scoring_func in ("softmax", "sigmoid", "sqrtsoftplus")
     for bias in (False, True)
     for logits in ("random", "ties")
 ] + [
     Case(dtype=torch.bfloat16, logits="ties", renormalize=False),
     Case(dtype=torch.float16, scoring_func="sigmoid", bias=True),
+    Case(dtype=torch.bfloat16, scoring_func="sqrtsoftplus", bias=True),
     Case(logits="broken"),
     Case(logits="broken", scoring_func="sigmoid", num_expert_group=8, topk_group=2),
     Case(logits="broken", scoring_func="sigmoid", bias=True, num_expert_group=8, topk_group=2),
+    Case(logits="broken", scoring_func="sqrtsoftplus", bias=True, num_expert_group=8, topk_group=2),
 ]  # fmt: skip
 # The interpreter is slow: few rows, few slots, and every pair of options instead of every three.
 INTERPRETER_CASES = [

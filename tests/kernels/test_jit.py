@@ -73,6 +73,17 @@ def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, few_rows
     assert "serialized" not in resources.log  # products must run while the next weights are dequantized
 
 
+@pytest.mark.parametrize("few_rows", [True, False])
+def test_a_limit_of_gate_and_up_compiles_without_spills(few_rows: bool) -> None:
+    mxfp4, limited = WEIGHT_TYPES[scalar_types.float4_e2m1f.id], {"clamp_limit": 10.0}
+    source = hopper.kernel_source(mxfp4, BF16, torch.uint8, 4, SILU, few_rows=few_rows, **limited)
+    older = [ampere.kernel_source(mxfp4, BF16, torch.uint8, 32, phase, SILU, 32, **limited) for phase in (0, 1)]
+    defines = [dict(source.defines).get("CLAMP_LIMIT") for source in (source, *older)]
+    assert defines == ["10.0f", "10.0f", None]  # the second GEMM is the same with and without
+    assert jit.compile_only(source, "sm_90a")[1:3] == (0, 0)
+    assert jit.compile_only(older[0], "sm_80")[1:3] == (0, 0)
+
+
 # w13 of every number type; w2 once; groups that are looked up, once; and once what Hopper runs of it.
 OLDER = [
     *((case, False, 0, "sm_80") for case in EXPERTS),

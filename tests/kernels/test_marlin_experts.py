@@ -37,6 +37,22 @@ def test_batched_experts_equal_the_dequantized_product(kind: WeightType, group: 
         assert (output[expert, count:] == 7.0).all()
 
 
+@pytest.mark.parametrize("activation", [MoEActivation.SILU, MoEActivation.SWIGLUOAI])
+def test_gate_and_up_end_at_a_limit(activation: MoEActivation) -> None:
+    kind = WEIGHT_TYPES[scalar_types.uint4b8.id]
+    first, second = pair(kind, 32, activation)
+    rows = torch.randn(E, ROWS, K).bfloat16()
+    numbers, more = torch.full((E,), ROWS, dtype=torch.int32), arguments(first, second, kind, activation)
+    output = batched_fused_marlin_moe(rows, numbers, clamp_limit=0.5, **more)
+    tokens, ids = rows.view(E * ROWS, K), torch.arange(E).repeat_interleave(ROWS)[:, None]
+    of_tokens = fused_marlin_moe(tokens, topk_weights=torch.ones(E * ROWS, 1), topk_ids=ids, clamp_limit=0.5, **more)
+    for expert in range(E):
+        expected = reference(rows[expert], first, second, expert, activation, 0.5)
+        assert not is_close(reference(rows[expert], first, second, expert, activation), expected)
+        assert is_close(output[expert], expected)
+        assert is_close(of_tokens.view(E, ROWS, K)[expert], expected)
+
+
 def test_act_order_reads_the_columns_where_they_were() -> None:
     kind = WEIGHT_TYPES[scalar_types.uint4b8.id]
     first, second = pair(kind, 32, MoEActivation.SILU, act_order=True)

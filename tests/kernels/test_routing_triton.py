@@ -19,10 +19,11 @@ def test_on_a_gpu(case: Case) -> None:
 
 
 @pytest.mark.gpu
-def test_biased_choices_agree_over_a_million_tokens() -> None:
-    """A sigmoid rounded otherwise than torch's would turn a few near-ties here."""
+@pytest.mark.parametrize("scoring_func", ["sigmoid", "sqrtsoftplus"])
+def test_biased_choices_agree_over_a_million_tokens(scoring_func: str) -> None:
+    """Scores rounded otherwise than torch's would turn a few near-ties here."""
     case = Case(
-        num_tokens=1 << 20, num_experts=256, num_expert_group=8, topk_group=4, scoring_func="sigmoid", bias=True
+        num_tokens=1 << 20, num_experts=256, num_expert_group=8, topk_group=4, scoring_func=scoring_func, bias=True
     )
     check_fused("cuda", [case])
 

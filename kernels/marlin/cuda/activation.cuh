@@ -1,4 +1,4 @@
-// The activation between the two GEMMs, in f32; ACTIVATION is its number.
+// The activation between the two GEMMs, in f32; ACTIVATION is its number. With CLAMP_LIMIT, gate and up end there.
 #pragma once
 #include "ptx.cuh"
 
@@ -22,17 +22,17 @@ DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
 
 // `up` is not looked at where the activation is not gated.
 DEVICE float activate(float gate, float up) {
+#ifdef CLAMP_LIMIT
+  gate = fminf(gate, CLAMP_LIMIT);
+  up = fminf(fmaxf(up, -CLAMP_LIMIT), CLAMP_LIMIT);
+#endif
   if constexpr (ACTIVATION == SILU) return gate * sigmoid(gate) * up;
   if constexpr (ACTIVATION == GELU) return gelu(gate) * up;
   if constexpr (ACTIVATION == GELU_TANH) {
     float inner = 0.79788456f * (gate + 0.044715f * gate * gate * gate);
     return gate * sigmoid(2.0f * inner) * up;
   }
-  if constexpr (ACTIVATION == SWIGLUOAI) {
-    gate = fminf(gate, 7.0f);
-    up = fminf(fmaxf(up, -7.0f), 7.0f);
-    return (up + 1.0f) * gate * sigmoid(1.702f * gate);
-  }
+  if constexpr (ACTIVATION == SWIGLUOAI) return (up + 1.0f) * gate * sigmoid(1.702f * gate);
   if constexpr (ACTIVATION == SILU_NO_MUL) return gate * sigmoid(gate);
   if constexpr (ACTIVATION == GELU_NO_MUL) return gelu(gate);
   float positive = fmaxf(gate, 0.0f);
