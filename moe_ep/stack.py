@@ -3,8 +3,8 @@
     stack = MoEStack(reader, model_spec(reader.config), parallel_config, dtype=torch.bfloat16, device="cuda:0")
     hidden_states = stack(hidden_states)        # [T, K] -> [T, K], a collective step of all EP ranks
 
-Layer l computes x <- x + moe(rmsnorm(x)), with the checkpoint's norm, router, experts and shared experts (times its
-residual multiplier, where it has one).
+Layer l computes x <- x + moe(rmsnorm(x)), with the checkpoint's norm, router, experts and shared experts. Where it has
+a norm behind the experts too, or a residual multiplier, what is added goes through them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from moe_ep.checkpoint import (
     load_moe_layer,
     load_norm,
     load_norm_bias,
+    load_output_norm,
     load_router,
     load_shared_experts,
 )
@@ -50,6 +51,7 @@ class MoEBlock(FixedTensors):
 
     norm_weight: torch.Tensor
     norm_bias: torch.Tensor | None
+    output_norm_weight: torch.Tensor | None
     router_weight: torch.Tensor
     router_bias: torch.Tensor | None
 
@@ -77,6 +79,9 @@ class MoEBlock(FixedTensors):
         norm_bias = load_norm_bias(reader, spec, layer_index)
         norm_bias = None if norm_bias is None else norm_bias.float().to(device)
         self.register_buffer("norm_bias", norm_bias, persistent=False)
+        output_norm = load_output_norm(reader, spec, layer_index)
+        output_norm = None if output_norm is None else output_norm.float().to(device)
+        self.register_buffer("output_norm_weight", output_norm, persistent=False)
         self.register_buffer("router_weight", router.weight.float().to(device), persistent=False)
         self.register_buffer("router_bias", bias, persistent=False)
         correction = None if router.correction_bias is None else router.correction_bias.float().to(device)
@@ -117,12 +122,15 @@ class MoEBlock(FixedTensors):
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """RMS norm of `[T, K]`, computed in f32; a layer norm where the family has those."""
-        values = x.float()
         if self.norm_bias is not None:
-            normalized = layer_norm(values, values.shape[-1:], self.norm_weight, self.norm_bias, self.rms_norm_eps)
+            normalized = layer_norm(x.float(), x.shape[-1:], self.norm_weight, self.norm_bias, self.rms_norm_eps)
             return normalized.to(x.dtype)
+        return self._rms_norm(x, self.norm_weight)
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        values = x.float()
         values = values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + self.rms_norm_eps)
-        return (values * self.norm_weight).to(x.dtype)
+        return (values * weight).to(x.dtype)
 
     def router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """f32 `[T, E]`."""
@@ -148,6 +156,8 @@ class MoEBlock(FixedTensors):
         output = self.moe(hidden_states, logits)
         if observer is not None:
             observer(self.layer_index, hidden_states, output)
+        if self.output_norm_weight is not None:
+            output = self._rms_norm(output, self.output_norm_weight)
         return torch.add(x, output, alpha=self._residual_multiplier)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def is_known(name: str) -> bool:
@@ -18,3 +20,10 @@ def known(name: str) -> Any:
     if not is_known(name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     return getattr(transformers, name)
+
+
+def language_model(config: Any, dtype: torch.dtype) -> Any:
+    """A random model of a configuration; transformers lists some beside models that see."""
+    listed = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = transformers.AutoModelForCausalLM if listed else transformers.AutoModelForImageTextToText
+    return auto.from_config(config, dtype=dtype)

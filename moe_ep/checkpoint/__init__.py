@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_ep.checkpoint.described import model_spec
 from moe_ep.checkpoint.loader import (
     RouterWeights,
     SharedExpertsWeights,
@@ -9,12 +10,13 @@ from moe_ep.checkpoint.loader import (
     load_moe_layer,
     load_norm,
     load_norm_bias,
+    load_output_norm,
     load_router,
     load_shared_experts,
 )
 from moe_ep.checkpoint.matrices import ExpertMatrices, check_experts, expert_tensors, read_expert, read_linear
-from moe_ep.checkpoint.models import MoEModelSpec, RoutingSpec, SharedExpertsSpec, model_spec
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
+from moe_ep.checkpoint.spec import MoEModelSpec, RoutingSpec, SharedExpertsSpec
 from moe_ep.checkpoint.stored import layer_quantization
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "load_moe_layer",
     "load_norm",
     "load_norm_bias",
+    "load_output_norm",
     "load_router",
     "load_shared_experts",
     "model_spec",

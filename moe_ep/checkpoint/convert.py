@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_ep.checkpoint.described import model_spec
 from moe_ep.checkpoint.directory import INDEX_NAME
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.pack_quantized import pack_quantized
-from moe_ep.checkpoint.models import MoEModelSpec, model_spec
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
+from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.checkpoint.stored import ExpertTensors, Stored
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError, one_of

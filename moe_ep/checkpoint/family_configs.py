@@ -5,22 +5,37 @@ Each function turns a whole config.json into the language model's; which family 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moe_ep.checkpoint.config_values import Config, required
-from moe_ep.errors import CheckpointError
+from moe_ep.errors import CheckpointError, one_of
 
 
 def whole_config(config: Config) -> Config:
     return config
 
 
-def mimo_config(config: Config) -> Config:
-    """As transformers writes it, from the file that the models came with, which calls some things otherwise."""
-    changes: Config = {"rms_norm_eps": config.get("rms_norm_eps") or config.get("layernorm_epsilon")}
-    if config.get("routed_scaling_factor") is None:
-        changes["routed_scaling_factor"] = 1.0
-    if isinstance(sparse := config.get("moe_layer_freq"), list):
-        changes |= {"moe_layer_freq": None, "mlp_layer_types": ["sparse" if layer else "dense" for layer in sparse]}
-    return config | changes
+def renamed(
+    names: dict[str, str], silent: Config | None = None, part: Callable[[Config], Config] = whole_config
+) -> Callable[[Config], Config]:
+    """A config whose keys have names of their own.
+
+    Args:
+        names: by the names that others have; a key that is there under both keeps the value of the other families'.
+        silent: what the config means where it says nothing.
+        part: the part of config.json that this is about.
+    """
+
+    def common(config: Config) -> Config:
+        config = part(config)
+        meant = (silent or {}) | {key: config[own] for key, own in names.items() if config.get(own) is not None}
+        return config | {key: value for key, value in meant.items() if config.get(key) is None}
+
+    return common
+
+
+# As transformers writes it, from the file that the models came with.
+mimo_config = renamed({"rms_norm_eps": "layernorm_epsilon"}, {"routed_scaling_factor": 1.0})
 
 
 def nemotron_config(config: Config) -> Config:
@@ -51,3 +66,20 @@ def text_part(config: Config) -> Config:
     if not isinstance(part, dict):
         raise CheckpointError(f"config.json: text_config: expected an object, found {part!r}")
     return {"dtype": config.get("dtype") or config.get("torch_dtype")} | part
+
+
+def text_part_of(*known: str) -> Callable[[Config], Config]:
+    """The same, where it is a model of one of these types: others of the family have no experts."""
+
+    def part(config: Config) -> Config:
+        text = text_part(config)
+        if text.get("model_type") not in known:
+            raise CheckpointError(f"config.json: {one_of('text_config.model_type', text.get('model_type'), known)}")
+        return text
+
+    return part
+
+
+def text_part_or_whole(config: Config) -> Config:
+    """Published files may have the language model's sizes beside its eyes', which transformers moves into a part."""
+    return config if config.get("text_config") is None else text_part(config)

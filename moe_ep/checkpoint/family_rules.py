@@ -77,9 +77,16 @@ def sparse_step_layers(config: Config) -> tuple[int, ...]:
 
 
 def layers_after_dense(config: Config) -> tuple[int, ...]:
-    """DeepSeek: the first layers are dense, and of the rest every `moe_layer_freq`-th has experts."""
-    first, step = whole(config, "first_k_dense_replace", 0), whole(config, "moe_layer_freq", 1, least=1)
-    return tuple(i for i in all_layers(config) if i >= first and i % step == 0)
+    """DeepSeek: the first layers are dense, and of the rest every `moe_layer_freq`-th has experts, or those listed."""
+    layers, first, listed = all_layers(config), whole(config, "first_k_dense_replace", 0), config.get("moe_layer_freq")
+    if isinstance(listed, list):
+        if len(listed) < len(layers):
+            raise CheckpointError(
+                f"config.json: moe_layer_freq: expected 0 or 1 for each of {len(layers)} layers, found {listed!r}"
+            )
+        return tuple(i for i in layers if i >= first and listed[i])
+    step = whole(config, "moe_layer_freq", 1, least=1)
+    return tuple(i for i in layers if i >= first and i % step == 0)
 
 
 def layers_after(key: str) -> Callable[[Config], tuple[int, ...]]:
@@ -130,8 +137,9 @@ def softmax_routing(renormalize: bool) -> Callable[[Config], RoutingSpec]:
 biased_sigmoid = fixed_routing(renormalize=True, scoring_func="sigmoid", has_correction_bias=True)
 
 
-def afmoe_routing(config: Config) -> RoutingSpec:
-    return replace(biased_sigmoid(config), routed_scaling_factor=number(config, "route_scale", 1.0))
+def biased_sigmoid_times(factor: str) -> Callable[[Config], RoutingSpec]:
+    """The same, with the factor of weights that stands under that key."""
+    return lambda config: replace(biased_sigmoid(config), routed_scaling_factor=number(config, factor, 1.0))
 
 
 def lfm_routing(config: Config) -> RoutingSpec:
@@ -198,19 +206,28 @@ def one_mlp(module: str, size: str, **form: Any) -> Callable[[Config], SharedExp
     return shared
 
 
-def counted_shared_experts(config: Config) -> SharedExpertsSpec | None:
-    """One MLP for all of them, each of the routed experts' size; EXAONE and Ernie call their number otherwise."""
-    keys = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-    count = max(whole(config, key, 0) for key in keys)
-    if not count:
-        return None
-    size = count * positive(config, "moe_intermediate_size")
-    return SharedExpertsSpec(module="mlp.shared_experts", num_experts=count, intermediate_size=size)
+def several_in_one_mlp(
+    module: str, size: str = "moe_intermediate_size", **form: Any
+) -> Callable[[Config], SharedExpertsSpec | None]:
+    """One MLP for all shared experts, each of the size under that key; EXAONE and Ernie call their number otherwise."""
 
-
-def ernie_shared_experts(config: Config) -> SharedExpertsSpec | None:
-    if config.get("use_bias"):
-        raise CheckpointError(
-            "config.json: use_bias: expected false, found true; shared experts with biases do not load"
+    def shared(config: Config) -> SharedExpertsSpec | None:
+        keys = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+        count = max(whole(config, key, 0) for key in keys)
+        if not count:
+            return None
+        for key in ("use_bias", "mlp_bias"):
+            if config.get(key):
+                raise CheckpointError(
+                    f"config.json: {key}: expected false, found {config[key]!r}; shared experts with biases do not load"
+                )
+        each = positive(config, size)
+        as_routed = each == positive(config, "moe_intermediate_size")
+        return SharedExpertsSpec(
+            module=module, num_experts=count if as_routed else 1, intermediate_size=count * each, **form
         )
-    return counted_shared_experts(config)
+
+    return shared
+
+
+counted_shared_experts = several_in_one_mlp("mlp.shared_experts")

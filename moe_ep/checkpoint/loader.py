@@ -15,9 +15,9 @@ import torch
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
 from moe_ep.checkpoint.matrices import read_linear
-from moe_ep.checkpoint.models import MoEModelSpec
 from moe_ep.checkpoint.plan import Slot, Source, plan_layer
 from moe_ep.checkpoint.reader import CheckpointReader
+from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.checkpoint.stored import check_tensor, layer_quantization, projection_size
 from moe_ep.errors import CheckpointError
 
@@ -73,12 +73,11 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
 
 def load_router(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> RouterWeights:
     """The router of one layer, in the dtypes on disk; CheckpointError for a missing tensor or another shape."""
-    bias, correction_bias = spec.router_bias(layer_index), spec.correction_bias(layer_index)
-    per_expert = (spec.num_experts,)
+    bias, per_expert = spec.router_bias(layer_index), (spec.num_experts,)
     return RouterWeights(
         weight=_read_router(reader, spec.router_weight(layer_index), (spec.num_experts, spec.hidden_size)),
         bias=None if bias is None else _read_plain(reader, bias, per_expert),
-        correction_bias=None if correction_bias is None else _read_plain(reader, correction_bias, per_expert),
+        correction_bias=_read_correction_bias(reader, spec, layer_index),
     )
 
 
@@ -97,6 +96,12 @@ def load_norm_bias(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
     return None if name is None else _read_plain(reader, name, (spec.hidden_size,))
 
 
+def load_output_norm(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> torch.Tensor | None:
+    """The weight `[K]` of the norm behind the experts; None where the family has none."""
+    name = spec.output_norm_weight(layer_index)
+    return None if name is None else _read_plain(reader, name, (spec.hidden_size,))
+
+
 def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> SharedExpertsWeights | None:
     """The shared experts of one layer as plain weights, dequantized where they are quantized; None without any.
 
@@ -110,7 +115,7 @@ def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_inde
     if shared.fused is None:
         read = {
             role: read_linear(reader, f"{prefix}.{name}", projection_size(role, K, N)).to(spec.dtype)
-            for role, name in spec.projections.by_role().items()
+            for role, name in spec.shared_projections().by_role().items()
         }
         gate, down, up = read["gate"], read["down"], read.get("up")
     else:
@@ -195,6 +200,15 @@ def _read_plain(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> 
     """There may be more or fewer dimensions of 1: Ernie writes a correction bias `[1, E]`."""
     check_tensor(reader.info(name), TensorLayout(FLOATS, shape))
     return reader.read(name).view(shape)
+
+
+def _read_correction_bias(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> torch.Tensor | None:
+    name = spec.correction_bias(layer_index)
+    if name is None:
+        return None
+    if spec.correction_bias_may_miss and name not in reader:
+        return torch.zeros(spec.num_experts)
+    return _read_plain(reader, name, (spec.num_experts,))
 
 
 def _read_router(reader: CheckpointReader, name: str, size: tuple[int, int]) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint.formats import QuantizationConfig, quantization_config
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
-from moe_ep.checkpoint.models import MoEModelSpec
 from moe_ep.checkpoint.reader import CheckpointReader
+from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.checkpoint.stored import ExpertTensors, Stored, find_linear, layer_quantization, linear_layouts
 from moe_ep.errors import CheckpointError
 

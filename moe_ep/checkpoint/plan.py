@@ -10,8 +10,8 @@ import torch
 
 from moe_ep.checkpoint.formats import LayerQuantization
 from moe_ep.checkpoint.formats.layout import Role, TensorLayout
-from moe_ep.checkpoint.models import MoEModelSpec
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
+from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.checkpoint.stored import ExpertTensors, Stored, find_linear, linear_layouts, projection_size
 from moe_ep.errors import CheckpointError
 
@@ -177,7 +177,7 @@ def _fused_shared_linears(
     if quantization is not None and count > 1:
         raise ValueError(f"n_shared_experts is {count}; quantized shared experts on disk are not divided: {way_out}")
     for index in range(count):
-        for role, name in spec.projections.by_role().items():
+        for role, name in spec.shared_projections().by_role().items():
             param_prefix, shard_id = shards[role]
             stem = f"{spec.shared_experts_prefix(layer_index)}.{name}."
             size = projection_size(role, spec.hidden_size, shared.intermediate_size)

@@ -56,7 +56,8 @@ class SharedExpertsSpec:
         num_experts: how many experts of the routed experts' size it stands for; 1 where its size is its own.
         intermediate_size: of all of them together.
         has_gate: whether `sigmoid(hidden_states @ gate)` scales the output.
-        fused: names of the two linear layers where gate and up are one; None where they have the experts' names.
+        fused: names of the two linear layers where gate and up are one; None where they are not.
+        projections: names of gate, down and up where they are not those of the experts.
         swiglu_limit: as in `FusedMoE`, of these alone.
     """
 
@@ -65,6 +66,7 @@ class SharedExpertsSpec:
     intermediate_size: int
     has_gate: bool = False
     fused: tuple[str, str] | None = None
+    projections: Projections | None = None
     swiglu_limit: float | None = None
 
 
@@ -75,12 +77,14 @@ class MoEModelSpec:
     Attributes:
         family: `model_type` of the config.
         moe_layers: indices of the layers that have experts; the others are dense.
-        moe_module: name of the MoE block inside a layer.
+        moe_module: name of the MoE block inside a layer; empty where its parts lie in the layer itself.
         projections: names of gate, down and up on disk; without up where the activation is ungated.
         layers_module: what the names of layers start with.
         norm: the norm before the MoE block, inside a layer.
+        output_norm: the RMS norm of what the MoE block writes, inside a layer; None where there is none.
         router: the router inside the MoE block, and has_router_bias whether its logits have a bias.
         correction_bias_tensor: the `e_score_correction_bias` inside the MoE block.
+        correction_bias_may_miss: whether files may lack it, which means zeros.
         has_bias: whether experts have biases; missing ones are zeros.
         fused: what the tensors of all experts in one are called inside the MoE block: gate and up, and down.
         interleaved: whether fused experts hold gate and up rows in turns.
@@ -108,9 +112,11 @@ class MoEModelSpec:
     embedding: str = "model.embed_tokens.weight"
     layers_module: str = "model.layers"
     norm: str = "post_attention_layernorm"
+    output_norm: str | None = None
     router: str = "gate"
     has_router_bias: bool = False
     correction_bias_tensor: str = "gate.e_score_correction_bias"
+    correction_bias_may_miss: bool = False
     has_bias: bool = False
     fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     interleaved: bool = False
@@ -124,7 +130,7 @@ class MoEModelSpec:
         """The MoE block of a layer, such as `model.layers.3.mlp`; ValueError for a layer without experts."""
         if layer not in self.moe_layers:
             raise ValueError(f"layer is {layer}; it must be one of the layers with experts, {list(self.moe_layers)}")
-        return f"{self.layers_module}.{layer}.{self.moe_module}"
+        return f"{self.layers_module}.{layer}.{self.moe_module}".removesuffix(".")
 
     def expert_prefix(self, layer: int) -> str:
         """What the names of a layer's experts start with, such as `model.layers.3.mlp.experts`."""
@@ -150,6 +156,15 @@ class MoEModelSpec:
     def norm_bias(self, layer: int) -> str | None:
         """Name of that norm's bias, `[K]`, or None for an RMS norm."""
         return f"{self.layers_module}.{layer}.{self.norm}.bias" if self.has_norm_bias else None
+
+    def output_norm_weight(self, layer: int) -> str | None:
+        """Name of the weight of the norm behind the MoE block, `[K]`, or None without one."""
+        return None if self.output_norm is None else f"{self.layers_module}.{layer}.{self.output_norm}.weight"
+
+    def shared_projections(self) -> Projections:
+        """Names of gate, down and up of the shared experts."""
+        own = None if self.shared_experts is None else self.shared_experts.projections
+        return own or self.projections
 
     def shared_experts_prefix(self, layer: int) -> str | None:
         """The shared experts' MLP, such as `model.layers.3.mlp.shared_experts`, or None."""

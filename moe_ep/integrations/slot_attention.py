@@ -54,6 +54,9 @@ class SequenceTable:
 def can_attend(model: Any) -> bool:
     """Whether this attention can take the place of the model's."""
     config = model.config.get_text_config()
+    # Layers with heads of their own, such as Gemma's, which are wider than this attention takes.
+    if getattr(config, "is_heterogeneous", False):
+        return False
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (
         _runs(model.device, model.dtype)

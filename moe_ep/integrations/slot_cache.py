@@ -52,10 +52,12 @@ class SlotCache(Cache):
         self._table = SequenceTable.of_slots(num_slots, max_length, positions.device) if by_table else None
         kinds = layer_types or [type(layer).__name__ for layer in prefilled.layers]
         # Whether a kind has masks, and the tokens that it sees at most; not its layers, which hold the prefilled past.
-        self._kinds = {
-            kind: (not isinstance(layer, LinearAttentionLayer | _DummyLayer), getattr(layer, "sliding_window", None))
-            for kind, layer in zip(kinds, prefilled.layers, strict=False)
-        }
+        self._kinds: dict[str, tuple[bool, int | None]] = {}
+        for kind, layer in zip(kinds, prefilled.layers, strict=False):
+            masked = not isinstance(layer, LinearAttentionLayer | _DummyLayer)
+            # Layers without a past of their own may read that of another of their kind.
+            if masked or kind not in self._kinds:
+                self._kinds[kind] = masked, getattr(layer, "sliding_window", None)
 
     def put(self, slots: torch.Tensor, prefilled: Cache, positions: torch.Tensor) -> None:
         """Gives slots to the sequences of `prefilled`, which are packed in one row or have a row each.
@@ -100,11 +102,13 @@ class _AttentionSlots(DynamicLayer):
 
     def __init__(self, prefilled: Any, num_slots: int, max_length: int, positions: torch.Tensor) -> None:
         super().__init__()
-        # In memory the heads of a token lie side by side.
-        self.keys, self.values = (
-            tensor.new_zeros(num_slots, max_length, tensor.size(1), tensor.size(3)).transpose(1, 2)
-            for tensor in (prefilled.keys, prefilled.values)
-        )
+        # In memory the heads of a token lie side by side. Some layers have an indexer and read another layer's keys.
+        self._has_keys = prefilled.keys is not None
+        if self._has_keys:
+            self.keys, self.values = (
+                tensor.new_zeros(num_slots, max_length, tensor.size(1), tensor.size(3)).transpose(1, 2)
+                for tensor in (prefilled.keys, prefilled.values)
+            )
         self.is_initialized = True
         self._positions = positions
         self._rows = torch.arange(num_slots, device=positions.device)
@@ -118,6 +122,8 @@ class _AttentionSlots(DynamicLayer):
         return self.keys, self.values
 
     def put(self, slots: torch.Tensor, prefilled: Any, columns: torch.Tensor) -> None:
+        if not self._has_keys:
+            return
         # A sliding window keeps its last columns alone.
         kept = slice(-prefilled.keys.size(2), None)
         self.keys[slots[:, kept], :, columns[:, kept]] = prefilled.keys.transpose(1, 2)

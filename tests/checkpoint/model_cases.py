@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.of_transformers import known
+from tests.checkpoint.deepseek_like import DEEPSEEK_LIKE, EXPERTS
+from tests.of_transformers import known, language_model
 
 SIZES = {
     "hidden_size": 64,
@@ -20,7 +21,6 @@ SIZES = {
     "intermediate_size": 48,
 }
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-EXPERTS = 8
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": EXPERTS}),
     "qwen2_moe": (
@@ -174,6 +174,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": ("GptOss", {"num_local_experts": EXPERTS, "head_dim": 32}),
+    **DEEPSEEK_LIKE,
 }
 
 
@@ -197,8 +198,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 def save_model(family: str, directory: Path) -> Any:
     """A small random model of the family, saved by transformers."""
     torch.manual_seed(0)
-    config = _config(family)
-    model = known(f"{MODELS[family][0]}ForCausalLM")(config).bfloat16()
+    model = language_model(_config(family), torch.bfloat16)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     for buffer_name, buffer in model.named_buffers():
@@ -218,3 +218,9 @@ def block_of(layer: Any) -> Any:
     return next(
         getattr(layer, name) for name in ("mlp", "feed_forward", "block_sparse_moe", "mixer") if hasattr(layer, name)
     )
+
+
+def shared_of(layer: Any) -> Any:
+    """The shared experts of one of their layers; Granite's are beside the block."""
+    names = ("shared_experts", "shared_expert", "shared_mlp")
+    return next(getattr(part, name) for part in (block_of(layer), layer) for name in names if hasattr(part, name))

@@ -35,8 +35,9 @@ def family_config(family: str, format_name: str) -> dict[str, Any]:
     config = config_of("deepseek_v3") | {"model_type": family} if family == "kimi_k2" else config_of(family)
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     config |= {key: 4 for key in counts if config.get(key)}
-    if config.get("n_group"):
-        config |= {"n_group": 2, "topk_group": 1}
+    for key in ("n_group", "num_expert_group"):
+        if config.get(key):
+            config |= {key: 2, "topk_group": 1}
     return config | {"intermediate_size": 32, "quantization_config": CASES[format_name].quantization}
 
 
@@ -60,10 +61,11 @@ def write(directory: Path, family: str, format_name: str) -> None:
         spec.correction_bias(layer): (E,),
         spec.norm_weight(layer): (K,),
         spec.norm_bias(layer): (K,),
+        spec.output_norm_weight(layer): (K,),
     }
     if spec.shared_experts is not None:
         prefix, size = spec.shared_experts_prefix(layer), spec.shared_experts.intermediate_size
-        for role, name in spec.projections.by_role().items():
+        for role, name in spec.shared_projections().by_role().items():
             plain[f"{prefix}.{name}.weight"] = (K, size) if role == "down" else (size, K)
         if spec.shared_experts.has_gate:
             plain[f"{prefix}_gate.weight"] = (1, K)

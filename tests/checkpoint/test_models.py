@@ -11,7 +11,8 @@ import transformers
 
 from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint import model_spec
-from moe_ep.checkpoint.models import FAMILIES, RoutingSpec
+from moe_ep.checkpoint.models import FAMILIES
+from moe_ep.checkpoint.spec import RoutingSpec
 from moe_ep.errors import CheckpointError
 from moe_ep.sparse_mixer import sparse_mixer
 from tests.checkpoint.model_cases import EXPERTS, MODELS, config_of
@@ -96,6 +97,15 @@ EXPECTED = {
     },
     "qwen3_next": {"moe_layers": (0, 1, 2), "norm_offset": 1.0, "routing": RoutingSpec(renormalize=True)},
     "ernie4_5_moe": {"moe_layers": (1, 2), "routing": RoutingSpec(renormalize=True, has_correction_bias=True)},
+    "kimi_linear": {"moe_layers": (1, 2), "routing": dataclasses.replace(GROUPED, routed_scaling_factor=2.446)},
+    "mistral4": {
+        "moe_layers": (0, 1, 2),
+        "routing": dataclasses.replace(GROUPED, scoring_func="softmax", routed_scaling_factor=1.0),
+    },
+    "hy_v3": {"moe_layers": (1, 2), "routing": dataclasses.replace(BIASED, routed_scaling_factor=2.826)},
+    "bailing_hybrid": {"moe_layers": (2,), "routing": GROUPED},
+    "axk1": {"moe_layers": (1, 2), "routing": GROUPED, "output_norm": "post_mlp_layernorm"},
+    "dots3_note_text": {"moe_layers": (1, 2), "routing": dataclasses.replace(GROUPED, routed_scaling_factor=1.0)},
     "gpt_oss": {
         "activation": MoEActivation.SWIGLUOAI,
         "has_bias": True,
@@ -107,6 +117,7 @@ EXPECTED = {
 
 # In a part of their config; in test_saved_models.py and tests/integrations/test_families.py.
 SEEING = {"qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "llama4", "kimi_k25"}
+SEEING |= {"mistral3", "mistral_large4", "mistral_large4_text", "dots3_note"}
 
 
 def test_every_family_is_tested() -> None:
@@ -186,7 +197,7 @@ def test_deepseek_layer_frequency() -> None:
     [
         (
             {"model_type": "llama"},
-            "model_type is 'llama'; it must be one of afmoe, deepseek_v2, .*, mixtral, nemotron_h, olmoe",
+            "model_type is 'llama'; it must be one of afmoe, .*, deepseek_v2, .*, mixtral, nemotron_h, olmoe",
         ),
         ({"model_type": None}, "model_type is None; it must be one of"),
         ({"hidden_size": None}, "expected hidden_size, found no such key"),

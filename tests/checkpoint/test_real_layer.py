@@ -16,6 +16,7 @@ from moe_ep.checkpoint import (
     MoEModelSpec,
     embed_rows,
     load_moe_layer,
+    load_output_norm,
     load_router,
     load_shared_experts,
     model_spec,
@@ -134,8 +135,13 @@ def test_block_equals_transformers(tmp_path: Path, family: str, fused_shared_exp
         hidden = F.relu(of_gate).square() if up is None else F.silu(of_gate) * (x @ up.float().T)
         shared_output = hidden @ down.float().T
         output += shared_output if expert_gate is None else torch.sigmoid(x @ expert_gate.float().T) * shared_output
+    block = block_of(model.model.layers[index]).float()
+    # A.X K1's block ends with its norm.
+    if hasattr(block, "post_mlp_layernorm"):
+        weight = load_output_norm(reader, spec, index)
+        output = F.rms_norm(output, weight.shape, weight.float(), spec.rms_norm_eps)
     with torch.no_grad():
-        expected = block_of(model.model.layers[index]).float()(x.unsqueeze(0))
+        expected = block(x.unsqueeze(0))
     # GPT-OSS returns its router's scores as well.
     expected = (expected[0] if isinstance(expected, tuple) else expected).view_as(x)
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)

@@ -24,9 +24,11 @@ from moe_ep.checkpoint import (
 )
 from moe_ep.checkpoint.plan import plan_layer
 from moe_ep.checkpoint.spec import MoEModelSpec
+from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.routing import select_experts
+from moe_ep.stack import MoEStack
 from tests.checkpoint.checkpoints import LoadingLayer, plain_shapes
-from tests.checkpoint.model_cases import EXPERTS, MODELS, SIZES, block_of, router_of, save_model
+from tests.checkpoint.model_cases import EXPERTS, MODELS, SIZES, block_of, router_of, save_model, shared_of
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -93,6 +95,12 @@ SHARED = {
     "afmoe": 2,
     "hunyuan_v1_moe": 1,
     "granitemoeshared": 1,
+    "kimi_linear": 1,
+    "mistral4": 1,
+    "hy_v3": 2,
+    "bailing_hybrid": 1,
+    "axk1": 1,
+    "dots3_note_text": 1,
 }
 
 
@@ -102,12 +110,12 @@ def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any], las
     if family not in SHARED:
         assert shared is None and not hasattr(block, "shared_expert") and not hasattr(block, "shared_experts")
         return
-    module = saved[2].model.layers[index].get_submodule(spec.shared_experts.module)
+    module = shared_of(saved[2].model.layers[index])
     if spec.shared_experts.fused:
         parts = {"gate": module.input_linear.weight[:40], "up": module.input_linear.weight[40:]}
         parts["down"] = module.output_linear.weight
     else:
-        parts = {role: getattr(module, name).weight for role, name in spec.projections.by_role().items()}
+        parts = {role: getattr(module, name).weight for role, name in spec.shared_projections().by_role().items()}
     assert all(torch.equal(getattr(shared, part), weight) for part, weight in parts.items())
     assert spec.shared_experts.intermediate_size == shared.gate.shape[0]
     assert spec.shared_experts.num_experts == SHARED[family]
@@ -137,6 +145,22 @@ def test_routing_chooses_as_the_model_does(last: LastBlock) -> None:
     )
     assert torch.equal(our_ids.long().sort(dim=-1).values, ids.sort(dim=-1).values)
     torch.testing.assert_close(our_weights.gather(1, our_ids.long().argsort()), weights.gather(1, ids.argsort()))
+
+
+@pytest.mark.parametrize("family", ["afmoe", "axk1"])
+def test_what_a_norm_behind_the_experts_makes_of_them(family: str, tmp_path: Path) -> None:
+    model = save_model(family, tmp_path)
+    reader = CheckpointReader(tmp_path)
+    spec = model_spec(reader.config)
+    stack = MoEStack(reader, spec, FusedMoEParallelConfig.make(), dtype=torch.float32)
+    index = spec.moe_layers[0]
+    layer = model.model.layers[index].float()
+    x = torch.randn(1, 9, 64)
+    with torch.no_grad():
+        output = block_of(layer)(getattr(layer, spec.norm)(x))
+        # A.X K1 has the norm inside the block.
+        expected = x + (layer.post_mlp_layernorm(output) if family == "afmoe" else output)
+        torch.testing.assert_close(stack.layers()[0](x[0]), expected[0], rtol=1e-4, atol=1e-4)
 
 
 def test_fused_experts_of_a_model_that_sees(tmp_path: Path) -> None:

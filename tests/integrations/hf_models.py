@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 
-from tests.of_transformers import known
+from tests.of_transformers import known, language_model
 
 SIZES = {
     "hidden_size": 64,
@@ -71,7 +70,7 @@ def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) 
     """The same model wherever it is made; of families beyond FAMILIES, `changes` say the sizes."""
     torch.manual_seed(7)
     config = known(f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **changes}, dtype=dtype)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = language_model(config, dtype)
     # transformers' own initialization leaves experts next to nothing to say.
     for name, param in model.named_parameters():
         if "experts." in name or name.endswith(("gate.weight", "router.weight")):

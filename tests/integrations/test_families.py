@@ -16,7 +16,7 @@ import transformers
 
 import moe_ep
 from moe_ep import verify
-from moe_ep.checkpoint import CheckpointReader, model_spec
+from moe_ep.checkpoint import CheckpointReader, load_router, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError, ConfigError
@@ -30,6 +30,11 @@ from tests.of_transformers import known
 
 # Of few heads an indexer's scores are often zero, and which of them are taken then is nobody's promise.
 INDEXER = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 4, "head_dim": 8}
+HYBRID = {**MLA, **GROUPED, "num_local_experts": 8, "layer_types": ["linear_attention", "full_attention"]}
+del HYBRID["n_routed_experts"], HYBRID["q_lora_rank"]
+DOTS = {"layer_types": ["indexed_attention", "sliding_attention"], "sliding_window": 8}
+DOTS |= {f"swa_{key}": value for key, value in MLA.items()} | {"swa_head_dim": 16, "swa_num_attention_heads": 2}
+DOTS |= {"swa_num_key_value_heads": 2}
 OTHERS: dict[str, dict[str, Any]] = {
     "DeepseekV32": {**MLA, **GROUPED, **INDEXER},
     "GlmMoeDsa": {**MLA, **GROUPED, **INDEXER},
@@ -54,6 +59,12 @@ OTHERS: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
     },
     "Ernie4_5_Moe": {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1},
+    "KimiLinear": {**HYBRID, "linear_head_dim": 16, "linear_num_heads": 2},
+    "Mistral4": {**MLA, **GROUPED, "head_dim": 16},
+    "HYV3": {"num_experts": 6, "num_shared_experts": 2},
+    "BailingHybrid": {**HYBRID, "head_dim": 16},
+    "AXK1": {**MLA, **GROUPED, "head_dim": 8},
+    "Dots3NoteText": {**MLA, **GROUPED, **INDEXER, "shared_experts_intermediate_size": 24, **DOTS},
 }
 
 
@@ -93,11 +104,23 @@ def in_slots(parallel: Any, alone: Any, lengths: tuple[int, ...] = (3, 11)) -> N
         assert completion.token_ids == whole[0, prompt.numel() :].tolist()
 
 
-@pytest.mark.parametrize("family", ["DeepseekV32", "Jamba", "Lfm2Moe", "NemotronH"])
+@pytest.mark.parametrize("family", ["DeepseekV32", "Jamba", "Lfm2Moe", "NemotronH", "KimiLinear"])
 def test_in_slots(family: str) -> None:
     """The kinds of caches that test_generate.py does not have."""
     alone = make_model(family, **OTHERS.get(family, {}))
     in_slots(moe_ep.parallelize(copy.deepcopy(alone)), alone)
+
+
+def test_a_correction_bias_that_files_may_lack(tmp_path: Path) -> None:
+    alone = make_model("AXK1", **OTHERS["AXK1"])
+    alone.save_pretrained(tmp_path / "saved")
+    with CheckpointReader(tmp_path / "saved") as reader:
+        names = [name for name in reader.names() if "e_score_correction_bias" not in name]
+        write_checkpoint(tmp_path, reader.config, ((name, reader.read(name)) for name in names))
+        router = load_router(reader, model_spec(reader.config), 1)
+    with CheckpointReader(tmp_path) as reader:
+        assert torch.equal(load_router(reader, model_spec(reader.config), 1).correction_bias, router.correction_bias)
+    check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
 
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "MiniMaxM2"])

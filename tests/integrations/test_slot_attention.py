@@ -19,7 +19,8 @@ from tests.integrations.test_families import OTHERS
 
 SLOTS = 3
 # Keys of another width than values, an indexer, or attention that no other function may take the place of.
-MASKED = {"DeepseekV2", "DeepseekV3", "DeepseekV32", "GlmMoeDsa", "Glm4MoeLite", "KimiK25", "MiMoV2Flash"}
+MASKED = {"DeepseekV2", "DeepseekV3", "DeepseekV32", "GlmMoeDsa", "Glm4MoeLite", "KimiK25", "MiMoV2Flash", "KimiLinear"}
+MASKED |= {"BailingHybrid", "AXK1", "Dots3NoteText"}
 
 # Models that have windows in their masks and do not tell their attention.
 UNTOLD: dict[str, dict[str, Any]] = {

@@ -1,0 +1,71 @@
+"""How a config.json becomes a `MoEModelSpec`, by what models.py says of its family."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_ep.checkpoint import family_rules as rules
+from moe_ep.checkpoint.config_values import Config, number, one_known, positive
+from moe_ep.checkpoint.models import FAMILIES
+from moe_ep.checkpoint.spec import MoEModelSpec
+from moe_ep.errors import CheckpointError
+
+
+def model_spec(config: Config) -> MoEModelSpec:
+    """The description of a checkpoint, from its config.json.
+
+    Raises:
+        CheckpointError: an unknown model_type (the known ones are listed), a missing key, or values that can not be.
+    """
+    family = one_known("model_type", config.get("model_type"), dict(sorted(FAMILIES.items())))
+    model_type, config = config["model_type"], family.text_config(config)
+    listed = rules.listed_layers(config)
+    spec = MoEModelSpec(
+        family=model_type,
+        hidden_size=positive(config, "hidden_size"),
+        num_hidden_layers=positive(config, "num_hidden_layers"),
+        vocab_size=positive(config, "vocab_size"),
+        dtype=_dtype(config),
+        rms_norm_eps=number(config, "rms_norm_eps"),
+        moe_layers=family.moe_layers(config) if listed is None else listed,
+        num_experts=positive(config, *_NUM_EXPERTS),
+        top_k=rules.top_k(config),
+        moe_intermediate_size=positive(config, family.intermediate_size),
+        activation=family.activation(config),
+        routing=family.routing(config),
+        shared_experts=family.shared_experts(config),
+        embedding_multiplier=number(config, "embedding_multiplier", 1.0),
+        residual_multiplier=number(config, "residual_multiplier", 1.0),
+        moe_module=family.moe_module,
+        projections=family.projections,
+        **family.names,
+    )
+    _check(spec)
+    return spec
+
+
+# transformers writes the number of routed experts under any of these, whatever the family.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def _dtype(config: Config) -> torch.dtype:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return one_known("dtype", name, _DTYPES)
+
+
+def _check(spec: MoEModelSpec) -> None:
+    groups, kept = spec.routing.num_expert_group, spec.routing.topk_group
+    if not spec.moe_layers:
+        raise CheckpointError(f"config.json: expected a layer with experts among {spec.num_hidden_layers}, found none")
+    if spec.top_k > spec.num_experts:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok: expected at most the number of experts ({spec.num_experts}), "
+            f"found {spec.top_k}"
+        )
+    if groups is not None and (kept is None or spec.num_experts % groups or not 1 <= kept <= groups):
+        raise CheckpointError(
+            f"config.json: n_group and topk_group: expected a divisor of {spec.num_experts} experts and at most that "
+            f"many groups to keep, found {groups} and {kept}"
+        )
