@@ -32,9 +32,8 @@ EXPERTS = [
     (scalar_types.float4_e2m1f, F16, torch.float8_e4m3fn, 8, SILU),
     (scalar_types.float4_e2m1f, BF16, torch.uint8, 4, SWIGLUOAI),
 ]
-# Bytes that are stored and loaded again at most, where not none: by number type and groups in 128 columns, of Hopper's
-# kernel for few rows and of that of older GPUs for 16 tokens. docs/kernels.md says what they buy.
-FEW_ROWS_SPILL = {(scalar_types.uint8b128, 1): (40, 20)}
+# Bytes that are stored and loaded again at most, by number type and groups in 128 columns, where older GPUs' kernel for
+# 16 tokens has any; docs/kernels.md says what they buy.
 TILES_OF_16_SPILL = {(scalar_types.uint4, 1): (32, 48)}
 
 
@@ -67,9 +66,7 @@ HOPPER = [
 def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, few_rows: bool, tall: bool) -> None:
     kind = WEIGHT_TYPES[case[0].id]
     resources = jit.compile_only(hopper.kernel_source(kind, *case[1:], few_rows=few_rows, tall=tall), "sm_90a")
-    stored, loaded = FEW_ROWS_SPILL.get((case[0], case[3]), (0, 0)) if few_rows else (0, 0)
-    assert resources.spill_store_bytes <= stored
-    assert resources.spill_load_bytes <= loaded
+    assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
     assert "serialized" not in resources.log  # products must run while the next weights are dequantized
 
 

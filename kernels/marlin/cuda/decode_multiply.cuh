@@ -160,7 +160,7 @@ DEVICE void multiply_raw(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams][
 template <int kTokens, int kTeams>
 DEVICE void multiply_by_group(const Lane<kTokens, kTeams>& me, float (&sums)[kTeams][kTokens / 2], const Ring& ring) {
   constexpr int kEvery = 8 / SCALES_PER_STEP;  // products of 16 columns between new scales
-  constexpr bool kAhead = kFolded;             // other types have no registers left for the next codes
+  constexpr bool kAhead = kFolded && WEIGHT_TYPE != UINT8B128;  // others have no registers left for the next codes
   const u8* codes = ring.codes() + me.codes;
   const u8* scales = ring.scales() + me.scales;
   // The compiler sees that it is the same for all lanes.
