@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING
+from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from moe_ep.checkpoint import CheckpointReader, model_spec
@@ -73,7 +74,7 @@ def load_without_experts(
     model.__class__ = kind
     model.to(device)
     unread = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
-    _fill_dequantized(model, reader, unread, shapes[0].name.partition("layers.")[0])
+    _fill_dequantized(model, reader, unread)
     return model, shapes
 
 
@@ -147,17 +148,12 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str], in_model: str) -> None:
-    """Reads the weights that transformers did not find, or took for what they are not: those quantized on disk.
-
-    Args:
-        in_model: what the path of the language model's layers starts with.
-    """
-    # Language models of others, such as those that see, may lie deeper in the files than in transformers' class.
-    on_disk = model_spec(reader.config).layers_module.removesuffix("layers")
+def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) -> None:
+    """Reads the weights that transformers did not find, or took for what they are not: those quantized on disk."""
+    on_disk = _names_on_disk(model, reader)
     is_plain = quantization_config(reader.config) is None
     for name, param in model.named_parameters():
-        stored = on_disk + name.removeprefix(in_model) if name.startswith(in_model) else name
+        stored = on_disk.get(name, name)
         quantized = stored in reader and reader.info(stored).dtype not in FLOATS
         if name not in unread and not quantized:
             continue
@@ -167,10 +163,24 @@ def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str], in
             raise _nothing_fits(reader, name, param)
         with torch.no_grad():
             param.copy_(read_linear(reader, module, (param.size(0), param.size(1)), param.device))
+    may_miss = ".e_score_correction_bias" if model_spec(reader.config).correction_bias_may_miss else None
     # Such as the biases of a router's choice, which transformers leaves at zero with a word in its log.
     for name, buffer in model.named_buffers():
-        if name in unread:
+        if name in unread and not (may_miss and name.endswith(may_miss)):
             raise _nothing_fits(reader, name, buffer)
+
+
+def _names_on_disk(model: Any, reader: CheckpointReader) -> dict[str, str]:
+    """What modules' weights are called in the files, where transformers renamed them while it loaded, by their names
+    in the model; experts aside. Files need not have them by that name: those of quantized modules are several."""
+    renamings = [each for each in getattr(model, "_weight_conversions", ()) if isinstance(each, WeightRenaming)]
+    names: dict[str, str] = {}
+    for module in {name.rpartition(".")[0] for name in reader.names() if ".experts." not in name}:
+        name = stored = f"{module}.weight"
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        names[name] = stored
+    return names
 
 
 def _nothing_fits(reader: CheckpointReader, name: str, tensor: torch.Tensor) -> CheckpointError:

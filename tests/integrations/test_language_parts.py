@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ pytest.importorskip("transformers")
 import moe_ep
 from moe_ep.checkpoint import CheckpointReader, load_router, load_shared_experts, model_spec
 from moe_ep.checkpoint.matrices import check_experts
+from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError
-from tests.integrations.hf_models import GROUPED, MLA, SIZES
+from tests.integrations.hf_models import GROUPED, MLA, SIZES, make_model
 from tests.integrations.test_families import INDEXER, OTHERS, check, in_slots
 from tests.of_transformers import known
 
@@ -83,6 +85,31 @@ def test_dots_as_the_models_came(tmp_path: Path) -> None:
     assert model_spec(came | {"moe_layer_freq": [1, 0, 1], "num_hidden_layers": 3}).moe_layers == (2,)
     with pytest.raises(CheckpointError, match=r"moe_layer_freq: expected 0 or 1 for each of 2 layers, found \[1\]"):
         model_spec(came | {"moe_layer_freq": [1]})
+    check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
+
+
+@pytest.mark.parametrize("family", ["KimiLinear", "BailingHybrid", "MistralLarge4"])
+def test_quantized_layers_that_files_call_otherwise(family: str, tmp_path: Path) -> None:
+    """Attention and shared experts in fp8, without loss here; transformers has other names for most of them."""
+    alone = make_whole(family) if family in PARTS else make_model(family, **OTHERS[family])
+    language = alone.model.language_model if family in PARTS else alone.model
+    for name, param in language.named_parameters():
+        if name.endswith("_proj.weight"):
+            param.copy_(torch.randn(param.shape).to(torch.float8_e4m3fn))
+    alone.save_pretrained(tmp_path / "saved")
+    quantized = re.compile(
+        r"layers\.\d+\.(self_attn\.q_proj|attention\.dense|attention\.w[oq]|.*shared_experts\.\w+)\.weight"
+    )
+    with CheckpointReader(tmp_path / "saved") as reader:
+        tensors: dict[str, torch.Tensor] = {}
+        for name in reader.names():
+            tensors[name] = reader.read(name)
+            if quantized.fullmatch(name.removeprefix("model.")):
+                tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+                tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+        assert sum(name.endswith("_scale_inv") for name in tensors) >= 5
+        fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["experts"]}
+        write_checkpoint(tmp_path, reader.config | {"quantization_config": fp8}, tensors.items())
     check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
 
 
