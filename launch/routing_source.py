@@ -44,7 +44,7 @@ class RoutingSource:
         """Of all layers; None where the checkpoint's routers choose."""
         if self._config.routing is None:
             return None
-        return [self.layer_logits(position, step, rank).to(device) for position in range(len(self._spec.moe_layers))]
+        return [self.layer_logits(position, step, rank).to(device) for position in range(len(self._spec.router_layers))]
 
     def layer_logits(self, position: int, step: int, rank: int) -> torch.Tensor:
         """Of one layer, by its position among the MoE layers."""
@@ -87,7 +87,7 @@ def _load(path: Path, spec: MoEModelSpec, model: str) -> list[np.ndarray]:
     """The recorded choices of each layer int64 `[N, top_k]`, in the order of steps and ranks."""
     try:
         trace = RoutingTrace.load(path)
-        trace.check_model(model, spec.num_experts, len(spec.moe_layers))
+        trace.check_model(model, spec.num_experts, len(spec.router_layers))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if trace.ids.shape[1] != spec.top_k:

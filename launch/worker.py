@@ -215,7 +215,7 @@ def _new_report(
             "path": str(reader.directory),
             "name": model_name(spec.family, model_checksum(reader)),
             "family": spec.family,
-            "moe_layers": list(spec.moe_layers),
+            "moe_layers": list(spec.router_layers),
             "num_experts": spec.num_experts,
             "top_k": spec.top_k,
             "hidden_size": spec.hidden_size,

@@ -1,4 +1,4 @@
-"""All MoE layers of a checkpoint in sequence: a model without its attention.
+"""All MoE layers of a checkpoint that have a router, in sequence: a model without its attention.
 
     stack = MoEStack(reader, model_spec(reader.config), parallel_config, dtype=torch.bfloat16, device="cuda:0")
     hidden_states = stack(hidden_states)        # [T, K] -> [T, K], a collective step of all EP ranks
@@ -162,7 +162,7 @@ class MoEBlock(FixedTensors):
 
 
 class MoEStack(nn.Module):
-    """Every MoE layer of a checkpoint, with this rank's experts.
+    """Every MoE layer of a checkpoint that has a router, with this rank's experts.
 
     Args:
         dtype: dtype of the activations and of weights that are not quantized.
@@ -196,9 +196,9 @@ class MoEStack(nn.Module):
         quant_config = expert_quantization(reader.config, quantize)
         check_experts(reader, spec)
         self.blocks = nn.ModuleList()
-        for count, layer_index in enumerate(spec.moe_layers):
+        for count, layer_index in enumerate(spec.router_layers):
             if on_layer is not None:
-                on_layer(count, len(spec.moe_layers))
+                on_layer(count, len(spec.router_layers))
             self.blocks.append(
                 MoEBlock(
                     reader,

@@ -242,7 +242,7 @@ def main_plan(args: argparse.Namespace) -> int:
     spec, checksum = model_spec(reader.config), model_checksum(reader)
     try:
         trace = RoutingTrace.load(trace_file(args.trace))
-        trace.check_model(model_name(spec.family, checksum), spec.num_experts, len(spec.moe_layers))
+        trace.check_model(model_name(spec.family, checksum), spec.num_experts, len(spec.router_layers))
         scene = Scene(
             ep_size=config.ep_size,
             num_redundant=config.redundant,

@@ -39,6 +39,7 @@ def model_spec(config: Config) -> MoEModelSpec:
         moe_module=family.moe_module,
         projections=family.projections,
         **family.names,
+        **family.fields(config),
     )
     _check(spec)
     return spec
@@ -57,8 +58,10 @@ def _dtype(config: Config) -> torch.dtype:
 
 def _check(spec: MoEModelSpec) -> None:
     groups, kept = spec.routing.num_expert_group, spec.routing.topk_group
-    if not spec.moe_layers:
-        raise CheckpointError(f"config.json: expected a layer with experts among {spec.num_hidden_layers}, found none")
+    if not spec.router_layers:
+        raise CheckpointError(
+            f"config.json: expected a layer with experts and a router among {spec.num_hidden_layers}, found none"
+        )
     if spec.top_k > spec.num_experts:
         raise CheckpointError(
             f"config.json: num_experts_per_tok: expected at most the number of experts ({spec.num_experts}), "

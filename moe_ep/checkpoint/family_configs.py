@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_ep.checkpoint.config_values import Config, required
+from moe_ep.checkpoint.config_values import Config, positive, required, whole
 from moe_ep.errors import CheckpointError, one_of
 
 
@@ -83,3 +83,17 @@ def text_part_of(*known: str) -> Callable[[Config], Config]:
 def text_part_or_whole(config: Config) -> Config:
     """Published files may have the language model's sizes beside its eyes', which transformers moves into a part."""
     return config if config.get("text_config") is None else text_part(config)
+
+
+def deepseek_v4_config(config: Config) -> Config:
+    """With the layers whose experts a table chooses as `table_layers`: those of kind hash_moe, or the first ones."""
+    layers, kinds = range(positive(config, "num_hidden_layers")), config.get("mlp_layer_types")
+    if kinds is None:
+        table_layers = tuple(layers[: whole(config, "num_hash_layers", 3)])
+    elif isinstance(kinds, list) and len(kinds) >= len(layers) and set(map(str, kinds)) <= {"hash_moe", "moe"}:
+        table_layers = tuple(layer for layer in layers if kinds[layer] == "hash_moe")
+    else:
+        raise CheckpointError(
+            f"config.json: mlp_layer_types: expected hash_moe or moe for each of {len(layers)} layers, found {kinds!r}"
+        )
+    return {"swiglu_limit": 10.0} | config | {"mlp_layer_types": None, "table_layers": table_layers}

@@ -10,11 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from moe_ep.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, MoEActivation
+from moe_ep.activation import SWIGLUOAI_ALPHA, MoEActivation
 from moe_ep.checkpoint.config_values import Config, number, one_known, positive, required, whole
 from moe_ep.checkpoint.spec import RoutingSpec, SharedExpertsSpec
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.sparse_mixer import sparse_mixer
+from moe_ep.topk import SCORING_FUNCS
 
 _ACTIVATIONS = {
     "silu": MoEActivation.SILU,
@@ -30,11 +31,9 @@ def named_activation(config: Config) -> MoEActivation:
 
 
 def swigluoai(config: Config) -> MoEActivation:
-    """GPT-OSS: its hidden_act says silu, and what it computes has two constants more."""
-    constants = {"swiglu_alpha": SWIGLUOAI_ALPHA, "swiglu_limit": SWIGLUOAI_LIMIT}
-    for key, known in constants.items():
-        if config.get(key, known) != known:
-            raise CheckpointError(f"config.json: {key}: expected {known}, found {config[key]!r}")
+    """GPT-OSS: its hidden_act says silu, and what it computes has a constant more, and a limit."""
+    if (found := config.get("swiglu_alpha", SWIGLUOAI_ALPHA)) != SWIGLUOAI_ALPHA:
+        raise CheckpointError(f"config.json: swiglu_alpha: expected {SWIGLUOAI_ALPHA}, found {found!r}")
     return MoEActivation.SWIGLUOAI
 
 
@@ -175,8 +174,8 @@ def deepseek_routing(topk_method: str, scoring_func: str, renormalize: bool) -> 
         if method not in methods:
             raise CheckpointError(f"config.json: {one_of('topk_method', method, methods)}")
         scoring = config.get("scoring_func") or scoring_func
-        if scoring not in ("softmax", "sigmoid"):
-            raise CheckpointError(f"config.json: {one_of('scoring_func', scoring, ('softmax', 'sigmoid'))}")
+        if scoring not in list(SCORING_FUNCS):  # it may be of any type
+            raise CheckpointError(f"config.json: {one_of('scoring_func', scoring, list(SCORING_FUNCS))}")
         grouped = method != "greedy" and config.get("n_group") is not None
         norm_topk_prob = config.get("norm_topk_prob")
         return RoutingSpec(
@@ -192,8 +191,41 @@ def deepseek_routing(topk_method: str, scoring_func: str, renormalize: bool) -> 
     return routing
 
 
+def no_fields(config: Config) -> dict[str, Any]:
+    return {}
+
+
+def limited_gate(config: Config) -> dict[str, Any]:
+    """Where gate and up end, in families that limit them."""
+    found = config.get("swiglu_limit")
+    limit = None if found is None else number(config, "swiglu_limit")
+    if limit is not None and limit <= 0:
+        raise CheckpointError(f"config.json: swiglu_limit: expected a positive number, found {found!r}")
+    return {"swiglu_limit": limit}
+
+
+def deepseek_v4_fields(config: Config) -> dict[str, Any]:
+    """Named as by the model's authors or, where the attention's settings are those of transformers, as by that."""
+    fields = {"table_layers": config["table_layers"], **limited_gate(config)}
+    if "compress_ratios" in config:
+        fields |= {"layers_module": "layers", "embedding": "embed.weight"}
+    return fields
+
+
 def no_shared_experts(config: Config) -> None:
     return None
+
+
+def limited(
+    shared_experts: Callable[[Config], SharedExpertsSpec | None],
+) -> Callable[[Config], SharedExpertsSpec | None]:
+    """The same with the routed experts' limit."""
+
+    def shared(config: Config) -> SharedExpertsSpec | None:
+        spec = shared_experts(config)
+        return None if spec is None else replace(spec, **limited_gate(config))
+
+    return shared
 
 
 def one_mlp(module: str, size: str, **form: Any) -> Callable[[Config], SharedExpertsSpec | None]:

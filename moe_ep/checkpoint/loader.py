@@ -179,9 +179,10 @@ def _check_values(reader: CheckpointReader, source: Source, slot: Slot, tensor: 
 def _hand_over(
     reader: CheckpointReader, source: Source, slot: Slot, tensor: torch.Tensor, layer: Any, param: torch.Tensor
 ) -> None:
-    if tensor.dtype == torch.float8_e8m0fnu:
-        # A parameter holds the bits of such scales, or the numbers.
-        tensor = tensor.view(torch.uint8) if param.dtype == torch.uint8 else tensor.float()
+    if tensor.dtype in (torch.float8_e8m0fnu, torch.int8) and param.dtype == torch.uint8:
+        tensor = tensor.view(torch.uint8)  # the bits of such scales, and of two codes
+    elif tensor.dtype == torch.float8_e8m0fnu:
+        tensor = tensor.float()
     try:
         taken = layer.weight_loader(param, tensor, source.name, slot.shard_id, slot.expert_id, return_success=True)
     except ValueError as error:

@@ -29,6 +29,7 @@ class Family:
         intermediate_size: the config's key for N.
         text_config: the part of the config that is about the language model.
         names: fields of `MoEModelSpec` that say where tensors are and what they mean.
+        fields: more of them, which the config decides.
     """
 
     moe_module: str = "mlp"
@@ -40,6 +41,7 @@ class Family:
     activation: Callable[[Config], MoEActivation] = rules.named_activation
     text_config: Callable[[Config], Config] = configs.whole_config
     names: dict[str, Any] = field(default_factory=dict)
+    fields: Callable[[Config], dict[str, Any]] = rules.no_fields
 
 
 _RENORMALIZED = rules.fixed_routing(renormalize=True)
@@ -161,6 +163,7 @@ FAMILIES = {
         intermediate_size="intermediate_size",
         routing=_RENORMALIZED,
         activation=rules.swigluoai,
+        fields=rules.limited_gate,
         names={"router": "router", "has_router_bias": True, "has_bias": True, "interleaved": True},
     ),
     "afmoe": Family(
@@ -210,6 +213,13 @@ FAMILIES = {
     "glm4v_moe": replace(_DEEPSEEK_V3, text_config=configs.text_part, names=_LANGUAGE_PART),
     "glm4_moe_lite": _DEEPSEEK_V3,
     "glm_moe_dsa": _DEEPSEEK_V3,
+    "glm5_next": replace(
+        _DEEPSEEK_V3,
+        shared_experts=rules.limited(rules.counted_shared_experts),
+        text_config=configs.renamed({}, {"first_k_dense_replace": 3, "swiglu_limit": 10.0}, part=configs.text_part),
+        names=_LANGUAGE_PART,
+        fields=rules.limited_gate,
+    ),
     "dots1": _DEEPSEEK_V3,
     "deepseek_v2": Family(
         moe_layers=rules.layers_after_dense,
@@ -218,6 +228,15 @@ FAMILIES = {
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
+    "deepseek_v4": Family(
+        moe_module="ffn",
+        projections=_GATE_W1,
+        routing=rules.deepseek_routing("noaux_tc", "sqrtsoftplus", renormalize=True),
+        shared_experts=rules.limited(rules.several_in_one_mlp("ffn.shared_experts")),
+        text_config=configs.deepseek_v4_config,
+        names={"norm": "ffn_norm", "correction_bias_tensor": "gate.bias"},
+        fields=rules.deepseek_v4_fields,
+    ),
     "kimi_k2": _DEEPSEEK_V3,
     "kimi_k25": replace(_DEEPSEEK_V3, text_config=configs.text_part, names=_WHOLE_LANGUAGE_MODEL),
     "kimi_linear": replace(

@@ -77,6 +77,7 @@ class MoEModelSpec:
     Attributes:
         family: `model_type` of the config.
         moe_layers: indices of the layers that have experts; the others are dense.
+        table_layers: those of them whose experts a table chooses by a token's id, and no router.
         moe_module: name of the MoE block inside a layer; empty where its parts lie in the layer itself.
         projections: names of gate, down and up on disk; without up where the activation is ungated.
         layers_module: what the names of layers start with.
@@ -109,6 +110,7 @@ class MoEModelSpec:
     shared_experts: SharedExpertsSpec | None
     moe_module: str
     projections: Projections
+    table_layers: tuple[int, ...] = ()
     embedding: str = "model.embed_tokens.weight"
     layers_module: str = "model.layers"
     norm: str = "post_attention_layernorm"
@@ -125,6 +127,11 @@ class MoEModelSpec:
     residual_multiplier: float = 1.0
     norm_offset: float = 0.0
     has_norm_bias: bool = False
+
+    @property
+    def router_layers(self) -> tuple[int, ...]:
+        """The layers whose experts a router chooses by what it reads."""
+        return tuple(layer for layer in self.moe_layers if layer not in self.table_layers)
 
     def moe_prefix(self, layer: int) -> str:
         """The MoE block of a layer, such as `model.layers.3.mlp`; ValueError for a layer without experts."""

@@ -120,10 +120,10 @@ def find_linear(reader: CheckpointReader, stem: str, layouts: Mapping[str, Tenso
     """The tensors of a linear layer whose names are `stem` + suffix, by suffix.
 
     Raises:
-        CheckpointError: one that the format does not have, or of another shape or dtype; one by both of its names.
+        CheckpointError: one that the format does not have, or of another shape or dtype; one by two of its names.
     """
     found: dict[str, Stored] = {}
-    own_names = {layout.other_name: suffix for suffix, layout in layouts.items() if layout.other_name}
+    own_names = {other: suffix for suffix, layout in layouts.items() for other in layout.other_names}
     for name in reader.names(stem):
         suffix, info = name.removeprefix(stem), reader.info(name)
         suffix = own_names.get(suffix, suffix)

@@ -6,6 +6,8 @@ its decorator `use_experts_implementation` (transformers/integrations/moe.py), w
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -43,6 +45,8 @@ _UNGATED = {
 _DEFAULT_GATE_MODULE = "transformers.integrations.moe"
 # An own gate is tried on so many numbers of so large magnitude, for each of gate and up.
 _EXAMPLES, _EXAMPLES_UP_TO = 41, 20.0
+# What modules call where gate and up end.
+_LIMITS = ("swiglu_limit", "limit")
 _TOLERANCE = 1e-4
 
 
@@ -52,6 +56,7 @@ class ExpertsShape:
 
     Attributes:
         name: its path in the model.
+        swiglu_limit: as in `FusedMoE`.
     """
 
     name: str
@@ -61,6 +66,7 @@ class ExpertsShape:
     activation: MoEActivation
     has_bias: bool
     dtype: torch.dtype
+    swiglu_limit: float | None = None
 
     @property
     def layer_index(self) -> int:
@@ -111,14 +117,16 @@ def experts_shape(name: str, module: Any) -> ExpertsShape:
         )
     E, first, second = module.down_proj.shape
     K, N = (second, first) if module.is_transposed else (first, second)
+    activation, swiglu_limit = _activation(name, module)
     return ExpertsShape(
         name=name,
         num_experts=E,
         hidden_size=K,
         intermediate_size=N,
-        activation=_activation(name, module),
+        activation=activation,
         has_bias=module.has_bias,
         dtype=module.down_proj.dtype,
+        swiglu_limit=swiglu_limit,
     )
 
 
@@ -161,7 +169,8 @@ def _oriented(module: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return parts
 
 
-def _activation(name: str, module: Any) -> MoEActivation:
+def _activation(name: str, module: Any) -> tuple[MoEActivation, float | None]:
+    """The activation, and where gate and up end if not at its own limit."""
     kind = type(module)
     if module.has_gate and kind._apply_gate.__module__ != _DEFAULT_GATE_MODULE:
         return _activation_of_own_gate(name, module)
@@ -171,21 +180,23 @@ def _activation(name: str, module: Any) -> MoEActivation:
         raise ConfigError(
             f"the experts {name} of {kind.__name__} have the activation {found}; moe_ep has {', '.join(known)}"
         )
-    return known[found]
+    return known[found], None
 
 
-def _activation_of_own_gate(name: str, module: Any) -> MoEActivation:
-    """The activation that the module's own gate computes, found by trying on numbers below and above its limits."""
-    values = torch.linspace(-_EXAMPLES_UP_TO, _EXAMPLES_UP_TO, _EXAMPLES, device="cpu")
+def _activation_of_own_gate(name: str, module: Any) -> tuple[MoEActivation, float | None]:
+    """What the module's own gate computes, found by trying on numbers below and above its limits."""
+    limits = [float(limit) for limit in (getattr(module, key, None) for key in _LIMITS) if limit and limit < math.inf]
+    most = 2 * max([_EXAMPLES_UP_TO / 2, *limits])
+    values = torch.linspace(-most, most, _EXAMPLES, device="cpu")
     gate, up = torch.cartesian_prod(values, values).unbind(1)
     example = torch.cat([gate, up]) if module.is_concatenated else torch.stack([gate, up], dim=1).flatten()
     computed = module._apply_gate(example[None])[0]
     known = [activation for activation in MoEActivation if activation.is_gated]
-    for activation in known:
-        expected = apply_activation(activation, torch.cat([gate, up]))
+    for activation, limit in itertools.product(known, [None, *limits]):
+        expected = apply_activation(activation, torch.cat([gate, up]), clamp_limit=limit)
         if computed.shape == expected.shape and torch.allclose(computed, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
-            return activation
+            return activation, limit
     raise ConfigError(
         f"the experts {name} of {type(module).__name__} have a gate of their own, which computes none of moe_ep's "
-        f"activations, {', '.join(known)}"
+        f"activations, {', '.join(known)}, with a limit or without"
     )

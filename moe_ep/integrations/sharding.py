@@ -34,6 +34,7 @@ def make_routed_experts(
             intermediate_size=shape.intermediate_size,
             params_dtype=shape.dtype,
             activation=shape.activation,
+            swiglu_limit=shape.swiglu_limit,
             has_bias=shape.has_bias,
             prefix=shape.name,
             parallel_config=parallel_config,

@@ -34,4 +34,22 @@ DEEPSEEK_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["indexed_attention"] * 3,
         },
     ),
+    "deepseek_v4": (
+        "DeepseekV4",
+        {
+            "intermediate_size": 32,
+            "n_routed_experts": EXPERTS,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "q_lora_rank": 16,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "hc_mult": 2,
+            "swiglu_limit": 0.5,
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+            "layer_types": ["sliding_attention", "heavily_compressed_attention", "sliding_attention"],
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
 }

@@ -106,6 +106,14 @@ EXPECTED = {
     "bailing_hybrid": {"moe_layers": (2,), "routing": GROUPED},
     "axk1": {"moe_layers": (1, 2), "routing": GROUPED, "output_norm": "post_mlp_layernorm"},
     "dots3_note_text": {"moe_layers": (1, 2), "routing": dataclasses.replace(GROUPED, routed_scaling_factor=1.0)},
+    "deepseek_v4": {
+        "moe_layers": (0, 1, 2),
+        "router_layers": (1, 2),
+        "swiglu_limit": 0.5,
+        "routing": RoutingSpec(
+            renormalize=True, scoring_func="sqrtsoftplus", has_correction_bias=True, routed_scaling_factor=1.5
+        ),
+    },
     "gpt_oss": {
         "activation": MoEActivation.SWIGLUOAI,
         "has_bias": True,
@@ -117,7 +125,7 @@ EXPECTED = {
 
 # In a part of their config; in test_saved_models.py and tests/integrations/test_families.py.
 SEEING = {"qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "llama4", "kimi_k25"}
-SEEING |= {"mistral3", "mistral_large4", "mistral_large4_text", "dots3_note"}
+SEEING |= {"mistral3", "mistral_large4", "mistral_large4_text", "dots3_note", "glm5_next"}
 
 
 def test_every_family_is_tested() -> None:
@@ -208,8 +216,8 @@ def test_deepseek_layer_frequency() -> None:
         ({"n_group": 3}, "expected a divisor of 8 experts .*found 3 and 2"),
         ({"topk_group": 5}, "expected a divisor of 8 experts .*found 4 and 5"),
         ({"topk_method": "best"}, "topk_method is 'best'; it must be one of greedy, group_limited_greedy, noaux_tc"),
-        ({"scoring_func": "tanh"}, "scoring_func is 'tanh'; it must be one of softmax, sigmoid"),
-        ({"first_k_dense_replace": 3}, "expected a layer with experts among 3, found none"),
+        ({"scoring_func": "tanh"}, "scoring_func is 'tanh'; it must be one of softmax, sigmoid, sqrtsoftplus"),
+        ({"first_k_dense_replace": 3}, "expected a layer with experts and a router among 3, found none"),
     ],
 )
 def test_configs_that_can_not_be_are_refused(changes: dict[str, Any], message: str) -> None:

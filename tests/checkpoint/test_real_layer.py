@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe_ep.activation import apply_activation
 from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint import (
     CheckpointReader,
@@ -40,6 +41,7 @@ def make_layer(reader: CheckpointReader, spec: MoEModelSpec, dtype: torch.dtype,
         quant_config=quantization_config(reader.config),
         activation=spec.activation,
         has_bias=spec.has_bias,
+        swiglu_limit=spec.swiglu_limit,
         **routing,
         **arguments,
     )
@@ -131,8 +133,8 @@ def test_block_equals_transformers(tmp_path: Path, family: str, fused_shared_exp
     # Granite's is beside the block.
     if shared is not None and not fused_shared_experts and shared.module.startswith(spec.moe_module):
         gate, up, down, expert_gate = load_shared_experts(reader, spec, index)
-        of_gate = x @ gate.float().T
-        hidden = F.relu(of_gate).square() if up is None else F.silu(of_gate) * (x @ up.float().T)
+        gate_up = F.linear(x, (gate if up is None else torch.cat([gate, up])).float())
+        hidden = apply_activation(spec.activation, gate_up, clamp_limit=shared.swiglu_limit)
         shared_output = hidden @ down.float().T
         output += shared_output if expert_gate is None else torch.sigmoid(x @ expert_gate.float().T) * shared_output
     block = block_of(model.model.layers[index]).float()

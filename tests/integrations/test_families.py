@@ -35,6 +35,10 @@ del HYBRID["n_routed_experts"], HYBRID["q_lora_rank"]
 DOTS = {"layer_types": ["indexed_attention", "sliding_attention"], "sliding_window": 8}
 DOTS |= {f"swa_{key}": value for key, value in MLA.items()} | {"swa_head_dim": 16, "swa_num_attention_heads": 2}
 DOTS |= {"swa_num_key_value_heads": 2}
+V4 = {"num_key_value_heads": 1, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8, "hc_mult": 2, "sliding_window": 8}
+V4 |= {"layer_types": ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"]}
+V4 |= {"compress_rates": {"heavily_compressed_attention": 8, "compressed_sparse_attention": 4}, "index_n_heads": 8}
+V4 |= {"index_head_dim": 16, "index_topk": 4, "num_hidden_layers": 3, "mlp_layer_types": ["hash_moe", "moe", "moe"]}
 OTHERS: dict[str, dict[str, Any]] = {
     "DeepseekV32": {**MLA, **GROUPED, **INDEXER},
     "GlmMoeDsa": {**MLA, **GROUPED, **INDEXER},
@@ -64,6 +68,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "HYV3": {"num_experts": 6, "num_shared_experts": 2},
     "BailingHybrid": {**HYBRID, "head_dim": 16},
     "AXK1": {**MLA, **GROUPED, "head_dim": 8},
+    "DeepseekV4": {**V4, "n_routed_experts": 6, "swiglu_limit": 0.5},
     "Dots3NoteText": {**MLA, **GROUPED, **INDEXER, "shared_experts_intermediate_size": 24, **DOTS},
 }
 

@@ -21,6 +21,7 @@ import moe_ep.integrations.transformers  # registers moe_ep with transformers
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.hf_experts import find_experts
+from moe_ep.integrations.routed_experts import RoutedExperts
 from tests.integrations.hf_models import SIZES, make_model
 
 
@@ -114,7 +115,7 @@ def test_experts_that_transformers_has_quantized_are_refused() -> None:
 
 
 def test_a_gate_is_known_by_what_it_computes() -> None:
-    for changed, known in ({}, True), ({"limit": 5.0}, False), ({"alpha": 1.0}, False):
+    for changed, known in ({}, True), ({"limit": 5.0}, True), ({"alpha": 1.0}, False):
         model = make_model("GptOss")
         for _, module in find_experts(model):
             module.__class__ = type("Mine", (type(module),), changed)
@@ -122,6 +123,8 @@ def test_a_gate_is_known_by_what_it_computes() -> None:
                 delattr(module, name)
         if known:
             moe_ep.parallelize(model)
+            layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+            assert {layer.moe_config.swiglu_limit for layer in layers} == {changed.get("limit")}
             continue
         with pytest.raises(ConfigError, match="of Mine have a gate .* none of moe_ep's activations, silu, .*swigluoai"):
             moe_ep.parallelize(model)

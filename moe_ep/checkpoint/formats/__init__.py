@@ -61,7 +61,13 @@ def _awq(values: Mapping[str, Any]) -> ModelQuantization:
 def _fp8(values: Mapping[str, Any]) -> ModelQuantization:
     scheme = Float8Config.from_dict(values)
     ignored = values.get("modules_to_not_convert") or values.get("ignored_layers") or ()
-    return ModuleSchemes("fp8", [((EVERY_LINEAR,), scheme)], ignored)
+    schemes: list[tuple[tuple[str, ...], QuantizationConfig]] = [((EVERY_LINEAR,), scheme)]
+    of_experts = str(values.get("expert_dtype") or "fp8")
+    if of_experts not in ("fp8", "fp4"):
+        raise CheckpointError(f"config.json: {one_of('expert_dtype', of_experts, ['fp8', 'fp4'])}")
+    if of_experts == "fp4":  # DeepSeek-V4
+        schemes.insert(0, (("experts",), MXFP4Config()))
+    return ModuleSchemes("fp8", schemes, ignored)
 
 
 def _mxfp4(values: Mapping[str, Any]) -> ModelQuantization:
@@ -96,4 +102,6 @@ def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
     method = values.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(f"config.json: quantization_config: {one_of('quant_method', method, list(FORMATS))}")
-    return FORMATS[method](values)
+    # DeepSeek-V4 says it of its experts beside the settings of the others.
+    of_experts = {"expert_dtype": config["expert_dtype"]} if config.get("expert_dtype") else {}
+    return FORMATS[method]({**of_experts, **values})

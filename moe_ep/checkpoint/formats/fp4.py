@@ -2,6 +2,7 @@
 
     mxfp4  groups of 32 columns, scales e8m0 (powers of two, kept as their bits)
            per expert (compressed-tensors): weight_packed u8 [N, K / 2], weight_scale u8 [N, K / 32]
+           per expert (DeepSeek-V4): weight i8 [N, K / 2], scale e8m0 [N, K / 32]
            fused (gpt-oss): ..._blocks u8 [E, rows, K / 32, 16], ..._scales u8 [E, rows, K / 32]
     nvfp4  groups of 16 columns, scales e4m3, and one f32 number a matrix
            modelopt:            weight,        weight_scale e4m3 [N, K / 16], weight_scale_2      multiplied by
@@ -61,8 +62,10 @@ class MXFP4Config(QuantizationConfig):
         octet = torch.uint8
         groups = (out_features, in_features // MXFP4_GROUP)
         return {
-            self.weight_name: TensorLayout((octet,), (out_features, in_features // 2), out_dim=0, in_dim=1),
-            "weight_scale": TensorLayout((octet, torch.float8_e8m0fnu), groups, role=Role.GROUPS, out_dim=0, in_dim=1),
+            self.weight_name: TensorLayout((octet, torch.int8), (out_features, in_features // 2), out_dim=0, in_dim=1),
+            "weight_scale": TensorLayout(
+                (octet, torch.float8_e8m0fnu), groups, role=Role.GROUPS, out_dim=0, in_dim=1, other_names=("scale",)
+            ),
             **activation_scales(),
             "bias": bias_layout(out_features),
         }
@@ -72,7 +75,7 @@ class MXFP4Config(QuantizationConfig):
         if bool((scales == _E8M0_NAN).any()):
             raise CheckpointError("weight_scale: expected exponents up to 254, found 255, which is NaN")
         return CanonicalWeights(
-            codes=unpack_nibbles(tensors[self.weight_name]),
+            codes=unpack_nibbles(tensors[self.weight_name].view(torch.uint8)),
             scales=scales,
             zero_points=None,
             g_idx=None,

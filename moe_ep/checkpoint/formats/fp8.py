@@ -4,7 +4,8 @@
     weight_scale_inv  f32 or e8m0 [ceil(N / bn), ceil(K / bk)]   with weight_block_size [bn, bk]; or
     weight_scale      [1] or [N, 1], f32 or the model's dtype; blocks and groups in compressed-tensors
 
-transformers calls the scale of a whole tensor weight_scale_inv too: either name is taken for any scale.
+transformers calls the scale of a whole tensor weight_scale_inv too, and DeepSeek-V4 any scale `scale`: each name is
+taken for any of them.
 Qwen3-VL has all experts in one: `gate_up_proj` e4m3 [E, K, 2N] with `gate_up_proj_scale_inv` [E, K / bk, 2N / bn].
 
 Both are multipliers, whatever their name says. A block at an edge may be smaller; gate and up have blocks of their own,
@@ -27,7 +28,7 @@ from moe_ep.errors import CheckpointError, one_of
 from moe_ep.scalar_type import scalar_types
 from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 
-_SCALE_NAMES = {"weight_scale", "weight_scale_inv"}
+_SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +80,10 @@ class Float8Config(QuantizationConfig):
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         # Kept in f32 as on disk: they are small numbers of which f16 would lose bits.
         scale = self.scale.layout((*FLOATS, torch.float8_e8m0fnu), out_features, in_features, held=torch.float32)
-        (other_name,) = _SCALE_NAMES - {self.scale_name}
+        other_names = tuple(name for name in _SCALE_NAMES if name != self.scale_name)
         return {
             "weight": TensorLayout((torch.float8_e4m3fn,), (out_features, in_features), out_dim=0, in_dim=1),
-            self.scale_name: replace(scale, other_name=other_name),
+            self.scale_name: replace(scale, other_names=other_names),
             **activation_scales(),
             "bias": bias_layout(out_features),
         }

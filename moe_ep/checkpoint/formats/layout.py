@@ -42,7 +42,7 @@ class TensorLayout:
             single number has out_dim 0: the gate's and the up projection's lie side by side.
         held: the dtype in which a layer holds it: None for the first of `dtypes`, or for the layer's own dtype where
             floats of several kinds are taken.
-        other_name: what some writers call it; empty where all agree.
+        other_names: what some writers call it.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -52,7 +52,7 @@ class TensorLayout:
     out_dim: int | None = None
     in_dim: int | None = None
     held: torch.dtype | None = None
-    other_name: str = ""
+    other_names: tuple[str, ...] = ()
 
 
 class QuantizationConfig(ABC):
