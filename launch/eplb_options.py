@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from moe_ep.errors import ConfigError, EplbError
-from moe_ep.launch.option_values import output_file
+from moe_ep.launch.option_values import input_file, output_file
 from moe_ep.launch.options import OptionError, at_least, flag, number, one_of, one_of_these, option
 from moe_ep.registry import EPLB_POLICIES
 
@@ -26,10 +26,7 @@ def _routing(raw: str) -> str:
 
 
 def _file(raw: str) -> Path:
-    path = Path(raw).expanduser()
-    if not path.is_file():
-        raise ValueError("it must name a file, and there is none")
-    return path.absolute()
+    return input_file(raw, "it must name a file").absolute()
 
 
 _share = number("a number from 0 to 1", lambda share: 0 <= share <= 1)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_ep.launch.options import OptionError, at_least, number, one_of, option
+from moe_ep.launch.option_values import input_file
+from moe_ep.launch.options import OptionError, at_least, number, one_of, option, parsed
 
 if TYPE_CHECKING:
     from moe_ep.eplb.simulate import Scene
@@ -64,10 +65,7 @@ def scene_of(config: SceneConfig) -> Scene:
 
 def trace_file(raw: str) -> Path:
     """The file that TRACE names; OptionError where there is none."""
-    path = Path(raw).expanduser()
-    if not path.is_file():
-        raise OptionError(f"TRACE is {raw!r}; it must be an .npz file of recorded choices, and there is none")
-    return path
+    return parsed("TRACE", raw, lambda raw: input_file(raw, "it must be an .npz file of recorded choices"))
 
 
 def read_trace(raw: str, config: SceneConfig) -> RoutingTrace:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_ep.files import parse_json
 from moe_ep.launch.model_options import ModelConfig
 from moe_ep.launch.option_values import input_file, output_file
 from moe_ep.launch.options import OptionError, at_least, number, option
@@ -110,8 +110,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     prompts = []
     for at, line in numbered:
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
+            value = parse_json(line)
+        except ValueError:
             value = None
         if isinstance(value, str):
             value = {"prompt": value}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_ep.files import parse_json, user_path
 from moe_ep.launch.options import OptionError, whole
 from moe_ep.registry import ALL2ALL_BACKENDS
 
@@ -32,7 +32,7 @@ def check_backends(names: Sequence[str], num_ranks: int | None, device: str | No
 
 def checkpoint_folder(raw: str) -> Path:
     """A folder with a Hugging Face checkpoint, as an absolute path."""
-    path = Path(raw).expanduser()
+    path = user_path(raw)
     rule = "it must be a folder with a Hugging Face checkpoint"
     if not path.exists():
         way_out = "; to download it: hf download NAME --local-dir FOLDER" if _HUB_NAME.fullmatch(raw) else ""
@@ -50,12 +50,12 @@ def checkpoint_folder(raw: str) -> Path:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """The config.json of a checkpoint, as far as options go into it: without torch, which `moe_ep.checkpoint` needs."""
-    return json.loads((folder / "config.json").read_bytes())
+    return parse_json((folder / "config.json").read_bytes())
 
 
 def input_file(raw: str, rule: str) -> Path:
     """A plain file that is there, which each process of a gang may read for itself; ValueError with the rule."""
-    path = Path(raw).expanduser()
+    path = user_path(raw)
     if not path.is_file():
         found = "this is no plain file" if path.exists() else "there is no such file"
         raise ValueError(f"{rule}, and {found}")
@@ -64,20 +64,23 @@ def input_file(raw: str, rule: str) -> Path:
 
 def output_file(raw: str) -> Path:
     """A file to write, as an absolute path."""
-    path = Path(raw).expanduser().absolute()
-    if not raw or path.is_dir() or not path.parent.is_dir():
+    path = user_path(raw).absolute()
+    # A link to nothing makes what it leads to; one that leads in a circle stays a link.
+    made = Path(os.path.realpath(path)) if path.is_symlink() and not path.exists() else path
+    if not raw or path.is_dir() or not made.parent.is_dir() or (made.is_symlink() and not made.exists()):
         raise ValueError("it must be a file to write, in a folder that exists")
-    # A file is replaced by a new one of its folder; a pipe or a device is written to.
-    is_replaced = path.is_file() or not path.exists()
-    if (is_replaced and not os.access(path.parent, os.W_OK)) or (path.exists() and not os.access(path, os.W_OK)):
+    # A file is replaced by a new one of its folder; a link, a pipe or a device is written to.
+    needs_folder = not path.exists() or (path.is_file() and not path.is_symlink())
+    if (needs_folder and not os.access(made.parent, os.W_OK)) or (path.exists() and not os.access(path, os.W_OK)):
         raise ValueError("it must be a file that may be written, and this user may not")
     return path
 
 
 def new_folder(raw: str) -> Path:
     """A folder to write into, made where it is missing, as an absolute path."""
-    path = Path(raw).expanduser().absolute()
-    if not raw or path.is_file() or not path.parent.is_dir():
+    path = user_path(raw).absolute()
+    is_dangling = path.is_symlink() and not path.exists()
+    if not raw or path.is_file() or is_dangling or not path.parent.is_dir():
         raise ValueError("it must be a folder to write into, or a new one in a folder that exists")
     if not os.access(path if path.exists() else path.parent, os.W_OK | os.X_OK):
         raise ValueError("it must be a folder that may be written to, and this user may not")
@@ -93,15 +96,20 @@ def host(raw: str) -> str:
 
 def port(raw: str) -> int:
     """A TCP port."""
-    if not raw.isdecimal() or not 0 < int(raw) < 65536:
+    if not _is_port(raw):
         raise ValueError("it must be a port, a whole number from 1 to 65535")
     return int(raw)
+
+
+def _is_port(raw: str) -> bool:
+    digits = raw.lstrip("0")
+    return raw.isdecimal() and 0 < len(digits) < 6 and int(digits) < 65536
 
 
 def endpoint(raw: str) -> str:
     """HOST:PORT."""
     host, _, port = raw.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or not _is_port(port):
         raise ValueError("it must read HOST:PORT")
     return raw
 

@@ -91,13 +91,18 @@ def from_args(config: type[C], args: argparse.Namespace) -> C:
         raw = getattr(args, item.name)
         if raw is None:
             continue
-        try:
-            values[item.name] = item.metadata["parse"](raw) if isinstance(raw, str) else raw
-        except ValueError as error:
-            raise OptionError(f"{flag(item.name)} is {raw!r}; {error}") from None
-        except OSError as error:
-            raise OptionError(f"{flag(item.name)} is {raw!r}, which cannot be used: {error.strerror}") from None
+        values[item.name] = parsed(flag(item.name), raw, item.metadata["parse"]) if isinstance(raw, str) else raw
     return config(**values)
+
+
+def parsed(name: str, raw: str, parse: Parse) -> Any:
+    """What `parse` makes of the value of a flag or an argument; OptionError for one that it cannot have."""
+    try:
+        return parse(raw)
+    except ValueError as error:
+        raise OptionError(f"{name} is {raw!r}; {error}") from None
+    except OSError as error:
+        raise OptionError(f"{name} is {raw!r}, which cannot be used: {error.strerror}") from None
 
 
 def _metavar(annotation: Any) -> str:

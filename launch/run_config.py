@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_ep.files import parse_json
 from moe_ep.launch.eplb_options import EplbOptions
 from moe_ep.launch.model_options import ModelConfig
 from moe_ep.launch.option_values import host, input_file, new_folder, output_file, port
@@ -75,7 +75,7 @@ def read_texts(path: Path) -> list[str]:
     """The strings of a JSON file, the lists of its top level taking turns, or a plain file as one string."""
     content = path.read_text(encoding="utf-8")
     try:
-        document = json.loads(content)
+        document = parse_json(content)
     except ValueError:
         return [content]
     branches = list(document.values()) if isinstance(document, dict) else [document]

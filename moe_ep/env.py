@@ -9,29 +9,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, TypeVar
+
+from moe_ep.files import user_path
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvVar(Generic[T]):
-    """One variable: `VAR.get()` returns its parsed value, or the default if it is unset or empty."""
+    """One variable: `VAR.get()` returns its parsed value, or the default's if it is unset or empty."""
 
     name: str
     parse: Callable[[str], T]
-    default: T
+    default: str
     meaning: str
 
     def get(self) -> T:
-        raw = os.environ.get(self.name, "")
-        if not raw:
-            return self.default
+        given = os.environ.get(self.name, "")
         try:
-            return self.parse(raw)
+            return self.parse(given or self.default)
         except ValueError as error:
-            raise ValueError(f"{self.name} is {raw!r}; {error}; unset it to use the default ({self.default})") from None
+            way_out = f"unset it to use the default ({self.default})" if given else f"set {self.name}"
+            raise ValueError(f"{self.name} is {given or self.default!r}; {error}; {way_out}") from None
 
 
 def _positive_float(raw: str) -> float:
@@ -95,20 +95,20 @@ ALL2ALL_BACKEND = EnvVar(
 )
 CACHE_DIR = EnvVar(
     name="MOE_EP_CACHE_DIR",
-    parse=lambda raw: Path(raw).expanduser(),
-    default=Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moe_ep",
+    parse=user_path,
+    default=(os.environ.get("XDG_CACHE_HOME") or "~/.cache") + "/moe_ep",
     meaning="where made checkpoints, compiled kernels and tuned choices are kept",
 )
 CHUNK_SIZE = EnvVar(
     name="MOE_EP_CHUNK_SIZE",
     parse=_positive_int,
-    default=16384,
+    default="16384",
     meaning="rows that experts in the Standard format compute at a time; bounds their scratch",
 )
 DISPATCH_TIMEOUT_S = EnvVar(
     name="MOE_EP_DISPATCH_TIMEOUT_S",
     parse=_positive_float,
-    default=300.0,
+    default="300",
     meaning="seconds a collective step of dispatch, combine or start-up may take before the rank gives up",
 )
 LOG_LEVEL = EnvVar(
@@ -120,26 +120,26 @@ LOG_LEVEL = EnvVar(
 NVSHMEM_FORCE_DEVICE_API = EnvVar(
     name="MOE_EP_NVSHMEM_FORCE_DEVICE_API",
     parse=_switch,
-    default=False,
+    default="0",
     meaning="1: the NVSHMEM backends treat every other rank as one of another host (for tests on one host)",
 )
 NVSHMEM_NUM_SMS = EnvVar(
     name="MOE_EP_NVSHMEM_NUM_SMS",
     parse=_whole_number,
-    default=0,
+    default="0",
     meaning="SMs that nvshmem_high_throughput moves rows with; 0: its own choice",
 )
 NVSHMEM_TIMEOUT_S = EnvVar(
     name="MOE_EP_NVSHMEM_TIMEOUT_S",
     parse=_seconds_or_off,
-    default=10.0,
+    default="10",
     meaning="seconds that a kernel of the NVSHMEM backends waits for another rank before it ends with an error; off: "
     "without end",
 )
 RANKS_PER_HOST = EnvVar(
     name="MOE_EP_RANKS_PER_HOST",
     parse=_whole_number,
-    default=0,
+    default="0",
     meaning="so many ranks each are taken for a host of their own (for tests of several hosts on one); 0: none are",
 )
 

@@ -1,11 +1,29 @@
-"""Writing files so that they are complete or absent, never partial."""
+"""Paths and JSON as people write them, and files written so that they are complete or absent, never partial."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+
+def user_path(raw: str) -> Path:
+    """The path, with the home folder that a leading ~ or ~NAME stands for; ValueError where there is none."""
+    try:
+        return Path(raw).expanduser()
+    except RuntimeError:
+        raise ValueError("its ~ stands for a home folder, and there is none; write the path out") from None
+
+
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
+    """`json.loads`, which is to raise ValueError and nothing else for whatever somebody wrote."""
+    try:
+        return json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError("it nests too many lists or objects") from None
 
 
 @contextlib.contextmanager

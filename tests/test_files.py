@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ep.files import replacing, write_text
+from moe_ep.files import parse_json, replacing, write_text
 
 
 def test_a_file_changes_as_a_whole_or_stays_as_it_was(tmp_path: Path) -> None:
@@ -22,6 +22,13 @@ def test_a_file_changes_as_a_whole_or_stays_as_it_was(tmp_path: Path) -> None:
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.jsonl", "first")]
     write_text(file, "zweites, größer")
     assert file.read_text(encoding="utf-8") == "zweites, größer"
+
+
+def test_json_of_any_kind_is_json_or_a_value_error() -> None:
+    assert parse_json(b'{"a": [1]}') == {"a": [1]}
+    for text in ("[" * 100_000, '{"a":' * 100_000, b"\xff\xfe\x00", "1" * 5000):
+        with pytest.raises(ValueError):
+            parse_json(text)
 
 
 def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:

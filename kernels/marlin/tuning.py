@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_ep import env
-from moe_ep.files import write_text
+from moe_ep.files import parse_json, write_text
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights
 
@@ -110,7 +110,7 @@ def read_table(path: Path) -> Table:
         ValueError: it is none; says what is wrong and what to do.
     """
     try:
-        known = json.loads(path.read_text())
+        known = parse_json(path.read_text())
         entries = [entry for problems in known.values() for entry in problems.values()]
         wrong = next((entry for entry in entries if entry["few_rows"] not in CANDIDATES), None)
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from moe_ep.launch.option_values import checkpoint_folder, new_folder
-from moe_ep.launch.options import OptionError, Parser
+from moe_ep.launch.options import OptionError, Parser, parsed
 
 KINDS = ("int4", "int8", "fp8")
 
@@ -29,13 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.quantize not in KINDS:
         raise OptionError(f"--quantize is {args.quantize!r}; it must be one of {', '.join(KINDS)}")
-    paths = []
-    for name, raw, parse in (("IN", args.input, checkpoint_folder), ("OUT", args.output, new_folder)):
-        try:
-            paths.append(parse(raw))
-        except ValueError as error:
-            raise OptionError(f"{name} is {raw!r}; {error}") from None
-    source, target = paths
+    source, target = parsed("IN", args.input, checkpoint_folder), parsed("OUT", args.output, new_folder)
     from tqdm import tqdm
 
     from moe_ep.checkpoint.convert import convert_checkpoint

@@ -9,6 +9,7 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_ep.files import user_path
 from moe_ep.launch.eplb_scene import (
     MachineConfig,
     SceneConfig,
@@ -43,7 +44,7 @@ _FORMS = {
 
 def _routing(raw: str) -> str:
     path = raw.removeprefix("recorded:")
-    if re.fullmatch(r"zipf:\d+(\.\d+)?", raw) or Path(path).expanduser().is_file():
+    if re.fullmatch(r"zipf:\d+(\.\d+)?", raw) or user_path(path).is_file():
         return path
     absent = "" if raw.startswith("zipf") else ", and there is no such file"
     raise ValueError(f"it must be zipf:S with a number such as zipf:0.5, or an .npz file of recorded choices{absent}")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_ep.launch.option_values import GEOMETRY_NAMES, geometry_name, output_file, whole_numbers
+from moe_ep.launch.option_values import GEOMETRY_NAMES, geometry_name, input_file, output_file, whole_numbers
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
 from moe_ep.launch.outputs import tell
 
@@ -21,10 +21,7 @@ _rate = number("a number above 0", lambda rate: rate > 0)
 
 
 def _results(raw: str) -> Path:
-    path = Path(raw).expanduser()
-    if not path.is_file():
-        raise ValueError("it must be a file that `moe-ep bench scaling --json` wrote, and there is none")
-    return path
+    return input_file(raw, "it must be a file that `moe-ep bench scaling --json` wrote")
 
 
 @dataclass(frozen=True, kw_only=True)

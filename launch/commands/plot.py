@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_ep.launch.option_values import new_folder
-from moe_ep.launch.options import OptionError, Parser, add_flags, from_args, option
+from moe_ep.launch.option_values import input_file, new_folder
+from moe_ep.launch.options import OptionError, Parser, add_flags, from_args, option, parsed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def main(args: argparse.Namespace) -> int:
     config = from_args(PlotConfig, args)
-    path = Path(args.file).expanduser()
-    if not path.is_file():
-        raise OptionError(f"FILE is {args.file!r}; it must be a file that a benchmark wrote, and there is none")
+    path = parsed("FILE", args.file, lambda raw: input_file(raw, "it must be a file that a benchmark wrote"))
     from moe_ep.bench.plots import plot_scaling
     from moe_ep.bench.scaling_file import about_runs, read_scaling
     from moe_ep.bench.scaling_markdown import as_markdown

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import moe_ep
 from moe_ep.checkout import checkout_commit
-from moe_ep.files import naming
+from moe_ep.files import naming, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         if not isinstance(row, dict):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from moe_ep.eplb.trace import plain_choices, read_arrays
+from moe_ep.files import user_path
 
 _CHOSEN = 8.0
 
@@ -39,8 +40,8 @@ def parse_routing(raw: str) -> Routing:
         return Routing()
     if found := re.fullmatch(r"zipf:(\d+(?:\.\d+)?)", raw):
         return Routing(zipf=float(found[1]))
-    if raw.endswith(".npz") and Path(raw).expanduser().is_file():
-        return Routing(recorded=Path(raw).expanduser().absolute())
+    if raw.endswith(".npz") and user_path(raw).is_file():
+        return Routing(recorded=user_path(raw).absolute())
     raise ValueError("it must be uniform, zipf:S with a number such as zipf:0.5, or an .npz file of recorded choices")
 
 

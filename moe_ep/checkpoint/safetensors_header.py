@@ -7,7 +7,6 @@ name to its dtype, shape and `[begin, end)` in the data; tensors fill the data w
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from moe_ep.errors import CheckpointError
+from moe_ep.files import parse_json
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -111,8 +111,8 @@ def parse_json_object(raw: bytes, what: str) -> dict[str, Any]:
         return result
 
     try:
-        value = json.loads(raw, object_pairs_hook=without_duplicates)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(raw, object_pairs_hook=without_duplicates)
+    except ValueError as error:
         raise CheckpointError(f"{what}: expected JSON, found bytes that do not parse: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{what}: expected a JSON object, found a {type(value).__name__}")

@@ -17,7 +17,7 @@ import numpy as np
 
 from moe_ep.eplb.policy.maps import Array, check_placement
 from moe_ep.errors import EplbError
-from moe_ep.files import write_text
+from moe_ep.files import parse_json, write_text
 
 if TYPE_CHECKING:
     from moe_ep.checkpoint.reader import CheckpointReader
@@ -62,8 +62,8 @@ class PlacementFile:
             EplbError: it cannot be read, is no such file, or is not what was written.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            content = parse_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise EplbError(f"the placement {path} cannot be read: {error}") from None
         if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
             raise EplbError(f"{path} is not a placement of version {_VERSION}; save one with --save-placement")

@@ -1,5 +1,7 @@
 """Choices by name and environment variables: defaults, parsing, and the sentences."""
 
+import dataclasses
+
 import pytest
 
 from moe_ep import env
@@ -45,8 +47,20 @@ def test_what_was_registered_wrongly_is_named():
 def test_defaults_without_variables(monkeypatch):
     for variable in env.ALL:
         monkeypatch.delenv(variable.name, raising=False)
-        assert variable.get() == variable.default
+        assert variable.get() == variable.parse(variable.default)
         assert variable.meaning and variable.name.startswith("MOE_EP_")
+
+
+@pytest.mark.parametrize(
+    ("given", "default", "way_out"),
+    [("", "~nobody-is-called-this/x", "set MOE"), ("~nobody-is-called-this/x", "/tmp", "unset it")],
+)
+def test_a_home_that_nobody_has(monkeypatch, given, default, way_out):
+    monkeypatch.setenv(env.CACHE_DIR.name, given)
+    with pytest.raises(
+        ValueError, match=f"MOE_EP_CACHE_DIR is '~nobody-is-called-this/x'; its ~ stands for a home .*; {way_out}"
+    ):
+        dataclasses.replace(env.CACHE_DIR, default=default).get()
 
 
 @pytest.mark.parametrize(

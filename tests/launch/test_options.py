@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ep.launch.option_values import endpoint, new_folder, port, whole_numbers
+from moe_ep.launch.option_values import endpoint, new_folder, output_file, port, whole_numbers
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
 
 
@@ -40,8 +40,8 @@ def test_help_says_what_a_flag_takes_and_what_it_is_without() -> None:
 
 def test_the_least_values_are_values() -> None:
     assert at_least(2)("2") == 2 and endpoint("host:1") == "host:1" and port("65535") == 65535
-    for parse, raw in ((at_least(2), "1"), (endpoint, "host:0"), (port, "0")):
-        with pytest.raises(ValueError, match="it must"):
+    for parse, raw in ((at_least(2), "1"), (endpoint, "host:0"), (port, "0"), (port, "9" * 5000)):
+        with pytest.raises(ValueError, match="it must be|it must read"):
             parse(raw)
 
 
@@ -52,6 +52,11 @@ def test_the_least_values_are_values() -> None:
         ("count", "9" * 5000, "; it must be at most 2147483647"),
         ("counts", f"1,{2**31}", "; it must be at most 2147483647"),
         ("folder", "n" * 300, ", which cannot be used: File name too long"),
+        (
+            "folder",
+            "~nobody-has-this-name/x",
+            "; its ~ stands for a home folder, and there is none; write the path out",
+        ),
     ],
 )
 def test_what_no_machine_can_take_is_refused(flag: str, raw: str, rule: str) -> None:
@@ -61,3 +66,15 @@ def test_what_no_machine_can_take_is_refused(flag: str, raw: str, rule: str) -> 
     with pytest.raises(OptionError) as caught:
         from_args(Made, parser.parse_args([f"--{flag}", raw]))
     assert str(caught.value) == f"--{flag} is {raw!r}{rule}"
+
+
+def test_links_that_lead_nowhere(tmp_path: Path) -> None:
+    for name, leads_to in (("new", "made"), ("lost", "no folder/made"), ("round", "round"), ("old", "there")):
+        (tmp_path / name).symlink_to(leads_to)
+    (tmp_path / "there").touch()
+    for name in ("new", "old"):
+        assert output_file(str(tmp_path / name)) == tmp_path / name
+    for parse, names in ((output_file, ("lost", "round")), (new_folder, ("new", "lost", "round", "old"))):
+        for name in names:
+            with pytest.raises(ValueError, match="it must be a fi|it must be a fo"):
+                parse(str(tmp_path / name))
