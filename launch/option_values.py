@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,24 @@ def output_file(raw: str) -> Path:
     if (needs_folder and not os.access(made.parent, os.W_OK)) or (path.exists() and not os.access(path, os.W_OK)):
         raise ValueError("it must be a file that may be written, and this user may not")
     return path
+
+
+def check_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, str | Path | None]) -> None:
+    """Raises OptionError where a command would replace a file that it reads, or one of its own outputs by another.
+
+    Args:
+        outputs, inputs: what is written and read, by flag; None, and what is no plain file, is left out.
+    """
+    seen: dict[str, str] = {}
+    for flag, path in (*inputs.items(), *outputs.items()):
+        real = os.path.realpath(path or "")
+        if path is None or (os.path.exists(real) and not os.path.isfile(real)):
+            continue
+        if flag in outputs and real in seen:
+            raise OptionError(
+                f"{flag} is {str(path)!r}, as is {seen[real]}; it would be replaced, write to another file"
+            )
+        seen[real] = flag
 
 
 def new_folder(raw: str) -> Path:

@@ -16,7 +16,7 @@ from moe_ep.bench.results import append_line, read_lines
 from moe_ep.bench.scaling_tables import as_text
 from moe_ep.launch.gang import ignore, set_up_logging
 from moe_ep.launch.gang_choice import start_gang
-from moe_ep.launch.option_values import check_backends
+from moe_ep.launch.option_values import check_apart, check_backends
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.scaling_config import ScalingConfig
@@ -80,6 +80,8 @@ def _check_together(config: ScalingConfig) -> None:
         raise OptionError(f"--model is {config.model} and --geometry {','.join(config.geometry)}; pass one of them")
     if not config.decode_tokens and not config.prefill_tokens:
         raise OptionError("--decode-tokens and --prefill-tokens are none; pass numbers for one of them")
+    for recorded in config.routing:
+        check_apart({"--json": config.json}, {"--routing": recorded})
     if config.resume and config.json is None:
         raise OptionError("--resume was given without --json; give the FILE that has the rows of the run before")
     unknown = set(config.variant_tokens) - {*config.decode_tokens, *config.prefill_tokens}

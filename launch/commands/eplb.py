@@ -19,7 +19,7 @@ from moe_ep.launch.eplb_scene import (
     scene_of,
     trace_file,
 )
-from moe_ep.launch.option_values import checkpoint_folder, output_file
+from moe_ep.launch.option_values import check_apart, checkpoint_folder, output_file
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, option
 from moe_ep.launch.outputs import tell
 from moe_ep.launch.progress import ProgressDisplay
@@ -149,6 +149,7 @@ def main_simulate(args: argparse.Namespace) -> int:
     from moe_ep.eplb.simulate import LINEAR, compare, zipf_trace
     from moe_ep.registry import EPLB_POLICIES
 
+    check_apart({"--json": config.json}, {"--routing": config.routing})
     _check_names("--policies", config.policies, (LINEAR, *EPLB_POLICIES))
     _check_names("--rules", config.rules, tuple(RULES))
     try:
@@ -228,6 +229,7 @@ def main_plan(args: argparse.Namespace) -> int:
     config = from_args(PlanConfig, args)
     if config.model is None:
         raise OptionError("--model is missing; a placement is for one model, give its checkpoint")
+    check_apart({"--out": config.out}, {"TRACE": args.trace})
     import torch
 
     from moe_ep.checkpoint import CheckpointReader, model_spec

@@ -13,7 +13,7 @@ from moe_ep.launch.gang_choice import start_gang
 from moe_ep.launch.generate_config import GenerateConfig, Prompt, prompt_of, read_prompts
 from moe_ep.launch.generate_lines import CompletionLines
 from moe_ep.launch.generate_report import GenerationReport, RankGeneration
-from moe_ep.launch.option_values import check_backends
+from moe_ep.launch.option_values import check_apart, check_backends
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
 from moe_ep.launch.rank_env import RankEnv
 
@@ -38,6 +38,7 @@ def main(args: argparse.Namespace) -> int:
         raise missing_extra("transformers", "hf", "generating text")
     config.check_quantize()
     config.check_sampling()
+    check_apart({"--output": config.output}, {"--prompts": config.prompts})
     prompts = _prompts(config)
     config, gang = start_gang(config, lambda *found: check_backends([config.backend], *found))
     lines = CompletionLines(prompts, config.output)

@@ -8,7 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_ep.launch.option_values import GEOMETRY_NAMES, geometry_name, input_file, output_file, whole_numbers
+from moe_ep.launch.option_values import (
+    GEOMETRY_NAMES,
+    check_apart,
+    geometry_name,
+    input_file,
+    output_file,
+    whole_numbers,
+)
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
 from moe_ep.launch.outputs import tell
 
@@ -65,6 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def main(args: argparse.Namespace) -> int:
     config = from_args(PlanConfig, args)
+    check_apart({"--json": config.json}, {"--measured": config.measured})
     from moe_ep.bench.geometries import preset
     from moe_ep.bench.results import as_line, table
     from moe_ep.paper_model import Machine

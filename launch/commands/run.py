@@ -7,7 +7,7 @@ import sys
 
 from moe_ep.launch.gang import set_up_logging
 from moe_ep.launch.gang_choice import start_gang
-from moe_ep.launch.option_values import check_backends
+from moe_ep.launch.option_values import check_apart, check_backends
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
 from moe_ep.launch.outputs import tell
 from moe_ep.launch.rank_env import RankEnv
@@ -88,6 +88,10 @@ def _check_together(config: RunConfig) -> None:
     if config.text is not None and config.model is not None and not (config.model / "tokenizer.json").is_file():
         raise OptionError(f"--text needs a tokenizer and {config.model} has no tokenizer.json; leave --text out")
     config.check_quantize()
+    results = {"--json": config.json, "--record-routing": config.record_routing}
+    recorded = (config.routing or "").removeprefix("recorded:")
+    check_apart(results | {"--save-placement": config.save_placement}, {"--text": config.text, "--routing": recorded})
+    check_apart(results, {"--load-placement": config.load_placement})  # a placement may take the place of an older one
 
 
 def _tell(config: RunConfig, report: RunReport) -> int:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_ep.launch.option_values import endpoint, new_folder, output_file, port, whole_numbers
+from moe_ep.launch import cli
+from moe_ep.launch.option_values import check_apart, endpoint, new_folder, output_file, port, whole_numbers
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
 
 
@@ -78,3 +79,31 @@ def test_links_that_lead_nowhere(tmp_path: Path) -> None:
         for name in names:
             with pytest.raises(ValueError, match="it must be a fi|it must be a fo"):
                 parse(str(tmp_path / name))
+
+
+def test_no_output_takes_the_place_of_another_file(tmp_path: Path) -> None:
+    read, other, link = (tmp_path / name for name in ("read", "other", "link"))
+    read.touch()
+    link.symlink_to("read")
+    check_apart({"--a": other, "--b": None, "--c": Path("/dev/null"), "--d": Path("/dev/null")}, {"--in": read})
+    for outputs, said in (({"--a": link}, f"--a is '{link}', as is --in"), ({"--a": other, "--b": other}, "as is --a")):
+        with pytest.raises(OptionError, match=f"{said}; it would be replaced, write to another file"):
+            check_apart(outputs, {"--in": read})
+
+
+def test_commands_keep_their_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "file.npz")
+    Path(file).write_text("kept")
+    for command in (
+        f"run --text {file} --json {file}",
+        f"run --json {file} --record-routing {file}",
+        f"run --eplb --load-placement {file} --json {file}",
+        f"run --routing recorded:{file} --record-routing {file}",
+        f"generate --prompts {file} --output {file}",
+        f"bench scaling --routing {file} --json {file}",
+        f"plan --measured {file} --json {file}",
+        f"eplb simulate --routing {file} --json {file}",
+    ):
+        assert cli.main(command.split()) == 2
+        assert "it would be replaced" in capsys.readouterr().err
+    assert Path(file).read_text() == "kept"
