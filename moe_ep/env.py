@@ -34,13 +34,14 @@ class EnvVar(Generic[T]):
             raise ValueError(f"{self.name} is {given or self.default!r}; {error}; {way_out}") from None
 
 
-def _positive_float(raw: str) -> float:
+def _seconds(raw: str) -> float:
     try:
         value = float(raw)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError("it must be a positive number of seconds")
+    # Whole milliseconds that are more than none, and nanoseconds that 64 bits hold.
+    if not 1e-3 <= value <= 1e9:
+        raise ValueError("it must be a number of seconds from 0.001 to 1e9")
     return value
 
 
@@ -48,9 +49,9 @@ def _seconds_or_off(raw: str) -> float:
     if raw == "off":
         return 0.0
     try:
-        return _positive_float(raw)
-    except ValueError:
-        raise ValueError("it must be a positive number of seconds, or off") from None
+        return _seconds(raw)
+    except ValueError as error:
+        raise ValueError(f"{error}, or off") from None
 
 
 def _positive_int(raw: str) -> int:
@@ -107,7 +108,7 @@ CHUNK_SIZE = EnvVar(
 )
 DISPATCH_TIMEOUT_S = EnvVar(
     name="MOE_EP_DISPATCH_TIMEOUT_S",
-    parse=_positive_float,
+    parse=_seconds,
     default="300",
     meaning="seconds a collective step of dispatch, combine or start-up may take before the rank gives up",
 )

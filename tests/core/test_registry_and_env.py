@@ -85,6 +85,7 @@ def test_values_are_parsed(monkeypatch, variable, raw, value):
         (env.DISPATCH_TIMEOUT_S, "-1"),
         (env.DISPATCH_TIMEOUT_S, "soon"),
         (env.DISPATCH_TIMEOUT_S, "nan"),
+        (env.DISPATCH_TIMEOUT_S, "1e10"),
         (env.CHUNK_SIZE, "0"),
         (env.CHUNK_SIZE, "x"),
         (env.LOG_LEVEL, "loud"),
