@@ -30,6 +30,7 @@ class RankGroup:
 
     Attributes:
         rank, size: of this process in the group, in ep_rank order.
+        ep_ranks: what messages call the ranks of the group; other numbers only after `is_part_of`.
         timeout_s: the group's timeout, or MOE_EP_DISPATCH_TIMEOUT_S where that is shorter.
         have_agreed: must_agree found nothing that differs.
 
@@ -63,9 +64,16 @@ class RankGroup:
                 f"ep_rank is {moe_config.ep_rank} and this process is rank {self.rank} of process_group; pass the "
                 f"group whose ranks are the EP ranks in their order"
             )
-        self.notes = Notes(self.group)
+        self.ep_ranks: Sequence[int] = range(self.size)
+        self.notes, self._noted = Notes(self.group), self.group
         self.timeout_s = deadline_of(self.group)
         self.have_agreed = False
+
+    def is_part_of(self, ep_group: dist.ProcessGroup) -> None:
+        """Messages speak of the ranks of `ep_group` from now on, which has these and others; all of those are told what
+        a rank refuses, and asked where a step does not finish: a rank may wait for one that waits for another."""
+        self.ep_ranks = [dist.get_group_rank(ep_group, rank) for rank in dist.get_process_group_ranks(self.group)]
+        self.notes, self._noted = Notes(ep_group), ep_group
 
     def must_agree(self, settings: dict[str, int], device: torch.device) -> None:
         """Refuses ranks whose layers differ, before they exchange rows of other sizes than they expect.
@@ -85,15 +93,15 @@ class RankGroup:
         for name, values in zip(settings, zip(*of_ranks, strict=True), strict=True):
             if len(set(values)) > 1:
                 raise ConfigError(
-                    f"{name} is {', '.join(map(str, values))} on EP ranks 0 to {self.size - 1}; it must be the same on "
-                    f"every rank of a layer"
+                    f"{name} is {', '.join(map(str, values))} on EP {rank_list(self.ep_ranks)}; it must be the same "
+                    f"on every rank of a layer"
                 )
         self.have_agreed = True
 
     def steps(self, name: str, device: torch.device) -> Steps:
         """The collective steps of one dispatch or combine."""
         if device.type == "cuda" and self.size > 1:
-            watch(self.group)
+            watch(self._noted)
         return Steps(self, name, device)
 
     def wait_for_sizes(self, name: str, have_come: Callable[[], bool]) -> None:
@@ -107,7 +115,7 @@ class RankGroup:
 
     def failed(self, name: str, cause: str) -> DispatchTimeoutError:
         """The error for a step that failed or took too long, with the ranks at fault where somebody can tell."""
-        story = f"the {name} did not finish on EP rank {self.rank} (deadline {self.timeout_s:g} s)"
+        story = f"the {name} did not finish on EP rank {self.ep_ranks[self.rank]} (deadline {self.timeout_s:g} s)"
         try:
             refusals = self.notes.read()
             if refusals:

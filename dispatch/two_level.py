@@ -167,6 +167,8 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
                 levels, ranks, capacities, grid.owners(owners), wires, groups, strict=True
             )
         )
+        for level in (self._across, self._within):
+            level.ranks.is_part_of(group)
         has_room_for_any = all(level.max_num_tokens_per_rank() is None for level in (self._across, self._within))
         self._capacity = None if has_room_for_any else config.max_num_tokens
         self._num_ranks, self.by_host = config.ep_size, grid.members

@@ -41,10 +41,11 @@ class FailureRecord:
         self.words.zero_()
 
     def _error(self) -> DispatchTimeoutError:
-        missing = [rank for rank in range(self._ranks.size) if self._numbers[_RANKS + rank]]
+        named = self._ranks.ep_ranks
+        missing = [named[rank] for rank in range(self._ranks.size) if self._numbers[_RANKS + rank]]
         phase, epoch = _PHASES[int(self._numbers[_PHASE])], int(self._numbers[_EPOCH]) & 0xFFFFFFFF
         story = (
-            f"the {phase} of batch {epoch} did not finish on EP rank {self._ranks.rank}: {rank_list(missing)} "
+            f"the {phase} of batch {epoch} did not finish on EP rank {named[self._ranks.rank]}: {rank_list(missing)} "
             f"sent nothing for {self.timeout_s:g} s (MOE_EP_NVSHMEM_TIMEOUT_S)"
         )
         try:

@@ -104,6 +104,32 @@ def test_a_dead_rank_is_named(name: str) -> None:
         assert f"DispatchTimeoutError: the combine did not finish on EP rank {peer} (deadline 4 s): rank 1 did" in text
 
 
+def miss_a_step(rank: int, world_size: int) -> tuple[str, tuple[int, ...]]:
+    """Rank 1 of two hosts of two ranks stays away; ranks 2 and 3 are of the other host."""
+    os.environ["MOE_EP_RANKS_PER_HOST"] = "2"
+    setting = make_setting(Case(), rank, world_size)
+    backend = make_backend(setting, "two_level", levels=("all_to_all", "all_to_all"))
+    if rank == 1:
+        job_store().wait([f"rank {other} has given up" for other in (0, 2, 3)], timedelta(seconds=60))
+        return "", ()
+    with pytest.raises(DispatchTimeoutError) as failure:
+        backend.prepare(*prepare_args(setting, "cpu"))
+    job_store().set(f"rank {rank} has given up", "")
+    return str(failure.value), failure.value.ranks
+
+
+def test_ranks_of_all_hosts_name_the_one_that_stays_away() -> None:
+    pool = RankPool(4, timeout_s=TIMEOUT_S)
+    try:
+        results = pool.run(miss_a_step)
+    finally:
+        pool.close()
+    for rank in (0, 2, 3):
+        text, blamed = results[rank]
+        assert text.startswith(f"the dispatch did not finish on EP rank {rank} (deadline 4 s): rank 1 did not")
+        assert blamed == (1,)
+
+
 def sleep(rank: int, world_size: int) -> tuple[int, ...]:
     """Rank 0 is busy elsewhere until rank 1 has given up, at a deadline shorter than the group's."""
     os.environ["MOE_EP_DISPATCH_TIMEOUT_S"] = "0.7"

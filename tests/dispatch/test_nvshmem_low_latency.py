@@ -236,7 +236,7 @@ def test_symmetric_memory_is_given_back_where_all_ranks_come(monkeypatch: pytest
     ("refusals", "reason"), [({}, "it is dead, stuck or late"), ({2: "too much"}, "rank 2 refused its batch: too much")]
 )
 def test_a_failed_wait_names_ranks_phase_and_batch(refusals: dict[int, str], reason: str) -> None:
-    group = SimpleNamespace(rank=0, size=4, notes=SimpleNamespace(read=lambda: refusals))
+    group = SimpleNamespace(rank=0, size=4, ep_ranks=range(4), notes=SimpleNamespace(read=lambda: refusals))
     record = FailureRecord(group, 0.5, torch.zeros(7, dtype=torch.int32))
     record.check()
     record.words[:] = torch.tensor([1, 2, 77, 0, 0, 1, 1])
@@ -253,7 +253,7 @@ def test_a_failed_wait_is_told_where_notes_cannot_be_read() -> None:
     def read() -> dict[int, str]:
         raise RuntimeError("gone")
 
-    group = SimpleNamespace(rank=1, size=2, notes=SimpleNamespace(read=read))
+    group = SimpleNamespace(rank=1, size=2, ep_ranks=range(2), notes=SimpleNamespace(read=read))
     record = FailureRecord(group, 0.5, torch.tensor([1, 1, -1, 1, 0], dtype=torch.int32))
     story = r"dispatch of batch 4294967295 did not finish on EP rank 1: .*; the ranks' store cannot be reached \(gone"
     with pytest.raises(DispatchTimeoutError, match=story):
