@@ -24,6 +24,7 @@ from tests.checkpoint.format_encoders import (
     gptq,
     int_quantized,
     mxfp4,
+    mxfp4_beside_fp8,
     nvfp4,
     packed,
     plain,
@@ -153,6 +154,7 @@ CASES: dict[str, Case] = {
         config=GPT_OSS,
     ),
     "mxfp4 per expert": Case(ct("mxfp4-pack-quantized", 4, "float"), mxfp4),
+    "mxfp4 beside fp8": Case(BLOCK | {"scale_fmt": "ue8m0", "expert_dtype": "fp4"}, mxfp4_beside_fp8),
     "nvfp4 modelopt": Case(None, nvfp4("weight", "weight_scale_2", False), files={"hf_quant_config.json": MODELOPT}),
     "nvfp4 packed": Case(
         ct("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group_size=16),

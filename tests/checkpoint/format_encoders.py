@@ -178,6 +178,13 @@ def mxfp4(n: int, k: int) -> tuple[Tensors, Value]:
     return tensors, value
 
 
+def mxfp4_beside_fp8(n: int, k: int) -> tuple[Tensors, Value]:
+    """As DeepSeek-V4 names it, its codes signed bytes."""
+    tensors, value = mxfp4(n, k)
+    codes, exponents = tensors["weight_packed"], tensors["weight_scale"]
+    return {"weight": codes.view(torch.int8), "scale": exponents.view(torch.float8_e8m0fnu)}, value
+
+
 def nvfp4(weight: str, number: str, divides: bool) -> Encode:
     def encode(n: int, k: int) -> tuple[Tensors, Value]:
         # A few numbers are enough for gate and up to differ.
