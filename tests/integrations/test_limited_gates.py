@@ -70,6 +70,10 @@ def publish(model: Any, directory: Path) -> None:
             else:
                 tensors[name] = tensor
         config = reader.config
+    # Experts of what predicts several tokens at once, which nobody reads here.
+    tensors |= {
+        f"mtp.0.{name.partition('.0.')[2]}": tensors[name].clone() for name in list(tensors) if ".0.ffn." in name
+    }
     kinds = [KINDS[kind] for kind in config["layer_types"]]
     theirs = {"layer_types", "compress_rates", "mlp_layer_types", "partial_rotary_factor", "rope_parameters"}
     settings = {key: value for key, value in config.items() if key not in theirs}
