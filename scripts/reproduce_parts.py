@@ -111,7 +111,7 @@ PARTS = (
     # The layer, and what it is made of.
     _every(
         "scaling", "scaling/README.md", 130,
-        f"{_SCALING} --geometry deepseek-v3,qwen3-235b,qwen3-30b,gpt-oss-120b,mixtral-8x7b,kimi-k2 "
+        f"{_SCALING} --geometry deepseek-v3,deepseek-v4-flash,qwen3-235b,qwen3-30b,gpt-oss-120b,mixtral-8x7b,kimi-k2 "
         "--scaling weak,strong --routing uniform,zipf:0.5{recorded} --eplb off,on --variant-tokens 128 "
         "--repeats 20 --repeat-seconds 0.1 {commit} --seconds {left} --json {rows}",
     ),

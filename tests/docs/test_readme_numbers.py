@@ -51,7 +51,7 @@ def test_dispatch() -> None:
         few = tokens <= 1024
         wanted = {
             "backend": "nvshmem_low_latency:by_reference" if few else "nvshmem_high_throughput",
-            "commit": "d94a58a",
+            "commit": "fbffb5e",
             "num_sms": None if few else {"bf16": 24, "fp8": 48}[wire],
             "tokens_per_rank": tokens, "wire": wire, "topk": 8, "experts": 256, "ranks": 4,
             "mode": "graph" if tokens <= 128 else "eager",
@@ -70,8 +70,9 @@ def test_dispatch() -> None:
 
 
 def test_scaling() -> None:
-    names = {"DeepSeek-V3": "deepseek-v3", "Kimi-K2": "kimi-k2", "Qwen3-235B": "qwen3-235b",
-             "GPT-OSS-120B": "gpt-oss-120b", "Mixtral-8x7B": "mixtral-8x7b", "Qwen3-30B": "qwen3-30b"}  # fmt: skip
+    names = {"DeepSeek-V3": "deepseek-v3", "DeepSeek-V4-Flash": "deepseek-v4-flash", "Kimi-K2": "kimi-k2",
+             "Qwen3-235B": "qwen3-235b", "GPT-OSS-120B": "gpt-oss-120b", "Mixtral-8x7B": "mixtral-8x7b",
+             "Qwen3-30B": "qwen3-30b"}  # fmt: skip
     rows, _ = read_scaling(BENCHMARKS / "scaling" / "scaling_4xh200.jsonl")
     plain = {"scaling": "weak", "routing": "uniform", "eplb": "off", "wire": "activations", "asked_backend": "auto"}
     found = {
