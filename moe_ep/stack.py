@@ -72,6 +72,7 @@ class MoEBlock(FixedTensors):
         super().__init__()
         self.layer_index = layer_index
         self.rms_norm_eps = spec.rms_norm_eps
+        self._has_layer_norm = spec.has_layer_norm
         self._residual_multiplier = spec.residual_multiplier
         router = load_router(reader, spec, layer_index)
         bias = None if router.bias is None else router.bias.float().to(device)
@@ -122,7 +123,7 @@ class MoEBlock(FixedTensors):
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """RMS norm of `[T, K]`, computed in f32; a layer norm where the family has those."""
-        if self.norm_bias is not None:
+        if self._has_layer_norm:
             normalized = layer_norm(x.float(), x.shape[-1:], self.norm_weight, self.norm_bias, self.rms_norm_eps)
             return normalized.to(x.dtype)
         return self._rms_norm(x, self.norm_weight)

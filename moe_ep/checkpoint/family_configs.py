@@ -38,6 +38,13 @@ def renamed(
 mimo_config = renamed({"rms_norm_eps": "layernorm_epsilon"}, {"routed_scaling_factor": 1.0})
 
 
+def cohere_config(config: Config) -> Config:
+    """Experts have the size that others call the dense layers'; without an RMS norm's epsilon norms are layer norms."""
+    has_layer_norm = config.get("rms_norm_eps") is None
+    meant = {"moe_intermediate_size": config.get("intermediate_size"), "has_layer_norm": has_layer_norm}
+    return renamed({"rms_norm_eps": "layer_norm_eps"})(config) | meant
+
+
 def nemotron_config(config: Config) -> Config:
     """With names that others have; its layers are a list of kinds, or a string with E for those of experts."""
     for key, meaning in (("moe_latent_size", "experts of another width"), ("mlp_bias", "shared experts with biases")):
@@ -60,12 +67,22 @@ def lfm_config(config: Config) -> Config:
     return config | {"rms_norm_eps": config.get("norm_eps"), "hidden_act": "silu"}
 
 
-def text_part(config: Config) -> Config:
-    """The language model's part of a config that has others, under the names of the whole where it is silent."""
-    part = required(config, "text_config")
+def part_of(config: Config, key: str) -> Config:
+    """A part of a config that has several, with the dtype of the whole where it says none."""
+    part = required(config, key)
     if not isinstance(part, dict):
-        raise CheckpointError(f"config.json: text_config: expected an object, found {part!r}")
+        raise CheckpointError(f"config.json: {key}: expected an object, found {part!r}")
     return {"dtype": config.get("dtype") or config.get("torch_dtype")} | part
+
+
+def text_part(config: Config) -> Config:
+    """The language model's part."""
+    return part_of(config, "text_config")
+
+
+def thinker_part(config: Config) -> Config:
+    """That of a model that also speaks."""
+    return text_part(part_of(config, "thinker_config"))
 
 
 def text_part_of(*known: str) -> Callable[[Config], Config]:

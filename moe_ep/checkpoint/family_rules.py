@@ -152,6 +152,37 @@ def lfm_routing(config: Config) -> RoutingSpec:
     )
 
 
+def sigmoid_routing(config: Config) -> RoutingSpec:
+    """Without a bias; renormalized unless `norm_topk_prob` says otherwise."""
+    return replace(softmax_routing(renormalize=True)(config), scoring_func="sigmoid")
+
+
+def laguna_routing(config: Config) -> RoutingSpec:
+    for key in ("moe_router_logit_softcapping", "moe_apply_router_weight_on_input"):
+        if config.get(key):
+            raise CheckpointError(f"config.json: {key}: expected none, found {config[key]!r}; such routers do not load")
+    return biased_sigmoid_times("moe_routed_scaling_factor")(config)
+
+
+def cohere_routing(config: Config) -> RoutingSpec:
+    """A softmax over the chosen experts, which is a renormalized one over all, or sigmoid scores."""
+    kinds = {"softmax": fixed_routing(renormalize=True), "sigmoid": sigmoid_routing}
+    routing = one_known("expert_selection_fn", config.get("expert_selection_fn") or "softmax", kinds)(config)
+    return replace(routing, routed_scaling_factor=_cohere_factor(config))
+
+
+def cohere_shared_experts(config: Config) -> SharedExpertsSpec | None:
+    shared = counted_shared_experts(config)
+    return None if shared is None else replace(shared, factor=_cohere_factor(config))
+
+
+def _cohere_factor(config: Config) -> float:
+    """Of both the routed and the shared experts, which are added or averaged."""
+    strategy = config.get("shared_expert_combination_strategy") or "average"
+    factor = one_known("shared_expert_combination_strategy", strategy, {"average": 0.5, "sum": 1.0})
+    return factor if config.get("num_shared_experts") else 1.0
+
+
 def phi_routing(config: Config) -> RoutingSpec:
     """Of two experts: transformers chooses as many whatever the config says."""
     if (found := top_k(config)) != 2:
@@ -202,6 +233,10 @@ def limited_gate(config: Config) -> dict[str, Any]:
     if limit is not None and limit <= 0:
         raise CheckpointError(f"config.json: swiglu_limit: expected a positive number, found {found!r}")
     return {"swiglu_limit": limit}
+
+
+def cohere_fields(config: Config) -> dict[str, Any]:
+    return {"has_layer_norm": config["has_layer_norm"]}
 
 
 def deepseek_v4_fields(config: Config) -> dict[str, Any]:

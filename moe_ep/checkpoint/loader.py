@@ -72,7 +72,12 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
 
 
 def load_router(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> RouterWeights:
-    """The router of one layer, in the dtypes on disk; CheckpointError for a missing tensor or another shape."""
+    """The router of one layer, in the dtypes on disk.
+
+    Raises:
+        CheckpointError: a missing tensor, or one of another shape.
+        ConfigError: a router that is of another form.
+    """
     bias, per_expert = spec.router_bias(layer_index), (spec.num_experts,)
     return RouterWeights(
         weight=_read_router(reader, spec.router_weight(layer_index), (spec.num_experts, spec.hidden_size)),
@@ -84,14 +89,17 @@ def load_router(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) 
 def load_norm(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> torch.Tensor:
     """The weight `[K]` of the norm before the experts; CheckpointError where it is missing or misshapen.
 
-    Weights that a family writes less one (`spec.norm_offset`) come whole, in f32.
+    Weights that a family writes less one (`spec.norm_offset`) come whole, in f32; ones stand for a norm without any.
     """
-    weight = _read_plain(reader, spec.norm_weight(layer_index), (spec.hidden_size,))
+    name = spec.norm_weight(layer_index)
+    if name is None:
+        return torch.ones(spec.hidden_size)
+    weight = _read_plain(reader, name, (spec.hidden_size,))
     return weight.float() + spec.norm_offset if spec.norm_offset else weight
 
 
 def load_norm_bias(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> torch.Tensor | None:
-    """The bias `[K]` of that norm, where the family has layer norms; None for RMS norms."""
+    """The bias `[K]` of that norm; None where it has none."""
     name = spec.norm_bias(layer_index)
     return None if name is None else _read_plain(reader, name, (spec.hidden_size,))
 
@@ -104,6 +112,8 @@ def load_output_norm(reader: CheckpointReader, spec: MoEModelSpec, layer_index: 
 
 def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> SharedExpertsWeights | None:
     """The shared experts of one layer as plain weights, dequantized where they are quantized; None without any.
+
+    What their output is multiplied by is in the weights of down.
 
     Raises:
         CheckpointError: a tensor that is missing or has another shape.
@@ -125,7 +135,7 @@ def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_inde
         )
         gate, up = gate_up.chunk(2)
     expert_gate = _read_plain(reader, f"{prefix}_gate.weight", (1, spec.hidden_size)) if shared.has_gate else None
-    return SharedExpertsWeights(gate, up, down, expert_gate)
+    return SharedExpertsWeights(gate, up, down * shared.factor, expert_gate)
 
 
 def embed_rows(reader: CheckpointReader, spec: MoEModelSpec, token_ids: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.errors import ConfigError
 
 
 class Projections(NamedTuple):
@@ -58,6 +59,7 @@ class SharedExpertsSpec:
         has_gate: whether `sigmoid(hidden_states @ gate)` scales the output.
         fused: names of the two linear layers where gate and up are one; None where they are not.
         projections: names of gate, down and up where they are not those of the experts.
+        factor: what their output is multiplied by.
         swiglu_limit: as in `FusedMoE`, of these alone.
     """
 
@@ -67,6 +69,7 @@ class SharedExpertsSpec:
     has_gate: bool = False
     fused: tuple[str, str] | None = None
     projections: Projections | None = None
+    factor: float = 1.0
     swiglu_limit: float | None = None
 
 
@@ -81,9 +84,11 @@ class MoEModelSpec:
         moe_module: name of the MoE block inside a layer; empty where its parts lie in the layer itself.
         projections: names of gate, down and up on disk; without up where the activation is ungated.
         layers_module: what the names of layers start with.
-        norm: the norm before the MoE block, inside a layer.
+        norm: the norm before the MoE block, inside a layer; None where the block reads something else than what one
+            norm writes: in its place stands an RMS norm without weights.
         output_norm: the RMS norm of what the MoE block writes, inside a layer; None where there is none.
-        router: the router inside the MoE block, and has_router_bias whether its logits have a bias.
+        router: the router inside the MoE block, and has_router_bias whether its logits have a bias; None for one that
+            is no matrix, or chooses by a rule of its own, and that only a model of transformers computes.
         correction_bias_tensor: the `e_score_correction_bias` inside the MoE block.
         correction_bias_may_miss: whether files may lack it, which means zeros.
         has_bias: whether experts have biases; missing ones are zeros.
@@ -92,7 +97,8 @@ class MoEModelSpec:
         swiglu_limit: as in `FusedMoE`, of the routed experts.
         embedding_multiplier, residual_multiplier: factors of embeddings, and of what a block adds to its input.
         norm_offset: what is added to the weights of norms.
-        has_norm_bias: whether the norm before the experts is a layer norm with a bias, not an RMS norm.
+        has_layer_norm: whether the norm before the experts is a layer norm, not an RMS norm.
+        has_norm_bias: whether that has a bias.
     """
 
     family: str
@@ -113,9 +119,9 @@ class MoEModelSpec:
     table_layers: tuple[int, ...] = ()
     embedding: str = "model.embed_tokens.weight"
     layers_module: str = "model.layers"
-    norm: str = "post_attention_layernorm"
+    norm: str | None = "post_attention_layernorm"
     output_norm: str | None = None
-    router: str = "gate"
+    router: str | None = "gate"
     has_router_bias: bool = False
     correction_bias_tensor: str = "gate.e_score_correction_bias"
     correction_bias_may_miss: bool = False
@@ -126,6 +132,7 @@ class MoEModelSpec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     norm_offset: float = 0.0
+    has_layer_norm: bool = False
     has_norm_bias: bool = False
 
     @property
@@ -144,7 +151,12 @@ class MoEModelSpec:
         return f"{self.moe_prefix(layer)}.experts"
 
     def router_weight(self, layer: int) -> str:
-        """Name of the router's weight, `[E, K]`."""
+        """Name of the router's weight, `[E, K]`; ConfigError for a router that is of another form."""
+        if self.router is None:
+            raise ConfigError(
+                f"the routers of {self.family} models choose experts in a form that moe_ep does not compute; "
+                f"moe_ep.parallelize and moe-ep generate run the whole model, with the routers of transformers"
+            )
         return f"{self.moe_prefix(layer)}.{self.router}.weight"
 
     def correction_bias(self, layer: int) -> str | None:
@@ -156,12 +168,12 @@ class MoEModelSpec:
         """Name of the bias of the router's logits, `[E]`, or None where the family has none."""
         return f"{self.moe_prefix(layer)}.{self.router}.bias" if self.has_router_bias else None
 
-    def norm_weight(self, layer: int) -> str:
-        """Name of the weight of the norm before the MoE block, `[K]`."""
-        return f"{self.layers_module}.{layer}.{self.norm}.weight"
+    def norm_weight(self, layer: int) -> str | None:
+        """Name of the weight of the norm before the MoE block, `[K]`, or None without one."""
+        return None if self.norm is None else f"{self.layers_module}.{layer}.{self.norm}.weight"
 
     def norm_bias(self, layer: int) -> str | None:
-        """Name of that norm's bias, `[K]`, or None for an RMS norm."""
+        """Name of that norm's bias, `[K]`, or None where it has none."""
         return f"{self.layers_module}.{layer}.{self.norm}.bias" if self.has_norm_bias else None
 
     def output_norm_weight(self, layer: int) -> str | None:

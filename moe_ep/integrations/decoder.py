@@ -111,7 +111,7 @@ class SlotDecoder:
         self._cache_like(prefilled).put(into[batch.prompts], prefilled, batch.positions)
         self._positions[into] = batch.lengths
         self._active[into] = True
-        return output.logits.flatten(0, 1)
+        return batch.last_logits(output.logits)
 
     def decode(self) -> torch.Tensor:
         """Runs every slot's last token; returns logits `[num_slots, vocabulary]`, of no meaning for free slots."""

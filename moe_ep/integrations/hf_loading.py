@@ -27,10 +27,14 @@ from moe_ep.integrations.hf_experts import ExpertsShape, check_one_in_a_layer, e
 
 # Families that are another of transformers by another name.
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
+# The part of a configuration that is the language model's, where transformers has a class for that part alone.
+_PARTS = {"qwen3_omni_moe": "thinker_config"}
 
 
 class ExpertsPlace(nn.Module):
-    """Stands where the experts of a layer will be."""
+    """Stands where the experts of a layer will be; some blocks initialize theirs, whose weights are empty here."""
+
+    gate_up_proj = down_proj = torch.empty(0)
 
 
 def load_without_experts(
@@ -104,6 +108,8 @@ def _kind_and_config(path: Path) -> tuple[Any, Any]:
     if known in CONFIG_MAPPING:
         with _quiet():
             config = CONFIG_MAPPING[known].from_pretrained(path, local_files_only=True)
+        if known in _PARTS:
+            config = getattr(config, _PARTS[known])
         kinds = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
         kind = next((mapping[type(config)] for mapping in kinds if type(config) in mapping), None)
     if kind is None:

@@ -34,6 +34,12 @@ class PromptBatch:
     rows: torch.Tensor | None
     last: Any
 
+    def last_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[num_prompts, vocabulary]` from those that a model returns; some heed no `logits_to_keep`."""
+        if logits.size(1) == self.tokens.size(1):
+            logits = logits[:, self.last if isinstance(self.last, torch.Tensor) else slice(-self.last, None)]
+        return logits.flatten(0, 1)
+
 
 def packed_prompts(prompts: Sequence[torch.Tensor], device: torch.device) -> PromptBatch:
     """One behind the other in one row, for attention that takes a `SequenceTable`."""

@@ -46,6 +46,9 @@ class SlotCache(Cache):
         *,
         by_table: bool = False,
     ) -> None:
+        # As Qwen4-Exp in older versions of transformers.
+        if hasattr(prefilled, "position_ids"):
+            raise _no_slots_like(f"{type(prefilled).__name__} with positions")
         self.positions = positions
         super().__init__(layers=[_slots_like(layer, num_slots, max_length, positions) for layer in prefilled.layers])
         self._columns = torch.arange(max_length, device=positions.device)
@@ -185,8 +188,12 @@ def _slots_like(layer: Any, num_slots: int, max_length: int, positions: torch.Te
         indexed = layer.indexer_keys is not None
         return (_IndexedSlots if indexed else _AttentionSlots)(layer, num_slots, max_length, positions)
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-        raise ConfigError(
-            f"the model keeps its past in a {type(layer).__name__}; sequences can share a batch only where layers keep "
-            f"keys and values, or states of linear attention, of every token alike; run it with transformers' generate"
-        )
+        raise _no_slots_like(type(layer).__name__)
     return _AttentionSlots(layer, num_slots, max_length, positions)
+
+
+def _no_slots_like(what: str) -> ConfigError:
+    return ConfigError(
+        f"the model keeps its past in a {what}; sequences can share a batch only where layers keep keys and values, or "
+        f"states of linear attention, of every token alike; run it with transformers' generate"
+    )

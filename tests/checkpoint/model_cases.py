@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.checkpoint.deepseek_like import DEEPSEEK_LIKE, EXPERTS
+from tests.checkpoint.ungrouped import UNGROUPED
 from tests.of_transformers import known, language_model
 
 SIZES = {
@@ -175,6 +176,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("GptOss", {"num_local_experts": EXPERTS, "head_dim": 32}),
     **DEEPSEEK_LIKE,
+    **UNGROUPED,
 }
 
 

@@ -114,6 +114,18 @@ EXPECTED = {
             renormalize=True, scoring_func="sqrtsoftplus", has_correction_bias=True, routed_scaling_factor=1.5
         ),
     },
+    "qwen4_exp_text": {"moe_layers": (0, 1, 2), "norm": None, "routing": RoutingSpec(renormalize=True)},
+    "mellum": {"moe_layers": (0, 1, 2), "moe_intermediate_size": 32, "routing": RoutingSpec(renormalize=True)},
+    "flint": {"moe_layers": (1, 2), "routing": RoutingSpec(renormalize=True, scoring_func="sigmoid")},
+    "laguna": {"moe_layers": (1, 2), "routing": dataclasses.replace(BIASED, routed_scaling_factor=2.5)},
+    "flex_olmo": {"norm": None, "output_norm": "post_feedforward_layernorm", "routing": RoutingSpec(renormalize=False)},
+    "cohere2_moe": {
+        "moe_layers": (1, 2),
+        "moe_intermediate_size": 48,
+        "has_layer_norm": True,
+        "routing": RoutingSpec(renormalize=True, scoring_func="sigmoid", routed_scaling_factor=0.5),
+    },
+    "granitemoe_swa": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22},
     "gpt_oss": {
         "activation": MoEActivation.SWIGLUOAI,
         "has_bias": True,
@@ -125,11 +137,16 @@ EXPECTED = {
 
 # In a part of their config; in test_saved_models.py and tests/integrations/test_families.py.
 SEEING = {"qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "llama4", "kimi_k25"}
+SEEING |= {"minimax_m3_vl", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen4_exp", "gemma4"}
 SEEING |= {"mistral3", "mistral_large4", "mistral_large4_text", "dots3_note", "glm5_next"}
 
 
+# Whose routers moe_ep does not compute; in tests/integrations/test_families.py.
+EXPERTS_ALONE = {"gemma4_text", "kolibri1", "zaya"}
+
+
 def test_every_family_is_tested() -> None:
-    assert set(MODELS) == set(EXPECTED) == set(FAMILIES) - set(SAME_AS) - SEEING
+    assert set(MODELS) == set(EXPECTED) == set(FAMILIES) - set(SAME_AS) - SEEING - EXPERTS_ALONE
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -164,6 +181,32 @@ def test_layers_of_llama_by_their_step() -> None:
     assert model_spec(config).moe_layers == (2, 5)
     config["text_config"] |= {"moe_layers": [0, 6, 9]}
     assert model_spec(config).moe_layers == (0, 6)
+
+
+def test_cohere_as_the_models_came() -> None:
+    """With a number of dense layers in place of a list; its experts may be added, and its norms those of others."""
+    came = config_of("cohere2_moe", mlp_layer_types=None, first_k_dense_replace=1)
+    assert model_spec(came) == model_spec(config_of("cohere2_moe"))
+    of_others = {"shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-6, "expert_selection_fn": "softmax"}
+    spec = model_spec(came | of_others)
+    assert (spec.routing, spec.shared_experts.factor) == (RoutingSpec(renormalize=True), 1.0)
+    assert (spec.has_layer_norm, spec.rms_norm_eps) == (False, 1e-6)
+    assert model_spec(came | {"num_shared_experts": 0}).routing.routed_scaling_factor == 1.0
+    with pytest.raises(CheckpointError, match="shared_expert_combination_strategy is 'max'; it must be one of average"):
+        model_spec(came | {"shared_expert_combination_strategy": "max"})
+
+
+@pytest.mark.parametrize("key", ["moe_router_logit_softcapping", "moe_apply_router_weight_on_input"])
+def test_laguna_has_plain_routers(key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{key}: expected none, found 1; such routers do not load"):
+        model_spec(config_of("laguna", **{key: 1}))
+
+
+def test_where_newer_configs_are_silent() -> None:
+    silent = {"mlp_layer_types": None, "mlp_only_layers": None}
+    assert model_spec(config_of("laguna") | silent).moe_layers == (1, 2)
+    assert model_spec(config_of("flint") | silent).moe_layers == (2,)
+    assert model_spec(config_of("mellum") | silent).moe_layers == (0, 1, 2)
 
 
 def test_mimo_as_the_models_came() -> None:

@@ -26,6 +26,7 @@ from moe_ep.integrations.prompt_queue import Request
 from moe_ep.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
 from tests.integrations.hf_models import FAMILIES, GROUPED, MLA, SIZES, make_model
+from tests.integrations.ungrouped_models import UNGROUPED
 from tests.of_transformers import known
 
 # Of few heads an indexer's scores are often zero, and which of them are taken then is nobody's promise.
@@ -70,6 +71,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "AXK1": {**MLA, **GROUPED, "head_dim": 8},
     "DeepseekV4": {**V4, "n_routed_experts": 6, "swiglu_limit": 0.5},
     "Dots3NoteText": {**MLA, **GROUPED, **INDEXER, "shared_experts_intermediate_size": 24, **DOTS},
+    **UNGROUPED,
 }
 
 
@@ -126,6 +128,21 @@ def test_a_correction_bias_that_files_may_lack(tmp_path: Path) -> None:
     with CheckpointReader(tmp_path) as reader:
         assert torch.equal(load_router(reader, model_spec(reader.config), 1).correction_bias, router.correction_bias)
     check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
+
+
+# What models with a past that slots do not hold keep it in.
+OWN_PAST = {
+    "DeepseekV4": "DeepseekV4HCACache",
+    "Qwen4ExpText": "Dynamic(IndexedLayer|Cache with positions)",
+    "Zaya": "LinearAttentionAndFullAttentionLayer",
+}
+
+
+@pytest.mark.parametrize("family", OWN_PAST)
+def test_a_past_that_slots_do_not_hold_is_refused(family: str) -> None:
+    model = moe_ep.parallelize(make_model(family, **OTHERS[family]))
+    with pytest.raises(ConfigError, match=f"the model keeps its past in a {OWN_PAST[family]}; .* transformers' gener"):
+        in_slots(model, None)
 
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "MiniMaxM2"])

@@ -16,7 +16,10 @@ import moe_ep
 from moe_ep.checkpoint import CheckpointReader, load_router, load_shared_experts, model_spec
 from moe_ep.checkpoint.matrices import check_experts
 from moe_ep.checkpoint.writer import write_checkpoint
+from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError, ConfigError
+from moe_ep.methods import relative_error, tolerance
+from moe_ep.stack import MoEStack
 from tests.integrations.hf_models import GROUPED, MLA, SIZES, make_model
 from tests.integrations.test_families import INDEXER, OTHERS, check, in_slots
 from tests.of_transformers import known
@@ -34,6 +37,21 @@ LARGE = {
 DOTS_EYES = {**EYES, "adapter_in_dim": 32, "adapter_out_dim": 64, "mlp_layer_types": ["dense"]}
 DOTS_EARS = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 DOTS_EARS |= {"adapter_input_size": 32, "adapter_out_dim": 64, "downsample_hidden_size": 8, "feature_size": 16}
+QWEN_EYES = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+QWEN4 = {key: value for key, value in {**SIZES, **OTHERS["Qwen4ExpText"]}.items() if key != "intermediate_size"}
+MINIMAX = {
+    **SIZES,
+    "num_local_experts": 6,
+    "rotary_dim": 16,
+    "shared_intermediate_size": 48,
+    "dense_intermediate_size": 64,
+    "mlp_layer_types": ["dense", "sparse"],
+    "layer_types": ["full_attention", "minimax_m3_sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 32,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+}
 PARTS: dict[str, dict[str, Any]] = {
     "Mistral3": {
         "text_config": {**SIZES, **OTHERS["Mistral4"], "model_type": "mistral4"},
@@ -46,7 +64,20 @@ PARTS: dict[str, dict[str, Any]] = {
         "vision_config": DOTS_EYES,
         "audio_config": DOTS_EARS,
     },
+    "Gemma4": {
+        "text_config": {**SIZES, **OTHERS["Gemma4Text"]},
+        "vision_config": {**EYES, "num_key_value_heads": 2, "head_dim": 16},
+        "audio_config": None,
+    },
+    "Qwen4Exp": {"text_config": QWEN4, "vision_config": QWEN_EYES},
+    "MiniMaxM3VL": {
+        "text_config": MINIMAX,
+        "vision_config": {**EYES, "image_size": 16},
+        "projector_hidden_size": 32,
+    },
 }
+# What models with a past that slots do not hold keep it in.
+OWN_PAST = {"Qwen4Exp": "Dynamic(IndexedLayer|Cache with positions)", "MiniMaxM3VL": "MiniMaxM3VLSparseCacheLayer"}
 
 
 def make_whole(family: str) -> Any:
@@ -55,7 +86,7 @@ def make_whole(family: str) -> Any:
         known("Mistral4Config")
     config = known(f"{family}Config")(**PARTS[family])
     torch.manual_seed(0)
-    model = known(f"{family}ForConditionalGeneration")(config).eval().requires_grad_(False)
+    model = known(f"{family.replace('M3VL', 'M3Sparse')}ForConditionalGeneration")(config).eval().requires_grad_(False)
     for name, param in model.named_parameters():
         if "experts." in name or name.endswith("mlp.gate.weight") or "softmax_scaling" in name:
             torch.nn.init.normal_(param, std=0.3)
@@ -68,7 +99,67 @@ def test_text_through_a_whole_model(family: str, tmp_path: Path) -> None:
     alone.save_pretrained(tmp_path)
     parallel = moe_ep.parallelize(tmp_path, dtype=torch.float32)
     check(parallel, alone)
-    in_slots(parallel, alone)
+    if family not in OWN_PAST:
+        in_slots(parallel, alone)
+        return
+    with pytest.raises(ConfigError, match=f"the model keeps its past in a {OWN_PAST[family]}; .* transformers' gener"):
+        in_slots(parallel, alone)
+
+
+def check_first_block(folder: Path, block: torch.nn.Module) -> None:
+    """The first layer with experts of `moe-ep run`, against the model's."""
+    with CheckpointReader(folder) as reader, torch.inference_mode():
+        stack = MoEStack(reader, model_spec(reader.config), FusedMoEParallelConfig.make(), dtype=torch.float32)
+        seen: list[torch.Tensor] = []
+        stack(torch.randn(9, 64), lambda layer, x, y: seen.extend((x, y)))
+        assert relative_error(seen[1], block(seen[0][None])[0]) < tolerance(torch.float32)
+
+
+def test_minimax_as_the_models_came(tmp_path: Path) -> None:
+    """Its activation has the name of what it computes, and its layers are listed by numbers."""
+    alone = make_whole("MiniMaxM3VL")
+    alone.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config["text_config"]
+    del text["mlp_layer_types"]
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"text_config": text | {"hidden_act": "swigluoai", "moe_layer_freq": [0, 1]}})
+    )
+    check_first_block(tmp_path, alone.model.language_model.layers[1].mlp)
+    check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
+
+
+def test_the_thinker_of_a_model_that_speaks(tmp_path: Path) -> None:
+    """From the folder of the whole, or its own; the whole makes no passes itself."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    ears = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+    thinker = {
+        "text_config": {**SIZES, "num_experts": 6, "rope_parameters": rope},
+        "vision_config": {**QWEN_EYES, "patch_size": 4, "deepstack_visual_indexes": [0]},
+        "audio_config": {**ears, "num_mel_bins": 16, "output_dim": 64, "downsample_hidden_size": 8},
+        **{f"{name}_token_id": 90 + number for number, name in enumerate(("image", "video", "audio"))},
+        "vision_start_token_id": 93,
+    }
+    config = known("Qwen3OmniMoeConfig")(thinker_config=thinker, enable_audio_output=False)
+    torch.manual_seed(0)
+    whole = known("Qwen3OmniMoeForConditionalGeneration")(config).eval().requires_grad_(False)
+    whole.save_pretrained(tmp_path / "whole")
+    whole.thinker.save_pretrained(tmp_path / "thinker")
+    with pytest.raises(ConfigError, match="a Qwen3OmniMoeForConditionalGeneration, which makes no passes itself; pass"):
+        moe_ep.parallelize(whole)
+    language = getattr(whole.thinker.model, "language_model", whole.thinker.model)
+    for folder in ("whole", "thinker"):
+        parallel = moe_ep.parallelize(tmp_path / folder, dtype=torch.float32)
+        check(parallel, whole.thinker)
+        in_slots(parallel, whole.thinker, (3, 3))
+        check_first_block(tmp_path / folder, language.layers[0].mlp)
+
+
+def test_routers_that_only_transformers_computes(tmp_path: Path) -> None:
+    make_model("Gemma4Text", **OTHERS["Gemma4Text"]).save_pretrained(tmp_path)
+    message = "the routers of gemma4_text models choose experts in a form that moe_ep does not compute; moe_ep.para"
+    with CheckpointReader(tmp_path) as reader, pytest.raises(ConfigError, match=message):
+        MoEStack(reader, model_spec(reader.config), FusedMoEParallelConfig.make(), dtype=torch.float32)
 
 
 def test_dots_as_the_models_came(tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""Families whose experts are much like DeepSeek-V3's: chosen in groups or by a bias, with shared ones in one MLP.
+
+They are part of `FAMILIES` (models.py), in its form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe_ep.checkpoint import family_configs as configs
+from moe_ep.checkpoint import family_rules as rules
+from moe_ep.checkpoint.family import FIRST_DENSE, GATE_DOWN_UP, GATE_W1, LANGUAGE_PART, WHOLE_LANGUAGE_MODEL, Family
+
+_DEEPSEEK_V3 = Family(
+    moe_layers=rules.layers_after_dense,
+    routing=rules.deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
+    shared_experts=rules.counted_shared_experts,
+)
+# What Kimi Linear and Ling call otherwise.
+_KIMI_KEYS = {
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+    "num_experts_per_tok": "num_experts_per_token",
+}
+# Softmax scores without a correction bias, and groups by their two best all the same.
+_MISTRAL = replace(
+    _DEEPSEEK_V3,
+    routing=rules.deepseek_routing("noaux_tc", "softmax", renormalize=True),
+    names={"correction_bias_may_miss": True},
+)
+_MISTRAL_LARGE_SILENT = {**FIRST_DENSE, "routed_scaling_factor": 1.0}
+_MISTRAL_LARGE = replace(
+    _MISTRAL,
+    moe_module="",
+    projections=GATE_W1,
+    shared_experts=rules.several_in_one_mlp("shared_experts"),
+    text_config=configs.renamed({}, _MISTRAL_LARGE_SILENT),
+    names={**_MISTRAL.names, "layers_module": "layers", "norm": "ffn_norm", "embedding": "embed_tokens.weight"},
+)
+_DOTS3 = replace(
+    _DEEPSEEK_V3,
+    shared_experts=rules.several_in_one_mlp("mlp.shared_experts", "shared_experts_intermediate_size"),
+    text_config=configs.renamed(
+        {"shared_experts_intermediate_size": "moe_shared_expert_intermediate_size"},
+        {**FIRST_DENSE, "shared_experts_intermediate_size": 1536},
+        part=configs.text_part_or_whole,
+    ),
+)
+
+DEEPSEEK_LIKE = {
+    "exaone_moe": replace(_DEEPSEEK_V3, names={"correction_bias_tensor": "e_score_correction_bias"}),
+    "mimo_v2_flash": replace(_DEEPSEEK_V3, text_config=configs.mimo_config),
+    "solar_open": _DEEPSEEK_V3,
+    "glm4_moe": _DEEPSEEK_V3,
+    "glm4v_moe": replace(_DEEPSEEK_V3, text_config=configs.text_part, names=LANGUAGE_PART),
+    "glm4_moe_lite": _DEEPSEEK_V3,
+    "glm_moe_dsa": _DEEPSEEK_V3,
+    "glm5_next": replace(
+        _DEEPSEEK_V3,
+        shared_experts=rules.limited(rules.counted_shared_experts),
+        text_config=configs.renamed({}, {"first_k_dense_replace": 3, "swiglu_limit": 10.0}, part=configs.text_part),
+        names=LANGUAGE_PART,
+        fields=rules.limited_gate,
+    ),
+    "dots1": _DEEPSEEK_V3,
+    "deepseek_v2": Family(
+        moe_layers=rules.layers_after_dense,
+        routing=rules.deepseek_routing("greedy", "softmax", renormalize=False),
+        shared_experts=rules.counted_shared_experts,
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3,
+    "deepseek_v4": Family(
+        moe_module="ffn",
+        projections=GATE_W1,
+        routing=rules.deepseek_routing("noaux_tc", "sqrtsoftplus", renormalize=True),
+        shared_experts=rules.limited(rules.several_in_one_mlp("ffn.shared_experts")),
+        text_config=configs.deepseek_v4_config,
+        names={"norm": "ffn_norm", "correction_bias_tensor": "gate.bias"},
+        fields=rules.deepseek_v4_fields,
+    ),
+    "kimi_k2": _DEEPSEEK_V3,
+    "kimi_k25": replace(_DEEPSEEK_V3, text_config=configs.text_part, names=WHOLE_LANGUAGE_MODEL),
+    "kimi_linear": replace(
+        _DEEPSEEK_V3,
+        moe_module="block_sparse_moe",
+        projections=GATE_W1,
+        shared_experts=rules.several_in_one_mlp("block_sparse_moe.shared_experts", projections=GATE_DOWN_UP),
+        text_config=configs.renamed(_KIMI_KEYS | {"scoring_func": "moe_router_activation_func"}, FIRST_DENSE),
+    ),
+    "mistral3": replace(
+        _MISTRAL,
+        text_config=configs.text_part_of("mistral4"),
+        names={**_MISTRAL.names, **WHOLE_LANGUAGE_MODEL},
+    ),
+    "mistral4": _MISTRAL,
+    "mistral_large4": replace(
+        _MISTRAL_LARGE,
+        text_config=configs.renamed({}, _MISTRAL_LARGE_SILENT, part=configs.text_part),
+        names={**_MISTRAL_LARGE.names, "embedding": "tok_embeddings.weight"},
+    ),
+    "mistral_large4_text": replace(
+        _MISTRAL_LARGE, shared_experts=rules.several_in_one_mlp("shared_experts", projections=GATE_DOWN_UP)
+    ),
+    "hy_v3": replace(
+        _DEEPSEEK_V3,
+        routing=rules.biased_sigmoid_times("router_scaling_factor"),
+        shared_experts=rules.several_in_one_mlp("mlp.shared_mlp"),
+        text_config=configs.renamed({}, FIRST_DENSE),
+        names={"router": "router.gate", "correction_bias_tensor": "expert_bias"},
+    ),
+    "bailing_hybrid": replace(
+        _DEEPSEEK_V3,
+        text_config=configs.renamed(_KIMI_KEYS, {"first_k_dense_replace": 2}),
+        names={"embedding": "model.word_embeddings.weight", "correction_bias_tensor": "gate.expert_bias"},
+    ),
+    "axk1": replace(
+        _DEEPSEEK_V3,
+        text_config=configs.renamed({}, FIRST_DENSE),
+        names={"correction_bias_may_miss": True, "output_norm": "post_mlp_layernorm"},
+    ),
+    "dots3_note": _DOTS3,
+    "dots3_note_text": _DOTS3,
+}
