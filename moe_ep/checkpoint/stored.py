@@ -3,7 +3,8 @@
     per expert   prefix.3.gate_proj.weight [N, K], ...up_proj..., ...down_proj... [K, N]; or prefix.gate_proj.3.weight
     fused        prefix.gate_up_proj [E, 2N, K], prefix.down_proj [E, K, N]; or both with their last dimensions swapped
                  prefix.gate_up_proj_blocks u8 [E, 2N, K / 32, 16], ..._scales u8 [E, 2N, K / 32], down_proj_... alike
-                 prefix.gate_up_proj_scale_inv [E, 2N / 128, K / 128] beside e4m3, swapped where that is
+                 prefix.gate_up_proj_scale_inv [E, 2N / 128, K / 128] beside e4m3, swapped where that is;
+                     or [E, 2, 1] or [E, 1, 1]: a number of gate and one of up, or one of both
                  prefix.gate_up_proj_bias [E, 2N], prefix.down_proj_bias [E, K]
 
 Everything is checked against the files' headers; no data is read here.
@@ -226,7 +227,7 @@ class ExpertTensors:
         if quantization is not None and not self._endings:
             raise CheckpointError(
                 f"{self._reader.index_file}: {self._fused_stem('gate')}: expected a tensor for each expert, found all "
-                f"in one, which is read in plain form, as mxfp4 and as fp8 in blocks, not as "
+                f"in one, which is read in plain form, as mxfp4 and as fp8 of quant_method fp8, not as "
                 f"{quantization.quant_method}"
             )
         known = {self._fused_name(role, suffix) for role in self._layouts for suffix in self._endings}
@@ -255,6 +256,8 @@ class ExpertTensors:
 
     def _row(self, expert: int, role: str, suffix: str) -> Stored:
         info, layout = self._reader.info(self._fused_name(role, suffix)), self._layouts[role][suffix]
+        if not _without_ones(layout.shape):
+            return self._number(info, expert, role, layout)
         transposed = self._transposed and len(layout.shape) == 2
         shape = self._rows_and_columns(role, suffix)
         expected = (self._spec.num_experts, *(shape[::-1] if transposed else shape))
@@ -264,6 +267,16 @@ class ExpertTensors:
             raise CheckpointError(f"{info.file}: tensor {info.name}: expected shape {expected}, found {info.shape}")
         check_tensor(info.row(expert), TensorLayout(layout.dtypes, info.shape[1:]))
         return Stored(info.row(expert), layout, self._rows_of(role, layout.shape[0]), transposed)
+
+    def _number(self, info: TensorInfo, expert: int, role: str, layout: TensorLayout) -> Stored:
+        """A single number of one expert's linear layer; gate and up may have one together."""
+        E, of_each = self._spec.num_experts, [] if role == "down" else [2]
+        rest = _without_ones(info.shape[1:])
+        if not info.shape or info.shape[0] != E or rest not in ([], of_each):
+            expected = f"({E}, 1, 1)" if role == "down" else f"({E}, 2, 1) or ({E}, 1, 1)"
+            raise CheckpointError(f"{info.file}: tensor {info.name}: expected shape {expected}, found {info.shape}")
+        check_tensor(info.row(expert), TensorLayout(layout.dtypes, info.shape[1:]))
+        return Stored(info.row(expert), layout, self._rows_of(role, 1) if rest else ())
 
     def _rows_of(self, role: str, num_rows: int) -> tuple[slice, ...]:
         if role == "down":

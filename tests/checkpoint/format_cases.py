@@ -34,6 +34,7 @@ from tests.checkpoint.format_encoders import (
 E, TOP_K, LAYERS = 4, 2, 2
 # What the tensors of all experts in one are called behind gate_up_proj and down_proj.
 FUSED_ENDINGS = {"weight": "", "weight_packed": "_blocks", "weight_scale": "_scales", "weight_scale_inv": "_scale_inv"}
+FUSED_ENDINGS |= {"input_scale": "_activation_scale"}
 Names = dict[str, str]
 GATE_DOWN_UP = {"gate": "gate_proj", "down": "down_proj", "up": "up_proj"}
 
@@ -140,6 +141,12 @@ CASES: dict[str, Case] = {
         fp8("weight_scale_inv", (128, 128), torch.float32),
         fused="columns",
         sizes=(160, 128),
+        config=QWEN3_VL,
+    ),
+    "fp8 of one number fused rows": Case(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        fp8("weight_scale_inv", None, torch.float32),
+        fused="rows",
         config=QWEN3_VL,
     ),
     "fp8 of one number": Case(

@@ -204,6 +204,29 @@ def test_quantized_layers_that_files_call_otherwise(family: str, tmp_path: Path)
     check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
 
 
+def test_mistral_small_as_it_came(tmp_path: Path) -> None:
+    """fp8 with a number for each matrix, gate and up together, and numbers of activations, which are not read."""
+    alone = make_whole("Mistral3")
+    for name, param in alone.model.language_model.named_parameters():
+        if ".layers." in f".{name}" and param.dim() > 1 and not name.endswith("gate.weight"):
+            param.copy_(torch.randn(param.shape).to(torch.float8_e4m3fn).float() * 0.25)
+    alone.save_pretrained(tmp_path / "saved")
+    with CheckpointReader(tmp_path / "saved") as reader:
+        tensors: dict[str, torch.Tensor] = {}
+        for name in reader.names():
+            tensors[name] = reader.read(name)
+            if re.search(r"language_model.*(proj|with_mqa)(\.weight)?$", name):
+                shape = (8, 1, 1) if ".experts." in name else ()
+                tensors[name] = (tensors[name] * 4).to(torch.float8_e4m3fn)
+                tensors[f"{name}_scale_inv"] = torch.full(shape, 0.25)
+                ending = "_activation_scale" if shape else "activation_scale"
+                tensors[name.removesuffix("weight") + ending] = torch.ones(shape[:1])
+        fp8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+        fp8["modules_to_not_convert"] = ["vision_tower", "multi_modal_projector", "lm_head", "gate"]
+        write_checkpoint(tmp_path, reader.config | {"quantization_config": fp8}, tensors.items())
+    check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
+
+
 def test_the_text_part_of_mistral_large_has_no_head(tmp_path: Path) -> None:
     model = known("MistralLarge4TextModel")(known("MistralLarge4TextConfig")(**LARGE))
     model.save_pretrained(tmp_path)

@@ -6,7 +6,8 @@
 
 transformers calls the scale of a whole tensor weight_scale_inv too, and DeepSeek-V4 any scale `scale`: each name is
 taken for any of them.
-Qwen3-VL has all experts in one: `gate_up_proj` e4m3 [E, K, 2N] with `gate_up_proj_scale_inv` [E, K / bk, 2N / bn].
+Qwen3-VL has all experts in one: `gate_up_proj` e4m3 [E, K, 2N] with `gate_up_proj_scale_inv` [E, K / bk, 2N / bn];
+Mistral Small 4 has one number for each expert there.
 
 Both are multipliers, whatever their name says. A block at an edge may be smaller; gate and up have blocks of their own,
 so their rows are joined after the scales have been spread over them. The formats are those of
@@ -58,7 +59,7 @@ class Float8Config(QuantizationConfig):
             raise CheckpointError(where + one_of("fmt", kind, ["e4m3"]))
         block = values.get("weight_block_size")
         if block is None:
-            return cls(scale=ScaleShape(Kind.TENSOR))
+            return cls(scale=ScaleShape(Kind.TENSOR), scale_name="weight_scale_inv")
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
             raise CheckpointError(f"{where}weight_block_size is {block!r}; it must be two positive whole numbers")
         return cls(scale=ScaleShape(Kind.BLOCK, rows=block[0], columns=block[1]), scale_name="weight_scale_inv")
@@ -75,7 +76,8 @@ class Float8Config(QuantizationConfig):
     def fused_endings(self) -> dict[str, str] | None:
         if self.scale_name != "weight_scale_inv":
             return None
-        return {"weight": "", "weight_scale_inv": "_scale_inv", "bias": "_bias"}
+        endings = {"weight": "", "weight_scale_inv": "_scale_inv", "bias": "_bias"}
+        return endings | {"activation_scale": "_activation_scale"}
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         # Kept in f32 as on disk: they are small numbers of which f16 would lose bits.
