@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import layer_norm, linear
+from torch.nn.functional import layer_norm, linear, pad
 
 from moe_ep.checkpoint import (
     CheckpointReader,
@@ -95,6 +95,8 @@ class MoEBlock(FixedTensors):
             "scoring_func": spec.routing.scoring_func,
             "routed_scaling_factor": spec.routing.routed_scaling_factor,
             "custom_routing_function": spec.routing.custom_routing_function,
+            "zero_expert_num": spec.routing.zero_expert_num,
+            "zero_expert_type": spec.routing.zero_expert_type,
         }
         shared_experts = _shared_experts(reader, spec, layer_index, dtype)
         # Parameters are created on their final device: a shard may not fit into host memory twice.
@@ -134,12 +136,18 @@ class MoEBlock(FixedTensors):
         return (values * weight).to(x.dtype)
 
     def router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """f32 `[T, E]`."""
+        """f32 `[T, E]`, identity experts included."""
         return linear(hidden_states.float(), self.router_weight, self.router_bias)
+
+    def _logits(self, hidden_states: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+        """The router's logits, or those given in their place, in which nothing goes to identity experts."""
+        if given is None:
+            return self.router_logits(hidden_states)
+        return pad(given, (0, self._routing["zero_expert_num"]), value=float("-inf"))
 
     def choices(self, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None) -> torch.Tensor:
         """The logical experts `[T, top_k]` that the layer chooses for MoE inputs `[T, K]`, or for the given logits."""
-        logits = self.router_logits(hidden_states) if router_logits is None else router_logits
+        logits = self._logits(hidden_states, router_logits)
         bias = self.moe.e_score_correction_bias
         return select_experts(hidden_states, logits, e_score_correction_bias=bias, **self._routing)[1]
 
@@ -153,7 +161,7 @@ class MoEBlock(FixedTensors):
         """
         hidden_states = self.normalize(x)
         with stage("route"):
-            logits = self.router_logits(hidden_states) if router_logits is None else router_logits
+            logits = self._logits(hidden_states, router_logits)
         output = self.moe(hidden_states, logits)
         if observer is not None:
             observer(self.layer_index, hidden_states, output)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from moe_ep.activation import apply_activation
 from moe_ep.checkpoint import (
@@ -62,6 +62,9 @@ def reference_moe(
     tensors, on_input = expert_tensors(reader, spec, layer_index), spec.routing.apply_router_weight_on_input
     for expert in ids.unique().tolist():
         rows, slots = torch.where(ids == expert)
+        if expert >= spec.num_experts:  # identity
+            output.index_add_(0, rows, x[rows] * weights[rows, slots, None])
+            continue
         matrices = read_expert(reader, tensors, expert)
         if online is not None:
             up = None if matrices.up is None else online(matrices.up)
@@ -93,6 +96,8 @@ def _route(
     router, routing = load_router(reader, spec, layer_index), spec.routing
     if logits is None:
         logits = linear(x, router.weight.to(x), None if router.bias is None else router.bias.to(x))
+    else:
+        logits = pad(logits, (0, routing.zero_expert_num), value=float("-inf"))
     if routing.custom_routing_function is not None:
         return routing.custom_routing_function(
             hidden_states=x, gating_output=logits, topk=spec.top_k, renormalize=routing.renormalize

@@ -119,6 +119,16 @@ DEEPSEEK_LIKE = {
         text_config=configs.renamed({}, FIRST_DENSE),
         names={"correction_bias_may_miss": True, "output_norm": "post_mlp_layernorm"},
     ),
+    "longcat_flash": Family(
+        routing=rules.longcat_routing,
+        intermediate_size="expert_ffn_hidden_size",
+        text_config=configs.longcat_config,
+        names={
+            "router": "router.classifier",
+            "correction_bias_tensor": "router.e_score_correction_bias",
+            "norm": "post_attention_layernorm.0",
+        },
+    ),
     "dots3_note": _DOTS3,
     "dots3_note_text": _DOTS3,
 }

@@ -62,6 +62,11 @@ def nemotron_config(config: Config) -> Config:
     }
 
 
+def longcat_config(config: Config) -> Config:
+    """A layer of its has two attentions, which others count as two; its activation is fixed."""
+    return config | {"num_hidden_layers": config.get("num_layers"), "hidden_act": config.get("hidden_act") or "silu"}
+
+
 def lfm_config(config: Config) -> Config:
     """With names that others have; its activation is fixed."""
     return config | {"rms_norm_eps": config.get("norm_eps"), "hidden_act": "silu"}

@@ -183,6 +183,22 @@ def _cohere_factor(config: Config) -> float:
     return factor if config.get("num_shared_experts") else 1.0
 
 
+def longcat_routing(config: Config) -> RoutingSpec:
+    """Among the experts are some that return what they read."""
+    kind = config.get("zero_expert_type") or "identity"
+    if kind != "identity":
+        raise CheckpointError(f"config.json: {one_of('zero_expert_type', kind, ['identity'])}")
+    if config.get("router_bias"):
+        raise CheckpointError("config.json: router_bias: expected false, found true; transformers does not add it")
+    return RoutingSpec(
+        renormalize=False,
+        has_correction_bias=True,
+        routed_scaling_factor=number(config, "routed_scaling_factor"),
+        zero_expert_num=whole(config, "zero_expert_num", 0),
+        zero_expert_type=kind,
+    )
+
+
 def phi_routing(config: Config) -> RoutingSpec:
     """Of two experts: transformers chooses as many whatever the config says."""
     if (found := top_k(config)) != 2:

@@ -23,7 +23,10 @@ from moe_ep.errors import CheckpointError
 
 
 class RouterWeights(NamedTuple):
-    """The router of a layer: weight `[E, K]`, bias `[E]` of the logits, correction bias `[E]` of the choice."""
+    """The router of a layer: weight `[E, K]`, bias `[E]` of the logits, correction bias `[E]` of the choice.
+
+    Identity experts have the last of its rows; they are in E here.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -78,9 +81,9 @@ def load_router(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) 
         CheckpointError: a missing tensor, or one of another shape.
         ConfigError: a router that is of another form.
     """
-    bias, per_expert = spec.router_bias(layer_index), (spec.num_experts,)
+    bias, per_expert = spec.router_bias(layer_index), (spec.num_router_columns,)
     return RouterWeights(
-        weight=_read_router(reader, spec.router_weight(layer_index), (spec.num_experts, spec.hidden_size)),
+        weight=_read_router(reader, spec.router_weight(layer_index), (*per_expert, spec.hidden_size)),
         bias=None if bias is None else _read_plain(reader, bias, per_expert),
         correction_bias=_read_correction_bias(reader, spec, layer_index),
     )
@@ -218,8 +221,8 @@ def _read_correction_bias(reader: CheckpointReader, spec: MoEModelSpec, layer_in
     if name is None:
         return None
     if spec.correction_bias_may_miss and name not in reader:
-        return torch.zeros(spec.num_experts)
-    return _read_plain(reader, name, (spec.num_experts,))
+        return torch.zeros(spec.num_router_columns)
+    return _read_plain(reader, name, (spec.num_router_columns,))
 
 
 def _read_router(reader: CheckpointReader, name: str, size: tuple[int, int]) -> torch.Tensor:

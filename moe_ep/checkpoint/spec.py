@@ -34,6 +34,7 @@ class RoutingSpec:
     Attributes:
         has_correction_bias: whether the router has an `e_score_correction_bias`.
         apply_router_weight_on_input: whether weights multiply what experts read, not what they write.
+        zero_expert_num, zero_expert_type: identity experts, the last columns of the router's logits.
         custom_routing_function: chooses in place of the scores, where the family has a rule of its own.
     """
 
@@ -45,6 +46,8 @@ class RoutingSpec:
     routed_scaling_factor: float = 1.0
     has_correction_bias: bool = False
     apply_router_weight_on_input: bool = False
+    zero_expert_num: int = 0
+    zero_expert_type: str | None = None
     custom_routing_function: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
@@ -136,6 +139,11 @@ class MoEModelSpec:
     has_norm_bias: bool = False
 
     @property
+    def num_router_columns(self) -> int:
+        """Columns of the router's logits: routed experts, then identity experts."""
+        return self.num_experts + self.routing.zero_expert_num
+
+    @property
     def router_layers(self) -> tuple[int, ...]:
         """The layers whose experts a router chooses by what it reads."""
         return tuple(layer for layer in self.moe_layers if layer not in self.table_layers)
@@ -151,7 +159,7 @@ class MoEModelSpec:
         return f"{self.moe_prefix(layer)}.experts"
 
     def router_weight(self, layer: int) -> str:
-        """Name of the router's weight, `[E, K]`; ConfigError for a router that is of another form."""
+        """Name of the router's weight, `[num_router_columns, K]`; ConfigError for a router that is of another form."""
         if self.router is None:
             raise ConfigError(
                 f"the routers of {self.family} models choose experts in a form that moe_ep does not compute; "

@@ -57,6 +57,7 @@ class ExpertsShape:
     Attributes:
         name: its path in the model.
         swiglu_limit: as in `FusedMoE`.
+        num_identities: experts that return what they read, whose ids follow the others'.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ExpertsShape:
     has_bias: bool
     dtype: torch.dtype
     swiglu_limit: float | None = None
+    num_identities: int = 0
 
     @property
     def layer_index(self) -> int:
@@ -80,6 +82,9 @@ class ExpertsShape:
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every experts module of a model with its path, in the order of the layers."""
     for name, module in model.named_modules():
+        if isinstance(getattr(module, "identity_expert", None), nn.Identity):
+            # LongCat's, which the decorator does not know.
+            vars(module).update(has_gate=True, has_bias=False, is_transposed=False, is_concatenated=True)
         if all(hasattr(module, flag) for flag in _FLAGS) and isinstance(
             getattr(module, "down_proj", None), nn.Parameter
         ):
@@ -127,6 +132,7 @@ def experts_shape(name: str, module: Any) -> ExpertsShape:
         has_bias=module.has_bias,
         dtype=module.down_proj.dtype,
         swiglu_limit=swiglu_limit,
+        num_identities=getattr(module, "zero_expert_num", 0),
     )
 
 
@@ -162,7 +168,9 @@ def gemm_tensors(module: Any) -> dict[str, torch.Tensor]:
 def _oriented(module: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """gate_up, or up where there is no gate, and down by suffix: weights `[E, out, in]`, biases `[E, out]`."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    gate_up, down = getattr(module, first).detach(), module.down_proj.detach()
+    down = module.down_proj.detach()
+    # Identity experts may have rows that nothing reads.
+    gate_up = getattr(module, first).detach()[: down.size(0)]
     parts = {"weight": (gate_up.mT, down.mT) if module.is_transposed else (gate_up, down)}
     if module.has_bias:
         parts["bias"] = (getattr(module, f"{first}_bias").detach(), module.down_proj_bias.detach())
@@ -172,7 +180,8 @@ def _oriented(module: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def _activation(name: str, module: Any) -> tuple[MoEActivation, float | None]:
     """The activation, and where gate and up end if not at its own limit."""
     kind = type(module)
-    if module.has_gate and kind._apply_gate.__module__ != _DEFAULT_GATE_MODULE:
+    own_gate = getattr(kind, "_apply_gate", None)
+    if module.has_gate and own_gate is not None and own_gate.__module__ != _DEFAULT_GATE_MODULE:
         return _activation_of_own_gate(name, module)
     known = _ACTIVATIONS if module.has_gate else _UNGATED
     found = getattr(module.act_fn, "__name__", type(module.act_fn).__name__)

@@ -29,6 +29,7 @@ class RoutedExperts(FusedMoE):
         decode_max_num_tokens: with it, steps in which no rank has more tokens than this travel by a second backend of
             that capacity, which a CUDA graph can hold; all others by the layer's own.
         decode_backend: its name.
+        num_identities: experts that return what they read, whose ids follow the others'.
 
     Attributes:
         load: int64 `[num_physical]`, rows that this rank sent to each physical expert since `counts_load` was set.
@@ -47,6 +48,7 @@ class RoutedExperts(FusedMoE):
         coordinator: StepCoordinator | None = None,
         decode_max_num_tokens: int | None = None,
         decode_backend: str = "auto",
+        num_identities: int = 0,
         **layer: Any,
     ) -> None:
         super().__init__(**layer)
@@ -55,6 +57,7 @@ class RoutedExperts(FusedMoE):
         self._coordinator = coordinator
         self._decode_max_num_tokens = decode_max_num_tokens
         self._decode_backend = decode_backend
+        self._num_identities = num_identities
         self._decode_prepare_finalize: FusedMoEPrepareAndFinalize | None = None
         self._decode_kernel: FusedMoEModularKernel | None = None
         self.counts_load = False
@@ -69,7 +72,8 @@ class RoutedExperts(FusedMoE):
         Args:
             hidden_states: `[T, K]`, any float dtype: the experts keep theirs when a model is cast, and the result is of
                 this one; T may differ from rank to rank and be 0.
-            topk_ids: integer `[T, top_k]`, logical; outside of [0, E) for no expert.
+            topk_ids: integer `[T, top_k]`, logical; from E on identity experts', where there are any; others outside of
+                [0, E) for no expert.
             topk_weights: `[T, top_k]`, any float dtype.
 
         Raises:
@@ -78,7 +82,11 @@ class RoutedExperts(FusedMoE):
         check_no_gradients(f"the experts of {self.layer_name}", hidden_states, topk_weights)
         with stage("route"):
             choices = pack_choices(topk_ids, topk_weights, self.num_experts, self.row_mask)
-        return super().forward(hidden_states.to(self.moe_config.in_dtype), choices).to(hidden_states.dtype)
+        output = super().forward(hidden_states.to(self.moe_config.in_dtype), choices).to(hidden_states.dtype)
+        if self._num_identities:
+            is_identity = topk_ids >= self.num_experts
+            output += hidden_states * topk_weights.masked_fill(~is_identity, 0.0).sum(-1, keepdim=True)
+        return output
 
     def serve(self) -> None:
         """This layer's part of a step in which this rank has no tokens."""

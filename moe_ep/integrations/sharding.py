@@ -36,6 +36,7 @@ def make_routed_experts(
             activation=shape.activation,
             swiglu_limit=shape.swiglu_limit,
             has_bias=shape.has_bias,
+            num_identities=shape.num_identities,
             prefix=shape.name,
             parallel_config=parallel_config,
             process_group=process_group,

@@ -22,6 +22,20 @@ DEEPSEEK_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
         "BailingHybrid",
         {**_LATENT, **_GROUPS, **_HYBRID, "num_local_experts": EXPERTS, "head_dim": 16},
     ),
+    "longcat_flash": (
+        "LongcatFlash",
+        {
+            **_LATENT,
+            "q_lora_rank": 16,
+            "num_layers": 3,
+            "num_hidden_layers": 6,  # attentions, two a layer
+            "moe_topk": 2,
+            "n_routed_experts": EXPERTS,
+            "zero_expert_num": 4,
+            "expert_ffn_hidden_size": 32,
+            "ffn_hidden_size": 48,
+        },
+    ),
     "axk1": ("AXK1", {**_LATENT, **_GROUPS, "n_routed_experts": EXPERTS, "q_lora_rank": 16}),
     "dots3_note_text": (
         "Dots3NoteText",

@@ -56,9 +56,9 @@ def write(directory: Path, family: str, format_name: str) -> None:
     case = dataclasses.replace(CASES[format_name], sizes=(K, spec.moe_intermediate_size), has_bias=spec.has_bias)
     tensors, _ = make_experts(case, spec.expert_prefix(layer), False, False, E, spec.projections.by_role())
     plain = {
-        spec.router_weight(layer): (E, K),
-        spec.router_bias(layer): (E,),
-        spec.correction_bias(layer): (E,),
+        spec.router_weight(layer): (spec.num_router_columns, K),
+        spec.router_bias(layer): (spec.num_router_columns,),
+        spec.correction_bias(layer): (spec.num_router_columns,),
         spec.norm_weight(layer): (K,),
         spec.norm_bias(layer): (K,),
         spec.output_norm_weight(layer): (K,),

@@ -104,6 +104,17 @@ EXPECTED = {
     },
     "hy_v3": {"moe_layers": (1, 2), "routing": dataclasses.replace(BIASED, routed_scaling_factor=2.826)},
     "bailing_hybrid": {"moe_layers": (2,), "routing": GROUPED},
+    "longcat_flash": {
+        "moe_layers": (0, 1, 2),
+        "num_router_columns": 12,
+        "routing": RoutingSpec(
+            renormalize=False,
+            has_correction_bias=True,
+            routed_scaling_factor=6.0,
+            zero_expert_num=4,
+            zero_expert_type="identity",
+        ),
+    },
     "axk1": {"moe_layers": (1, 2), "routing": GROUPED, "output_norm": "post_mlp_layernorm"},
     "dots3_note_text": {"moe_layers": (1, 2), "routing": dataclasses.replace(GROUPED, routed_scaling_factor=1.0)},
     "deepseek_v4": {

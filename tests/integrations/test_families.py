@@ -33,6 +33,15 @@ from tests.of_transformers import known
 INDEXER = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 4, "head_dim": 8}
 HYBRID = {**MLA, **GROUPED, "num_local_experts": 8, "layer_types": ["linear_attention", "full_attention"]}
 del HYBRID["n_routed_experts"], HYBRID["q_lora_rank"]
+LONGCAT = {
+    "head_dim": 8,
+    "num_layers": 2,
+    "num_hidden_layers": 4,
+    "moe_topk": 2,
+    "n_routed_experts": 6,
+    "zero_expert_num": 4,
+}
+LONGCAT |= {"expert_ffn_hidden_size": 32, "ffn_hidden_size": 48}
 DOTS = {"layer_types": ["indexed_attention", "sliding_attention"], "sliding_window": 8}
 DOTS |= {f"swa_{key}": value for key, value in MLA.items()} | {"swa_head_dim": 16, "swa_num_attention_heads": 2}
 DOTS |= {"swa_num_key_value_heads": 2}
@@ -68,6 +77,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Mistral4": {**MLA, **GROUPED, "head_dim": 16},
     "HYV3": {"num_experts": 6, "num_shared_experts": 2},
     "BailingHybrid": {**HYBRID, "head_dim": 16},
+    "LongcatFlash": {**MLA, **LONGCAT},
     "AXK1": {**MLA, **GROUPED, "head_dim": 8},
     "DeepseekV4": {**V4, "n_routed_experts": 6, "swiglu_limit": 0.5},
     "Dots3NoteText": {**MLA, **GROUPED, **INDEXER, "shared_experts_intermediate_size": 24, **DOTS},
