@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_ep.checkpoint import family_configs as configs
+from moe_ep.checkpoint import family_routing as routing
 from moe_ep.checkpoint import family_rules as rules
 from moe_ep.checkpoint.family import FIRST_DENSE, GATE_DOWN_UP, GATE_W1, LANGUAGE_PART, WHOLE_LANGUAGE_MODEL, Family
 
 _DEEPSEEK_V3 = Family(
     moe_layers=rules.layers_after_dense,
-    routing=rules.deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
+    routing=routing.deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
     shared_experts=rules.counted_shared_experts,
 )
 # What Kimi Linear and Ling call otherwise.
@@ -25,7 +26,7 @@ _KIMI_KEYS = {
 # Softmax scores without a correction bias, and groups by their two best all the same.
 _MISTRAL = replace(
     _DEEPSEEK_V3,
-    routing=rules.deepseek_routing("noaux_tc", "softmax", renormalize=True),
+    routing=routing.deepseek_routing("noaux_tc", "softmax", renormalize=True),
     names={"correction_bias_may_miss": True},
 )
 _MISTRAL_LARGE_SILENT = {**FIRST_DENSE, "routed_scaling_factor": 1.0}
@@ -65,7 +66,7 @@ DEEPSEEK_LIKE = {
     "dots1": _DEEPSEEK_V3,
     "deepseek_v2": Family(
         moe_layers=rules.layers_after_dense,
-        routing=rules.deepseek_routing("greedy", "softmax", renormalize=False),
+        routing=routing.deepseek_routing("greedy", "softmax", renormalize=False),
         shared_experts=rules.counted_shared_experts,
     ),
     "deepseek_v3": _DEEPSEEK_V3,
@@ -73,7 +74,7 @@ DEEPSEEK_LIKE = {
     "deepseek_v4": Family(
         moe_module="ffn",
         projections=GATE_W1,
-        routing=rules.deepseek_routing("noaux_tc", "sqrtsoftplus", renormalize=True),
+        routing=routing.deepseek_routing("noaux_tc", "sqrtsoftplus", renormalize=True),
         shared_experts=rules.limited(rules.several_in_one_mlp("ffn.shared_experts")),
         text_config=configs.deepseek_v4_config,
         names={"norm": "ffn_norm", "correction_bias_tensor": "gate.bias"},
@@ -104,7 +105,7 @@ DEEPSEEK_LIKE = {
     ),
     "hy_v3": replace(
         _DEEPSEEK_V3,
-        routing=rules.biased_sigmoid_times("router_scaling_factor"),
+        routing=routing.biased_sigmoid_times("router_scaling_factor"),
         shared_experts=rules.several_in_one_mlp("mlp.shared_mlp"),
         text_config=configs.renamed({}, FIRST_DENSE),
         names={"router": "router.gate", "correction_bias_tensor": "expert_bias"},
@@ -120,7 +121,7 @@ DEEPSEEK_LIKE = {
         names={"correction_bias_may_miss": True, "output_norm": "post_mlp_layernorm"},
     ),
     "longcat_flash": Family(
-        routing=rules.longcat_routing,
+        routing=routing.longcat_routing,
         intermediate_size="expert_ffn_hidden_size",
         text_config=configs.longcat_config,
         names={

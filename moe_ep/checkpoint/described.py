@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_ep.checkpoint import family_routing as routing
 from moe_ep.checkpoint import family_rules as rules
 from moe_ep.checkpoint.config_values import Config, number, one_known, positive
 from moe_ep.checkpoint.models import FAMILIES
@@ -29,7 +30,7 @@ def model_spec(config: Config) -> MoEModelSpec:
         rms_norm_eps=number(config, "rms_norm_eps"),
         moe_layers=family.moe_layers(config) if listed is None else listed,
         num_experts=positive(config, *_NUM_EXPERTS),
-        top_k=rules.top_k(config),
+        top_k=routing.top_k(config),
         moe_intermediate_size=positive(config, family.intermediate_size),
         activation=family.activation(config),
         routing=family.routing(config),

@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint import family_configs as configs
+from moe_ep.checkpoint import family_routing as routing
 from moe_ep.checkpoint import family_rules as rules
 from moe_ep.checkpoint.config_values import Config
 from moe_ep.checkpoint.spec import Projections, RoutingSpec, SharedExpertsSpec
@@ -25,7 +26,7 @@ WHOLE_LANGUAGE_MODEL = {
 }
 # Where the config is silent.
 FIRST_DENSE = {"first_k_dense_replace": 1}
-_SOFTMAX = rules.softmax_routing(renormalize=False)
+_SOFTMAX = routing.softmax_routing(renormalize=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_ep.checkpoint import family_configs as configs
+from moe_ep.checkpoint import family_routing as routing
 from moe_ep.checkpoint import family_rules as rules
 from moe_ep.checkpoint.deepseek_families import DEEPSEEK_LIKE
 from moe_ep.checkpoint.family import FIRST_DENSE, GATE_DOWN_UP, GATE_W1, LANGUAGE_PART, WHOLE_LANGUAGE_MODEL, Family
 from moe_ep.checkpoint.spec import Projections
 
-_RENORMALIZED = rules.fixed_routing(renormalize=True)
+_RENORMALIZED = routing.fixed_routing(renormalize=True)
 _GATED_SHARED_EXPERT = rules.one_mlp("mlp.shared_expert", "shared_expert_intermediate_size", has_gate=True)
 _MIXTRAL = Family(
     moe_module="block_sparse_moe",
@@ -25,7 +26,7 @@ _MIXTRAL = Family(
 )
 _QWEN3_NEXT = Family(
     moe_layers=rules.sparse_step_layers,
-    routing=rules.softmax_routing(renormalize=True),
+    routing=routing.softmax_routing(renormalize=True),
     shared_experts=_GATED_SHARED_EXPERT,
     names={"norm_offset": 1.0},
 )
@@ -49,7 +50,7 @@ FAMILIES = {
         moe_module="block_sparse_moe",
         projections=GATE_W1,
         intermediate_size="intermediate_size",
-        routing=rules.biased_sigmoid,
+        routing=routing.biased_sigmoid,
         names={"correction_bias_tensor": "e_score_correction_bias"},
     ),
     "minimax_m3_vl": Family(
@@ -57,7 +58,7 @@ FAMILIES = {
         projections=GATE_W1,
         intermediate_size="intermediate_size",
         moe_layers=rules.layers_after_dense,
-        routing=rules.biased_sigmoid_times("routed_scaling_factor"),
+        routing=routing.biased_sigmoid_times("routed_scaling_factor"),
         shared_experts=rules.limited(
             rules.one_mlp("block_sparse_moe.shared_experts", "shared_intermediate_size", projections=GATE_DOWN_UP)
         ),
@@ -76,7 +77,7 @@ FAMILIES = {
         moe_module="feed_forward",
         intermediate_size="intermediate_size",
         moe_layers=rules.llama_layers,
-        routing=rules.fixed_routing(renormalize=False, scoring_func="sigmoid", apply_router_weight_on_input=True),
+        routing=routing.fixed_routing(renormalize=False, scoring_func="sigmoid", apply_router_weight_on_input=True),
         shared_experts=rules.one_mlp("feed_forward.shared_expert", "intermediate_size"),
         text_config=configs.text_part,
         names={"router": "router", **WHOLE_LANGUAGE_MODEL},
@@ -89,7 +90,7 @@ FAMILIES = {
         moe_module="block_sparse_moe",
         projections=GATE_W1,
         intermediate_size="intermediate_size",
-        routing=rules.phi_routing,
+        routing=routing.phi_routing,
         names={"has_layer_norm": True, "has_norm_bias": True},
     ),
     "qwen2_moe": Family(moe_layers=rules.sparse_step_layers, shared_experts=_GATED_SHARED_EXPERT),
@@ -105,28 +106,28 @@ FAMILIES = {
     ),
     "qwen3_omni_moe": Family(
         moe_layers=rules.sparse_step_layers,
-        routing=rules.softmax_routing(renormalize=True),
+        routing=routing.softmax_routing(renormalize=True),
         text_config=configs.thinker_part,
         names={"layers_module": "thinker.model.layers", "embedding": "thinker.model.embed_tokens.weight"},
     ),
     "qwen3_omni_moe_thinker": Family(
         moe_layers=rules.sparse_step_layers,
-        routing=rules.softmax_routing(renormalize=True),
+        routing=routing.softmax_routing(renormalize=True),
         text_config=configs.text_part,
     ),
     # Hyper-connections mix what the experts read.
     "qwen4_exp_text": replace(_QWEN3_NEXT, names={"norm": None}),
     "qwen4_exp": replace(_QWEN3_NEXT, text_config=configs.text_part, names={"norm": None, **LANGUAGE_PART}),
-    "mellum": Family(routing=rules.softmax_routing(renormalize=True)),
+    "mellum": Family(routing=routing.softmax_routing(renormalize=True)),
     "flint": Family(
         moe_layers=rules.sparse_step_layers,
-        routing=rules.sigmoid_routing,
+        routing=routing.sigmoid_routing,
         shared_experts=rules.one_mlp("mlp.shared_expert", "shared_expert_intermediate_size"),
         text_config=configs.renamed({}, {"mlp_only_layers": [0, 1]}),
     ),
     "laguna": Family(
         moe_layers=rules.layers_after_dense,
-        routing=rules.laguna_routing,
+        routing=routing.laguna_routing,
         shared_experts=rules.one_mlp("mlp.shared_expert", "shared_expert_intermediate_size"),
         text_config=configs.renamed({}, FIRST_DENSE),
         names={"correction_bias_tensor": "experts.e_score_correction_bias"},
@@ -136,7 +137,7 @@ FAMILIES = {
     # Its experts are beside its attention, and read what that reads.
     "cohere2_moe": Family(
         moe_layers=rules.layers_after_dense,
-        routing=rules.cohere_routing,
+        routing=routing.cohere_routing,
         shared_experts=rules.cohere_shared_experts,
         text_config=configs.cohere_config,
         names={"norm": "input_layernorm"},
@@ -154,7 +155,7 @@ FAMILIES = {
     ),
     "ernie4_5_moe": Family(
         moe_layers=rules.layers_between,
-        routing=rules.fixed_routing(renormalize=True, has_correction_bias=True),
+        routing=routing.fixed_routing(renormalize=True, has_correction_bias=True),
         shared_experts=rules.counted_shared_experts,
         names={"correction_bias_tensor": "moe_statics.e_score_correction_bias"},
     ),
@@ -167,7 +168,7 @@ FAMILIES = {
     ),
     "afmoe": Family(
         moe_layers=rules.layers_after("num_dense_layers"),
-        routing=rules.biased_sigmoid_times("route_scale"),
+        routing=routing.biased_sigmoid_times("route_scale"),
         shared_experts=rules.counted_shared_experts,
         names={
             "router": "router.gate",
@@ -186,14 +187,14 @@ FAMILIES = {
         moe_module="feed_forward",
         projections=GATE_W1,
         moe_layers=rules.layers_after("num_dense_layers"),
-        routing=rules.lfm_routing,
+        routing=routing.lfm_routing,
         text_config=configs.lfm_config,
         names={"correction_bias_tensor": "expert_bias", "norm": "ffn_norm"},
     ),
     "nemotron_h": Family(
         moe_module="mixer",
         projections=Projections(gate="up_proj", down="down_proj"),
-        routing=rules.deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
+        routing=routing.deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
         shared_experts=rules.one_mlp("mixer.shared_experts", "moe_shared_expert_intermediate_size"),
         activation=rules.relu2,
         text_config=configs.nemotron_config,

@@ -1,0 +1,136 @@
+"""How the routers of model families choose experts.
+
+Each function reads it from a config.json; which family has which is said in models.py and deepseek_families.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from moe_ep.checkpoint.config_values import Config, number, one_known, positive, whole
+from moe_ep.checkpoint.spec import RoutingSpec
+from moe_ep.errors import CheckpointError, one_of
+from moe_ep.sparse_mixer import sparse_mixer
+from moe_ep.topk import SCORING_FUNCS
+
+
+def top_k(config: Config) -> int:
+    """Experts of a token; Hunyuan lists them by layer, and they are the same in all."""
+    listed = config.get("moe_topk")
+    if isinstance(listed, list) and listed and all(value == listed[0] for value in listed):
+        config = config | {"moe_topk": listed[0]}
+    return positive(config, "num_experts_per_tok", "moe_k", "moe_topk")
+
+
+def fixed_routing(**routing: Any) -> Callable[[Config], RoutingSpec]:
+    """The same for every model of a family."""
+    spec = RoutingSpec(**routing)
+    return lambda config: spec
+
+
+def softmax_routing(renormalize: bool) -> Callable[[Config], RoutingSpec]:
+    """Renormalized as `norm_topk_prob` says, or as given where the config is silent."""
+    return lambda config: RoutingSpec(renormalize=bool(config.get("norm_topk_prob", renormalize)))
+
+
+biased_sigmoid = fixed_routing(renormalize=True, scoring_func="sigmoid", has_correction_bias=True)
+
+
+def biased_sigmoid_times(factor: str) -> Callable[[Config], RoutingSpec]:
+    """The same, with the factor of weights that stands under that key."""
+    return lambda config: replace(biased_sigmoid(config), routed_scaling_factor=number(config, factor, 1.0))
+
+
+def lfm_routing(config: Config) -> RoutingSpec:
+    """Its sum, that it divides by, has 1e-6 more: below what a sum of sigmoids of chosen experts shows."""
+    bias, renormalize = config.get("use_expert_bias"), config.get("norm_topk_prob")
+    return RoutingSpec(
+        renormalize=renormalize is None or bool(renormalize),
+        scoring_func="sigmoid",
+        has_correction_bias=bias is None or bool(bias),
+        routed_scaling_factor=number(config, "routed_scaling_factor", 1.0),
+    )
+
+
+def sigmoid_routing(config: Config) -> RoutingSpec:
+    """Without a bias; renormalized unless `norm_topk_prob` says otherwise."""
+    return replace(softmax_routing(renormalize=True)(config), scoring_func="sigmoid")
+
+
+def laguna_routing(config: Config) -> RoutingSpec:
+    for key in ("moe_router_logit_softcapping", "moe_apply_router_weight_on_input"):
+        if config.get(key):
+            raise CheckpointError(f"config.json: {key}: expected none, found {config[key]!r}; such routers do not load")
+    return biased_sigmoid_times("moe_routed_scaling_factor")(config)
+
+
+def cohere_routing(config: Config) -> RoutingSpec:
+    """A softmax over the chosen experts, which is a renormalized one over all, or sigmoid scores."""
+    kinds = {"softmax": fixed_routing(renormalize=True), "sigmoid": sigmoid_routing}
+    routing = one_known("expert_selection_fn", config.get("expert_selection_fn") or "softmax", kinds)(config)
+    return replace(routing, routed_scaling_factor=cohere_factor(config))
+
+
+def cohere_factor(config: Config) -> float:
+    """Of both the routed and the shared experts, which are added or averaged."""
+    strategy = config.get("shared_expert_combination_strategy") or "average"
+    factor = one_known("shared_expert_combination_strategy", strategy, {"average": 0.5, "sum": 1.0})
+    return factor if config.get("num_shared_experts") else 1.0
+
+
+def longcat_routing(config: Config) -> RoutingSpec:
+    """Among the experts are some that return what they read."""
+    kind = config.get("zero_expert_type") or "identity"
+    if kind != "identity":
+        raise CheckpointError(f"config.json: {one_of('zero_expert_type', kind, ['identity'])}")
+    if config.get("router_bias"):
+        raise CheckpointError("config.json: router_bias: expected false, found true; transformers does not add it")
+    return RoutingSpec(
+        renormalize=False,
+        has_correction_bias=True,
+        routed_scaling_factor=number(config, "routed_scaling_factor"),
+        zero_expert_num=whole(config, "zero_expert_num", 0),
+        zero_expert_type=kind,
+    )
+
+
+def phi_routing(config: Config) -> RoutingSpec:
+    """Of two experts: transformers chooses as many whatever the config says."""
+    if (found := top_k(config)) != 2:
+        raise CheckpointError(f"config.json: num_experts_per_tok: expected 2 for a PhiMoE model, found {found}")
+    mixer = partial(sparse_mixer, jitter_eps=number(config, "router_jitter_noise", 0.01))
+    return RoutingSpec(renormalize=False, custom_routing_function=mixer)
+
+
+def deepseek_routing(topk_method: str, scoring_func: str, renormalize: bool) -> Callable[[Config], RoutingSpec]:
+    """The routing of a DeepSeek generation, given what its configs mean where they are silent.
+
+    `greedy` ignores groups; `group_limited_greedy` ranks groups by their best score; `noaux_tc` by their two best
+    scores plus correction bias. All of them multiply the weights by `routed_scaling_factor`, renormalized or not.
+    The 1e-20 that V3 adds to the sum it divides by is below the last bit of any sum of sigmoids that f32 can hold.
+    """
+
+    def routing(config: Config) -> RoutingSpec:
+        method = config.get("topk_method") or topk_method
+        methods = ("greedy", "group_limited_greedy", "noaux_tc")
+        if method not in methods:
+            raise CheckpointError(f"config.json: {one_of('topk_method', method, methods)}")
+        scoring = config.get("scoring_func") or scoring_func
+        if scoring not in list(SCORING_FUNCS):  # it may be of any type
+            raise CheckpointError(f"config.json: {one_of('scoring_func', scoring, list(SCORING_FUNCS))}")
+        grouped = method != "greedy" and config.get("n_group") is not None
+        norm_topk_prob = config.get("norm_topk_prob")
+        return RoutingSpec(
+            renormalize=renormalize if norm_topk_prob is None else bool(norm_topk_prob),
+            scoring_func=scoring,
+            use_grouped_topk=grouped,
+            num_expert_group=positive(config, "n_group") if grouped else None,
+            topk_group=positive(config, "topk_group") if grouped else None,
+            routed_scaling_factor=number(config, "routed_scaling_factor"),
+            has_correction_bias=method == "noaux_tc",
+        )
+
+    return routing
