@@ -194,7 +194,8 @@ def _activation(name: str, module: Any) -> tuple[MoEActivation, float | None]:
 
 def _activation_of_own_gate(name: str, module: Any) -> tuple[MoEActivation, float | None]:
     """What the module's own gate computes, found by trying on numbers below and above its limits."""
-    limits = [float(limit) for limit in (getattr(module, key, None) for key in _LIMITS) if limit and limit < math.inf]
+    held = [getattr(module, key, None) for key in _LIMITS]
+    limits = [float(limit) for limit in held if isinstance(limit, int | float) and 0 < limit < math.inf]
     most = 2 * max([_EXAMPLES_UP_TO / 2, *limits])
     values = torch.linspace(-most, most, _EXAMPLES, device="cpu")
     gate, up = torch.cartesian_prod(values, values).unbind(1)
