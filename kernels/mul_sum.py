@@ -30,7 +30,7 @@ def moe_fused_mul_sum(
         topk_weights: `[T, topk]`, any real dtype, converted to f32.
         outputs: `[T, K]`, f32, f16 or bf16, written in place; None creates one of the inputs' dtype.
         topk_ids: integer `[T, topk]`, -1 for no expert; None means that every slot counts.
-        expert_map: integer `[E]`, global -> local, -1 if not local.
+        expert_map: integer `[E]`, global -> local, -1 if not local; ids are below E, which is not checked on a GPU.
 
     Returns:
         `outputs`, rounded once from f32.
@@ -114,3 +114,8 @@ def _check(
     check_same_device("inputs", inputs.device, expert_map=expert_map)
     if topk_ids is None:
         raise ValueError("expert_map is given without topk_ids; pass the ids it is to be applied to")
+    if not topk_ids.is_cuda and topk_ids.numel() and int(topk_ids.max()) >= expert_map.numel():
+        raise ValueError(
+            f"topk_ids goes up to {int(topk_ids.max())} and expert_map has {expert_map.numel()} experts; ids must be "
+            f"below that"
+        )

@@ -90,7 +90,8 @@ def check_below(bound: str, limit: int, **values: int) -> None:
 def check_whole(**values: object) -> None:
     """Raises TypeError for a value that is not a whole number."""
     for name, value in values.items():
-        if not isinstance(value, (int, Integral)):  # an abstract class takes long to ask, and layers do in every pass
+        # int is asked for first: an abstract class takes long, and layers ask in every pass.
+        if isinstance(value, bool) or not isinstance(value, (int, Integral)):
             raise TypeError(f"{name} is {value!r}; it must be a whole number")
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_ep.arguments import check_expert_map
 from moe_ep.errors import check_at_least, check_below, one_of
 from moe_ep.registry import ALL2ALL_BACKENDS
 
@@ -73,6 +74,7 @@ def get_compressed_expert_map(expert_map: torch.Tensor) -> str:
     Args:
         expert_map: integer `[E]`, global -> local index, -1 if not local.
     """
+    check_expert_map(expert_map)
     pairs = sorted((local, expert) for expert, local in enumerate(expert_map.tolist()) if local >= 0)
     return ", ".join(f"{local}->{expert}" for local, expert in pairs)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moe_ep.errors import check_whole
 from moe_ep.fixed_tensors import FixedTensors, table_device
 
 # Returns the physical experts that currently hold a logical one, first replica first.
@@ -138,6 +139,7 @@ class ExpertSlots:
 
     def of_id(self, expert_id: int) -> list[int]:
         """The local slots that a physical expert is loaded into; ValueError for an id that does not exist."""
+        check_whole(expert_id=expert_id)
         shared = expert_id - self.num_physical_experts
         if not 0 <= expert_id < self.num_physical_experts + self.num_fused_shared_experts:
             raise ValueError(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_ep.activation import MoEActivation
-from moe_ep.arguments import check_no_gradients, check_same_device
+from moe_ep.arguments import check_no_gradients, check_same_device, check_tensors
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import check_at_least, check_router_weight_on_input
 from moe_ep.layer_parts import LayerParts
@@ -193,6 +193,7 @@ class FusedMoE(LayerParts):
             ValueError: shapes or dtypes that do not fit the layer; under CUDA-graph capture, T above the capacity.
             RuntimeError: the weights are only partly loaded, or an input requires a gradient.
         """
+        check_tensors(hidden_states=hidden_states, router_logits=router_logits)
         check_no_gradients(f"the experts of {self.layer_name}", hidden_states, router_logits)
         if self.shared_experts is None:
             return torch.ops.moe_ep.moe_forward(hidden_states, router_logits, self.layer_name)

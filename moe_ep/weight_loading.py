@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from moe_ep.errors import one_of
+from moe_ep.errors import check_at_least, one_of
 from moe_ep.expert_slots import ExpertSlots
 
 # shard id -> (the GEMM that it belongs to, its half of w13)
@@ -255,6 +255,8 @@ def expert_params_mapping(
 
     Example: `("experts.w13_", "experts.3.gate_proj.", 3, "w1")`.
     """
+    check_at_least(1, num_experts=num_experts)
+    check_at_least(0, num_redundant_experts=num_redundant_experts)
     projections = (("w1", gate_name), ("w2", down_name), ("w3", up_name))
     return [
         (f"experts.{SHARDS[shard_id][0]}_", f"experts.{physical % num_experts}.{name}.", physical, shard_id)

@@ -7,6 +7,7 @@ anything is launched; a ValueError names the one that does not fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -96,8 +97,11 @@ def batched_fused_marlin_moe(
         )
     if inplace and expert_row_ids is not None:
         raise ValueError("inplace is True with expert_row_ids; results need an output of their own, pass inplace=False")
-    if expected_m is not None and not (isinstance(expected_m, int | float) and expected_m >= 0):
-        raise ValueError(f"expected_m is {expected_m!r}; it must be a number of at least 0, or None if nobody knows it")
+    is_number = isinstance(expected_m, int | float) and not isinstance(expected_m, bool)
+    if expected_m is not None and not (is_number and 0 <= expected_m < math.inf):
+        raise ValueError(
+            f"expected_m is {expected_m!r}; it must be a finite number of at least 0, or None if nobody knows it"
+        )
     check_tensors(hidden_states=hidden_states, expert_num_tokens=expert_num_tokens)
     if expert_row_ids is not None:
         check_tensors(expert_row_ids=expert_row_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,20 @@ MODELOPT_NAME = "hf_quant_config.json"
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; CheckpointError where the file is missing or holds something else."""
+    """A JSON object; CheckpointError where the file is missing, cannot be read or holds something else."""
+    if not os.path.isfile(file):
+        raise CheckpointError(f"{file}: expected the checkpoint's {file.name}, found {_instead_of(file)}")
     try:
         return parse_json_object(file.read_bytes(), str(file))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: expected the checkpoint's {file.name}, found no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: expected a readable file, found {error.strerror}") from error
+
+
+def _instead_of(file: Path) -> str:
+    """What there is where a plain file was expected."""
+    if os.path.exists(file):
+        return "no plain file"
+    return "a link that leads nowhere" if os.path.islink(file) else "no such file"
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -51,6 +61,9 @@ def find_tensors(directory: Path) -> dict[str, TensorInfo]:
         return read_header(single)
     if index.is_file():
         return _tensors_of_index(index)
+    for file in (single, index):
+        if os.path.lexists(file):
+            raise CheckpointError(f"{file}: expected a file, found {_instead_of(file)}; fetch it again")
     ways_out = {
         "*.safetensors": f"; one file must be called {single.name}, and several need the index",
         "*.bin": "; pickled weights are never loaded, convert them to safetensors",
@@ -78,16 +91,15 @@ def _tensors_of_index(index: Path) -> dict[str, TensorInfo]:
             )
         if file_name in headers:
             continue
-        if not (index.parent / file_name).is_file():
+        file = index.parent / file_name
+        if not os.path.isfile(file):
             raise CheckpointError(
-                f"{index}: tensor {tensor}: expected in {file_name}, found no such file; fetch it again"
+                f"{index}: tensor {tensor}: expected in {file_name}, found {_instead_of(file)}; fetch it again"
             )
-        headers[file_name] = read_header(index.parent / file_name)
+        headers[file_name] = read_header(file)
         for name in headers[file_name]:
             if name in owners:
-                raise CheckpointError(
-                    f"{index.parent / file_name}: tensor {name}: expected in one shard, found in {owners[name]} too"
-                )
+                raise CheckpointError(f"{file}: tensor {name}: expected in one shard, found in {owners[name]} too")
             owners[name] = file_name
     for name, file_name in weight_map.items():
         if name not in headers[file_name]:

@@ -245,7 +245,12 @@ class CheckpointReader:
     def _open(self, file: Path) -> int:
         with self._lock:
             if file not in self._files:
-                self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{file}: expected the file whose header was read, found {error.strerror}; fetch it again"
+                    ) from None
             return self._files[file]
 
 

@@ -141,6 +141,9 @@ def _tensor_info(file: Path, name: str, entry: Any, data_start: int) -> TensorIn
         )
     dtype = DTYPES[entry["dtype"]]
     begin, end = offsets
+    # Without a size of zero, which would hide that torch cannot have such sizes.
+    if math.prod(size or 1 for size in shape) * dtype.itemsize >= 2**63:
+        raise CheckpointError(f"{file}: tensor {name}: expected a shape that 64 bits hold, found {shape}")
     expected = math.prod(shape) * dtype.itemsize
     if end - begin != expected:
         raise CheckpointError(

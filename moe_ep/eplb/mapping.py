@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from moe_ep.arguments import check_integers, check_same_device
+from moe_ep.arguments import check_integers, check_same_device, check_tensors
 from moe_ep.eplb.levelling import map_reference
 
 
@@ -81,6 +81,8 @@ def _fused() -> Callable[..., torch.Tensor] | None:
 def _check(
     topk_ids: torch.Tensor, expert_load_view: torch.Tensor, table: torch.Tensor, replica_count: torch.Tensor
 ) -> None:
+    others = {"logical_to_physical_map": table, "logical_replica_count": replica_count}
+    check_tensors(topk_ids=topk_ids, expert_load_view=expert_load_view, **others)
     if topk_ids.dim() != 2:
         raise ValueError(f"topk_ids has shape {tuple(topk_ids.shape)}; it must be (T, top_k)")
     if table.dim() != 2 or replica_count.shape != table.shape[:1]:
@@ -95,6 +97,5 @@ def _check(
     # The kernel reads them by their addresses.
     if expert_load_view.dtype is not torch.int32:
         raise ValueError(f"expert_load_view is {expert_load_view.dtype}; it must be torch.int32")
-    others = {"logical_to_physical_map": table, "logical_replica_count": replica_count}
     check_integers(topk_ids=topk_ids, **others)
     check_same_device("topk_ids", topk_ids.device, expert_load_view=expert_load_view, **others)

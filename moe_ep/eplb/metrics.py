@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from moe_ep.arguments import check_tensors
+
 
 def balancedness(tokens_per_rank: torch.Tensor) -> float:
     """Mean over maximum load: the share of the time that the ranks would be busy if time grew with tokens.
@@ -17,6 +19,7 @@ def balancedness(tokens_per_rank: torch.Tensor) -> float:
     Raises:
         ValueError: another number of dimensions, or no ranks.
     """
+    check_tensors(tokens_per_rank=tokens_per_rank)
     if tokens_per_rank.dim() != 2 or tokens_per_rank.size(1) < 1:
         raise ValueError(
             f"tokens_per_rank has shape {tuple(tokens_per_rank.shape)}; it must be (L, R) with at least one rank"

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+# In f32 a smaller number may be 0.
+_LEAST = torch.finfo(torch.float32).tiny
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -60,13 +63,15 @@ def next_tokens(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]
     """
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    scores, tokens = (logits.float() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    scores, tokens = logits.float().sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         scores, tokens = scores[:, : sampling.top_k], tokens[:, : sampling.top_k]
+    # From the likeliest on, which stays 0 where a low temperature takes the others out of what f32 holds.
+    scores = (scores - scores[:, :1]) / max(sampling.temperature, _LEAST)
     sums = scores.softmax(dim=-1).cumsum(dim=-1)
     # A token may be drawn if those before it do not come to top_p; the first one always.
     before = torch.nn.functional.pad(sums, (1, 0))[:, :-1]
-    allowed = before < sampling.top_p
+    allowed = before < max(sampling.top_p, _LEAST)
     total = torch.where(allowed, sums, 0).amax(dim=-1, keepdim=True)
     targets = torch.tensor(draws, dtype=torch.float32).to(logits.device, non_blocking=True)[:, None] * total
     place = (allowed & (sums <= targets)).sum(dim=-1, keepdim=True).clamp(max=allowed.sum(dim=-1, keepdim=True) - 1)

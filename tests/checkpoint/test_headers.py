@@ -23,6 +23,11 @@ HEADERS = {
     "negative size": ({"x": entry("F32", [-1], 0, 4)}, bytes(4), r"tensor x: expected a header entry"),
     "unknown dtype": ({"x": entry("F3", [1], 0, 4)}, bytes(4), r"tensor x: expected a dtype among BF16.*found 'F3'"),
     "shape and range": ({"x": entry("F32", [2], 0, 4)}, bytes(4), r"tensor x: expected 8 bytes .*\(4 bytes\)"),
+    "sizes that torch cannot have, of nothing": (
+        {"x": entry("F32", [2**62, 2, 0], 0, 0)},
+        b"",
+        r"tensor x: expected a shape that 64 bits hold",
+    ),
     "overlap": (
         {"x": entry("F32", [2], 0, 8), "y": entry("F32", [2], 4, 12)},
         bytes(12),

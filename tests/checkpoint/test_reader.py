@@ -219,6 +219,32 @@ def test_index_that_names_a_missing_file_is_refused(tmp_path: Path) -> None:
         CheckpointReader(tmp_path)
 
 
+@pytest.mark.parametrize(("name", "found"), [("lost", "a link that leads nowhere"), ("n" * 300, "no such file")])
+def test_index_that_names_what_is_no_file(tmp_path: Path, name: str, found: str) -> None:
+    make_checkpoint(tmp_path)
+    (tmp_path / "lost").symlink_to("blobs/gone")
+    edit_index(tmp_path, **{NORM: name})
+    with pytest.raises(CheckpointError, match=f"tensor {NORM}: expected in {name}, found {found}; fetch it again"):
+        CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_checkpoint_whose_files_are_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name}: expected .* found no plain file"):
+        CheckpointReader(tmp_path)
+
+
+def test_a_file_that_is_gone_when_it_is_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    reader.info(NORM).file.unlink()
+    with pytest.raises(CheckpointError, match="expected the file whose header was read, found No such file"):
+        reader.read(NORM)
+
+
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", 3])
 def test_index_cannot_point_outside(tmp_path: Path, name: str) -> None:
     make_checkpoint(tmp_path)

@@ -205,6 +205,7 @@ def test_repr_says_what_it_is() -> None:
         ({"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
         ({"intermediate_size": 0}, "^intermediate_size is 0; it must be at least 1"),
         ({"top_k": 2.0}, "top_k is 2.0; it must be a whole number"),
+        ({"n_shared_experts": True}, "n_shared_experts is True; it must be a whole number"),
         ({"zero_expert_num": 1.0}, "zero_expert_num is 1.0; it must be a whole number"),
         ({"shared_experts": "mlp"}, "shared_experts is 'mlp'; it must be a module"),
         ({"parallel_config": 1}, "parallel_config is 1; it must be a FusedMoEParallelConfig"),

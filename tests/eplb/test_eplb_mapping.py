@@ -201,6 +201,9 @@ def test_tensors_that_the_kernel_would_read_wrongly(argument: int, changed: dict
     arguments[argument] = arguments[argument].to(**changed)
     with pytest.raises(ValueError, match=message):
         eplb_map_to_physical_and_record(*arguments)
+    arguments[argument] = None  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=f"{message.partition(' ')[0]} is None; it must be a tensor"):
+        eplb_map_to_physical_and_record(*arguments)
 
 
 def test_recorder_keeps_the_latest_steps() -> None:

@@ -174,6 +174,7 @@ def test_next_tokens() -> None:
     assert drawn_at(0.0, 0.9999999, temperature=0.0) == [2, 2]
     assert drawn_at(0.62, 0.63, 0.9999999, top_p=0.6) == [2, 0, 0]
     assert drawn_at(0.9999999, top_p=1e-9) == drawn_at(0.9999999, top_k=1) == drawn_at(0.99, temperature=1e-3) == [2]
+    assert drawn_at(0.9, 0.9, top_p=1e-300) == drawn_at(0.0, 0.9, temperature=1e-300) == [2, 2]
     assert drawn_at(0.62, 0.63, top_k=2) == [2, 0]
     # As transformers has it: of k tokens those that come to p of the k.
     assert drawn_at(0.9999999, top_k=2, top_p=0.62) == [2]

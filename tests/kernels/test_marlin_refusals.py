@@ -99,9 +99,9 @@ def test_what_fits_runs(given: dict[str, Any]) -> None:
         batched_fused_marlin_moe(**WEIGHTS, **given)
 
 
-@pytest.mark.parametrize("expected_m", [-1, float("nan"), "8"])
+@pytest.mark.parametrize("expected_m", [-1, float("nan"), float("inf"), True, "8"])
 def test_expected_m_is_a_number(expected_m: Any) -> None:
-    with pytest.raises(ValueError, match="^expected_m is .*; it must be a number of at least 0, or None"):
+    with pytest.raises(ValueError, match="^expected_m is .*; it must be a finite number of at least 0, or None"):
         batched_fused_marlin_moe(**WEIGHTS, **BATCHED, expected_m=expected_m)
 
 

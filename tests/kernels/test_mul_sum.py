@@ -75,6 +75,12 @@ def test_a_map_asks_for_ids() -> None:
     check_refused(moe_fused_mul_sum, GIVEN | {"topk_ids": None}, "expert_map")
 
 
+def test_ids_are_those_of_the_map() -> None:
+    ids = torch.full_like(GIVEN["topk_ids"], len(GIVEN["expert_map"]))
+    with pytest.raises(ValueError, match=r"topk_ids goes up to (\d+) and expert_map has \1 experts; ids must be below"):
+        moe_fused_mul_sum(**GIVEN | {"topk_ids": ids})
+
+
 def test_blocks_follow_shape_and_element_size() -> None:
     pytest.importorskip("triton")
     from moe_ep.kernels.triton_mul_sum import choose_blocks

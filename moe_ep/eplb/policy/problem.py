@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_ep.eplb.policy.maps import Array, check_placement
+from moe_ep.errors import check_at_least, check_whole
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,9 +58,8 @@ class Problem:
         shape = self.weight.shape
         if len(shape) != 2 or shape[1] < 1:
             raise ValueError(f"weight has shape {shape}; it must be (L, E), a load for each logical expert of a layer")
-        for name in ("num_groups", "num_nodes", "num_ranks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_at_least(1, num_groups=self.num_groups, num_nodes=self.num_nodes, num_ranks=self.num_ranks)
+        check_whole(num_replicas=self.num_replicas)
         slots, ranks = self.num_replicas, self.num_ranks
         if slots < shape[1]:
             raise ValueError(f"num_replicas ({slots}) is less than the {shape[1]} experts of weight; each needs a slot")
