@@ -1,4 +1,4 @@
-"""Every family in every format, loaded and run on 1, 2 and 4 processes, against the dequantized experts."""
+"""Every family in every format, loaded and run, against the dequantized experts; on 2 and 4 processes a part of them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ FORMATS = [name for name, case in CASES.items() if case.fused is None]
 FAMILIES = [family for family, (name, _) in MODELS.items() if is_known(f"{name}Config")]
 FAMILIES[FAMILIES.index("granitemoeshared")] = "kimi_k2"
 PAIRS = [(family, format_name) for family in FAMILIES for format_name in FORMATS]
+# With a fifth of the formats for each family, and of the families for each format.
+OVER_RANKS = [
+    (family, format_name)
+    for i, family in enumerate(FAMILIES)
+    for j, format_name in enumerate(FORMATS)
+    if (i + j) % 5 == 0
+]
 Errors = dict[tuple[str, str], float]
 
 
@@ -87,10 +94,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(rank: int, world_size: int, root: Path) -> Errors:
-    """The error of every checkpoint's layer on this rank's tokens."""
+    """The error of each checkpoint's layer on this rank's tokens."""
     errors: Errors = {}
     parallel = FusedMoEParallelConfig.make(ep_size=world_size, rank=rank, world_size=world_size)
-    for family, format_name in PAIRS:
+    for family, format_name in PAIRS if world_size == 1 else OVER_RANKS:
         with CheckpointReader(root / family / format_name) as reader, torch.inference_mode():
             spec = one_layer(reader.config)
             stack = MoEStack(reader, spec, parallel, dtype=torch.float32, max_num_tokens=4)
@@ -107,5 +114,5 @@ def run(rank: int, world_size: int, root: Path) -> Errors:
 def test_equals_the_dequantized_experts(written: Path, world_size: int) -> None:
     results = [run(0, 1, written)] if world_size == 1 else ranks(world_size).run(run, written)
     for errors in results:
-        assert list(errors) == PAIRS
+        assert list(errors) == (PAIRS if world_size == 1 else OVER_RANKS)
         assert {pair: error for pair, error in errors.items() if error > verify.tolerance(torch.float32)} == {}
