@@ -1,4 +1,4 @@
-"""Every family in every format, loaded and run, against the dequantized experts; on 2 and 4 processes a part of them."""
+"""Every family in every format, loaded and run, against the dequantized experts; part of them on 2 and 4 processes."""
 
 from __future__ import annotations
 
