@@ -49,12 +49,16 @@ _DOTS3 = replace(
 )
 
 DEEPSEEK_LIKE = {
-    "exaone_moe": replace(_DEEPSEEK_V3, names={"correction_bias_tensor": "e_score_correction_bias"}),
+    "exaone_moe": replace(
+        _DEEPSEEK_V3,
+        text_config=configs.renamed({}, FIRST_DENSE),
+        names={"correction_bias_tensor": "e_score_correction_bias"},
+    ),
     "mimo_v2_flash": replace(_DEEPSEEK_V3, text_config=configs.mimo_config),
     "solar_open": _DEEPSEEK_V3,
     "glm4_moe": _DEEPSEEK_V3,
     "glm4v_moe": replace(_DEEPSEEK_V3, text_config=configs.text_part, names=LANGUAGE_PART),
-    "glm4_moe_lite": _DEEPSEEK_V3,
+    "glm4_moe_lite": replace(_DEEPSEEK_V3, text_config=configs.renamed({}, FIRST_DENSE)),
     "glm_moe_dsa": _DEEPSEEK_V3,
     "glm5_next": replace(
         _DEEPSEEK_V3,

@@ -35,7 +35,13 @@ def renamed(
 
 
 # As transformers writes it, from the file that the models came with.
-mimo_config = renamed({"rms_norm_eps": "layernorm_epsilon"}, {"routed_scaling_factor": 1.0})
+mimo_config = renamed({"rms_norm_eps": "layernorm_epsilon"}, {"routed_scaling_factor": 1.0, "first_k_dense_replace": 1})
+
+
+def afmoe_config(config: Config) -> Config:
+    """Its embeddings are scaled where `mup_enabled` says so."""
+    factor = positive(config, "hidden_size") ** 0.5 if config.get("mup_enabled") else 1.0
+    return config | {"embedding_multiplier": factor}
 
 
 def cohere_config(config: Config) -> Config:

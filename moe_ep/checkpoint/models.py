@@ -170,6 +170,7 @@ FAMILIES = {
         moe_layers=rules.layers_after("num_dense_layers"),
         routing=routing.biased_sigmoid_times("route_scale"),
         shared_experts=rules.counted_shared_experts,
+        text_config=configs.afmoe_config,
         names={
             "router": "router.gate",
             "correction_bias_tensor": "expert_bias",

@@ -146,7 +146,7 @@ EXPECTED = {
 }
 
 
-# In a part of their config; in test_saved_models.py and tests/integrations/test_families.py.
+# In a part of their config; in tests/integrations, test_models_that_see.py and test_language_parts.py.
 SEEING = {"qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "llama4", "kimi_k25"}
 SEEING |= {"minimax_m3_vl", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen4_exp", "gemma4"}
 SEEING |= {"mistral3", "mistral_large4", "mistral_large4_text", "dots3_note", "glm5_next"}
@@ -218,12 +218,6 @@ def test_where_newer_configs_are_silent() -> None:
     assert model_spec(config_of("laguna") | silent).moe_layers == (1, 2)
     assert model_spec(config_of("flint") | silent).moe_layers == (2,)
     assert model_spec(config_of("mellum") | silent).moe_layers == (0, 1, 2)
-
-
-def test_mimo_as_the_models_came() -> None:
-    came = {"moe_layer_freq": [0, 1, 1], "routed_scaling_factor": None, "layernorm_epsilon": 1e-5, "rms_norm_eps": None}
-    came |= {"mlp_layer_types": None, "n_shared_experts": None}
-    assert model_spec(config_of("mimo_v2_flash") | came) == model_spec(config_of("mimo_v2_flash"))
 
 
 def test_hunyuan_has_one_number_of_experts_a_token() -> None:
