@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gemm_cases import SHAPES, WEIGHTS, Shape, cases_of, with_weights
+from gemm_cases import OF_PEERS, SHAPES, WEIGHTS, Shape, cases_of, with_weights
 from gemm_timing import capacity_of, num_copies, timed
 from on_gpu import this_gpu
 
@@ -47,7 +47,6 @@ from moe_ep.kernels.marlin.plain import dequantize_packed
 from moe_ep.kernels.marlin.weights import Weights
 
 RELATIVE_ERROR = 0.01
-PEERS = ("torch", "humming", "vllm")
 ROWS_AT_ONCE = 3  # row counts that one process of a peer compiles for
 COLUMNS = {
     "shape": "shape", "rows": "rows", "us": "us", "p99_us": "p99", "floor_us": "floor", "floor_over_time": "floor/time",
@@ -143,7 +142,9 @@ def caller(
 
 
 def peer_command(peer: str, shapes: list[Shape], row_counts: list[int], library: Path | None) -> list[str]:
+    """For shapes of one kind of weights."""
     command = [sys.executable, str(Path(__file__).with_name("gemm_peers.py")), peer, "--rows", *map(str, row_counts)]
+    command += ["--weights", shapes[0].weights]
     for shape in shapes:
         command += ["--shape", *map(str, (shape.experts, shape.K, shape.N))]
     return command + (["--library", str(library)] if peer == "vllm" else [])
@@ -174,10 +175,10 @@ def compile_all(
     device = torch.device("cuda", torch.cuda.current_device())
     ours = own_sources(shapes) if torch.cuda.get_device_capability() == (9, 0) else []
     # vLLM's kernels are the same for all shapes, torch has its own.
-    common = [shape for shape in shapes if shape.is_compared]
     parts = [row_counts[i : i + ROWS_AT_ONCE] for i in range(0, len(row_counts), ROWS_AT_ONCE)]
-    theirs = [("humming", [shape], part) for shape in common for part in parts if "humming" in peers]
-    theirs += [("vllm", common[:1], row_counts)] if "vllm" in peers and common else []
+    of_humming, of_vllm = ([shape for shape in shapes if takes(peer, shape)] for peer in ("humming", "vllm"))
+    theirs = [("humming", [shape], part) for shape in of_humming for part in parts if "humming" in peers]
+    theirs += [("vllm", of_vllm[:1], row_counts)] if "vllm" in peers and of_vllm else []
 
     def let_compile(peer: str, some: list[Shape], counts: list[int]) -> None:
         list(peer_lines([*peer_command(peer, some, counts, library), "--compile-only"], seconds))
@@ -187,6 +188,10 @@ def compile_all(
         jobs += [pool.submit(let_compile, *job) for job in theirs]
         for job in jobs:
             job.result()
+
+
+def takes(peer: str, shape: Shape) -> bool:
+    return shape.weights in OF_PEERS[peer]
 
 
 def own_sources(shapes: list[Shape]) -> list[jit.KernelSource]:
@@ -206,9 +211,11 @@ def peer_times(
     peer: str, shapes: dict[str, Shape], row_counts: list[int], library: Path | None, seconds: float
 ) -> Iterator[dict[str, Any]]:
     """Rows of shape, rows and microseconds by name of a peer, as far as it got in that time."""
-    names = {(shape.experts, shape.K, shape.N): name for name, shape in shapes.items()}
-    for row in peer_lines(peer_command(peer, list(shapes.values()), row_counts, library), seconds):
-        yield {"shape": names[tuple(row["shape"])], "rows": str(row["rows"])} | row["us"]
+    for weights in dict.fromkeys(shape.weights for shape in shapes.values() if takes(peer, shape)):
+        some = {name: shape for name, shape in shapes.items() if shape.weights == weights}
+        names = {(shape.experts, shape.K, shape.N): name for name, shape in some.items()}
+        for row in peer_lines(peer_command(peer, list(some.values()), row_counts, library), seconds):
+            yield {"shape": names[tuple(row["shape"])], "rows": str(row["rows"])} | row["us"]
 
 
 def summary(results: list[dict[str, Any]]) -> str:
@@ -233,7 +240,7 @@ def main() -> None:
     parser.add_argument(
         "--ampere-only", action="store_true", help="on Hopper too, the kernels of all GPUs from sm_80 on"
     )
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=[])
+    parser.add_argument("--peers", nargs="*", choices=list(OF_PEERS), default=[])
     parser.add_argument(
         "--peer-rows", nargs="+", type=int, help="fewer row counts for them (their compilation is slow)"
     )
@@ -252,9 +259,10 @@ def main() -> None:
     shapes = {name: SHAPES[name] for name in options.shapes}
     if options.weights:
         shapes = {f"{name} {w}": with_weights(s, w) for name, s in shapes.items() for w in options.weights}
-    common = {name: shape for name, shape in shapes.items() if shape.is_compared}
-    if options.peers and not common:
-        parser.error("--peers take int4 weights in groups of 128 only, which no shape has; add int4 to --weights")
+    for peer in options.peers:
+        if not any(takes(peer, shape) for shape in shapes.values()):
+            taken = ", ".join(OF_PEERS[peer])
+            parser.error(f"--peers has {peer}, which is timed with {taken}, and no shape has such weights; add one")
     if options.ampere_only:
         compute.run_experts = partial(compute.run_experts, ampere_only=True)
     torch.manual_seed(options.seed)
@@ -275,7 +283,7 @@ def main() -> None:
             everything.append(keep(row, about, options.jsonl))
         torch.cuda.empty_cache()
     for peer in options.peers:
-        for times in peer_times(peer, common, *asked):
+        for times in peer_times(peer, shapes, *asked):
             keep(times, about, options.jsonl)
             for row in everything:
                 row |= times if (times["shape"], times["rows"]) == (row["shape"], row["rows"]) else {}

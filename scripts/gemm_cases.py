@@ -30,9 +30,9 @@ class Shape:
         return weight_type(getattr(scalar_types, self.kind).id)
 
     @property
-    def is_compared(self) -> bool:
-        """Whether the peers are timed with such weights: int4 in groups of 128."""
-        return (self.kind, self.group) == WEIGHTS["int4"]
+    def weights(self) -> str:
+        """The name of the scheme in WEIGHTS."""
+        return next(name for name, scheme in WEIGHTS.items() if scheme == (self.kind, self.group))
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -73,6 +73,10 @@ WEIGHTS = {
     "mxfp4": ("float4_e2m1f", 32),
     "nvfp4": ("float4_e2m1f", 16),
 }
+
+
+# Those that peers are timed with.
+OF_PEERS = {"torch": ("int4",), "humming": ("int4", "int4-g32", "int8", "fp8", "mxfp4"), "vllm": ("int4",)}
 
 
 def with_weights(shape: Shape, name: str) -> Shape:

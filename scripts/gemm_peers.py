@@ -1,6 +1,6 @@
 """Other implementations of the experts' two GEMMs, timed as bench_gemm.py times ours; it starts this in processes.
 
-    python scripts/gemm_peers.py humming --shape 16 4096 1536 --rows 1 8 64
+    python scripts/gemm_peers.py humming --shape 16 4096 1536 --rows 1 8 64 --weights mxfp4
     python scripts/gemm_peers.py vllm --library FILE --shape 16 4096 1536 --shape 1 4096 14336 --rows 1 8 64
 
 One JSON line for each shape and number of rows an expert, `us` by name. Buffers hold 128 rows an expert, or 1024 where
@@ -25,9 +25,10 @@ import lzma
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import torch
-from gemm_cases import Shape
+from gemm_cases import OF_PEERS, Shape, with_weights
 from gemm_timing import capacity_of, num_copies, timed
 
 from moe_ep.scalar_type import scalar_types
@@ -53,8 +54,16 @@ class Humming:
     """Its grouped_masked form."""
 
     GEMM_TYPE = "grouped_masked"
+    CONFIGS: ClassVar[dict[str, dict[str, str | int]]] = {
+        "int4": {"dtype": "uint4", "group_size": 128},
+        "int4-g32": {"dtype": "uint4", "group_size": 32},
+        "int8": {"dtype": "uint8", "group_size": 128},
+        "fp8": {"dtype": "float8e4m3", "group_size": 128},
+        "mxfp4": {"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"},
+    }
 
     def __init__(self, shape: Shape, options: argparse.Namespace) -> None:
+        self._config = self.CONFIGS[options.weights]
         self._pairs = [
             (self._layer(shape.experts, 2 * shape.N, shape.K), self._layer(shape.experts, shape.K, shape.N))
             for _ in range(num_copies(shape.num_bytes))
@@ -68,7 +77,7 @@ class Humming:
         made = HummingLayer(
             shape_n=out,
             shape_k=columns,
-            weight_config={"dtype": "uint4", "group_size": 128},
+            weight_config=dict(self._config),
             num_experts=experts,
             torch_dtype=torch.bfloat16,
         ).cuda()
@@ -226,11 +235,12 @@ def main() -> None:
         "--shape", type=int, nargs=3, metavar=("EXPERTS", "K", "N"), action="append", required=True, help="may repeat"
     )
     parser.add_argument("--rows", type=int, nargs="+", required=True)
+    parser.add_argument("--weights", choices=sorted(set().union(*OF_PEERS.values())), default="int4")
     parser.add_argument("--compile-only", action="store_true", help="make the first calls and time nothing")
     options = parser.parse_args()
     torch.manual_seed(0)
     for experts, K, N in options.shape:
-        shape = Shape(experts=experts, K=K, N=N)
+        shape = with_weights(Shape(experts=experts, K=K, N=N), options.weights)
         peer = PEERS[options.peer](shape, options)
         run_shape(peer, shape, options.rows, options.compile_only)
         del peer
