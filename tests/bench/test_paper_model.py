@@ -120,10 +120,12 @@ def row_of(machine: Machine, ep_size: int, tokens: int) -> dict[str, Any]:
     return {
         "geometry": "deepseek-v3", "ep_size": ep_size, "tokens_per_rank": tokens, "routing": "uniform",
         "scaling": "weak", "phase": "prefill" if tokens > 256 else "decode", "asked_tokens": tokens,
-        "asked_backend": "x", "tokens_per_s": 1.0, "tokens_per_s_per_gpu": 1.0, "p99_us": step.step_us,
+        "asked_backend": "x", "mode": "graph", "tokens_per_s": 1.0, "tokens_per_s_per_gpu": 1.0, "p99_us": step.step_us,
         "floor_over_time": 1.0, "rows_per_rank": [1.0] * ep_size, "balancedness": 1.0,
         "wire": "activations", "backend": "x", "eplb": "off", "us": step.step_us, "memory_tb_per_s": 4.0,
-        "tflop_per_s": 800.0, "link_gb_per_s": 300.0 if ep_size > 1 else None, "bytes_sent": 2 * step.link_bytes,
+        "exposed_communication": 0.5, "experts_floor_us": 1.0, "link_floor_us": 1.0, "link_share": 0.5,
+        "active_experts_max": 1.0, "tflop_per_s": 800.0,
+        "link_gb_per_s": 300.0 if ep_size > 1 else None, "bytes_sent": 2 * step.link_bytes,
         # Events between the stages take time of their own.
         "stages_us": {name: 1.1 * us for name, us in stages.items()},
     }  # fmt: skip
@@ -165,7 +167,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", "--gpus", "12"]) == 2
     assert "ep_size is 12" in capsys.readouterr().err
     assert main(["plan", "--measured", str(tmp_path / "none")]) == 2
-    assert "there is none" in capsys.readouterr().err
+    assert "there is no such file" in capsys.readouterr().err
     (tmp_path / "text").write_text("# not rows\n")
     assert main(["plan", "--measured", str(tmp_path / "text")]) == 2
     assert "text, line 1, is not a JSON object" in capsys.readouterr().err

@@ -242,7 +242,16 @@ def test_weights_of_a_checkpoint_have_the_largest_groups_that_fit(sizes: tuple[i
 
 
 @pytest.mark.parametrize(
-    "key, value", [("stages_us", {"route": "slow"}), ("rows_per_rank", ["many"]), ("geometry", ["deepseek-v3"])]
+    "key, value",
+    [
+        ("stages_us", {"route": "slow"}),
+        ("rows_per_rank", ["many"]),
+        ("geometry", ["deepseek-v3"]),
+        ("phase", 1),
+        ("us", float("inf")),
+        ("experts_floor_us", None),
+        ("link_gb_per_s", "300"),
+    ],
 )
 def test_a_row_of_other_types(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: object) -> None:
     results = Path(__file__).parents[2] / "docs/benchmarks/scaling/scaling_2xh200.jsonl"

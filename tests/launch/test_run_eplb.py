@@ -123,7 +123,7 @@ def test_a_trace_of_another_model_ends_in_one_message(
             "--routing zipf",
             "--routing is 'zipf'; it must be uniform, zipf:S with a number such as zipf:0.8, or rec",
         ),
-        ("--routing recorded:/none", "--routing is 'recorded:/none'; it must name a file, and there is none"),
+        ("--routing recorded:/none", "--routing is 'recorded:/none'; it must name a file, and there is no such file"),
         ("--num-redundant-experts 4", "--num-redundant-experts is '4' without --eplb; add --eplb or leave it out"),
         (
             "--eplb --num-redundant-experts -1",
@@ -131,7 +131,10 @@ def test_a_trace_of_another_model_ends_in_one_message(
         ),
         ("--eplb --eplb-threshold 2", "--eplb-threshold is '2'; it must be a number from 0 to 1"),
         ("--eplb --eplb-policy best", "--eplb-policy is 'best'; it must be one of incremental, deepseek"),
-        ("--eplb --load-placement /none", "--load-placement is '/none'; it must name a file, and there is none"),
+        (
+            "--eplb --load-placement /none",
+            "--load-placement is '/none'; it must name a file, and there is no such file",
+        ),
     ],
 )
 def test_options_that_cannot_be(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
