@@ -78,11 +78,13 @@ def shape_table(rows: list[dict[str, Any]]) -> str:
 
 
 def types_table(rows: list[dict[str, Any]]) -> str:
-    """Microseconds and floor/time of one model's sizes with each number type."""
+    """Microseconds and floor/time of one model's sizes with each number type, and Humming's where it was timed."""
     lines: dict[str, dict[str, Any]] = {}
     for row in rows:
         line = lines.setdefault(row["rows"], {"rows": row["rows"]})
-        line[row["shape"].split()[1]] = f"{row['us']:.1f}, {row['floor_over_time']:.2f}"
+        numbers = [f"{row['us']:.1f}", f"{row['floor_over_time']:.2f}"]
+        numbers += [f"{row['humming']:.1f}"] if row.get("humming") else []
+        line[row["shape"].split()[1]] = ", ".join(numbers)
     types = dict.fromkeys(row["shape"].split()[1] for row in rows)
     return markdown_table(list(lines.values()), {"rows": "rows/expert"} | {name: name for name in types})
 
@@ -101,8 +103,8 @@ def uneven_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(lines, columns | {"against": "x even"})
 
 
-def against(rows: list[dict[str, Any]]) -> str:
-    """How many times as fast as each of the others, over the rows that it computed too."""
+def against(rows: list[dict[str, Any]], wanted_of_peers: dict[str, tuple[float, float]]) -> str:
+    """How many times as fast as each of the others, over the rows that it computed too, beside targets if any."""
     lines = []
     for peer, name in PEERS.items():
         ratios = {f"{row['shape']} {row['rows']}": row[peer] / row["us"] for row in rows if row.get(peer)}
@@ -111,11 +113,14 @@ def against(rows: list[dict[str, Any]]) -> str:
                 math.exp(sum(map(math.log, ratios.values())) / len(ratios)),
                 min(ratios, key=ratios.__getitem__),
             )
-            least, wanted = (f"{target} x" if target else None for target in WANTED_OF_PEERS.get(peer, (None, None)))
+            least, wanted = (f"{target} x" if target else None for target in wanted_of_peers.get(peer, (None, None)))
             line = {"name": name, "rows": len(ratios), "mean": f"{mean:.2f} x", "wanted": wanted}
             lines.append(line | {"worst": f"{ratios[worst]:.2f} x, {worst}", "least": least})
     titles = {"name": "beside", "rows": "rows", "mean": "geometric mean", "wanted": "target", "worst": "least, with"}
-    return markdown_table(lines, titles | {"least": "target of the least"})
+    titles |= {"least": "target of the least"}
+    return markdown_table(
+        lines, {key: title for key, title in titles.items() if wanted_of_peers or key not in ("wanted", "least")}
+    )
 
 
 def missed(rows: list[dict[str, Any]]) -> str:
@@ -153,10 +158,13 @@ def main() -> None:
         typed = [row for row in rows if row["shape"].startswith(name + " ")]
         if typed:
             print(f"## {title.split(' (')[0]}, number types\n\n{types_table(typed)}\n")
+    typed = [row for row in rows if row["shape"] not in TITLES and any(row.get(peer) for peer in PEERS)]
+    if typed:
+        print(f"## Number types against the others\n\n{against(typed, {})}\n")
     plain = [row for row in rows if row["shape"] in TITLES]
     if plain:
         print(f"## Uneven rows\n\n{uneven_table(plain)}\n\n## Against the others\n")
-        print(f"{against(plain)}\n\n{missed(plain)}")
+        print(f"{against(plain, WANTED_OF_PEERS)}\n\n{missed(plain)}")
 
 
 if __name__ == "__main__":
