@@ -67,7 +67,8 @@ def publish(model: Any, directory: Path) -> None:
                 tensors[f"{module}.scale"] = groups.view(torch.float8_e8m0fnu)
             elif module.rpartition(".")[2] in OF_FP8 and ".compressor." not in name:
                 tensors[name] = tensor.to(torch.float8_e4m3fn)
-                tensors[f"{module}.scale"] = torch.ones(1, 1).to(torch.float8_e8m0fnu)
+                blocks = [-(-size // 128) for size in tensor.shape]
+                tensors[f"{module}.scale"] = torch.ones(blocks).to(torch.float8_e8m0fnu)
             else:
                 tensors[name] = tensor
         config = reader.config
