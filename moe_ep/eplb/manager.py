@@ -25,7 +25,7 @@ from moe_ep.eplb.events import EplbTotals, Event, Listener, PlanReport
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.mover import LayerMover, check_layers
 from moe_ep.eplb.moving_thread import MovingThread, interrupted
-from moe_ep.eplb.placement_state import PlacementState
+from moe_ep.eplb.placement_state import PlacementState, placement_on_host
 from moe_ep.eplb.policy.maps import Array
 from moe_ep.eplb.rearrangement import Job, Rearrangement
 from moe_ep.eplb.recorder import ExpertLoadRecorder
@@ -227,7 +227,7 @@ class EPLBManager:
         self._channel.close()
 
     def _checked(self, placement: Array | torch.Tensor) -> Array:
-        target = torch.as_tensor(placement, device="cpu").numpy().astype(np.int64)
+        target = placement_on_host("physical_to_logical", placement)
         self.placement.check(target, "physical_to_logical")
         return target
 

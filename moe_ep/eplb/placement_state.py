@@ -8,6 +8,17 @@ import torch
 from moe_ep.eplb.policy.maps import Array, check_placement, logical_maps
 
 
+def placement_on_host(name: str, placement: Array | torch.Tensor) -> Array:
+    """A placement that somebody made, int64; ValueError unless it is an array of whole numbers."""
+    try:
+        values = placement.detach().cpu().numpy() if isinstance(placement, torch.Tensor) else np.asarray(placement)
+    except ValueError:
+        raise ValueError(f"{name} has layers of different lengths; it must be (L, P)") from None
+    if values.size and not np.issubdtype(values.dtype, np.integer):
+        raise ValueError(f"{name} has dtype {values.dtype}; it must hold integers, the logical expert of each slot")
+    return values.astype(np.int64)
+
+
 class PlacementState:
     """The three maps on the device, and the same on the host.
 

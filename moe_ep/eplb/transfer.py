@@ -15,6 +15,7 @@ from moe_ep import env
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.moves import LayerMoves, plan_moves
 from moe_ep.eplb.packing import ExpertRows, intact, seal
+from moe_ep.eplb.placement_state import placement_on_host
 from moe_ep.eplb.policy.maps import Array, check_placement
 from moe_ep.errors import EplbError
 from moe_ep.process_groups import is_initialized
@@ -140,10 +141,8 @@ def rearrange_expert_weights(
         process_group = dist.group.WORLD
     rank, num_ranks = (0, 1) if process_group is None else (dist.get_rank(process_group), process_group.size())
     layers = [ExpertRows(tensors) for tensors in expert_weights]
-    old, new = (
-        torch.as_tensor(value, device="cpu").numpy().astype(np.int64)
-        for value in (old_physical_to_logical, new_physical_to_logical)
-    )
+    old = placement_on_host("old_physical_to_logical", old_physical_to_logical)
+    new = placement_on_host("new_physical_to_logical", new_physical_to_logical)
     check_sizes(layers, old, new, num_ranks)
     if not layers:
         return

@@ -213,6 +213,7 @@ def test_ranks_with_different_placements_all_raise_and_one_that_is_alone_does() 
     [
         ([torch.zeros(3, 2)], [[0, 1, 2]], [[0, 1, 3]], "new_physical_to_logical holds expert 3; experts are 0 to 2"),
         ([torch.zeros(3, 2)], [[0, 1, 2]], [[0, 1, 1]], "new_physical_to_logical has no slot for expert 2 in layer 0"),
+        ([torch.zeros(3, 2)], [[0, 1, 2]], [[0, 1.5, 2]], "new_physical_to_logical has dtype float64; it must hold in"),
         (
             [torch.zeros(3, 2)],
             [[0, 1, 2]],

@@ -34,6 +34,13 @@ def test_placements_that_do_not_fit_are_refused() -> None:
         manager.rearrange(np.zeros((3, 3), dtype=np.int64))
     with pytest.raises(ValueError, match="physical_to_logical has no slot for expert 1 in layer 0"):
         manager.rearrange(np.zeros((1, manager.placement.num_slots), dtype=np.int64))
+    for placement, message in (
+        (manager.placement.host + 0.5, "has dtype float64; it must hold integers"),
+        (None, "has dtype object; it must hold integers"),
+        ([[0, 1], [2]], "has layers of different lengths"),
+    ):
+        with pytest.raises(ValueError, match=f"physical_to_logical {message}"):
+            manager.rearrange(placement)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
