@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 from moe_ep.kernels.routing import _topk_kernel
 from moe_ep.kernels.triton_align import _batched_kernel
 from moe_ep.kernels.triton_mul_sum import _mul_sum_kernel
+from moe_ep.topk import SCORING_FUNCS
 
 ARCHITECTURES = (80, 90)
 
@@ -37,9 +38,9 @@ def hands_over_first(ptx: str) -> bool:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("kind", [*SCORING_FUNCS, "scores"])
 @pytest.mark.parametrize(("groups", "size", "kept", "top_k"), [(1, 384, 1, 8), (8, 32, 4, 8), (9, 8, 3, 6)])
-def test_topk(arch: int, kind: int, groups: int, size: int, kept: int, top_k: int) -> None:
+def test_topk(arch: int, kind: str, groups: int, size: int, kept: int, top_k: int) -> None:
     types = {
         "router_ptr": "*bf16", "bias_ptr": "*fp32", "weights_ptr": "*fp32", "ids_ptr": "*i32",
         "routed_scaling_factor": "fp32",
@@ -51,8 +52,9 @@ def test_topk(arch: int, kind: int, groups: int, size: int, kept: int, top_k: in
         "column_stride": 1, "EARLY": arch >= 90,
     }  # fmt: skip
     ptx = compiled_ptx(_topk_kernel.function, types, constants, (), arch)
-    # The sigmoid must round as torch's does: a true division, not a multiplication by an approximate reciprocal.
-    assert ("div.rn.f32" in ptx) == (kind == 1)
+    # Scores must round as torch's do: a true division, not a multiplication by an approximate reciprocal, a true root.
+    assert ("div.rn.f32" in ptx) == (kind == "sigmoid")
+    assert ("sqrt.rn.f32" in ptx) == (kind == "sqrtsoftplus")
     assert hands_over_first(ptx) == (arch >= 90)
 
 
