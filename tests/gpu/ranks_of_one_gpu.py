@@ -68,7 +68,9 @@ class Group(RankGroup):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.timeout_s = rank, size, 2 * env.NVSHMEM_TIMEOUT_S.get()
         self.group: Any = rank
+        self.ep_ranks = range(size)
         self.notes: Any = NoNotes()
+        self.have_agreed = False
 
 
 def on_one_gpu(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
