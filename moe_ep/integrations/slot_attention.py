@@ -63,8 +63,8 @@ def can_attend(model: Any) -> bool:
         and model._supports_flash_attn
         # Others may hand their attention what this one does not take, such as a cap of scores.
         and model.config.model_type in FAMILIES
-        # Of latent attention values are narrower than keys.
-        and getattr(config, "v_head_dim", None) in (None, head_dim)
+        # Latent attention, whose keys and values may have widths of their own.
+        and all(getattr(config, width, None) in (None, head_dim) for width in ("qk_head_dim", "v_head_dim"))
         and head_dim <= _MAX_HEAD_DIM
         and head_dim % 8 == 0
     )

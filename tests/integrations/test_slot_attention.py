@@ -116,3 +116,11 @@ def test_windows_that_only_masks_tell(family: str, monkeypatch: pytest.MonkeyPat
     assert decoder.num_rows([4, 13]) == 17
     for mine, theirs in zip(got, expected, strict=True):
         assert relative_error(mine, theirs) < 2 * tolerance(torch.float32)
+
+
+def test_keys_wider_than_values_take_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers calls the rotary part of a key head_dim in these models, and values may be as wide as that."""
+    model = make_model("DeepseekV3", qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=8)
+    monkeypatch.setattr(slot_attention, "_runs", lambda device, dtype: True)
+    assert model.config.head_dim == model.config.v_head_dim
+    assert not slot_attention.can_attend(model)
