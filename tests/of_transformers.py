@@ -22,6 +22,20 @@ def known(name: str) -> Any:
     return getattr(transformers, name)
 
 
+def random_model(name: str, config: Any) -> Any:
+    """A model of the class of that name, always the same."""
+    torch.manual_seed(0)
+    return draw_experts(known(name)(config))
+
+
+def draw_experts(model: Any) -> Any:
+    """The model, for inference; transformers' own initialization leaves its experts and routers next to nothing to say."""
+    for name, param in model.named_parameters():
+        if "experts." in name or name.endswith(("gate.weight", "router.weight")) or "softmax_scaling" in name:
+            torch.nn.init.normal_(param.requires_grad_(False), std=0.3)
+    return model.eval().requires_grad_(False)
+
+
 def language_model(config: Any, dtype: torch.dtype) -> Any:
     """A random model of a configuration; transformers lists some beside models that see."""
     listed = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING

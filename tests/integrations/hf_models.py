@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.of_transformers import known, language_model
+from tests.of_transformers import draw_experts, known, language_model
 
 SIZES = {
     "hidden_size": 64,
@@ -70,9 +70,4 @@ def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) 
     """The same model wherever it is made; of families beyond FAMILIES, `changes` say the sizes."""
     torch.manual_seed(7)
     config = known(f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **changes}, dtype=dtype)
-    model = language_model(config, dtype)
-    # transformers' own initialization leaves experts next to nothing to say.
-    for name, param in model.named_parameters():
-        if "experts." in name or name.endswith(("gate.weight", "router.weight")):
-            torch.nn.init.normal_(param, std=0.3)
-    return model.eval().requires_grad_(False)
+    return draw_experts(language_model(config, dtype))

@@ -22,7 +22,7 @@ from moe_ep.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
 from tests.integrations.hf_models import GROUPED, MLA, SIZES, make_model
 from tests.integrations.test_families import INDEXER, OTHERS, check, in_slots
-from tests.of_transformers import known
+from tests.of_transformers import known, random_model
 
 EYES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 4}
 PIXTRAL = {**EYES, "model_type": "pixtral", "image_size": 16, "head_dim": 16}
@@ -85,12 +85,7 @@ def make_whole(family: str) -> Any:
     if family == "Mistral3":
         known("Mistral4Config")
     config = known(f"{family}Config")(**PARTS[family])
-    torch.manual_seed(0)
-    model = known(f"{family.replace('M3VL', 'M3Sparse')}ForConditionalGeneration")(config).eval().requires_grad_(False)
-    for name, param in model.named_parameters():
-        if "experts." in name or name.endswith("mlp.gate.weight") or "softmax_scaling" in name:
-            torch.nn.init.normal_(param, std=0.3)
-    return model
+    return random_model(f"{family.replace('M3VL', 'M3Sparse')}ForConditionalGeneration", config)
 
 
 @pytest.mark.parametrize("family", PARTS)
@@ -141,8 +136,7 @@ def test_the_thinker_of_a_model_that_speaks(tmp_path: Path) -> None:
         "vision_start_token_id": 93,
     }
     config = known("Qwen3OmniMoeConfig")(thinker_config=thinker, enable_audio_output=False)
-    torch.manual_seed(0)
-    whole = known("Qwen3OmniMoeForConditionalGeneration")(config).eval().requires_grad_(False)
+    whole = random_model("Qwen3OmniMoeForConditionalGeneration", config)
     whole.save_pretrained(tmp_path / "whole")
     whole.thinker.save_pretrained(tmp_path / "thinker")
     with pytest.raises(ConfigError, match="a Qwen3OmniMoeForConditionalGeneration, which makes no passes itself; pass"):

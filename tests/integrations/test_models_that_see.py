@@ -23,7 +23,7 @@ from moe_ep.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
 from tests.integrations.hf_models import FAMILIES, GROUPED, MLA, SIZES
 from tests.integrations.test_families import check, in_slots
-from tests.of_transformers import known
+from tests.of_transformers import known, random_model
 
 VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
 IMAGE = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
@@ -42,12 +42,7 @@ def make_seeing(family: str) -> Any:
         vision_config={**VISION, **vision, "patch_size": 4, "temporal_patch_size": 1},
         **IMAGE,
     )
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval().requires_grad_(False)
-    for name, param in model.named_parameters():
-        if "experts." in name or name.endswith("mlp.gate.weight"):
-            torch.nn.init.normal_(param, std=0.3)
-    return model
+    return random_model(f"{family}ForConditionalGeneration", config)
 
 
 @pytest.mark.parametrize("family", SEEING)
@@ -91,8 +86,7 @@ def test_kimi_that_sees(tmp_path: Path) -> None:
     vision = {key: VISION[key] for key in ("hidden_size", "intermediate_size")}
     vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
     config = known("Kimi_K25Config")(text_config=text, vision_config=vision)
-    torch.manual_seed(0)
-    alone = transformers.Kimi_K25ForConditionalGeneration(config).eval().requires_grad_(False)
+    alone = random_model("Kimi_K25ForConditionalGeneration", config)
     fill_with_fp8_numbers(alone)
     alone.save_pretrained(tmp_path / "saved")
     with CheckpointReader(tmp_path / "saved") as reader:
@@ -119,11 +113,8 @@ def test_llama_runs_without_its_attention_and_is_refused_whole(tmp_path: Path) -
     vision |= {"intermediate_size": 128, "patch_size": 4, "image_size": 16, "vision_output_dim": 64}
     vision |= {"projector_input_dim": 64, "projector_output_dim": 64}
     config = transformers.Llama4Config(text_config={**text, "moe_layers": [1]}, vision_config=vision)
-    torch.manual_seed(0)
-    alone = transformers.Llama4ForConditionalGeneration(config).eval().requires_grad_(False)
+    alone = random_model("Llama4ForConditionalGeneration", config)
     block = alone.language_model.model.layers[1].feed_forward
-    for param in block.parameters():
-        torch.nn.init.normal_(param, std=0.3)
     alone.save_pretrained(tmp_path)
     with CheckpointReader(tmp_path) as reader:
         spec = model_spec(reader.config)
@@ -145,8 +136,7 @@ def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
     text["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
     text["rope_parameters"]["rope_theta"] = 1e4
     config = known("Qwen3_5MoeConfig")(text_config=text, vision_config=VISION)
-    torch.manual_seed(0)
-    alone = transformers.Qwen3_5MoeForConditionalGeneration(config).eval().requires_grad_(False)
+    alone = random_model("Qwen3_5MoeForConditionalGeneration", config)
     fill_with_fp8_numbers(alone)
     alone.save_pretrained(tmp_path / "plain")
     with CheckpointReader(tmp_path / "plain") as reader:
