@@ -27,7 +27,7 @@ def quantize_int(weight: torch.Tensor, bits: int, group_size: int) -> CanonicalW
     Raises:
         ValueError: other bits, or a group_size that does not divide K.
     """
-    if bits not in _TYPES:
+    if bits not in list(_TYPES):  # it may be of any type
         raise ValueError(one_of("bits", bits, [str(known) for known in _TYPES]))
     num_columns = weight.shape[-1]
     columns = num_columns if group_size == -1 else group_size

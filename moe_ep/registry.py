@@ -57,7 +57,7 @@ class Registry:
 
     def check(self, name: str, also: tuple[str, ...] = ()) -> None:
         """Raises ValueError, listing the known names, unless `name` is known or one of `also`."""
-        if name not in self._entries and name not in also:
+        if name not in [*self._entries, *also]:  # it may be of any type
             raise ValueError(one_of(self.kind, name, [*also, *self._entries]))
 
     def load(self, name: str) -> Any:

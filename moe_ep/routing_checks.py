@@ -47,7 +47,7 @@ def check_routing(
         raise ValueError(
             f"top_k is {top_k}; it must be at least 1 and at most the columns of router_logits ({num_columns})"
         )
-    if scoring_func not in SCORING_FUNCS:
+    if scoring_func not in list(SCORING_FUNCS):  # it may be of any type
         raise ValueError(one_of("scoring_func", scoring_func, list(SCORING_FUNCS)))
     if not isinstance(routed_scaling_factor, (int, float)) or not math.isfinite(routed_scaling_factor):
         raise ValueError(f"routed_scaling_factor is {routed_scaling_factor!r}; it must be a finite number")

@@ -29,7 +29,7 @@ def random_model(name: str, config: Any) -> Any:
 
 
 def draw_experts(model: Any) -> Any:
-    """The model, for inference; transformers' own initialization leaves its experts and routers next to nothing to say."""
+    """The model, for inference; transformers itself leaves experts and routers next to nothing to say."""
     for name, param in model.named_parameters():
         if "experts." in name or name.endswith(("gate.weight", "router.weight")) or "softmax_scaling" in name:
             torch.nn.init.normal_(param.requires_grad_(False), std=0.3)

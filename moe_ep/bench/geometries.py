@@ -125,7 +125,7 @@ PRESETS: dict[str, Geometry] = {
 
 def preset(name: str) -> Geometry:
     """The preset of that name; ValueError that lists them for another."""
-    if name not in PRESETS:
+    if name not in list(PRESETS):  # it may be of any type
         raise ValueError(one_of("geometry", name, list(PRESETS)))
     return PRESETS[name]
 

@@ -85,7 +85,7 @@ def convert_checkpoint(
         ConfigError: a target that is there already or is a mount point, or experts that are quantized already.
         CheckpointError: a source that does not hold what it says, or whose experts do not fit.
     """
-    if quantize not in ONLINE:
+    if quantize not in list(ONLINE):  # it may be of any type
         raise ValueError(one_of("quantize", quantize, list(ONLINE)))
     # A link stays one, and what it leads to is made.
     target = Path(target).resolve()

@@ -199,6 +199,7 @@ def test_repr_says_what_it_is() -> None:
         ({"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 1}, "num_expert_group is 4; it must divide"),
         ({"experts": "fast"}, "experts is 'fast'; it must be one of auto"),
         ({"all2all_backend": "pigeon", "ep_size": 1}, "all2all_backend is 'pigeon'; it must be one of auto, no_ep"),
+        ({"all2all_backend": ["no_ep"]}, r"all2all_backend is \[.no_ep.\]; it must be one of auto, no_ep"),
         ({"expert_placement_strategy": "random"}, "expert_placement_strategy is 'random'"),
         ({"ep_size": 2, "tp_size": 3}, "ep_size is 2; it must be 1"),
         ({"parallel_config": FusedMoEParallelConfig(), "tp_size": 2}, "tp_size is 2 and parallel_config has 1; give"),

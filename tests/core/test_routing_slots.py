@@ -142,6 +142,7 @@ BAD: list[tuple[dict, str]] = [
     ({"top_k": 0}, r"top_k is 0; it must be at least 1 and at most the columns of router_logits \(8\)"),
     ({"top_k": 9}, "top_k is 9"),
     ({"scoring_func": "tanh"}, "scoring_func is 'tanh'; it must be one of softmax, sigmoid"),
+    ({"scoring_func": ["softmax"]}, r"scoring_func is \[.softmax.\]; it must be one of softmax, sigmoid"),
     ({"e_score_correction_bias": torch.zeros(7)}, r"e_score_correction_bias has shape \(7,\)"),
     ({"use_grouped_topk": True}, "use_grouped_topk needs num_expert_group and topk_group, which are None and None"),
     ({"use_grouped_topk": True, "num_expert_group": 3, "topk_group": 1}, "num_expert_group is 3; it must divide"),
