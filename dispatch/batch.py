@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_tensors
+from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_ids, check_tensors
 from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig
 from moe_ep.kernels.quantize import quantize_rows
 
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 
     Attributes:
         rows: `[T, K]`, contiguous, of the activations' dtype; multiplied by their weights where that is asked for.
-        topk_ids: int32 `[T, topk]`, contiguous.
+        topk_ids: int32 `[T, topk]`, `side_by_side` like the rows.
         topk_weights: f32 `[T, topk]`, contiguous.
         owners: int32 `[E]`.
         expert_map: int32 `[E]`: index of each id on this rank, -1 where it is on another.
@@ -105,7 +105,8 @@ def keep_for(stream: torch.cuda.Stream, value: object) -> None:
 
 
 def side_by_side(rows: torch.Tensor) -> torch.Tensor:
-    """Rows `[T, K]` as kernels read them, 16 bytes at a time: one behind the other, from a multiple of that on."""
+    """Rows of two dimensions as kernels read them, 16 bytes at a time: one behind the other, from a multiple of that
+    on."""
     rows = rows.contiguous()
     # Where there are no rows, or one column, torch calls any strides contiguous.
     if rows.stride(1) == 1 and rows.data_ptr() % _ALIGNMENT == 0:
@@ -147,12 +148,7 @@ def check_arguments(
             f"apply_router_weight_on_input needs top_k 1 and topk_ids has {topk} columns; apply the weights on the "
             f"output instead"
         )
-    if not topk_ids.is_cuda and topk_ids.numel():
-        least, most = (int(bound) for bound in topk_ids.aminmax())
-        if least < -1 or most >= known_ids:
-            raise ValueError(
-                f"topk_ids goes from {least} to {most}; ids must be at least -1 and below num_experts ({known_ids})"
-            )
+    check_ids(topk_ids, known_ids, "num_experts")
     if capacity is not None and num_tokens > capacity:
         raise ValueError(
             f"a1 has {num_tokens} tokens and the capacity is {capacity} per rank; send at most {capacity} at a time "

@@ -205,7 +205,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             rows = (a1 * topk_weights).to(a1.dtype) if apply_router_weight_on_input else a1
             batch = Batch(
                 rows=side_by_side(rows),
-                topk_ids=topk_ids.to(torch.int32).contiguous(),
+                topk_ids=side_by_side(topk_ids.to(torch.int32)),
                 topk_weights=topk_weights.contiguous(),
                 owners=self.placement.owners(a1.device),
                 expert_map=self.placement.expert_map(a1.device),

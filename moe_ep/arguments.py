@@ -41,6 +41,21 @@ def check_expert_map(expert_map: torch.Tensor) -> None:
         )
 
 
+def check_ids(topk_ids: torch.Tensor, known_ids: int, known_as: str) -> None:
+    """Raises ValueError for ids on the host that are neither -1 nor below `known_ids`; no others are looked at.
+
+    Args:
+        known_as: what messages call known_ids.
+    """
+    if topk_ids.device.type != "cpu" or not topk_ids.numel():
+        return
+    least, most = (int(bound) for bound in topk_ids.aminmax())
+    if least < -1 or most >= known_ids:
+        raise ValueError(
+            f"topk_ids goes from {least} to {most}; ids must be at least -1 and below {known_as} ({known_ids})"
+        )
+
+
 def check_no_gradients(experts: str, *inputs: torch.Tensor) -> None:
     """Raises RuntimeError if gradients are enabled and an input of these experts requires one."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 from moe_ep.activation import MoEActivation, gate_limit
-from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_expert_map, check_same_device, check_tensors
+from moe_ep.arguments import (
+    INTEGER_NAMES,
+    INTEGERS,
+    check_expert_map,
+    check_ids,
+    check_same_device,
+    check_tensors,
+)
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import check_activation_dtype, check_weights
@@ -94,7 +101,8 @@ def check_tokens(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
 ) -> None:
-    """Raises ValueError unless tokens, ids, router weights and map fit the experts' weights and each other."""
+    """Raises ValueError unless tokens, ids, router weights and map fit the experts' weights and each other; on a GPU
+    the ids themselves are not looked at."""
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; it must be [T, K]")
     _check_rows(pair, hidden_states)
@@ -113,6 +121,9 @@ def check_tokens(
     if expert_map is not None:
         check_expert_map(expert_map)
         check_same_device("hidden_states", hidden_states.device, expert_map=expert_map)
+    # While a graph is traced there are no values; its node comes here again.
+    if not torch.compiler.is_compiling():
+        _check_values(topk_ids, expert_map, pair.num_experts)
 
 
 def batched_shape(pair: WeightPair, hidden_states: torch.Tensor, row_ids: torch.Tensor | None) -> tuple[int, int, int]:
@@ -143,6 +154,19 @@ def check_scratch(hidden_states: torch.Tensor, **buffers: torch.Tensor | None) -
                 f"{name} is {buffer.dtype} on {buffer.device}; it must be {hidden_states.dtype} on "
                 f"{hidden_states.device}, contiguous"
             )
+
+
+def _check_values(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int) -> None:
+    """Raises ValueError for slots of experts that w1 does not have, which nothing would be computed for."""
+    if expert_map is None:
+        check_ids(topk_ids, num_experts, "w1's experts")
+        return
+    check_ids(topk_ids, expert_map.numel(), "expert_map's length")
+    if expert_map.device.type == "cpu" and int(expert_map.max()) >= num_experts:
+        raise ValueError(
+            f"expert_map has local experts up to {int(expert_map.max())}; they must be below w1's experts "
+            f"({num_experts})"
+        )
 
 
 def _check_rows(pair: WeightPair, hidden_states: torch.Tensor) -> None:

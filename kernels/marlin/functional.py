@@ -170,7 +170,7 @@ def fused_marlin_moe(
     Args: as for batched_fused_marlin_moe, and
         hidden_states: bf16 or f16 `[T, K]`.
         topk_weights: f32 `[T, topk]`.
-        topk_ids: integer `[T, topk]`, global ids, -1 for no expert.
+        topk_ids: integer `[T, topk]`, global ids, -1 for no expert; whether they exist is checked on the CPU alone.
         expert_map: integer `[global experts]`, global -> local ids; None if ids are local.
         apply_router_weight_on_input: multiply the rows instead of the results by the weights (topk must be 1).
         activation_func: `f(activation, output, input)`, used instead of the built-in activation.

@@ -75,6 +75,22 @@ def test_bad_arguments() -> None:
     assert ranks(1).run(check_bad_arguments) == [14]
 
 
+def check_ids_elsewhere_in_memory(rank: int, world_size: int) -> None:
+    setting = make_setting(Case(tokens=(3,)), rank, world_size)
+    rows, weights, ids, *more = prepare_args(setting, "cpu")
+    given = torch.cat([ids.flatten()[:1], ids.flatten()]).to(torch.int32)[1:].view(ids.shape)
+    backend, dispatched = make_backend(setting, "all_to_all"), []
+    dispatch = backend._dispatch
+    backend._dispatch = lambda batch: dispatched.append(batch) or dispatch(batch)
+    backend.prepare(rows, weights, given, *more)
+    assert given.data_ptr() % 16 and dispatched[0].topk_ids.data_ptr() % 16 == 0
+    assert torch.equal(dispatched[0].topk_ids, ids.to(torch.int32))
+
+
+def test_ids_are_handed_on_as_kernels_read_them() -> None:
+    ranks(1).run(check_ids_elsewhere_in_memory)
+
+
 def check_wrong_tensors(rank: int, world_size: int) -> int:
     setting, checked = make_setting(Case(tokens=(3,), dtype=torch.bfloat16), rank, world_size), 0
     for name in ("no_ep", *BACKENDS):

@@ -236,6 +236,20 @@ def test_experts_refuse_what_the_functions_do(change: dict[str, Any], named: str
     check_refused(MarlinExperts(*configs(first, second, UINT4B8)).apply, given | change, named)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topk_ids": ints(ROWS, 2) + E, "expert_map": None}, f"topk_ids goes from {E} to {E}; .* w1's experts .{E}"),
+        ({"topk_ids": ints(ROWS, 2) + E + 2}, rf"topk_ids goes .* and below expert_map's length \({E + 2}\)"),
+        ({"topk_ids": ints(ROWS, 2) - 2}, "topk_ids goes from -2 to -2; ids must be at least -1"),
+        ({"expert_map": ints(E + 2) + E}, rf"expert_map has local experts up to {E}; .* below w1's experts \({E}\)"),
+    ],
+)
+def test_ids_of_experts_that_are_not_there_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        fused_marlin_moe(**WEIGHTS, **(TOKENS | change))
+
+
 def test_batched_experts_refuse_counts_of_another_kind() -> None:
     first, second = pair(UINT4B8, 32, SILU)
     experts, given = BatchedMarlinExperts(*configs(first, second, UINT4B8)), rows(E, ROWS, K)
