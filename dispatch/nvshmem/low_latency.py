@@ -92,15 +92,17 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
 
         Returns:
             "symmetric": of the arena, shared by all backends of this shape; "expanded" and "by_reference": the plain
-            device memory of one batch beside it, for the one face or the other.
+            device memory of one batch beside it, for the one face or the other; "expert_outputs": what the experts
+            return for one batch, in scratch that layers share.
         """
         layout = layout_of(moe_config, quant_config)
         El, rows = moe_config.num_local_experts, layout.num_ranks * layout.capacity
-        numbers = 4 * El + 4 * rows * layout.topk
+        numbers, row_bytes = 4 * El + 4 * rows * layout.topk, 2 * layout.hidden_size
         return {
             "symmetric": layout.symmetric_bytes,
-            "expanded": 2 * El * rows * layout.hidden_size + numbers,
-            "by_reference": 4 * El * rows + numbers + (2 * rows * layout.hidden_size if layout.fp8 else 0),
+            "expanded": El * rows * row_bytes + numbers,
+            "by_reference": 4 * El * rows + numbers + (rows * row_bytes if layout.fp8 else 0),
+            "expert_outputs": El * rows * row_bytes,
         }
 
     def activation_format(self) -> FusedMoEActivationFormat:
