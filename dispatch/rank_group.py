@@ -21,7 +21,7 @@ from moe_ep.config import FusedMoEConfig
 from moe_ep.dispatch.batch import MAX_TOPK
 from moe_ep.dispatch.notes import Notes, watch
 from moe_ep.errors import ConfigError, DispatchTimeoutError, rank_list
-from moe_ep.process_groups import deadline_of
+from moe_ep.process_groups import GroupReference, deadline_of
 from moe_ep.waiting import comes_within
 
 
@@ -52,8 +52,8 @@ class RankGroup:
                 f"a token has {moe_config.experts_per_token} experts (top_k) and "
                 f"{moe_config.num_fused_shared_experts} fused shared ones; rows between ranks have at most {MAX_TOPK}"
             )
-        self.group = process_group or dist.distributed_c10d._get_default_group()
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        group = process_group or dist.distributed_c10d._get_default_group()
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.size != moe_config.ep_size:
             raise ValueError(
                 f"process_group has {self.size} ranks and ep_size is {moe_config.ep_size}; pass the group of exactly "
@@ -65,15 +65,21 @@ class RankGroup:
                 f"group whose ranks are the EP ranks in their order"
             )
         self.ep_ranks: Sequence[int] = range(self.size)
-        self.notes, self._noted = Notes(self.group), self.group
-        self.timeout_s = deadline_of(self.group)
+        self._group = self._noted = GroupReference(group)
+        self.notes = Notes(group)
+        self.timeout_s = deadline_of(group)
         self.have_agreed = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """RuntimeError once it was destroyed."""
+        return self._group()
 
     def is_part_of(self, ep_group: dist.ProcessGroup) -> None:
         """Messages speak of the ranks of `ep_group` from now on, which has these and others; all of those are told what
         a rank refuses, and asked where a step does not finish: a rank may wait for one that waits for another."""
         self.ep_ranks = [dist.get_group_rank(ep_group, rank) for rank in dist.get_process_group_ranks(self.group)]
-        self.notes, self._noted = Notes(ep_group), ep_group
+        self.notes, self._noted = Notes(ep_group), GroupReference(ep_group)
 
     def must_agree(self, settings: dict[str, int], device: torch.device) -> None:
         """Refuses ranks whose layers differ, before they exchange rows of other sizes than they expect.
@@ -101,7 +107,7 @@ class RankGroup:
     def steps(self, name: str, device: torch.device) -> Steps:
         """The collective steps of one dispatch or combine."""
         if device.type == "cuda" and self.size > 1:
-            watch(self._noted)
+            watch(self._noted())
         return Steps(self, name, device)
 
     def wait_for_sizes(self, name: str, have_come: Callable[[], bool]) -> None:
@@ -173,8 +179,9 @@ class Steps:
         return HostCopy(numbers, self._ranks, self._name)
 
     def _start(self, collective: Callable[..., dist.Work | None], *args: object) -> None:
+        group = self._ranks.group
         try:
-            work = collective(*args, group=self._ranks.group, async_op=not self._on_cuda)
+            work = collective(*args, group=group, async_op=not self._on_cuda)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -67,7 +67,7 @@ class LayerParts(ExpertShard):
                 f"the layer {self.layer_name} is one of {self.parallel_config.tp_size * self.parallel_config.dp_size} "
                 f"ranks and torch.distributed is not initialised; call init_process_group before making the layer"
             )
-        if self.groups == LayerGroups(None, None):  # also where the layer was made before its ranks met
+        if self.groups.are_none:  # also where the layer was made before its ranks met
             self.groups = layer_groups(self.parallel_config)
         with torch.device("cpu"):  # Its tables need values even if the layer is created on the meta device.
             self._prepare_finalize = self.quant_method.maybe_make_prepare_finalize(self.groups.ep, self.dispatch_dtype)

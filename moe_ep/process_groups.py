@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import math
 import platform
+import weakref
 from collections.abc import Hashable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,15 +24,49 @@ _tp_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] =
 _answers: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, tuple[Any, ...]]] = WeakKeyDictionary()
 
 
-class LayerGroups(NamedTuple):
-    """The EP group, in ep_rank order, and this rank's TP group; None for a group of one rank."""
+class GroupReference:
+    """A process group that is not kept: calling this gives it.
 
-    ep: dist.ProcessGroup | None
-    tp: dist.ProcessGroup | None
+    `destroy_process_group` then ends a group and its threads while layers of it are still there. A thread of gloo's
+    that lets go of a tensor when Python has ended aborts the process.
+    """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroups:
-        """Returns the groups themselves: a copy of a layer communicates with the same ranks."""
-        return self
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+
+    def __call__(self) -> dist.ProcessGroup:
+        """Raises RuntimeError once the group was destroyed."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                "the layer's process group was destroyed; make the layer anew after init_process_group, or call "
+                "destroy_process_group later"
+            )
+        return group
+
+
+class LayerGroups:
+    """The EP group, in ep_rank order, and this rank's TP group; None for a group of one rank.
+
+    Copies have the same groups: a copy of a layer communicates with the same ranks.
+    """
+
+    def __init__(self, ep: dist.ProcessGroup | None, tp: dist.ProcessGroup | None) -> None:
+        self._ep = None if ep is None else GroupReference(ep)
+        self._tp = None if tp is None else GroupReference(tp)
+
+    @property
+    def ep(self) -> dist.ProcessGroup | None:
+        return None if self._ep is None else self._ep()
+
+    @property
+    def tp(self) -> dist.ProcessGroup | None:
+        return None if self._tp is None else self._tp()
+
+    @property
+    def are_none(self) -> bool:
+        """Whether this rank is alone, or has not met the others yet."""
+        return self._ep is None and self._tp is None
 
 
 def is_initialized() -> bool:

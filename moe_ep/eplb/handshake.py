@@ -113,7 +113,7 @@ class SideChannel:
     def failed(self, text: str) -> EplbError:
         """The error to raise on this rank: of the first sentence that any rank left."""
         if self._error is None:
-            if self.size > 1:
+            if self.size > 1 and dist.is_initialized():
                 try:
                     text = job_store().compare_set(f"{self._prefix}/error", "", text).decode() or text
                 except RuntimeError as error:

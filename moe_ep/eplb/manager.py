@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from moe_ep.at_exit import close_at_exit
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.events import EplbTotals, Event, Listener, PlanReport
 from moe_ep.eplb.handshake import SideChannel
@@ -121,6 +122,7 @@ class EPLBManager:
             self._let_go()
             raise
         self._thread.start()
+        close_at_exit(self)
 
     @property
     def busy(self) -> bool:

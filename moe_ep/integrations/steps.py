@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.agreement import share_board
+from moe_ep.at_exit import close_at_exit
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.errors import ConfigError, DispatchTimeoutError, EplbError
 
@@ -58,6 +59,7 @@ class StepCoordinator:
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self._channel = SideChannel(process_group, env.DISPATCH_TIMEOUT_S.get())
+        close_at_exit(self._channel)
         # A collective of gloo would take longer than a decoding step of a small model.
         self._board = None if process_group is None else share_board(process_group, _WIDTH)
         self.layers: list[RoutedExperts] = []

@@ -47,7 +47,7 @@ class Group(RankGroup):
 
     def __init__(self, board: Board, rank: int, size: int) -> None:
         self.board, self.rank, self.size, self.timeout_s = board, rank, size, _TIMEOUT_S
-        self.group: Any = None
+        self._group: Any = lambda: None
         self.ep_ranks = range(size)
         self.notes: Any = NoNotes()
         self.have_agreed = False

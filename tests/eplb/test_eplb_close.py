@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ep import at_exit
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.manager import EPLBManager
@@ -81,6 +82,26 @@ def test_managers_that_are_closed_leave_nothing() -> None:
     try:
         everybody = [True] * 4
         assert pool.run(make_and_close) == [[everybody] * 2] * 2 + [[everybody]]
+    finally:
+        pool.close()
+
+
+def end_of_python(rank: int, world_size: int) -> tuple[str, bool]:
+    """What a step says behind the end of Python, and whether no thread is left; rank 1 moves experts meanwhile."""
+    before = len(os.listdir("/proc/self/task"))
+    manager = EPLBManager(make_model(None, world_size), PATIENT)
+    if rank == 1:
+        manager.rearrange(random_placement(L, manager.placement.num_slots, seed=0))
+    at_exit._close_all()
+    with pytest.raises(EplbError) as error:
+        manager.step()
+    return str(error.value), comes_within(30, lambda: len(os.listdir("/proc/self/task")) <= before)
+
+
+def test_a_manager_that_nobody_closed_is_closed_when_python_ends() -> None:
+    pool = RankPool(2)
+    try:
+        assert pool.run(end_of_python) == [("the EPLB manager was closed", True)] * 2
     finally:
         pool.close()
 

@@ -67,7 +67,7 @@ class Group(RankGroup):
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.timeout_s = rank, size, 2 * env.NVSHMEM_TIMEOUT_S.get()
-        self.group: Any = rank
+        self._group: Any = lambda: rank
         self.ep_ranks = range(size)
         self.notes: Any = NoNotes()
         self.have_agreed = False
