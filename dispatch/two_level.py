@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
-from moe_ep.dispatch.batch import OpenBatches, check_arguments
+from moe_ep.dispatch.batch import OpenBatches, check_arguments, check_tensor
 from moe_ep.dispatch.placement import owners_of
 from moe_ep.errors import ConfigError
 from moe_ep.process_groups import answers_of_ranks, hosts_of, timeout_of
@@ -117,11 +117,12 @@ def _groups_of(group: dist.ProcessGroup) -> _Groups:
 
 
 class _Handle(NamedTuple):
-    """What came across: its ids and weights, and how many rows."""
+    """What came across, its ids and weights and how many rows, and what the output must be."""
 
     ids: torch.Tensor
     weights: torch.Tensor
     num_rows: int
+    output: tuple[tuple[int, int], torch.dtype, torch.device]
 
 
 class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
@@ -216,7 +217,7 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
         result = self._within.prepare(
             rows, weights, ids, num_experts, expert_map, False, FusedMoEQuantConfig.unquantized()
         )
-        self._open.put(result[3], _Handle(ids, weights, len(rows)))
+        self._open.put(result[3], _Handle(ids, weights, len(rows), ((a1.size(0), a1.size(1)), a1.dtype, a1.device)))
         return result
 
     def finalize(
@@ -228,7 +229,8 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> None:
-        with self._open.taken(topk_ids) as came:
+        with self._open.taken(topk_ids) as came, self._across.ranks.notes:
+            check_tensor("output", output, *came.output)
             of_host = output.new_empty((came.num_rows, output.size(1)))
             args = (of_host, fused_expert_output, topk_weights, topk_ids)
             self._within.finalize(*args, apply_router_weight_on_input, weight_and_reduce_impl)
