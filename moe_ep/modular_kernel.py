@@ -286,8 +286,7 @@ def make_prepare_finalize(
 
     Raises:
         ValueError: an unknown name (the known ones are listed) or a group whose size is not ep_size.
-        BackendUnavailableError: it cannot run on this machine.
-        ImportError: an optional package is missing.
+        BackendUnavailableError: it cannot run on this machine; with the pip line where a package is missing.
     """
     name = choose_backend(backend, moe_config, process_group)
     cls = ALL2ALL_BACKENDS.load(name)
