@@ -24,8 +24,10 @@ class _Passes:
 
     @_eager
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._steps.current is None:
-            self._steps.begin(_num_tokens(args, kwargs))
+        num_tokens = _num_tokens(args, kwargs)
+        # Without an input there is nothing to agree on: the model says what it lacks.
+        if self._steps.current is None and num_tokens is not None:
+            self._steps.begin(num_tokens)
             self._begun = True
 
     @_eager
@@ -64,12 +66,13 @@ def steps_of(model: Any) -> StepCoordinator:
     return steps
 
 
-def _num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Rows of the pass, padding included."""
+def _num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Rows of the pass, padding included; None for one that has no input."""
     for tokens in (*args[:1], kwargs.get("input_ids")):
         if tokens is not None:
             return tokens.numel()
-    return kwargs["inputs_embeds"].shape[:2].numel()
+    embedded = kwargs.get("inputs_embeds")
+    return None if embedded is None else embedded.shape[:2].numel()
 
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> None:

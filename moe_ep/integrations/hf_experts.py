@@ -117,8 +117,13 @@ def experts_shape(name: str, module: Any) -> ExpertsShape:
         )
     if module.down_proj.dtype not in FLOATS:
         raise ConfigError(
-            f"the experts {name} of {type(module).__name__} are {module.down_proj.dtype}, quantized by transformers; "
-            f"pass the folder of their checkpoint, whose formats moe_ep reads"
+            f"the experts {name} of {type(module).__name__} are {module.down_proj.dtype} and must be "
+            f"{', '.join(map(str, FLOATS))}; cast the model, or pass the folder of a quantized one's checkpoint"
+        )
+    if module.down_proj.dim() != 3:
+        raise ConfigError(
+            f"the experts {name} of {type(module).__name__} were divided by a pass with experts_implementation "
+            f"'moe_ep'; load the model again"
         )
     E, first, second = module.down_proj.shape
     K, N = (second, first) if module.is_transposed else (first, second)

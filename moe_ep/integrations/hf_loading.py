@@ -22,7 +22,7 @@ from moe_ep.checkpoint.directory import read_config
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.checkpoint.matrices import read_linear
-from moe_ep.errors import CheckpointError, ConfigError
+from moe_ep.errors import CheckpointError, ConfigError, MoeEpError
 from moe_ep.integrations.hf_experts import ExpertsShape, check_one_in_a_layer, experts_shape, find_experts
 
 # Families that are another of transformers by another name.
@@ -65,7 +65,7 @@ def load_without_experts(
     options: dict[str, Any] = {"dtype": dtype or config.dtype or config.get_text_config().dtype or torch.float32}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    with _quiet():
+    with _quiet(), _refusals_of_transformers(path):
         model, info = _without_experts(kind, shapes).from_pretrained(
             path,
             config=config,
@@ -106,7 +106,7 @@ def _kind_and_config(path: Path) -> tuple[Any, Any]:
     kind: Any = None
     # These mappings import as they are asked, and know nothing by `get`.
     if known in CONFIG_MAPPING:
-        with _quiet():
+        with _quiet(), _refusals_of_transformers(path):
             config = CONFIG_MAPPING[known].from_pretrained(path, local_files_only=True)
         if known in _PARTS:
             config = getattr(config, _PARTS[known])
@@ -137,6 +137,22 @@ def _without_experts(kind: Any, shapes: list[ExpertsShape]) -> Any:
             self.set_submodule(name, ExpertsPlace())
 
     return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
+
+
+@contextmanager
+def _refusals_of_transformers(path: Path) -> Iterator[None]:
+    """ConfigError, in one sentence, for whatever comes up where a configuration has numbers that cannot be: most of
+    them transformers does not look at before it makes the model."""
+    try:
+        yield
+    except (ImportError, MoeEpError):
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"{path}: transformers {transformers.__version__} makes no model of it, as its config.json and the "
+            f"arguments ask for: {type(error).__name__}: {said}"
+        ) from error
 
 
 @contextmanager

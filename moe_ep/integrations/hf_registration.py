@@ -39,15 +39,36 @@ def _divide(module: Any, top_k: int) -> nn.Module:
     load_shard(layer, module)
     for name, param in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(param.new_empty(0), requires_grad=False))
-    module.register_state_dict_pre_hook(_refuse_saving)
+    hooks = _Hooks()
+    module.register_state_dict_pre_hook(hooks.before_saving)
+    module.register_forward_pre_hook(hooks.before)
     return layer
 
 
-def _refuse_saving(module: Any, prefix: str, keep_vars: bool) -> None:
-    raise ConfigError(
-        f"state_dict of {prefix.removesuffix('.')}: a rank holds its own experts alone since the first pass; save the "
-        f"model before that"
-    )
+class _Hooks:
+    """Of a module whose experts a pass has divided: it is not saved, and no other implementation finds its weights."""
+
+    def before(self, module: Any, args: tuple[Any, ...]) -> None:
+        if (chosen := module.config._experts_implementation) != NAME:
+            raise ConfigError(
+                f"experts_implementation is {chosen!r} and a pass with {NAME!r} has divided the experts of this "
+                f"{type(module).__name__}; load the model again"
+            )
+
+    def before_saving(self, module: Any, prefix: str, keep_vars: bool) -> None:
+        raise ConfigError(
+            f"state_dict of {prefix.removesuffix('.')}: a rank holds its own experts alone since the first pass; save "
+            f"the model before that"
+        )
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "the model cannot be pickled, nor saved by torch.save: a rank holds its own experts alone since the first "
+            "pass; save the model before that"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
+        return self
 
 
 def register() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from moe_ep.arguments import check_no_gradients
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
+from moe_ep.errors import check_at_least
 from moe_ep.integrations.choices import count_choices, pack_choices, unpack_choices
 from moe_ep.layer import FusedMoE
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize, make_prepare_finalize
@@ -51,6 +52,8 @@ class RoutedExperts(FusedMoE):
         num_identities: int = 0,
         **layer: Any,
     ) -> None:
+        if decode_max_num_tokens is not None:
+            check_at_least(1, decode_max_num_tokens=decode_max_num_tokens)
         super().__init__(**layer)
         # Choices travel in the place of router logits.
         self.num_router_columns = self.moe_config.experts_per_token

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ import torch.distributed as dist
 from moe_ep import env
 from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS
 from moe_ep.checkpoint import CheckpointReader, check_experts, load_moe_layer, model_spec
+from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.eplb.config import EplbConfig
-from moe_ep.errors import ConfigError, missing_extra
+from moe_ep.errors import ConfigError, missing_extra, one_of
 from moe_ep.integrations.divided import make_divided, steps_of
 from moe_ep.integrations.hf_experts import ExpertsShape, check_one_in_a_layer, experts_shape, find_experts
 from moe_ep.integrations.routed_experts import RoutedExperts
@@ -95,10 +97,14 @@ def parallelize(
         ImportError: transformers is not installed.
         ConfigError: a model without experts that moe_ep can take, or settings that do not fit together.
         CheckpointError: a checkpoint that does not hold what it says.
-        TypeError: neither a model nor a path.
+        TypeError: neither a model nor a path, or an argument of another type.
         ValueError: sizes that cannot be divided, unknown names.
     """
     ALL2ALL_BACKENDS.check(backend, also=("auto",))
+    if not isinstance(eplb, (EplbConfig, bool, NoneType)):
+        raise TypeError(f"eplb is {eplb!r}; it must be an EplbConfig, True, False or None")
+    if isinstance(dtype, torch.dtype) and dtype not in FLOATS:
+        raise ValueError(one_of("dtype", dtype, list(map(str, FLOATS))))
     if max_num_tokens is None:
         named = backend != "auto" or env.ALL2ALL_BACKEND.get() != "auto"
         max_num_tokens = DECODE_MAX_NUM_TOKENS if named else PREFILL_MAX_NUM_TOKENS
@@ -246,6 +252,8 @@ def _put(model: Any, shape: ExpertsShape, layer: RoutedExperts, steps: StepCoord
 
 
 def _top_k(model: Any) -> int:
+    if not hasattr(model, "config"):
+        raise ConfigError(f"model is a {type(model).__name__} without a config; pass the model that it is part of")
     config = model.config.get_text_config()
     for name in _TOP_K:
         found = getattr(config, name, None)

@@ -69,6 +69,14 @@ def test_named_modules_come_before_all_linear_ones() -> None:
     assert ModuleSchemes("awq", [(["re:.*down_proj"], fine)]).of_module("a.up_proj") is None
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "mxfp4"])
+def test_modules_that_are_not_converted(method: str) -> None:
+    settings = {"quant_method": method, "bits": 4, "group_size": 32, "modules_to_not_convert": ["model.layers.3"]}
+    found = quantization_config({"quantization_config": settings})
+    assert found is not None and found.of_module(GATE_PROJ) is None
+    assert found.of_module(GATE_PROJ.replace(".3.", ".2.")) is not None
+
+
 def test_modules_that_gptqmodel_leaves_out_or_quantizes_otherwise() -> None:
     dynamic = {
         "-:.*shared_expert.*": {},

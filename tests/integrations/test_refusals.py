@@ -34,6 +34,13 @@ def test_experts_that_a_pass_has_divided_are_not_saved(tmp_path: Path) -> None:
         ConfigError, match="state_dict of model.layers.0.mlp.experts: a rank holds its own experts alone"
     ):
         model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="the model cannot be pickled, nor saved by torch.save: a rank holds its own"):
+        pickle.dumps(model)
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.experts of .* were divided by a pass .* load the model"):
+        moe_ep.parallelize(model)
+    model.set_experts_implementation("eager")
+    with pytest.raises(ConfigError, match="experts_implementation is 'eager' and a pass with 'moe_ep' has divided the"):
+        model(torch.ones(1, 2, dtype=torch.int64))
 
 
 def test_a_model_without_experts_is_refused() -> None:
@@ -54,6 +61,42 @@ def test_a_model_that_only_holds_others_is_refused() -> None:
     holder.thinker = make_model("Qwen3Moe")
     with pytest.raises(ConfigError, match="model is a Module, which makes no passes itself; pass the part of it that"):
         moe_ep.parallelize(holder)
+    with pytest.raises(ConfigError, match="model is a Qwen3MoeDecoderLayer without a config; pass the model that"):
+        moe_ep.parallelize(make_model("Qwen3Moe").model.layers[0])
+
+
+def test_arguments_of_other_kinds_are_refused() -> None:
+    for argument, value, message in (
+        ("dtype", torch.float64, "dtype is torch.float64; it must be one of torch.bfloat16, "),
+        ("eplb", "on", "eplb is 'on'; it must be an EplbConfig, True, False or None"),
+        ("decode_max_num_tokens", 0, "decode_max_num_tokens is 0; it must be at least 1"),
+        ("decode_max_num_tokens", "8", "decode_max_num_tokens is '8'; it must be a whole number"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            moe_ep.parallelize(make_model("Qwen3Moe"), **{argument: value})
+
+
+def test_a_config_that_transformers_cannot_use_is_refused(tmp_path: Path) -> None:
+    """Of values that only transformers reads: some it checks, by others it fails while it makes the model."""
+    make_model("Qwen3Moe").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    for name, value, error in (
+        ("num_attention_heads", "4", "StrictDataclassFieldValidationError: .* expected int, got str"),
+        ("num_attention_heads", 0, "ZeroDivisionError"),
+        ("head_dim", -1, "RuntimeError: .*negative dimension"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}, "TypeError"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(settings | {name: value}))
+        with pytest.raises(ConfigError, match=f"makes no model of it, as .* ask for: {error}") as caught:
+            moe_ep.parallelize(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_pass_without_input_fails_as_the_model_does() -> None:
+    parallel = moe_ep.parallelize(make_model("Qwen3Moe"))
+    with pytest.raises(ValueError, match="You must specify exactly one of input_ids or inputs_embeds"):
+        parallel()
+    assert steps_of(parallel).current is None
 
 
 def test_what_only_a_path_can_have_is_refused_for_a_model() -> None:
@@ -106,11 +149,11 @@ def test_experts_of_another_kind_are_refused(flags: dict[str, Any], message: str
         moe_ep.parallelize(model)
 
 
-def test_experts_that_transformers_has_quantized_are_refused() -> None:
+def test_experts_of_another_dtype_are_refused() -> None:
     model = make_model("Qwen3Moe")
     for _, module in find_experts(model):
         module.down_proj = torch.nn.Parameter(module.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(ConfigError, match="are torch.float8_e4m3fn, quantized by transformers; pass the folder"):
+    with pytest.raises(ConfigError, match="are torch.float8_e4m3fn and must be .*; cast the model, or pass the folder"):
         moe_ep.parallelize(model)
 
 

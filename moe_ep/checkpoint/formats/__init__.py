@@ -32,17 +32,17 @@ ModelQuantization = QuantizationConfig | ModuleSchemes
 
 def _gptq(values: Mapping[str, Any]) -> ModelQuantization:
     config = GPTQConfig.from_dict(values)
-    exceptions = values.get("dynamic") or {}
+    exceptions, ignored = values.get("dynamic") or {}, values.get("modules_to_not_convert") or ()
     if not isinstance(exceptions, Mapping):
         raise CheckpointError(f"config.json: quantization_config: dynamic: expected an object, found {exceptions!r}")
-    if not exceptions:
+    if not exceptions and not ignored:
         return config
     schemes: list[tuple[tuple[str, ...], GPTQConfig | None]] = []
     # GPTQModel: the first expression that fits decides; "-:" leaves modules out, "+:" or nothing changes settings.
     for name, changes in exceptions.items():
         changed = None if name.startswith("-:") else GPTQConfig.from_dict(_changed(values, name, changes))
         schemes.append(((f"re:{name.removeprefix('-:').removeprefix('+:')}",), changed))
-    return ModuleSchemes(config.quant_method, [*schemes, ((EVERY_LINEAR,), config)])
+    return ModuleSchemes(config.quant_method, [*schemes, ((EVERY_LINEAR,), config)], ignored)
 
 
 def _changed(values: Mapping[str, Any], name: str, changes: Any) -> dict[str, Any]:
