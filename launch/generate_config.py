@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     for at, line in numbered:
         try:
             value = parse_json(line)
+            json.dumps(value, allow_nan=False)  # it comes back in the output
         except ValueError:
             value = None
         if isinstance(value, str):
@@ -118,7 +120,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
         if not _holds_a_prompt(value):
             raise ValueError(
                 f'{path}: line {at}: expected a string or an object with "prompt" (a text) or "messages" (each with '
-                f"role and content), found {line[:80]!r}"
+                f"role and content), and finite numbers, found {line[:80]!r}"
             )
         prompts.append(value)
     return prompts

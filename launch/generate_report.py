@@ -19,6 +19,8 @@ class RankGeneration:
     Attributes:
         completions: index, text, num_prompt_tokens, num_tokens, finish and rank of each of its prompts.
         refused: index, finish, error and rank of those that the model does not take.
+        not_applied: settings of the model's generation_config.json that change which token is the likeliest, and are
+            left out.
         step_s: seconds of its steps by kind: prefill, decode (eager), replayed (decode in a CUDA graph), serve.
         elapsed_s: from the first step to the last, the same steps on every rank.
         balancedness: of all steps, layers and ranks together.
@@ -39,6 +41,7 @@ class RankGeneration:
     versions: dict[str, str]
     completions: list[dict[str, Any]]
     refused: list[dict[str, Any]]
+    not_applied: dict[str, Any]
     step_s: dict[str, list[float]]
     elapsed_s: float
     balancedness: float
@@ -83,6 +86,7 @@ class GenerationReport:
             "batch_size": self.config.batch_size,
             "prompts_per_rank": [len(rank.completions) for rank in self.ranks],
             "prompts_refused": len(self.refused),
+            "not_applied": first.not_applied,
             "tokens_per_rank": num_tokens,
             "elapsed_s": self.elapsed_s,
             "tokens_per_s_per_rank": [count / self.elapsed_s for count in num_tokens],
@@ -124,6 +128,9 @@ class GenerationReport:
             f"{summary['tokens_per_s']:,.1f} tokens/s ({sum(summary['tokens_per_rank'])} in {self.elapsed_s:.2f} s), "
             f"balancedness {summary['balancedness']:.3f}"
         )
+        if summary["not_applied"]:
+            settings = ", ".join(f"{name} ({value})" for name, value in summary["not_applied"].items())
+            yield f"not applied, of generation_config.json: {settings}"
         if self.refused:
             first = min(self.refused, key=lambda told: told["index"])["error"]
             total = len(self.refused) + sum(summary["prompts_per_rank"])

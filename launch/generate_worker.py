@@ -37,6 +37,22 @@ from moe_ep.launch.generate_report import RankGeneration
 from moe_ep.launch.model_options import torch_dtype
 from moe_ep.launch.rank_env import RankEnv
 
+# Settings of generation_config.json that are not applied, though they change the likeliest text too, with the values
+# by which they do not.
+_OTHER_SETTINGS: dict[str, Any] = {
+    "repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "guidance_scale": 1,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+    "sequence_bias": {},
+    "stop_strings": [],
+}
+
 
 def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Prompt]) -> RankGeneration:
     """One rank's part of the generation, in its process group.
@@ -94,6 +110,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
         load_s=load_s,
         versions=versions() | {"transformers": transformers.__version__},
         completions=[_told(tokenizer, completion, rank_env.rank, config.stop) for completion in completions],
+        not_applied=_not_applied(model.generation_config),
         refused=[told for told in refused if told["rank"] == rank_env.rank],
         step_s=asdict(generation.times),
         elapsed_s=elapsed_s,
@@ -205,6 +222,12 @@ def _stop_ids(model: Any, tokenizer: Any, chat: bool, stop: str | None) -> list[
     if index is not None and tokenizer.convert_ids_to_tokens(index) == stop:
         found += [] if tokenizer.decode([index], skip_special_tokens=True) else [index]
     return found
+
+
+def _not_applied(settings: Any) -> dict[str, Any]:
+    """What transformers' generate would obey of a model's settings and this one does not."""
+    found = {name: getattr(settings, name, None) for name in _OTHER_SETTINGS}
+    return {name: value for name, value in found.items() if value not in (None, _OTHER_SETTINGS[name])}
 
 
 def _has_come_to(tokenizer: Any, stop: str, token_ids: list[int]) -> bool:

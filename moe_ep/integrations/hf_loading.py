@@ -150,8 +150,8 @@ def _refusals_of_transformers(path: Path) -> Iterator[None]:
     except Exception as error:
         said = " ".join(str(error).split())
         raise ConfigError(
-            f"{path}: transformers {transformers.__version__} makes no model of it, as its config.json and the "
-            f"arguments ask for: {type(error).__name__}: {said}"
+            f"{path}: transformers {transformers.__version__} makes no model of it: {type(error).__name__}: "
+            f"{said}; correct its JSON files or the arguments, or fetch it again"
         ) from error
 
 

@@ -22,7 +22,15 @@ from moe_ep.errors import ConfigError
 from moe_ep.integrations.generation import Completion
 from moe_ep.launch.cli import main
 from moe_ep.launch.generate_config import prompt_of, read_prompts
-from moe_ep.launch.generate_worker import _has_come_to, _requests, _stop_ids, _token_ids, _tokenizer, _told
+from moe_ep.launch.generate_worker import (
+    _has_come_to,
+    _not_applied,
+    _requests,
+    _stop_ids,
+    _token_ids,
+    _tokenizer,
+    _told,
+)
 from tests.integrations.alone import continue_alone, load_alone
 
 
@@ -56,6 +64,8 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     trace = add_code(folder)
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"repetition_penalty": 1.5}))
     file, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     file.write_text(
         "".join(
@@ -85,6 +95,8 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert summary["tokens_per_s"] == pytest.approx(sum(summary["tokens_per_s_per_rank"]))
     assert 0 < summary["balancedness"] <= 1
     assert "refused 1 of 5 prompts: prompt 3 is '# \\ud800' and the tokenizer" in captured.err
+    assert summary["not_applied"] == {"repetition_penalty": 1.5}
+    assert "not applied, of generation_config.json: repetition_penalty (1.5)" in captured.err
     assert " tokens/s (" in captured.err and re.search(r"^ +1 +2 +\d+ .* MiB  .*, cpu$", captured.err, re.MULTILINE)
 
 
@@ -96,7 +108,7 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (
             "prompts.jsonl",
             '"one"\n{"text": "two"}\n',
-            'or "messages" (each with role and content), found \'{"text": "two"}\'',
+            'or "messages" (each with role and content), and finite numbers, found \'{"text": "two"}\'',
         ),
     ],
 )
@@ -114,6 +126,11 @@ def test_what_ends_a_line_elsewhere_may_stand_in_a_prompt(tmp_path: Path) -> Non
     objects.write_text('"one\u2028 two"\n\n{"prompt": "three", "id": 3}\n', encoding="utf-8")
     assert [prompt["prompt"] for prompt in read_prompts(text)] == ["one\u2028 two\x0c", "three"]
     assert read_prompts(objects) == [{"prompt": "one\u2028 two"}, {"prompt": "three", "id": 3}]
+    # What JSON has no word for could not be returned.
+    for content in ('"one"\n\n{"prompt": "three", "score": NaN}\n', '"one"\n\n{"prompt": "three", "score": 1e999}\n'):
+        objects.write_text(content)
+        with pytest.raises(ValueError, match="line 3: .* and finite numbers, found"):
+            read_prompts(objects)
     objects.write_text('"one"\n\n{}\n')
     with pytest.raises(ValueError, match="line 3: expected a string"):
         read_prompts(objects)
@@ -163,6 +180,14 @@ def test_what_ends_an_answer() -> None:
         for stop, found in {None: [], "<end>": [1], "two": [], "no token": []}.items():
             assert _stop_ids(ended, tokenizer, False, stop) == expected + found
             assert _stop_ids(ended, tokenizer, True, stop) == [*expected, 9, *found]
+
+
+def test_settings_that_are_not_applied_are_told() -> None:
+    settings = transformers.GenerationConfig(
+        repetition_penalty=1.05, num_beams=1, suppress_tokens=[], min_new_tokens=2, do_sample=True, top_k=20
+    )
+    assert _not_applied(settings) == {"repetition_penalty": 1.05, "min_new_tokens": 2}
+    assert _not_applied(transformers.GenerationConfig()) == {}
 
 
 def test_a_special_token_stops_a_text_that_is_shown_without_it(demo: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_config_that_transformers_cannot_use_is_refused(tmp_path: Path) -> Non
         ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}, "TypeError"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(settings | {name: value}))
-        with pytest.raises(ConfigError, match=f"makes no model of it, as .* ask for: {error}") as caught:
+        with pytest.raises(ConfigError, match=f"makes no model of it: {error}") as caught:
             moe_ep.parallelize(tmp_path)
         assert "\n" not in str(caught.value)
 
