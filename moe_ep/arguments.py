@@ -24,6 +24,14 @@ def check_integers(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name} is {tensor.dtype}; it must be {INTEGER_NAMES}")
 
 
+def check_id_range(num_experts: int, dtype: torch.dtype) -> None:
+    """Raises ValueError where expert ids up to num_experts - 1 are too many for an integer dtype."""
+    if num_experts - 1 > torch.iinfo(dtype).max:
+        raise ValueError(
+            f"{num_experts} experts have ids up to {num_experts - 1}, which {dtype} cannot hold; use torch.int32"
+        )
+
+
 def check_same_device(other: str, device: torch.device, **tensors: torch.Tensor | None) -> None:
     """Raises ValueError for a tensor that is not on the device of `other`; None is left alone."""
     for name, tensor in tensors.items():

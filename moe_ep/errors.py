@@ -8,7 +8,7 @@ is one sentence that names the thing, its value, the rule and the way out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 
 
 class MoeEpError(RuntimeError):
@@ -93,6 +93,21 @@ def check_whole(**values: object) -> None:
         # int is asked for first: an abstract class takes long, and layers ask in every pass.
         if isinstance(value, bool) or not isinstance(value, (int, Integral)):
             raise TypeError(f"{name} is {value!r}; it must be a whole number")
+
+
+def check_number(**values: object) -> None:
+    """Raises TypeError for a value that is not a real number."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name} is {value!r}; it must be a number")
+
+
+def check_not_negative(**values: float) -> None:
+    """Raises TypeError for a value that is not a real number, and ValueError for one that is below 0 or NaN."""
+    check_number(**values)
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}; it must be at least 0")
 
 
 def check_router_weight_on_input(top_k: int) -> None:

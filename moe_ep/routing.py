@@ -11,9 +11,9 @@ from functools import cache
 
 import torch
 
-from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_tensors
+from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_id_range, check_same_device, check_tensors
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
-from moe_ep.errors import check_at_least, one_of
+from moe_ep.errors import check_at_least, check_whole, one_of
 from moe_ep.routing_checks import TopK, check_routing
 from moe_ep.topk import topk_reference
 
@@ -95,11 +95,17 @@ def select_experts(
         zero_expert_num=zero_expert_num,
         zero_expert_type=zero_expert_type,
     )
+    check_same_device("router_logits", router_logits.device, e_score_correction_bias=e_score_correction_bias)
     num_experts = num_columns - zero_expert_num
     num_physical = _check_num_physical(global_num_experts, num_experts, expert_load_view if enable_eplb else None)
     check_at_least(0, num_fused_shared_experts=num_fused_shared_experts)
     if indices_type is not None and indices_type not in INDICES_TYPES:
         raise ValueError(one_of("indices_type", str(indices_type), [str(dtype) for dtype in INDICES_TYPES]))
+    check_id_range(num_physical + num_fused_shared_experts, indices_type or torch.int32)
+    eplb_state = None
+    if enable_eplb:
+        maps = logical_to_physical_map, logical_replica_count
+        eplb_state = _check_eplb_state(num_experts, expert_load_view, *maps)
 
     if custom_routing_function is not None:
         topk_weights, topk_ids = _custom_topk(
@@ -123,20 +129,8 @@ def select_experts(
         topk_weights, topk_ids, zero_expert_result = _apply_zero_experts(
             hidden_states, topk_weights, topk_ids, num_experts
         )
-    if enable_eplb:
-        if expert_load_view is None or logical_to_physical_map is None or logical_replica_count is None:
-            raise ValueError(
-                "enable_eplb needs expert_load_view, logical_to_physical_map and logical_replica_count, and one of "
-                "them is None; pass the layer's rows of the EPLB state"
-            )
-        topk_ids = eplb_map_to_physical_and_record(
-            topk_ids,
-            expert_load_view,
-            logical_to_physical_map,
-            logical_replica_count,
-            ep_rank=ep_rank,
-            ep_size=ep_size,
-        )
+    if eplb_state is not None:
+        topk_ids = eplb_map_to_physical_and_record(topk_ids, *eplb_state, ep_rank=ep_rank, ep_size=ep_size)
     if num_fused_shared_experts:
         topk_weights, topk_ids = _append_shared_experts(topk_weights, topk_ids, num_physical, num_fused_shared_experts)
     return topk_weights, topk_ids.to(indices_type or torch.int32), zero_expert_result
@@ -160,9 +154,10 @@ def _custom_topk(
     renormalize: bool,
     routed_scaling_factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, ids = function(
-        hidden_states=hidden_states, gating_output=router_logits, topk=top_k, renormalize=renormalize
-    )
+    found = function(hidden_states=hidden_states, gating_output=router_logits, topk=top_k, renormalize=renormalize)
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise ValueError(f"custom_routing_function returned a {type(found).__name__}; it must be (weights, ids)")
+    weights, ids = found
     check_tensors(**{"custom_routing_function's weights": weights, "custom_routing_function's ids": ids})
     expected = (hidden_states.size(0), top_k)
     if weights.shape != expected or ids.shape != expected:
@@ -215,11 +210,31 @@ def _check_logits(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> i
 
 def _check_num_physical(global_num_experts: int | None, num_experts: int, load_view: torch.Tensor | None) -> int:
     """The number of physical routed experts, which is the id of the first shared expert."""
+    least, of = num_experts, "routed experts of router_logits"
+    if load_view is not None:
+        check_tensors(expert_load_view=load_view)
+        least, of = load_view.numel(), "physical experts of expert_load_view"
     if global_num_experts is None:
-        return num_experts if load_view is None else load_view.size(-1)
-    if global_num_experts < num_experts:
-        raise ValueError(
-            f"global_num_experts is {global_num_experts}; it must be at least the routed experts of router_logits "
-            f"({num_experts})"
-        )
+        return least
+    check_whole(global_num_experts=global_num_experts)
+    if global_num_experts < least:
+        raise ValueError(f"global_num_experts is {global_num_experts}; it must be at least the {of} ({least})")
     return global_num_experts
+
+
+def _check_eplb_state(
+    num_experts: int, load_view: torch.Tensor | None, table: torch.Tensor | None, replica_count: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What EPLB needs; ValueError unless all is given and of so many experts, the rest is checked where it is used."""
+    if load_view is None or table is None or replica_count is None:
+        raise ValueError(
+            "enable_eplb needs expert_load_view, logical_to_physical_map and logical_replica_count, and one of them is "
+            "None; pass the layer's rows of the EPLB state"
+        )
+    check_tensors(logical_replica_count=replica_count)
+    if replica_count.numel() != num_experts:
+        raise ValueError(
+            f"logical_replica_count is of {replica_count.numel()} experts and router_logits of {num_experts} routed "
+            f"ones; pass this layer's rows of the EPLB state"
+        )
+    return load_view, table, replica_count

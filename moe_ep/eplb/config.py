@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from moe_ep import env
 from moe_ep.eplb.policy.objective import OBJECTIVES
-from moe_ep.errors import ConfigError, one_of
+from moe_ep.errors import ConfigError, check_at_least, check_not_negative, check_number, one_of
 from moe_ep.registry import EPLB_POLICIES
 
 PLANNERS = ("process", "thread")
 TRANSPORTS = ("auto", "peer_copies", "messages")
+# Nanoseconds, and bytes a second, that 64 bits hold.
+_MOST = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class EplbConfig:
 
     Raises:
         ValueError: a number out of its range or an unknown name.
+        TypeError: a value that is not a number, or not a whole one.
     """
 
     window_size: int = 128
@@ -59,15 +62,16 @@ class EplbConfig:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("window_size", "first_plan", "interval", "num_groups", "num_nodes", "commit_margin"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("rebalance_below", "min_gain", "move_cost"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        counts = ("window_size", "first_plan", "interval", "num_groups", "num_nodes", "commit_margin")
+        check_at_least(1, **{name: getattr(self, name) for name in counts})
+        check_not_negative(rebalance_below=self.rebalance_below, min_gain=self.min_gain, move_cost=self.move_cost)
         for name in ("timeout_s", "max_transfer_gb_s"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive number or None")
+            value = getattr(self, name)
+            if value is None:
+                continue
+            check_number(**{name: value})
+            if not 0 < value <= _MOST:
+                raise ValueError(f"{name} is {value}; it must be a positive number up to {_MOST:g}, or None")
         EPLB_POLICIES.check(self.policy)
         for name, allowed in (("objective", OBJECTIVES), ("planner", PLANNERS), ("transport", TRANSPORTS)):
             if getattr(self, name) not in allowed:

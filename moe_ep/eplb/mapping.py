@@ -7,8 +7,11 @@ from functools import cache
 
 import torch
 
-from moe_ep.arguments import check_integers, check_same_device, check_tensors
+from moe_ep.arguments import check_id_range, check_integers, check_same_device, check_tensors
 from moe_ep.eplb.levelling import map_reference
+from moe_ep.errors import check_at_least, one_of
+
+_INDICES_TYPES = (torch.int32, torch.int64)
 
 
 def eplb_map_to_physical_and_record(
@@ -35,7 +38,8 @@ def eplb_map_to_physical_and_record(
         expert_load_view: int32 `[num_physical]`, this layer's counts, added to in place.
         logical_to_physical_map: integer `[E, max_replicas]`, -1 padded.
         logical_replica_count: integer `[E]`, at least 1 each.
-        indices_type: dtype of the result, int32 or int64; None keeps that of topk_ids.
+        indices_type: dtype of the result, int32 or int64; None keeps that of topk_ids, which must have room for
+            physical ids.
         num_unpadded_tokens: rows that are real, an int or a 0-dim integer tensor on the device; rows behind them are
             mapped and not counted. None means all.
         ep_rank: whose tokens these are; ranks begin with different replicas.
@@ -48,18 +52,24 @@ def eplb_map_to_physical_and_record(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, or an ep_size that does not divide the physical
             experts.
+        TypeError: a rank or a number of tokens that is not a whole number.
     """
     _check(topk_ids, expert_load_view, logical_to_physical_map, logical_replica_count)
     num_physical = expert_load_view.numel()
-    if ep_size is not None and (ep_size < 1 or num_physical % ep_size or not 0 <= ep_rank < ep_size):
-        raise ValueError(
-            f"ep_rank is {ep_rank} and ep_size {ep_size} with {num_physical} physical experts; ep_size must divide "
-            f"them and ep_rank be below it"
-        )
-    num_tokens = topk_ids.size(0)
-    slots_per_rank = 1 if ep_size is None else num_physical // ep_size
-    num_counted = num_tokens if num_unpadded_tokens is None else num_unpadded_tokens
+    check_at_least(0, ep_rank=ep_rank)
+    if ep_size is not None:
+        check_at_least(1, ep_size=ep_size)
+        if num_physical % ep_size or ep_rank >= ep_size:
+            raise ValueError(
+                f"ep_rank is {ep_rank} and ep_size {ep_size} with {num_physical} physical experts; ep_size must divide "
+                f"them and ep_rank be below it"
+            )
+    if indices_type is not None and indices_type not in _INDICES_TYPES:
+        raise ValueError(one_of("indices_type", str(indices_type), [str(dtype) for dtype in _INDICES_TYPES]))
     dtype = indices_type or topk_ids.dtype
+    check_id_range(num_physical, dtype)
+    slots_per_rank = 1 if ep_size is None else num_physical // ep_size
+    num_counted = _num_counted(num_unpadded_tokens, topk_ids)
     arguments = topk_ids, expert_load_view, logical_to_physical_map, logical_replica_count, num_counted
     fused = _fused() if topk_ids.is_cuda else None
     if fused is not None:
@@ -76,6 +86,20 @@ def _fused() -> Callable[..., torch.Tensor] | None:
     except ImportError:
         return None
     return None if unusable_reason() else map_and_record
+
+
+def _num_counted(num_unpadded_tokens: int | torch.Tensor | None, topk_ids: torch.Tensor) -> int | torch.Tensor:
+    """How many rows are real, checked."""
+    if num_unpadded_tokens is None:
+        return topk_ids.size(0)
+    if isinstance(num_unpadded_tokens, torch.Tensor):
+        check_integers(num_unpadded_tokens=num_unpadded_tokens)
+        check_same_device("topk_ids", topk_ids.device, num_unpadded_tokens=num_unpadded_tokens)
+        if num_unpadded_tokens.dim():
+            raise ValueError(f"num_unpadded_tokens has shape {tuple(num_unpadded_tokens.shape)}; it must be one number")
+        return num_unpadded_tokens
+    check_at_least(0, num_unpadded_tokens=num_unpadded_tokens)
+    return int(num_unpadded_tokens)
 
 
 def _check(
@@ -99,3 +123,6 @@ def _check(
         raise ValueError(f"expert_load_view is {expert_load_view.dtype}; it must be torch.int32")
     check_integers(topk_ids=topk_ids, **others)
     check_same_device("topk_ids", topk_ids.device, expert_load_view=expert_load_view, **others)
+    # On a GPU this would wait for the device.
+    if topk_ids.device.type == "cpu" and topk_ids.numel() and (largest := int(topk_ids.max())) >= len(table):
+        raise ValueError(f"topk_ids holds expert {largest}; the maps are of experts 0 to {len(table) - 1}")

@@ -8,12 +8,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from moe_ep.eplb.policy.hosts import groups_apart
 from moe_ep.eplb.policy.incremental import plan
 from moe_ep.eplb.policy.maps import Array, experts_moved, initial_placement, logical_maps, rank_loads, replica_counts
 from moe_ep.eplb.policy.objective import check_objective, objective_window
 from moe_ep.eplb.policy.problem import Problem
 from moe_ep.eplb.policy.refine import refine_plan
 from moe_ep.eplb.policy.relabel import renumber_like
+from moe_ep.errors import check_not_negative
 from moe_ep.registry import EPLB_POLICIES
 
 ArrayLike = torch.Tensor | Array
@@ -84,9 +86,7 @@ def rebalance_experts(
             finite, thresholds below zero.
     """
     EPLB_POLICIES.check(policy)
-    for name, value in (("rebalance_below", rebalance_below), ("min_gain", min_gain), ("move_cost", move_cost)):
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}; it must be at least 0")
+    check_not_negative(rebalance_below=rebalance_below, min_gain=min_gain, move_cost=move_cost)
     loads = _numpy(weight).astype(np.float64, copy=False)
     steps = None if window is None else _check_window(_numpy(window), loads)
     check_objective(objective, steps)
@@ -115,7 +115,10 @@ def rebalance_experts(
 
 
 def _numpy(value: ArrayLike) -> Array:
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if not isinstance(value, torch.Tensor):
+        return np.asarray(value)
+    value = value.detach().cpu()
+    return (value.double() if value.is_floating_point() else value).numpy()  # numpy has no bf16
 
 
 def _check_window(window: Array, weight: Array) -> Array:
@@ -130,7 +133,8 @@ def _refined(problem: Problem, steps: Array) -> Array:
     """An incremental plan `[L, P]`, refined against the counts of each step `[S, L, E]`.
 
     Of layers that still have the initial placement nothing is kept for its own sake: only the ranks are numbered so
-    that experts stay. Those moves are made once, and not where every step's ranks are level already.
+    that experts stay. Those moves are made once, and not where every step's ranks are level already and groups of
+    experts are on the hosts that they are to be on.
     """
     weight, old = problem.weight, problem.old
     slots = np.empty((weight.shape[0], problem.num_replicas), dtype=np.int64)
@@ -144,8 +148,10 @@ def _refined(problem: Problem, steps: Array) -> Array:
     if old is not None and unplaced.any():
         present, first = old[unplaced], renumber_like(old[unplaced], slots[unplaced], problem)
         level = steps[:, unplaced].sum(axis=(0, 2), dtype=np.float64) / problem.num_ranks
-        uneven = _peaks(steps[:, unplaced], present, problem.num_ranks) > level * (1 + _ROUNDING)
-        slots[unplaced] = np.where(uneven[:, None], first, present)
+        moves = _peaks(steps[:, unplaced], present, problem.num_ranks) > level * (1 + _ROUNDING)
+        if problem.by_host:
+            moves |= groups_apart(replace(problem, weight=weight[unplaced], old=present))
+        slots[unplaced] = np.where(moves[:, None], first, present)
     return slots
 
 

@@ -127,6 +127,14 @@ def wrong_shape(hidden_states, gating_output, topk, renormalize):
     return torch.ones(2, 1), torch.zeros(2, 1)
 
 
+# Eight logical and ten physical experts.
+EPLB = {
+    "enable_eplb": True,
+    "expert_load_view": torch.zeros(10, dtype=torch.int32),
+    "logical_to_physical_map": torch.arange(8)[:, None],
+    "logical_replica_count": torch.ones(8, dtype=torch.int32),
+}
+
 BAD: list[tuple[dict, str]] = [
     ({"router_logits": torch.zeros(3, 8)}, r"router_logits has shape \(3, 8\) and hidden_states \(2, 4\)"),
     ({"router_logits": torch.zeros(8)}, r"router_logits has shape \(8,\)"),
@@ -152,6 +160,12 @@ BAD: list[tuple[dict, str]] = [
     ({"zero_expert_num": 1, "zero_expert_type": "zero"}, "zero_expert_type is 'zero'; it must be one of identity"),
     ({"zero_expert_num": 1}, "zero_expert_type is None"),
     ({"global_num_experts": 7}, r"global_num_experts is 7; it must be at least the routed experts .* \(8\)"),
+    ({"global_num_experts": 8.5}, "global_num_experts is 8.5; it must be a whole number"),
+    (EPLB | {"global_num_experts": 9}, r"global_num_experts is 9; it must be at least the physical experts .* \(10\)"),
+    (EPLB | {"logical_replica_count": torch.ones(7)}, "logical_replica_count is of 7 experts and router_logits of 8"),
+    ({"global_num_experts": 2**15 + 1, "indices_type": torch.int16}, "32769 experts have ids up to 32768, which torch"),
+    ({"e_score_correction_bias": torch.zeros(8, device="meta")}, "e_score_correction_bias is on meta and router_logi"),
+    ({"custom_routing_function": lambda **_: None}, r"returned a NoneType; it must be \(weights, ids\)"),
     ({"num_fused_shared_experts": -1}, "num_fused_shared_experts is -1"),
     ({"indices_type": torch.float32}, "indices_type is 'torch.float32'; it must be one of torch.int16, torch.int32"),
     (

@@ -206,6 +206,33 @@ def test_tensors_that_the_kernel_would_read_wrongly(argument: int, changed: dict
         eplb_map_to_physical_and_record(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_unpadded_tokens": 1.5}, "num_unpadded_tokens is 1.5; it must be a whole number"),
+        ({"num_unpadded_tokens": -1}, "num_unpadded_tokens is -1; it must be at least 0"),
+        ({"num_unpadded_tokens": torch.tensor([1, 2])}, r"num_unpadded_tokens has shape \(2,\); it must be one number"),
+        ({"num_unpadded_tokens": torch.tensor(1.0)}, "num_unpadded_tokens is torch.float32; it must be uint8"),
+        ({"num_unpadded_tokens": torch.tensor(1, device="meta")}, "num_unpadded_tokens is on meta and topk_ids on cpu"),
+        ({"indices_type": torch.int8}, "indices_type is 'torch.int8'; it must be one of torch.int32, torch.int64"),
+        ({"topk_ids": torch.zeros(2, 1, dtype=torch.int8)}, "200 experts have ids up to 199, which torch.int8 cannot"),
+        ({"topk_ids": torch.tensor([[-1], [3]])}, "topk_ids holds expert 3; the maps are of experts 0 to 2"),
+        ({"ep_rank": -1}, "ep_rank is -1; it must be at least 0"),
+        ({"ep_size": 2.0}, "ep_size is 2.0; it must be a whole number"),
+    ],
+)
+def test_values_that_would_be_mapped_wrongly(changes: dict, message: str) -> None:
+    arguments = {
+        "topk_ids": torch.zeros(2, 1, dtype=torch.int32),
+        "expert_load_view": torch.zeros(200, dtype=torch.int32),
+        "logical_to_physical_map": torch.arange(3, dtype=torch.int32)[:, None],
+        "logical_replica_count": torch.ones(3, dtype=torch.int32),
+    }
+    with pytest.raises((ValueError, TypeError), match=message):
+        eplb_map_to_physical_and_record(**(arguments | changes))
+    assert not arguments["expert_load_view"].any()
+
+
 def test_recorder_keeps_the_latest_steps() -> None:
     recorder = ExpertLoadRecorder(num_layers=2, num_physical_experts=3, window_size=2, device="cpu")
     assert recorder.snapshot().shape == (0, 2, 3)

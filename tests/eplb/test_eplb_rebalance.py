@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from moe_ep.eplb import rebalance_experts
 from moe_ep.eplb.policy.maps import rank_loads
@@ -53,6 +54,13 @@ def test_auto_counts_the_reading_of_weights_as_tokens():
         plan(many.sum(axis=0), 4, 2, window=many, objective=objective) for objective in ("auto", "tokens")
     )
     assert np.array_equal(by_time, by_tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int32])
+def test_loads_of_any_real_dtype(dtype):
+    weight = torch.tensor([[600, 560, 120, 120, 20, 10, 10, 10]], dtype=dtype)
+    found, wanted = (rebalance_experts(loads, 16, 1, 1, 8) for loads in (weight, weight.double()))
+    assert all(torch.equal(*tensors) for tensors in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,17 @@ def test_refined_plans_keep_groups_on_their_hosts(old):
     assert all(len(set(rank)) == 3 for rank in slots.reshape(-1, 3).tolist())
 
 
+def test_level_ranks_are_no_reason_to_leave_groups_on_several_hosts():
+    # Two groups of two experts, and a copy of each: level, and both groups are on both hosts.
+    window = np.full((4, 2, 4), 5)
+    initial = initial_placement(2, 4, 8)
+    slots = plan(window.sum(axis=0), 8, 4, old=initial, groups=2, nodes=2, window=window)
+    assert all(len(set(host)) == 1 for host in (slots.reshape(-1, 4) // 2).tolist())
+    # Nothing moves where groups are on their hosts.
+    together = initial_placement(2, 4, 4)
+    assert np.array_equal(plan(window.sum(axis=0), 4, 4, old=together, groups=2, nodes=2, window=window), together)
+
+
 @pytest.mark.skipif(not ROUTING.exists(), reason="needs a recorded routing trace beside the checkout")
 @pytest.mark.parametrize(
     ("num_ranks", "redundant", "rule", "bar"),

@@ -48,13 +48,18 @@ def test_placements_that_do_not_fit_are_refused() -> None:
     [
         ({"interval": 0}, "interval is 0; it must be at least 1"),
         ({"rebalance_below": -0.5}, "rebalance_below is -0.5; it must be at least 0"),
-        ({"timeout_s": 0}, "timeout_s is 0; it must be a positive number or None"),
+        ({"timeout_s": 0}, "timeout_s is 0; it must be a positive number up to 1e.09, or None"),
+        ({"timeout_s": float("inf")}, "timeout_s is inf; it must be a positive number up to 1e.09, or None"),
+        ({"max_transfer_gb_s": "all"}, "max_transfer_gb_s is 'all'; it must be a number"),
+        ({"first_plan": float("nan")}, "first_plan is nan; it must be a whole number"),
+        ({"window_size": 1.5}, "window_size is 1.5; it must be a whole number"),
+        ({"min_gain": "much"}, "min_gain is 'much'; it must be a number"),
         ({"policy": "best"}, "policy"),
         ({"objective": "speed"}, "objective is 'speed'; it must be one of tokens, active_experts, auto"),
     ],
 )
 def test_settings_out_of_range(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         EplbConfig(**changes)
 
 

@@ -41,6 +41,15 @@ class HostRows:
         return np.take_along_axis(self.order, slots, axis=1).reshape(self.num_layers, -1)
 
 
+def groups_apart(problem: Problem) -> Array:
+    """Layers in whose present placement an expert is not on the host of its group alone, bool `[L]`."""
+    rows = HostRows(problem)
+    if rows.old is None:
+        return np.zeros(rows.num_layers, dtype=bool)
+    foreign: Array = rows.old.reshape(rows.num_layers, -1) < 0
+    return np.any(foreign, axis=1)
+
+
 def group_hosts(problem: Problem) -> Array:
     """The host of each group, int64 `[L, G]`.
 
