@@ -32,11 +32,16 @@ def roll_call(prefix: str, rank: int, size: int) -> list[int]:
     Raises:
         RuntimeError: the store cannot be reached.
     """
+    answer_roll(prefix, rank)
     store = job_store()
-    store.set(f"{prefix}/stopped/{rank}", "1")
     deadline = time.monotonic() + _ROLL_CALL_S
     absent = [other for other in range(size) if other != rank]
     while absent and time.monotonic() < deadline:
         absent = [other for other in absent if not store.check([f"{prefix}/stopped/{other}"])]
         time.sleep(0.02)
     return absent
+
+
+def answer_roll(prefix: str, rank: int) -> None:
+    """Reports that this rank is not at fault; as in `roll_call`."""
+    job_store().set(f"{prefix}/stopped/{rank}", "1")

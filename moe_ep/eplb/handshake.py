@@ -3,10 +3,16 @@
 They run over gloo connections of their own, each with a deadline. What goes wrong on one rank becomes the same
 `EplbError` on all: the first that fails leaves its sentence in the store of the job, the others raise that sentence
 too, and a rank that waits for nothing finds it there.
+
+Who is at fault is found by calling the roll: a rank whose exchange fails says so in the store, and those that do not
+are named. It ends its connections first, so that ranks which wait for it, and not for the one at fault, fail too.
+Where connections broke off before a deadline, ranks that have not come to the exchange yet answer as well: they live,
+and may have been on their way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -18,13 +24,17 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.errors import EplbError, rank_list
-from moe_ep.job_store import job_store, roll_call
+from moe_ep.job_store import answer_roll, job_store, roll_call
 
 logger = logging.getLogger(__name__)
 
 _OTHERS_WORD_S = 2.0
 # What a failed exchange takes behind its deadline: the roll is called, and the error left in the store.
 _VERDICT_S = 3.0
+# gloo's own deadlines are not to the millisecond.
+_SURELY_IN_TIME = 0.9
+# For whom the roll is called: all ranks that live, or those that have come to the exchange.
+_FOR_ALL, _FOR_THIS = "all", "this exchange"
 # Numbers for the channels of a group: they name keys in the store, which must not be met twice.
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
@@ -129,27 +139,55 @@ class SideChannel:
         return self.failed(text)
 
     def heard(self) -> EplbError | None:
-        """The error that a rank of the group left, if any did."""
+        """The error that a rank of the group left, if any did; answers the roll where it is called for all."""
         if self._error is None and self.size > 1 and dist.is_initialized():
-            key = f"{self._prefix}/error"
+            key, roll = f"{self._prefix}/error", f"{self._prefix}/roll"
             try:
-                if job_store().check([key]):
-                    self._error = EplbError(job_store().get(key).decode())
+                store = job_store()
+                if store.check([key]):
+                    self._error = EplbError(store.get(key).decode())
+                elif store.check([roll]) and store.get(roll).decode() == _FOR_ALL:
+                    answer_roll(self._prefix, self.rank)
             except RuntimeError as error:
                 self._error = EplbError(f"the store of the ranks cannot be reached any more: {error}")
         return self._error
 
-    def too_late(self, what: str, cause: object) -> EplbError:
-        """The error for an exchange that did not end: what a rank left, or which ranks did not take part."""
+    def too_late(self, what: str, cause: object, in_time: bool = False) -> EplbError:
+        """The error for an exchange that did not end: what a rank left, or which ranks are at fault.
+
+        Args:
+            in_time: whether it failed before its deadline.
+        """
         heard = self.heard()
         if heard is not None:
             return heard
-        absent = self._roll_call()
-        who = ""
-        if absent:
-            who = f": EP {rank_list(absent)} did not take part"
+        self.close()
         logger.info("EPLB: exchange of %s failed: %s", what, cause)
-        return self.failed(f"the ranks could not exchange {what} within {self.timeout_s:g} s{who}; experts stay")
+        text = f"the ranks could not exchange {what}"
+        try:
+            called = self._call_roll(in_time)
+            absent = roll_call(self._prefix, self.rank, self.size)
+        except RuntimeError:
+            return self.failed(f"{text}; experts stay")
+        if called == _FOR_ALL:
+            why = f": EP {rank_list(absent)} died or gave up" if absent else ", as connections broke off"
+        else:
+            why = f" within {self.timeout_s:g} s" + (f": EP {rank_list(absent)} did not take part" if absent else "")
+        return self.failed(f"{text}{why}; experts stay")
+
+    def was_late(self, started: float) -> bool:
+        """Whether what began then (time.monotonic) has come to its deadline; if so, the roll is for those in it."""
+        late = time.monotonic() - started > _SURELY_IN_TIME * self.timeout_s
+        if late and self.size > 1:
+            with contextlib.suppress(RuntimeError):
+                self._call_roll(in_time=False)
+        return late
+
+    def _call_roll(self, in_time: bool) -> str:
+        """Says for whom the roll is called, and returns what the first rank said: it knows why, while others may fail
+        because that one has ended its connections. RuntimeError where the store cannot be reached."""
+        mine = _FOR_ALL if in_time else _FOR_THIS
+        return job_store().compare_set(f"{self._prefix}/roll", "", mine).decode() or mine
 
     def close(self) -> None:
         """Ends the connections; exchanges of ranks that have not closed their ends fail at once."""
@@ -160,17 +198,11 @@ class SideChannel:
             return
         if self.group is None:
             raise self.failed(f"{what} was to be exchanged by a closed channel")
+        started = time.monotonic()
         try:
             start(self.group).wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            raise self.too_late(what, error) from None
-
-    def _roll_call(self) -> list[int]:
-        """The ranks that do not fail too within a short while."""
-        try:
-            return roll_call(self._prefix, self.rank, self.size)
-        except RuntimeError:
-            return []
+            raise self.too_late(what, error, in_time=not self.was_late(started)) from None
 
 
 def _shown(value: int) -> str:

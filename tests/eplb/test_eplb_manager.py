@@ -235,16 +235,17 @@ def die_while_moving(rank: int, world_size: int, where: tuple[type, str]) -> Non
     [((MessageTransport, "fetch"), "the arrival of layer 0"), ((StepGate, "announce"), "the commit of layer 0")],
 )
 def test_a_rank_that_dies_while_experts_move_ends_the_others(where: tuple[type, str], exchange: str) -> None:
-    pool = RankPool(3)
+    # Of four, one has no exchange with the rank that dies, and is not to be blamed.
+    pool = RankPool(4)
     with pytest.raises(AssertionError) as failure:
         pool.run(die_while_moving, where)
     text = str(failure.value)
     assert "rank 1: the process died" in text
     assert (
         text.count(
-            f"EplbError: after less than 30 s: the ranks could not exchange {exchange} within 4 s: EP rank 1 did"
+            f"EplbError: after less than 30 s: the ranks could not exchange {exchange}: EP rank 1 died or gave up; "
         )
-        == 2
+        == 3
     )
 
 
