@@ -274,6 +274,11 @@ class ExpertShard(FixedTensors):
         """Raises RuntimeError, naming what is missing, if loading has begun and is not complete, or after `refuse`."""
         if self._refused:
             raise RuntimeError(f"{self.layer_name} cannot run: {self._refused}; make and load the model again")
+        if self.eplb_state is not None and self.eplb_state.in_doubt:
+            raise RuntimeError(
+                f"{self.layer_name} cannot run: a rearrangement failed before all ranks had said that they moved its "
+                f"experts; make an EPLBManager on every rank, which compares where they are"
+            )
         self._check_complete()
         if self._reloading:
             raise RuntimeError(

@@ -43,6 +43,7 @@ class LayerEplbState(FixedTensors):
         logical_replica_count: int `[E]`.
         is_balanced: says whether somebody moves the layer's experts as load wants it.
         is_moving: says whether experts that were fetched elsewhere are still to be put into slots here.
+        in_doubt: whether other ranks may have another placement of this layer, as a rearrangement failed.
     """
 
     expert_load_view: torch.Tensor
@@ -65,6 +66,7 @@ class LayerEplbState(FixedTensors):
         # These ask whoever balances the layer; nobody does so far.
         self.is_balanced: Callable[[], bool] = bool
         self.is_moving: Callable[[], bool] = bool
+        self.in_doubt = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Nobody balances a copy."""

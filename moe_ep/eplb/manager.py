@@ -112,7 +112,7 @@ class EPLBManager:
                 layer.eplb_state.is_moving = _ask(weakref.ref(self), EPLBManager._has_commits_to_come)
         self._telling, self._beginning = threading.Lock(), threading.Lock()
         self._num_jobs = 0
-        self._busy = False
+        self._busy = self._is_closing = False
         try:
             self._mover.rehearse()
             self.recorder.rehearse()
@@ -211,6 +211,7 @@ class EPLBManager:
         A rearrangement under way is given up, and peers that go on with it fail at their next exchange.
         """
         if self._thread.is_open:
+            self._is_closing = not self._gate.failed
             self._gate.fail(EplbError("the EPLB manager was closed"))
             if self._busy:
                 self._rearrangement.give_up()
@@ -261,6 +262,9 @@ class EPLBManager:
     def _stop(self, error: EplbError) -> None:
         """Has `step` raise this; peers that wait for this rank learn it at once."""
         self._gate.fail(error)
+        doubtful = self._rearrangement.in_doubt
+        if doubtful is not None and not self._is_closing:  # ranks that close after the same step agree on all layers
+            self._mover.doubt([doubtful], True)
         # The frames of what went wrong hold connections.
         error.__context__ = None
         self._channel.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple
 from typing import TYPE_CHECKING
@@ -56,6 +56,7 @@ class LayerMover:
             # What a commit that failed on some ranks leaves behind is no placement to go on from.
             placement=digest(placement.host),
         )
+        self.doubt(range(len(layers)), False)
         self._transport = choose_transport(channel, self._layers[0].groups.ep, self._experts, config)
         self.device = self._experts[0].device
         staging_bytes = max(experts.staging_bytes for experts in self._experts)
@@ -152,6 +153,13 @@ class LayerMover:
     def give_up(self) -> None:
         """Ends a `fetch` that waits for a peer; called by the serving thread, and `close` comes next."""
         self._transport.give_up()
+
+    def doubt(self, layers: Iterable[int], in_doubt: bool) -> None:
+        """Says of layers whether other ranks may have another placement, so that they must not run."""
+        for layer in layers:
+            state = self._layers[layer].eplb_state
+            if state is not None:
+                state.in_doubt = in_doubt
 
     def check_loaded(self) -> None:
         """Raises RuntimeError where a layer's weights are being loaded again, for the slots of now."""

@@ -78,6 +78,8 @@ class Rearrangement:
         in_process = config.planner == "process" and config.asynchronous and channel.rank == 0
         # Started early: it takes seconds to be there. It gives up before the others do, so that they learn why.
         self._planner = PlannerProcess(0.8 * channel.timeout_s) if in_process else None
+        # The latest layer whose commit was to be agreed on, until all ranks have said that they made it.
+        self.in_doubt: int | None = None
         # Whether there were steps to plan from before: a model that has served may stand idle.
         self._has_planned = False
 
@@ -106,6 +108,7 @@ class Rearrangement:
                 self._wait_for_commit(end)
             else:
                 self._channel.gather(end, [job.number])
+            self.in_doubt = None
         except EplbError as error:
             return error
         except Exception as error:
@@ -227,11 +230,14 @@ class Rearrangement:
             self._channel.was_late(started)
         seconds = time.perf_counter() - started
         statuses = [row[0] for row in self._channel.gather(f"the arrival of layer {layer}", [bool(cause)])]
+        # All ranks have made the commit before.
+        self.in_doubt = None
         if any(statuses):
             text = f"experts of layer {layer} did not arrive on EP rank {statuses.index(1)}"
             # Only that rank knows why.
             raise self._channel.failed(f"{text}: {cause}") if cause else self._channel.failed_elsewhere(text)
         self._fetched = (*cost, seconds)
+        self.in_doubt = layer if self._channel.size > 1 else None
         if asynchronous:
             self._wait_for_commit(f"the commit of layer {layer}")
         else:

@@ -143,6 +143,16 @@ def test_closing_does_not_wait_for_a_rank_that_has_given_up(where: tuple[type, s
     assert all("closed" in text or "left" in text or "did not" in text for text in results)
 
 
+def runs(layer: FusedMoE) -> bool:
+    """Whether a pass may begin."""
+    try:
+        layer.check_loaded()
+    except RuntimeError as error:
+        assert "cannot run: " in str(error)
+        return False
+    return True
+
+
 def fail_once(rank: int, world_size: int, where: tuple[type, str], turn: int, asynchronous: bool) -> tuple[str, str]:
     """Rank 1 raises at a turn of something. What all raise then, and what the next manager makes of these layers."""
     layers = make_model(None, world_size)
@@ -165,10 +175,16 @@ def fail_once(rank: int, world_size: int, where: tuple[type, str], turn: int, as
     finally:
         setattr(*where, done)
     manager.close()
+    # Layers whose experts are elsewhere for one rank than for another do not run.
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, [(layer.slots.logical_of_physical(), runs(layer)) for layer in layers])
+    for layer in zip(*found, strict=True):
+        assert len({str(placement) for placement, _ in layer}) == 1 or not any(ran for _, ran in layer)
     try:
         EPLBManager(layers, settings).close()
     except EplbError as refused:
         return str(error.value), str(refused)
+    assert all(runs(layer) for layer in layers)
     return str(error.value), ""
 
 
