@@ -2,6 +2,7 @@
 #pragma once
 #include "dequant.cuh"
 #include "prefill_schedule.cuh"
+#include "segments.cuh"
 
 constexpr int kConsumerWarps = 8;
 constexpr int kConsumerThreads = 32 * kConsumerWarps;
@@ -26,7 +27,6 @@ constexpr int kCodeStage =
 constexpr int kHalfColumns = kStepColumns / 2;
 constexpr int kBoxTokens = 32;  // rows of one tensor copy
 constexpr int kBoxBytes = kBoxTokens * kHalfColumns * 2;
-constexpr int kSegments = 4;  // known ahead
 
 // Stages of the ring where tiles have up to so many tokens: there is room for more of fewer.
 template <int kMost>
@@ -109,19 +109,3 @@ struct Ring {
     }
   }
 };
-
-// The segments of this block in their order, for one warp; calls work(segment) until there are none.
-template <typename Work>
-DEVICE void for_each_segment(Shared& shared, Work work) {
-  for (int i = 0, parity = 0;;) {
-    barrier_wait(&shared.segment_full[i], parity);
-    if (shared.segment[i].phase < 0) return;
-    work(shared.segment[i]);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.segment_empty[i]);
-    if (++i == kSegments) {
-      i = 0;
-      parity ^= 1;
-    }
-  }
-}
