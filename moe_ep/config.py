@@ -200,6 +200,11 @@ class FusedMoEConfig:
         return self.num_experts + self.num_fused_shared_experts
 
 
+def input_dtype_of(name: str) -> torch.dtype | None:
+    """The dtype that experts may round rows to, of MOE_EP_INPUT_DTYPE's value: none or fp8."""
+    return torch.float8_e4m3fn if name == "fp8" else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class FusedMoEQuantConfig:
     """How the experts' weights are quantized, with their scales and biases, and the dtype of rows on the wire.
@@ -214,6 +219,8 @@ class FusedMoEQuantConfig:
         a1_scale, a2_scale: static activation scales.
         dispatch_dtype: dtype of rows on the wire: None for that of the activations, or torch.float8_e4m3fn (with one
             f32 scale per 128 columns).
+        input_dtype: torch.float8_e4m3fn lets experts with weights of that type round rows to it where that is faster;
+            None: rows are not rounded.
     """
 
     quant_type_id: int | None = None
@@ -231,13 +238,14 @@ class FusedMoEQuantConfig:
     dispatch_dtype: torch.dtype | None = None
     w2_quant_type_id: int | None = None
     w2_group_size: int | None = None
+    input_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.dispatch_dtype not in (None, torch.float8_e4m3fn):
-            raise ValueError(
-                f"dispatch_dtype is {self.dispatch_dtype}; it must be None (the activations' dtype) or "
-                f"torch.float8_e4m3fn"
-            )
+        for name in ("dispatch_dtype", "input_dtype"):
+            if getattr(self, name) not in (None, torch.float8_e4m3fn):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be None (the activations' dtype) or torch.float8_e4m3fn"
+                )
 
     @classmethod
     def unquantized(cls) -> FusedMoEQuantConfig:
@@ -251,3 +259,7 @@ class FusedMoEQuantConfig:
     def with_dispatch_dtype(self, dtype: torch.dtype | None) -> FusedMoEQuantConfig:
         """The same configuration with rows of another dtype on the wire."""
         return replace(self, dispatch_dtype=dtype)
+
+    def with_input_dtype(self, dtype: torch.dtype | None) -> FusedMoEQuantConfig:
+        """The same configuration with rows that experts may round to another dtype, or not."""
+        return replace(self, input_dtype=dtype)

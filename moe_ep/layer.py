@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_ep import env
 from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_no_gradients, check_same_device, check_tensors
-from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.config import FusedMoEParallelConfig, FusedMoEQuantConfig, input_dtype_of
 from moe_ep.errors import check_at_least, check_router_weight_on_input
 from moe_ep.layer_parts import LayerParts
 from moe_ep.methods import FusedMoEMethodBase, UnquantizedFusedMoEMethod
@@ -70,6 +71,8 @@ class FusedMoE(LayerParts):
         max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
         dispatch_dtype: dtype of rows on the wire: None for that of the activations, or torch.float8_e4m3fn.
         experts: a name from the experts registry that fits the backend's format; "auto" chooses.
+        input_dtype: torch.float8_e4m3fn lets experts with weights of that type round rows to it where that is faster
+            (Hopper, many rows an expert); None takes it from MOE_EP_INPUT_DTYPE, which does not by default.
 
     Raises:
         ValueError: sizes, names or options that do not fit together.
@@ -117,6 +120,7 @@ class FusedMoE(LayerParts):
         dispatch_dtype: torch.dtype | None = None,
         experts: str = "auto",
         swiglu_limit: float | None = None,
+        input_dtype: torch.dtype | None = None,
     ) -> None:
         if apply_router_weight_on_input:
             check_router_weight_on_input(top_k + (n_shared_experts or 0))
@@ -124,6 +128,7 @@ class FusedMoE(LayerParts):
         if shared_experts is not None and not callable(shared_experts):
             raise TypeError(f"shared_experts is {shared_experts!r}; it must be a module from [T, K] to [T, K]")
         EXPERTS.check(experts, also=("auto",))
+        FusedMoEQuantConfig(dispatch_dtype=dispatch_dtype, input_dtype=input_dtype)  # which checks both
         ALL2ALL_BACKENDS.check(all2all_backend, also=("auto",))
         super().__init__(
             num_experts=num_experts,
@@ -170,6 +175,7 @@ class FusedMoE(LayerParts):
         self.num_router_columns = num_experts + zero_expert_num
         self.shared_experts = shared_experts
         self.dispatch_dtype = dispatch_dtype
+        self.input_dtype = input_dtype or input_dtype_of(env.INPUT_DTYPE.get())
         self.experts = experts
         self._routing = routing | {
             "renormalize": renormalize,

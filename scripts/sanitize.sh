@@ -43,6 +43,8 @@ for tool in memcheck racecheck; do
   running="$running $!"
   check $tool 0 "decode prefill" $tests tests/gpu/test_marlin_gpu.py -k "small_shapes and hopper and ($types)" &
   running="$running $!"
+  check $tool 0 "e4m3_rows e4m3_experts" $tests tests/gpu/test_marlin_e4m3_gpu.py -k "shapes and 384 or are_those" &
+  running="$running $!"
   check $tool 0 "ampere_gemm gather_columns" \
     $tests tests/gpu/test_marlin_gpu.py tests/gpu/test_marlin_act_order_gpu.py \
     -k "ampere and (small_shapes and ($types) or act_order and test_batched)" &

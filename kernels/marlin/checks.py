@@ -13,6 +13,7 @@ from moe_ep.arguments import (
     check_same_device,
     check_tensors,
 )
+from moe_ep.kernels.marlin import e4m3
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import check_activation_dtype, check_weights
@@ -37,11 +38,12 @@ def check_weight_pair(
     first: tuple,
     second: tuple,
     clamp_limit: float | None = None,
+    input_dtype: torch.dtype | None = None,
 ) -> WeightPair:
     """Checks the weights of both GEMMs, and that they fit each other and the activations' dtype.
 
     `first` and `second` are (qweight, scales, zeros, bias, alphas, g_idx, sort_indices) of w1 and w2; `clamp_limit` is
-    as in gate_limit.
+    as in gate_limit, `input_dtype` as in functional.fused_marlin_moe.
 
     Raises:
         ValueError: an argument that does not fit; the message names it.
@@ -64,7 +66,15 @@ def check_weight_pair(
     hidden = w13.num_rows // 2 if activation.is_gated else w13.num_rows
     if w2.num_columns != hidden:
         raise ValueError(f"w2 has {w2.num_columns} columns; w1 with {activation} gives {hidden}")
-    return WeightPair(kind, activation, act_dtype, w13, w2, clamp_limit)
+    pair = WeightPair(kind, activation, act_dtype, w13, w2, clamp_limit, input_dtype)
+    if input_dtype not in (None, act_dtype, torch.float8_e4m3fn):
+        raise ValueError(
+            f"input_dtype is {input_dtype}; it must be None, torch.float8_e4m3fn, or the activations' own dtype "
+            f"({act_dtype})"
+        )
+    if pair.input_dtype == torch.float8_e4m3fn and (reason := e4m3.unfit_reason(pair)) is not None:
+        raise ValueError(f"input_dtype is {input_dtype}, but {reason}; pass None")
+    return pair
 
 
 def check_batch(

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from moe_ep.kernels.align import sort_slots_by_expert
-from moe_ep.kernels.marlin.gemm import partials_numel, run_experts
+from moe_ep.kernels.marlin import e4m3
+from moe_ep.kernels.marlin.gemm import partials_numel, run_experts, takes_e4m3
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import Rows
 from moe_ep.kernels.marlin.plain import ActivationFunction, compute_expert
@@ -68,7 +69,8 @@ def compute_tokens(
     if activation_func is None and hidden_states.is_cuda:
         rows = sort_by_expert(topk_ids, pair.num_experts, expert_map)
         hidden = _scratch(intermediate_cache2, num_tokens * topk * pair.w2.num_columns, hidden_states)
-        partials = _partials(intermediate_cache13, num_tokens * topk, hidden_states, slots_numel)
+        numbers = None if not takes_e4m3(pair, rows) else -(-e4m3.scratch_bytes(pair, rows.max_rows) // 4)
+        partials = _partials(intermediate_cache13, num_tokens * topk, hidden_states, slots_numel, numbers)
         run_experts(slots, hidden_states, pair, rows, hidden, partials)
     else:
         _plain_slots(slots, hidden_states, to_local_ids(topk_ids, expert_map), pair, activation_func)
@@ -119,7 +121,9 @@ def _scratch(given: torch.Tensor | None, numel: int, like: torch.Tensor, start: 
     return given.as_strided((numel,), (1,), given.storage_offset() + start)
 
 
-def _partials(given: torch.Tensor | None, max_rows: int, like: torch.Tensor, used: int = 0) -> torch.Tensor:
-    """f32 scratch for shared tiles, from the given buffer behind its first `used` numbers if there is room."""
-    numbers = 2 * partials_numel(max_rows, like.device)
-    return _scratch(given, numbers, like, start=-(-used // 128) * 128).view(torch.float32)
+def _partials(
+    given: torch.Tensor | None, max_rows: int, like: torch.Tensor, used: int = 0, numbers: int | None = None
+) -> torch.Tensor:
+    """f32 scratch, by default for shared tiles, from the given buffer behind its first `used` numbers if it fits."""
+    numbers = partials_numel(max_rows, like.device) if numbers is None else numbers
+    return _scratch(given, 2 * numbers, like, start=-(-used // 128) * 128).view(torch.float32)

@@ -70,6 +70,7 @@ def marlin_experts(
     w2_zeros: torch.Tensor | None,
     is_k_full: bool,
     clamp_limit: float | None,
+    input_dtype: torch.dtype | None,
 ) -> None:
     """fused_marlin_moe into `output` `[T, K]`, with the built-in activation and sum."""
     from moe_ep.kernels.marlin.functional import fused_marlin_moe
@@ -79,7 +80,7 @@ def marlin_experts(
         apply_router_weight_on_input=apply_router_weight_on_input, activation=activation, expert_map=expert_map,
         global_scale1=global_scale1, global_scale2=global_scale2, g_idx1=g_idx1, g_idx2=g_idx2,
         sort_indices1=sort_indices1, sort_indices2=sort_indices2, w1_zeros=w1_zeros, w2_zeros=w2_zeros,
-        is_k_full=is_k_full, output=output, clamp_limit=clamp_limit,
+        is_k_full=is_k_full, output=output, clamp_limit=clamp_limit, input_dtype=input_dtype,
     )  # fmt: skip
 
 

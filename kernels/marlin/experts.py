@@ -7,6 +7,8 @@ up rows need no scratch, since they never leave the kernel.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moe_ep.activation import MoEActivation
@@ -15,6 +17,7 @@ from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertWeights, FusedMoEPermuteExpertsUnpermute
 from moe_ep.kernels import jit
 from moe_ep.kernels.expert_formats import BatchedFormat, Shape, StandardFormat, Step
+from moe_ep.kernels.marlin import e4m3
 from moe_ep.kernels.marlin.checks import (
     batched_shape,
     check_batch,
@@ -33,6 +36,8 @@ from moe_ep.scalar_type import ScalarType
 
 class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
     """What both formats share: the tensors that belong to the weights, and the problem size."""
+
+    _may_round = False
 
     def __init__(
         self,
@@ -129,6 +134,8 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
             parts = ((w1, *first), (w2, *second))
             limit = self.moe_config.swiglu_limit
             pair = self._pair = check_weight_pair(self._kind, act, act_dtype, self._is_k_full, *parts, limit)
+            if self._may_round and e4m3.unfit_reason(pair) is None:
+                pair.input_dtype = torch.float8_e4m3fn
         return pair
 
     def _partials(self, max_rows: int) -> int:
@@ -193,12 +200,21 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
 class MarlinExperts(StandardFormat, _MarlinExpertsBase):
     """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order.
 
-    Arguments and errors are those of BatchedMarlinExperts without max_num_tokens and num_dispatchers.
+    If `quant_config.input_dtype` is float8_e4m3fn and weights and shapes allow it, rows may be rounded to e4m3, as
+    functional.fused_marlin_moe says. Arguments and errors are otherwise those of BatchedMarlinExperts without
+    max_num_tokens and num_dispatchers.
     """
+
+    def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, **more: Any) -> None:
+        super().__init__(moe_config, quant_config, **more)
+        self._may_round = quant_config.input_dtype == torch.float8_e4m3fn
 
     def scratch_shapes(self, num_slots: int, N: int, K: int) -> tuple[Shape, Shape]:
         slots = -(-num_slots * K // 128) * 128
-        return (slots + self._partials(num_slots),), (num_slots, N)
+        more = self._partials(num_slots)
+        if self._may_round and self._device.type == "cuda":
+            more = max(more, e4m3.places(self.moe_config.num_local_experts, num_slots, K, N).num_bytes // 2)
+        return (slots + more,), (num_slots, N)
 
     def run(self, step: Step) -> None:
         rows, weights, ids = step.hidden_states, step.topk_weights, step.topk_ids

@@ -1,7 +1,7 @@
 """Chooses the kernels that compute the experts' two GEMMs and the activation between them.
 
-Hopper has its own kernels (hopper.py). Other GPUs from sm_80 on, and Hopper for cases that its own kernels do not
-support, run those of ampere.py. Both read the same packed layout.
+Hopper has its own kernels (hopper.py; e4m3.py where rows may be rounded). Other GPUs from sm_80 on, and Hopper for
+cases that its own kernels do not support, run those of ampere.py. All read the same packed layout.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels import jit
-from moe_ep.kernels.marlin import ampere, hopper
+from moe_ep.kernels.marlin import ampere, e4m3, hopper
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import Rows, experts_params
 
@@ -23,6 +23,11 @@ def partials_numel(max_rows: int, device: torch.device) -> int:
     """The f32 numbers of scratch that a launch needs in addition to the activation's output."""
     kernels = hopper if jit.capability(device.index or 0) == _HOPPER else ampere
     return kernels.partials_numel(max_rows, device)
+
+
+def takes_e4m3(pair: WeightPair, rows: Rows) -> bool:
+    """Whether the experts multiply rows rounded to e4m3, for which `partials` has e4m3.scratch_bytes."""
+    return rows.is_sorted and rows.expected_m is not None and e4m3.pays(pair, rows.expected_m)
 
 
 def run_experts(
@@ -52,6 +57,9 @@ def run_experts(
     _check_start("intermediate_cache2", hidden)
     _check_start("hidden_states", hidden_states)
     _check_start("output", output)
+    if not ampere_only and takes_e4m3(pair, rows):
+        e4m3.run(output, hidden_states, pair, rows, partials)
+        return
     if ampere_only or not pair.once(_hopper_serves):
         ampere.launch(output, hidden_states, pair, rows, hidden, partials)
         return

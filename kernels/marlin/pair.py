@@ -23,6 +23,7 @@ class WeightPair:
         kind: number type of both.
         act_dtype: dtype of the activations that they were checked for.
         clamp_limit: as in gate_limit.
+        input_dtype: float8_e4m3fn if rows may be rounded to it, otherwise act_dtype.
         device: the device of all their tensors.
     """
 
@@ -34,9 +35,11 @@ class WeightPair:
         w13: Weights,
         w2: Weights,
         clamp_limit: float | None = None,
+        input_dtype: torch.dtype | None = None,
     ) -> None:
         self.kind, self.activation, self.act_dtype = kind, activation, act_dtype
         self.clamp_limit = clamp_limit
+        self.input_dtype = input_dtype or act_dtype
         self.w13, self.w2 = w13, w2
         self.num_experts = w13.qweight.size(0)
         self.device = w13.qweight.device

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.custom_ops import without_autocast
+from moe_ep.kernels.marlin.e4m3 import round_hidden, round_rows
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.repack import PackedWeights, unpack_marlin
 from moe_ep.kernels.marlin.types import WeightType
@@ -51,15 +52,16 @@ def compute_expert(
 ) -> torch.Tensor:
     """Runs rows `[n, K]` through one expert; returns f32 `[n, K]`."""
     kind, w13, w2, activation = pair.kind, pair.w13, pair.w2, pair.activation
+    rounds = pair.input_dtype == torch.float8_e4m3fn
     bias1, bias2 = (None if w.bias is None else w.bias[expert].float() for w in (w13, w2))
     with without_autocast():
-        gate_up = F.linear(rows.float(), dequantize_packed(w13, kind, expert), bias1)
+        gate_up = F.linear(round_rows(rows) if rounds else rows.float(), dequantize_packed(w13, kind, expert), bias1)
         if activation_func is None:
             hidden = apply_activation(activation, gate_up, clamp_limit=pair.clamp_limit)
         else:
             hidden = gate_up.new_empty(gate_up.size(0), w2.num_columns)
             activation_func(activation, hidden, gate_up)
-        return F.linear(hidden, dequantize_packed(w2, kind, expert), bias2)
+        return F.linear(round_hidden(hidden) if rounds else hidden, dequantize_packed(w2, kind, expert), bias2)
 
 
 def _group_of_columns(weights: Weights, expert: int) -> torch.Tensor:

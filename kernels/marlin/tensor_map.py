@@ -14,12 +14,15 @@ import torch
 from moe_ep.kernels import jit
 
 NUM_BYTES = 128
-_BOX_ROWS, _BOX_COLUMNS = 32, 64  # kBoxTokens and kHalfColumns of cuda/prefill_stage.cuh
+_BOX_ROWS, _BOX_BYTES = 32, 128  # kBoxTokens of the kernels' stages; what a row of swizzled tokens has
 
 
 @functools.lru_cache(maxsize=1024)
 def encode(address: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> bytes:
-    """The map of a contiguous matrix of 16-bit floats, copied in boxes of 32 x 64, swizzle 128, zeros out of bounds.
+    """The map of a contiguous matrix, copied in boxes of 32 rows x 128 bytes, swizzle 128, zeros out of bounds.
+
+    Args:
+        dtype: bfloat16, float16, or uint8 for the codes of 8-bit numbers.
 
     Raises:
         ImportError: cuda-core is missing.
@@ -27,16 +30,20 @@ def encode(address: int, num_rows: int, num_columns: int, dtype: torch.dtype) ->
     """
     driver = jit.driver_bindings()
     formats = driver.CUtensorMapDataType
-    bf16, f16 = formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    of_dtype = {
+        torch.bfloat16: formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.uint8: formats.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    }
     sizes = [driver.cuuint64_t(num_columns), driver.cuuint64_t(num_rows)]
-    box = [driver.cuuint32_t(_BOX_COLUMNS), driver.cuuint32_t(_BOX_ROWS)]
+    box = [driver.cuuint32_t(_BOX_BYTES // dtype.itemsize), driver.cuuint32_t(_BOX_ROWS)]
     steps = [driver.cuuint32_t(1), driver.cuuint32_t(1)]
     result = driver.cuTensorMapEncodeTiled(
-        bf16 if dtype == torch.bfloat16 else f16,
+        of_dtype[dtype],
         len(sizes),
         address,
         sizes,
-        [driver.cuuint64_t(num_columns * 2)],
+        [driver.cuuint64_t(num_columns * dtype.itemsize)],
         box,
         steps,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -30,11 +30,16 @@ if TYPE_CHECKING:
 # The mean |difference| / mean |reference| of two correct results that rounding and the order of sums can cause.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _FP8_DISPATCH_TOLERANCE = 5e-2
+_FP8_INPUT_TOLERANCE = 8e-2
 
 
-def tolerance(dtype: torch.dtype, dispatch_dtype: torch.dtype | None = None) -> float:
-    """The largest `relative_error` of two layers with the same weights, for these dtypes of activations and wire."""
-    return _TOLERANCES[dtype] if dispatch_dtype is None else _FP8_DISPATCH_TOLERANCE
+def tolerance(
+    dtype: torch.dtype, dispatch_dtype: torch.dtype | None = None, input_dtype: torch.dtype | None = None
+) -> float:
+    """The largest `relative_error` of two layers with the same weights, for these dtypes of activations and wire, and
+    what experts may round rows to."""
+    wire = 0.0 if dispatch_dtype is None else _FP8_DISPATCH_TOLERANCE
+    return max(_TOLERANCES[dtype], wire + (0.0 if input_dtype is None else _FP8_INPUT_TOLERANCE))
 
 
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
@@ -129,6 +134,7 @@ class FusedMoEMethodBase(ABC):
                 "num_dispatchers": prepare_finalize.num_dispatchers(),
             }
         quant_config = self.get_fused_moe_quant_config(layer).with_dispatch_dtype(layer.dispatch_dtype)
+        quant_config = quant_config.with_input_dtype(layer.input_dtype)
         return make_experts(name, self.moe_config, quant_config, **kwargs)
 
     def experts_names(self, layer: ExpertShard) -> ExpertsNames:

@@ -1,0 +1,217 @@
+"""Experts whose rows are rounded to e4m3: codes bit for bit, results against plain torch on the same rounded rows, rows
+of every number, and a graph with other choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.kernels.marlin import e4m3
+from moe_ep.kernels.marlin.compute import compute_tokens, sort_by_expert
+from moe_ep.kernels.marlin.functional import fused_marlin_moe
+from moe_ep.kernels.marlin.gemm import takes_e4m3
+from moe_ep.kernels.marlin.pair import WeightPair
+from moe_ep.kernels.marlin.params import Rows
+from moe_ep.kernels.marlin.plain import compute_expert
+from moe_ep.kernels.marlin.types import WEIGHT_TYPES
+from moe_ep.layer import FusedMoE
+from moe_ep.methods import OnlineFp8Config, relative_error, tolerance
+from moe_ep.scalar_type import scalar_types
+from tests.core.moe_oracle import load, make_inputs, make_weights
+from tests.gpu.captured import capture
+from tests.gpu.marlin_cases import RELATIVE_ERROR, SILU, arguments, pair
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+FP8 = torch.float8_e4m3fn
+E4M3 = WEIGHT_TYPES[scalar_types.float8_e4m3fn.id]
+
+
+@pytest.fixture
+def any_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Experts of any number of rows take these kernels."""
+    monkeypatch.setattr(e4m3, "pays", lambda pair, expected_m: True)
+    yield
+
+
+def weights(
+    num_experts: int,
+    shape: tuple[int, int],
+    group: int = 128,
+    activation: MoEActivation = SILU,
+    dtype: torch.dtype = torch.bfloat16,
+    bias: bool = False,
+    clamp_limit: float | None = None,
+) -> WeightPair:
+    both = pair(E4M3, group, num_experts, shape, activation, dtype, bias)
+    return WeightPair(E4M3, activation, dtype, *both, clamp_limit, FP8)
+
+
+def ids_of(counts: list[int], unused: int = 3) -> torch.Tensor:
+    """`[T, 1]` in random order: each expert as often as it counts, and some tokens without one."""
+    ids = [expert for expert, count in enumerate(counts) for _ in range(count)] + [-1] * unused
+    return torch.tensor(ids, device="cuda")[torch.randperm(len(ids), device="cuda")].view(-1, 1)
+
+
+def slots_of(experts: WeightPair, tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Each token's result, or zeros; scratch is full of NaN."""
+    output = torch.full_like(tokens, float("nan"))
+    scratch = [torch.full((60_000_000,), float("nan"), dtype=tokens.dtype, device="cuda") for _ in range(2)]
+    ones = torch.ones(ids.shape, device="cuda")
+    compute_tokens(experts, output, tokens, ones, ids, None, *scratch)
+    return output
+
+
+def check(experts: WeightPair, counts: list[int]) -> None:
+    ids = ids_of(counts)
+    tokens = torch.randn(ids.size(0), experts.w13.num_columns, device="cuda").to(experts.act_dtype)
+    output = slots_of(experts, tokens, ids)
+    assert torch.equal(output, slots_of(experts, tokens, ids))
+    assert not output[ids[:, 0] < 0].any()
+    for expert in range(len(counts)):
+        chosen = ids[:, 0] == expert
+        if chosen.any():
+            expected = compute_expert(tokens[chosen], experts, expert)
+            error = (output[chosen].float() - expected).abs().mean() / expected.abs().mean()
+            assert error < RELATIVE_ERROR, (expert, counts[expert], float(error))
+
+
+@pytest.mark.usefixtures("any_rows")
+@pytest.mark.parametrize("group", [128, -1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("shape", [(128, 128), (384, 256), (1024, 640), (2048, 768)], ids=str)
+def test_groups_dtypes_and_shapes(group: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    check(weights(4, shape, group, dtype=dtype), [33, 0, 300, 130])
+
+
+@pytest.mark.usefixtures("any_rows")
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 31, 32, 33, 64, 65, 96, 97, 127, 128, 129, 136, 256, 257, 1000])
+def test_every_number_of_rows(rows: int) -> None:
+    check(weights(5, (256, 256)), [rows, 1, 0, rows, 3])
+
+
+@pytest.mark.usefixtures("any_rows")
+@pytest.mark.parametrize("activation", [act for act in MoEActivation if act.is_gated])
+@pytest.mark.parametrize("clamp_limit", [None, 0.5])
+def test_activations_biases_and_limits(activation: MoEActivation, clamp_limit: float | None) -> None:
+    if activation is MoEActivation.SWIGLUOAI and clamp_limit is not None:
+        pytest.skip("it has a limit of its own")
+    check(weights(3, (256, 384), activation=activation, bias=True, clamp_limit=clamp_limit), [65, 200, 1])
+
+
+@pytest.mark.usefixtures("any_rows")
+@pytest.mark.parametrize("num_experts", [1, 31, 32, 33, 64, 257])
+def test_numbers_of_experts(num_experts: int) -> None:
+    check(weights(num_experts, (256, 128)), [(7 * expert) % 40 for expert in range(1, num_experts + 1)])
+
+
+def test_deepseek_sizes() -> None:
+    experts = weights(16, (7168, 2048))
+    counts = [0, 1, 300, 90] + [100] * 12
+    assert e4m3.pays(experts, 80)
+    check(experts, counts)
+
+
+@pytest.mark.usefixtures("any_rows")
+def test_codes_are_those_of_a_division() -> None:
+    """One scale a row, the exponents of all columns and of whole rows, zeros, and columns as the kernel orders them."""
+    counts, (K, N) = [100, 0, 33], (384, 128)
+    experts, ids = weights(3, (K, N)), ids_of(counts)
+    tokens = torch.randn(ids.size(0), K, device="cuda")
+    tokens *= torch.exp2(torch.randint(-9, 9, tokens.shape, device="cuda")) * torch.exp2(
+        torch.randint(-40, 40, (ids.size(0), 1), device="cuda")
+    )
+    tokens = tokens.bfloat16()
+    tokens[5], tokens[6, 100] = 0, torch.finfo(torch.bfloat16).max
+    rows = sort_by_expert(ids, 3)
+    where = e4m3.places(3, rows.max_rows, K, N)
+    scratch = torch.zeros(where.num_bytes, dtype=torch.uint8, device="cuda")
+    e4m3.run(torch.empty_like(tokens), tokens, experts, rows, scratch)
+    codes = scratch[: where.capacity * K].view(where.capacity, K)
+    scales = scratch[where.row_scales :][: 4 * where.capacity].view(torch.float32)
+    start = 0
+    place = torch.arange(16).view(4, 2, 2)  # t, k, i
+    column = torch.stack([8 * (place // 2 % 2) + place // 4 * 2 + place % 2]).flatten()  # of each byte
+    for expert, count in enumerate(counts):
+        own = tokens[rows.row_ids.long()[sum(counts[:expert]) :][:count]].float()
+        largest = own.abs().amax(dim=1, keepdim=True)
+        expected = (largest / torch.full_like(largest, 448.0)).clamp(min=2.0**-60)
+        assert torch.equal(scales[start : start + count], expected[:, 0])
+        plain = (own / expected).to(torch.float8_e4m3fn).view(torch.uint8)
+        ordered = plain.view(count, K // 16, 16)[:, :, column.to("cuda")].reshape(count, K)
+        assert torch.equal(codes[start : start + count] & 0x7F, ordered & 0x7F)
+        start += -(-count // 8) * 8
+
+
+def test_few_rows_are_not_rounded() -> None:
+    both = pair(E4M3, 128, 8, (1024, 512))
+    tokens = torch.randn(64, 1024, device="cuda").bfloat16()
+    ids = torch.randint(0, 8, (64, 2), device="cuda")
+    more = arguments(*both, E4M3) | {"topk_weights": torch.rand(64, 2, device="cuda"), "topk_ids": ids}
+    rounded = fused_marlin_moe(tokens, **more, input_dtype=FP8)
+    assert torch.equal(rounded, fused_marlin_moe(tokens, **more))
+
+
+def test_many_rows_in_a_graph() -> None:
+    """A graph is replayed with other choices, among them all tokens to one expert, and none at all."""
+    both = pair(E4M3, 128, 16, (2048, 1024))
+    tokens = torch.randn(2048, 2048, device="cuda").bfloat16()
+    experts = weights(16, (2048, 1024))
+    ids = torch.randint(0, 16, (2048, 4), device="cuda")
+    assert takes_e4m3(experts, sort_by_expert(ids, 16))
+    assert not takes_e4m3(experts, Rows(torch.zeros(16, dtype=torch.int32), 2048))
+    more = arguments(*both, E4M3) | {"topk_weights": torch.rand(2048, 4, device="cuda"), "topk_ids": ids}
+    more["input_dtype"] = FP8
+    plain = fused_marlin_moe(tokens, **(more | {"input_dtype": None}))
+    rounded = fused_marlin_moe(tokens, **more)
+    error = float((rounded.float() - plain.float()).abs().mean() / plain.float().abs().mean())
+    assert 0.01 < error < e4m3.TOLERANCE
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = fused_marlin_moe(tokens, **more)
+    for choice in (torch.randint(0, 16, (2048, 4), device="cuda"), torch.full_like(ids, 3), torch.full_like(ids, -1)):
+        ids.copy_(choice)
+        graph.replay()
+        assert torch.equal(output, fused_marlin_moe(tokens, **more))
+        assert output.isfinite().all()
+
+
+def test_infinities_stay_with_their_tokens() -> None:
+    experts = weights(8, (1024, 1024))
+    ids = ids_of([200] * 8)
+    tokens = torch.randn(ids.size(0), 1024, device="cuda").bfloat16()
+    clean = slots_of(experts, tokens, ids)
+    tokens[10, 3], tokens[20, 5] = float("inf"), float("nan")
+    output = slots_of(experts, tokens, ids)
+    others = torch.ones(ids.size(0), dtype=torch.bool, device="cuda")
+    others[[10, 20]] = False
+    assert torch.equal(output[others], clean[others])
+    for token in (10, 20):
+        assert ids[token] < 0 or output[token].isnan().any()
+
+
+def test_a_layer_with_and_without() -> None:
+    """Many tokens are rounded and few are not; the layer's scratch has room for both under capture."""
+    options = {"num_experts": 16, "top_k": 4, "hidden_size": 2048, "intermediate_size": 1024}
+    options |= {"params_dtype": torch.bfloat16, "quant_config": OnlineFp8Config()}
+    state = make_weights(16, 2048, 1024)
+    rounds, plain = (load(FusedMoE(**options, input_dtype=dtype), state).cuda() for dtype in (FP8, None))
+    for T, is_rounded in ((8, False), (2048, True)):
+        hidden_states, router_logits = (x.cuda() for x in make_inputs(T, 2048, 16, seed=T))
+        hidden_states = hidden_states.bfloat16()
+        output, expected = rounds(hidden_states, router_logits), plain(hidden_states, router_logits)
+        error = relative_error(output, expected)
+        assert error < tolerance(torch.bfloat16, None, FP8)
+        assert (error > 0.01) is is_rounded
+    captured = torch.zeros_like(output)
+    graph = capture(lambda: captured.copy_(rounds(hidden_states, router_logits)))
+    graph.replay()
+    assert torch.equal(captured, output)

@@ -1,0 +1,198 @@
+"""Experts whose rows may be rounded to e4m3: what is rounded, where, and what cannot be; without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
+from moe_ep.kernels import jit
+from moe_ep.kernels.marlin import e4m3, gemm
+from moe_ep.kernels.marlin.experts import MarlinExperts
+from moe_ep.kernels.marlin.functional import fused_marlin_moe
+from moe_ep.kernels.marlin.pair import WeightPair
+from moe_ep.kernels.marlin.params import CUDA, Rows
+from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
+from moe_ep.layer import FusedMoE
+from moe_ep.methods.base import relative_error
+from moe_ep.scalar_type import scalar_types
+from tests.kernels.marlin_cases import E, make
+
+FP8 = torch.float8_e4m3fn
+E4M3, UINT4B8 = (WEIGHT_TYPES[kind.id] for kind in (scalar_types.float8_e4m3fn, scalar_types.uint4b8))
+SILU, RELU2 = MoEActivation.SILU, MoEActivation.RELU2_NO_MUL
+K, N = 256, 128
+
+
+def arguments(
+    kind: WeightType = E4M3, activation: MoEActivation = SILU, K: int = K, N: int = N, act_order: bool = False
+) -> dict[str, Any]:
+    """Experts and 40 tokens that choose two each."""
+    first = make(kind, 32 if kind is UINT4B8 else -1, 2 * N if activation.is_gated else N, K, activation.is_gated)
+    second = make(kind, 32 if kind is UINT4B8 else -1, K, N, False, seed=1)
+    rng = torch.Generator().manual_seed(2)
+    return {
+        "hidden_states": torch.randn(40, K, generator=rng).bfloat16(),
+        "w1": first.packed.qweight,
+        "w2": second.packed.qweight,
+        "bias1": None,
+        "bias2": None,
+        "w1_scale": first.packed.scales,
+        "w2_scale": second.packed.scales,
+        "topk_weights": torch.rand(40, 2, generator=rng),
+        "topk_ids": torch.stack([torch.randperm(E, generator=rng)[:2] for _ in range(40)]),
+        "quant_type_id": kind.scalar_type.id,
+        "activation": activation,
+    }
+
+
+def test_a_row_is_a_scale_and_codes() -> None:
+    row = torch.tensor([[448.0, -1.0, 0.3, 2.0**-9, 0.0], [896.0, 2.0, 3.0, 2.0**-10, -0.0], [0.0] * 5])
+    expected = torch.tensor([[448.0, -1.0, 0.3125, 2.0**-9, 0.0], [896.0, 2.0, 3.0, 0.0, 0.0], [0.0] * 5])
+    assert torch.equal(e4m3.round_rows(row), expected)
+    hidden = torch.cat([torch.full((1, 128), 1.0), torch.full((1, 128), 2.0**-24)], dim=1)
+    assert torch.equal(e4m3.round_hidden(hidden), hidden)
+    assert not e4m3.round_rows(hidden)[0, 128:].any()  # too small beside the rest of the row
+
+
+def test_results_are_those_of_rounded_rows() -> None:
+    """Off by what three bits of mantissa lose, and by less from what rows give that were rounded before."""
+    given = arguments()
+    plain, rounded = fused_marlin_moe(**given), fused_marlin_moe(**given, input_dtype=FP8)
+    assert 0.01 < relative_error(rounded, plain) < e4m3.TOLERANCE
+    again = given | {"hidden_states": e4m3.round_rows(given["hidden_states"]).bfloat16()}
+    assert relative_error(fused_marlin_moe(**again), rounded) < relative_error(plain, rounded)
+    assert torch.equal(fused_marlin_moe(**given, input_dtype=torch.bfloat16), plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "input_dtype", "sentence"),
+    [
+        ({"kind": UINT4B8}, FP8, "input_dtype is torch.float8_e4m3fn, but the weights are uint4b8, and must be float8"),
+        ({"activation": RELU2}, FP8, "but the activation is relu2_no_mul, and must be a gated one; pass None"),
+        ({"K": 192}, FP8, "but K is 192 and N 128; both must be multiples of 128; pass None"),
+        ({"N": 64}, FP8, "but K is 256 and N 64; both must be multiples of 128; pass None"),
+        ({}, torch.int8, "input_dtype is torch.int8; it must be None, torch.float8_e4m3fn, or the activations' own"),
+        ({}, torch.float16, "input_dtype is torch.float16; it must be None"),
+    ],
+)
+def test_what_cannot_be_rounded(change: dict[str, Any], input_dtype: torch.dtype, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        fused_marlin_moe(**arguments(**change), input_dtype=input_dtype)
+
+
+@pytest.mark.parametrize("num_experts", [1, 3, 256])
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 1000])
+def test_scratch_has_room_for_all(num_experts: int, num_rows: int) -> None:
+    where = e4m3.places(num_experts, num_rows, K, N)
+    sizes = (where.capacity * K, 4 * where.capacity, where.capacity * N, 4 * where.capacity * (N // 128))
+    starts, ends = where[1:5], where[2:]
+    for start, size, after in zip(starts, sizes, ends, strict=True):
+        assert start % 128 == 0
+        assert start + size <= after
+    # However the rows are divided, each expert's begin at a multiple of eight.
+    assert where.capacity % 8 == 0
+    counts = [num_rows // num_experts + (i < num_rows % num_experts) for i in range(num_experts)]
+    assert sum(-(-count // 8) * 8 for count in counts) <= where.capacity
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+
+
+def experts(num_experts: int, K: int, N: int, input_dtype: torch.dtype | None = FP8) -> WeightPair:
+    """Experts without weights."""
+    w13, w2 = (
+        SimpleNamespace(num_rows=rows, num_columns=columns, qweight=torch.empty(num_experts, 0))
+        for rows, columns in ((2 * N, K), (K, N))
+    )
+    return WeightPair(E4M3, SILU, torch.bfloat16, w13, w2, None, input_dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_rows_are_rounded_where_that_is_faster() -> None:
+    """DeepSeek-V3's and Qwen3-30B's sizes at EP 8, as they were measured."""
+    deepseek, qwen = experts(32, 7168, 2048), experts(16, 2048, 768)
+    assert [e4m3.pays(deepseek, rows) for rows in (1, 32, 47.9, 48, 1024)] == [False, False, False, True, True]
+    assert [e4m3.pays(qwen, rows) for rows in (48, 128, 256, 1024)] == [False, False, True, True]
+    assert not e4m3.pays(experts(32, 7168, 2048, None), 1024)
+    assert not e4m3.pays(experts(769, 7168, 2048), 1024)
+    counts = torch.zeros(32, dtype=torch.int32)
+    assert gemm.takes_e4m3(deepseek, Rows(counts, 4096, is_sorted=True, expected_m=512))
+    assert not gemm.takes_e4m3(deepseek, Rows(counts, 4096, is_sorted=True))
+    assert not gemm.takes_e4m3(deepseek, Rows(counts, 4096, expected_m=512))
+
+
+def test_older_gpus_do_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "capability", lambda index: (8, 0))
+    assert not e4m3.pays(experts(32, 7168, 2048), 1024)
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [(E4M3, True), (UINT4B8, False)], ids=["fp8", "int4"])
+def test_experts_round_where_their_weights_allow_it(kind: WeightType, rounds: bool) -> None:
+    given = arguments(kind)
+    parallel = FusedMoEParallelConfig.make(1, 1, 1)
+    config = FusedMoEConfig(
+        num_experts=E, experts_per_token=2, hidden_dim=K, intermediate_size_per_partition=N, num_local_experts=E,
+        moe_parallel_config=parallel, in_dtype=torch.bfloat16, max_num_tokens=64,
+    )  # fmt: skip
+    quant = FusedMoEQuantConfig(
+        quant_type_id=kind.scalar_type.id, w1_scale=given["w1_scale"], w2_scale=given["w2_scale"], input_dtype=FP8
+    )
+    layer = MarlinExperts(config, quant)
+    pair = layer._weights(given["w1"], given["w2"], SILU, torch.bfloat16)
+    assert pair.input_dtype == (FP8 if rounds else torch.bfloat16)
+    plain = MarlinExperts(config, quant.with_input_dtype(None))
+    assert plain._weights(given["w1"], given["w2"], SILU, torch.bfloat16).input_dtype == torch.bfloat16
+
+
+def test_a_layer_takes_it_from_its_argument_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_experts": 4, "top_k": 2, "hidden_size": K, "intermediate_size": N}
+    assert FusedMoE(**sizes).input_dtype is None
+    assert FusedMoE(**sizes, input_dtype=FP8).input_dtype == FP8
+    monkeypatch.setenv("MOE_EP_INPUT_DTYPE", "fp8")
+    assert FusedMoE(**sizes).input_dtype == FP8
+    monkeypatch.setenv("MOE_EP_INPUT_DTYPE", "int8")
+    with pytest.raises(ValueError, match="MOE_EP_INPUT_DTYPE is 'int8'; it must be none or fp8; unset it"):
+        FusedMoE(**sizes)
+    monkeypatch.delenv("MOE_EP_INPUT_DTYPE")
+    with pytest.raises(ValueError, match=r"input_dtype is torch.float16; it must be None .* or torch.float8_e4m3fn"):
+        FusedMoE(**sizes, input_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", [SILU, MoEActivation.SWIGLUOAI])
+def test_kernels_compile_without_spills(dtype: torch.dtype, activation: MoEActivation) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
+    for source in e4m3.kernel_sources(dtype, activation).values():
+        resources = jit.compile_only(source, "sm_90a")
+        assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0)
+        assert "serialized" not in resources.log
+
+
+def test_structures_are_those_of_the_kernels(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
+    checks = [f"sizeof(E4m3Params) == {ctypes.sizeof(e4m3._E4m3Params)}"]
+    checks += [
+        f"__builtin_offsetof(E4m3Params, {name}) == {getattr(e4m3._E4m3Params, name).offset}"
+        for name in ("tokens", "experts", "row_scales", "hidden", "hidden_scales", "capacity")
+    ]
+    path = tmp_path / "structures.cu"
+    asserts = "".join(f'static_assert({check}, "{check}");\n' for check in checks)
+    path.write_text(f'#include "{CUDA / "e4m3_stage.cuh"}"\n{asserts}extern "C" __global__ void nothing() {{}}\n')
+    jit.compile_only(jit.KernelSource(path, "nothing", (("ACT_BF16", "1"),)), "sm_90a")
+
+
+def test_compiled_it_is_one_node() -> None:
+    given = arguments()
+    tokens = given.pop("hidden_states")
+    compiled = torch.compile(lambda x: fused_marlin_moe(x, **given, input_dtype=FP8), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(tokens), fused_marlin_moe(tokens, **given, input_dtype=FP8))
