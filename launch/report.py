@@ -19,7 +19,7 @@ class RankReport:
     """One rank's account, of plain values.
 
     Attributes:
-        experts: ids of the routed experts this rank holds, in every layer.
+        experts: for each layer, ids of the routed experts that this rank holds at the end.
         stage_ms: for each step, layer and stage, milliseconds.
         step_ms: for each step, milliseconds from the barrier before it to the end of its last layer.
         loads: for each step and layer, the expert assignments that landed on each rank.
@@ -35,7 +35,6 @@ class RankReport:
     node: str
     device: str
     device_name: str
-    experts: list[int]
     num_tokens: int
     backend: str
     experts_name: str
@@ -46,6 +45,7 @@ class RankReport:
     dtype: str
     tolerance: float
     memory_bytes: int = 0
+    experts: list[list[int]] = field(default_factory=list)
     stage_ms: list[list[dict[str, float]]] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     loads: list[list[list[int]]] = field(default_factory=list)
@@ -55,6 +55,12 @@ class RankReport:
     eplb: dict[str, Any] | None = None
     choices: list[tuple[int, int, Any]] = field(default_factory=list)
     errors: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def experts_of_all_layers(self) -> list[int] | None:
+        """What it holds in every layer; None where layers differ, as EPLB has it."""
+        first, *others = self.experts
+        return first if all(layer == first for layer in others) else None
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -117,7 +123,13 @@ class RunReport:
             "experts": first.experts_name,
             "dtype": first.dtype,
             "placement": [
-                {"rank": rank.rank, "node": rank.node, "device": rank.device, "experts": rank.experts}
+                {
+                    "rank": rank.rank,
+                    "node": rank.node,
+                    "device": rank.device,
+                    "experts": rank.experts_of_all_layers,
+                    "experts_by_layer": rank.experts if rank.experts_of_all_layers is None else None,
+                }
                 for rank in self.ranks
             ],
             "num_tokens_per_rank": [rank.num_tokens for rank in self.ranks],

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moe_ep.launch.progress import workers
-from moe_ep.launch.report import RunReport
+from moe_ep.launch.report import RankReport, RunReport
 
 # More ranks than this are shown by their least, mean and most.
 _MOST_COLUMNS = 16
@@ -44,11 +44,12 @@ def _head(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _ranks(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
-    rows = [("rank", "placement: experts in every layer", "tokens/step", "memory", "where")]
+    when = "in every layer" if summary["eplb"] is None else "at the end"
+    rows = [("rank", f"placement: experts {when}", "tokens/step", "memory", "where")]
     rows += [
         (
             str(rank.rank),
-            f"{ranges(rank.experts)} ({len(rank.experts)})",
+            _held(rank),
             str(rank.num_tokens),
             f"{rank.memory_bytes / 2**20:,.0f} MiB",
             f"{rank.node}, {rank.device}",
@@ -59,6 +60,14 @@ def _ranks(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:
     for number, experts, tokens, memory, where in rows:
         yield f"{number:>{widths[0]}}  {experts:<{widths[1]}}  {tokens:>{widths[2]}}  {memory:>{widths[3]}}  {where}"
     yield f"loaded in {summary['load_s']:.2f} s"
+
+
+def _held(rank: RankReport) -> str:
+    experts = rank.experts_of_all_layers
+    if experts is not None:
+        return f"{ranges(experts)} ({len(experts)})"
+    least, *_, most = sorted(map(len, rank.experts))
+    return f"{least if least == most else f'{least} to {most}'}, others in each layer"
 
 
 def _loads(report: RunReport, summary: dict[str, Any]) -> Iterator[str]:

@@ -75,6 +75,7 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
                 _drive(config, steps, balancing, monitor, device)
             if balancing is not None:
                 report.eplb = balancing.close()
+        report.experts = _experts_held(stack, rank_env)
         report.memory_bytes = peak_memory(device)
         loads = torch.tensor(report.loads, dtype=torch.float64)
         report.overall_balancedness = balancedness(loads.flatten(0, 1))
@@ -185,6 +186,13 @@ def _verify(
     progress.report("verifying layers", len(mine), len(mine))
 
 
+def _experts_held(stack: MoEStack, rank_env: RankEnv) -> list[list[int]]:
+    """For each layer, the routed experts that this rank holds now."""
+    slots = [torch.tensor(block.moe.slots.logical_of_physical()) for block in stack.layers()]
+    mine = expert_owner_table(rank_env.world_size, slots[0].numel()) == rank_env.rank
+    return [layer[mine].unique().tolist() for layer in slots]
+
+
 def _new_report(
     config: RunConfig,
     rank_env: RankEnv,
@@ -196,15 +204,12 @@ def _new_report(
 ) -> RankReport:
     layer = stack.layers()[0].moe
     device = torch.device(rank_env.device)
-    owners = expert_owner_table(rank_env.world_size, layer.slots.num_physical_experts)
-    mine = torch.nonzero(owners == rank_env.rank).flatten() % spec.num_experts
     quantization = reader.config.get("quantization_config") or {}
     return RankReport(
         rank=rank_env.rank,
         node=platform.node(),
         device=rank_env.device,
         device_name=device_name(device),
-        experts=sorted(set(mine.tolist())),
         num_tokens=config.num_tokens(rank_env.rank),
         backend=backend_name(layer.prepare_finalize),
         experts_name=experts_name(layer.modular_kernel.fused_experts),

@@ -22,7 +22,7 @@ def account(rank: int, errors: dict[int, float], **changes: Any) -> RankReport:
         "node": "n",
         "device": "cpu",
         "device_name": "a processor",
-        "experts": [[0, 1, 2], [3, 5]][rank],
+        "experts": [[[0, 1, 2], [3, 5]][rank]] * 2,
         "num_tokens": 10 * (rank + 1),
         "backend": "all_to_all",
         "experts_name": "reference",
@@ -111,6 +111,15 @@ def test_lines_of_the_terminal() -> None:
     assert ["3", "60", "0", "0.500"] in rows
     assert ["whole", "step", "100.000", "201.000", "201.000"] in rows
     assert max(map(len, text.splitlines())) <= 140
+
+
+def test_experts_that_differ_by_layer() -> None:
+    found = report({}, {})
+    found.ranks[0].experts = [[0, 1], [1, 2, 4]]
+    first, second = found.summary()["placement"]
+    assert (first["experts"], first["experts_by_layer"]) == (None, [[0, 1], [1, 2, 4]])
+    assert (second["experts"], second["experts_by_layer"]) == ([3, 5], None)
+    assert any("0  2 to 3, others in each layer" in line for line in terminal_lines(found))
 
 
 def test_the_load_of_many_ranks_is_its_least_mean_and_most() -> None:

@@ -53,7 +53,8 @@ def test_experts_move_and_everything_is_verified(
     assert [line["phase"] for line in steps[:: len({line["layer"] for line in steps})]] == [
         phase for phase, found in phases.items() for _ in range(found["steps"])
     ]
-    for word in ("EPLB: policy incremental, 2 redundant experts", "before  balancedness", "after   balancedness"):
+    said = ("placement: experts at the end", "others in each layer", "EPLB: policy incremental, 2 redundant experts")
+    for word in (*said, "before  balancedness", "after   balancedness"):
         assert word in text
 
     for rank in range(2):
@@ -97,6 +98,10 @@ def test_experts_move_and_everything_is_verified(
     assert "plans made 0, skipped 1" in text and "moved 0 experts (0.0 MiB)" in text
 
     saved = PlacementFile.load(placement_file)
+    for rank, place in enumerate(summary["placement"]):
+        slots = np.array(saved.physical_to_logical).reshape(L, 2, -1)[:, rank]
+        assert place["experts"] is None
+        assert place["experts_by_layer"] == [sorted(set(layer)) for layer in slots.tolist()]
     with pytest.raises(EplbError, match=r"is for 2 ranks, 2 layers and 10 slots, and there are 4 ranks"):
         saved.check(placement_file, model=saved.model, ep_size=4, shape=(L, 12))
     with pytest.raises(EplbError, match="is of another model"):
