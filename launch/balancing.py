@@ -82,16 +82,9 @@ class Balancing:
         yield from ["after"] * self._config.steps
 
     def close(self) -> dict[str, Any]:
-        """Ends what moves, saves the placement where asked, and says what was done."""
+        """Ends what moves, and says what was done."""
         self.manager.finish()
         placement = self.manager.placement
-        if self._config.save_placement is not None and self._rank_env.rank == 0:
-            PlacementFile(
-                model=self._model,
-                ep_size=self._rank_env.world_size,
-                num_experts=placement.num_experts,
-                physical_to_logical=placement.host,
-            ).save(self._config.save_placement)
         self.manager.close()
         totals = asdict(self.manager.totals)
         totals.pop("load")
@@ -102,3 +95,13 @@ class Balancing:
             "layers_changed": int(np.any(self._first != placement.host, axis=1).sum()),
             **totals,
         }
+
+    def placement(self) -> PlacementFile:
+        """Where the experts are."""
+        placement = self.manager.placement
+        return PlacementFile(
+            model=self._model,
+            ep_size=self._rank_env.world_size,
+            num_experts=placement.num_experts,
+            physical_to_logical=placement.host,
+        )

@@ -6,10 +6,13 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_ep.checkout import checkout_commit
 from moe_ep.launch.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from moe_ep.eplb.placement_file import PlacementFile
 
 STAGES = ("route", "dispatch", "experts", "combine")
 
@@ -27,6 +30,7 @@ class RankReport:
         overall_balancedness: of all steps and layers together.
         phases: of each step: "" without EPLB, else whether it came before, while or after experts moved.
         eplb: what balancing did, None without it.
+        placement: where it left the experts, of rank 0 where it is to be saved.
         choices: (step, layer position, ids int32 `[T, top_k]`) of this rank's tokens, where they are recorded.
         errors: layer -> largest relative error over all ranks' tokens, for the layers this rank verified.
     """
@@ -53,6 +57,7 @@ class RankReport:
     overall_balancedness: float = 1.0
     phases: list[str] = field(default_factory=list)
     eplb: dict[str, Any] | None = None
+    placement: PlacementFile | None = None
     choices: list[tuple[int, int, Any]] = field(default_factory=list)
     errors: dict[int, float] = field(default_factory=dict)
 

@@ -75,6 +75,8 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
                 _drive(config, steps, balancing, monitor, device)
             if balancing is not None:
                 report.eplb = balancing.close()
+                if config.save_placement is not None and rank_env.rank == 0:
+                    report.placement = balancing.placement()
         report.experts = _experts_held(stack, rank_env)
         report.memory_bytes = peak_memory(device)
         loads = torch.tensor(report.loads, dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 
 from moe_ep.launch.gang import set_up_logging
@@ -46,11 +47,14 @@ def main(args: argparse.Namespace) -> int:
         gang.close()
     if not gang.is_driver:
         return 0
-    if config.record_routing is not None:
-        from moe_ep.launch.routing_source import save_routing
+    with contextlib.ExitStack() as files:  # each is written also where another fails
+        if config.save_placement is not None and results[0].placement is not None:
+            files.callback(results[0].placement.save, config.save_placement)
+        if config.record_routing is not None:
+            from moe_ep.launch.routing_source import save_routing
 
-        save_routing(config.record_routing, results)
-    return _tell(config, RunReport(config, args.shown, results))
+            files.callback(save_routing, config.record_routing, results)
+        return _tell(config, RunReport(config, args.shown, results))
 
 
 def _work(rank_env: RankEnv, config: RunConfig) -> RankReport:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ep.bench.scaling_tables import KIND, kind_of, of_most_alike
 from moe_ep.errors import missing_extra
+from moe_ep.files import naming
 from moe_ep.stages import STAGES
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ def _figure(title: str, panels: int = 1) -> Figure:
 
 
 def _write(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=110)
+    with naming(path):
+        figure.savefig(path, dpi=110)
     return path
 
 

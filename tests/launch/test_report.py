@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from moe_ep.eplb.placement_file import PlacementFile
 from moe_ep.launch.commands import run
 from moe_ep.launch.report import RankReport, RunReport, percentile
 from moe_ep.launch.report_lines import terminal_lines
@@ -162,3 +165,36 @@ def test_results_are_kept_where_nobody_reads_them(tmp_path: Path, monkeypatch: p
     with pytest.raises(BrokenPipeError):
         run._tell(RunConfig(launcher="local", json=file), report({1: 0.0}, {3: 0.0}))
     assert json.loads(file.read_text().splitlines()[-1])["kind"] == "summary"
+
+
+class Gang:
+    """One that has run."""
+
+    is_driver = True
+
+    def __init__(self, *accounts: RankReport) -> None:
+        self.accounts = accounts
+
+    def run(self, *work: Any) -> list[RankReport]:
+        return list(self.accounts)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("full", ["json", "save_placement", "record_routing"])
+def test_what_can_be_written_is_where_a_disk_is_full(
+    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: tmp_path / name for name in ("json", "save_placement", "record_routing")} | {full: Path("/dev/full")}
+    placement = PlacementFile(model="0", ep_size=2, num_experts=2, physical_to_logical=np.array([[0, 1]]))
+    ranks = [account(0, {1: 0.0}, placement=placement), account(1, {3: 0.0})]
+    for rank in ranks:
+        rank.model["name"], rank.choices = "qwen3_moe 0", [(0, 0, np.zeros((4, 2), np.int32))]
+    config = RunConfig(launcher="local", eplb=True, **files)
+    monkeypatch.setattr(run, "from_args", lambda *_: config)
+    monkeypatch.setattr(run, "start_gang", lambda *_: (config, Gang(*ranks)))
+    with pytest.raises(OSError, match="'/dev/full'"):
+        run.main(argparse.Namespace(shown="moe-ep run"))
+    assert "verified" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files.keys() - {full})
