@@ -87,7 +87,11 @@ def _has_lost_its_reader(pipe: int) -> bool:
 
 
 def _check_environment() -> None:
-    """Says of a variable what would be said of an option, before anything starts."""
+    """Says of a variable, or of the folder this runs in, what would be said of an option, before anything starts."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise OptionError("the folder that it was started in is gone; start it in another") from None
     try:
         for variable in env.ALL:
             variable.get()

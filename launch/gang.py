@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import socket
+import tempfile
 import threading
 import traceback
 from abc import ABC, abstractmethod
@@ -223,13 +224,22 @@ def warm_fork_server() -> ForkServerContext:
     """Where local workers are forked from: a process that has imported torch, which it begins to do now.
 
     Neither it nor the workers hear ctrl-C: the driver does, and ends them.
+
+    Raises:
+        GangError: its socket cannot be made, as where the folder for temporary files has a long path.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
     # Started with the server otherwise, where it would undo the next line.
     resource_tracker.ensure_running()
     with interrupts.unheard_by_children():
-        forkserver.ensure_running()
+        try:
+            forkserver.ensure_running()
+        except OSError as error:
+            raise GangError(
+                f"no worker can be started with a socket in {tempfile.gettempdir()} ({error}); set TMPDIR to another "
+                f"folder, with a short path"
+            ) from error
     return context
 
 

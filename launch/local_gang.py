@@ -61,8 +61,8 @@ class LocalGang(Gang):
         workers: dict[Connection, tuple[int, ForkServerProcess]] = {}
         display = progress.ProgressDisplay()
         display.say(f"starting {progress.workers(self.world_size)}")
-        wait_for_fork_server(self._context)
         try:
+            wait_for_fork_server(self._context)
             for rank in range(self.world_size):
                 ours, theirs = self._context.Pipe()
                 process = self._context.Process(

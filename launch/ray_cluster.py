@@ -104,8 +104,9 @@ class PrivateCluster:
             self.end()
             if isinstance(error, Exception):
                 # Of no class of its own where a server of the cluster was not up in Ray's time, as on a busy machine.
+                way_out = "set TMPDIR to a folder with a short path" if "AF_UNIX path" in str(error) else "try again"
                 raise GangError(
-                    f"Ray did not start here: {first_line(error)}; its logs are in {_newest_logs()}; try again, or "
+                    f"Ray did not start here: {first_line(error)}; its logs are in {_newest_logs()}; {way_out}, or "
                     f"take --launcher local, which needs no Ray"
                 ) from error
             raise

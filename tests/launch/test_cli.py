@@ -239,6 +239,30 @@ def test_inconsistent_launcher_variables_are_one_sentence(
     assert "RANK set without WORLD_SIZE" in capsys.readouterr().err
 
 
+def test_a_folder_that_is_gone_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "moe-ep doctor: the folder that it was started in is gone; start it in another\n"
+
+
+def test_a_temporary_folder_with_too_long_a_path_for_sockets_is_one_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    command = [sys.executable, "-m", "moe_ep.launch", "run", "--launcher", "local", "--ep-size", "2"]
+    ended = subprocess.run(
+        command, cwd=jobs.ROOT, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        f"moe-ep run: no worker can be started with a socket in {folder} (AF_UNIX path too long); set TMPDIR to "
+        f"another folder, with a short path\n"
+    )
+
+
 def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def write(args: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", "out.json")
