@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
         on_item = ignore if config.json is None else partial(append_line, config.json)
         results = gang.run(_work, config, args.shown, started, before, on_item=on_item)
     except BaseException:
-        if config.json is not None and gang.is_driver and config.json.is_file():
+        if config.json is not None and gang.is_driver and config.json.is_file() and config.json.stat().st_size:
             print(f"{config.json} has what was measured; --resume measures the rest", file=sys.stderr)
         raise
     finally:

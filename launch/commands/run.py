@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import sys
 
+from moe_ep.errors import missing_extra
 from moe_ep.launch.gang import set_up_logging
 from moe_ep.launch.gang_choice import start_gang
 from moe_ep.launch.option_values import check_apart, check_backends
@@ -91,6 +93,8 @@ def _check_together(config: RunConfig) -> None:
         )
     if config.text is not None and config.model is not None and not (config.model / "tokenizer.json").is_file():
         raise OptionError(f"--text needs a tokenizer and {config.model} has no tokenizer.json; leave --text out")
+    if config.metrics_port is not None and importlib.util.find_spec("prometheus_client") is None:
+        raise missing_extra("prometheus-client", "metrics", "a metrics endpoint")
     config.check_quantize()
     results = {"--json": config.json, "--record-routing": config.record_routing}
     recorded = (config.routing or "").removeprefix("recorded:")

@@ -12,6 +12,8 @@ import torch
 from moe_ep import stages
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.eplb.events import CommitReport, LoadReport, PlanReport
+from moe_ep.launch.cli import main
+from moe_ep.launch.commands import run
 from moe_ep.layer import FusedMoE
 from moe_ep.observability import metrics
 from moe_ep.observability.metrics import MetricsSink, PrometheusSink, Sinks
@@ -152,3 +154,14 @@ def test_a_taken_port_is_said() -> None:
             PrometheusSink(sink.port)
     finally:
         sink.close()
+
+
+def test_without_the_extra_a_run_says_so_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+    assert main(["run", "--metrics-port", "9100"]) == 1
+    assert capsys.readouterr().err == (
+        "moe-ep run: a metrics endpoint needs prometheus-client, which is not installed; run: pip install "
+        "'moe_ep[metrics]'\n"
+    )
