@@ -73,6 +73,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def main(args: argparse.Namespace) -> int:
     config = from_args(PlanConfig, args)
     check_apart({"--json": config.json}, {"--measured": config.measured})
+    host = config.gpus_per_host
+    if parts := [size for size in config.gpus if size > host and size % host]:
+        raise OptionError(
+            f"--gpus has {parts[0]}; beyond a host it must be a multiple of its GPUs (--gpus-per-host {host})"
+        )
     from moe_ep.bench.geometries import preset
     from moe_ep.bench.results import as_line, table
     from moe_ep.paper_model import Machine
@@ -82,10 +87,7 @@ def main(args: argparse.Namespace) -> int:
     compared = ""
     if config.measured is not None:
         machine, compared = _calibrated(config.measured, geometry, machine)
-    try:
-        rows = [_row(config, geometry, machine, size, tokens) for tokens in config.tokens for size in config.gpus]
-    except ValueError as error:
-        raise OptionError(f"--gpus is {','.join(map(str, config.gpus))}: {error}") from None
+    rows = [_row(config, geometry, machine, size, tokens) for tokens in config.tokens for size in config.gpus]
     told = f"{compared}{_assumed(config, geometry, machine)}\n{table(rows, _COLUMNS)}"
     tell(told, config.json, lambda: [as_line(row | {"machine": asdict(machine)}) for row in rows])
     return 0
@@ -170,10 +172,11 @@ def _compared(geometry: Geometry, machine: Machine, measured: list[dict[str, Any
     from moe_ep.paper_model import predict, uniform_rows
 
     rows: list[dict[str, Any]] = []
-    for row in uniform_rows(measured):
+    for row in sorted(uniform_rows(measured), key=lambda row: (row["ep_size"], row["tokens_per_rank"])):
         wire_bytes = 1 if row["wire"] == "fp8" else 2
         step = predict(geometry, row["ep_size"], row["tokens_per_rank"], machine, wire_bytes=wire_bytes)
-        about = {"EP": row["ep_size"], "T": row["tokens_per_rank"], "backend": row["backend"], "wire": row["wire"]}
+        about = {"EP": row["ep_size"], "T": row["tokens_per_rank"], "phase": row["phase"], "backend": row["backend"],
+                 "wire": row["wire"]}  # fmt: skip
         parts = {"route": step.route_us, "dispatch": step.dispatch_us, "experts": step.experts_us,
                  "combine": step.combine_us}  # fmt: skip
         times = {f"{name}_us": f"{us:.1f} ({row['stages_us'].get(name, 0.0):.1f})" for name, us in parts.items()}

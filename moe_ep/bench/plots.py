@@ -120,7 +120,7 @@ def _stages(axes: Axes, rows: list[Row]) -> None:
         axes.barh(range(len(rows)), widths, left=start, label=stage, color=grey, hatch=hatch, edgecolor="white", lw=0.4)
         start = [left + width for left, width in zip(start, widths, strict=True)]
     axes.barh(range(len(rows)), start, color="none", edgecolor="black", lw=0.6)
-    axes.set_yticks(range(len(rows)), labels=_labels(rows), fontsize=7)
+    _name_lines(axes, _labels(rows))
     axes.invert_yaxis()
     axes.set_xlabel(f"microseconds of each stage, {rows[0]['asked_tokens']} tokens", fontsize=8)
     if axes is axes.figure.axes[0]:
@@ -128,7 +128,8 @@ def _stages(axes: Axes, rows: list[Row]) -> None:
 
 
 def _load(axes: Axes, rows: list[Row]) -> None:
-    """One line of the map a row, one column a rank."""
+    """One line of the map a row, one column a rank; where rows differ in what changes no load, the first of them."""
+    rows = list({(row["phase"], row["routing"], row["eplb"]): row for row in reversed(rows)}.values())[::-1]
     loads = [[load * len(row["rows_per_rank"]) / sum(row["rows_per_rank"]) for load in row["rows_per_rank"]]
              for row in rows]  # fmt: skip
     # Even loads are mid grey; darker is more.
@@ -139,10 +140,19 @@ def _load(axes: Axes, rows: list[Row]) -> None:
             axes.text(rank, line, f"{load:.2f}", ha="center", va="center", fontsize=7,
                       color="white" if load > most / 1.6 else "black")  # fmt: skip
     names = [f"{row['phase']} {row['asked_tokens']}, {row['routing']}, EPLB {row['eplb']}" for row in rows]
-    axes.set_yticks(range(len(rows)), labels=names, fontsize=7)
+    _name_lines(axes, names)
     axes.set_xticks(range(len(loads[0])), labels=[f"rank {rank}" for rank in range(len(loads[0]))], fontsize=8)
     bar = axes.figure.colorbar(image, ax=axes)
     bar.set_label("expert assignments over their mean", fontsize=8)
+
+
+def _name_lines(axes: Axes, names: list[str]) -> None:
+    """Names of a panel's lines, which all have room; those of a panel beside one with the same names stand there."""
+    figure: Any = axes.figure
+    panels = figure.axes
+    shown = [tick.get_text() for tick in panels[0].get_yticklabels()] if axes is not panels[0] else []
+    axes.set_yticks(range(len(names)), labels=[""] * len(names) if shown == names else names, fontsize=7)
+    figure.set_figheight(max(figure.get_figheight(), 1.4 + 0.17 * len(names)))
 
 
 def _at_one_size(rows: list[Row]) -> list[Row]:

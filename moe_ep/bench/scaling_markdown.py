@@ -60,19 +60,23 @@ def stages(rows: Sequence[Row]) -> str:
 
 
 def balancing(rows: Sequence[Row]) -> str:
-    """Each routing without and with EPLB, where both were measured, at the largest EP size."""
+    """Each routing without and with EPLB, where both were measured, at the largest EP size; the backend and the rows on
+    the wire where there are several."""
     largest = max(_values(rows, "ep_size"), default=1)
     places: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         if row["ep_size"] == largest > 1 and row["scaling"] == "weak":
             keys = ("geometry", "routing", "phase", "asked_tokens", "asked_backend", "wire")
             places.setdefault(tuple(row[key] for key in keys), {})[row["eplb"]] = row
+    twice = [found["off"] for found in places.values() if found.keys() == {"off", "on"}]
+    told = [key for key in ("asked_backend", "wire") if len(_values(twice, key)) > 1]
     lines = []
     for (name, routing, phase, tokens, *_), found in places.items():
         if found.keys() == {"off", "on"}:
             both = (found["off"], found["on"])
             lines.append(
                 {"model": name, "phase": phase, "T": tokens, "routing": routing}
+                | {key.removeprefix("asked_"): found["off"][key] for key in told}
                 | _off_on("us", [_us(row["us"]) for row in both])
                 | _off_on("experts", [_us(row["stages_us"]["experts"]) for row in both])
                 | _off_on("combine", [_us(row["stages_us"]["combine"]) for row in both])

@@ -165,7 +165,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     machine = calibrated(Machine(), DEEPSEEK, read_lines(results))
     assert rows[0]["us"] == predict(DEEPSEEK, 8, 128, machine).step_us
     assert main(["plan", "--gpus", "12"]) == 2
-    assert "ep_size is 12" in capsys.readouterr().err
+    said = "--gpus has 12; beyond a host it must be a multiple of its GPUs (--gpus-per-host 8)"
+    assert capsys.readouterr().err == f"moe-ep plan: {said}\n"
     assert main(["plan", "--measured", str(tmp_path / "none")]) == 2
     assert "there is no such file" in capsys.readouterr().err
     (tmp_path / "text").write_text("# not rows\n")
