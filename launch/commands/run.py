@@ -18,6 +18,9 @@ from moe_ep.launch.report import RankReport, RunReport
 from moe_ep.launch.report_lines import terminal_lines
 from moe_ep.launch.run_config import RunConfig
 
+# Of a model on CPUs, a step takes megabytes of trace, and several times as much memory when it is written.
+_MOST_TRACED_STEPS = 128
+
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser(
@@ -90,6 +93,11 @@ def _check_together(config: RunConfig) -> None:
     if config.graphs and config.trace is not None:
         raise OptionError(
             "--trace shows what the host does between layers, and with --graphs it does nothing; drop one"
+        )
+    if config.trace is not None and config.steps > _MOST_TRACED_STEPS:
+        raise OptionError(
+            f"--steps is {config.steps} with --trace, which keeps every operation of every step in memory; pass at "
+            f"most {_MOST_TRACED_STEPS}, or leave --trace out"
         )
     if config.text is not None and config.model is not None and not (config.model / "tokenizer.json").is_file():
         raise OptionError(f"--text needs a tokenizer and {config.model} has no tokenizer.json; leave --text out")

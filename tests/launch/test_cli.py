@@ -83,6 +83,10 @@ def folder(tmp_path: Path) -> Path:
         ("--backend nvshmem_low_latency --device cpu", "and the workers run on CPUs; NVSHMEM needs GPUs"),
         ("--trace {}/nowhere/trace", "it must be a folder to write into, or a new one in a folder that exists"),
         ("--trace {}/empty.txt", "it must be a folder to write into, or a new one in a folder that exists"),
+        (
+            "--steps 129 --trace {}/trace",
+            "--steps is 129 with --trace, which keeps every operation",
+        ),
         ("--graphs --trace {}/trace", "--trace shows what the host does between layers"),
         ("--metrics-host=", "--metrics-host is ''; it must be an address of this machine"),
         ("--metrics-port 65535 --device cpu --launcher local --ep-size 2", "it must be at most 65534"),
