@@ -87,6 +87,18 @@ def test_the_recorded_steps_come_oldest_first() -> None:
     assert not recorder.expert_load_pass.any()
 
 
+def test_what_a_layer_counted_before_its_experts_moved_is_forgotten() -> None:
+    manager = on_one_rank()
+    manager.recorder.expert_load_pass += 5
+    manager.step()
+    target = manager.placement.host.copy()
+    target[1] = np.roll(target[1], 1)
+    manager.rearrange(target)
+    # By slots that hold other experts now, they would be load of those.
+    assert manager.recorder.snapshot().amax(dim=(0, 2)).tolist() == [5, 0, 5]
+    manager.close()
+
+
 def test_steps_that_count_nothing_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     manager = on_one_rank()
     for _ in range(5):
