@@ -116,6 +116,13 @@ def test_any_problem_gives_whole_maps(policy, data):
                 assert len(set(host[mine])) == 1
 
 
+def test_copies_are_parted_where_ranks_are_level_as_they_are():
+    old = np.array([[0, 0, 1, 2]])
+    slots = plan(np.array([[2, 1, 1]]), 4, 2, old=old)
+    assert sorted(map(sorted, slots.reshape(2, 2).tolist())) == [[0, 1], [0, 2]]
+    assert experts_moved(old, slots, 2).sum() == 2
+
+
 def stays_in_place(old: np.ndarray, new: np.ndarray, num_ranks: int) -> bool:
     """No slot changes its expert while the rank holds the new one elsewhere and could have kept it there."""
     before = old.reshape(old.shape[0] * num_ranks, -1)
