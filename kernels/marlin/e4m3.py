@@ -126,27 +126,35 @@ def run(output: torch.Tensor, hidden_states: torch.Tensor, pair: WeightPair, row
         rows: sorted ones.
         scratch: of any dtype, scratch_bytes that begin at a multiple of 16.
     """
-    common = pair.once(_Common)
-    K, N = pair.w13.num_columns, pair.w2.num_columns
-    where, start = places(pair.num_experts, rows.max_rows, K, N), scratch.data_ptr()
-    codes, hidden, row_scales = start + where.codes, start + where.hidden, start + where.row_scales
-    params = experts_params(hidden_states, scratch, output, pair, rows)
-    blocks = min(common.rows_blocks, -(-rows.max_rows * 32 // _ROWS_THREADS))
-    quantize = _RowsParams(experts=params, codes=codes, scales=row_scales)
-    common.kernels["rows"].launch(quantize, (blocks, 1, 1), _ROWS_THREADS, common.table_bytes)
+    common, start = pair.once(_Common), scratch.data_ptr()
+    params, where = quantize(hidden_states, pair, rows, scratch)
+    params.gemm[1].output = output.data_ptr()
     kernel = common.kernels["experts"]
     params.sync = stream_flags(pair.device, kernel.entry, 2 + pair.num_experts).data_ptr()
     multiply = _E4m3Params(
         experts=params,
-        row_scales=row_scales,
-        hidden=hidden,
+        row_scales=start + where.row_scales,
+        hidden=start + where.hidden,
         hidden_scales=start + where.hidden_scales,
         capacity=where.capacity,
     )
-    for phase, (address, columns) in enumerate(((codes, K), (hidden, N))):
-        encoded = tensor_map.encode(address, where.capacity, columns, torch.uint8)
+    for phase, (place, weights) in enumerate(((where.codes, pair.w13), (where.hidden, pair.w2))):
+        encoded = tensor_map.encode(start + place, where.capacity, weights.num_columns, torch.uint8)
         ctypes.memmove(multiply.tokens[phase], encoded, tensor_map.NUM_BYTES)
     kernel.launch(multiply, (common.num_blocks, 1, 1), _MULTIPLY_THREADS, common.shared_bytes)
+
+
+def quantize(
+    hidden_states: torch.Tensor, pair: WeightPair, rows: Rows, scratch: torch.Tensor
+) -> tuple[ExpertsParams, Places]:
+    """The first kernel: rows as codes and scales in scratch; what the second is told, and where all lies."""
+    common, start = pair.once(_Common), scratch.data_ptr()
+    where = places(pair.num_experts, rows.max_rows, pair.w13.num_columns, pair.w2.num_columns)
+    params = experts_params(hidden_states, scratch, hidden_states, pair, rows)
+    told = _RowsParams(experts=params, codes=start + where.codes, scales=start + where.row_scales)
+    blocks = min(common.rows_blocks, -(-rows.max_rows * 32 // _ROWS_THREADS))
+    common.kernels["rows"].launch(told, (blocks, 1, 1), _ROWS_THREADS, common.table_bytes)
+    return params, where
 
 
 def round_rows(rows: torch.Tensor) -> torch.Tensor:
