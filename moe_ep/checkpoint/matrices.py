@@ -91,9 +91,13 @@ def check_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
     """
     for layer in spec.moe_layers:
         tensors = expert_tensors(reader, spec, layer)
-        for expert in range(spec.num_experts):
-            for role in tensors.roles:
-                for suffix in _missing(tensors.layouts(role), tensors.find(expert, role)):
+        for role in tensors.roles:
+            layouts = tensors.layouts(role)
+            found = [tensors.find(expert, role) for expert in range(spec.num_experts)]
+            # The groups of columns may be left out, but then of all experts.
+            groups = {suffix for each in found for suffix in each if layouts[suffix].role is Role.INDEX}
+            for expert, of_expert in enumerate(found):
+                for suffix in _missing(layouts, of_expert) + sorted(groups - of_expert.keys()):
                     raise _none_of_that_name(reader, tensors.name(expert, role, suffix))
 
 

@@ -221,16 +221,15 @@ def _from_model(
             way_out = "transformers has quantized it, so pass the folder of its checkpoint"
         raise ConfigError(f"model is a {kind} and has no experts module of transformers 5; {way_out}")
     check_one_in_a_layer(name for name, _ in found)
-    quant_config = expert_quantization({}, quantize)
-    for count, (name, module) in enumerate(found):
+    if any(param.is_meta for _, module in found for param in module.parameters()):
+        raise ConfigError("model is on the meta device; pass the folder of its checkpoint in its place")
+    # All of them before the first one is divided: what is refused stays as it was.
+    shapes = [experts_shape(name, module) for name, module in found]
+    quant_config, top_k = expert_quantization({}, quantize), _top_k(model)
+    for count, (shape, (_, module)) in enumerate(zip(shapes, found, strict=True)):
         on_layer(count, len(found))
-        shape = experts_shape(name, module)
-        weight: torch.Tensor = module.down_proj  # type: ignore[assignment]
-        if weight.is_meta:
-            raise ConfigError("model is on the meta device; pass the folder of its checkpoint in its place")
-        layer = make_routed_experts(
-            shape, _top_k(model), device=device or weight.device, quant_config=quant_config, **options
-        )
+        where: Any = device or module.down_proj.device
+        layer = make_routed_experts(shape, top_k, device=where, quant_config=quant_config, **options)
         load_shard(layer, module)
         _put(model, shape, layer, options["coordinator"])
     on_layer(len(found), len(found))

@@ -128,6 +128,11 @@ DAMAGED: dict[str, tuple[str, Change, str]] = {
     ),
     "missing scale": ("fp8 blocks", gone(f"{EXPERT}.weight_scale_inv"), f"expected tensor {EXPERT}.weight_scale_inv"),
     "fused missing scale": ("mxfp4 gpt-oss", gone(f"{FUSED}_scales"), f"expected tensor {FUSED}_scales, found none"),
+    "missing order of one expert": (
+        "packed int4 act-order",
+        gone(f"{EXPERT.replace('up', 'down')}.weight_g_idx"),
+        f"expected tensor {EXPERT.replace('up', 'down')}.weight_g_idx, found none",
+    ),
     "missing second scale": (
         "nvfp4 modelopt",
         gone(f"{EXPERT}.weight_scale_2"),

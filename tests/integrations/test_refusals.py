@@ -51,6 +51,8 @@ def test_a_model_without_experts_is_refused() -> None:
     quantized.hf_quantizer = object()
     with pytest.raises(ConfigError, match="transformers 5; transformers has quantized it, so pass the folder"):
         moe_ep.parallelize(quantized)
+    with torch.device("meta"), pytest.raises(ConfigError, match="model is on the meta device; pass the folder"):
+        moe_ep.parallelize(make_model("Qwen3Moe"))
     with pytest.raises(TypeError, match="model_or_path is a LlamaConfig; it must be a model"):
         moe_ep.parallelize(config)
 
@@ -141,12 +143,14 @@ def test_a_model_of_own_code_or_pickles_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_experts_of_another_kind_are_refused(flags: dict[str, Any], message: str) -> None:
+    """In the last layer alone: those before it are not divided either."""
     model = make_model("Qwen3Moe")
-    for _, module in find_experts(model):
-        for name, value in flags.items():
-            setattr(module, name, value)
+    experts = [module for _, module in find_experts(model)]
+    for name, value in flags.items():
+        setattr(experts[-1], name, value)
     with pytest.raises(ConfigError, match=message):
         moe_ep.parallelize(model)
+    assert [module for _, module in find_experts(model)] == experts and len(experts) > 1
 
 
 def test_experts_of_another_dtype_are_refused() -> None:
