@@ -94,7 +94,7 @@ def run_generate(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[Pr
     elapsed_s = time.perf_counter() - started
     if steps.eplb is not None:
         steps.eplb.finish()
-        steps.eplb.close()
+        steps.end_balancing()
     progress.report("sequences", len(prompts), len(prompts))
     return RankGeneration(
         rank=rank_env.rank,

@@ -46,10 +46,11 @@ class MovingThread:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Returns when the thread has ended."""
+        """Returns when the thread has ended, or will at once: it may be the one that collects what nobody has."""
         self.is_open = False
         self._jobs.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def _serve(self) -> None:
         if self._device.type == "cuda":

@@ -120,6 +120,12 @@ class StepCoordinator:
         if self.eplb is not None:
             self.eplb.step()
 
+    def end_balancing(self) -> None:
+        """Leaves the experts where they are; a second time does no harm."""
+        eplb, self.eplb = self.eplb, None
+        if eplb is not None:
+            eplb.close()
+
     @contextlib.contextmanager
     def step(self, num_tokens: int | None, *, can_replay: bool = False) -> Iterator[Step | None]:
         """`begin` and `end` around a block that is this rank's pass."""

@@ -11,6 +11,7 @@ step that all ranks make together; `serving` says what a rank does that has noth
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,6 +136,8 @@ def parallelize(
         from moe_ep.eplb.manager import EPLBManager
 
         steps.eplb = EPLBManager(steps.layers, eplb if isinstance(eplb, EplbConfig) else None)
+        # Its thread holds the experts, also when nobody has the model any more.
+        weakref.finalize(model.base_model, steps.end_balancing).atexit = False
     return model
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import moe_ep
 from moe_ep import at_exit
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
@@ -25,6 +26,7 @@ from moe_ep.eplb.step_gate import StepGate
 from moe_ep.eplb.transfer import MessageTransport
 from moe_ep.eplb.transports import _nccl_group
 from moe_ep.errors import EplbError
+from moe_ep.integrations.divided import steps_of
 from moe_ep.launch.processes import children
 from moe_ep.layer import FusedMoE
 from moe_ep.waiting import comes_within
@@ -226,3 +228,21 @@ def groups_taken(rank: int, world_size: int) -> list[Any]:
 
 def test_a_group_that_was_left_is_taken_where_all_ranks_left_it() -> None:
     assert ranks(2).run(groups_taken) == [[1, "new", "new"]] * 2
+
+
+def test_a_model_of_transformers_is_let_go_with_its_balancing() -> None:
+    pytest.importorskip("transformers")
+    from tests.integrations.hf_models import make_model as make_transformers_model
+
+    model = moe_ep.parallelize(make_transformers_model("Qwen3Moe"), eplb=True)
+    steps = steps_of(model)
+    thread, experts = weakref.ref(steps.eplb._thread._thread), weakref.ref(steps.layers[0])
+    part = model.model
+    del model, steps
+    gc.collect()
+    with torch.inference_mode():  # Its steps are those of the part that makes the passes.
+        part(torch.ones(1, 2, dtype=torch.int64))
+    assert thread().is_alive()
+    del part
+    gc.collect()
+    assert thread() is None and experts() is None
