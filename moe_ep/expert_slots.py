@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moe_ep.arguments import check_integers, check_tensors
 from moe_ep.errors import check_whole
 from moe_ep.fixed_tensors import FixedTensors, table_device
 
@@ -86,8 +87,15 @@ class LayerEplbState(FixedTensors):
         """Uses views of this layer's rows of `[L, ...]` tensors, so that changes on either side are seen on the other.
 
         Raises:
-            ValueError: an index or shapes that do not fit the layer.
+            ValueError: an index, shapes or dtypes that do not fit the layer.
+            TypeError: an index that is not a whole number.
         """
+        maps = {"logical_to_physical_map": logical_to_physical_map, "logical_replica_count": logical_replica_count}
+        check_tensors(expert_load_view=expert_load_view, **maps)
+        check_integers(**maps)
+        check_whole(moe_layer_idx=layer_index)
+        if expert_load_view.dtype is not torch.int32:
+            raise ValueError(f"expert_load_view is {expert_load_view.dtype}; it must be torch.int32")
         (P,), E = self.expert_load_view.shape, self.logical_replica_count.size(0)
         given = {
             "expert_load_view": (expert_load_view, (P,)),

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from moe_ep.arguments import check_tensors
+
 _ALIGNMENT = 16
 
 
@@ -27,10 +29,15 @@ class ExpertRows:
         signature: of shapes and dtypes, the same on every rank.
 
     Raises:
-        ValueError: no tensors, one that is not contiguous, or different numbers of slots.
+        ValueError: no list of tensors, one that is not contiguous, or different numbers of slots.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        if isinstance(tensors, torch.Tensor):
+            raise ValueError(
+                "expert_weights of a layer are a tensor; they must be a list of tensors (local_slots, ...)"
+            )
+        check_tensors(**{f"tensor {index} of a layer's expert_weights": tensor for index, tensor in enumerate(tensors)})
         if not tensors or any(tensor.dim() < 1 or tensor.size(0) != tensors[0].size(0) for tensor in tensors):
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise ValueError(f"expert_weights of a layer have shapes {shapes}; they must all be (local_slots, ...)")

@@ -252,13 +252,22 @@ def test_refuses_inputs_that_do_not_fit() -> None:
 def test_eplb_state_is_checked() -> None:
     with pytest.raises(ValueError, match="was made without EPLB; make it with enable_eplb=True"):
         make_layer().set_eplb_state(0, *[torch.zeros(1)] * 3)
-    good = [torch.zeros(2, E), torch.zeros(2, E, 1), torch.zeros(2, E)]
+    good = [torch.zeros(shape, dtype=torch.int32) for shape in ((2, E), (2, E, 1), (2, E))]
     for index in (-1, 2):
         with pytest.raises(ValueError, match=rf"moe_layer_idx \({index}\) below L"):
             make_layer(enable_eplb=True).set_eplb_state(index, *good)
     make_layer(enable_eplb=True).set_eplb_state(0, *good)
     with pytest.raises(ValueError, match=r"expert_load_view has shape \(2, 5\)"):
-        make_layer(enable_eplb=True).set_eplb_state(0, torch.zeros(2, 5), *good[1:])
+        make_layer(enable_eplb=True).set_eplb_state(0, torch.zeros(2, 5, dtype=torch.int32), *good[1:])
+    for index, changed, message in (
+        (0, torch.zeros(2, E), "expert_load_view is torch.float32; it must be torch.int32"),
+        (1, None, "logical_to_physical_map is None; it must be a tensor"),
+        (2, torch.ones(2, E), "logical_replica_count is torch.float32; it must be uint8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_layer(enable_eplb=True).set_eplb_state(0, *good[:index], changed, *good[index + 1 :])
+    with pytest.raises(TypeError, match="moe_layer_idx is '0'; it must be a whole number"):
+        make_layer(enable_eplb=True).set_eplb_state("0", *good)
 
 
 def test_a_layer_of_many_ranks_needs_their_process_group() -> None:

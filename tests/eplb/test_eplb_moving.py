@@ -222,6 +222,8 @@ def test_ranks_with_different_placements_all_raise_and_one_that_is_alone_does() 
         ),
         ([torch.zeros(2, 2)], [[0, 1, 2]], [[0, 1, 2]], "layer 0 has 2 local slots on each of 1 ranks; the placements"),
         ([torch.zeros(3, 2), torch.zeros(2)], [[0, 1, 2]], [[0, 1, 2]], r"have shapes \[\(3, 2\), \(2,\)\]; they must"),
+        (torch.zeros(3, 2), [[0, 1, 2]], [[0, 1, 2]], "expert_weights of a layer are a tensor; they must be a list of"),
+        ([torch.zeros(3, 2), None], [[0, 1, 2]], [[0, 1, 2]], "tensor 1 of a layer's expert_weights is None; it must"),
         ([torch.zeros(2, 3).t()], [[0, 1, 2]], [[0, 1, 2]], "experts move as contiguous bytes, keep it contiguous"),
     ],
 )
