@@ -35,6 +35,7 @@ __device__ __forceinline__ void add_weighted(Floats& sum, Vec v, float weight) {
 // A received token's slots here: lane k of each warp holds slot k.
 struct Slots {
     u32 present;  // bits of the slots that have a result here
+    u32 late;     // of those whose weights have not come yet
     u64 offset;   // of this lane's result, in bytes
     float weight;
 };
@@ -42,8 +43,8 @@ struct Slots {
 __device__ __forceinline__ Slots slots_of(const Params& p, int source, int token, u32 epoch) {
     const Buffers& b = p.common.buffers;
     const int lane = threadIdx.x % 32;
-    Slots slots{0, 0, 1.0f};
-    bool present = false;
+    Slots slots{0, 0, 0, 1.0f};
+    bool present = false, late = false;
     if (lane < TOPK) {
         const int row = source * b.capacity + token;
         const u8* meta = b.meta_of(b.rank, source, token, epoch);
@@ -51,12 +52,27 @@ __device__ __forceinline__ Slots slots_of(const Params& p, int source, int token
         const Vec weights = load_shared_vec(meta + 16 * (kLocalLines + lane / kWeightsOfLine));
         const int position = p.positions[row * TOPK + lane];
         const u32 local = (lane % kLocalsOfLine < 2 ? locals.x : locals.z) >> (lane % 2 * 16) & 0xffff;
-        present = is_of(locals, epoch) && is_of(weights, epoch) && local != kNotHere;
+        present = is_of(locals, epoch) && local != kNotHere;
+        late = present && !is_of(weights, epoch);
         slots.offset = 2ull * HIDDEN * (static_cast<u64>(local) * RANKS * b.capacity + position);
         slots.weight = p.weighted ? __uint_as_float(lane % kWeightsOfLine ? weights.z : weights.x) : 1.0f;
     }
     slots.present = __ballot_sync(kAllLanes, present);
+    slots.late = __ballot_sync(kAllLanes, late);
     return slots;
+}
+
+// Waits for the weights of a token's slots, for which the dispatch does not; false where they do not come in time. To
+// be called by whole warps.
+__device__ __noinline__ bool await_weights(const Params& p, int source, int token, u32 epoch) {
+    const Buffers& b = p.common.buffers;
+    const int lane = threadIdx.x % 32;
+    Waits wait(p.common.limits, epoch);
+    Vec line;
+    const u8* at = b.meta_of(b.rank, source, token, epoch) + 16 * (kLocalLines + lane / kWeightsOfLine);
+    const bool came = lane >= TOPK || wait.for_line(at, source, line);
+    __syncwarp();
+    return __all_sync(kAllLanes, came);
 }
 
 // The weighted sum of vector i; kDeep results are on their way at a time. To be called by whole warps.
@@ -243,15 +259,17 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     const u32 epoch = static_cast<u32>(ticket >> 32);
     wait_for_kernels_before();
     u64 header = 0;
-    if (threadIdx.x < RANKS) {  // the dispatch has waited for it
+    bool failed = false;
+    if (threadIdx.x < RANKS) {  // the dispatch has waited for it; what one that gave up has left are no results
         header = *reinterpret_cast<volatile u64*>(b.header_of(b.rank, threadIdx.x, epoch));
+        failed = *reinterpret_cast<volatile u32*>(&c.limits.status->failed);
     }
     // What the first task needs, if all ranks have as many tokens as this one, before it is known that they do.
     const int guess = c.num_tokens;
     const Task first(p, static_cast<u32>(ticket), parts_of(c, guess));
     Slots slots = slots_of(p, first.source, min(first.token, b.capacity - 1), epoch);
     if (threadIdx.x < RANKS) {
-        shared.tokens[threadIdx.x] = static_cast<u32>(header >> 32) == epoch ? static_cast<int>(header) : 0;
+        shared.tokens[threadIdx.x] = static_cast<u32>(header >> 32) == epoch && !failed ? static_cast<int>(header) : 0;
     }
     if (threadIdx.x == kThreads - 1) {
         hand_over(static_cast<u32>(ticket) == 0, &c.counters->dispatch, epoch + 1);
@@ -271,6 +289,16 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
             continue;
         }
         if (!has_slots) {
+            slots = slots_of(p, task.source, task.token, epoch);
+        }
+        bool came = !slots.late || await_weights(p, task.source, task.token, epoch);
+#if DEVICE_API
+        came = Senders::all(came);  // send_result has a barrier
+#endif
+        if (!came) {
+            continue;
+        }
+        if (slots.late) {
             slots = slots_of(p, task.source, task.token, epoch);
         }
         if (slots.present) {

@@ -190,6 +190,20 @@ struct Group {
     __device__ __forceinline__ static void sync() {
         asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kSize) : "memory");
     }
+
+    // The same, and whether it is true for all threads.
+    __device__ __forceinline__ static bool all(bool own) {
+        u32 every;
+        asm volatile(
+            "{\n.reg .pred p, q;\n"
+            "setp.ne.u32 p, %1, 0;\n"
+            "barrier.cta.red.and.pred q, %2, %3, p;\n"
+            "selp.u32 %0, 1, 0, q;\n}"
+            : "=r"(every)
+            : "r"(static_cast<u32>(own)), "n"(kBarrier), "n"(kSize)
+            : "memory");
+        return every != 0;
+    }
 };
 
 // Sending is handed out in order: tickets of one counter, whose upper half is the batch's epoch. Any block that runs
