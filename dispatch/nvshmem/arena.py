@@ -26,6 +26,7 @@ from moe_ep.dispatch.nvshmem import device_api
 from moe_ep.dispatch.nvshmem.meeting import meet
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.errors import BackendUnavailableError, missing_extra
+from moe_ep.kernels import jit
 from moe_ep.process_groups import this_host
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,11 @@ class SymmetricArena:
         hosts = {self._runtime.hosts[pe] for pe in self._pes}
         return len(hosts) == 1 and (self.world_size == 1 or not env.NVSHMEM_FORCE_DEVICE_API.get())
 
+    @property
+    def carries_packets(self) -> bool:
+        """Whether what a warp stores in another rank's memory arrives whole (cuda/protocol.cuh), as over NVLink."""
+        return self.is_mapped and all(self._runtime.joined[pe] for pe in self._pes)
+
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None = None) -> SymmetricArena:
         """The arena of a group (None for the default one); its first call in a process is collective.
@@ -148,7 +154,9 @@ class _Runtime:
         import numpy as np
         from cuda.core import Device
 
-        self.hosts = meet("start of NVSHMEM", self.world, this_host())
+        told = meet("start of NVSHMEM", self.world, f"{this_host()}\n{'joined' * _is_joined(self.device)}")
+        self.hosts, links = zip(*(text.split("\n") for text in told), strict=True)
+        self.joined = [bool(link) for link in links]
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
         os.environ.setdefault("NVSHMEM_CUMEM_GRANULARITY", str(_GRANULARITY))
         if len({host.split("#")[0] for host in self.hosts}) == 1:
@@ -227,6 +235,15 @@ def _runtime() -> _Runtime:
             f"in this process; use one device per process, set with torch.cuda.set_device"
         )
     return _the_runtime
+
+
+def _is_joined(device: torch.device) -> bool:
+    """Whether NVLink leads from this GPU to all others that this process sees: over PCIe there are no atomic operations
+    on another GPU's memory."""
+    driver = jit.driver_bindings()
+    attribute = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    peers = [peer for peer in range(torch.cuda.device_count()) if peer != device.index]
+    return all(jit.checked(driver.cuDeviceGetP2PAttribute(attribute, device.index, peer)) for peer in peers)
 
 
 def _nvshmem() -> tuple[Any, Any]:

@@ -54,8 +54,8 @@ class BatchLayout:
     Attributes:
         num_ranks, capacity, hidden_size, topk: R, tokens per rank, K, slots of a token.
         fp8: rows travel as e4m3 codes with scales.
-        device_api: some ranks are out of each other's reach, NVSHMEM's device library puts what goes to them, and
-            nothing travels as packets; elsewhere all results and all rows in e4m3 do.
+        device_api: some ranks are out of each other's reach or not joined by NVLink. NVSHMEM's device library puts what
+            goes to the former, and nothing travels as packets; elsewhere all results and all rows in e4m3 do.
     """
 
     num_ranks: int

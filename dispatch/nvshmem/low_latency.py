@@ -70,7 +70,7 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         self.tuning = tuning or Tuning()
         self.by_reference = False
         symmetric = arena.SymmetricArena.of(self.ranks.group)
-        self._layout = layout_of(moe_config, quant_config, device_api=not symmetric.is_mapped)
+        self._layout = layout_of(moe_config, quant_config, device_api=not symmetric.carries_packets)
         facts = facts_of(
             moe_config,
             fp8=self._layout.fp8,

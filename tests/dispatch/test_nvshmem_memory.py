@@ -13,12 +13,13 @@ import torch
 
 from moe_ep.dispatch.batch import OpenBatches
 from moe_ep.dispatch.nvshmem import channel, high_throughput_block
-from moe_ep.dispatch.nvshmem.arena import Region
+from moe_ep.dispatch.nvshmem.arena import Region, SymmetricArena, _is_joined
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize
 from moe_ep.dispatch.nvshmem.channel import Channel
 from moe_ep.dispatch.nvshmem.high_throughput_block import Block, Layout
 from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
 from moe_ep.errors import BackendUnavailableError
+from moe_ep.kernels import jit
 
 NUM_RANKS, RANK = 3, 1
 GROUP: Any = SimpleNamespace(rank=RANK, size=NUM_RANKS, group=None)
@@ -95,6 +96,29 @@ def test_decode_needs_all_memory_mapped_or_the_device_library() -> None:
     buffers = Channel(arena, layout, GROUP, [4, 5, 6]).common(1).buffers
     assert buffers.peers[0] == 0 and buffers.peers[2] == arena.address(2) + layout.batch_bytes
     assert buffers.reachable == 0b110
+
+
+def test_packets_travel_where_nvlink_joins_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    attribute = "native atomic operations"
+    kinds = SimpleNamespace(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=attribute)
+    asked: list[tuple[str, int, int]] = []
+
+    def link(which: str, here: int, peer: int) -> tuple[int, int]:
+        asked.append((which, here, peer))
+        return 0, int(peer != 3)
+
+    driver = SimpleNamespace(CUdevice_P2PAttribute=kinds, cuDeviceGetP2PAttribute=link)
+    monkeypatch.setattr(jit, "driver_bindings", lambda: driver)
+    for count, joined in ((2, True), (3, True), (4, False)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert _is_joined(torch.device("cuda", 1)) == joined
+    assert asked == [(attribute, 1, peer) for peer in (0, 0, 2, 0, 2, 3)]
+    carries: Any = SymmetricArena.carries_packets.fget  # type: ignore[attr-defined]
+    for ranks, expected in (([0, 1], True), ([0, 1, 2], False)):
+        made = SimpleNamespace(is_mapped=True, _runtime=SimpleNamespace(joined=[True, True, False]), _pes=ranks)
+        assert carries(made) == expected
+    made.is_mapped, made._pes = False, [0]
+    assert not carries(made)
 
 
 def test_batches_of_prefill_have_memory_of_their_own() -> None:

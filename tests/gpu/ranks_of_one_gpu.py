@@ -52,7 +52,7 @@ class Host:
 class RankArena:
     """One rank's SymmetricArena."""
 
-    is_mapped = True
+    is_mapped = carries_packets = True
 
     def __init__(self, host: Host, rank: int) -> None:
         self.host, self.rank, self.world_size, self.device = host, rank, host.num_ranks, host.device
