@@ -154,6 +154,7 @@ class _Runtime:
         import numpy as np
         from cuda.core import Device
 
+        torch.cuda.current_stream(self.device).synchronize()  # Makes the primary context current.
         told = meet("start of NVSHMEM", self.world, f"{this_host()}\n{'joined' * _is_joined(self.device)}")
         self.hosts, links = zip(*(text.split("\n") for text in told), strict=True)
         self.joined = [bool(link) for link in links]
@@ -165,7 +166,6 @@ class _Runtime:
         uid = core.get_unique_id(empty=rank != 0)
         bits = uid._data.view(np.uint8).reshape(-1)
         bits[:] = np.frombuffer(bytes.fromhex(meet("NVSHMEM id", self.world, bits.tobytes().hex())[0]), dtype=np.uint8)
-        torch.cuda.current_stream(self.device).synchronize()  # Makes the primary context current.
         device = Device(self.device.index)
         device.set_current()
         core.init(device=device, uid=uid, rank=rank, nranks=len(self.world), initializer_method="uid")
