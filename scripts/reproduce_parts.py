@@ -73,8 +73,9 @@ _TESTS = (
     # Of one GPU. Those of the packed experts mostly compile, and would in each of several processes.
     _tests("tests-marlin", 1, 110, _OF_ONE, "tests/gpu/test_marlin_gpu.py"),
     _tests(
-        "tests-prefill", 1, 110, _OF_ONE,
-        "tests/gpu/test_marlin_prefill_gpu.py tests/gpu/test_marlin_act_order_gpu.py",
+        "tests-prefill", 1, 130, _OF_ONE,
+        "tests/gpu/test_marlin_prefill_gpu.py tests/gpu/test_marlin_act_order_gpu.py "
+        "tests/gpu/test_marlin_e4m3_gpu.py",
     ),
     _tests(
         "tests-kernels", 1, 90, _MANY_OF_ONE,
@@ -89,7 +90,7 @@ _TESTS = (
         "tests-nvshmem", 1, 330, _OF_ONE,
         # Those of many ranks in one process, those that start gangs, and those that take much of a GPU's memory.
         f"tests/gpu/test_nvshmem_ranks_gpu.py tests/gpu/test_nvshmem_ranks_faults_gpu.py "
-        f"tests/gpu/test_nvshmem_grid_gpu.py tests/gpu/test_nvshmem_numbers_gpu.py {_NVSHMEM_TESTS} "
+        f"tests/gpu/test_nvshmem_late_gpu.py tests/gpu/test_nvshmem_grid_gpu.py tests/gpu/test_nvshmem_numbers_gpu.py {_NVSHMEM_TESTS} "
         f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS} tests/gpu/test_marlin_large_gpu.py",
     ),
     # Of several ranks. Those of more ranks than the part has GPUs are skipped by the tests themselves.
@@ -180,6 +181,7 @@ PARTS = (
         "--weights int4 int4-g32 uint4 int8 fp8 mxfp4 nvfp4 {commit} --jsonl {rows}",
         "{python} scripts/gemm_tables.py {rows}",
     ),
+    _one("gemm-e4m3", "gemm_e4m3.md", 35, "{python} scripts/bench_e4m3_rows.py {commit} --json {rows}"),
     _one("repack", "gemm.md", 8, "{python} scripts/bench_repack.py {commit} --json {rows}"),
     _one("eplb-map", "eplb_planning.md", 9, "{python} scripts/bench_eplb.py map {commit}"),
     _every(
