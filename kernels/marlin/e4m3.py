@@ -1,9 +1,8 @@
-"""Experts whose rows are e4m3 like their weights: Hopper multiplies these twice as fast as bf16.
+"""Launches the kernels for e4m3 weights and rows that are rounded to e4m3: products take Hopper half the time of bf16.
 
-Where an expert has many rows, products are what takes the time. A row is rounded to e4m3 with one scale, the
-activation's output with one for every 128 columns, so a result is off by some 4 % of its size (TOLERANCE). Rows are
-quantized first (cuda/e4m3_rows.cu), the activation's output by the kernel that multiplies (cuda/e4m3_sm90.cu). The
-rounding of the row alone is that of per-token scales in other runtimes; vLLM calls the choice input_dtype, too.
+Where an expert has many rows, products are what takes the time. Rows are rounded as rounding.py says: first those of
+the input (cuda/e4m3_rows.cu), then the activation's output by the kernel that multiplies (cuda/e4m3_sm90.cu). vLLM
+calls the choice input_dtype, too.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from moe_ep.activation import MoEActivation
 from moe_ep.kernels import jit
 from moe_ep.kernels.marlin import tensor_map
 from moe_ep.kernels.marlin.flags import stream_flags
+from moe_ep.kernels.marlin.hopper import MOST_EXPERTS
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import CUDA, ExpertsParams, Rows, activation_defines, experts_params, type_number
+from moe_ep.kernels.marlin.rounding import GROUP_COLUMNS
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.scalar_type import scalar_types
 
-TOLERANCE = 0.08  # mean |d| / mean |ref| of results, beside those of rows that are not rounded
-GROUP_COLUMNS = 128  # kGroupColumns of cuda/e4m3_tables.cuh
-_LEAST_SCALE = 2.0**-60
 _TILE_ROWS, _TILE_TOKENS = 256, 128
 _START_MULTIPLE = 8
 _ROWS_THREADS, _MULTIPLY_THREADS = 256, 384
@@ -33,7 +31,6 @@ _READ_TWICE = 28_000_000  # bytes of rows under way that the L2 cache keeps unti
 _TABLES = 3
 _ALIGNMENT = 128  # bytes
 _HOPPER = (9, 0)
-_MOST_EXPERTS = 768  # kMostExperts of cuda/params.cuh
 # Fewer rows are not worth quantizing, and fewer tiles leave multiprocessors idle, as nothing is cut into pieces here.
 _LEAST_ROWS, _LEAST_WAVES = 48, 3
 
@@ -157,19 +154,6 @@ def quantize(
     return params, where
 
 
-def round_rows(rows: torch.Tensor) -> torch.Tensor:
-    """`[n, K]` as its rows are in e4m3, one scale each: f32."""
-    rows = rows.float()
-    largest = rows.abs().amax(dim=1, keepdim=True)
-    scales = (largest / torch.full_like(largest, torch.finfo(torch.float8_e4m3fn).max)).clamp(min=_LEAST_SCALE)
-    return (rows / scales).to(torch.float8_e4m3fn).float() * scales
-
-
-def round_hidden(hidden: torch.Tensor) -> torch.Tensor:
-    """The activation's output `[n, N]` as it is in e4m3, with a scale for every 128 columns of a row: f32."""
-    return round_rows(hidden.reshape(-1, GROUP_COLUMNS)).view(hidden.shape)
-
-
 class _Common:
     """What all launches for the same weights have in common."""
 
@@ -202,4 +186,4 @@ def kernel_sources(
 
 
 def _has_kernels(pair: WeightPair) -> bool:
-    return jit.capability(pair.device.index or 0) == _HOPPER and pair.num_experts <= _MOST_EXPERTS
+    return jit.capability(pair.device.index or 0) == _HOPPER and pair.num_experts <= MOST_EXPERTS

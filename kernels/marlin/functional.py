@@ -175,7 +175,7 @@ def fused_marlin_moe(
         apply_router_weight_on_input: multiply the rows instead of the results by the weights (topk must be 1).
         input_dtype: torch.float8_e4m3fn lets rows and the activation's output be rounded to it, beside weights of that
             type (a gated activation, K and N multiples of 128), where that is faster: on Hopper with many rows an
-            expert, and always on the CPU. Results are off by some 4 % then (e4m3.py). None: rows are not rounded.
+            expert, and always on the CPU. Results are off by some 4 % then (rounding.py). None: rows are not rounded.
         activation_func: `f(activation, output, input)`, used instead of the built-in activation.
         moe_sum: `f(rows [T, topk, K], output)`, used instead of the built-in sum; rows are weighted, skipped ones zero.
 

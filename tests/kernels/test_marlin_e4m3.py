@@ -18,6 +18,7 @@ from moe_ep.kernels.marlin.experts import MarlinExperts
 from moe_ep.kernels.marlin.functional import fused_marlin_moe
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import CUDA, Rows
+from moe_ep.kernels.marlin.rounding import TOLERANCE, round_hidden, round_rows
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
 from moe_ep.layer import FusedMoE
 from moe_ep.methods.base import relative_error
@@ -55,18 +56,18 @@ def arguments(
 def test_a_row_is_a_scale_and_codes() -> None:
     row = torch.tensor([[448.0, -1.0, 0.3, 2.0**-9, 0.0], [896.0, 2.0, 3.0, 2.0**-10, -0.0], [0.0] * 5])
     expected = torch.tensor([[448.0, -1.0, 0.3125, 2.0**-9, 0.0], [896.0, 2.0, 3.0, 0.0, 0.0], [0.0] * 5])
-    assert torch.equal(e4m3.round_rows(row), expected)
+    assert torch.equal(round_rows(row), expected)
     hidden = torch.cat([torch.full((1, 128), 1.0), torch.full((1, 128), 2.0**-24)], dim=1)
-    assert torch.equal(e4m3.round_hidden(hidden), hidden)
-    assert not e4m3.round_rows(hidden)[0, 128:].any()  # too small beside the rest of the row
+    assert torch.equal(round_hidden(hidden), hidden)
+    assert not round_rows(hidden)[0, 128:].any()  # too small beside the rest of the row
 
 
 def test_results_are_those_of_rounded_rows() -> None:
     """Off by what three bits of mantissa lose, and by less from what rows give that were rounded before."""
     given = arguments()
     plain, rounded = fused_marlin_moe(**given), fused_marlin_moe(**given, input_dtype=FP8)
-    assert 0.01 < relative_error(rounded, plain) < e4m3.TOLERANCE
-    again = given | {"hidden_states": e4m3.round_rows(given["hidden_states"]).bfloat16()}
+    assert 0.01 < relative_error(rounded, plain) < TOLERANCE
+    again = given | {"hidden_states": round_rows(given["hidden_states"]).bfloat16()}
     assert relative_error(fused_marlin_moe(**again), rounded) < relative_error(plain, rounded)
     assert torch.equal(fused_marlin_moe(**given, input_dtype=torch.bfloat16), plain)
 
