@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_ep import env, verify
+from moe_ep import verify
 from moe_ep.backend_choice import DECODE_MAX_NUM_TOKENS
 from moe_ep.bench.results import peak_memory
 from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint
-from moe_ep.config import FusedMoEParallelConfig, input_dtype_of
+from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.eplb.placement_file import model_checksum
 from moe_ep.eplb.trace import model_name
@@ -230,5 +230,5 @@ def _new_report(
             "quantization": quantization.get("quant_method", config.quantize),
         },
         dtype=str(dtype).removeprefix("torch."),
-        tolerance=verify.tolerance(dtype, input_dtype_of(env.INPUT_DTYPE.get())),
+        tolerance=max(verify.tolerance(dtype, block.moe.rounds_rows_to) for block in stack.layers()),
     )

@@ -273,6 +273,10 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
         """Whether a pass can be captured: static shapes, no host synchronisation."""
         return True
 
+    def may_round_rows(self) -> bool:
+        """Whether rows may be rounded to `quant_config.input_dtype` before they are multiplied."""
+        return False
+
     @abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         """How the output still has to be weighted and summed, if at all."""

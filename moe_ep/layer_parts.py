@@ -25,6 +25,7 @@ class LayerParts(ExpertShard):
         groups: the layer's process groups.
         shared_experts: a module whose output is added, or None.
         dispatch_dtype: dtype of rows on the wire; None for that of the activations.
+        input_dtype: what experts may round rows to; None for nothing.
     """
 
     # The attributes that hold modular kernels.
@@ -33,6 +34,7 @@ class LayerParts(ExpertShard):
     groups: LayerGroups
     shared_experts: nn.Module | None
     dispatch_dtype: torch.dtype | None
+    input_dtype: torch.dtype | None
     _router: nn.Module | None
     _routers_bias: nn.Parameter | None
 
@@ -89,6 +91,11 @@ class LayerParts(ExpertShard):
                     # Not as a submodule: its shared experts are the layer's, and would be saved twice.
                     self.__dict__["_modular_kernel"] = kernel
         return kernel
+
+    @property
+    def rounds_rows_to(self) -> torch.dtype | None:
+        """What the layer's experts may round rows to; None if they do not."""
+        return self.input_dtype if self.modular_kernel.fused_experts.may_round_rows() else None
 
     def _make_kernel(self) -> FusedMoEModularKernel:
         try:

@@ -31,7 +31,7 @@ from moe_ep.kernels.marlin.gemm import partials_numel
 from moe_ep.kernels.marlin.packing import has_all_groups, not_packed_reason, pack_experts
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, weight_type
-from moe_ep.scalar_type import ScalarType
+from moe_ep.scalar_type import ScalarType, scalar_types
 
 
 class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
@@ -209,10 +209,13 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase):
         super().__init__(moe_config, quant_config, **more)
         self._may_round = quant_config.input_dtype == torch.float8_e4m3fn
 
+    def may_round_rows(self) -> bool:
+        return self._may_round and self._kind.scalar_type == scalar_types.float8_e4m3fn
+
     def scratch_shapes(self, num_slots: int, N: int, K: int) -> tuple[Shape, Shape]:
         slots = -(-num_slots * K // 128) * 128
         more = self._partials(num_slots)
-        if self._may_round and self._device.type == "cuda":
+        if self.may_round_rows() and self._device.type == "cuda":
             more = max(more, e4m3.places(self.moe_config.num_local_experts, num_slots, K, N).num_bytes // 2)
         return (slots + more,), (num_slots, N)
 

@@ -118,7 +118,8 @@ def _measure(
 
 def _check(layers: BenchLayers, batch: Batch) -> None:
     error = slowest_rank([layers.error(batch)])[0]
-    allowed = tolerance(layers.dtype, layers.layers[0].dispatch_dtype, layers.layers[0].input_dtype)
+    layer = layers.layers[0]
+    allowed = tolerance(layers.dtype, layer.dispatch_dtype, layer.rounds_rows_to)
     if not error <= allowed:
         raise WrongOutputError(
             f"{layers.geometry.name} at EP {layers.ep_size} differs from the reference by {error:.2e} (mean relative "

@@ -23,6 +23,7 @@ from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
 from moe_ep.layer import FusedMoE
 from moe_ep.methods.base import relative_error
 from moe_ep.scalar_type import scalar_types
+from tests.core.moe_oracle import load, make_weights
 from tests.kernels.marlin_cases import E, make
 
 FP8 = torch.float8_e4m3fn
@@ -151,6 +152,7 @@ def test_experts_round_where_their_weights_allow_it(kind: WeightType, rounds: bo
     layer = MarlinExperts(config, quant)
     pair = layer._weights(given["w1"], given["w2"], SILU, torch.bfloat16)
     assert pair.input_dtype == (FP8 if rounds else torch.bfloat16)
+    assert layer.may_round_rows() is rounds
     plain = MarlinExperts(config, quant.with_input_dtype(None))
     assert plain._weights(given["w1"], given["w2"], SILU, torch.bfloat16).input_dtype == torch.bfloat16
 
@@ -158,7 +160,8 @@ def test_experts_round_where_their_weights_allow_it(kind: WeightType, rounds: bo
 def test_a_layer_takes_it_from_its_argument_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"num_experts": 4, "top_k": 2, "hidden_size": K, "intermediate_size": N}
     assert FusedMoE(**sizes).input_dtype is None
-    assert FusedMoE(**sizes, input_dtype=FP8).input_dtype == FP8
+    layer = load(FusedMoE(**sizes, input_dtype=FP8), make_weights(4, K, N))
+    assert (layer.input_dtype, layer.rounds_rows_to) == (FP8, None)  # by experts of plain weights
     monkeypatch.setenv("MOE_EP_INPUT_DTYPE", "fp8")
     assert FusedMoE(**sizes).input_dtype == FP8
     monkeypatch.setenv("MOE_EP_INPUT_DTYPE", "int8")
