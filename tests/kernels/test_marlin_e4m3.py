@@ -24,7 +24,7 @@ from moe_ep.layer import FusedMoE
 from moe_ep.methods.base import relative_error
 from moe_ep.scalar_type import scalar_types
 from tests.core.moe_oracle import load, make_weights
-from tests.kernels.marlin_cases import E, make
+from tests.kernels.marlin_cases import E, arguments, make
 
 FP8 = torch.float8_e4m3fn
 E4M3, UINT4B8 = (WEIGHT_TYPES[kind.id] for kind in (scalar_types.float8_e4m3fn, scalar_types.uint4b8))
@@ -32,25 +32,15 @@ SILU, RELU2 = MoEActivation.SILU, MoEActivation.RELU2_NO_MUL
 K, N = 256, 128
 
 
-def arguments(
-    kind: WeightType = E4M3, activation: MoEActivation = SILU, K: int = K, N: int = N, act_order: bool = False
-) -> dict[str, Any]:
+def given_of(kind: WeightType = E4M3, activation: MoEActivation = SILU, K: int = K, N: int = N) -> dict[str, Any]:
     """Experts and 40 tokens that choose two each."""
     first = make(kind, 32 if kind is UINT4B8 else -1, 2 * N if activation.is_gated else N, K, activation.is_gated)
     second = make(kind, 32 if kind is UINT4B8 else -1, K, N, False, seed=1)
     rng = torch.Generator().manual_seed(2)
-    return {
+    return arguments(first, second, kind, activation) | {
         "hidden_states": torch.randn(40, K, generator=rng).bfloat16(),
-        "w1": first.packed.qweight,
-        "w2": second.packed.qweight,
-        "bias1": None,
-        "bias2": None,
-        "w1_scale": first.packed.scales,
-        "w2_scale": second.packed.scales,
         "topk_weights": torch.rand(40, 2, generator=rng),
         "topk_ids": torch.stack([torch.randperm(E, generator=rng)[:2] for _ in range(40)]),
-        "quant_type_id": kind.scalar_type.id,
-        "activation": activation,
     }
 
 
@@ -65,7 +55,7 @@ def test_a_row_is_a_scale_and_codes() -> None:
 
 def test_results_are_those_of_rounded_rows() -> None:
     """Off by what three bits of mantissa lose, and by less from what rows give that were rounded before."""
-    given = arguments()
+    given = given_of()
     plain, rounded = fused_marlin_moe(**given), fused_marlin_moe(**given, input_dtype=FP8)
     assert 0.01 < relative_error(rounded, plain) < TOLERANCE
     again = given | {"hidden_states": round_rows(given["hidden_states"]).bfloat16()}
@@ -86,7 +76,7 @@ def test_results_are_those_of_rounded_rows() -> None:
 )
 def test_what_cannot_be_rounded(change: dict[str, Any], input_dtype: torch.dtype, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        fused_marlin_moe(**arguments(**change), input_dtype=input_dtype)
+        fused_marlin_moe(**given_of(**change), input_dtype=input_dtype)
 
 
 @pytest.mark.parametrize("num_experts", [1, 3, 256])
@@ -140,7 +130,7 @@ def test_older_gpus_do_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("kind", "rounds"), [(E4M3, True), (UINT4B8, False)], ids=["fp8", "int4"])
 def test_experts_round_where_their_weights_allow_it(kind: WeightType, rounds: bool) -> None:
-    given = arguments(kind)
+    given = given_of(kind)
     parallel = FusedMoEParallelConfig.make(1, 1, 1)
     config = FusedMoEConfig(
         num_experts=E, experts_per_token=2, hidden_dim=K, intermediate_size_per_partition=N, num_local_experts=E,
@@ -196,7 +186,7 @@ def test_structures_are_those_of_the_kernels(tmp_path: Path) -> None:
 
 
 def test_compiled_it_is_one_node() -> None:
-    given = arguments()
+    given = given_of()
     tokens = given.pop("hidden_states")
     compiled = torch.compile(lambda x: fused_marlin_moe(x, **given, input_dtype=FP8), fullgraph=True, backend="eager")
     assert torch.equal(compiled(tokens), fused_marlin_moe(tokens, **given, input_dtype=FP8))

@@ -23,11 +23,7 @@ DEVICE TokenTiles make_token_tiles(const ExpertsParams& p, int* memory, int tile
       int own[2] = {rows, (rows + tile_tokens - 1) / tile_tokens};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        int sum = own[i];
-        for (int d = 1; d < 32; d *= 2) {
-          int below = __shfl_up_sync(~0u, sum, d);
-          if (lane >= d) sum += below;
-        }
+        int sum = sum_of_lanes(own[i], lane);
         if (e < p.num_experts) memory[i * (p.num_experts + 1) + e] = before[i] + sum - own[i];
         before[i] += __shfl_sync(~0u, sum, 31);
       }

@@ -24,15 +24,7 @@ DEVICE void run_weight_thread(const ExpertsParams& p, const Tables& tables, Shar
   int total = tables.tiles[p.num_experts] * (row_tiles_of(p, 0) + row_tiles_of(p, 1));
   u64 policy = policy_evict_normal();
   int place = 0, parity = 1;
-  auto announce = [&](const Segment& g) {
-    barrier_wait(&shared.segment_empty[place], parity);
-    shared.segment[place] = g;
-    barrier_arrive(&shared.segment_full[place]);
-    if (++place == kSegments) {
-      place = 0;
-      parity ^= 1;
-    }
-  };
+  auto announce = [&](const Segment& g) { announce_segment(shared, g, place, parity); };
   for (int ticket = atomicAdd(p.sync, 1); ticket < total; ticket = atomicAdd(p.sync, 1)) {
     Segment g = segment_of(p, tables, ticket);
     announce(g);

@@ -39,11 +39,7 @@ struct Tables {
       int* tables[3] = {starts, places, tiles};
 #pragma unroll
       for (int i = 0; i < 3; i++) {
-        int sum = own[i];
-        for (int d = 1; d < 32; d *= 2) {
-          int below = __shfl_up_sync(~0u, sum, d);
-          if (lane >= d) sum += below;
-        }
+        int sum = sum_of_lanes(own[i], lane);
         if (e <= n) tables[i][e] = sums[i] + sum - own[i];
         sums[i] += __shfl_sync(~0u, sum, 31);
       }

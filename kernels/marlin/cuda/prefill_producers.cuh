@@ -63,15 +63,7 @@ DEVICE void run_weight_thread(const ExpertsParams& p, Shared& shared, Ring<kMost
   // should. Not tried for large tiles.
   u64 policy = kMost == kLargeTokens ? policy_evict_normal() : policy_evict_first();
   int place = 0, parity = 1;
-  auto announce = [&](const Segment& g) {
-    barrier_wait(&shared.segment_empty[place], parity);
-    shared.segment[place] = g;
-    barrier_arrive(&shared.segment_full[place]);
-    if (++place == kSegments) {
-      place = 0;
-      parity ^= 1;
-    }
-  };
+  auto announce = [&](const Segment& g) { announce_segment(shared, g, place, parity); };
   while (ticket < total) {
     if constexpr (kMost == kLargeTokens) {
       const Segment& g = shared.segment[place];  // few registers are left: all is read again every step

@@ -67,11 +67,7 @@ DEVICE void make_tables(Schedule& s, const ExpertsParams& p, int few_rows, int m
     if (e < n) s.rows()[e] = rows;
 #pragma unroll
     for (int i = 0; i < 3; i++) {
-      int sum = own[i];
-      for (int d = 1; d < 32; d *= 2) {
-        int below = __shfl_up_sync(~0u, sum, d);
-        if (lane >= d) sum += below;
-      }
+      int sum = sum_of_lanes(own[i], lane);
       int* table = s.rows() + (i + 1) * (n + 1);
       if (e < n) table[e] = sums[i] + sum - own[i];
       sums[i] += __shfl_sync(~0u, sum, 31);

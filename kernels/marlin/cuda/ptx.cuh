@@ -203,6 +203,15 @@ DEVICE u32 transpose_8x8(u32 pair) {
   return out;
 }
 
+// The sum of a number of this lane's and of all lanes below.
+DEVICE int sum_of_lanes(int sum, int lane) {
+  for (int d = 1; d < 32; d *= 2) {
+    int below = __shfl_up_sync(~0u, sum, d);
+    if (lane >= d) sum += below;
+  }
+  return sum;
+}
+
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
   u32 out;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));

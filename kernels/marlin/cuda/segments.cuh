@@ -6,6 +6,18 @@
 
 constexpr int kSegments = 4;  // known ahead
 
+// The one thread that claims tells a segment, once there is room; place and parity are 0 and 1 at first.
+template <typename Shared, typename Segment>
+DEVICE void announce_segment(Shared& shared, const Segment& g, int& place, int& parity) {
+  barrier_wait(&shared.segment_empty[place], parity);
+  shared.segment[place] = g;
+  barrier_arrive(&shared.segment_full[place]);
+  if (++place == kSegments) {
+    place = 0;
+    parity ^= 1;
+  }
+}
+
 // The segments of this block in their order, for one warp; calls work(segment) until there are none.
 template <typename Shared, typename Work>
 DEVICE void for_each_segment(Shared& shared, Work work) {

@@ -9,21 +9,17 @@
 template <int kTokens, bool kAdd>
 DEVICE void wgmma_e4m3(float* d, const u32* a, u64 b);
 
-#define WGMMA_E4M3(n, list, a0, a1, a2, a3, place, ...)                                                             \
+#define WGMMA_E4M3_FORM(n, adds, first, list, a0, a1, a2, a3, place, ...)                                           \
   template <>                                                                                                       \
-  DEVICE void wgmma_e4m3<n, true>(float* d, const u32* a, u64 b) {                                                  \
+  DEVICE void wgmma_e4m3<n, adds>(float* d, const u32* a, u64 b) {                                                  \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" list "}, {" a0 ", " a1 ", " a2 ", " a3 \
-                 "}, " place ", 1, 1, 1;"                                                                           \
-                 : __VA_ARGS__                                                                                      \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
-  }                                                                                                                 \
-  template <>                                                                                                       \
-  DEVICE void wgmma_e4m3<n, false>(float* d, const u32* a, u64 b) {                                                 \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" list "}, {" a0 ", " a1 ", " a2 ", " a3 \
-                 "}, " place ", 0, 1, 1;"                                                                           \
+                 "}, " place ", " first ", 1, 1;"                                                                   \
                  : __VA_ARGS__                                                                                      \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
   }
+#define WGMMA_E4M3(n, ...)                         \
+  WGMMA_E4M3_FORM(n, false, "0", __VA_ARGS__)      \
+  WGMMA_E4M3_FORM(n, true, "1", __VA_ARGS__)
 
 WGMMA_E4M3(32, LIST_16, "%16", "%17", "%18", "%19", "%20", SUMS_8(0), SUMS_8(8))
 WGMMA_E4M3(64, LIST_32, "%32", "%33", "%34", "%35", "%36", SUMS_32(0))
