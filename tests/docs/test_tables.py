@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_ep.bench.results import read_lines
 from moe_ep.bench.scaling_file import read_scaling
 from moe_ep.bench.scaling_markdown import as_markdown
 
@@ -32,6 +33,23 @@ def test_number_types() -> None:
     page = rows_of((BENCHMARKS / "gemm.md").read_text())
     assert len(rows) == 23  # two models, eight row counts and two lines of titles each; three lines beside Humming
     assert [row for row in rows if row not in page] == []
+
+
+def test_rows_rounded_to_e4m3() -> None:
+    """Every cell is the recorded number with as many digits as the cell has."""
+    fields = (
+        "shape", "rows", "bf16_us", "us", "ratio", "tflops", "rows_us", "sustained_bf16_us", "sustained_us",
+        "sustained_ratio", "error", "taken",
+    )  # fmt: skip
+    page = rows_of((BENCHMARKS / "gemm_e4m3.md").read_text())
+    lines = [[cell.strip() for cell in row.strip("|").split("|")] for row in page]
+    shown = [cells for cells in lines if len(cells) == len(fields) and cells[1].isdecimal()]
+    recorded = read_lines(BENCHMARKS / "gemm_e4m3_h200.jsonl")
+    for cells, row in zip(shown, recorded, strict=True):
+        for cell, field in zip(cells, fields, strict=True):
+            value = row[field]
+            digits = len(cell.partition(".")[2])
+            assert cell == (f"{value:.{digits}f}" if isinstance(value, float) else str(value)), (cells[:2], field)
 
 
 def test_gemm() -> None:
