@@ -1,6 +1,6 @@
 // Logical expert ids to physical ones, and the record of the load: the rule of moe_ep/eplb/levelling.py in one launch.
 //
-// Before: ids [tokens, slots] (logical, -1 for none), table [experts, width] (replicas, -1 padded), counts [experts].
+// Before: ids [tokens, slots] (logical, others than 0 to experts - 1 for none), table [experts, width] (replicas, -1 padded), counts [experts].
 // After: out [tokens, slots] (physical), load [physical] grown by the number of each id of a row that is counted.
 //
 // A block does one tile of rows_per_tile rows. Some of its threads have the experts that have several replicas, some all
@@ -57,6 +57,11 @@ __device__ __forceinline__ void serve_division(const Params& p, const Shared& s,
     }
     if (thread < p.max_replicated) division.store(s, thread);
     arrive_at(Barrier::kDivided, blockDim.x);
+}
+
+// Of an expert that is there; others are none, so that a wrong id reads and counts nowhere else.
+__device__ __forceinline__ int id_of(const Params& p, Id id) {
+    return id >= 0 && id < p.experts ? static_cast<int>(id) : kNone;
 }
 
 // row is that of the thread's first expert.
@@ -119,7 +124,7 @@ __device__ __forceinline__ void serve_slots(const Params& p, const Shared& s, in
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) {
         const int slot = thread + j * threads;
-        id[j] = slot < num_slots ? static_cast<int>(ids[slot]) : -1;
+        id[j] = slot < num_slots ? id_of(p, ids[slot]) : kNone;
     }
     const int num_counted = p.num_counted_on_device ? *p.num_counted_on_device : p.num_counted;
     const long long counted_slots = static_cast<long long>(num_counted) * p.slots - start;

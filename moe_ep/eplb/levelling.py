@@ -53,9 +53,10 @@ def map_reference(
     slots_per_rank: int,
 ) -> torch.Tensor:
     """Physical ids int64 `[T, top_k]`; arguments as in `eplb_map_to_physical_and_record`, rows from num_counted on are
-    padding, slots_per_rank physical experts are on each rank."""
+    padding, slots_per_rank physical experts are on each rank. Ids of no expert are none (-1)."""
     num_tokens, top_k = topk_ids.shape
     ids = topk_ids.long()
+    ids = torch.where(ids < len(logical_to_physical_map), ids, -1)
     num_rows = rows_per_tile(top_k)
     missing = -num_tokens % num_rows
     tiles = torch.nn.functional.pad(ids, (0, 0, 0, missing), value=-1).view(-1, num_rows * top_k)

@@ -34,7 +34,8 @@ def eplb_map_to_physical_and_record(
     gives each one. Result [[0, -1], [1, 2]], and the load grows by [1, 1, 1].
 
     Args:
-        topk_ids: integer `[T, top_k]`, logical, -1 for none.
+        topk_ids: integer `[T, top_k]`, logical, -1 for none. On a GPU, where to check them would wait for it, ids of E
+            and more are none too.
         expert_load_view: int32 `[num_physical]`, this layer's counts, added to in place.
         logical_to_physical_map: integer `[E, max_replicas]`, -1 padded.
         logical_replica_count: integer `[E]`, at least 1 each.
@@ -50,8 +51,8 @@ def eplb_map_to_physical_and_record(
         Physical ids `[T, top_k]`; -1 stays -1 and is not counted.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, or an ep_size that does not divide the physical
-            experts.
+        ValueError: shapes, dtypes or devices that do not fit together, an id of E or more on the CPU, or an ep_size
+            that does not divide the physical experts.
         TypeError: a rank or a number of tokens that is not a whole number.
     """
     _check(topk_ids, expert_load_view, logical_to_physical_map, logical_replica_count)

@@ -18,6 +18,26 @@ def test_equals_the_reference(case: Case) -> None:
     check_mapping(case, "cuda")
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_ids_of_no_expert_are_none(dtype: torch.dtype) -> None:
+    num_experts = 64
+    case = Case(num_experts=num_experts, redundant=8, ep_size=8, num_tokens=300)
+    ids, mapping, counts, num_physical, _ = case.make("cuda")
+    ids = ids.to(dtype)
+    wrong = torch.rand(ids.shape, device="cuda") < 0.2
+    beyond = [num_experts, num_experts + 1, 2**31 - 1] + ([2**32 + 3] if dtype == torch.int64 else [])
+    others = torch.tensor(beyond, dtype=dtype, device="cuda")[torch.randint(len(beyond), ids.shape, device="cuda")]
+    got_load, expected_load = (torch.zeros(num_physical, dtype=torch.int32, device="cuda") for _ in range(2))
+
+    def mapped(ids: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
+        return eplb_map_to_physical_and_record(ids, load, mapping, counts, ep_rank=3, ep_size=8)
+
+    got = mapped(torch.where(wrong, others, ids), got_load)
+    expected = mapped(torch.where(wrong, -1, ids), expected_load)
+    assert torch.equal(got, expected)
+    assert torch.equal(got_load, expected_load)
+
+
 def test_in_a_cuda_graph_with_a_changing_number_of_tokens() -> None:
     case = Case(num_experts=256, redundant=32, ep_size=32, num_tokens=64)
     ids, mapping, counts, num_physical, _ = case.make("cuda")
