@@ -1,0 +1,208 @@
+"""What a transformers model gains by moe_ep on one GPU: its MoE blocks and its generation, with transformers' own
+experts and with moe_ep's.
+
+    python scripts/bench_transformers.py blocks [--models NAME ...] [--tokens T ...] [--json FILE]
+    python scripts/bench_transformers.py generate [--layers 48] [--json FILE]
+    python scripts/bench_transformers.py generate --layers 4 --compiled
+
+Random weights of known sizes. A block is the router and all experts of a layer, as the model calls it: eagerly, and in
+a CUDA graph where the implementation can be captured. Generation is of greedy text by `model.generate`, and by what
+`moe-ep generate` runs, whose decoding is captured; a second run over the same prompts is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from on_gpu import this_gpu
+
+import moe_ep
+from moe_ep.bench.geometries import preset
+from moe_ep.bench.results import append_line, facts, markdown_table
+from moe_ep.bench.timing import time_calls, timing_of
+from moe_ep.integrations.generation import Generation
+from moe_ep.integrations.prompt_queue import Request
+from moe_ep.methods import relative_error
+
+Row = dict[str, Any]
+
+# Of transformers' own, "eager" is a loop over experts that waits for the host, and "batched_mm" copies the weights of
+# each choice.
+OWN = ("eager", "batched_mm", "grouped_mm")
+QUANTIZED = {"moe_ep": "none", "moe_ep int4": "int4"}
+# The attention of each preset; its MoE sizes are the preset's.
+MODELS: dict[str, tuple[str, Row]] = {
+    "qwen3-30b": ("Qwen3Moe", {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}),
+    "qwen3-235b": ("Qwen3Moe", {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128}),
+    "mixtral-8x7b": ("Mixtral", {"num_attention_heads": 32, "num_key_value_heads": 8}),
+}
+# Calls that are timed together, with inputs of their own, so that they choose experts of their own.
+_CHAIN = 8
+_VOCABULARY = 32768
+
+
+def make_model(name: str, num_layers: int, seed: int) -> Any:
+    """A model of these sizes on the GPU, the same for a seed."""
+    sizes, (family, attention) = preset(name), MODELS[name]
+    widths = {"intermediate_size": sizes.intermediate_size}
+    experts = {"num_local_experts": sizes.num_experts}
+    if family == "Qwen3Moe":
+        widths, experts = {"moe_intermediate_size": sizes.intermediate_size}, {"num_experts": sizes.num_experts}
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=sizes.hidden_size,
+        num_experts_per_tok=sizes.top_k,
+        num_hidden_layers=num_layers,
+        vocab_size=_VOCABULARY,
+        eos_token_id=None,
+        pad_token_id=0,
+        **widths,
+        **experts,
+        **attention,
+    )
+    torch.manual_seed(seed)
+    with torch.device("cuda"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def variants(name: str, num_layers: int, seed: int) -> Iterator[tuple[str, Any]]:
+    """The same model with each implementation of its experts; each is used before the next is made."""
+    model = make_model(name, num_layers, seed)
+    for own in OWN:
+        model.set_experts_implementation(own)
+        yield own, model
+    for ours, quantize in QUANTIZED.items():
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+        model = moe_ep.parallelize(make_model(name, num_layers, seed), quantize=quantize)
+        yield ours, model
+
+
+def bench_blocks(options: argparse.Namespace) -> Iterator[Row]:
+    """A row for each model, number of tokens and implementation."""
+    for name in options.models:
+        generator = torch.Generator("cuda").manual_seed(options.seed)
+        shape = (_CHAIN, 1, max(options.tokens), preset(name).hidden_size)
+        inputs = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        expected: dict[int, torch.Tensor] = {}
+        for implementation, model in variants(name, 1, options.seed):
+            block = next(module for module in model.modules() if hasattr(module, "experts"))
+            for tokens in options.tokens:
+                row = {"model": name, "tokens": tokens, "experts": implementation}
+                try:
+                    yield row | measure_block(block, inputs[:, :, :tokens], expected, implementation)
+                except torch.OutOfMemoryError:
+                    yield row | {"eager_us": "out of memory"}
+                gc.collect()
+                torch.cuda.empty_cache()
+            del block, model
+
+
+def measure_block(
+    block: Any, inputs: torch.Tensor, expected: dict[int, torch.Tensor], implementation: str
+) -> dict[str, Any]:
+    """Microseconds of a call, and how far its result is from that of the implementation that came first."""
+    tokens, device = inputs.size(2), inputs.device
+
+    def call(i: int) -> torch.Tensor:
+        result = block(inputs[i])
+        return result[0] if isinstance(result, tuple) else result
+
+    result = call(0)
+    found = {"error": relative_error(result, expected.setdefault(tokens, result.clone()))}
+    found["eager_us"] = timing_of(time_calls(call, device=device, chain=_CHAIN, repeats=7, graph=False)).median
+    if implementation != "eager":
+        found["graph_us"] = timing_of(time_calls(call, device=device, chain=_CHAIN, repeats=7)).median
+    return found
+
+
+def bench_generate(options: argparse.Namespace) -> Iterator[Row]:
+    """A row for each way to continue the same prompts; with --compiled, in static caches, for which transformers
+    compiles the model."""
+    name = options.models[0]
+    prompts = torch.randint(1, _VOCABULARY, (options.prompts, options.prompt_tokens), device="cuda")
+    for implementation, model in variants(name, options.layers, options.seed):
+        if implementation == "batched_mm" and not options.compiled:
+            continue  # reading copies the weights of thousands of choices
+        row = {"model": name, "layers": options.layers, "experts": implementation}
+        yield row | {"by": "model.generate"} | measure_generation(by_transformers, model, prompts, options)
+        if implementation in QUANTIZED and not options.compiled:
+            yield row | {"by": "moe-ep generate"} | measure_generation(by_slots, model, prompts, options)
+        del model
+
+
+def by_transformers(model: Any, prompts: torch.Tensor, options: argparse.Namespace) -> int:
+    """Continues prompts `[sequences, tokens]`; how many tokens that makes."""
+    caches = {"cache_implementation": "static"} if options.compiled else {}
+    text = model.generate(prompts, max_new_tokens=options.new_tokens, do_sample=False, **caches)
+    return int(text[:, prompts.size(1) :].numel())
+
+
+def by_slots(model: Any, prompts: torch.Tensor, options: argparse.Namespace) -> int:
+    """The same as `moe-ep generate` does it."""
+    requests = [Request(index, prompt) for index, prompt in enumerate(prompts.cpu())]
+    sizes = {"max_new_tokens": options.new_tokens, "num_slots": len(prompts)}
+    completions = Generation(model, requests, stop_ids=(), **sizes).run()
+    return sum(len(completion.token_ids) for completion in completions)
+
+
+def measure_generation(run: Callable[..., int], *arguments: Any) -> Row:
+    """Seconds of a first and of a second run, and the tokens of each second of that."""
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(2):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            tokens = run(*arguments)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+    return {"first_s": seconds[0], "seconds": seconds[1], "tokens_per_s": tokens / seconds[1]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("blocks", "generate"))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="generate: one (all)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 1024, 4096], help="of a block's call")
+    parser.add_argument("--layers", type=int, default=48, help="generate: of the model (48)")
+    parser.add_argument("--prompts", type=int, default=8, help="generate: sequences (8)")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="generate: of each prompt (128)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="generate: of each continuation (64)")
+    parser.add_argument("--compiled", action="store_true", help="generate: in static caches, compiled by transformers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="what to record where this is no git checkout")
+    parser.add_argument("--json", type=Path, help="append one JSON line a row to this file")
+    options = parser.parse_args()
+    this_gpu()
+    about = facts(seed=options.seed, commit=options.commit) | {"transformers": transformers.__version__}
+    rows = []
+    with torch.inference_mode():
+        for row in (bench_blocks if options.what == "blocks" else bench_generate)(options):
+            rows.append(row)
+            if options.json is not None:
+                append_line(options.json, {"benchmark": f"transformers {options.what}"} | row | about)
+    columns = {
+        "model": "model",
+        "experts": "experts",
+        "tokens": "tokens",
+        "eager_us": "eager us",
+        "graph_us": "graph us",
+    }
+    columns |= {"error": "differs by"}
+    if options.what == "generate":
+        columns = {"model": "model", "layers": "layers", "experts": "experts", "by": "by"}
+        columns |= {"seconds": "s", "first_s": "first s", "tokens_per_s": "tokens/s"}
+    print(markdown_table(rows, columns))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
