@@ -1,6 +1,8 @@
 """`torch.ops.moe_ep.*`: one node per layer for torch.compile and CUDA-graph capture.
 
-A graph cannot hold a module, so a node has the layer's name, by which the layer is found here when the node runs.
+A graph cannot hold a module, so a node has the layer's name, by which the layer is found here when the node runs. Each
+operator is there twice: of a layer that cannot be captured torch.compile gets the one whose name ends in _uncaptured,
+which it runs between the CUDA graphs that it makes of the rest.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from moe_ep.arguments import check_same_device
 
 if TYPE_CHECKING:
     from moe_ep.expert_shard import ExpertShard
+    from moe_ep.integrations.routed_experts import RoutedExperts
     from moe_ep.layer import FusedMoE
 
 _layers: WeakValueDictionary[str, FusedMoE] = WeakValueDictionary()
@@ -64,6 +67,30 @@ def moe_forward_shared(
     return output
 
 
+def moe_forward_routed(
+    hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer_name: str
+) -> torch.Tensor:
+    """`RoutedExperts.forward_routed` of a layer whose model has made the choices: `[T, K]` from `[T, K]` and ids and
+    weights `[T, top_k]`."""
+    return cast("RoutedExperts", find_layer(layer_name)).forward_routed(hidden_states, topk_ids, topk_weights)
+
+
+def operator(name: str, layer_name: str) -> Callable[..., Any]:
+    """The operator of `torch.ops.moe_ep` that a layer calls."""
+    if torch.compiler.is_compiling() and not _can_capture(layer_name):
+        name += _UNCAPTURED
+    return getattr(torch.ops.moe_ep, name)
+
+
+def _can_capture(layer_name: str) -> bool:
+    return find_layer(layer_name).supports_cuda_graph()
+
+
+# torch.compile calls it and does not trace it. torch.compiler.assume_constant_result says so too, but imports
+# torch._dynamo, see `_define`.
+_can_capture._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _moe_forward_fake(hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str) -> torch.Tensor:
     # Also called for real hidden_states where the logits are on the meta device.
     check_same_device("hidden_states", hidden_states.device, router_logits=router_logits)
@@ -77,10 +104,23 @@ def _moe_forward_shared_fake(
     return torch.empty_like(output), output
 
 
+def _moe_forward_routed_fake(
+    hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer_name: str
+) -> torch.Tensor:
+    return _moe_forward_fake(hidden_states, topk_ids, layer_name)
+
+
 def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Not with `torch.library.custom_op`: its first call imports torch._dynamo, seconds and 145 MB in every worker."""
-    name = schema.partition("(")[0]
-    _library.define(schema)
+    name, signature = schema.split("(", 1)
+    for suffix, tags in (("", ()), (_UNCAPTURED, (torch.Tag.cudagraph_unsafe,))):
+        _define_one(name + suffix, f"{name}{suffix}({signature}", tags, kernel, fake)
+
+
+def _define_one(
+    name: str, schema: str, tags: tuple[torch.Tag, ...], kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
+    _library.define(schema, tags=tags)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_ep::{name}", fake, lib=_library)
     op = getattr(torch.ops.moe_ep, name).default
@@ -99,6 +139,7 @@ def without_autocast() -> AbstractContextManager[None]:
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
+_UNCAPTURED = "_uncaptured"
 _AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _AUTOCAST |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
@@ -112,4 +153,9 @@ _define(
     "moe_forward_shared(Tensor hidden_states, Tensor router_logits, str layer_name) -> (Tensor, Tensor)",
     moe_forward_shared,
     _moe_forward_shared_fake,
+)
+_define(
+    "moe_forward_routed(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, str layer_name) -> Tensor",
+    moe_forward_routed,
+    _moe_forward_routed_fake,
 )

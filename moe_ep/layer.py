@@ -17,6 +17,7 @@ from moe_ep import env
 from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_no_gradients, check_same_device, check_tensors
 from moe_ep.config import FusedMoEParallelConfig, FusedMoEQuantConfig, input_dtype_of
+from moe_ep.custom_ops import operator
 from moe_ep.errors import check_at_least, check_router_weight_on_input
 from moe_ep.layer_parts import LayerParts
 from moe_ep.methods import FusedMoEMethodBase, UnquantizedFusedMoEMethod
@@ -202,8 +203,9 @@ class FusedMoE(LayerParts):
         check_tensors(hidden_states=hidden_states, router_logits=router_logits)
         check_no_gradients(f"the experts of {self.layer_name}", hidden_states, router_logits)
         if self.shared_experts is None:
-            return torch.ops.moe_ep.moe_forward(hidden_states, router_logits, self.layer_name)
-        shared, routed = torch.ops.moe_ep.moe_forward_shared(hidden_states, router_logits, self.layer_name)
+            return operator("moe_forward", self.layer_name)(hidden_states, router_logits, self.layer_name)
+        run = operator("moe_forward_shared", self.layer_name)
+        shared, routed = run(hidden_states, router_logits, self.layer_name)
         # If the caller still has to sum over the TP ranks, only one of them may add the shared output.
         if self.reduce_results or self._takes_complete_terms:
             routed = routed + shared

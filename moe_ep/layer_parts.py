@@ -92,6 +92,10 @@ class LayerParts(ExpertShard):
                     self.__dict__["_modular_kernel"] = kernel
         return kernel
 
+    def supports_cuda_graph(self) -> bool:
+        """Whether a pass can be captured in a CUDA graph; makes backend and experts ready."""
+        return self.prepare_finalize.supports_cuda_graph() and self.modular_kernel.fused_experts.supports_cuda_graph()
+
     @property
     def rounds_rows_to(self) -> torch.dtype | None:
         """What the layer's experts may round rows to; None if they do not."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -103,7 +105,9 @@ class WorkspaceManager:
 
     @staticmethod
     def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-        return torch.empty(max(num_bytes, _ALIGNMENT), dtype=torch.uint8, device=device)
+        return outside_of_pools(
+            lambda: torch.empty(max(num_bytes, _ALIGNMENT), dtype=torch.uint8, device=device), device
+        )
 
     def _borrow(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """The buffer of the stream that the warm-up ran on; graphs that replay one after the other share it."""
@@ -129,6 +133,21 @@ def current_stream(device: torch.device) -> int:
     """The handle of a GPU's current stream; faster than torch.cuda.current_stream, which creates an object."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch._C._cuda_getCurrentRawStream(index)  # type: ignore[attr-defined]
+
+
+def outside_of_pools(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """make(), with memory that may be kept longer than a pass: where torch.compile warms up a CUDA graph, all memory
+    that the thread allocates comes from the graph's own pool and must be given back. So another thread allocates."""
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def make_there() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(make_there).result()
 
 
 _manager = WorkspaceManager()

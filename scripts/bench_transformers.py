@@ -72,18 +72,21 @@ def make_model(name: str, num_layers: int, seed: int) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def variants(name: str, num_layers: int, seed: int) -> Iterator[tuple[str, Any]]:
-    """The same model with each implementation of its experts; each is used before the next is made."""
-    model = make_model(name, num_layers, seed)
-    for own in OWN:
-        model.set_experts_implementation(own)
-        yield own, model
-    for ours, quantize in QUANTIZED.items():
-        del model
-        gc.collect()
-        torch.cuda.empty_cache()
-        model = moe_ep.parallelize(make_model(name, num_layers, seed), quantize=quantize)
-        yield ours, model
+def variants(name: str, num_layers: int, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """The same model with each chosen implementation of its experts; each is used before the next is made."""
+    own = [implementation for implementation in options.experts if implementation in OWN]
+    model: Any = make_model(name, num_layers, options.seed) if own else None
+    for implementation in own:
+        model.set_experts_implementation(implementation)
+        yield implementation, model
+    for implementation in options.experts:
+        if implementation in QUANTIZED:
+            del model
+            gc.collect()
+            torch.cuda.empty_cache()
+            model = make_model(name, num_layers, options.seed)
+            model = moe_ep.parallelize(model, quantize=QUANTIZED[implementation])
+            yield implementation, model
 
 
 def bench_blocks(options: argparse.Namespace) -> Iterator[Row]:
@@ -93,7 +96,7 @@ def bench_blocks(options: argparse.Namespace) -> Iterator[Row]:
         shape = (_CHAIN, 1, max(options.tokens), preset(name).hidden_size)
         inputs = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
         expected: dict[int, torch.Tensor] = {}
-        for implementation, model in variants(name, 1, options.seed):
+        for implementation, model in variants(name, 1, options):
             block = next(module for module in model.modules() if hasattr(module, "experts"))
             for tokens in options.tokens:
                 row = {"model": name, "tokens": tokens, "experts": implementation}
@@ -129,9 +132,7 @@ def bench_generate(options: argparse.Namespace) -> Iterator[Row]:
     compiles the model."""
     name = options.models[0]
     prompts = torch.randint(1, _VOCABULARY, (options.prompts, options.prompt_tokens), device="cuda")
-    for implementation, model in variants(name, options.layers, options.seed):
-        if implementation == "batched_mm" and not options.compiled:
-            continue  # reading copies the weights of thousands of choices
+    for implementation, model in variants(name, options.layers, options):
         row = {"model": name, "layers": options.layers, "experts": implementation}
         yield row | {"by": "model.generate"} | measure_generation(by_transformers, model, prompts, options)
         if implementation in QUANTIZED and not options.compiled:
@@ -170,6 +171,9 @@ def measure_generation(run: Callable[..., int], *arguments: Any) -> Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("blocks", "generate"))
+    parser.add_argument(
+        "--experts", nargs="+", choices=[*OWN, *QUANTIZED], help="implementations (those that are quick)"
+    )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="generate: one (all)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 1024, 4096], help="of a block's call")
     parser.add_argument("--layers", type=int, default=48, help="generate: of the model (48)")
@@ -181,6 +185,8 @@ def main() -> int:
     parser.add_argument("--commit", help="what to record where this is no git checkout")
     parser.add_argument("--json", type=Path, help="append one JSON line a row to this file")
     options = parser.parse_args()
+    # A loop over experts takes a second a token, and to read prompts by copies more memory than there is.
+    options.experts = options.experts or [*(OWN if options.what == "blocks" else ("grouped_mm",)), *QUANTIZED]
     this_gpu()
     about = facts(seed=options.seed, commit=options.commit) | {"transformers": transformers.__version__}
     rows = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.workspace import current_stream
+from moe_ep.workspace import current_stream, outside_of_pools
 
 _LEAST = 8192
 _buffers: dict[tuple[int, int, str], list[torch.Tensor]] = {}
@@ -31,8 +31,16 @@ def _add_flags(buffers: list[torch.Tensor], device: torch.device, owner: tuple[i
     if not buffers or buffers[-1].numel() < numel:
         flags = _spare.pop(owner, None) if capturing else None
         if flags is None or flags.numel() < numel:
-            flags = torch.zeros(numel, dtype=torch.int32, device=device)
+            flags = _zeros(numel, device, capturing)
         buffers.append(flags)
     spare = _spare.get(owner)
     if not capturing and (spare is None or spare.numel() < buffers[-1].numel()):
-        _spare[owner] = torch.zeros_like(buffers[-1])
+        _spare[owner] = _zeros(buffers[-1].numel(), device, capturing)
+
+
+def _zeros(numel: int, device: torch.device, capturing: bool) -> torch.Tensor:
+    def make() -> torch.Tensor:
+        return torch.zeros(numel, dtype=torch.int32, device=device)
+
+    # A thread that captures would have to wait for another one's allocation, which ends its capture.
+    return make() if capturing else outside_of_pools(make, device)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from moe_ep.arguments import check_no_gradients
+from moe_ep.custom_ops import operator
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
 from moe_ep.errors import check_at_least
 from moe_ep.integrations.choices import count_choices, pack_choices, unpack_choices
@@ -83,13 +84,26 @@ class RoutedExperts(FusedMoE):
             RuntimeError: gradients are asked for.
         """
         check_no_gradients(f"the experts of {self.layer_name}", hidden_states, topk_weights)
-        with stage("route"):
-            choices = pack_choices(topk_ids, topk_weights, self.num_experts, self.row_mask)
-        output = super().forward(hidden_states.to(self.moe_config.in_dtype), choices).to(hidden_states.dtype)
+        run = operator("moe_forward_routed", self.layer_name)
+        rows = hidden_states.to(self.moe_config.in_dtype)
+        output = run(rows, topk_ids, topk_weights, self.layer_name).to(hidden_states.dtype)
         if self._num_identities:
             is_identity = topk_ids >= self.num_experts
             output += hidden_states * topk_weights.masked_fill(~is_identity, 0.0).sum(-1, keepdim=True)
         return output
+
+    def forward_routed(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The body of the graph node: the routed output, without identity experts."""
+        with stage("route"):
+            choices = pack_choices(topk_ids, topk_weights, self.num_experts, self.row_mask)
+        return cast(torch.Tensor, self.forward_impl(hidden_states, choices))
+
+    def supports_cuda_graph(self) -> bool:
+        """As of any layer, but where ranks agree on the host how a step travels."""
+        is_agreed = self._coordinator is not None and self._coordinator.size > 1
+        return not is_agreed and super().supports_cuda_graph()
 
     def serve(self) -> None:
         """This layer's part of a step in which this rank has no tokens."""

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from moe_ep.custom_ops import find_layer
+from moe_ep.integrations.routed_experts import RoutedExperts
+from moe_ep.kernels.reference import ReferenceExperts
 from moe_ep.layer import FusedMoE
 from moe_ep.shared_experts import SharedExperts
 from tests.core.moe_oracle import load, make_inputs, make_weights
@@ -35,8 +37,11 @@ class GraphCounter:
         return graph.forward
 
 
+@pytest.mark.parametrize("can_capture", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_compiled_layer_is_one_node(shared: bool) -> None:
+def test_a_compiled_layer_is_one_node(shared: bool, can_capture: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name torch.compile knows whether a CUDA graph may hold it."""
+    monkeypatch.setattr(ReferenceExperts, "supports_cuda_graph", lambda self: can_capture)
     layer = make_layer(shared_experts=SharedExperts(K, N) if shared else None)
     counter = GraphCounter()
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
@@ -44,7 +49,28 @@ def test_a_compiled_layer_is_one_node(shared: bool) -> None:
     assert torch.equal(compiled(*inputs), layer(*inputs))
     assert len(counter.calls) == 1
     ours = [call for call in counter.calls[0] if "moe_ep" in call]
-    assert ours == ["moe_ep.moe_forward_shared" if shared else "moe_ep.moe_forward"]
+    expected = "moe_forward_shared" if shared else "moe_forward"
+    assert ours == [f"moe_ep.{expected}" if can_capture else f"moe_ep.{expected}_uncaptured"]
+    op = getattr(torch.ops.moe_ep, ours[0].removeprefix("moe_ep.")).default
+    assert (torch.Tag.cudagraph_unsafe in op.tags) == (not can_capture)
+
+
+@pytest.mark.parametrize("identities", [0, 2])
+def test_choices_of_a_model_are_part_of_the_node(identities: int) -> None:
+    layer = load(
+        RoutedExperts(
+            num_experts=E, top_k=TOP_K, hidden_size=K, intermediate_size=N, num_identities=identities, ep_size=1
+        ),
+        make_weights(E, K, N),
+    )
+    counter = GraphCounter()
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    hidden_states = make_inputs(5, K, E)[0]
+    ids = torch.tensor([[0, 3], [-1, 5], [2, 1], [4, 0], [1, 1]])
+    inputs = hidden_states, ids, torch.rand(ids.shape)
+    assert torch.equal(compiled(*inputs), layer(*inputs))
+    (calls,) = counter.calls
+    assert [call for call in calls if "moe_ep" in call] == ["moe_ep.moe_forward_routed_uncaptured"]
 
 
 def test_a_compiled_model_of_two_layers() -> None:

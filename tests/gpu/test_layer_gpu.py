@@ -21,6 +21,8 @@ WORLD_SIZES = [
     pytest.param(4, marks=[pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")]),
     pytest.param(8, marks=pytest.mark.gpu8),
 ]
+# torch.compile's, without and with CUDA graphs.
+MODES = ["default", "reduce-overhead"]
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp8 rows on the wire": {"dispatch_dtype": torch.float8_e4m3fn},
@@ -89,13 +91,15 @@ def test_autocast_stops_at_the_layer() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shared", [False, True])
-def test_one_gpu_compiled(shared: bool) -> None:
-    layer = make_layer({"shared_experts": shared})
-    compiled = torch.compile(layer, fullgraph=True)
-    for T in (5, 17):
-        inputs = inputs_of(layer, T, seed=T)
-        check(compiled(*inputs), layer(*inputs), {})
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", ["plain", "shared experts", "4-bit experts"])
+def test_one_gpu_compiled(case: str, mode: str) -> None:
+    """Also where nothing has run before, so that what layers keep is made while a CUDA graph is warmed up."""
+    layer, eager = (make_layer(CASES[case]) for _ in range(2))
+    compiled = torch.compile(layer, fullgraph=True, mode=mode)
+    for step, T in enumerate((5, 5, 5, 17, 17, 17, 5)):  # warmed up, recorded, replayed
+        inputs = inputs_of(layer, T, seed=step)
+        check(compiled(*inputs).clone(), eager(*inputs), {})
 
 
 def over_ranks(rank: int, world_size: int, backend: str, options: dict[str, Any]) -> None:
@@ -112,18 +116,19 @@ def test_over_ranks_as_alone(world_size: int, backend: str, case: str) -> None:
     ranks(world_size, "nccl").run(over_ranks, backend, CASES[case])
 
 
-def compiled_over_ranks(rank: int, world_size: int, backend: str) -> None:
+def compiled_over_ranks(rank: int, world_size: int, backend: str, mode: str) -> None:
     layer, alone = make_pair({"shared_experts": True}, all2all_backend=backend)
-    compiled = torch.compile(layer, fullgraph=True)
-    for tokens in (8, 8 + rank):
-        inputs = inputs_of(layer, tokens, seed=rank)
-        check(compiled(*inputs), alone(*inputs), {})
+    compiled = torch.compile(layer, fullgraph=True, mode=mode)
+    for step, tokens in enumerate((8, 8 + rank, 8, 8, 8 + rank)):
+        inputs = inputs_of(layer, tokens, seed=rank + step)
+        check(compiled(*inputs).clone(), alone(*inputs), {})
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_compiled_over_ranks(world_size: int, backend: str) -> None:
-    ranks(world_size, "nccl").run(compiled_over_ranks, backend)
+def test_compiled_over_ranks(world_size: int, backend: str, mode: str) -> None:
+    ranks(world_size, "nccl").run(compiled_over_ranks, backend, mode)
 
 
 @pytest.mark.gpu

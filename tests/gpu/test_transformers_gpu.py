@@ -123,6 +123,45 @@ def test_generation_in_graphs_is_that_of_eager_passes(world_size: int, family: s
     assert (captured[0][1] > 0) == (world_size > 1)
 
 
+def compiled_logits(rank: int, world_size: int, quantize: str) -> None:
+    """Passes of changing tokens by a compiled model, which warms its CUDA graphs up, records and replays them."""
+    made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8, num_experts_per_tok=8)
+    eager = moe_ep.parallelize(copy.deepcopy(made), quantize=quantize)
+    model = moe_ep.parallelize(made, quantize=quantize)
+    compiled = torch.compile(model, mode="reduce-overhead")
+    generator = torch.Generator("cuda").manual_seed(rank)
+    with torch.inference_mode():
+        for _ in range(4):
+            tokens = torch.randint(1, SIZES["vocab_size"], (2, 6), device="cuda", generator=generator)
+            got = compiled(tokens, use_cache=False).logits.clone()
+            expected = eager(tokens, use_cache=False).logits
+            assert relative_error(got, expected) < 2 * len(steps_of(model).layers) * tolerance(torch.bfloat16)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int4"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_compiled_with_cuda_graphs(world_size: int, quantize: str) -> None:
+    ranks(world_size, "nccl").run(compiled_logits, quantize)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantize", ["none", "int4"])
+def test_static_caches(quantize: str) -> None:
+    """transformers compiles the decoding of them, with CUDA graphs."""
+    made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8, num_experts_per_tok=8, eos_token_id=None)
+    model = moe_ep.parallelize(made, quantize=quantize)
+    prompts = torch.randint(1, SIZES["vocab_size"], (3, 9), device="cuda")
+    settings = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    exact, compiled = (
+        model.generate(prompts, **settings, **cache) for cache in ({}, {"cache_implementation": "static"})
+    )
+    # Of the tokens up to the first on which rounding decided otherwise.
+    same = (exact.sequences == compiled.sequences).all(0)[prompts.size(1) :].cumprod(0).sum()
+    assert same >= 1
+    got, expected = (torch.stack(found.logits[: int(same)]) for found in (compiled, exact))
+    assert relative_error(got, expected) < 2 * len(steps_of(model).layers) * tolerance(torch.bfloat16)
+
+
 @pytest.mark.gpu
 def test_ungated_experts() -> None:
     """Of Nemotron-H, in int4: few rows, many, and one of each of four slots."""
