@@ -174,10 +174,14 @@ def _custom_topk(
 def _apply_zero_experts(
     hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Clears the slots of identity experts; returns weights, ids and their part of the output, `[T, K]`."""
+    """Clears the slots of identity experts; returns weights, ids and their part of the output, `[T, K]`.
+
+    That is zero for a token that chose none of them, also where its row is not finite.
+    """
     is_identity = topk_ids >= num_experts
     identity_weight = torch.where(is_identity, topk_weights, 0.0).sum(dim=-1, keepdim=True)
-    result = (hidden_states.float() * identity_weight).to(hidden_states.dtype)
+    has_identity = is_identity.any(dim=-1, keepdim=True)
+    result = torch.where(has_identity, hidden_states.float() * identity_weight, 0.0).to(hidden_states.dtype)
     return topk_weights.masked_fill(is_identity, 0.0), topk_ids.masked_fill(is_identity, -1), result
 
 

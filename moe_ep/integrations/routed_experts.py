@@ -89,7 +89,9 @@ class RoutedExperts(FusedMoE):
         output = run(rows, topk_ids, topk_weights, self.layer_name).to(hidden_states.dtype)
         if self._num_identities:
             is_identity = topk_ids >= self.num_experts
-            output += hidden_states * topk_weights.masked_fill(~is_identity, 0.0).sum(-1, keepdim=True)
+            kept = hidden_states * topk_weights.masked_fill(~is_identity, 0.0).sum(-1, keepdim=True)
+            # Rows of other tokens need not be finite.
+            output += torch.where(is_identity.any(-1, keepdim=True), kept, 0.0)
         return output
 
     def forward_routed(

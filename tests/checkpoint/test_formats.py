@@ -7,6 +7,7 @@ import torch
 
 from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, quantization_config, unpack_gptq
+from moe_ep.checkpoint.formats.packing import pack_words, unpack_words
 from moe_ep.errors import CheckpointError
 from moe_ep.quantize_weights import quantize_int
 from moe_ep.scalar_type import ScalarType, scalar_types
@@ -117,6 +118,16 @@ def test_leading_dimensions_are_a_batch() -> None:
         for j in range(3):
             one = unpack_gptq(qweight[i, j], qzeros[i, j], scales[i, j], g_idx[i, j], config)
             assert torch.equal(values[i, j], dequantize(one))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_may_have_gaps_between_them(bits: int) -> None:
+    """As gate and up of a rank's only expert have, where a row is one word."""
+    both = random_words(1, 4, 2)
+    for half in both.chunk(2, dim=-1):
+        codes = unpack_words(half, bits)
+        assert torch.equal(codes, unpack_words(half.clone(memory_format=torch.contiguous_format), bits))
+        assert torch.equal(pack_words(codes.repeat_interleave(2, 1)[:, ::2], bits), half)
 
 
 @pytest.mark.gpu

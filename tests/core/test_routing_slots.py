@@ -66,6 +66,16 @@ def test_zero_expert_result_is_rounded_once_to_the_dtype_of_the_hidden_states(dt
     )
 
 
+def test_zero_experts_add_nothing_to_tokens_that_chose_none() -> None:
+    hidden_states = torch.tensor([[float("nan")] * 4, [float("inf")] * 4, [1.0] * 4])
+    _, ids, result = select_experts(
+        hidden_states, torch.tensor([[9.0, 0.0], [9.0, 0.0], [0.0, 9.0]]), 1, False, True,
+        zero_expert_num=1, zero_expert_type="identity",
+    )  # fmt: skip
+    assert ids.tolist() == [[0], [0], [-1]]
+    assert result.tolist() == [[0.0] * 4, [0.0] * 4, [1.0] * 4]
+
+
 @pytest.mark.parametrize("num_shared", [1, 2])
 @pytest.mark.parametrize("global_num_experts", [None, 12, 16])
 def test_shared_experts_follow_the_routed_slots(num_shared: int, global_num_experts: int | None) -> None:

@@ -77,6 +77,18 @@ def test_a_layer_copies_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [found.data_ptr() for found in routed.ids] == [packed[:, 1].data_ptr()]
 
 
+def test_identity_experts_add_nothing_to_tokens_that_chose_none() -> None:
+    layer = routed_experts.RoutedExperts(
+        num_experts=E, top_k=1, hidden_size=4, intermediate_size=4, params_dtype=torch.float32, num_identities=1
+    )
+    for param in layer.parameters():
+        torch.nn.init.normal_(param)
+    hidden_states = torch.tensor([[float("nan")] * 4, [float("inf")] * 4, [2.0] * 4])
+    with torch.no_grad():
+        output = layer(hidden_states, torch.tensor([[-1], [-1], [E]]), torch.full((3, 1), 0.5))
+    assert output.tolist() == [[0.0] * 4, [0.0] * 4, [1.0] * 4]
+
+
 def check_triton(device: str) -> None:
     from moe_ep.kernels import triton_choices as fused
 

@@ -7,14 +7,14 @@ import torch
 
 def unpack_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 `[..., R]` -> uint8 `[..., R * 32 / bits]`; the bytes of an int32 are low first already."""
-    octets = packed.flatten().view(torch.uint8).view(*packed.shape[:-1], 4 * packed.shape[-1])
+    octets = _in_a_row(packed).view(torch.uint8).view(*packed.shape[:-1], 4 * packed.shape[-1])
     return octets if bits == 8 else unpack_nibbles(octets)
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """The inverse: uint8 `[..., R]` -> int32 `[..., R * bits / 32]`, R a multiple of 32 / bits."""
     octets = codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return octets.flatten().view(torch.int32).view(*octets.shape[:-1], octets.shape[-1] // 4)
+    return _in_a_row(octets).view(torch.int32).view(*octets.shape[:-1], octets.shape[-1] // 4)
 
 
 def unpack_nibbles(octets: torch.Tensor) -> torch.Tensor:
@@ -24,3 +24,8 @@ def unpack_nibbles(octets: torch.Tensor) -> torch.Tensor:
     """
     words = octets.contiguous().to(torch.int16)
     return ((words << 4) | words).bitwise_and_(0x0F0F).view(torch.uint8)
+
+
+def _in_a_row(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers one behind the other, for views of another size; what `flatten` alone returns may have gaps."""
+    return tensor.flatten().contiguous()
