@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from moe_ep.kernels.triton_handover import comes_early, take_over
-from moe_ep.kernels.triton_kernel import TritonKernel
+from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, next_power_of_2
 
 _BLOCK = 128
 _NUM_WARPS = 4
@@ -71,7 +71,7 @@ def triton_batched_align(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The lists of `batched_moe_align_block_size` in one launch; arguments not checked."""
     num_experts = expert_num_tokens.numel()
-    num_blocks = num_experts * triton.cdiv(max_rows, block_size)
+    num_blocks = num_experts * cdiv(max_rows, block_size)
     sorted_token_ids = expert_num_tokens.new_empty(num_blocks * block_size, dtype=torch.int32)
     expert_ids = expert_num_tokens.new_empty(num_blocks, dtype=torch.int32)
     used = expert_num_tokens.new_empty(1, dtype=torch.int32)
@@ -86,7 +86,7 @@ def triton_batched_align(
         sorted_token_ids.numel(),
         num_blocks,
         BLOCK_SIZE=block_size,
-        BINS=triton.next_power_of_2(num_experts),
+        BINS=next_power_of_2(num_experts),
         BLOCK=_BLOCK,
         EARLY=early,
         launch_pdl=early,

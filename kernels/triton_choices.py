@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ep.kernels.triton_kernel import TritonKernel
+from moe_ep.kernels.triton_kernel import TritonKernel, cdiv
 
 _BLOCK = 256
 
@@ -70,7 +70,7 @@ def triton_pack_choices(
 ) -> None:
     """`pack_choices` of at least one slot into `empty_choices`."""
     num_tokens, top_k = topk_ids.shape
-    _pack_kernel[(triton.cdiv(num_tokens * top_k, _BLOCK),)](
+    _pack_kernel[(cdiv(num_tokens * top_k, _BLOCK),)](
         topk_ids,
         topk_weights,
         None if row_mask is None else row_mask.contiguous(),
@@ -89,4 +89,4 @@ def triton_pack_choices(
 def triton_count_choices(topk_ids: torch.Tensor, counts: torch.Tensor) -> None:
     """`count_choices` of at least one slot."""
     ids = topk_ids.contiguous()
-    _count_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](ids, counts, ids.numel(), BLOCK=_BLOCK)
+    _count_kernel[(cdiv(ids.numel(), _BLOCK),)](ids, counts, ids.numel(), BLOCK=_BLOCK)

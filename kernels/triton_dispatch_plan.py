@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ep.kernels.triton_kernel import TritonKernel
+from moe_ep.kernels.triton_kernel import TritonKernel, next_power_of_2
 
 _BLOCK_TOKENS = 1024
 
@@ -91,6 +91,6 @@ def triton_send_plan(
         NUM_RANKS=num_ranks,
         TOPK=topk,
         EXACT=capacity is None,
-        BLOCK=min(_BLOCK_TOKENS, triton.next_power_of_2(num_tokens)),
+        BLOCK=min(_BLOCK_TOKENS, next_power_of_2(num_tokens)),
     )
     return slots, counts

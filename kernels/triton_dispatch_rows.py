@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from moe_ep.kernels.triton_kernel import TritonKernel
+from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, next_power_of_2
 
 # A thread moves 16 bytes at a time. Rows are split until there are this many programs, to occupy a large GPU twice;
 # with many times as many, a thread moves two such vectors, and what each program must look up is paid half as often.
@@ -16,6 +18,7 @@ _ENOUGH_PROGRAMS = 264
 _PLENTY = 8 * _ENOUGH_PROGRAMS
 
 
+@functools.lru_cache(maxsize=1024)
 def row_blocks(num_rows: int, num_columns: int, element_size: int) -> tuple[int, int]:
     """Chooses (columns per program, warps) for a kernel with one program for each row and block of columns.
 
@@ -25,11 +28,11 @@ def row_blocks(num_rows: int, num_columns: int, element_size: int) -> tuple[int,
     num_warps = 4
     while num_warps > 1 and (
         per_warp * num_warps // 2 >= num_columns
-        or num_rows * triton.cdiv(num_columns, per_warp * num_warps) < _ENOUGH_PROGRAMS
+        or num_rows * cdiv(num_columns, per_warp * num_warps) < _ENOUGH_PROGRAMS
     ):
         num_warps //= 2
     block = per_warp * num_warps
-    if block < num_columns and num_rows * triton.cdiv(num_columns, 2 * block) >= _PLENTY:
+    if block < num_columns and num_rows * cdiv(num_columns, 2 * block) >= _PLENTY:
         block *= 2
     return block, num_warps
 
@@ -156,7 +159,7 @@ def triton_pack_rows(
     num_tokens, num_columns = rows.shape
     topk = topk_ids.size(1)
     block, num_warps = row_blocks(num_tokens, num_columns, rows.element_size())
-    _pack_rows_kernel[(num_tokens, triton.cdiv(num_columns, block))](
+    _pack_rows_kernel[(num_tokens, cdiv(num_columns, block))](
         rows,
         topk_ids,
         topk_weights,
@@ -170,7 +173,7 @@ def triton_pack_rows(
         send_rows.stride(0),
         NUM_RANKS=slots.size(1),
         TOPK=topk,
-        BLOCK_TOPK=triton.next_power_of_2(topk),
+        BLOCK_TOPK=next_power_of_2(topk),
         BLOCK=block,
         num_warps=num_warps,
     )
@@ -194,7 +197,7 @@ def _launch_weighted_rows(
     """Products and sums are rounded one by one, not fused, so the bits are those of the plain form."""
     num_rows, num_columns = target.shape
     block, num_warps = row_blocks(num_rows, num_columns, target.element_size())
-    _weighted_rows_kernel[(num_rows, triton.cdiv(num_columns, block))](
+    _weighted_rows_kernel[(num_rows, cdiv(num_columns, block))](
         source,
         slots,
         weights,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from moe_ep.activation import SWIGLUOAI_ALPHA, MoEActivation
 from moe_ep.kernels.triton_dispatch_rows import as_words, row_blocks
-from moe_ep.kernels.triton_kernel import TritonKernel
+from moe_ep.kernels.triton_kernel import TritonKernel, cdiv
 
 _ALPHA = tl.constexpr(SWIGLUOAI_ALPHA)
 # Of NaN and a limit, NaN, as torch has it.
@@ -112,7 +112,7 @@ def triton_move_rows(
     source, target = as_words(source, target)
     num_columns = source.size(1)
     block, num_warps = row_blocks(num_rows, num_columns, source.element_size())
-    _move_rows_kernel[(num_rows, triton.cdiv(num_columns, block))](
+    _move_rows_kernel[(num_rows, cdiv(num_columns, block))](
         source,
         sources,
         target,
@@ -136,7 +136,7 @@ def triton_activate_rows(
     if num_rows == 0:
         return
     block, num_warps = row_blocks(num_rows, num_columns, output.element_size())
-    _activate_kernel[(num_rows, triton.cdiv(num_columns, block))](
+    _activate_kernel[(num_rows, cdiv(num_columns, block))](
         input,
         output,
         count,

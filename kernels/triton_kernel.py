@@ -20,6 +20,16 @@ _FORMATS = {"i32": "i", "i64": "q", "u64": "Q", "fp32": "f"}
 _SCRATCH = "PP"
 
 
+def cdiv(number: int, divisor: int) -> int:
+    """The quotient, rounded up. Triton's own function of this name takes microseconds on the host."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is not below a number from 1 up; as `cdiv`."""
+    return 1 << (number - 1).bit_length()
+
+
 class TritonKernel:
     """A `triton.jit` function, called in the same way: `kernel[grid](*args, **constants)`.
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from moe_ep.kernels.quantize import GROUP_SIZE, scale_offset
 from moe_ep.kernels.triton_dispatch_rows import as_words, row_blocks
-from moe_ep.kernels.triton_kernel import TritonKernel
+from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, next_power_of_2
 from moe_ep.kernels.triton_quantize import decode_e4m3
 
 _BLOCK_EXPERTS = 128
@@ -145,7 +145,7 @@ def triton_open_messages(
         message_rows, target = as_words(message_rows.view(batch.dtype), batch)
     num_columns = target.size(2)
     block, num_warps = row_blocks(num_rows, num_columns, target.element_size())
-    _open_messages_kernel[(num_rows + num_local_experts, triton.cdiv(num_columns, block))](
+    _open_messages_kernel[(num_rows + num_local_experts, cdiv(num_columns, block))](
         message_rows,
         scales,
         message_meta,
@@ -165,7 +165,7 @@ def triton_open_messages(
         capacity,
         NUM_RANKS=num_ranks,
         TOPK=topk,
-        BLOCK_TOPK=triton.next_power_of_2(topk),
+        BLOCK_TOPK=next_power_of_2(topk),
         HAS_MAP=expert_map is not None,
         QUANTIZED=quantized,
         GROUP=GROUP_SIZE,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_ep.kernels.triton_dispatch_rows import as_words, row_blocks
-from moe_ep.kernels.triton_kernel import TritonKernel
+from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, next_power_of_2
 
 _BLOCK_TOKENS = 64
 _BLOCK_EXPERTS = 32
@@ -152,7 +152,7 @@ def triton_pack_messages(
     num_words = rows.size(1)
     slots = topk_ids.new_empty((num_tokens, num_ranks))
     block, num_warps = row_blocks(capacity, num_words, rows.element_size())
-    grid = (capacity + triton.cdiv(num_experts, _BLOCK_EXPERTS), triton.cdiv(num_words, block))
+    grid = (capacity + cdiv(num_experts, _BLOCK_EXPERTS), cdiv(num_words, block))
     _pack_messages_kernel[grid](
         rows,
         topk_ids,
@@ -173,7 +173,7 @@ def triton_pack_messages(
         capacity,
         NUM_RANKS=num_ranks,
         TOPK=topk,
-        BLOCK_TOPK=triton.next_power_of_2(topk),
+        BLOCK_TOPK=next_power_of_2(topk),
         BLOCK_TOKENS=_BLOCK_TOKENS,
         BLOCK_EXPERTS=_BLOCK_EXPERTS,
         BLOCK=block,

@@ -13,7 +13,7 @@ import triton.language as tl
 from moe_ep.kernels.quantize import GROUP_SIZE, TINY_SCALE, scale_offset
 from moe_ep.kernels.triton_dispatch_rows import row_blocks
 from moe_ep.kernels.triton_handover import comes_early, take_over
-from moe_ep.kernels.triton_kernel import TritonKernel
+from moe_ep.kernels.triton_kernel import TritonKernel, cdiv
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 # As measured: 16 columns per thread, and blocks that extend little beyond the end of a row.
@@ -197,14 +197,14 @@ def triton_quantize_rows(rows: torch.Tensor, quantized: torch.Tensor) -> torch.T
     """Writes `quantized` and returns it; arguments as in `quantize_rows`, not checked."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     num_tokens, hidden_size = rows.shape
-    num_groups = triton.cdiv(hidden_size, GROUP_SIZE)
+    num_groups = cdiv(hidden_size, GROUP_SIZE)
     # Views of one buffer: codes from its first byte, scales behind them.
     start = scale_offset(hidden_size)
     if start > hidden_size:
         quantized[:, hidden_size:start].zero_()
     block = min(_MOST_COLUMNS, row_blocks(num_tokens, hidden_size, rows.element_size())[0])
     block_groups = max(1, block // GROUP_SIZE)
-    _quantize_kernel[(num_tokens, triton.cdiv(num_groups, block_groups))](
+    _quantize_kernel[(num_tokens, cdiv(num_groups, block_groups))](
         rows,
         quantized,
         quantized[:, start:].view(torch.float32),
@@ -231,7 +231,7 @@ def triton_dequantize_rows(quantized: torch.Tensor, rows: torch.Tensor) -> torch
     num_tokens, hidden_size = rows.shape
     block, num_warps = row_blocks(num_tokens, hidden_size, rows.element_size())
     block_groups, early = max(1, block // GROUP_SIZE), comes_early(rows.device)
-    _dequantize_kernel[(num_tokens, triton.cdiv(hidden_size, block_groups * GROUP_SIZE))](
+    _dequantize_kernel[(num_tokens, cdiv(hidden_size, block_groups * GROUP_SIZE))](
         quantized,
         quantized[:, scale_offset(hidden_size) :].view(torch.float32),
         rows,

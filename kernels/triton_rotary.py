@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ep.kernels.triton_kernel import TritonKernel
+from moe_ep.kernels.triton_kernel import TritonKernel, cdiv, next_power_of_2
 
 _BLOCK_HEADS = 8
 
@@ -95,7 +95,7 @@ def triton_rotary(
     batch, num_tokens, query_heads, head_dim = query.shape
     key_heads = key.size(2)
     targets = torch.empty_like(query), torch.empty_like(key)
-    _rotary_kernel[(batch * num_tokens, triton.cdiv(query_heads, _BLOCK_HEADS) + triton.cdiv(key_heads, _BLOCK_HEADS))](
+    _rotary_kernel[(batch * num_tokens, cdiv(query_heads, _BLOCK_HEADS) + cdiv(key_heads, _BLOCK_HEADS))](
         query,
         key,
         cos,
@@ -107,7 +107,7 @@ def triton_rotary(
         HALF=head_dim // 2,
         WIDE=cos.size(-1) == head_dim,
         BLOCK_HEADS=_BLOCK_HEADS,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_HALF=next_power_of_2(head_dim // 2),
         enable_fp_fusion=False,
     )
     return targets

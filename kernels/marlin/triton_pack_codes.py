@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ep.kernels.triton_kernel import TritonKernel
+from moe_ep.kernels.triton_kernel import TritonKernel, cdiv
 
 _BLOCK = 1024
 
@@ -87,7 +87,7 @@ def triton_pack_codes(codes: torch.Tensor, bits: int, gated: bool, spread: bool 
     num_experts, num_rows, num_columns = codes.shape
     words_per_expert = num_rows * num_columns * bits // 32
     words = torch.empty((num_experts, words_per_expert), dtype=torch.int32, device=codes.device)
-    grid = (triton.cdiv(words_per_expert, _BLOCK), num_experts)
+    grid = (cdiv(words_per_expert, _BLOCK), num_experts)
     pairs = codes.view(torch.int16)
     _pack_codes_kernel[grid](
         pairs, words, num_rows, num_columns, words_per_expert, BITS=bits, GATED=gated, SPREAD=spread, BLOCK=_BLOCK
