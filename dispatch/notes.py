@@ -1,24 +1,22 @@
 """What ranks tell each other when a collective step cannot finish: short notes in the store of the process group.
 
 A rank that refuses a batch leaves a note before it raises; a rank whose collective failed reads the notes, and where
-there are none calls the roll: ranks that do not answer are the ones at fault.
+there are none calls the roll (`moe_ep.roll_call`).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from moe_ep.job_store import job_store, roll_call
+from moe_ep.job_store import ask_store, job_store, listen_to_store
 
 logger = logging.getLogger(__name__)
 
-_WATCH_INTERVAL_S = 1.0
-_watchers: WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = WeakKeyDictionary()
+_READ_S = 3.0
+_watchers: WeakKeyDictionary[dist.ProcessGroup, _Watcher] = WeakKeyDictionary()
 # Notes of this process that stand; any backend of a group that takes part again withdraws the group's.
 _standing: set[str] = set()
 
@@ -59,43 +57,37 @@ class Notes:
             job_store().set(key, "")
 
     def read(self) -> dict[int, str]:
-        """The notes of the other ranks."""
-        others = (rank for rank in range(self._size) if rank != self._rank)
-        return {rank: text for rank in others if (text := self._get(self._key(rank)))}
+        """The notes of the other ranks; RuntimeError where the store cannot be reached."""
+        return ask_store(self.read_from, _READ_S)
 
-    def roll_call(self) -> list[int]:
-        """The ranks whose collective did not fail too: dead, stuck, or elsewhere."""
-        return roll_call(self._prefix, self._rank, self._size)
+    def read_from(self, store: dist.Store) -> dict[int, str]:
+        """As `read`, from this connection."""
+        keys = {rank: self._key(rank) for rank in range(self._size) if rank != self._rank}
+        found = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+        return {rank: text for rank, text in found.items() if text}
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/refused/{rank}"
 
-    @staticmethod
-    def _get(key: str) -> str:
-        store = job_store()
-        return store.get(key).decode() if store.check([key]) else ""
-
 
 def watch(group: dist.ProcessGroup) -> None:
-    """Logs an error when another rank of the group refuses a batch; one thread a group, started once.
+    """Logs an error when another rank of the group refuses a batch.
 
     For transports where a rank waits on the device and nothing on the host can tell what for.
     """
     if group not in _watchers:
-        thread = threading.Thread(target=_watch, args=(ref(group), Notes(group)), name="moe_ep-notes", daemon=True)
-        _watchers[group] = thread
-        thread.start()
+        _watchers[group] = _Watcher(Notes(group))
+        listen_to_store(_watchers[group])
 
 
-def _watch(group: ref[dist.ProcessGroup], notes: Notes) -> None:
-    reported: dict[int, str] = {}
-    while group() is not None and dist.is_initialized():
-        try:
-            found = notes.read()
-        except RuntimeError:
-            return  # The store is gone, and with it the job.
+class _Watcher:
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._reported: dict[int, str] = {}
+
+    def listen(self, store: dist.Store) -> None:
+        found = self._notes.read_from(store)
         for rank, text in found.items():
-            if reported.get(rank) != text:
+            if self._reported.get(rank) != text:
                 logger.error("EP rank %d refused its batch; this rank will wait for it in vain: %s", rank, text)
-        reported = found
-        time.sleep(_WATCH_INTERVAL_S)
+        self._reported = found

@@ -4,15 +4,14 @@ On the CPU (gloo) a step is started and then waited for at most until the deadli
 DispatchTimeoutError. On CUDA (NCCL) a step is queued on the current stream, and the host does not wait for it: where
 a backend needs a number on the host anyway (`HostCopy`), that wait has the deadline. Otherwise a step that never
 finishes ends with NCCL's own watchdog, which ends the process at the group's timeout; until then a thread logs the name
-of a rank that refused its batch (`notes.watch`). After a DispatchTimeoutError the group's state is not known: end the
-process, or make a new group.
+of a rank that refused its batch (`notes.watch`). Who is at fault is found by calling the roll (`moe_ep.roll_call`).
+After a DispatchTimeoutError the group's state is not known: end the process, or make a new group.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from moe_ep.dispatch.batch import MAX_TOPK
 from moe_ep.dispatch.notes import Notes, watch
 from moe_ep.errors import ConfigError, DispatchTimeoutError, rank_list
 from moe_ep.process_groups import GroupReference, deadline_of
-from moe_ep.waiting import comes_within
+from moe_ep.roll_call import Roll
 
 
 class RankGroup:
@@ -66,7 +65,7 @@ class RankGroup:
             )
         self.ep_ranks: Sequence[int] = range(self.size)
         self._group = self._noted = GroupReference(group)
-        self.notes = Notes(group)
+        self.notes, self.roll = Notes(group), Roll.of(group)
         self.timeout_s = deadline_of(group)
         self.have_agreed = False
 
@@ -79,7 +78,7 @@ class RankGroup:
         """Messages speak of the ranks of `ep_group` from now on, which has these and others; all of those are told what
         a rank refuses, and asked where a step does not finish: a rank may wait for one that waits for another."""
         self.ep_ranks = [dist.get_group_rank(ep_group, rank) for rank in dist.get_process_group_ranks(self.group)]
-        self.notes, self._noted = Notes(ep_group), GroupReference(ep_group)
+        self.notes, self.roll, self._noted = Notes(ep_group), Roll.of(ep_group), GroupReference(ep_group)
 
     def must_agree(self, settings: dict[str, int], device: torch.device) -> None:
         """Refuses ranks whose layers differ, before they exchange rows of other sizes than they expect.
@@ -116,8 +115,10 @@ class RankGroup:
         Args:
             name: of the step that waits.
         """
-        if not comes_within(self.timeout_s, have_come):
-            raise self.failed(name, "the GPU is still waiting for the ranks' sizes")
+        try:
+            self.roll.comes(self.timeout_s, have_come)
+        except RuntimeError:
+            raise self.failed(name, "the GPU is still waiting for the ranks' sizes") from None
 
     def failed(self, name: str, cause: str) -> DispatchTimeoutError:
         """The error for a step that failed or took too long, with the ranks at fault where somebody can tell."""
@@ -127,14 +128,10 @@ class RankGroup:
             if refusals:
                 reasons = "; ".join(f"rank {rank} refused its batch: {text}" for rank, text in refusals.items())
                 return DispatchTimeoutError(f"{story}: {reasons}", list(refusals))
-            absent = self.notes.roll_call()
+            verdict = self.roll.call()
         except RuntimeError as error:
             return DispatchTimeoutError(f"{story}, and the ranks' store cannot be reached ({error}): {cause}")
-        if absent:
-            return DispatchTimeoutError(
-                f"{story}: {rank_list(absent)} did not take part (dead, stuck or late): {cause}", absent
-            )
-        return DispatchTimeoutError(f"{story} and every rank is alive; raise the group's timeout: {cause}")
+        return DispatchTimeoutError(f"{story}: {verdict}: {cause}", verdict.at_fault)
 
 
 class Steps:
@@ -165,9 +162,8 @@ class Steps:
         """Raises DispatchTimeoutError where a peer did not take part; may be called again."""
         deadline = time.monotonic() + self._ranks.timeout_s
         while self._works:
-            left = max(deadline - time.monotonic(), 1e-3)
             try:
-                self._works[0].wait(timedelta(seconds=left))
+                self._ranks.roll.wait_for(self._works[0], deadline - time.monotonic())
             except RuntimeError as error:
                 self._works.clear()
                 raise self._ranks.failed(self._name, str(error)) from error

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_ep.errors import DispatchTimeoutError, rank_list
+from moe_ep.errors import DispatchTimeoutError
 from moe_ep.process_groups import deadline_of, num_hosts, timeout_of
-from moe_ep.waiting import comes_within
+from moe_ep.roll_call import Roll
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
     """The largest `value` of the group's ranks, at least 0; `value` itself without a group. All ranks must call it.
 
     Raises:
-        DispatchTimeoutError: a rank of this host did not answer before the deadline.
+        DispatchTimeoutError: a rank did not answer before the deadline.
     """
     if group is None:
         return value
@@ -48,7 +48,12 @@ def largest_over_ranks(value: int, group: dist.ProcessGroup | None) -> int:
     if board is not None:
         return max(number for (number,) in board.gather([value], "the layer"))
     number = torch.tensor(value, dtype=torch.int64, device="cpu")
-    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=_host_group(group))
+    roll, seconds = Roll.of(group), deadline_of(group)
+    try:
+        work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=_host_group(group), async_op=True)
+        roll.wait_for(work, seconds)
+    except RuntimeError as error:
+        raise _not_agreed(roll, seconds, "the layer", error) from error
     return int(number)
 
 
@@ -61,16 +66,16 @@ class Board:
 
     Args:
         path: a file that `make_file` made for these sizes.
-        rank: this process's rank among the `size` ranks that share it.
+        roll: of the ranks that share it.
         width: number of values in an answer, each a whole number from 0 to 2^32 - 1.
         timeout_s: deadline of every question.
     """
 
-    def __init__(self, path: Path, rank: int, size: int, width: int, timeout_s: float) -> None:
+    def __init__(self, path: Path, roll: Roll, width: int, timeout_s: float) -> None:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
-        self._answers = np.frombuffer(self._memory, dtype=np.int64).reshape(2, size, width)
-        self._rank, self._timeout_s = rank, timeout_s
+        self._answers = np.frombuffer(self._memory, dtype=np.int64).reshape(2, roll.size, width)
+        self._roll, self._timeout_s = roll, timeout_s
         self._question = 0
 
     @staticmethod
@@ -95,14 +100,11 @@ class Board:
         """
         question = self._question = (self._question + 1) % _QUESTIONS
         answers = self._answers[question % 2]
-        answers[self._rank] = [question << _VALUE_BITS | value for value in values]
-        if not comes_within(self._timeout_s, lambda: bool((answers >> _VALUE_BITS == question).all())):
-            absent = np.flatnonzero((answers >> _VALUE_BITS != question).any(axis=1)).tolist()
-            raise DispatchTimeoutError(
-                f"EP rank {self._rank} waited {self._timeout_s:g} s for {rank_list(absent)} to come to {what} and say "
-                f"how many tokens it has: dead, stuck or late; end the process, or make the group anew",
-                absent,
-            )
+        answers[self._roll.rank] = [question << _VALUE_BITS | value for value in values]
+        try:
+            self._roll.comes(self._timeout_s, lambda: bool((answers >> _VALUE_BITS == question).all()))
+        except RuntimeError as error:
+            raise _not_agreed(self._roll, self._timeout_s, what, error) from None
         return (answers & (1 << _VALUE_BITS) - 1).tolist()
 
 
@@ -114,20 +116,30 @@ def share_board(group: dist.ProcessGroup, width: int) -> Board | None:
     """
     if num_hosts(group) > 1:
         return None
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    deadline = deadline_of(group)
+    roll, deadline = Roll.of(group), deadline_of(group)
     made, board = None, None
     with suppress(OSError):  # the others learn of a failure by the empty name
-        made = Board.make_file(size, width) if rank == 0 else None
+        made = Board.make_file(roll.size, width) if roll.rank == 0 else None
     try:
         name = _gathered("" if made is None else str(made), group)[0]
         with suppress(OSError):  # ranks on hosts of one name may still have no files in common
-            board = Board(Path(name), rank, size, width, deadline) if name else None
+            board = Board(Path(name), roll, width, deadline) if name else None
         is_shared = all(_gathered(board is not None, group))
     finally:
         if made is not None:
             made.unlink()
     return board if is_shared else None
+
+
+def _not_agreed(roll: Roll, timeout_s: float, what: str, cause: RuntimeError) -> DispatchTimeoutError:
+    """The error for ranks that did not all come to it."""
+    story = f"the ranks did not all come to {what} and say how many tokens they have (EP rank {roll.rank}, deadline "
+    story += f"{timeout_s:g} s)"
+    try:
+        verdict = roll.call()
+    except RuntimeError as error:
+        return DispatchTimeoutError(f"{story}, and the ranks' store cannot be reached ({error}): {cause}")
+    return DispatchTimeoutError(f"{story}: {verdict}; end the process, or make the group anew", verdict.at_fault)
 
 
 def _gathered(mine: T, group: dist.ProcessGroup) -> list[T]:

@@ -4,37 +4,30 @@ They run over gloo connections of their own, each with a deadline. What goes wro
 `EplbError` on all: the first that fails leaves its sentence in the store of the job, the others raise that sentence
 too, and a rank that waits for nothing finds it there.
 
-Who is at fault is found by calling the roll: a rank whose exchange fails says so in the store, and those that do not
-are named. It ends its connections first, so that ranks which wait for it, and not for the one at fault, fail too.
-Where connections broke off before a deadline, ranks that have not come to the exchange yet answer as well: they live,
-and may have been on their way.
+Who is at fault is found by calling the roll (`moe_ep.roll_call`). A rank whose exchange fails ends its connections
+first, so that messages which wait for it fail too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from moe_ep.errors import EplbError, rank_list
-from moe_ep.job_store import answer_roll, job_store, roll_call
+from moe_ep.errors import EplbError
+from moe_ep.job_store import job_store
+from moe_ep.roll_call import CALL_S, Roll
 
 logger = logging.getLogger(__name__)
 
 _OTHERS_WORD_S = 2.0
-# What a failed exchange takes behind its deadline: the roll is called, and the error left in the store.
-_VERDICT_S = 3.0
-# gloo's own deadlines are not to the millisecond.
-_SURELY_IN_TIME = 0.9
-# For whom the roll is called: all ranks that live, or those that have come to the exchange.
-_FOR_ALL, _FOR_THIS = "all", "this exchange"
 # Numbers for the channels of a group: they name keys in the store, which must not be met twice.
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
@@ -64,18 +57,22 @@ class SideChannel:
             self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
             number = next(_numbers.setdefault(process_group, itertools.count()))
             self._prefix = f"moe_ep/eplb/{process_group.group_name}/{number}"
+            self._roll = Roll(self._prefix, self.rank, self.size)
             deadline = timedelta(seconds=timeout_s)
             try:
                 store = dist.PrefixStore(f"{self._prefix}/gloo", job_store())
-                # It has a group's methods.
-                self.group = dist.ProcessGroupGloo(store, self.rank, self.size, deadline)  # type: ignore[assignment]
+                with self.waiting():
+                    # It has a group's methods.
+                    self.group = dist.ProcessGroupGloo(  # type: ignore[assignment]
+                        store, self.rank, self.size, deadline
+                    )
             except RuntimeError as error:
                 raise self.too_late("their addresses", error) from None
 
     @property
     def verdict_s(self) -> float:
         """Seconds after which an exchange has ended on this rank or left its error."""
-        return self.timeout_s + _VERDICT_S
+        return self.timeout_s + CALL_S
 
     def gather(self, what: str, values: Sequence[int]) -> list[list[int]]:
         """The values of every rank, by rank; int64, as many on each.
@@ -139,25 +136,19 @@ class SideChannel:
         return self.failed(text)
 
     def heard(self) -> EplbError | None:
-        """The error that a rank of the group left, if any did; answers the roll where it is called for all."""
+        """The error that a rank of the group left, if any did."""
         if self._error is None and self.size > 1 and dist.is_initialized():
-            key, roll = f"{self._prefix}/error", f"{self._prefix}/roll"
+            key = f"{self._prefix}/error"
             try:
                 store = job_store()
                 if store.check([key]):
                     self._error = EplbError(store.get(key).decode())
-                elif store.check([roll]) and store.get(roll).decode() == _FOR_ALL:
-                    answer_roll(self._prefix, self.rank)
             except RuntimeError as error:
                 self._error = EplbError(f"the store of the ranks cannot be reached any more: {error}")
         return self._error
 
-    def too_late(self, what: str, cause: object, in_time: bool = False) -> EplbError:
-        """The error for an exchange that did not end: what a rank left, or which ranks are at fault.
-
-        Args:
-            in_time: whether it failed before its deadline.
-        """
+    def too_late(self, what: str, cause: object) -> EplbError:
+        """The error for an exchange that did not end: what a rank left, or which ranks are at fault."""
         heard = self.heard()
         if heard is not None:
             return heard
@@ -165,29 +156,14 @@ class SideChannel:
         logger.info("EPLB: exchange of %s failed: %s", what, cause)
         text = f"the ranks could not exchange {what}"
         try:
-            called = self._call_roll(in_time)
-            absent = roll_call(self._prefix, self.rank, self.size)
+            verdict = self._roll.call()
         except RuntimeError:
             return self.failed(f"{text}; experts stay")
-        if called == _FOR_ALL:
-            why = f": EP {rank_list(absent)} died or gave up" if absent else ", as connections broke off"
-        else:
-            why = f" within {self.timeout_s:g} s" + (f": EP {rank_list(absent)} did not take part" if absent else "")
-        return self.failed(f"{text}{why}; experts stay")
+        return self.failed(f"{text}{f' within {self.timeout_s:g} s' if verdict.late else ''}: {verdict}; experts stay")
 
-    def was_late(self, started: float) -> bool:
-        """Whether what began then (time.monotonic) has come to its deadline; if so, the roll is for those in it."""
-        late = time.monotonic() - started > _SURELY_IN_TIME * self.timeout_s
-        if late and self.size > 1:
-            with contextlib.suppress(RuntimeError):
-                self._call_roll(in_time=False)
-        return late
-
-    def _call_roll(self, in_time: bool) -> str:
-        """Says for whom the roll is called, and returns what the first rank said: it knows why, while others may fail
-        because that one has ended its connections. RuntimeError where the store cannot be reached."""
-        mine = _FOR_ALL if in_time else _FOR_THIS
-        return job_store().compare_set(f"{self._prefix}/roll", "", mine).decode() or mine
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a wait for other ranks outside of exchanges, until the same deadline."""
+        return self._roll.waiting(self.timeout_s) if self.size > 1 else nullcontext()
 
     def close(self) -> None:
         """Ends the connections; exchanges of ranks that have not closed their ends fail at once."""
@@ -198,11 +174,10 @@ class SideChannel:
             return
         if self.group is None:
             raise self.failed(f"{what} was to be exchanged by a closed channel")
-        started = time.monotonic()
         try:
-            start(self.group).wait(timedelta(seconds=self.timeout_s))
+            self._roll.wait_for(start(self.group), self.timeout_s)
         except RuntimeError as error:
-            raise self.too_late(what, error, in_time=not self.was_late(started)) from None
+            raise self.too_late(what, error) from None
 
 
 def _shown(value: int) -> str:

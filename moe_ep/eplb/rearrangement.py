@@ -214,7 +214,7 @@ class Rearrangement:
         started = time.perf_counter()
         cost, cause = self._mover.cost(layer, new), ""
         try:
-            with stage("eplb_transfer"):
+            with stage("eplb_transfer"), self._channel.waiting():
                 intact = self._mover.fetch(layer, new, layer_stamp(job.number, layer))
             cause = "" if intact else "they came with another checksum than they left with"
         except EplbError:
@@ -226,8 +226,6 @@ class Rearrangement:
             heard = self._channel.heard()
             if heard is not None:
                 raise heard from None
-            # Messages that come too late break gloo's connections off, which must not look like a death.
-            self._channel.was_late(started)
         seconds = time.perf_counter() - started
         statuses = [row[0] for row in self._channel.gather(f"the arrival of layer {layer}", [bool(cause)])]
         # All ranks have made the commit before.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moe_ep import agreement
 from moe_ep.agreement import Board, largest_over_ranks
 from moe_ep.errors import DispatchTimeoutError
+from moe_ep.roll_call import Roll
 from tests.ranks import ranks
 
 
@@ -42,7 +43,7 @@ def test_one_process_asks_nobody() -> None:
 def test_questions_are_numbered_anew_when_numbers_run_out(tmp_path: Path) -> None:
     file = tmp_path / "board"
     file.write_bytes(bytes(2 * 2 * 8))
-    boards = [Board(file, rank, 2, 1, 60) for rank in range(2)]
+    boards = [Board(file, Roll("board", rank, 2), 1, 60) for rank in range(2)]
     for board in boards:
         board._question = agreement._QUESTIONS - 3
     with ThreadPoolExecutor(2) as threads:
@@ -51,10 +52,12 @@ def test_questions_are_numbered_anew_when_numbers_run_out(tmp_path: Path) -> Non
             assert list(threads.map(Board.gather, boards, said, "ab")) == [said] * 2
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     file = tmp_path / "board"
     file.write_bytes(bytes(2 * 3 * 2 * 8))
-    boards = [Board(file, rank, 3, 2, 60) for rank in range(3)]
+    boards = [Board(file, Roll("board", rank, 3), 2, 60) for rank in range(3)]
     said = [[1, 0], [5, 2**32 - 1], [0, 2]]
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(Board.gather, boards, said, "abc")) == [said] * 3
@@ -63,6 +66,6 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
             board._timeout_s = 2.0
         found = [threads.submit(boards[rank].gather, said[rank], "it") for rank in (0, 2)]
         for rank, waiting in zip((0, 2), found, strict=True):
-            with pytest.raises(DispatchTimeoutError, match=rf"EP rank {rank} waited 2 s for rank 1 to come") as error:
+            with pytest.raises(DispatchTimeoutError, match=rf"\(EP rank {rank}, deadline 2 s\): rank 1 did") as error:
                 waiting.result()
             assert error.value.ranks == (1,)

@@ -16,6 +16,7 @@ import torch
 
 from moe_ep.dispatch import torch_distributed
 from moe_ep.dispatch.rank_group import HostCopy, RankGroup
+from moe_ep.roll_call import Roll
 
 _TIMEOUT_S = 120.0
 
@@ -50,6 +51,7 @@ class Group(RankGroup):
         self._group: Any = lambda: None
         self.ep_ranks = range(size)
         self.notes: Any = NoNotes()
+        self.roll = Roll("", 0, 1)
         self.have_agreed = False
 
     def steps(self, name: str, device: torch.device) -> Any:

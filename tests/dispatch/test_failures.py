@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from datetime import timedelta
 
@@ -128,6 +129,41 @@ def test_ranks_of_all_hosts_name_the_one_that_stays_away() -> None:
         text, blamed = results[rank]
         assert text.startswith(f"the dispatch did not finish on EP rank {rank} (deadline 4 s): rank 1 did not")
         assert blamed == (1,)
+
+
+def come_at_different_times(rank: int, world_size: int) -> None:
+    """Rank 1 is stopped and rank 3 stays away; the deadlines of the others end one after the other."""
+    setting = make_setting(Case(), rank, world_size)
+    backend = make_backend(setting, "all_to_all")
+    backend.ranks.must_agree({}, torch.device("cpu"))
+    others = [f"rank {other} has given up" for other in (0, 2, 4)]
+    if rank == 1:
+        job_store().set("process of rank 1", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 3:
+        stopped = int(job_store().get("process of rank 1"))
+        try:
+            job_store().wait(others, timedelta(seconds=60))
+        finally:
+            os.kill(stopped, signal.SIGKILL)
+        return
+    time.sleep(rank * TIMEOUT_S / 5)
+    try:
+        backend.prepare(*prepare_args(setting, "cpu"))
+    finally:
+        job_store().set(f"rank {rank} has given up", "")
+
+
+def test_only_ranks_at_fault_are_named_whenever_deadlines_end() -> None:
+    pool = RankPool(5, timeout_s=TIMEOUT_S)
+    with pytest.raises(AssertionError) as failure:
+        pool.run(come_at_different_times)
+    text = str(failure.value)
+    for rank in (0, 2, 4):
+        assert (
+            f"DispatchTimeoutError: the dispatch did not finish on EP rank {rank} (deadline 4 s): rank 1 did not "
+            f"answer (dead, stuck or late) and rank 3 did not take part (alive, but late or elsewhere): "
+        ) in text
 
 
 def sleep(rank: int, world_size: int) -> tuple[int, ...]:

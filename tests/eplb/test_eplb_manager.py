@@ -206,7 +206,7 @@ def go_wrong(rank: int, world_size: int, how: str) -> str:
         ("checksum", "experts of layer 0 did not arrive on EP rank 0: they came with another checksum than"),
         ("commit", "a commit failed on EP rank 1: ZeroDivisionError("),
         ("planner", "no plan could be made on EP rank 0: ZeroDivisionError("),
-        ("absent", "the ranks could not exchange rearrangement 1 within 4 s: EP rank 1 did not take part; experts"),
+        ("absent", "the ranks could not exchange rearrangement 1 within 4 s: rank 1 did not take part (alive"),
     ],
 )
 def test_what_goes_wrong_is_the_same_error_everywhere(how: str, message: str) -> None:
@@ -243,7 +243,7 @@ def test_a_rank_that_dies_while_experts_move_ends_the_others(where: tuple[type, 
     assert "rank 1: the process died" in text
     assert (
         text.count(
-            f"EplbError: after less than 30 s: the ranks could not exchange {exchange}: EP rank 1 died or gave up; "
+            f"EplbError: after less than 30 s: the ranks could not exchange {exchange}: rank 1 did not answer (dead, "
         )
         == 3
     )
