@@ -16,7 +16,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from on_gpu import this_gpu
 
 import moe_ep
 from moe_ep.bench.geometries import preset
-from moe_ep.bench.results import append_line, facts, markdown_table
+from moe_ep.bench.results import append_line, facts, markdown_table, read_lines
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.integrations.generation import Generation
 from moe_ep.integrations.prompt_queue import Request
@@ -170,7 +170,7 @@ def measure_generation(run: Callable[..., int], *arguments: Any) -> Row:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("blocks", "generate"))
+    parser.add_argument("what", choices=("blocks", "generate"), nargs="?", default="blocks", help="to measure (blocks)")
     parser.add_argument(
         "--experts", nargs="+", choices=[*OWN, *QUANTIZED], help="implementations (those that are quick)"
     )
@@ -184,30 +184,45 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="what to record where this is no git checkout")
     parser.add_argument("--json", type=Path, help="append one JSON line a row to this file")
+    parser.add_argument("--markdown", type=Path, metavar="JSONL", help="print the tables of recorded lines and end")
     options = parser.parse_args()
     # A loop over experts takes a second a token, and to read prompts by copies more memory than there is.
     options.experts = options.experts or [*(OWN if options.what == "blocks" else ("grouped_mm",)), *QUANTIZED]
+    if options.markdown is not None:
+        print(tables(read_lines(options.markdown)))
+        return 0
     this_gpu()
-    about = facts(seed=options.seed, commit=options.commit) | {"transformers": transformers.__version__}
+    about = {"benchmark": f"transformers {options.what}"} | facts(seed=options.seed, commit=options.commit)
+    about["transformers"] = transformers.__version__
     rows = []
     with torch.inference_mode():
         for row in (bench_blocks if options.what == "blocks" else bench_generate)(options):
-            rows.append(row)
+            rows.append(row | about)
             if options.json is not None:
-                append_line(options.json, {"benchmark": f"transformers {options.what}"} | row | about)
-    columns = {
-        "model": "model",
-        "experts": "experts",
-        "tokens": "tokens",
-        "eager_us": "eager us",
-        "graph_us": "graph us",
-    }
-    columns |= {"error": "differs by"}
-    if options.what == "generate":
-        columns = {"model": "model", "layers": "layers", "experts": "experts", "by": "by"}
-        columns |= {"seconds": "s", "first_s": "first s", "tokens_per_s": "tokens/s"}
-    print(markdown_table(rows, columns))
+                append_line(options.json, rows[-1])
+    print(tables(rows))
     return 0
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Of the blocks, a column for each implementation, first in CUDA graphs and then eagerly; of the generation, a line
+    for each way."""
+    blocks, generated = ([row for row in rows if row["benchmark"].endswith(what)] for what in ("blocks", "generate"))
+    found = []
+    for field, how in (("graph_us", "in CUDA graphs, us"), ("eager_us", "eagerly, us")):
+        names = dict.fromkeys(row["experts"] for row in blocks if field in row)
+        lines: dict[tuple[str, int], Row] = {}
+        for row in blocks:
+            line = lines.setdefault((row["model"], row["tokens"]), {"model": row["model"], "tokens": row["tokens"]})
+            line[row["experts"]] = row.get(field)
+        if blocks:
+            titles = {"model": "model", "tokens": "tokens"} | {name: name for name in names}
+            found.append(f"{how}:\n\n{markdown_table(list(lines.values()), titles)}")
+    if generated:
+        titles = {"model": "model", "layers": "layers", "experts": "experts", "by": "by"}
+        titles |= {"seconds": "s", "tokens_per_s": "tokens/s"}
+        found.append(markdown_table(generated, titles))
+    return "\n\n".join(found)
 
 
 if __name__ == "__main__":

@@ -169,6 +169,13 @@ PARTS = (
         needs="transformers",
     ),
     _one(
+        "transformers", "transformers.md", 220,
+        "{python} scripts/bench_transformers.py blocks {commit} --json {rows}",
+        "{python} scripts/bench_transformers.py generate {commit} --json {rows}",
+        "{python} scripts/bench_transformers.py generate --layers 4 --compiled {commit} --json {rows}",
+        needs="transformers",
+    ),
+    _one(
         "slots", "transformers.md", 40, "{python} scripts/bench_slots.py {commit} --json {rows}", needs="transformers",
     ),
     _one(
