@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
-from moe_ep.custom_ops import register_layer
+from moe_ep.custom_ops import register_layer, without_autocast
 from moe_ep.errors import ConfigError, check_at_least
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.expert_slots import ExpertSlots, LayerEplbState
@@ -232,8 +232,8 @@ class ExpertShard(FixedTensors):
                     f"to_empty(device=...), and load them"
                 )
             if not self._processed:
-                # Ordinary tensors, even if the first pass runs in inference mode.
-                with torch.inference_mode(False), torch.no_grad():
+                # Ordinary tensors of the checkpoint's dtypes, whatever mode the first pass runs in.
+                with torch.inference_mode(False), torch.no_grad(), without_autocast():
                     self.quant_method.process_weights_after_loading(self)
                 self._processed, self._reloading = True, False
 

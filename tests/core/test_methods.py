@@ -102,6 +102,18 @@ def test_gptq_equals_the_dequantized_weights(name: str) -> None:
     assert relative_error(layer(*inputs), run_moe(checkpoint.plain, *inputs, TOP_K)) < F32
 
 
+def test_weights_are_processed_alike_under_autocast() -> None:
+    """Which would join f16 scales in its own dtype, and refuses them on a CPU."""
+    config = CONFIGS["4 bits"]
+    checkpoint = make_checkpoint(config)
+    plain, cast = (make_layer(config, checkpoint, params_dtype=torch.float16) for _ in range(2))
+    plain.process_weights_after_loading()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast.process_weights_after_loading()
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(cast.get_buffer(name), buffer) and cast.get_buffer(name).dtype is buffer.dtype
+
+
 def test_gptq_parameters_have_the_shapes_on_disk() -> None:
     layer = make_layer(GPTQConfig(bits=4, group_size=32))
     assert {name: (tuple(p.shape), p.dtype) for name, p in layer.named_parameters()} == {
