@@ -34,6 +34,7 @@ class ExpertShard(FixedTensors):
     # The implementation that computes them: a name from the experts registry, or "auto".
     experts: str = "auto"
 
+    @torch.inference_mode(False)  # passes count in its tensors, in whatever mode they run
     def __init__(
         self,
         *,

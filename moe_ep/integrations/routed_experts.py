@@ -44,6 +44,7 @@ class RoutedExperts(FusedMoE):
     _kernels = ("_modular_kernel", "_decode_kernel")
     _decode_max_num_tokens: int | None = None
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         *,

@@ -18,7 +18,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.layer import FusedMoE
 from moe_ep.methods import OnlineIntConfig
 from tests.core.moe_oracle import load, make_inputs, make_weights
-from tests.core.small_layer import E, K, N, T, check, make_layer
+from tests.core.small_layer import TOP_K, E, K, N, T, check, make_layer
 
 
 def test_loading_after_eplb_goes_to_the_current_slots() -> None:
@@ -76,6 +76,17 @@ def test_casting_a_model_leaves_the_layers_numbers_as_they_are() -> None:
             assert tensor.dtype == torch.bfloat16
         else:
             assert tensor.dtype == before[name].dtype and torch.equal(tensor, before[name])
+
+
+def test_a_layer_made_in_inference_mode_runs_in_any() -> None:
+    """It counts the load in its own tensors."""
+    weights = make_weights(E, K, N)
+    with torch.inference_mode():
+        layer = load(make_layer(enable_eplb=True), weights)
+    check(layer, weights)
+    with torch.inference_mode():
+        check(layer, weights)
+    assert layer.eplb_state.expert_load_view.sum() == 2 * T * TOP_K
 
 
 def test_a_layer_made_on_the_meta_device() -> None:

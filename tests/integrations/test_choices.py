@@ -77,6 +77,18 @@ def test_a_layer_copies_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [found.data_ptr() for found in routed.ids] == [packed[:, 1].data_ptr()]
 
 
+def test_a_layer_made_in_inference_mode_counts_outside_of_it() -> None:
+    with torch.inference_mode():
+        layer = routed_experts.RoutedExperts(
+            num_experts=E, top_k=TOP_K, hidden_size=4, intermediate_size=4, params_dtype=torch.float32
+        )
+        for param in layer.parameters():
+            torch.nn.init.normal_(param)
+    layer.counts_load = True
+    layer(torch.randn(2, 4), torch.tensor([[0, 1, 2], [2, -1, 4]]), torch.ones(2, TOP_K))
+    assert layer.load.tolist() == [1, 1, 2, 0, 1]
+
+
 def test_identity_experts_add_nothing_to_tokens_that_chose_none() -> None:
     layer = routed_experts.RoutedExperts(
         num_experts=E, top_k=1, hidden_size=4, intermediate_size=4, params_dtype=torch.float32, num_identities=1
