@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_ep.activation import MoEActivation, gate_limit
-from moe_ep.errors import check_at_least, check_below, one_of
+from moe_ep.errors import check_at_least, check_below, check_whole, one_of
 from moe_ep.expert_map import EXPERT_PLACEMENT_STRATEGIES
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -70,9 +70,13 @@ class FusedMoEParallelConfig:
 
         Raises:
             ValueError: sizes below 1 or that do not match each other, or a rank out of range.
+            TypeError: what is not a whole number.
         """
         given = {"tp_size": tp_size, "dp_size": dp_size, "ep_size": ep_size}
         check_at_least(1, **{name: size for name, size in given.items() if size is not None})
+        check_whole(rank=rank)
+        if world_size is not None:
+            check_at_least(1, world_size=world_size)
         if dp_size is None:
             ranks = ep_size if ep_size is not None and ep_size > 1 else tp_size or world_size or 1
             dp_size = max(1, ranks // (tp_size or 1))

@@ -30,7 +30,9 @@ _naming = threading.Lock()
 
 def register_layer(layer: ExpertShard, prefix: str) -> str:
     """Registers a layer by a weak reference and returns its name: `prefix`, with a number appended if it is taken; a
-    generated one if it is empty."""
+    generated one if it is empty. TypeError for one that is no text."""
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix is {prefix!r}; it must be the layer's name, or empty for a generated one")
     with _naming:
         name = prefix or f"moe_layer_{next(_numbers)}"
         while name in _layers:

@@ -53,10 +53,13 @@ def test_who_dispatches_and_who_shards():
         ({"dp_size": 2, "rank": 2}, ["rank is 2", "below"]),
         ({"tp_size": 0, "dp_size": 4}, ["tp_size is 0", "at least 1"]),
         ({"expert_placement_strategy": "zigzag"}, ["zigzag", "linear", "round_robin"]),
+        ({"world_size": 0}, ["world_size is 0", "at least 1"]),
+        ({"world_size": "2"}, ["world_size is '2'", "whole number"]),
+        ({"dp_size": 2, "rank": None}, ["rank is None", "whole number"]),
     ],
 )
 def test_make_refuses_in_one_sentence(arguments, words):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises((ValueError, TypeError)) as error:
         FusedMoEParallelConfig.make(**arguments)
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 

@@ -131,6 +131,8 @@ def test_layers_are_found_by_unique_names_while_they_live() -> None:
     assert second.layer_name.startswith("model.layers.0.mlp#")
     assert find_layer(second.layer_name) is second
     assert make_layer().layer_name != make_layer().layer_name
+    with pytest.raises(TypeError, match="prefix is 3; it must be the layer's name, or empty for a generated one"):
+        make_layer(prefix=3)
     together = threading.Barrier(4)
 
     def one_of_four(_: int) -> FusedMoE:
