@@ -1,4 +1,4 @@
-"""A dispatch backend in sixty lines: every rank sees every token, computes its own experts, and sums are all-reduced.
+"""A dispatch backend in sixty-five lines: every rank sees every token, computes its experts, and sums are all-reduced.
 
     ALL2ALL_BACKENDS.register("broadcast", "broadcast_backend:BroadcastPrepareFinalize", "the example of the docs")
     layer = FusedMoE(..., all2all_backend="broadcast")
@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize
+from moe_ep.process_groups import GroupReference
 
 
 class BroadcastPrepareFinalize(FusedMoEPrepareAndFinalize):
     def __init__(self, *, moe_config, quant_config=None, process_group=None):
-        self.group = process_group
+        # A group that is kept outlives destroy_process_group, and may abort the process when Python ends.
+        self.group = GroupReference(process_group or dist.group.WORLD)
         self.rank, self.size = moe_config.ep_rank, moe_config.ep_size
 
     # What the layer asks before it joins this backend with experts.
@@ -53,11 +55,11 @@ class BroadcastPrepareFinalize(FusedMoEPrepareAndFinalize):
         sums = weight_and_reduce_impl.apply(
             None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
         ).float()
-        dist.all_reduce(sums, group=self.group)
+        dist.all_reduce(sums, group=self.group())
         num_tokens = output.size(0)
         output.copy_(sums[self.rank * num_tokens : (self.rank + 1) * num_tokens])
 
     def _gather(self, tensor):
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        dist.all_gather(parts, tensor.contiguous(), group=self.group())
         return torch.cat(parts)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_ep.checkpoint import load_moe_layer
 from moe_ep.errors import CheckpointError
@@ -43,8 +46,16 @@ def run_examples(rank: int, world_size: int) -> list[torch.Tensor]:
     ALL2ALL_BACKENDS.register("broadcast", "broadcast_backend:BroadcastPrepareFinalize", "the example of the docs")
     EXPERTS.register("squared_relu", "squared_relu_experts:SquaredReluExperts", "the example of the docs")
     own: tuple[dict[str, Any], ...] = ({"all2all_backend": "broadcast"}, {"experts": "squared_relu"})
+    group = dist.new_group()
+    gone = weakref.ref(group)
     with torch.inference_mode():
-        return [make_layer(ep_size=world_size, **options)(*inputs(rank)) for options in own]
+        layers = [make_layer(ep_size=world_size, process_group=group, **options) for options in own]
+        outputs = [layer(*inputs(rank)) for layer in layers]
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert gone() is None  # though the layers are there
+    return outputs
 
 
 def squared_relu(hidden_states: torch.Tensor, router_logits: torch.Tensor, layer: FusedMoE) -> torch.Tensor:
