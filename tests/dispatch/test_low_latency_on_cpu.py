@@ -6,7 +6,8 @@ import ctypes
 
 import pytest
 
-from tests.dispatch.emulated_gpu import COMPILER, Session, compile_kernels
+from tests.dispatch.emulated_decode import Decode, compile_decode
+from tests.dispatch.emulated_gpu import COMPILER
 
 TIMEOUT_NS = 100_000
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
@@ -14,13 +15,13 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compil
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compile_kernels(tmp_path_factory.mktemp("emulated"), 2)
+    return compile_decode(tmp_path_factory.mktemp("emulated"), 2)
 
 
 @pytest.mark.parametrize("by_reference", [True, False], ids=["by_reference", "expanded"])
 def test_steps_with_random_pauses(library: ctypes.CDLL, by_reference: bool) -> None:
     for seed in range(12):
-        session = Session(library, 2, seed)
+        session = Decode(library, 2, seed)
         for _ in range(4):
             session.queue_step(session.draw_case(), by_reference)
         assert session.run(), f"seed {seed} does not end"
@@ -32,7 +33,7 @@ def test_steps_with_random_pauses(library: ctypes.CDLL, by_reference: bool) -> N
 def test_a_rank_that_comes_too_late_is_told(library: ctypes.CDLL, by_reference: bool) -> None:
     """Rank 0's dispatch gives up; rank 1 comes then, and has received everything when rank 0's combine begins."""
     for seed in range(10):
-        session = Session(library, 2, seed, timeout_ns=TIMEOUT_NS)
+        session = Decode(library, 2, seed, timeout_ns=TIMEOUT_NS)
         arrived = [False, False]
 
         def experts_wait(rank: int, arrived: list[bool] = arrived) -> bool:
@@ -51,7 +52,7 @@ def test_a_rank_that_comes_too_late_is_told(library: ctypes.CDLL, by_reference: 
 def test_weights_that_come_late(library: ctypes.CDLL, by_reference: bool) -> None:
     """Rank 1 sends its router weights to rank 0 behind everything else."""
     for seed in range(10):
-        session = Session(library, 2, seed, blocks=3)
+        session = Decode(library, 2, seed, blocks=3)
         session.slow_weights(source=1, rank=0, pause_ns=session.random.choice([50_000, 200_000]))
         for _ in range(2):
             session.queue_step(session.draw_case(), by_reference)

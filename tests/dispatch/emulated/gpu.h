@@ -1,17 +1,21 @@
-// Enough of CUDA for the low-latency kernels on a CPU: each thread of the GPU is a coroutine, and gpu.cpp lets one that
-// may go on have its turn, drawn at random, whenever the one before it comes to a load or store that other ranks see, to
-// a pause, or to a meeting of its warp or group.
+// Enough of CUDA for the NVSHMEM kernels on a CPU: each thread of the GPU is a coroutine, and gpu.cpp lets one that may
+// go on have its turn, drawn at random, whenever the one before it comes to a load or store that other ranks see, to a
+// pause, or to a meeting of its warp or group.
 //
-// Emulated: warps that meet, barriers of a group, shared memory, atomic additions, the clock, kernels that come up while
-// the one before them runs, packets that arrive whole. Not emulated: memory that is seen in another order than it was
-// written in, caches, packets that arrive in parts, registers, the time that anything takes on a GPU.
+// Emulated: warps that meet, barriers, shared memory, atomic operations, the clock, kernels that come up while the one
+// before them runs, packets that arrive whole, stores to other ranks that arrive late and in any order unless a fence is
+// between them (memory.cpp). Not emulated: caches, loads that are early, packets that arrive in parts, registers, the
+// time that anything takes on a GPU.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -22,7 +26,9 @@
 #define __noinline__
 
 namespace emulated {
-constexpr int kLanes = 32, kBarriers = 3, kSharedBytes = 32 << 10, kMostBrought = 32;
+constexpr int kLanes = 32, kBarriers = 3, kMostBrought = 32;
+// Who knows of a store, so that a fence of theirs is one behind it.
+enum Scope { THREAD, WARP, BLOCK, RANK, SYSTEM };
 
 struct Dim {
   unsigned x;
@@ -38,23 +44,27 @@ struct Meeting {
 struct Warp : Meeting {
   // What lanes bring, and what they get; a lane may bring the next before others have taken what they got.
   alignas(16) char brought[kLanes][kMostBrought], got[kLanes][kMostBrought];
+  std::vector<unsigned> loaded;  // by load_of_warp
 };
 
 struct Block {
   Kernel* kernel;
+  int rank;
   Dim index;
-  int live;
+  int num_threads, live;
   bool lets_next_come_up = false;
   std::vector<Warp> warps;
   Meeting barriers[kBarriers];
-  alignas(16) char shared[kSharedBytes];
+  std::map<int, std::unique_ptr<char[]>> shared;  // by the declaration's number
 };
 
 struct Thread {
   Block* block;
   Dim index;
-  bool ended = false;
+  size_t loads_of_warp = 0;
+  bool begun = false, ended = false;
   ucontext_t context;
+  jmp_buf at;
   std::unique_ptr<char[]> stack;
 };
 
@@ -66,12 +76,24 @@ void sleep(long ns);          // not before so much later
 void wait_for_wake();         // until wake()
 void wake(Meeting& meeting);  // all that wait there
 void wait_for_kernel_before();
-void before_store(const void* at);
+void* shared(int number, size_t bytes);  // of the block
+long draw(long below);
 
-template <typename T>
+// Of memory.cpp.
+void store_bytes(void* at, const void* data, int bytes);  // late where it is another rank's memory
+void load_bytes(const void* at, void* data, int bytes);   // without another's turn in between
+void fence(Scope scope);             // what the running thread knows of, that scope does then
+void tell_warp();                    // what its lanes have stored, all of them know then
+void tell_block(const Meeting& of);  // the same of all that wait there and the running thread
+void begin_memory(int landing_per_mille);
+void see_stores();               // to be called before another thread runs
+void land_some();                // each turn
+void land_all(const Block& of);  // when its kernel ends
+void pause_before_store(const void* at);  // of gpu.cpp
+
+template <typename T, int number>
 T& shared() {
-  static_assert(sizeof(T) <= kSharedBytes);
-  return *reinterpret_cast<T*>(running->block->shared);
+  return *static_cast<T*>(shared(number, sizeof(T)));
 }
 
 inline int lane() { return running->index.x % kLanes; }
@@ -112,6 +134,7 @@ T shuffle(T value, int source) {
 inline void barrier(int number, int threads) {
   Meeting& meeting = running->block->barriers[number];
   if (++meeting.arrived == threads) {
+    tell_block(meeting);
     wake(meeting);
     yield();
   } else {
@@ -123,14 +146,24 @@ inline void barrier(int number, int threads) {
 template <typename T>
 T load(const T* at) {
   yield();
-  return *at;
+  T value;
+  load_bytes(at, &value, sizeof value);
+  return value;
+}
+
+// The same for all lanes, as where one instruction loads it.
+inline unsigned load_of_warp(const unsigned* at) {
+  Warp& warp = running->block->warps[running->index.x / kLanes];
+  const size_t number = running->loads_of_warp++;
+  if (number == warp.loaded.size()) warp.loaded.push_back(*at);
+  return warp.loaded[number];
 }
 
 template <typename T>
 void store(T* at, T value) {
-  before_store(at);
+  pause_before_store(at);
   yield();
-  *at = value;
+  store_bytes(at, &value, sizeof value);
 }
 
 // Vectors of a warp's four packets, loaded or stored without anybody else's turn in between.
@@ -143,7 +176,7 @@ struct Place {
 template <typename Vec>
 Vec load_whole(const Vec* at) {
   auto found = meet(Place<Vec>{const_cast<Vec*>(at), {}}, [](Place<Vec>* all) {
-    for (int i = 0; i < kLanes; i++) all[i].value = *all[i].at;
+    for (int i = 0; i < kLanes; i++) load_bytes(all[i].at, &all[i].value, sizeof(Vec));
   });
   yield();
   return found.value;
@@ -153,8 +186,18 @@ template <typename Vec>
 void store_whole(Vec* at, Vec value) {
   yield();
   meet(Place<Vec>{at, value}, [](Place<Vec>* all) {
-    for (int i = 0; i < kLanes; i++) *all[i].at = all[i].value;
+    constexpr int kOfPacket = 8;
+    for (int i = 0; i < kLanes; i += kOfPacket) {
+      Vec packet[kOfPacket];
+      for (int j = 0; j < kOfPacket; j++) packet[j] = all[i + j].value;
+      store_bytes(all[i].at, packet, sizeof packet);
+    }
   });
+}
+
+// Of two pairs of numbers in 16 bits, which are not negative, the larger ones.
+inline unsigned larger(unsigned a, unsigned b) {
+  return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;
 }
 
 // Two columns in bf16, to nearest, ties to even; of finite numbers and NaN.
@@ -172,19 +215,37 @@ inline unsigned bf16(float f) {
 using std::max;
 using std::min;
 
-inline void __threadfence() {}
-inline void __threadfence_system() {}
+inline void __threadfence_block() { emulated::fence(emulated::BLOCK); }
+inline void __threadfence() { emulated::fence(emulated::RANK); }
+inline void __threadfence_system() { emulated::fence(emulated::SYSTEM); }
 inline void __nanosleep(unsigned) { emulated::yield(); }
+inline void __syncthreads() { emulated::barrier(0, emulated::running->block->num_threads); }
 template <typename T>
-T atomicAdd(T* at, T value) {
+T __ldg(const T* at) {
+  return *at;
+}
+template <typename T, typename Change>
+T atomically(T* at, const Change& change) {
   emulated::yield();
   T before = *at;
-  *at += value;
+  *at = change(before);
   return before;
+}
+template <typename T>
+T atomicAdd(T* at, T value) {
+  return atomically(at, [&](T before) { return before + value; });
+}
+template <typename T>
+T atomicExch(T* at, T value) {
+  return atomically(at, [&](T) { return value; });
+}
+template <typename T>
+T atomicCAS(T* at, T expected, T value) {
+  return atomically(at, [&](T before) { return before == expected ? value : before; });
 }
 
 inline void __syncwarp() {
-  emulated::meet(0, [](int*) {});
+  emulated::meet(0, [](int*) { emulated::tell_warp(); });
 }
 inline unsigned __ballot_sync(unsigned, bool vote) {
   return emulated::meet(unsigned(vote), [](unsigned* votes) {
@@ -202,6 +263,10 @@ T __shfl_sync(unsigned, T value, int source) {
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int bits) {
   return emulated::shuffle(value, emulated::lane() ^ bits);
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int by) {
+  return emulated::shuffle(value, emulated::lane() - (emulated::lane() < by ? 0 : by));
 }
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
@@ -226,4 +291,5 @@ inline int __float2int_rn(float f) { return (int)std::nearbyint(f); }
 // Makes a kernel callable with a pointer to its parameters.
 #define KERNEL(name)                                                                         \
   extern "C" void run_##name(const void* p) { name(*reinterpret_cast<const Params*>(p)); } \
-  extern "C" int bytes_of_##name() { return sizeof(Params); }
+  extern "C" int bytes_of_##name() { return sizeof(Params); }                                \
+  extern "C" int threads_of_##name() { return kThreads; }

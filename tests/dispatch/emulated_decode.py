@@ -1,0 +1,203 @@
+"""Decode's kernels on a CPU, as emulated_gpu.py has them: steps of several ranks, and what must come out."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_ep.dispatch.nvshmem import kernels
+from moe_ep.dispatch.nvshmem.kernels import KERNELS, RECEIVE, SEND
+from moe_ep.dispatch.nvshmem.layout import BatchLayout
+from moe_ep.dispatch.nvshmem.low_latency_setup import local_indices
+from tests.dispatch.backend_cases import Case, Setting, expected_output, expert, make_setting
+from tests.dispatch.emulated_gpu import Session, compile_kernels
+
+HIDDEN, TOPK, CAPACITY = 128, 4, 5
+GROUP_THREADS = 64
+
+
+def compile_decode(folder: Path, num_ranks: int) -> ctypes.CDLL:
+    """Both kernels, with packets and flags."""
+    defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "FP8": 0}
+    return compile_kernels(folder, dict.fromkeys(KERNELS, GROUP_THREADS), **defines)
+
+
+@dataclass
+class Batch:
+    """A step of one rank: what its kernels read and write."""
+
+    setting: Setting
+    by_reference: bool
+    owners: torch.Tensor
+    locals: torch.Tensor
+    output: torch.Tensor
+    counts: torch.Tensor
+    row_ids: torch.Tensor
+    results: torch.Tensor
+    positions: torch.Tensor
+
+    @property
+    def global_ids(self) -> list[int]:
+        """Of this rank's experts."""
+        owner = self.setting.owner
+        return [expert_id for expert_id in sorted(owner) if owner[expert_id] == self.setting.rank]
+
+    @property
+    def is_right(self) -> bool:
+        return torch.equal(self.output, expected_output(self.setting, len(self.setting.inputs)))
+
+
+class Decode(Session):
+    """Ranks that decode.
+
+    What kernels leave unwritten is 0 where it is an index and NaN elsewhere, so that even a wrong one stays in bounds.
+
+    Args:
+        timeout_ns: of a wait, by the emulated clock; 0 for none.
+        blocks: of each kernel, all at a time; None draws them, and how many of them run at a time.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, num_ranks: int, seed: int, timeout_ns: int = 0, blocks: int | None = None
+    ) -> None:
+        super().__init__(library, num_ranks, seed, blocks)
+        self.timeout_ns, self._blocks = timeout_ns, blocks
+        self.layout = BatchLayout(
+            num_ranks=num_ranks, capacity=CAPACITY, hidden_size=HIDDEN, topk=TOPK, fp8=False, device_api=False
+        )
+        self.row_packet_tokens = self.random.choice([0, 1, self.layout.row_packet_tokens])
+        # Batches are counted anew behind 2^32, and old flags written again behind each 2^20.
+        first = self.random.choice([1, (1 << 20) - 1, -2])
+        words = self.layout.batch_bytes // 4
+        self.memory = torch.full((num_ranks, words), first - 1, dtype=torch.int32).view(torch.uint8)
+        for rank, memory in enumerate(self.memory):
+            self.add_memory(rank, memory)
+        self.counters = torch.full((num_ranks, 2), first << 32)
+        self.status = torch.tensor([[0, 2**num_ranks - 1]] * num_ranks, dtype=torch.int32)
+        self.record = torch.zeros(num_ranks, 3 + num_ranks, dtype=torch.int32)
+        self.batches: list[Batch] = []
+
+    def has_failed(self, rank: int) -> bool:
+        """As the host finds it."""
+        return bool(self.record[rank, 0])
+
+    def slow_weights(self, source: int, rank: int, pause_ns: int) -> None:
+        """From here on `source` stores the lines with router weights on `rank` behind a pause."""
+        layout = self.layout
+        part = layout.sizes["meta"] // (2 * self.num_ranks)
+        for turn in range(2):
+            begin = layout.offsets["meta"] + (turn * self.num_ranks + source) * part
+            first = ctypes.c_void_p(self.memory[rank, begin:].data_ptr())
+            self.library.slow_lines(first, ctypes.c_long(part), layout.meta_lines, 1, ctypes.c_long(pause_ns))
+
+    def draw_case(self) -> Case:
+        return Case(
+            tokens=tuple(self.random.randint(0, CAPACITY) for _ in range(self.num_ranks)),
+            num_experts=self.random.choice([4, 5, 7]),
+            topk=TOPK,
+            hidden_size=HIDDEN,
+            dtype=torch.bfloat16,
+            routing=self.random.choice(["random", "random", "masked", "any", "one_rank"]),
+            placement=self.random.choice(["linear", "round_robin"]),
+            capacity=CAPACITY,
+            seed=self.random.randrange(1000),
+        )
+
+    def queue_step(self, case: Case, by_reference: bool, experts_wait: Callable[[int], bool] = lambda _: True) -> None:
+        """Dispatch, experts and combine of all ranks; experts of a rank begin when experts_wait(rank) says so."""
+        for rank in range(self.num_ranks):
+            batch = self._make_batch(make_setting(case, rank, self.num_ranks), by_reference)
+            self._queue_dispatch(batch)
+            self.queue_host(rank, lambda batch=batch: experts_wait(batch.setting.rank) and self._run_experts(batch))
+            self._queue_combine(batch)
+            self.batches.append(batch)
+
+    def _make_batch(self, setting: Setting, by_reference: bool) -> Batch:
+        num_local, most = setting.config.num_local_experts, self.num_ranks * CAPACITY
+        owners = torch.tensor([setting.owner[i] for i in range(setting.case.num_experts)], dtype=torch.int32)
+        return Batch(
+            setting=setting,
+            by_reference=by_reference,
+            owners=owners,
+            locals=local_indices(owners),
+            output=torch.full_like(setting.inputs[setting.rank].rows, float("nan")),
+            counts=torch.zeros(num_local, dtype=torch.int32),
+            row_ids=torch.zeros(num_local, most, dtype=torch.int32),
+            results=torch.full((num_local, most, HIDDEN), float("nan"), dtype=torch.bfloat16),
+            positions=torch.zeros(most, TOPK, dtype=torch.int32),
+        )
+
+    def _queue_dispatch(self, batch: Batch) -> None:
+        rows, _, weights = batch.setting.inputs[batch.setting.rank]
+        params = kernels.dispatch_type(self.num_ranks)(
+            common=self._common(batch),
+            rows=rows.data_ptr(),
+            weights=weights.data_ptr(),
+            locals=batch.locals.data_ptr(),
+            out=None if batch.by_reference else batch.results.data_ptr(),
+            expert_num_tokens=batch.counts.data_ptr(),
+            expert_row_ids=batch.row_ids.data_ptr() if batch.by_reference else None,
+            positions=batch.positions.data_ptr(),
+            num_local_experts=len(batch.counts),
+            shares=1 if batch.by_reference else self.random.choice([1, 2]),
+            take_parts=self.random.choice([1, 8]),
+        )
+        self._queue_halves(batch.setting.rank, "low_latency_dispatch", params)
+
+    def _queue_combine(self, batch: Batch) -> None:
+        params = kernels.combine_type(self.num_ranks)(
+            common=self._common(batch),
+            results=batch.results.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            output=batch.output.data_ptr(),
+            weighted=1,
+            output_parts=self.random.choice([1, 3]),
+        )
+        self._queue_halves(batch.setting.rank, "low_latency_combine", params)
+
+    def _run_experts(self, batch: Batch) -> bool:
+        first = self.layout.offsets["rows"]
+        rows = self.memory[batch.setting.rank, first : first + self.layout.sizes["rows"]].view(torch.bfloat16)
+        for local, expert_id in enumerate(batch.global_ids):
+            count = int(batch.counts[local])
+            ids = batch.row_ids[local, :count].long()
+            arrived = rows.view(-1, HIDDEN)[ids] if batch.by_reference else batch.results[local, :count]
+            batch.results[local, :count] = expert(expert_id, arrived)
+        return True
+
+    def _common(self, batch: Batch) -> ctypes.Structure:
+        rank, num_ranks = batch.setting.rank, self.num_ranks
+        inputs = batch.setting.inputs[rank]
+        return kernels.common_type(num_ranks)(
+            buffers=kernels.buffers_type(num_ranks)(
+                peers=(ctypes.c_uint64 * num_ranks)(*(self.memory[r].data_ptr() for r in range(num_ranks))),
+                pes=(ctypes.c_int * num_ranks)(*range(num_ranks)),
+                reachable=2**num_ranks - 1,
+                rank=rank,
+                capacity=CAPACITY,
+                row_packet_tokens=self.row_packet_tokens,
+                **self.layout.offsets,
+            ),
+            status=self.status[rank].data_ptr(),
+            record=self.record[rank].data_ptr(),
+            timeout_ns=self.timeout_ns,
+            counters=self.counters[rank].data_ptr(),
+            topk_ids=inputs.ids.data_ptr(),
+            owners=batch.owners.data_ptr(),
+            num_ids=len(batch.owners),
+            num_tokens=len(inputs.rows),
+            packet_parts=self.random.choice([1, 2, 8]),
+            packet_tasks=1024,
+        )
+
+    def _queue_halves(self, rank: int, name: str, params: ctypes.Structure) -> None:
+        """As one launch, or a half each."""
+        in_halves = self.random.random() < 0.3
+        blocks = self._blocks or self.random.choice([1, 2, 4])
+        for phases in (SEND, RECEIVE) if in_halves else (SEND | RECEIVE,):
+            params.common.phases = phases
+            self.queue_kernel(rank, name, params, blocks, groups=2, early=True)

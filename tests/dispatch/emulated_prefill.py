@@ -1,0 +1,235 @@
+"""Prefill's kernels on a CPU, as emulated_gpu.py has them: the backend itself launches them, on the memory of several
+ranks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from moe_ep.config import FusedMoEQuantConfig
+from moe_ep.contracts import PrepareResult
+from moe_ep.dispatch.batch import OpenBatches
+from moe_ep.dispatch.nvshmem import arena, high_throughput
+from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, Block, Layout
+from moe_ep.dispatch.placement import Placement
+from moe_ep.dispatch.torch_distributed import owners_of
+from moe_ep.errors import DispatchTimeoutError
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from tests.dispatch.backend_cases import (
+    Case,
+    Setting,
+    check_standard,
+    expected_output,
+    make_setting,
+    prepare_args,
+    run_experts,
+)
+from tests.dispatch.emulated_gpu import Session, compile_kernels
+from tests.dispatch.ranks_of_threads import NoNotes
+
+# More than one group of columns with a scale, the last not full.
+HIDDEN, TOPK, CAPACITY = 272, 4, 7
+WARPS = 4
+# A warp of the first kernel has a lane for each warp.
+THREADS = {"plan": 1024, "dispatch": 32 * WARPS, "combine": 32 * WARPS}
+_POISON = 0x7F
+
+
+def compile_prefill(folder: Path, num_ranks: int, fp8: bool) -> ctypes.CDLL:
+    """The three kernels."""
+    defines = {"HIDDEN": HIDDEN, "TOPK": TOPK, "RANKS": num_ranks, "FP8": int(fp8)}
+    return compile_kernels(folder, {f"high_throughput_{name}": THREADS[name] for name in KERNELS}, **defines)
+
+
+@dataclass
+class Step:
+    """A batch of one rank.
+
+    Attributes:
+        has_arrived: its rows, ids and weights were as they should be when experts took them.
+    """
+
+    setting: Setting
+    output: torch.Tensor
+    has_arrived: bool = False
+
+    @property
+    def is_right(self) -> bool:
+        return self.has_arrived and torch.equal(self.output, expected_output(self.setting, len(self.setting.inputs)))
+
+
+class Prefill(Session):
+    """Ranks with a backend each.
+
+    Args:
+        timeout_ns: of a wait, by the emulated clock; 0 for none.
+
+    Attributes:
+        batches_in_flight: as of the backends.
+        replays: as in CUDA graphs: hosts wait for no number of rows, and do not look whether something has failed.
+        steps: of each rank, as far as they were dispatched.
+        stalls: by rank and kernel, what the next launch of it comes behind.
+    """
+
+    def __init__(self, library: ctypes.CDLL, num_ranks: int, seed: int, fp8: bool, timeout_ns: int = 0) -> None:
+        super().__init__(library, num_ranks, seed, blocks=3)  # all of a kernel, as the backend must have them
+        self.fp8, self.timeout_ns = fp8, timeout_ns
+        self.num_sms, self.replays = self.random.choice([1, 2, 3]), self.random.random() < 0.5
+        self.batches_in_flight = self.random.choice([1, 1, 2])
+        self._combines_at_once = self.random.choices([False, True], k=100)
+        self.layout = Layout(
+            num_ranks=num_ranks,
+            capacity=CAPACITY,
+            hidden_size=HIDDEN,
+            topk=TOPK,
+            fp8=fp8,
+            batches_in_flight=self.batches_in_flight,
+        )
+        self.memory = torch.full((num_ranks, self.layout.symmetric_bytes), _POISON, dtype=torch.uint8)
+        for rank, memory in enumerate(self.memory):
+            self.add_memory(rank, memory)
+        # Numbers of batches pass 32 bits; flags of rows may have been left by one whose number has the same 32.
+        first = self.random.choice([0, (1 << 32) - 2])
+        self._fill("counts", torch.int32, ctypes.c_int32(first).value)
+        self._fill("done", torch.int32, ctypes.c_int32(first).value)
+        self._fill("row_flags", torch.int64, first + 2 - (1 << 32))
+        self._fill("result_flags", torch.int64, first + 2 - (1 << 32))
+        with patch.object(torch, "zeros", _unpinned(torch.zeros)), patch.object(torch.cuda, "synchronize"):
+            self.backends = [self._backend(rank, first) for rank in range(num_ranks)]
+        self.steps: list[list[Step]] = [[] for _ in range(num_ranks)]
+        self.stalls: dict[tuple[int, str], Callable[[], bool]] = {}
+
+    def _fill(self, name: str, dtype: torch.dtype, value: int) -> None:
+        for batch in range(self.batches_in_flight):
+            begin = batch * self.layout.batch_bytes + self.layout.offsets[name]
+            self.memory[:, begin : begin + self.layout.sizes[name]].view(dtype).fill_(value)
+
+    def _backend(self, rank: int, first: int) -> Any:
+        """One as its constructor leaves it, that has had the batch of number `first`."""
+        backend: Any = high_throughput.HighThroughputPrepareFinalize.__new__(
+            high_throughput.HighThroughputPrepareFinalize
+        )
+        config = make_setting(self.draw_case(), rank, self.num_ranks).config
+        ranks: Any = SimpleNamespace(rank=rank, size=self.num_ranks, ep_ranks=range(self.num_ranks), notes=NoNotes())
+        ranks.wait_for_sizes = lambda name, have_come: None  # programs wait, so that others may run meanwhile
+        order: Any = nullcontext()
+        order.device = torch.device("cpu")
+        pointers = torch.tensor([memory.data_ptr() for memory in self.memory])
+        region = arena.Region("", self.memory[rank], pointers, tuple(range(self.num_ranks)))
+        symmetric: Any = SimpleNamespace(device=order.device, order=order, reserve=lambda *_: region)
+        block = Block(symmetric, self.layout, ranks, config.in_dtype)
+        block._start(first)
+        for parts in block.batches:
+            parts.common.timeout_ns = self.timeout_ns
+            parts.slots.fill_(1)  # not where anything lies, but in bounds
+            parts.rows.view(torch.uint8).fill_(_POISON)
+        backend.moe_config, backend.quant_config, backend.ranks = config, None, ranks
+        backend.placement, backend._open = Placement(owners_of(config), rank), OpenBatches()
+        backend._block = backend._meeting = block
+        backend._layout, backend.num_sms, backend.exact_rows = self.layout, self.num_sms, not self.replays
+        backend._kernels = {name: SimpleNamespace(launch=self._launch(rank, name)) for name in KERNELS}
+        if self.replays:
+            backend.check = lambda: None
+        return backend
+
+    def _launch(self, rank: int, name: str) -> Callable[..., None]:
+        def launch(params: Any, grid: tuple[int, ...], threads: int, early: bool = False) -> None:
+            if (rank, name) in self.stalls:
+                self.queue_host(rank, self.stalls.pop((rank, name)))
+            self.queue_kernel(rank, f"high_throughput_{name}", params, grid[0], early=early)
+
+        return launch
+
+    def draw_case(self) -> Case:
+        most = [0, 1, CAPACITY, self.random.randint(0, CAPACITY)]
+        return Case(
+            tokens=tuple(self.random.choice(most) for _ in range(self.num_ranks)),
+            num_experts=7,
+            topk=TOPK,
+            hidden_size=HIDDEN,
+            dtype=torch.bfloat16,
+            routing=self.random.choice(["random", "random", "masked", "any", "one_rank", "none"]),
+            capacity=CAPACITY,
+            fp8=self.fp8,
+            seed=self.random.randrange(1000),
+        )
+
+    def has_failed(self, rank: int) -> bool:
+        """As the host finds it."""
+        return bool(self.backends[rank]._block.record.words[0])
+
+    def is_told(self, rank: int) -> bool:
+        """All that the rank has is right, or it can know that something is not."""
+        return self.has_failed(rank) or all(step.is_right for step in self.steps[rank])
+
+    def begin(self, rank: int, cases: Sequence[Case]) -> None:
+        """Has the rank's host dispatch and combine batches of those cases, every rank's in one order."""
+
+        def program() -> Iterator[None]:
+            opened = []
+            for number, case in enumerate(cases):
+                opened.append((yield from self._dispatch(rank, case)))
+                if len(opened) == self.batches_in_flight or self._combines_at_once[number]:
+                    while opened:
+                        self._combine(*opened.pop(0))
+                yield
+            for each in opened:
+                self._combine(*each)
+
+        self.add_host(self._until_failure(program()))
+
+    def _until_failure(self, program: Iterator[None]) -> Iterator[None]:
+        while True:
+            with (
+                patch.multiple(high_throughput, _THREADS=32 * WARPS, _WARPS=WARPS),
+                patch.object(torch.cuda, "is_current_stream_capturing", lambda: self.replays),
+            ):
+                try:
+                    next(program)
+                except (StopIteration, DispatchTimeoutError):
+                    return
+            yield
+
+    def _dispatch(self, rank: int, case: Case) -> Generator[None, None, tuple[Any, Step, PrepareResult]]:
+        backend, setting = self.backends[rank], make_setting(case, rank, self.num_ranks)
+        config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(torch.float8_e4m3fn if self.fp8 else None)
+        pending = backend._begin(*prepare_args(setting, "cpu")[:-1], config)
+        parts = max(backend._block.batches, key=lambda parts: parts.number)
+        step = Step(setting, torch.full_like(setting.inputs[rank].rows, float("nan")))
+        self.steps[rank].append(step)
+        while backend.exact_rows and parts.rows_of(parts.number) is None:
+            yield
+        return backend, step, pending.receive()
+
+    def _combine(self, backend: Any, step: Step, received: PrepareResult) -> None:
+        results = torch.full_like(received[0], float("nan"))
+
+        def experts() -> bool:
+            rows, _, _, ids, weights = received
+            count = int((ids >= 0).any(dim=1).sum())
+            arrived = (rows[:count], None, None, ids[:count], weights[:count])
+            try:
+                assert count == len(rows) or (self.replays and (ids[count:] == -1).all())
+                check_standard(step.setting, arrived, padded=False)
+            except (AssertionError, IndexError):
+                return True
+            step.has_arrived = True
+            if count:
+                results[:count] = run_experts(step.setting, arrived, "noop")[0]
+            return True
+
+        self.queue_host(step.setting.rank, experts)
+        backend._begin_combine(step.output, results, received[4], received[3], False, TopKWeightAndReduceNoOP())
+
+
+def _unpinned(zeros: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.zeros of a machine without GPUs."""
+    return lambda *args, pin_memory=False, **options: zeros(*args, **options)

@@ -1,0 +1,49 @@
+"""Prefill's kernels on a CPU, their threads in random order: rows and sums are right, or the rank is told."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+
+from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS
+from tests.dispatch.emulated_gpu import COMPILER
+from tests.dispatch.emulated_prefill import Prefill, compile_prefill
+
+TIMEOUT_NS = 200_000
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["bf16", "fp8"])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ctypes.CDLL, bool]:
+    """Those of two ranks, and whether rows travel as e4m3."""
+    return compile_prefill(tmp_path_factory.mktemp("emulated"), 2, request.param), request.param
+
+
+def test_steps_with_random_pauses(kernels: tuple[ctypes.CDLL, bool]) -> None:
+    library, fp8 = kernels
+    for seed in range(6):
+        session = Prefill(library, 2, seed, fp8)
+        cases = [session.draw_case() for _ in range(3)]
+        for rank in range(2):
+            session.begin(rank, cases)
+        assert session.run(), f"seed {seed} does not end"
+        for rank in range(2):
+            assert [step.is_right for step in session.steps[rank]] == [True] * 3, f"seed {seed}, rank {rank}"
+            assert not session.has_failed(rank), f"seed {seed}, rank {rank}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_rank_that_comes_too_late_is_told(kernels: tuple[ctypes.CDLL, bool], kernel: str) -> None:
+    """Rank 0 gives up; rank 1 goes on with that kernel then, and both have another batch behind it."""
+    library, fp8 = kernels
+    for seed in range(2):
+        session = Prefill(library, 2, seed, fp8, timeout_ns=TIMEOUT_NS)
+        cases = [replace(session.draw_case(), tokens=(5, 3), routing="random"), session.draw_case()]
+        session.stalls[1, kernel] = lambda session=session: session.has_failed(0)
+        for rank in range(2):
+            session.begin(rank, cases)
+        assert session.run(), f"seed {seed} does not end"
+        assert session.has_failed(0)
+        assert all(session.is_told(rank) for rank in range(2)), f"seed {seed}"
