@@ -27,11 +27,12 @@ def experts_forward(
     layer = self._modules.get(NAME)
     if layer is None:
         layer = _divide(self, top_k_index.size(-1))
-        self.add_module(NAME, layer)
     return layer(hidden_states, top_k_index, top_k_weights)
 
 
+@torch.compiler.disable(reason="the first pass divides the experts; make it before torch.compile")
 def _divide(module: Any, top_k: int) -> nn.Module:
+    """The layer that has this rank's experts, in the module from here on."""
     ranks = dist.get_world_size() if is_initialized() else 1
     parallel = FusedMoEParallelConfig.make(ep_size=ranks, rank=dist.get_rank() if ranks > 1 else 0, world_size=ranks)
     shape = experts_shape(type(module).__name__, module)
@@ -42,6 +43,7 @@ def _divide(module: Any, top_k: int) -> nn.Module:
     hooks = _Hooks()
     module.register_state_dict_pre_hook(hooks.before_saving)
     module.register_forward_pre_hook(hooks.before)
+    module.add_module(NAME, layer)
     return layer
 
 

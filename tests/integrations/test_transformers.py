@@ -220,6 +220,27 @@ def test_as_an_experts_implementation() -> None:
     assert [sum(layer) for layer in zip(*held, strict=True)] == whole
 
 
+@pytest.mark.parametrize("passes_before", [0, 1])
+def test_a_compiled_model_has_a_node_for_each_layer(passes_before: int) -> None:
+    """Once a pass has divided the experts the whole model is one graph."""
+    model, graphs = make_model("Qwen3Moe"), []
+    expected = model(tokens := torch.arange(1, 9).view(2, 4)).logits
+    model.set_experts_implementation("moe_ep")
+
+    def keep(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    with torch.inference_mode():
+        for _ in range(passes_before):
+            model(tokens)
+        got = torch.compile(model, fullgraph=passes_before > 0, backend=keep)(tokens).logits
+    assert relative_error(got, expected) < tolerance(torch.float32)
+    nodes = [sum("moe_forward_routed" in str(node.target) for node in graph.graph.nodes) for graph in graphs]
+    assert sum(nodes) == len(list(find_experts(model)))
+    assert passes_before == 0 or len(nodes) == 1
+
+
 def generates(rank: int, world_size: int) -> None:
     alone = make_model("Mixtral")
     parallel = moe_ep.parallelize(copy.deepcopy(alone))
