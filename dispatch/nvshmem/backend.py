@@ -82,6 +82,8 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     def recover(self, dead: Sequence[int]) -> None:
         """Goes on without the EP ranks `dead`, whose slots add nothing from now on; all other ranks call it together.
 
+        Those must have ended, as one that is only late may still write over what the others have.
+
         Batches between prepare and finalize are given up, also those of other layers of this shape, which share what
         this mends.
         """
