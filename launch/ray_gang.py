@@ -10,6 +10,7 @@ import contextlib
 import os
 import queue
 import re
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -183,6 +184,8 @@ class _Worker:
     """The actor. `run` is the one long call; `news` answers beside it."""
 
     def __init__(self) -> None:
+        # Ray has Python hear it, in a main thread that stays in a loop of Ray's own; nothing would end.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._store: Any = None
         self._progress: progress.Progress | None = None
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -74,7 +74,11 @@ def test_nothing_of_a_private_cluster_listens_beyond_loopback(cluster: None) -> 
 
 @pytest.mark.parametrize(
     ("how", "cause"),
-    [("raise", "ValueError: the tensor has a hole"), ("SIGKILL", "the process (pid ")],
+    [
+        ("raise", "ValueError: the tensor has a hole"),
+        ("SIGKILL", "the process (pid "),
+        ("SIGTERM", "the process (pid "),
+    ],
 )
 def test_the_first_failure_is_named_and_ends_the_gang(cluster: None, how: str, cause: str, tmp_path: Path) -> None:
     total = ray.cluster_resources()["CPU"]
