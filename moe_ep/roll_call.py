@@ -105,6 +105,7 @@ class Roll:
         try:
             yield
         except RuntimeError:
+            self._waiting.append(None)  # stays: it has waited in vain, and is on its way to call the roll
             self._late |= not self.is_called and time.monotonic() - started > _SURELY_IN_TIME * seconds
             raise
         finally:
