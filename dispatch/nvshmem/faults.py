@@ -55,7 +55,7 @@ class FailureRecord:
             story += f"; the ranks' store cannot be reached ({error})"
         reasons = "; ".join(f"rank {rank} refused its batch: {text}" for rank, text in refusals.items())
         return DispatchTimeoutError(
-            f"{story}; {reasons or 'it is dead, stuck or late'}; end the process, or go on without it with "
-            f"recover(dead=...)",
+            f"{story}; {reasons or 'it is dead, stuck or late'}; end the process, or end that one and go on without it "
+            f"with recover(dead=...)",
             missing,
         )
