@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from moe_ep.errors import rank_list
+from moe_ep.errors import MoeEpError, rank_list
 from moe_ep.job_store import LOOK_S, ask_store, listen_to_store
 from moe_ep.waiting import comes_within
 
@@ -104,6 +104,8 @@ class Roll:
         self._waiting.append(None)
         try:
             yield
+        except MoeEpError:  # a rank's own words, for which nobody is waited
+            raise
         except RuntimeError:
             self._waiting.append(None)  # stays: it has waited in vain, and is on its way to call the roll
             self._late |= not self.is_called and time.monotonic() - started > _SURELY_IN_TIME * seconds

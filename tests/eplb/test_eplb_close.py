@@ -142,7 +142,7 @@ def test_closing_does_not_wait_for_a_rank_that_has_given_up(where: tuple[type, s
         results = pool.run(close_while_moving, where)
     finally:
         pool.close()
-    assert all("closed" in text or "left" in text or "did not" in text for text in results)
+    assert all("closed" in text or "left" in text or "did not" in text for text in results), results
 
 
 def runs(layer: FusedMoE) -> bool:
