@@ -198,8 +198,9 @@ def zipf_trace(
         num_tokens: of all ranks together in a step.
     """
     rng = np.random.default_rng(seed)
-    steps, layers = np.arange(num_steps, dtype=np.int32), np.arange(num_layers, dtype=np.int32)
+    # The largest first: where it does not fit, nothing has been filled.
     ids = np.empty((num_layers, num_steps, num_tokens, top_k), dtype=np.int32)
+    steps, layers = np.arange(num_steps, dtype=np.int32), np.arange(num_layers, dtype=np.int32)
     for of_layer in ids:
         logits = -exponent * np.log(rng.permutation(num_experts) + 1.0)
         for of_step in of_layer:
