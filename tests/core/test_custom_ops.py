@@ -16,6 +16,7 @@ from moe_ep.kernels.reference import ReferenceExperts
 from moe_ep.layer import FusedMoE
 from moe_ep.shared_experts import SharedExperts
 from tests.core.moe_oracle import load, make_inputs, make_weights
+from tests.ranks import ranks
 
 E, K, N, TOP_K = 4, 32, 32, 2
 
@@ -71,6 +72,25 @@ def test_choices_of_a_model_are_part_of_the_node(identities: int) -> None:
     assert torch.equal(compiled(*inputs), layer(*inputs))
     (calls,) = counter.calls
     assert [call for call in calls if "moe_ep" in call] == ["moe_ep.moe_forward_routed_uncaptured"]
+
+
+def compiled_of_ranks(rank: int, world_size: int, backend: str) -> list[str]:
+    layer = make_layer(all2all_backend=backend)
+    for part in (layer.prepare_finalize, layer.modular_kernel.fused_experts):
+        part.supports_cuda_graph = lambda: True  # type: ignore[method-assign]
+    counter = GraphCounter()
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for tokens in (5 + rank, 5):
+        inputs = make_inputs(tokens, K, E)
+        torch.testing.assert_close(compiled(*inputs), make_layer(ep_size=1)(*inputs))
+    return [call for calls in counter.calls for call in calls if "moe_ep" in call]
+
+
+@pytest.mark.parametrize("backend", ["allgather_reducescatter", "batched_all_to_all"])
+def test_layers_that_send_tokens_to_ranks_are_not_captured(backend: str) -> None:
+    """A rank whose shapes come again would replay, and leave the question of another unanswered."""
+    for calls in ranks(2).run(compiled_of_ranks, backend):
+        assert set(calls) == {"moe_ep.moe_forward_uncaptured"}
 
 
 def test_a_compiled_model_of_two_layers() -> None:
