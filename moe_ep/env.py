@@ -157,7 +157,15 @@ RANKS_PER_HOST = EnvVar(
     meaning="so many ranks each are taken for a host of their own (for tests of several hosts on one); 0: none are",
 )
 
+REPLAY_MAX_TOKENS = EnvVar(
+    name="MOE_EP_REPLAY_MAX_TOKENS",
+    parse=_whole_number,
+    default="256",
+    meaning="most tokens of a layer's call in a transformers model on one GPU that is replayed from a CUDA graph of "
+    "the layer once it has come twice; 0: none is",
+)
+
 ALL: tuple[EnvVar, ...] = (
     ALL2ALL_BACKEND, CACHE_DIR, CHUNK_SIZE, DISPATCH_TIMEOUT_S, INPUT_DTYPE, LOG_LEVEL, NVSHMEM_FORCE_DEVICE_API,
-    NVSHMEM_NUM_SMS, NVSHMEM_TIMEOUT_S, RANKS_PER_HOST,
+    NVSHMEM_NUM_SMS, NVSHMEM_TIMEOUT_S, RANKS_PER_HOST, REPLAY_MAX_TOKENS,
 )  # fmt: skip

@@ -67,6 +67,11 @@ def listening(listener: Listener) -> Iterator[None]:
         stop_listening(listener)
 
 
+def are_listened_to() -> bool:
+    """Whether there is a listener."""
+    return bool(_listeners)
+
+
 def stage(name: str) -> AbstractContextManager[None]:
     """Marks the block as the stage `name`."""
     if not _listeners:

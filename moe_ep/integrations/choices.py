@@ -34,7 +34,15 @@ def pack_choices(
         topk_ids: integer `[T, top_k]`; outside of [0, num_experts) for no expert, which becomes id -1 of weight 0.
         topk_weights: `[T, top_k]`, any float dtype.
         row_mask: bool `[T]`, rows that count; the others go to no expert. None where all do.
+
+    Raises:
+        ValueError: other shapes.
     """
+    if topk_ids.dim() != 2 or topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"topk_ids has shape {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)}; both must be "
+            f"(T, top_k), a weight for each choice"
+        )
     choices = empty_choices(topk_ids.size(0), topk_ids.size(1), topk_ids.device)
     fused = _fused("triton_pack_choices") if topk_ids.is_cuda and topk_ids.numel() else None
     if fused is not None:

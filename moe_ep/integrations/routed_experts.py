@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from moe_ep import env, stages
 from moe_ep.arguments import check_no_gradients
 from moe_ep.custom_ops import operator
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
 from moe_ep.errors import check_at_least
 from moe_ep.integrations.choices import count_choices, pack_choices, unpack_choices
+from moe_ep.integrations.replay import CallGraphs
 from moe_ep.layer import FusedMoE
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize, make_prepare_finalize
 from moe_ep.stages import stage
@@ -65,6 +69,7 @@ class RoutedExperts(FusedMoE):
         self._num_identities = num_identities
         self._decode_prepare_finalize: FusedMoEPrepareAndFinalize | None = None
         self._decode_kernel: FusedMoEModularKernel | None = None
+        self._graphs, self._replay_tokens = CallGraphs(), env.REPLAY_MAX_TOKENS.get()
         self.counts_load = False
         self.row_mask: torch.Tensor | None = None
         self.register_buffer("load", torch.zeros(self.moe_config.num_experts, dtype=torch.int64), persistent=False)
@@ -85,9 +90,8 @@ class RoutedExperts(FusedMoE):
             RuntimeError: gradients are asked for.
         """
         check_no_gradients(f"the experts of {self.layer_name}", hidden_states, topk_weights)
-        run = operator("moe_forward_routed", self.layer_name)
         rows = hidden_states.to(self.moe_config.in_dtype)
-        output = run(rows, topk_ids, topk_weights, self.layer_name).to(hidden_states.dtype)
+        output = self._run(rows, topk_ids, topk_weights).to(hidden_states.dtype)
         if self._num_identities:
             is_identity = topk_ids >= self.num_experts
             kept = hidden_states * topk_weights.masked_fill(~is_identity, 0.0).sum(-1, keepdim=True)
@@ -103,10 +107,38 @@ class RoutedExperts(FusedMoE):
             choices = pack_choices(topk_ids, topk_weights, self.num_experts, self.row_mask)
         return cast(torch.Tensor, self.forward_impl(hidden_states, choices))
 
-    def supports_cuda_graph(self) -> bool:
-        """As of any layer, but where ranks agree on the host how a step travels."""
-        is_agreed = self._coordinator is not None and self._coordinator.size > 1
-        return not is_agreed and super().supports_cuda_graph()
+    def _run(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The graph node; a replay of one where it has run so before."""
+        run = partial(operator("moe_forward_routed", self.layer_name), layer_name=self.layer_name)
+        if torch.compiler.is_compiling() or not self._may_replay(inputs[0]):
+            return run(*inputs)
+        made_for = self._modular_kernel, self._decode_kernel, *self._addresses()
+        return self._graphs.run(run, inputs, which=self.is_decode_step, of=made_for)
+
+    def _may_replay(self, rows: torch.Tensor) -> bool:
+        """Whether a graph can stand for this call: nothing but the output follows from it, and that from this rank's
+        inputs alone."""
+        return (
+            rows.is_cuda
+            and rows.dim() == 2
+            and 0 < rows.size(0) <= self._replay_tokens
+            and not (self._spans_ranks() or self.counts_load or stages.are_listened_to())
+            and self.row_mask is None
+            and self.eplb_state is None
+            and self.shared_experts is None
+            and not torch.cuda.is_current_stream_capturing()
+            and self.supports_cuda_graph()
+        )
+
+    def _addresses(self) -> Iterator[int]:
+        """Of the weights."""
+        for tensor in (*self._parameters.values(), *self._buffers.values()):
+            if tensor is not None:
+                yield tensor.data_ptr()
+
+    def _forget_kernels(self) -> None:
+        super()._forget_kernels()
+        self._graphs.clear()
 
     def serve(self) -> None:
         """This layer's part of a step in which this rank has no tokens."""

@@ -22,6 +22,13 @@ def made(num_tokens: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor
     return ids.to(device), weights.to(device), (torch.arange(num_tokens) % 3 != 1).to(device)
 
 
+def test_every_choice_has_a_weight() -> None:
+    ids, weights, _ = made(7, "cpu", torch.float32)
+    for wrong in ((ids, weights[:1]), (ids, weights[:, :1]), (ids[:, :1], weights), (ids.flatten(), weights.flatten())):
+        with pytest.raises(ValueError, match=r"both must be \(T, top_k\)"):
+            choices.pack_choices(*wrong, E)
+
+
 @pytest.mark.parametrize("num_tokens", [0, 7])
 @pytest.mark.parametrize("masked", [False, True])
 def test_by_hand(num_tokens: int, masked: bool) -> None:

@@ -1,0 +1,97 @@
+"""Which of a layer's calls are captured, and for how long; what the graphs compute is tested on GPUs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep.integrations import replay
+from moe_ep.integrations.replay import CallGraphs
+
+
+class Place:
+    """Stands in for a stream: its graphs are the functions, and it keeps what was done."""
+
+    stream = 7
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def capture(self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+        self.done.append("capture")
+        return function
+
+    def replay(self, captured: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Any:
+        self.done.append("replay")
+        return captured(*inputs)
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+    made = Place()
+    monkeypatch.setattr(replay, "_place", lambda device: made)
+    return made
+
+
+def call(graphs: CallGraphs, *inputs: torch.Tensor, which: object = None, of: tuple[object, ...] = ()) -> None:
+    assert torch.equal(graphs.run(torch.add, inputs, which=which, of=of), torch.add(*inputs))
+
+
+def rows(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(tokens, 3).to(dtype), torch.rand(tokens, 3).to(dtype)
+
+
+def test_the_third_call_of_a_kind_is_captured(place: Place) -> None:
+    graphs = CallGraphs()
+    for tokens in (2, 5, 2, 5):
+        call(graphs, *rows(tokens))
+    call(graphs, *rows(2, torch.float64))
+    call(graphs, *rows(2), which="another kernel")
+    assert place.done == []
+    call(graphs, *rows(2))
+    assert place.done == ["capture", "replay"]
+    call(graphs, *rows(2))
+    call(graphs, *rows(5))
+    assert place.done == ["capture", "replay", "replay", "capture", "replay"]
+
+
+def test_calls_of_the_wrong_shape_run_as_they_are(place: Place) -> None:
+    graphs = CallGraphs()
+    for _ in range(3):
+        call(graphs, *rows(2))
+    with pytest.raises(RuntimeError, match="size"):
+        graphs.run(torch.add, (torch.rand(2, 3), torch.rand(2, 2)), which=None, of=())
+
+
+def test_graphs_end_with_what_they_were_made_for(place: Place) -> None:
+    graphs = CallGraphs()
+    for address in (1, 1, 1, 2, 2, 1, 1, 1):
+        call(graphs, *rows(2), of=(address,))
+    assert place.done == ["capture", "replay"] * 2
+    graphs.clear()
+    call(graphs, *rows(2), of=(1,))
+    assert place.done == ["capture", "replay"] * 2
+
+
+def test_a_layer_keeps_so_many_graphs(place: Place) -> None:
+    graphs = CallGraphs()
+    for tokens in [*range(1, 41)] * 3:
+        call(graphs, *rows(tokens))
+    assert place.done.count("capture") == replay._MOST_KINDS
+    call(graphs, *rows(1))
+    assert place.done[-1] == "replay"
+
+
+def test_copies_begin_with_no_graphs(place: Place) -> None:
+    graphs = CallGraphs()
+    for _ in range(3):
+        call(graphs, *rows(2))
+    for other in (copy.deepcopy(graphs), pickle.loads(pickle.dumps(graphs))):
+        place.done.clear()
+        call(other, *rows(2))
+        assert place.done == []
