@@ -134,7 +134,8 @@ def bench_generate(options: argparse.Namespace) -> Iterator[Row]:
     prompts = torch.randint(1, _VOCABULARY, (options.prompts, options.prompt_tokens), device="cuda")
     for implementation, model in variants(name, options.layers, options):
         row = {"model": name, "layers": options.layers, "experts": implementation}
-        yield row | {"by": "model.generate"} | measure_generation(by_transformers, model, prompts, options)
+        by = "model.generate" + ", static caches" * options.compiled
+        yield row | {"by": by} | measure_generation(by_transformers, model, prompts, options)
         if implementation in QUANTIZED and not options.compiled:
             yield row | {"by": "moe-ep generate"} | measure_generation(by_slots, model, prompts, options)
         del model
