@@ -84,7 +84,7 @@ _TESTS = (
         "tests/kernels/test_tuning.py tests/core/test_workspace.py tests/checkpoint/test_formats.py "
         "tests/integrations/test_choices.py "
         "tests/gpu/test_eplb_gpu.py tests/gpu/test_formats_gpu.py tests/gpu/test_grouped_gpu.py "
-        "tests/gpu/test_triton_kernel_gpu.py",
+        "tests/gpu/test_triton_kernel_gpu.py tests/gpu/test_replay_gpu.py",
     ),
     _tests(
         "tests-nvshmem", 1, 330, _OF_ONE,
