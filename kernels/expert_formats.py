@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_ep.activation import MoEActivation
+from moe_ep.arguments import check_same_device
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEPermuteExpertsUnpermute
 from moe_ep.errors import check_at_least, check_router_weight_on_input
@@ -57,6 +58,19 @@ class Step(NamedTuple):
                 "prepare step returns it"
             )
         return self.meta
+
+
+def check_weights(step: Step) -> None:
+    """ValueError for weights that are not w1 `[El, 2N, K]` (`[El, N, K]` if ungated) and w2 `[El, K, N]` beside the
+    rows."""
+    w1, w2, K = step.w1, step.w2, step.hidden_states.size(-1)
+    rows = 1 + MoEActivation.parse(step.activation).is_gated
+    if w1.dim() != 3 or w1.size(2) != K or w2.shape != (w1.size(0), K, w1.size(1) // rows) or w1.size(1) % rows:
+        raise ValueError(
+            f"w1 has shape {tuple(w1.shape)} and w2 {tuple(w2.shape)}; with K={K} and the activation "
+            f"{step.activation} they must be (experts, {'2N' if rows == 2 else 'N'}, K) and (experts, K, N)"
+        )
+    check_same_device("hidden_states", step.hidden_states.device, w1=w1, w2=w2)
 
 
 class _AnyFormat(FusedMoEPermuteExpertsUnpermute):

@@ -18,7 +18,7 @@ from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.config import FusedMoEConfig
 from moe_ep.contracts import FusedMoEPermuteExpertsUnpermute
 from moe_ep.kernels.align import batched_moe_align_block_size, sort_slots_by_expert
-from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat, Step
+from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat, Step, check_weights
 from moe_ep.kernels.grouped_rows import activate_rows, move_rows
 from moe_ep.kernels.mul_sum import moe_fused_mul_sum
 
@@ -93,6 +93,7 @@ class GroupedExperts(StandardFormat, _GroupedExpertsBase):
     """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order."""
 
     def run(self, step: Step) -> None:
+        check_weights(step)
         ids, K = step.topk_ids, step.hidden_states.size(1)
         slots, counts = sort_slots_by_expert(ids, step.w1.size(0), step.expert_map)
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -107,6 +108,7 @@ class BatchedGroupedExperts(BatchedFormat, _GroupedExpertsBase):
     """BatchedExperts format, rows in place or by reference."""
 
     def run(self, step: Step) -> None:
+        check_weights(step)
         counts, row_ids = step.batch.expert_num_tokens, step.batch.expert_row_ids
         max_rows, K = step.output.size(1), step.output.size(2)
         places, _, _ = batched_moe_align_block_size(max_rows, 1, counts)

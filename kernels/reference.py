@@ -18,7 +18,7 @@ from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import FusedMoEPermuteExpertsUnpermute
 from moe_ep.custom_ops import without_autocast
-from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat, Step
+from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat, Step, check_weights
 
 
 class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
@@ -39,6 +39,11 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
         """f32 `[out, in]` of one local expert; `which` is 0 for w13 and 1 for w2."""
         quant = self.quant_config
         if quant.quant_type_id is None:
+            if not weights.is_floating_point():
+                raise ValueError(
+                    f"w{which + 1} is {weights.dtype} and quant_config has no quant_type_id, that is, weights are "
+                    f"plain; give floats, or say what the codes are"
+                )
             return weights[expert].float()
         scales, zero_points = ((quant.w1_scale, quant.w1_zp), (quant.w2_scale, quant.w2_zp))[which]
         type_id, group_size = quant.quant_type_id, quant.group_size
@@ -81,6 +86,7 @@ class ReferenceExperts(StandardFormat, _ReferenceExpertsBase):
         return False
 
     def run(self, step: Step) -> None:
+        check_weights(step)
         local_ids = to_local_ids(step.topk_ids, step.expert_map)
         total = torch.zeros(step.output.shape, dtype=torch.float32, device=step.output.device)
         for expert in range(step.w1.size(0)):
@@ -96,6 +102,7 @@ class BatchedReferenceExperts(BatchedFormat, _ReferenceExpertsBase):
     """BatchedExperts format, rows in place or by reference; static shapes and no host synchronisation on a GPU."""
 
     def run(self, step: Step) -> None:
+        check_weights(step)
         num_rows, row_ids = step.batch.expert_num_tokens, step.batch.expert_row_ids
         on_host = step.batch.expert_num_tokens_cpu if num_rows.is_cuda else num_rows
         for expert in range(step.w1.size(0)):

@@ -15,7 +15,7 @@ from torch import nn
 
 from moe_ep import env
 from moe_ep.activation import MoEActivation
-from moe_ep.arguments import check_no_gradients
+from moe_ep.arguments import check_no_gradients, check_tensors
 from moe_ep.backend_choice import choose_backend
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contracts import (
@@ -127,6 +127,7 @@ class FusedMoEModularKernel(nn.Module):
             ValueError: more ids than w1 has experts, and no expert_map.
             RuntimeError: hidden_states or topk_weights requires a gradient, and gradients are enabled.
         """
+        check_tensors(hidden_states=hidden_states, w1=w1, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids)
         check_no_gradients("the experts of the modular kernel", hidden_states, topk_weights)
         if apply_router_weight_on_input:
             check_router_weight_on_input(topk_ids.size(-1))

@@ -71,6 +71,28 @@ def test_equals_plain_loops(num_tokens):
         assert torch.equal(kernel()(x, w1, w2, weights, ids), got)
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "words"),
+    [
+        ("hidden_states", lambda x: [1.0], "hidden_states is a list; it must be a tensor"),
+        ("w2", lambda w2: None, "w2 is None; it must be a tensor"),
+        ("w1", lambda w1: w1[0], "must be \\(experts, 2N, K\\)"),
+        ("w1", lambda w1: w1[:, :, :8], "must be \\(experts, 2N, K\\)"),
+        ("w1", lambda w1: w1[:, :-1], "must be \\(experts, 2N, K\\)"),
+        ("w2", lambda w2: w2[:3], "w2 \\(3, 16, 24\\)"),
+        ("w2", lambda w2: w2[:, :8], "w2 \\(6, 8, 24\\)"),
+        ("w2", lambda w2: w2[:, :, :8], "w2 \\(6, 16, 8\\)"),
+        ("w2", lambda w2: w2.int(), "w2 is torch.int32 and quant_config has no quant_type_id"),
+        ("w1", lambda w1: w1.to("meta"), "w1 is on meta"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(name, wrong, words):
+    arguments = dict(zip(("hidden_states", "w1", "w2", "topk_weights", "topk_ids"), problem(5), strict=True))
+    arguments[name] = wrong(arguments[name])
+    with pytest.raises(ValueError, match=words):
+        kernel()(**arguments)
+
+
 def test_inplace_writes_over_the_input():
     x, w1, w2, weights, ids = problem(5)
     expected = plain_moe(x, w1, w2, weights, ids)
