@@ -162,7 +162,7 @@ REPLAY_MAX_TOKENS = EnvVar(
     parse=_whole_number,
     default="256",
     meaning="most tokens of a layer's call in a transformers model on one GPU that is replayed from a CUDA graph of "
-    "the layer once it has come twice; 0: none is",
+    "the layer once it has come four times; 0: none is",
 )
 
 ALL: tuple[EnvVar, ...] = (

@@ -18,10 +18,11 @@ import torch
 
 from moe_ep.workspace import current_stream
 
-# Calls of a kind that run eagerly before it is captured: what is compiled or allocated once is so by then.
-_EAGER_CALLS = 2
+# Calls of a kind that run eagerly before it is captured: what is compiled or allocated once is so by then. Whoever
+# captures the whole model makes fewer before, and needs no graphs of its layers.
+EAGER_CALLS = 4
 # Kinds that a layer captures; calls of more kinds run eagerly.
-_MOST_KINDS = 16
+MOST_KINDS = 16
 
 # What a graph is for: the caller's own distinction, the stream, and shapes, dtypes and devices of the inputs.
 Kind = tuple[object, ...]
@@ -31,7 +32,7 @@ Function = Callable[..., torch.Tensor]
 class CallGraphs:
     """Graphs of one layer's calls, by their kinds.
 
-    A kind's first calls run eagerly, the next one is captured, and from then on they are replays: inputs are copied
+    A kind's first calls run eagerly, the next one is captured, and from there on they are replays: inputs are copied
     to where the graph reads them, and the result is a copy of what it wrote. So a caller sees no difference. Graphs of
     one stream run one after the other and share that memory, whichever layer they are of. A copy of the layer begins
     with no graphs.
@@ -64,10 +65,10 @@ class CallGraphs:
         return place.replay(captured, inputs)
 
     def _is_due(self, kind: Kind) -> bool:
-        if kind not in self._num_eager and len(self._num_eager) == _MOST_KINDS:
+        if kind not in self._num_eager and len(self._num_eager) == MOST_KINDS:
             return False
         self._num_eager[kind] = self._num_eager.get(kind, 0) + 1
-        return self._num_eager[kind] > _EAGER_CALLS
+        return self._num_eager[kind] > EAGER_CALLS
 
     def clear(self) -> None:
         """Gives all graphs up."""

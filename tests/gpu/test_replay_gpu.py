@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from moe_ep import stages
+from moe_ep.integrations.replay import EAGER_CALLS
 from moe_ep.integrations.routed_experts import RoutedExperts
 from moe_ep.methods import OnlineIntConfig
 from tests.core.moe_oracle import load, make_weights
@@ -68,7 +69,7 @@ def make_inputs(T: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Input
 @pytest.mark.parametrize("case", CASES)
 def test_as_eager_calls(case: str, dtype: torch.dtype, replays: list[torch.cuda.CUDAGraph]) -> None:
     layer, eager = make_layer(**CASES[case]), make_layer(0, **CASES[case])
-    calls = [(T, make_inputs(T, seed, dtype)) for seed, T in enumerate((5, 17, 1, 256, 257) * 5)]
+    calls = [(T, make_inputs(T, seed, dtype)) for seed, T in enumerate((5, 17, 1, 256, 257) * (EAGER_CALLS + 3))]
     outputs = [layer(*inputs) for _, inputs in calls]
     assert len(replays) == 4 * 3 and len({id(graph) for graph in replays}) == 4
     # No output is written by a later call.
@@ -78,7 +79,7 @@ def test_as_eager_calls(case: str, dtype: torch.dtype, replays: list[torch.cuda.
     assert len(replays) == 4 * 3
 
 
-def warm(layer: RoutedExperts, T: int, calls: int = 4) -> None:
+def warm(layer: RoutedExperts, T: int, calls: int = EAGER_CALLS + 2) -> None:
     for seed in range(calls):
         layer(*make_inputs(T, seed))
 
@@ -97,16 +98,16 @@ def test_other_weights(replays: list[torch.cuda.CUDAGraph]) -> None:
         assert num_replays == 3
         for each in (layer, eager):
             each.w2_weight = nn.Parameter(each.w2_weight * 3, requires_grad=False)
-        for _ in range(4):
+        for _ in range(EAGER_CALLS + 2):
             assert torch.equal(layer(*inputs), eager(*inputs))
         assert len(replays) == num_replays + 2
         for each in (layer, eager):
             each.cpu().cuda()
-        for _ in range(4):
+        for _ in range(EAGER_CALLS + 2):
             assert torch.equal(layer(*inputs), eager(*inputs))
         for each in (layer, eager):
             load(each, make_weights(E, K, N, seed=5))
-        for _ in range(4):
+        for _ in range(EAGER_CALLS + 2):
             assert torch.equal(layer(*inputs), eager(*inputs))
 
 
@@ -182,7 +183,7 @@ def test_what_is_counted_or_masked_is_not_replayed(replays: list[torch.cuda.CUDA
 def test_under_capture(replays: list[torch.cuda.CUDAGraph]) -> None:
     """Of whoever captures the whole model: with graphs of the layer's own, and without."""
     layer, eager = make_layer(**CASES["4-bit"]), make_layer(0, **CASES["4-bit"])
-    for calls in (1, 4):
+    for calls in (1, EAGER_CALLS + 2):
         warm(layer, 5, calls)
         held, graph = make_inputs(5, 0), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -204,7 +205,7 @@ def test_layers_that_come_and_go(replays: list[torch.cuda.CUDAGraph]) -> None:
     held = []
     for _ in range(4):
         layer = make_layer()
-        for _ in range(4):
+        for _ in range(EAGER_CALLS + 2):
             assert torch.equal(layer(*inputs), expected)
         copied = copy.deepcopy(layer)
         del layer

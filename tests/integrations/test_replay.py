@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_ep.integrations import replay
-from moe_ep.integrations.replay import CallGraphs
+from moe_ep.integrations.replay import EAGER_CALLS, MOST_KINDS, CallGraphs
 
 
 class Place:
@@ -42,13 +42,21 @@ def call(graphs: CallGraphs, *inputs: torch.Tensor, which: object = None, of: tu
     assert torch.equal(graphs.run(torch.add, inputs, which=which, of=of), torch.add(*inputs))
 
 
+def captured(of: tuple[object, ...] = ()) -> CallGraphs:
+    """With a graph of calls of two rows."""
+    graphs = CallGraphs()
+    for _ in range(EAGER_CALLS + 1):
+        call(graphs, *rows(2), of=of)
+    return graphs
+
+
 def rows(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(tokens, 3).to(dtype), torch.rand(tokens, 3).to(dtype)
 
 
-def test_the_third_call_of_a_kind_is_captured(place: Place) -> None:
+def test_a_call_is_captured_when_its_kind_has_come_often_enough(place: Place) -> None:
     graphs = CallGraphs()
-    for tokens in (2, 5, 2, 5):
+    for tokens in (2, 5) * EAGER_CALLS:
         call(graphs, *rows(tokens))
     call(graphs, *rows(2, torch.float64))
     call(graphs, *rows(2), which="another kernel")
@@ -61,17 +69,17 @@ def test_the_third_call_of_a_kind_is_captured(place: Place) -> None:
 
 
 def test_calls_of_the_wrong_shape_run_as_they_are(place: Place) -> None:
-    graphs = CallGraphs()
-    for _ in range(3):
-        call(graphs, *rows(2))
+    graphs = captured()
     with pytest.raises(RuntimeError, match="size"):
         graphs.run(torch.add, (torch.rand(2, 3), torch.rand(2, 2)), which=None, of=())
 
 
 def test_graphs_end_with_what_they_were_made_for(place: Place) -> None:
-    graphs = CallGraphs()
-    for address in (1, 1, 1, 2, 2, 1, 1, 1):
+    graphs = captured(of=(1,))
+    for address in (2, 2, *[1] * EAGER_CALLS):
         call(graphs, *rows(2), of=(address,))
+    assert place.done == ["capture", "replay"]
+    call(graphs, *rows(2), of=(1,))
     assert place.done == ["capture", "replay"] * 2
     graphs.clear()
     call(graphs, *rows(2), of=(1,))
@@ -80,17 +88,15 @@ def test_graphs_end_with_what_they_were_made_for(place: Place) -> None:
 
 def test_a_layer_keeps_so_many_graphs(place: Place) -> None:
     graphs = CallGraphs()
-    for tokens in [*range(1, 41)] * 3:
+    for tokens in [*range(1, 41)] * (EAGER_CALLS + 1):
         call(graphs, *rows(tokens))
-    assert place.done.count("capture") == replay._MOST_KINDS
+    assert place.done.count("capture") == MOST_KINDS
     call(graphs, *rows(1))
     assert place.done[-1] == "replay"
 
 
 def test_copies_begin_with_no_graphs(place: Place) -> None:
-    graphs = CallGraphs()
-    for _ in range(3):
-        call(graphs, *rows(2))
+    graphs = captured()
     for other in (copy.deepcopy(graphs), pickle.loads(pickle.dumps(graphs))):
         place.done.clear()
         call(other, *rows(2))
