@@ -149,6 +149,8 @@ class MeasuredSteps:
             torch.cuda.synchronize(self._device)
         report = self._report
         report.step_ms.append((time.perf_counter() - started) * 1e3)
+        for block in self._stack.layers():
+            block.moe.check()
         report.phases.append(phase)
         report.stage_ms.append(
             [{name: sum(spans) for name, spans in recorder.durations_ms().items()} for recorder in passed.stages]

@@ -28,8 +28,9 @@ class LayerParts(ExpertShard):
         input_dtype: what experts may round rows to; None for nothing.
     """
 
-    # The attributes that hold modular kernels.
+    # The attributes that hold modular kernels, and backends.
     _kernels: ClassVar[tuple[str, ...]] = ("_modular_kernel",)
+    _backends: ClassVar[tuple[str, ...]] = ("_prepare_finalize",)
 
     groups: LayerGroups
     shared_experts: nn.Module | None
@@ -98,6 +99,13 @@ class LayerParts(ExpertShard):
         if self.parallel_config.use_all2all:  # A captured dispatch asks no rank for its number of tokens.
             return False
         return self.prepare_finalize.supports_cuda_graph() and self.modular_kernel.fused_experts.supports_cuda_graph()
+
+    def check(self) -> None:
+        """DispatchTimeoutError where a kernel of this rank's that has ended waited for another rank in vain; waits for
+        nothing. Eager passes begin with it. Whoever replays a CUDA graph calls it behind what waits for the results."""
+        for name in self._backends:
+            if (backend := getattr(self, name)) is not None:
+                backend.check()
 
     @property
     def rounds_rows_to(self) -> torch.dtype | None:

@@ -171,7 +171,7 @@ class Generation:
         logits = self._decoder.prefill(slots, [prompt.token_ids for prompt in prompts])
         tokens = next_tokens(logits, self._sampling, [self._randoms[prompt.index].draw() for prompt in prompts])
         self._decoder.append(slots, tokens)
-        for slot, prompt, token in zip(slots, prompts, tokens.tolist(), strict=True):
+        for slot, prompt, token in zip(slots, prompts, self._on_host(tokens), strict=True):
             self._running[slot] = Completion(prompt.index, prompt.length)
             self._take(slot, token)
 
@@ -179,9 +179,15 @@ class Generation:
         draws = [0.0 if sequence is None else self._randoms[sequence.index].draw() for sequence in self._running]
         tokens = next_tokens(self._decoder.decode(), self._sampling, draws)
         self._decoder.append(slice(None), tokens)
-        for slot, token in enumerate(tokens.tolist()):
+        for slot, token in enumerate(self._on_host(tokens)):
             if self._running[slot] is not None:
                 self._take(slot, token)
+
+    def _on_host(self, tokens: torch.Tensor) -> list[int]:
+        """The tokens, which are what the model says: no kernel of their step has waited in vain."""
+        values = tokens.tolist()
+        self._decoder.steps.check()
+        return values
 
     def _take(self, slot: int, token: int) -> None:
         """Adds a sequence's next token, and ends the sequence where it is its last."""

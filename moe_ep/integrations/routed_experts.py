@@ -46,6 +46,7 @@ class RoutedExperts(FusedMoE):
     # The base class asks for its backend while it is made, before these are known.
     _coordinator: StepCoordinator | None = None
     _kernels = ("_modular_kernel", "_decode_kernel")
+    _backends = ("_prepare_finalize", "_decode_prepare_finalize")
     _decode_max_num_tokens: int | None = None
 
     @torch.inference_mode(False)

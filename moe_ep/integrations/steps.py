@@ -87,7 +87,7 @@ class StepCoordinator:
             can_replay: whether this rank has a CUDA graph of its pass.
 
         Raises:
-            DispatchTimeoutError: a rank did not come to the step before the deadline.
+            DispatchTimeoutError: as `exchange` says.
         """
         table = self.exchange(int(num_tokens is not None), num_tokens or 0, int(can_replay))
         if not any(row[0] for row in table):
@@ -99,8 +99,9 @@ class StepCoordinator:
         """Three numbers of every rank from 0 to 2^32 - 1, by rank: what the ranks plan their next step by.
 
         Raises:
-            DispatchTimeoutError: a rank did not come to the step before the deadline.
+            DispatchTimeoutError: a rank did not come to the step before the deadline, or as `check` says.
         """
+        self.check()
         mine = [first, second, third]
         try:
             if self._board is not None:
@@ -113,6 +114,11 @@ class StepCoordinator:
                 f"call moe_ep.serve, or make passes in a moe_ep.serving block",
                 getattr(error, "ranks", ()),
             ) from None
+
+    def check(self) -> None:
+        """DispatchTimeoutError where a step that has ended on this rank's GPU waited for another rank in vain."""
+        for layer in self.layers:
+            layer.check()
 
     def end(self) -> None:
         """Ends the step under way; experts that have arrived are taken over here."""

@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.integrations.routed_experts import RoutedExperts
+from moe_ep.integrations.steps import StepCoordinator
 from moe_ep.layer import FusedMoE
 from moe_ep.methods import relative_error, tolerance
 from moe_ep.shared_experts import SharedExperts
@@ -55,6 +57,26 @@ def test_tokens_go_in_parts_of_the_capacity(
     with listening(Heard()):
         assert relative_error(layer(*inputs), whole) < F32
     assert seen == [(layer, part) for part in parts]
+
+
+def test_a_check_asks_every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a layer with a second one for decoding, and before there is any."""
+    steps = StepCoordinator(None)
+    sizes: dict = {"num_experts": E, "top_k": TOP_K, "hidden_size": K, "intermediate_size": N, "ep_size": 1}
+    layer = RoutedExperts(coordinator=steps, decode_max_num_tokens=2, **sizes)
+    steps.layers.append(layer)
+    layer.check()
+    backends = [layer.prepare_finalize]
+    with steps.pretending(2):
+        backends.append(layer.prepare_finalize)
+    asked = []
+    for number, backend in enumerate(backends):
+        monkeypatch.setattr(backend, "check", lambda number=number: asked.append(number))
+    layer.check()
+    assert asked == [0, 1]
+    # Before ranks agree on the next step.
+    assert steps.begin(1) is not None
+    assert asked == [0, 1] * 2
 
 
 def test_router_weight_on_input() -> None:

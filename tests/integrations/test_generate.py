@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import moe_ep
-from moe_ep.errors import ConfigError
+from moe_ep.errors import ConfigError, DispatchTimeoutError
 from moe_ep.integrations.decoder import SlotDecoder
 from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.generation import Completion, Generation
@@ -58,6 +58,28 @@ def generated(
     completions = generation.run()
     load = sum(int(layer.load.sum()) for layer in steps_of(model).layers)
     return completions, load, {kind: len(times) for kind, times in asdict(generation.times).items()}
+
+
+@pytest.mark.parametrize("good", [0, 1, 3])
+def test_tokens_of_a_step_that_waited_in_vain_are_not_taken(good: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels recorded is looked at behind every step, as replays of a CUDA graph do not look by themselves."""
+    model = moe_ep.parallelize(make_model("Qwen3Moe"), decode_max_num_tokens=1)
+    last, passes, taken = steps_of(model).layers[-1], [], []
+    prefill, decode = SlotDecoder.prefill, SlotDecoder.decode
+
+    def check() -> None:
+        if len(passes) > good:
+            raise DispatchTimeoutError("rank 1 sent nothing", [1])
+
+    with steps_of(model).pretending(1):
+        monkeypatch.setattr(last.prepare_finalize, "check", check)
+    monkeypatch.setattr(SlotDecoder, "prefill", lambda *args: passes.append("prefill") or prefill(*args))
+    monkeypatch.setattr(SlotDecoder, "decode", lambda *args: passes.append("decode") or decode(*args))
+    monkeypatch.setattr(Generation, "_take", lambda self, slot, token: taken.append(token))
+    settings = {"max_new_tokens": NEW_TOKENS, "num_slots": 1, "stop_ids": [STOP]}
+    with pytest.raises(DispatchTimeoutError, match="rank 1 sent nothing"):
+        Generation(model, requests_of(1), **settings).run()
+    assert len(passes) == good + 1 and len(taken) == good
 
 
 @pytest.mark.parametrize(
