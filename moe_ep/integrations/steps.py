@@ -87,8 +87,9 @@ class StepCoordinator:
             can_replay: whether this rank has a CUDA graph of its pass.
 
         Raises:
-            DispatchTimeoutError: as `exchange` says.
+            DispatchTimeoutError: a rank did not come to the step before the deadline, or as `check` says.
         """
+        self.check()
         table = self.exchange(int(num_tokens is not None), num_tokens or 0, int(can_replay))
         if not any(row[0] for row in table):
             return None
@@ -99,9 +100,8 @@ class StepCoordinator:
         """Three numbers of every rank from 0 to 2^32 - 1, by rank: what the ranks plan their next step by.
 
         Raises:
-            DispatchTimeoutError: a rank did not come to the step before the deadline, or as `check` says.
+            DispatchTimeoutError: a rank did not come to the step before the deadline.
         """
-        self.check()
         mine = [first, second, third]
         try:
             if self._board is not None:
