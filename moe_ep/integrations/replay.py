@@ -7,6 +7,7 @@ by one than the GPU takes to run them. So a call that comes again and again is c
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from moe_ep.workspace import current_stream
+
+logger = logging.getLogger(__name__)
 
 # Calls of a kind that run eagerly before it is captured: what is compiled or allocated once is so by then. Whoever
 # captures the whole model makes fewer before, and needs no graphs of its layers.
@@ -58,13 +61,27 @@ class CallGraphs:
         place = _place(inputs[0].device)
         kind = (which, place.stream, *[(tensor.shape, tensor.dtype, tensor.get_device()) for tensor in inputs])
         captured = self._captured.get(kind)
-        if captured is None:
-            if not self._is_due(kind):
-                return function(*inputs)
-            captured = self._captured[kind] = place.capture(function, inputs)
-        return place.replay(captured, inputs)
+        if captured is None and self._is_due(kind):
+            captured = self._capture(place, kind, function, inputs)
+        return function(*inputs) if captured is None else place.replay(captured, inputs)
+
+    def _capture(
+        self, place: _Place, kind: Kind, function: Function, inputs: tuple[torch.Tensor, ...]
+    ) -> _Captured | None:
+        """None where that fails, as it does without torch's caching of memory; nothing is captured from there on."""
+        global _is_possible
+        try:
+            self._captured[kind] = place.capture(function, inputs)
+        except RuntimeError as error:
+            _is_possible = False
+            logger.warning(
+                "calls of few tokens run eagerly, as one of them cannot be captured in a CUDA graph: %s", error
+            )
+        return self._captured.get(kind)
 
     def _is_due(self, kind: Kind) -> bool:
+        if not _is_possible:
+            return False
         if kind not in self._num_eager and len(self._num_eager) == MOST_KINDS:
             return False
         self._num_eager[kind] = self._num_eager.get(kind, 0) + 1
@@ -156,6 +173,7 @@ class _Place:
                 gc.enable()
 
 
+_is_possible = True
 _places: dict[tuple[torch.device, int], _Place] = {}
 _making = threading.Lock()
 

@@ -95,6 +95,28 @@ def test_a_layer_keeps_so_many_graphs(place: Place) -> None:
     assert place.done[-1] == "replay"
 
 
+def test_a_call_that_cannot_be_captured_runs_eagerly(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And no other call is tried, of whatever layer."""
+    monkeypatch.setattr(replay, "_is_possible", True)
+    graphs, others, capture = captured(), CallGraphs(), Place.capture
+    assert place.done == ["capture", "replay"]
+
+    def refuse(self: Place, *args: Any) -> None:
+        capture(self, *args)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Place, "capture", refuse)
+    for _ in range(EAGER_CALLS + 3):
+        call(graphs, *rows(5))
+        call(others, *rows(5))
+    assert place.done == ["capture", "replay", "capture"]
+    assert len(caplog.messages) == 1 and "not permitted" in caplog.text
+    call(graphs, *rows(2))
+    assert place.done[-1] == "replay"
+
+
 def test_copies_begin_with_no_graphs(place: Place) -> None:
     graphs = captured()
     for other in (copy.deepcopy(graphs), pickle.loads(pickle.dumps(graphs))):
