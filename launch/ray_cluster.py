@@ -81,6 +81,12 @@ def _newest_logs() -> Path:
     return Path(folder, "ray", "session_latest", "logs")
 
 
+def _way_out(error: Exception) -> str:
+    if "AF_UNIX path" in str(error):
+        return "set TMPDIR to a folder with a short path"
+    return "set HOME and TMPDIR to folders that can be written to" if isinstance(error, OSError) else "try again"
+
+
 class PrivateCluster:
     """A cluster on loopback that lives until `end`.
 
@@ -104,10 +110,9 @@ class PrivateCluster:
             self.end()
             if isinstance(error, Exception):
                 # Of no class of its own where a server of the cluster was not up in Ray's time, as on a busy machine.
-                way_out = "set TMPDIR to a folder with a short path" if "AF_UNIX path" in str(error) else "try again"
                 raise GangError(
-                    f"Ray did not start here: {first_line(error)}; its logs are in {_newest_logs()}; {way_out}, or "
-                    f"take --launcher local, which needs no Ray"
+                    f"Ray did not start here: {first_line(error)}; its logs are in {_newest_logs()}; "
+                    f"{_way_out(error)}, or take --launcher local, which needs no Ray"
                 ) from error
             raise
         self._processes = children(os.getpid()) - before

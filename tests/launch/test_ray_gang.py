@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -178,19 +179,32 @@ def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path) -> None:
     assert jobs.all_end([*started])
 
 
-def test_a_cluster_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "sentences"),
+    [
+        (
+            Exception("The current node timed out during startup.\nPages follow."),
+            "The current node timed out during startup; its logs are in /scratch/ray/session_latest/logs; try again",
+        ),
+        (
+            OSError(errno.EROFS, "Read-only file system", "/home/.ray"),
+            "[Errno 30] Read-only file system: '/home/.ray'; its logs are in /scratch/ray/session_latest/logs; set "
+            "HOME and TMPDIR to folders that can be written to",
+        ),
+    ],
+)
+def test_a_cluster_that_does_not_start_is_one_sentence(
+    error: Exception, sentences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def init(**options: object) -> None:
-        raise Exception("The current node timed out during startup.\nPages follow.")
+        raise error
 
     ray.shutdown()  # a gang would join the cluster of the tests before
     monkeypatch.setattr("ray.init", init)
     monkeypatch.setenv("RAY_TMPDIR", "/scratch")
     with pytest.raises(GangError) as caught:
         RayGang(2, "cpu")
-    assert str(caught.value) == (
-        "Ray did not start here: The current node timed out during startup; its logs are in "
-        "/scratch/ray/session_latest/logs; try again, or take --launcher local, which needs no Ray"
-    )
+    assert str(caught.value) == f"Ray did not start here: {sentences}, or take --launcher local, which needs no Ray"
 
 
 def test_sigterm_while_a_cluster_starts_is_an_interrupt_too(monkeypatch: pytest.MonkeyPatch) -> None:
