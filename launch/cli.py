@@ -20,6 +20,7 @@ from moe_ep.errors import ConfigError, MoeEpError
 from moe_ep.launch import interrupts
 from moe_ep.launch.commands import bench, convert, doctor, eplb, generate, plan, plot, run, tune
 from moe_ep.launch.options import OptionError, Parser
+from moe_ep.launch.outputs import show
 
 _DESCRIPTION = "Expert parallelism for mixture-of-experts models: run, generate, measure and balance over many GPUs."
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             _check_environment()
             code = args.main(args)
-            sys.stdout.flush()
+            show(end="")  # what is buffered
             return code
         except KeyboardInterrupt:
             number = interrupts.received() or signal.SIGINT

@@ -7,10 +7,13 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from moe_ep.files import naming, write_whole
 from moe_ep.launch import progress
+from moe_ep.launch.outputs import show
 
 
 class CompletionLines:
@@ -31,7 +34,7 @@ class CompletionLines:
         self._prompts, self._output = prompts, output
         self._waiting: dict[int, dict[str, Any]] = {}
         self._num_told = 0
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         # An output that lacks letters gets JSON's escapes of them.
         self._in_ascii = output is None and codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8"
         self._held: list[str] | None = [] if output is None and sys.stdout.isatty() else None
@@ -57,7 +60,7 @@ class CompletionLines:
         """Leaves the file with the lines that are in it, or shows those that were held back; a second time does no
         harm."""
         if self._held:
-            print("\n".join(self._held), flush=True)
+            show("\n".join(self._held))
             self._held.clear()
         if self._file is not None:
             # What failed to be written has been said.
@@ -68,18 +71,16 @@ class CompletionLines:
         if self._held is not None:
             self._held.append(line)
         elif self._output is None:
-            print(line, flush=True)
+            show(line)
         else:
             self._to_file(self._output, line)
 
     def _to_file(self, output: Path, line: str) -> None:
         if self._file is None:
             # Open till the end: the reader of a pipe would take a close for it.
-            self._file = output.open("w", buffering=1, encoding="utf-8")
-        try:
-            self._file.write(f"{line}\n")
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(output)) from error
+            self._file = output.open("wb", buffering=0)
+        with naming(output):
+            write_whole(self._file, f"{line}\n")
         self.num_written += 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from moe_ep.files import write_text
+from moe_ep.files import naming, write_text
 
 
 def tell(text: str, path: Path | None, json_lines: Callable[[], Iterable[str]]) -> None:
@@ -16,7 +16,13 @@ def tell(text: str, path: Path | None, json_lines: Callable[[], Iterable[str]]) 
         json_lines: with their ends of lines; asked for when the text is out.
     """
     try:
-        print(text, flush=True)
+        show(text)
     finally:
         if path is not None:
             write_text(path, "".join(json_lines()))
+
+
+def show(text: str = "", end: str = "\n") -> None:
+    """Prints what is to be seen now; an OSError says that it is stdout's."""
+    with naming("stdout"):
+        print(text, end=end, flush=True)

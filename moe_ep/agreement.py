@@ -83,8 +83,12 @@ class Board:
         """Creates a file of zeros, through which the ranks that open it share memory."""
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         handle, name = tempfile.mkstemp(prefix="moe_ep_", dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(bytes(2 * size * width * np.dtype(np.int64).itemsize))
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(bytes(2 * size * width * np.dtype(np.int64).itemsize))
+        except OSError:
+            os.unlink(name)
+            raise
         return Path(name)
 
     def gather(self, values: Sequence[int], what: str) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -52,11 +53,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str], instead_of: Path | None = None) -> Iterator[None]:
-    """An OSError in the block that names no file, as of a full disk, or names `instead_of`, is said of `path`."""
+    """An OSError in the block that names no file, as of a full disk, or names `instead_of` or a file in it, is said of
+    `path`."""
     try:
         yield
     except OSError as error:
-        if error.filename is None or error.filename == str(instead_of):
+        if error.filename is None or (instead_of and Path(os.fsdecode(error.filename)).is_relative_to(instead_of)):
             error.filename = str(path)
         raise
 
@@ -65,3 +67,16 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes the text in UTF-8, replacing what was there."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def write_whole(file: io.FileIO, text: str) -> None:
+    """Writes the text at the end of a file that is open without a buffer: in UTF-8, and whole or nothing of it, also
+    where the disk has room for a part."""
+    data, done = memoryview(text.encode()), 0
+    try:
+        while done < len(data):
+            done += file.write(data[done:])
+    except OSError:
+        with contextlib.suppress(OSError):  # of a pipe, which keeps what it got
+            file.truncate(file.seek(-done, os.SEEK_END))
+        raise

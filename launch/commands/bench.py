@@ -18,6 +18,7 @@ from moe_ep.launch.gang import ignore, set_up_logging
 from moe_ep.launch.gang_choice import start_gang
 from moe_ep.launch.option_values import check_apart, check_backends
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args
+from moe_ep.launch.outputs import show
 from moe_ep.launch.rank_env import RankEnv
 from moe_ep.launch.scaling_config import ScalingConfig
 
@@ -55,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     finally:
         gang.close()
     if gang.is_driver:
-        print(as_text(next(rows for rows in results if rows is not None)), flush=True)
+        show(as_text(next(rows for rows in results if rows is not None)))
     return 0
 
 

@@ -7,6 +7,7 @@ import sys
 
 from moe_ep.launch.option_values import checkpoint_folder, new_folder
 from moe_ep.launch.options import OptionError, Parser, parsed
+from moe_ep.launch.outputs import show
 
 KINDS = ("int4", "int8", "fp8")
 
@@ -36,16 +37,16 @@ def main(args: argparse.Namespace) -> int:
 
     with tqdm(desc="convert", unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
 
-        def show(done: int, total: int) -> None:
+        def count(done: int, total: int) -> None:
             bar.total, bar.n = total, done
             bar.update(0)
 
-        fused = convert_checkpoint(source, target, args.quantize, show)
+        fused = convert_checkpoint(source, target, args.quantize, count)
     sizes = (sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (source, target))
     before, after = (tqdm.format_sizeof(size, "B") for size in sizes)
-    print(f"{target}: experts in {args.quantize}, {after} of weights in place of {before}")
+    show(f"{target}: experts in {args.quantize}, {after} of weights in place of {before}")
     if fused:
-        print(
+        show(
             "The experts were fused and are one by one now, for compressed-tensors and moe_ep; transformers 5 reads "
             "those of such families fused only, and would draw them at random."
         )

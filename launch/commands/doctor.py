@@ -15,6 +15,7 @@ import moe_ep
 from moe_ep import env
 from moe_ep.launch.gang import num_cpus
 from moe_ep.launch.options import Parser
+from moe_ep.launch.outputs import show
 
 # Name shown, and the distributions that may bring it.
 _PACKAGES = {
@@ -50,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def main(args: argparse.Namespace) -> int:
     findings = examine()
-    print(json.dumps(findings, indent=2) if args.json else "\n".join(_lines(findings)))
+    show(json.dumps(findings, indent=2) if args.json else "\n".join(_lines(findings)))
     return 0
 
 

@@ -21,7 +21,7 @@ from moe_ep.launch.eplb_scene import (
 )
 from moe_ep.launch.option_values import check_apart, checkpoint_folder, output_file
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, option
-from moe_ep.launch.outputs import tell
+from moe_ep.launch.outputs import show, tell
 from moe_ep.launch.progress import ProgressDisplay
 
 
@@ -218,10 +218,10 @@ def main_report(args: argparse.Namespace) -> int:
         dict(zip(columns, (layer, f"{old:.3f}", f"{new:.3f}", int(count)), strict=True))
         for layer, old, new, count in rows
     ]
-    print(title)
-    print(f"{describe_parts(trace, config)}; policy {config.policy}, rule {config.rule}")
-    print(table(cells, {name: name for name in columns}))
-    print(f"heat maps in {config.out}")
+    show(title)
+    show(f"{describe_parts(trace, config)}; policy {config.policy}, rule {config.rule}")
+    show(table(cells, {name: name for name in columns}))
+    show(f"heat maps in {config.out}")
     return 0
 
 
@@ -263,10 +263,10 @@ def main_plan(args: argparse.Namespace) -> int:
     before, after = (
         balancedness(torch.from_numpy(rank_loads(weight, slots, config.ep_size))) for slots in (present, planned)
     )
-    print(describe(trace, config))
-    print(f"balancedness over all steps together {before:.3f} as placed without a plan, {after:.3f} as planned")
+    show(describe(trace, config))
+    show(f"balancedness over all steps together {before:.3f} as placed without a plan, {after:.3f} as planned")
     start = ["moe-ep", "run", "--model", str(config.model), "--ep-size", str(config.ep_size), "--eplb"]
-    print(f"{config.out}: begin with {shlex.join([*start, '--load-placement', str(config.out)])}")
+    show(f"{config.out}: begin with {shlex.join([*start, '--load-placement', str(config.out)])}")
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moe_ep.launch.option_values import input_file, new_folder
 from moe_ep.launch.options import OptionError, Parser, add_flags, from_args, option, parsed
+from moe_ep.launch.outputs import show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,5 +54,5 @@ def main(args: argparse.Namespace) -> int:
     written = plot_scaling(rows, config.out)
     tables = config.out / "tables.md"
     write_text(tables, as_markdown(rows))
-    print("\n".join(map(str, [*written, tables])))
+    show("\n".join(map(str, [*written, tables])))
     return 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.launch.option_values import GEOMETRY_NAMES, geometry_name, output_file, whole_numbers
 from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
+from moe_ep.launch.outputs import show
 
 if TYPE_CHECKING:
     from moe_ep.activation import MoEActivation
@@ -97,8 +98,8 @@ def main(args: argparse.Namespace) -> int:
     name = torch.cuda.get_device_name(device)
     before = tuning.few_rows(name, problem)
     tuning.remember(path, name, problem, rows)
-    print(table(measured, {"rows": "rows", "few_us": "few-rows kernel us", "many_us": "many-rows kernel us"}))
-    print(f"{problem.key} on {name}: few rows up to {rows} (before: {before}); kept in {path}")
+    show(table(measured, {"rows": "rows", "few_us": "few-rows kernel us", "many_us": "many-rows kernel us"}))
+    show(f"{problem.key} on {name}: few rows up to {rows} (before: {before}); kept in {path}")
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ep.bench.scaling_tables import KIND, kind_of, of_most_alike
 from moe_ep.errors import missing_extra
-from moe_ep.files import naming
+from moe_ep.files import replacing
 from moe_ep.stages import STAGES
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ def _figure(title: str, panels: int = 1) -> Figure:
 
 
 def _write(figure: Figure, path: Path) -> Path:
-    with naming(path):
-        figure.savefig(path, dpi=110)
+    with replacing(path) as partial:
+        figure.savefig(partial, format=path.suffix[1:], dpi=110)
     return path
 
 

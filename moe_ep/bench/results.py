@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import moe_ep
 from moe_ep.checkout import checkout_commit
-from moe_ep.files import naming, parse_json
+from moe_ep.files import naming, parse_json, write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -64,9 +64,9 @@ def as_line(row: dict[str, Any]) -> str:
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Adds one JSON line to a file; an OSError names it."""
-    with naming(path), path.open("a", encoding="utf-8") as file:
-        file.write(as_line(row))
+    """Adds one JSON line to a file, whole or nothing of it; an OSError names the file."""
+    with naming(path), path.open("ab", buffering=0) as file:
+        write_whole(file, as_line(row))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

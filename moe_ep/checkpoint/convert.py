@@ -25,6 +25,7 @@ from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.checkpoint.stored import ExpertTensors, Stored
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError, one_of
+from moe_ep.files import naming
 from moe_ep.methods.online import ONLINE
 
 _BITS = {"int4": 4, "int8": 8, "fp8": 8}
@@ -104,9 +105,10 @@ def convert_checkpoint(
         building = target.parent / f".{target.name}-{uuid.uuid4().hex}"
         try:
             tensors = _tensors(reader, experts, quantize, group_size, on_bytes)
-            write_checkpoint(building, config, tensors, max_shard_bytes=shard_bytes)
-            _copy_the_rest(reader.directory, building)
-            building.rename(target)
+            with naming(target, instead_of=building):
+                write_checkpoint(building, config, tensors, max_shard_bytes=shard_bytes)
+                _copy_the_rest(reader.directory, building)
+                building.rename(target)
         finally:
             shutil.rmtree(building, ignore_errors=True)
     return experts.fused

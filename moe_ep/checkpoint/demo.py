@@ -23,6 +23,7 @@ from moe_ep import env
 from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint, write_json
 from moe_ep.errors import ConfigError
+from moe_ep.files import write_text
 from moe_ep.quantize_weights import quantize_int
 
 DEMO_VERSION = 1
@@ -257,7 +258,8 @@ def _write_tokenizer(directory: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(), trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    # Its own `save` raises no OSError where the disk is full.
+    write_text(directory / "tokenizer.json", tokenizer.to_str(pretty=True))
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), _END_OF_TEXT)
     write_json(
         directory / "tokenizer_config.json",

@@ -11,7 +11,7 @@ import torch
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.eplb.policy.maps import Array
 from moe_ep.errors import missing_extra
-from moe_ep.files import naming
+from moe_ep.files import replacing
 
 # Brightest at so many times the mean and beyond; the same in all panels, so that they compare.
 _LIMITS = {"slot": 3.0, "rank": 2.0}
@@ -51,8 +51,8 @@ def draw_load(panels: dict[str, Array], num_ranks: int, title: str, path: Path) 
     for column, (what, image) in enumerate(images.items()):
         label = f"tokens of a {what} / mean of its layer"
         figure.colorbar(image, ax=grid[:, column], extend="max", location="bottom", shrink=0.7, label=label)
-    with naming(path):
-        figure.savefig(path, dpi=130)
+    with replacing(path) as partial:
+        figure.savefig(partial, format=path.suffix[1:].lower(), dpi=130)
 
 
 def _draw(axes: Any, loads: Array, what: str, title: str) -> Any:

@@ -7,10 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 from matplotlib.figure import Figure
 
 from moe_ep.bench import plots
 from moe_ep.bench.scaling_markdown import balancing
+from moe_ep.eplb.pictures import draw_load
+from tests.full_disk import files_of_at_most
 
 SCALING = Path(__file__).parents[2] / "docs" / "benchmarks" / "scaling" / "scaling_2xh200.jsonl"
 BACKENDS, WIRES, ROUTINGS = ("all_to_all", "two_level"), ("activations", "fp8"), ("uniform", "zipf:0.5")
@@ -51,3 +55,16 @@ def test_every_line_of_a_picture_has_room(tmp_path: Path, monkeypatch: Any) -> N
     # The load is that of the routing, whatever moved its rows.
     lines = [label.get_text() for label in drawn["load"].axes[0].get_yticklabels()]
     assert len(set(lines)) == len(lines) == 2 * 2 * 2
+
+
+def test_a_picture_that_a_disk_has_no_room_for_leaves_the_one_before(tmp_path: Path) -> None:
+    loads = {"before": np.ones((2, 4), dtype=np.int64)}
+    for name in ("small-scaling.png", "load.SVG"):
+        (tmp_path / name).write_text("of another run")
+        with files_of_at_most(100), pytest.raises(OSError, match=f"File too large: '{tmp_path / name}'"):
+            if name == "load.SVG":
+                draw_load(loads, 2, "a title", tmp_path / name)
+            else:
+                plots._write(Figure(), tmp_path / name)
+        assert (tmp_path / name).read_text() == "of another run"
+    assert len([*tmp_path.iterdir()]) == 2

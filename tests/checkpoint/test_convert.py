@@ -18,6 +18,7 @@ from moe_ep.quantize_weights import quantize_fp8, quantize_int
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.checkpoint.format_cases import write_case
 from tests.checkpoint.model_cases import block_of, router_of, save_model
+from tests.full_disk import files_of_at_most
 
 KINDS = ("int4", "int8", "fp8")
 # Half a step of the largest weight of a group, over the mean of a normal distribution's magnitudes.
@@ -161,6 +162,14 @@ def test_what_cannot_be_converted_is_refused_and_nothing_left(tmp_path: Path) ->
     assert {path.name for path in tmp_path.iterdir()} == {"quantized", "odd"}
     with pytest.raises(ValueError, match="quantize is 'int2'; it must be one of int4, int8, fp8"):
         convert_checkpoint(tmp_path / "odd", tmp_path / "out", "int2")
+
+
+def test_a_full_disk_is_said_of_the_folder_to_write(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "in")
+    with files_of_at_most(100), pytest.raises(OSError) as caught:
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", "fp8")
+    assert caught.value.filename == str(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])

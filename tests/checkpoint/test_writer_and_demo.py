@@ -17,7 +17,9 @@ from moe_ep.checkpoint import CheckpointReader, embed_rows, load_moe_layer, load
 from moe_ep.checkpoint.demo import demo_checkpoint, make_demo_checkpoint
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.writer import write_checkpoint
+from moe_ep.errors import ConfigError
 from tests.checkpoint.checkpoints import LoadingLayer, gptq_shapes
+from tests.full_disk import files_of_at_most
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +124,17 @@ def test_demo_dequantized_is_a_model_that_transformers_loads(demo: Path, tmp_pat
     with torch.no_grad():
         logits = model(torch.arange(16).view(1, 16)).logits
     assert logits.shape == (1, 16, 4096) and logits.isfinite().all()
+
+
+def test_a_demo_that_a_disk_has_no_room_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_EP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("moe_ep.checkpoint.demo._texts", lambda: iter(["a text"]))
+    with (
+        files_of_at_most(100),
+        pytest.raises(ConfigError, match=r"cannot be made as .* \(File too large\); set MOE_EP"),
+    ):
+        demo_checkpoint()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_is_there_is_left_alone(demo: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from moe_ep import agreement
 from moe_ep.agreement import Board, largest_over_ranks
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.roll_call import Roll
+from tests.full_disk import files_of_at_most
 from tests.ranks import ranks
 
 
@@ -69,3 +70,12 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.
             with pytest.raises(DispatchTimeoutError, match=rf"\(EP rank {rank}, deadline 2 s\): rank 1 did") as error:
                 waiting.result()
             assert error.value.ranks == (1,)
+
+
+def test_nothing_is_left_of_a_board_that_memory_has_no_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "_SHARED_MEMORY", tmp_path)
+    with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
+        Board.make_file(8, 1)
+    assert not [*tmp_path.iterdir()]

@@ -11,6 +11,7 @@ import torch
 
 from moe_ep.launch import progress
 from moe_ep.launch.generate_lines import CompletionLines, CompletionRelay
+from tests.full_disk import files_of_at_most
 from tests.ranks import ranks
 
 
@@ -39,6 +40,16 @@ def test_lines_are_written_in_order_as_they_come(tmp_path: Path, capsys: pytest.
         full.take({"index": 0})
     full.close()
     assert full.num_written == 0
+
+
+def test_a_line_that_a_disk_has_no_room_for_is_left_out_whole(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    lines = CompletionLines([{"prompt": name} for name in "ab"], file)
+    with files_of_at_most(100), pytest.raises(OSError, match=f"File too large: '{file}'"):
+        for index in range(2):
+            lines.take({"index": index, "text": "x" * 20})
+    lines.close()
+    assert json.loads(file.read_text())["prompt"] == "a" and lines.num_written == 1
 
 
 def test_a_terminal_gets_its_lines_also_where_it_ends_early(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_ep.bench.results import append_line
+from moe_ep.bench.results import append_line, read_lines
 from moe_ep.launch.cli import main
 from moe_ep.launch.generate_lines import CompletionLines
 from moe_ep.launch.outputs import tell
+from tests.full_disk import files_of_at_most
 
 PLAN = ["plan", "--gpus", "8", "--tokens", "1"]
 SIMULATE = ["eplb", "simulate", "--experts", "16", "--top-k", "2", "--layers", "1", "--steps", "2",
@@ -54,6 +56,25 @@ def test_without_a_file_no_lines_are_made(capsys: pytest.CaptureFixture[str]) ->
 def test_a_full_disk_is_said_of_the_file_that_lines_are_added_to() -> None:
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         append_line(Path("/dev/full"), {"a": 1})
+
+
+def test_a_row_that_a_disk_has_no_room_for_is_left_out_whole(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    with files_of_at_most(100), pytest.raises(OSError, match=f"File too large: '{file}'"):
+        for index in range(2):
+            append_line(file, {"index": index, "text": "x" * 60})
+    assert [row["index"] for row in read_lines(file)] == [0]
+
+
+def test_a_full_stdout_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("moe_ep.launch.commands.doctor.main", lambda args: print("a line") or 0)
+    for command in (["doctor"], PLAN):
+        full = open("/dev/full", "w")  # noqa: SIM115
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(command) == 1
+        assert capsys.readouterr().err.endswith(": [Errno 28] No space left on device: 'stdout'\n")
+        with contextlib.suppress(OSError):  # what is buffered fails once more
+            full.close()
 
 
 def test_an_output_without_some_letters_gets_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
