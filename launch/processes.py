@@ -21,6 +21,19 @@ def children(pid: int) -> set[Process]:
     return {process for process, parent in _parents().items() if parent == pid}
 
 
+def named(processes: set[Process], *names: str) -> dict[Process, str]:
+    """Those of the processes whose program has one of the names, which Linux cuts after 15 letters."""
+    found = {process: _stat(process[0])[0] for process in processes}
+    return {process: name for process, name in found.items() if name in names}
+
+
+def has_ended(process: Process) -> bool:
+    """Whether it runs no more; a zombie does not."""
+    pid, started = process
+    _, fields = _stat(pid)
+    return not fields or fields[0] == "Z" or int(fields[19]) != started
+
+
 @contextlib.contextmanager
 def end_trees(roots: set[Process], limit_s: float = 2.0) -> Iterator[None]:
     """Ends, after the block, the processes of these trees that are left: as they were found before it.
@@ -72,15 +85,23 @@ def _with_descendants(roots: set[Process]) -> set[Process]:
 def _parents() -> dict[Process, int]:
     """The parent of every living process of this machine."""
     parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The second field is the program's name in parentheses, which may hold anything.
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[0] != "Z":
-            parents[int(stat.parent.name), int(fields[19])] = int(fields[1])
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        _, fields = _stat(pid)
+        if fields and fields[0] != "Z":
+            parents[pid, int(fields[19])] = int(fields[1])
     return parents
+
+
+def _stat(pid: int) -> tuple[str, list[str]]:
+    """The name of a process's program, and what /proc/PID/stat tells after it, its state first; nothing where it is
+    gone."""
+    try:
+        # The name stands in parentheses and may hold anything.
+        start, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+    except OSError:
+        return "", []
+    return start.partition("(")[2], rest.split()
 
 
 if __name__ == "__main__":

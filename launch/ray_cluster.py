@@ -18,13 +18,15 @@ from moe_ep import env
 from moe_ep.errors import GangError
 from moe_ep.launch import interrupts
 from moe_ep.launch.gang import check_room, num_cpus
-from moe_ep.launch.processes import children, end_trees, start_guard
+from moe_ep.launch.processes import children, end_trees, has_ended, named, start_guard
 from moe_ep.launch.rank_env import LOOPBACK
 
 # A worker of a running cluster gets these of the driver's variables; workers of a private one inherit them all.
 _PASSED_ON = ("MOE_EP_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TRITON_", "CUDA_MODULE_LOADING")
 # After ctrl-C: Ray looks for a cluster where no signal is heard.
 _JOIN_LIMIT_S = 5.0
+# Without one of these a cluster of one machine is none.
+_SERVERS = ("gcs_server", "raylet")
 
 
 def connect(address: str | None, num_workers: int, device: str = "auto") -> PrivateCluster | None:
@@ -116,10 +118,24 @@ class PrivateCluster:
                 ) from error
             raise
         self._processes = children(os.getpid()) - before
+        self._servers = named(self._processes, *_SERVERS)
         self._guard = start_guard(self._processes)
 
+    def check(self) -> None:
+        """Ends the cluster and raises GangError if a server of it has ended: Ray tells of a raylet after 15 s, and of a
+        GCS never, but ends this process after a minute of vain calls."""
+        for process, name in self._servers.items():
+            if has_ended(process):
+                with end_trees(self._processes, limit_s=0.0):
+                    pass  # and not the cluster's own way, in which it would be waited for
+                self.end()
+                raise GangError(
+                    f"Ray is gone: its {name} on this machine (pid {process[0]}) ended while the gang was at work, "
+                    f"killed or crashed (if nobody killed it, see dmesg and {_newest_logs()})"
+                )
+
     def end(self) -> None:
-        """Ends the cluster; nothing of it is left."""
+        """Ends the cluster; nothing of it is left. A second time does no harm."""
         import ray
 
         with end_trees(self._processes):
@@ -127,6 +143,7 @@ class PrivateCluster:
         if self._guard is not None:
             self._guard.kill()
             self._guard.wait()
+            self._guard = None
 
 
 @contextlib.contextmanager

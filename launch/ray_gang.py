@@ -161,6 +161,8 @@ class RayGang(Gang):
         news = _News(actors[0], self._display, on_item)
         while pending and time.monotonic() < deadline:
             interrupts.check()
+            if self._cluster is not None:
+                self._cluster.check()
             ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_S)
             for ref in ready:
                 rank = ranks[ref]
@@ -291,6 +293,8 @@ def _failure(error: Exception, rank: int, node: str) -> WorkerFailure:
 def _end(actors: list[Any]) -> None:
     import ray
 
+    if not ray.is_initialized():  # a cluster that is gone, and Ray would start another
+        return
     for actor in actors:
         with contextlib.suppress(Exception):
             ray.kill(actor, no_restart=True)

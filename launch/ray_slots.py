@@ -108,8 +108,9 @@ def slots(resource: str, world_size: int) -> Iterator[list[Slot]]:
             )
         yield made
     finally:
-        for group in groups:
-            remove_placement_group(group)
+        if ray.is_initialized():  # no more where the cluster is gone
+            for group in groups:
+                remove_placement_group(group)
 
 
 def _slots_inside(group: Any, resource: str, world_size: int) -> list[Slot]:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +28,11 @@ ray = pytest.importorskip("ray")
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster() -> Iterator[ray_cluster.PrivateCluster]:
     """A private cluster of 3 CPUs, started the way a gang starts its own, and kept for all tests of the module."""
-    assert ray_cluster.connect(None, 3)
-    yield
+    started = ray_cluster.connect(None, 3)
+    assert started is not None
+    yield started
     ray.shutdown()
 
 
@@ -48,7 +50,7 @@ def no_group_is_left() -> bool:
     return all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
 
 
-def test_every_rank_answers_and_everything_is_given_back(cluster: None) -> None:
+def test_every_rank_answers_and_everything_is_given_back(cluster: object) -> None:
     total = ray.cluster_resources()["CPU"]
     items: list[dict[str, int]] = []
     results = RayGang(2, "cpu").run(jobs.describe, 10, on_item=items.append)
@@ -63,7 +65,7 @@ def test_every_rank_answers_and_everything_is_given_back(cluster: None) -> None:
     assert free_cpus(total)
 
 
-def test_nothing_of_a_private_cluster_listens_beyond_loopback(cluster: None) -> None:
+def test_nothing_of_a_private_cluster_listens_beyond_loopback(cluster: object) -> None:
     node = ray.nodes()[0]
     assert node["NodeManagerAddress"] == "127.0.0.1"
     addresses = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
@@ -81,7 +83,7 @@ def test_nothing_of_a_private_cluster_listens_beyond_loopback(cluster: None) -> 
         ("SIGTERM", "the process (pid "),
     ],
 )
-def test_the_first_failure_is_named_and_ends_the_gang(cluster: None, how: str, cause: str, tmp_path: Path) -> None:
+def test_the_first_failure_is_named_and_ends_the_gang(cluster: object, how: str, cause: str, tmp_path: Path) -> None:
     total = ray.cluster_resources()["CPU"]
     with pytest.raises(GangError) as caught:
         RayGang(2, "cpu").run(jobs.fail, 1, how, str(tmp_path))
@@ -94,7 +96,7 @@ def test_the_first_failure_is_named_and_ends_the_gang(cluster: None, how: str, c
     assert free_cpus(total)
 
 
-def test_inside_a_placement_group_it_uses_that_one(cluster: None) -> None:
+def test_inside_a_placement_group_it_uses_that_one(cluster: object) -> None:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 2}])
@@ -122,7 +124,7 @@ def run_inside() -> tuple[list[int], int, str]:
 
 @pytest.mark.parametrize(("world_size", "device", "asked"), [(99, "cpu", "99 CPUs"), (1, "cuda", "1 GPUs")])
 def test_too_little_room_is_said_at_once(
-    cluster: None, world_size: int, device: str, asked: str, monkeypatch: pytest.MonkeyPatch
+    cluster: object, world_size: int, device: str, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cuda" and ray.cluster_resources().get("GPU", 0):
         pytest.skip("this machine has GPUs")
@@ -136,7 +138,7 @@ def test_too_little_room_is_said_at_once(
     assert no_group_is_left()
 
 
-def test_metrics_of_a_worker_come_from_its_node(cluster: None) -> None:
+def test_metrics_of_a_worker_come_from_its_node(cluster: object) -> None:
     class Teller:
         def tell(self) -> None:
             sink = metrics.RaySink()
@@ -154,6 +156,28 @@ def test_metrics_of_a_worker_come_from_its_node(cluster: None) -> None:
             seen = {name.split("{")[0] for name in scrape(port)}
     ray.kill(teller)
     assert wanted <= seen
+
+
+def test_a_server_of_the_cluster_that_is_killed_ends_the_gang(
+    cluster: ray_cluster.PrivateCluster, tmp_path: Path
+) -> None:
+    """The last test of this cluster."""
+    servers = {name: pid for (pid, _), name in cluster._servers.items()}
+    assert set(servers) == {"gcs_server", "raylet"}
+    gang, pids = RayGang(2, "cpu"), []
+    gang._cluster = cluster  # as of a gang that started it
+
+    def kill() -> None:
+        pids.extend(jobs.pids_in(tmp_path, 2))
+        os.kill(servers["gcs_server"], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(GangError, match=rf"^Ray is gone: its gcs_server on this machine \(pid {servers['gcs_server']}"):
+        gang.run(jobs.hang, str(tmp_path))
+    killer.join()
+    assert jobs.all_end([*pids, *(pid for pid, _ in cluster._processes)])
+    assert not ray.is_initialized()
 
 
 def test_ctrl_c_ends_workers_and_cluster(tmp_path: Path) -> None:
