@@ -279,6 +279,8 @@ def _failure(error: Exception, rank: int, node: str) -> WorkerFailure:
         cause = "Ray killed the process because the node's memory ran out"
     elif isinstance(error, ray.exceptions.GetTimeoutError):
         cause = f"the worker did not start within {_START_LIMIT_S:g} s"
+    elif re.search("node has (crashed|died)", text):
+        cause = "Ray gave up its node or the driver's: a raylet ended, or the network no longer reaches it"
     elif isinstance(error, ray.exceptions.ActorDiedError) and "Worker exit detail" in text:
         pid = re.search(r"pid: (\d+)", text)
         cause = (
@@ -293,7 +295,7 @@ def _failure(error: Exception, rank: int, node: str) -> WorkerFailure:
 def _end(actors: list[Any]) -> None:
     import ray
 
-    if not ray.is_initialized():  # a cluster that is gone, and Ray would start another
+    if not ray.is_initialized():  # the cluster is gone, and Ray would start another
         return
     for actor in actors:
         with contextlib.suppress(Exception):

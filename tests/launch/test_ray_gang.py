@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from moe_ep.errors import GangError
-from moe_ep.launch import interrupts, ray_cluster, ray_slots
+from moe_ep.launch import interrupts, ray_cluster, ray_gang, ray_slots
 from moe_ep.launch.processes import children
 from moe_ep.launch.ray_gang import RayGang
 from moe_ep.observability import metrics
@@ -242,6 +242,15 @@ def test_sigterm_while_a_cluster_starts_is_an_interrupt_too(monkeypatch: pytest.
         with pytest.raises(KeyboardInterrupt):
             RayGang(2, "cpu")
         assert interrupts.received() == signal.SIGTERM
+
+
+def test_a_node_that_ray_gave_up_is_not_taken_for_a_killed_process() -> None:
+    from ray.core.generated.common_pb2 import ActorDiedErrorContext
+
+    said = "SYSTEM_ERROR Worker exit detail: Owner's node has crashed."
+    error = ray.exceptions.ActorDiedError(ActorDiedErrorContext(error_message=said, actor_id=bytes(16), pid=7))
+    failure = ray_gang._failure(error, 1, "10.0.0.1")
+    assert failure.cause.startswith("Ray gave up its node or the driver's: ") and not failure.traceback
 
 
 def test_nothing_answers_at_the_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
