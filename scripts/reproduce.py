@@ -36,6 +36,7 @@ from reproduce_parts import PARTS, Part
 from reproduce_schedule import ROOT, SEATS, Ended, begins, fitting, run
 
 from moe_ep.bench.results import append_line, read_lines, table
+from moe_ep.files import write_text
 from moe_ep.launch.interrupts import raised_as_interrupt
 
 # NVLink multicast stays off in whatever is started.
@@ -208,7 +209,7 @@ def results(ended: Ended, part: Part, args: argparse.Namespace) -> dict[str, Any
     for given in (args.out / "rows", *filter(None, (getattr(args, name) for name in (*FILES, *MORE_FILES)))):
         written = written.replace(f"{given.parent}{os.sep}", "")
     if written:
-        rows.write_text(written, encoding="utf-8")
+        write_text(rows, written)
     tests = Counter(outcome.lower() for outcome in TEST.findall(log))
     found = [line for line in log.splitlines() if part.headline and re.search(part.headline, line)]
     return asdict(ended) | {
