@@ -157,7 +157,7 @@ def test_texts_of_json_take_turns_by_branch(tmp_path: Any) -> None:
 
 
 def test_results_are_kept_where_nobody_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody_reads(*lines: str, flush: bool) -> None:
+    def nobody_reads(*lines: str, **options: Any) -> None:
         raise BrokenPipeError
 
     monkeypatch.setattr("builtins.print", nobody_reads)
