@@ -58,7 +58,9 @@ def naming(path: str | os.PathLike[str], instead_of: Path | None = None) -> Iter
     try:
         yield
     except OSError as error:
-        if error.filename is None or (instead_of and Path(os.fsdecode(error.filename)).is_relative_to(instead_of)):
+        named = error.filename
+        inside = isinstance(named, str | bytes) and instead_of and Path(os.fsdecode(named)).is_relative_to(instead_of)
+        if named is None or inside:
             error.filename = str(path)
         raise
 
