@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from moe_ep.arguments import check_integers
+
 # Numbers: 256 bytes, as fresh memory has it.
 _ALIGNMENT = 64
 
@@ -36,8 +38,11 @@ def pack_choices(
         row_mask: bool `[T]`, rows that count; the others go to no expert. None where all do.
 
     Raises:
-        ValueError: other shapes.
+        ValueError: other shapes or dtypes.
     """
+    check_integers(topk_ids=topk_ids)
+    if not topk_weights.is_floating_point():
+        raise ValueError(f"topk_weights is {topk_weights.dtype}; it must be of a float dtype")
     if topk_ids.dim() != 2 or topk_weights.shape != topk_ids.shape:
         raise ValueError(
             f"topk_ids has shape {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)}; both must be "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from moe_ep import env, stages
-from moe_ep.arguments import check_no_gradients
+from moe_ep.arguments import check_no_gradients, check_tensors
 from moe_ep.custom_ops import operator
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
 from moe_ep.errors import check_at_least
@@ -88,9 +88,13 @@ class RoutedExperts(FusedMoE):
             topk_weights: `[T, top_k]`, any float dtype.
 
         Raises:
+            ValueError: other shapes or dtypes, or tensors on several devices.
             RuntimeError: gradients are asked for.
         """
+        check_tensors(hidden_states=hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
         check_no_gradients(f"the experts of {self.layer_name}", hidden_states, topk_weights)
+        if not hidden_states.is_floating_point():
+            raise ValueError(f"hidden_states is {hidden_states.dtype}; it must be of a float dtype")
         rows = hidden_states.to(self.moe_config.in_dtype)
         output = self._run(rows, topk_ids, topk_weights).to(hidden_states.dtype)
         if self._num_identities:
@@ -104,6 +108,12 @@ class RoutedExperts(FusedMoE):
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         """The body of the graph node: the routed output, without identity experts."""
+        shape = (*hidden_states.shape[:1], self.moe_config.experts_per_token)
+        if hidden_states.dim() == 2 and (topk_ids.shape != shape or topk_weights.shape != shape):
+            raise ValueError(
+                f"topk_ids has shape {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)}; with these "
+                f"hidden_states the layer {self.layer_name} takes {shape} of both"
+            )
         with stage("route"):
             choices = pack_choices(topk_ids, topk_weights, self.num_experts, self.row_mask)
         return cast(torch.Tensor, self.forward_impl(hidden_states, choices))

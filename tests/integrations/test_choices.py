@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,29 @@ def test_every_choice_has_a_weight() -> None:
     for wrong in ((ids, weights[:1]), (ids, weights[:, :1]), (ids[:, :1], weights), (ids.flatten(), weights.flatten())):
         with pytest.raises(ValueError, match=r"both must be \(T, top_k\)"):
             choices.pack_choices(*wrong, E)
+
+
+@pytest.mark.parametrize(
+    ("position", "wrong", "words"),
+    [
+        (0, lambda x: [1.0], "hidden_states is a list; it must be a tensor"),
+        (0, lambda x: x.int(), "hidden_states is torch.int32; it must be of a float dtype"),
+        (0, lambda x: x[:, :8], r"hidden_states is \(7, 8\)"),
+        (0, lambda x: x[0], r"hidden_states is \(32,\)"),
+        (1, lambda ids: None, "topk_ids is None"),
+        (1, lambda ids: ids.float(), "topk_ids is torch.float32"),
+        (1, lambda ids: ids[:, :2], r"takes \(7, 3\) of both"),
+        (2, lambda weights: weights[:2], r"takes \(7, 3\) of both"),
+        (2, lambda weights: weights.int(), "topk_weights is torch.int32; it must be of a float dtype"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(position: int, wrong: Any, words: str) -> None:
+    sizes = {"num_experts": E, "top_k": TOP_K, "hidden_size": 32, "intermediate_size": 32, "ep_size": 1}
+    layer = routed_experts.RoutedExperts(**sizes)
+    inputs: list[Any] = [torch.rand(7, 32), *made(7, "cpu", torch.float32)[:2]]
+    inputs[position] = wrong(inputs[position])
+    with pytest.raises(ValueError, match=words):
+        layer(*inputs)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 7])
