@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -124,6 +125,14 @@ class FusedMoEPrepareAndFinalize(ABC):
     def supports_cuda_graph(self) -> bool:
         """Whether a step can be captured: static shapes, no host synchronisation."""
         return False
+
+    def around_replay(self) -> AbstractContextManager[None] | None:
+        """What a replay on the current stream runs in, of a CUDA graph of one whole call that was captured when this
+        returned a block too; other ranks may run theirs eagerly. Entered, it raises what `check` raises.
+
+        None where such a replay cannot stand for a call: never, or while another batch is between prepare and finalize.
+        """
+        return None
 
     def most_rows(self) -> int | None:
         """Number of rows that prepare returns under CUDA-graph capture, if that is more than actually arrived, as it

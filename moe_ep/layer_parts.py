@@ -96,8 +96,10 @@ class LayerParts(ExpertShard):
     def supports_cuda_graph(self) -> bool:
         """Whether a pass can be captured in a CUDA graph while other ranks run eagerly; makes backend and experts
         ready."""
-        if self.parallel_config.use_all2all:  # A captured dispatch asks no rank for its number of tokens.
-            return False
+        # A captured dispatch asks no rank for its number of tokens.
+        return not self.parallel_config.use_all2all and self._parts_support_cuda_graph()
+
+    def _parts_support_cuda_graph(self) -> bool:
         return self.prepare_finalize.supports_cuda_graph() and self.modular_kernel.fused_experts.supports_cuda_graph()
 
     def check(self) -> None:

@@ -119,6 +119,10 @@ class Channel:
             f"more; finalize one first, or call recover() on every rank where they were given up"
         )
 
+    def is_idle(self) -> bool:
+        """Whether no batch is between prepare and finalize."""
+        return all(self._free)
+
     def give_back(self, batch: int) -> None:
         self._free[batch] = True
 

@@ -7,7 +7,8 @@ what they do; `channel` has the protocol.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +111,16 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
 
     def supports_cuda_graph(self) -> bool:
         return True
+
+    def around_replay(self) -> AbstractContextManager[None] | None:
+        # A graph's batch goes through the set of buffers that was free when it was captured: the first of all.
+        return self._turn() if self._channel.is_idle() else None
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        self.check()
+        with self._channel.order:
+            yield
 
     def hand_over_row_ids(self) -> None:
         self.by_reference = True

@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -46,14 +46,25 @@ class CallGraphs:
         self._num_eager: dict[Kind, int] = {}
         self._captured: dict[Kind, _Captured] = {}
 
-    def run(self, function: Function, inputs: tuple[torch.Tensor, ...], which: object, of: tuple[object, ...]) -> Any:
-        """function(*inputs), a tensor that follows from the inputs alone.
+    def run(
+        self,
+        function: Function,
+        inputs: tuple[torch.Tensor, ...],
+        which: object,
+        of: tuple[object, ...],
+        around: AbstractContextManager[None] | None = None,
+    ) -> torch.Tensor:
+        """function(*inputs), a tensor; it is run, or replayed, once.
 
         Args:
             inputs: on the GPU.
             which: tells calls apart that do not run the same kernels.
             of: what graphs depend on but for the inputs, as the addresses of weights; where it differs from that of
                 the call before, all graphs are given up.
+            around: what a replay runs in, of a function that other ranks take part in; None where none do.
+
+        Raises:
+            RuntimeError: such a function cannot be captured. What others do not take part in runs eagerly then.
         """
         if of != self._made_for:
             self.clear()
@@ -61,23 +72,17 @@ class CallGraphs:
         place = _place(inputs[0].device)
         kind = (which, place.stream, *[(tensor.shape, tensor.dtype, tensor.get_device()) for tensor in inputs])
         captured = self._captured.get(kind)
-        if captured is None and self._is_due(kind):
-            captured = self._capture(place, kind, function, inputs)
-        return function(*inputs) if captured is None else place.replay(captured, inputs)
-
-    def _capture(
-        self, place: _Place, kind: Kind, function: Function, inputs: tuple[torch.Tensor, ...]
-    ) -> _Captured | None:
-        """None where that fails, as it does without torch's caching of memory; nothing is captured from there on."""
-        global _is_possible
-        try:
-            self._captured[kind] = place.capture(function, inputs)
-        except RuntimeError as error:
-            _is_possible = False
-            logger.warning(
-                "calls of few tokens run eagerly, as one of them cannot be captured in a CUDA graph: %s", error
-            )
-        return self._captured.get(kind)
+        if captured is not None:
+            with around or nullcontext():
+                return place.replay(captured, inputs)
+        if not self._is_due(kind):
+            return function(*inputs)
+        output, made = place.capture(function, inputs)
+        if isinstance(made, _Captured):
+            self._captured[kind] = made
+        else:
+            _give_up(made, is_alone=around is None)
+        return output
 
     def _is_due(self, kind: Kind) -> bool:
         if not _is_possible:
@@ -124,7 +129,11 @@ class _Place:
     tensors: WeakValueDictionary[Kind, torch.Tensor] = field(default_factory=WeakValueDictionary)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def capture(self, function: Function, inputs: tuple[torch.Tensor, ...]) -> _Captured:
+    def capture(
+        self, function: Function, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, _Captured | RuntimeError]:
+        """function(*inputs), run once outside of a capture, and the graph of it or why there is none."""
+        made: _Captured | RuntimeError
         with self.lock, torch.inference_mode(False), torch.no_grad():
             held = tuple(self._tensor(number, tensor) for number, tensor in enumerate(inputs))
             for to, tensor in zip(held, inputs, strict=True):
@@ -133,12 +142,17 @@ class _Place:
             self.side.wait_stream(current)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(self.side):
-                output = self._tensor(None, function(*held))
-                with self._capturing(graph):
-                    output.copy_(function(*held))
+                result = function(*held)
+                made = _Captured(graph, held, self._tensor(None, result))
+                try:
+                    with self._capturing(graph):
+                        made.output.copy_(function(*held))
+                except RuntimeError as error:
+                    made = error
+                else:
+                    self.first = self.first or graph
             current.wait_stream(self.side)
-        self.first = self.first or graph
-        return _Captured(graph, held, output)
+            return result.clone(), made
 
     def replay(self, captured: _Captured, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         with self.lock:
@@ -171,6 +185,19 @@ class _Place:
         finally:
             if collects:
                 gc.enable()
+
+
+def _give_up(reason: RuntimeError, *, is_alone: bool) -> None:
+    """Nothing is captured from here on, as without torch's caching of memory nothing can be."""
+    global _is_possible
+    _is_possible = False
+    story = "as one of them cannot be captured in a CUDA graph"
+    if is_alone:
+        logger.warning("calls of few tokens run eagerly, %s: %s", story, reason)
+    else:  # What other ranks take part in may have been left half way.
+        raise RuntimeError(
+            f"calls of few tokens cannot be replayed, {story}; set MOE_EP_REPLAY_MAX_TOKENS=0: {reason}"
+        ) from reason
 
 
 _is_possible = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -123,23 +124,37 @@ class RoutedExperts(FusedMoE):
         run = partial(operator("moe_forward_routed", self.layer_name), layer_name=self.layer_name)
         if torch.compiler.is_compiling() or not self._may_replay(inputs[0]):
             return run(*inputs)
+        around = None
+        if self._spans_ranks():
+            around = self._around_replay()
+            if around is None:
+                return run(*inputs)
         made_for = self._modular_kernel, self._decode_kernel, *self._addresses()
-        return self._graphs.run(run, inputs, which=self.is_decode_step, of=made_for)
+        return self._graphs.run(run, inputs, which=self.is_decode_step, of=made_for, around=around)
 
     def _may_replay(self, rows: torch.Tensor) -> bool:
-        """Whether a graph can stand for this call: nothing but the output follows from it, and that from this rank's
-        inputs alone."""
+        """Whether a graph can stand for this call: what follows from it is the output, of these inputs and the other
+        ranks'."""
         return (
             rows.is_cuda
             and rows.dim() == 2
-            and 0 < rows.size(0) <= self._replay_tokens
-            and not (self._spans_ranks() or self.counts_load or stages.are_listened_to())
+            and rows.size(0) <= self._replay_tokens
+            and (rows.size(0) > 0 or self._spans_ranks())
+            and not (self.counts_load or stages.are_listened_to())
             and self.row_mask is None
             and self.eplb_state is None
             and self.shared_experts is None
             and not torch.cuda.is_current_stream_capturing()
-            and self.supports_cuda_graph()
+            and self._parts_support_cuda_graph()
         )
+
+    def _around_replay(self) -> AbstractContextManager[None] | None:
+        """What a replay of this call, which other ranks take part in, runs in; None where none can stand for it. It
+        must be one pass through the backend, whatever the other ranks bring."""
+        step, capacity = self._step, self.prepare_finalize.max_num_tokens_per_rank()
+        if step is None or capacity is None or step.most_tokens > capacity:
+            return None
+        return self.prepare_finalize.around_replay()
 
     def _addresses(self) -> Iterator[int]:
         """Of the weights."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,13 +23,15 @@ class Place:
     def __init__(self) -> None:
         self.done: list[str] = []
 
-    def capture(self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+    def capture(self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
         self.done.append("capture")
-        return function
+        output = function(*inputs)
+        graph: Any = function
+        return output, replay._Captured(graph, inputs, output)
 
-    def replay(self, captured: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Any:
+    def replay(self, captured: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
         self.done.append("replay")
-        return captured(*inputs)
+        return captured.graph(*inputs)
 
 
 @pytest.fixture
@@ -62,10 +65,11 @@ def test_a_call_is_captured_when_its_kind_has_come_often_enough(place: Place) ->
     call(graphs, *rows(2), which="another kernel")
     assert place.done == []
     call(graphs, *rows(2))
-    assert place.done == ["capture", "replay"]
+    assert place.done == ["capture"]
     call(graphs, *rows(2))
     call(graphs, *rows(5))
-    assert place.done == ["capture", "replay", "replay", "capture", "replay"]
+    call(graphs, *rows(5))
+    assert place.done == ["capture", "replay", "capture", "replay"]
 
 
 def test_calls_of_the_wrong_shape_run_as_they_are(place: Place) -> None:
@@ -78,12 +82,12 @@ def test_graphs_end_with_what_they_were_made_for(place: Place) -> None:
     graphs = captured(of=(1,))
     for address in (2, 2, *[1] * EAGER_CALLS):
         call(graphs, *rows(2), of=(address,))
-    assert place.done == ["capture", "replay"]
+    assert place.done == ["capture"]
     call(graphs, *rows(2), of=(1,))
-    assert place.done == ["capture", "replay"] * 2
+    assert place.done == ["capture", "capture"]
     graphs.clear()
     call(graphs, *rows(2), of=(1,))
-    assert place.done == ["capture", "replay"] * 2
+    assert place.done == ["capture", "capture"]
 
 
 def test_a_layer_keeps_so_many_graphs(place: Place) -> None:
@@ -100,21 +104,46 @@ def test_a_call_that_cannot_be_captured_runs_eagerly(
 ) -> None:
     """And no other call is tried, of whatever layer."""
     monkeypatch.setattr(replay, "_is_possible", True)
-    graphs, others, capture = captured(), CallGraphs(), Place.capture
-    assert place.done == ["capture", "replay"]
-
-    def refuse(self: Place, *args: Any) -> None:
-        capture(self, *args)
-        raise RuntimeError("operation not permitted when stream is capturing")
-
+    graphs, others = captured(), CallGraphs()
+    assert place.done == ["capture"]
     monkeypatch.setattr(Place, "capture", refuse)
     for _ in range(EAGER_CALLS + 3):
         call(graphs, *rows(5))
         call(others, *rows(5))
-    assert place.done == ["capture", "replay", "capture"]
+    assert place.done == ["capture", "refused"]
     assert len(caplog.messages) == 1 and "not permitted" in caplog.text
     call(graphs, *rows(2))
     assert place.done[-1] == "replay"
+
+
+def refuse(self: Place, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
+    self.done.append("refused")
+    return function(*inputs), RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_calls_that_other_ranks_take_part_in_run_once_each(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are captured too; replays run inside of what the backend says, which may raise."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        place.done.append("call")
+        return x
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        place.done.append("enter")
+        yield
+        place.done.append("exit")
+
+    monkeypatch.setattr(replay, "_is_possible", True)
+    graphs, one_row = CallGraphs(), (torch.rand(1, 3),)
+    for _ in range(EAGER_CALLS + 2):
+        graphs.run(function, one_row, which=None, of=(), around=around())
+    assert place.done == ["call"] * EAGER_CALLS + ["capture", "call", "enter", "replay", "call", "exit"]
+    monkeypatch.setattr(Place, "capture", refuse)
+    for _ in range(EAGER_CALLS):
+        graphs.run(function, one_row, which="another", of=(), around=around())
+    with pytest.raises(RuntimeError, match="MOE_EP_REPLAY_MAX_TOKENS=0.*not permitted"):
+        graphs.run(function, one_row, which="another", of=(), around=around())
 
 
 def test_copies_begin_with_no_graphs(place: Place) -> None:

@@ -1,0 +1,137 @@
+"""Replays of layers whose experts are divided over ranks: as passes that run eagerly, to the bit; and ranks that come
+too late to one are told of."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import moe_ep
+from moe_ep.errors import DispatchTimeoutError
+from moe_ep.integrations.divided import steps_of
+from moe_ep.integrations.generation import Generation
+from moe_ep.integrations.prompt_queue import Request
+from moe_ep.integrations.replay import EAGER_CALLS
+from tests.gpu.test_transformers_gpu import PACKED, make
+from tests.integrations.hf_models import SIZES
+from tests.ranks import ranks
+
+pytestmark = pytest.mark.gpu2
+WORLD_SIZE = max(2, min(4, torch.cuda.device_count()))
+CAPACITY = 6
+
+
+def divided(replay_tokens: int, made: Any, **options: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_EP_REPLAY_MAX_TOKENS", str(replay_tokens))
+        return moe_ep.parallelize(made, **{"decode_max_num_tokens": CAPACITY} | options)
+
+
+def one_pass(model: Any, tokens: torch.Tensor | None) -> torch.Tensor | None:
+    """Logits of these tokens, `[1, T]`; of a rank that has none, nothing."""
+    if tokens is not None:
+        logits: torch.Tensor = model(tokens, use_cache=False).logits
+        return logits
+    steps = steps_of(model)
+    with steps.step(None):
+        steps.pass_without_tokens()
+    return None
+
+
+def draw(num_tokens: int, seed: int) -> torch.Tensor | None:
+    if num_tokens == 0:
+        return None
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(1, SIZES["vocab_size"], (1, num_tokens), device="cuda", generator=generator)
+
+
+def as_eager_passes(rank: int, world_size: int, quantize: str, options: dict[str, Any]) -> tuple[int, int]:
+    """Passes with other tokens on every rank, few and many, on two streams, by a model with replays and by one without
+    that share buffers; returns (replays, layers)."""
+    made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8)
+    eager = divided(0, copy.deepcopy(made), quantize=quantize, **options)
+    model = divided(256, made, quantize=quantize, **options)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    num_replays, replay = 0, torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        nonlocal num_replays
+        num_replays += 1
+        replay(graph)
+
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+        for number in range(8 * (EAGER_CALLS + 4)):
+            # Every rank has its own turn of 1, 5, nothing and 6 tokens, and all have many now and then.
+            num_tokens = 20 + rank if number % 9 == 8 else (1, 5, 0, 6)[(number + rank) % 4]
+            tokens = draw(num_tokens, seed=number * world_size + rank)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(streams[number // 4 % 2]):
+                got, expected = one_pass(model, tokens), one_pass(eager, tokens)
+            torch.cuda.synchronize()
+            assert (got is None) == (expected is None)
+            assert got is None or expected is None or torch.equal(got, expected), f"pass {number}"
+    return num_replays, len(steps_of(model).layers)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"decode_max_num_tokens": None, "backend": "nvshmem_low_latency"}], ids=["two backends", "one"]
+)
+@pytest.mark.parametrize("quantize", ["none", "int4"])
+def test_replays_are_eager_passes(quantize: str, options: dict[str, Any]) -> None:
+    for num_replays, num_layers in ranks(WORLD_SIZE, "nccl").run(as_eager_passes, quantize, options):
+        # Of each of four kinds on each of two streams all but those that are captured or come before.
+        assert num_replays >= num_layers * 8
+
+
+def late_to_a_step_of_generation(rank: int, world_size: int) -> int:
+    """Rank 1 comes too late to a replayed step; returns the replayed steps that were known to be right."""
+    requests = [Request(index, torch.arange(1, 4 + index)) for index in range(3 * world_size)]
+
+    def wait(finished: Any) -> None:
+        if rank == 1 and len(generation.times.replayed) == 4:
+            time.sleep(2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "0.5")
+        model = divided(0, make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8), decode_max_num_tokens=7)
+        generation = Generation(model, requests, max_new_tokens=24, num_slots=3, stop_ids=[], on_progress=wait)
+        with pytest.raises(DispatchTimeoutError):
+            generation.run()
+    return len(generation.times.replayed)
+
+
+def test_a_rank_that_is_late_to_a_replayed_step_ends_generation() -> None:
+    assert ranks(WORLD_SIZE, "nccl").run(late_to_a_step_of_generation) == [4] * WORLD_SIZE
+
+
+def late_to_a_pass(rank: int, world_size: int) -> int:
+    """Rank 1 comes too late to a pass of replayed layers; returns the pass that begins with the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "0.5")
+        model = divided(256, make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8), decode_max_num_tokens=9)
+        steps, number = steps_of(model), 0
+
+        def wait(*_: Any) -> None:
+            if rank == 1 and number == EAGER_CALLS + 4:
+                time.sleep(2)
+
+        steps.layers[0].register_forward_pre_hook(wait)
+        with torch.inference_mode():
+            for number in range(EAGER_CALLS + 8):
+                try:
+                    one_pass(model, draw(3, seed=number))
+                except DispatchTimeoutError:
+                    return number
+                torch.cuda.synchronize()
+    return -1
+
+
+def test_a_rank_that_is_late_to_a_replayed_layer_is_told_of() -> None:
+    assert ranks(WORLD_SIZE, "nccl").run(late_to_a_pass) == [EAGER_CALLS + 5] * WORLD_SIZE
