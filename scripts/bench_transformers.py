@@ -1,33 +1,39 @@
-"""What a transformers model gains by moe_ep on one GPU: its MoE blocks and its generation, with transformers' own
-experts and with moe_ep's.
+"""What a transformers model gains by moe_ep: its MoE blocks and its generation, with transformers' own experts and with
+moe_ep's.
 
     python scripts/bench_transformers.py blocks [--models NAME ...] [--tokens T ...] [--json FILE]
     python scripts/bench_transformers.py generate [--layers 48] [--json FILE]
     python scripts/bench_transformers.py generate --layers 4 --compiled
+    torchrun --nproc-per-node 2 scripts/bench_transformers.py generate --layers 12
 
 Random weights of known sizes. A block is the router and all experts of a layer, as the model calls it: eagerly, and in
 a CUDA graph where the implementation can be captured. Generation is of greedy text by `model.generate`, and by what
-`moe-ep generate` runs, whose decoding is captured; a second run over the same prompts is timed.
+`moe-ep generate` runs, whose decoding is captured; a second run over the same prompts is timed. On several GPUs each has
+prompts of its own; transformers' experts are whole on each, and moe_ep's divided.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
-from on_gpu import this_gpu
+from on_gpu import this_gpu, use_gpu_of_rank
 
 import moe_ep
 from moe_ep.bench.geometries import preset
 from moe_ep.bench.results import append_line, facts, markdown_table, read_lines
-from moe_ep.bench.timing import time_calls, timing_of
+from moe_ep.bench.timing import slowest_rank, time_calls, timing_of
 from moe_ep.integrations.generation import Generation
 from moe_ep.integrations.prompt_queue import Request
 from moe_ep.methods import relative_error
@@ -85,7 +91,9 @@ def variants(name: str, num_layers: int, options: argparse.Namespace) -> Iterato
             gc.collect()
             torch.cuda.empty_cache()
             model = make_model(name, num_layers, options.seed)
-            model = moe_ep.parallelize(model, quantize=QUANTIZED[implementation])
+            # Steps of few tokens go over NVLink where there are several ranks, and by no backend where there is one.
+            decoding = {"decode_max_num_tokens": options.prompts} if num_ranks() > 1 else {}
+            model = moe_ep.parallelize(model, quantize=QUANTIZED[implementation], **decoding)
             yield implementation, model
 
 
@@ -132,42 +140,61 @@ def bench_generate(options: argparse.Namespace) -> Iterator[Row]:
     """A row for each way to continue the same prompts; with --compiled, in static caches, for which transformers
     compiles the model."""
     name = options.models[0]
-    prompts = torch.randint(1, _VOCABULARY, (options.prompts, options.prompt_tokens), device="cuda")
+    generator = torch.Generator("cuda").manual_seed(options.seed)
+    shape = (num_ranks(), options.prompts, options.prompt_tokens)
+    prompts = torch.randint(1, _VOCABULARY, shape, device="cuda", generator=generator)
     for implementation, model in variants(name, options.layers, options):
-        row = {"model": name, "layers": options.layers, "experts": implementation}
+        row = {"model": name, "layers": options.layers, "gpus": num_ranks(), "experts": implementation}
         by = "model.generate" + ", static caches" * options.compiled
-        yield row | {"by": by} | measure_generation(by_transformers, model, prompts, options)
-        if implementation in QUANTIZED and not options.compiled:
+        divided = implementation in QUANTIZED
+        run = partial(by_transformers, divided=divided)
+        yield row | {"by": by} | measure_generation(run, model, prompts, options)
+        if divided and not options.compiled:
             yield row | {"by": "moe-ep generate"} | measure_generation(by_slots, model, prompts, options)
         del model
 
 
-def by_transformers(model: Any, prompts: torch.Tensor, options: argparse.Namespace) -> int:
-    """Continues prompts `[sequences, tokens]`; how many tokens that makes."""
+def by_transformers(model: Any, prompts: torch.Tensor, options: argparse.Namespace, *, divided: bool) -> int:
+    """Continues this rank's of prompts `[ranks, sequences, tokens]`; how many tokens that makes."""
     caches = {"cache_implementation": "static"} if options.compiled else {}
-    text = model.generate(prompts, max_new_tokens=options.new_tokens, do_sample=False, **caches)
-    return int(text[:, prompts.size(1) :].numel())
+    mine = prompts[dist.get_rank() if dist.is_initialized() else 0]
+    with moe_ep.serving(model) if divided else nullcontext():
+        text = model.generate(mine, max_new_tokens=options.new_tokens, do_sample=False, **caches)
+    return int(text[:, mine.size(1) :].numel())
 
 
 def by_slots(model: Any, prompts: torch.Tensor, options: argparse.Namespace) -> int:
     """The same as `moe-ep generate` does it."""
-    requests = [Request(index, prompt) for index, prompt in enumerate(prompts.cpu())]
-    sizes = {"max_new_tokens": options.new_tokens, "num_slots": len(prompts)}
+    requests = [Request(index, prompt) for index, prompt in enumerate(prompts.flatten(0, 1).cpu())]
+    sizes = {"max_new_tokens": options.new_tokens, "num_slots": options.prompts}
     completions = Generation(model, requests, stop_ids=(), **sizes).run()
     return sum(len(completion.token_ids) for completion in completions)
 
 
 def measure_generation(run: Callable[..., int], *arguments: Any) -> Row:
-    """Seconds of a first and of a second run, and the tokens of each second of that."""
+    """Seconds of a first and of a second run on the slowest rank, and all ranks' tokens in each second of that."""
     seconds = []
     with torch.inference_mode():
         for _ in range(2):
-            torch.cuda.synchronize()
+            meet()
             started = time.perf_counter()
-            tokens = run(*arguments)
+            tokens = torch.tensor(run(*arguments))
             torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started)
-    return {"first_s": seconds[0], "seconds": seconds[1], "tokens_per_s": tokens / seconds[1]}
+            seconds += slowest_rank([time.perf_counter() - started])
+    if num_ranks() > 1:
+        dist.all_reduce(tokens)
+    return {"first_s": seconds[0], "seconds": seconds[1], "tokens_per_s": int(tokens) / seconds[1]}
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def meet() -> None:
+    """Returns when no GPU has anything to do."""
+    torch.cuda.synchronize()
+    if num_ranks() > 1:
+        dist.barrier()
 
 
 def main() -> int:
@@ -193,16 +220,25 @@ def main() -> int:
     if options.markdown is not None:
         print(tables(read_lines(options.markdown)))
         return 0
+    if "LOCAL_RANK" in os.environ:
+        if options.what == "blocks":
+            parser.error("blocks are of one GPU; start them without torchrun")
+        use_gpu_of_rank()
+        dist.init_process_group("cpu:gloo,cuda:nccl")
     this_gpu()
     about = {"benchmark": f"transformers {options.what}"} | facts(seed=options.seed, commit=options.commit)
     about["transformers"] = transformers.__version__
-    rows = []
+    rows, is_first = [], not dist.is_initialized() or dist.get_rank() == 0
     with torch.inference_mode():
         for row in (bench_blocks if options.what == "blocks" else bench_generate)(options):
             rows.append(row | about)
-            if options.json is not None:
+            if options.json is not None and is_first:
                 append_line(options.json, rows[-1])
-    print(tables(rows))
+    if is_first:
+        print(tables(rows))
+    if dist.is_initialized():
+        meet()
+        dist.destroy_process_group()
     return 0
 
 
@@ -221,7 +257,7 @@ def tables(rows: Sequence[Row]) -> str:
             titles = {"model": "model", "tokens": "tokens"} | {name: name for name in names}
             found.append(f"{how}:\n\n{markdown_table(list(lines.values()), titles)}")
     if generated:
-        titles = {"model": "model", "layers": "layers", "experts": "experts", "by": "by"}
+        titles = {"model": "model", "layers": "layers", "gpus": "GPUs", "experts": "experts", "by": "by"}
         titles |= {"seconds": "s", "tokens_per_s": "tokens/s"}
         found.append(markdown_table(generated, titles))
     return "\n\n".join(found)

@@ -175,6 +175,11 @@ PARTS = (
         "{python} scripts/bench_transformers.py generate --layers 4 --compiled {commit} --json {rows}",
         needs="transformers",
     ),
+    _every(
+        "transformers-ranks", "transformers.md", 60,
+        "{torchrun} scripts/bench_transformers.py generate --layers 12 {commit} --json {rows}",
+        needs="transformers",
+    ),
     _one(
         "slots", "transformers.md", 40, "{python} scripts/bench_slots.py {commit} --json {rows}", needs="transformers",
     ),

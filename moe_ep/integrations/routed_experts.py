@@ -124,6 +124,7 @@ class RoutedExperts(FusedMoE):
         run = partial(operator("moe_forward_routed", self.layer_name), layer_name=self.layer_name)
         if torch.compiler.is_compiling() or not self._may_replay(inputs[0]):
             return run(*inputs)
+        self.check_loaded()
         around = None
         if self._spans_ranks():
             around = self._around_replay()
@@ -133,8 +134,8 @@ class RoutedExperts(FusedMoE):
         return self._graphs.run(run, inputs, which=self.is_decode_step, of=made_for, around=around)
 
     def _may_replay(self, rows: torch.Tensor) -> bool:
-        """Whether a graph can stand for this call: what follows from it is the output, of these inputs and the other
-        ranks'."""
+        """Whether a graph can stand for this call: what follows from it is the output, and the load that EPLB counts,
+        of these inputs and the other ranks'."""
         return (
             rows.is_cuda
             and rows.dim() == 2
@@ -142,7 +143,6 @@ class RoutedExperts(FusedMoE):
             and (rows.size(0) > 0 or self._spans_ranks())
             and not (self.counts_load or stages.are_listened_to())
             and self.row_mask is None
-            and self.eplb_state is None
             and self.shared_experts is None
             and not torch.cuda.is_current_stream_capturing()
             and self._parts_support_cuda_graph()
@@ -157,8 +157,9 @@ class RoutedExperts(FusedMoE):
         return self.prepare_finalize.around_replay()
 
     def _addresses(self) -> Iterator[int]:
-        """Of the weights."""
-        for tensor in (*self._parameters.values(), *self._buffers.values()):
+        """Of the weights, and of the tables that EPLB writes to."""
+        tables = {} if self.eplb_state is None else self.eplb_state._buffers
+        for tensor in (*self._parameters.values(), *self._buffers.values(), *tables.values()):
             if tensor is not None:
                 yield tensor.data_ptr()
 

@@ -160,6 +160,22 @@ def test_wrong_inputs_are_refused_after_a_capture() -> None:
             layer(*wrong)
 
 
+def test_a_layer_that_must_not_run_is_not_replayed() -> None:
+    layer, inputs = make_layer(), make_inputs(5, 0)
+    warm(layer, 5)
+    expected = layer(*inputs)
+    with torch.inference_mode(False):
+        layer.begin_reload()
+        with pytest.raises(RuntimeError, match="are being loaded again"):
+            layer(*inputs)
+        load(layer, make_weights(E, K, N))
+    for _ in range(EAGER_CALLS + 2):
+        assert torch.equal(layer(*inputs), expected)
+    layer.refuse("a rank has lost its weights")
+    with pytest.raises(RuntimeError, match="a rank has lost its weights"):
+        layer(*inputs)
+
+
 def test_what_is_counted_or_masked_is_not_replayed(replays: list[torch.cuda.CUDAGraph]) -> None:
     layer, eager = make_layer(), make_layer(0)
     warm(layer, 5)

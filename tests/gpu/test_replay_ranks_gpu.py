@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 pytest.importorskip("transformers")
 
 import moe_ep
+from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.generation import Generation
@@ -51,6 +54,21 @@ def draw(num_tokens: int, seed: int) -> torch.Tensor | None:
     return torch.randint(1, SIZES["vocab_size"], (1, num_tokens), device="cuda", generator=generator)
 
 
+@contextmanager
+def counted_replays() -> Iterator[list[torch.cuda.CUDAGraph]]:
+    """A block in which every graph that is replayed is added to the list, once for each time."""
+    replays: list[torch.cuda.CUDAGraph] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        replays.append(graph)
+        replay(graph)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+        yield replays
+
+
 def as_eager_passes(rank: int, world_size: int, quantize: str, options: dict[str, Any]) -> tuple[int, int]:
     """Passes with other tokens on every rank, few and many, on two streams, by a model with replays and by one without
     that share buffers; returns (replays, layers)."""
@@ -58,15 +76,7 @@ def as_eager_passes(rank: int, world_size: int, quantize: str, options: dict[str
     eager = divided(0, copy.deepcopy(made), quantize=quantize, **options)
     model = divided(256, made, quantize=quantize, **options)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    num_replays, replay = 0, torch.cuda.CUDAGraph.replay
-
-    def counted(graph: torch.cuda.CUDAGraph) -> None:
-        nonlocal num_replays
-        num_replays += 1
-        replay(graph)
-
-    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    with torch.inference_mode(), counted_replays() as replays:
         for number in range(8 * (EAGER_CALLS + 4)):
             # Every rank has its own turn of 1, 5, nothing and 6 tokens, and all have many now and then.
             num_tokens = 20 + rank if number % 9 == 8 else (1, 5, 0, 6)[(number + rank) % 4]
@@ -77,7 +87,7 @@ def as_eager_passes(rank: int, world_size: int, quantize: str, options: dict[str
             torch.cuda.synchronize()
             assert (got is None) == (expected is None)
             assert got is None or expected is None or torch.equal(got, expected), f"pass {number}"
-    return num_replays, len(steps_of(model).layers)
+    return len(replays), len(steps_of(model).layers)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +98,35 @@ def test_replays_are_eager_passes(quantize: str, options: dict[str, Any]) -> Non
     for num_replays, num_layers in ranks(WORLD_SIZE, "nccl").run(as_eager_passes, quantize, options):
         # Of each of four kinds on each of two streams all but those that are captured or come before.
         assert num_replays >= num_layers * 8
+
+
+def balanced_as_eager_passes(rank: int, world_size: int) -> None:
+    """Replays count the load that eager passes count, and go where the experts are after they have moved."""
+    made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8)
+    config = EplbConfig(first_plan=1000, asynchronous=False)
+    options: dict[str, Any] = {"quantize": "int4", "eplb": config, "num_redundant_experts": world_size}
+    models = [divided(tokens, copy.deepcopy(made), **options) for tokens in (0, 256)]
+    managers = [steps_of(model).eplb for model in models]
+    with torch.inference_mode(), counted_replays() as replays:
+        for moved in (False, True):
+            for number in range(3 * (EAGER_CALLS + 3)):
+                tokens = draw((1, 5, 0)[(number + rank) % 3], seed=number * world_size + rank)
+                expected, got = (one_pass(model, tokens) for model in models)
+                assert got is None or expected is None or torch.equal(got, expected), f"{moved}, pass {number}"
+            loads = [manager.recorder.snapshot() for manager in managers]
+            assert torch.equal(*loads) and loads[0].any()
+            if not moved:
+                for manager in managers:
+                    manager.rearrange(manager.placement.host[:, ::-1].copy())
+    # The second time no graph had to be made again.
+    num_layers, calls = len(steps_of(models[1]).layers), 3 * (EAGER_CALLS + 3)
+    assert len(replays) == num_layers * (2 * calls - 3 * (EAGER_CALLS + 1))
+    for manager in managers:
+        manager.close()
+
+
+def test_replays_of_balanced_layers() -> None:
+    ranks(WORLD_SIZE, "nccl").run(balanced_as_eager_passes)
 
 
 def late_to_a_step_of_generation(rank: int, world_size: int) -> int:
