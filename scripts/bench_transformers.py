@@ -8,8 +8,9 @@ moe_ep's.
 
 Random weights of known sizes. A block is the router and all experts of a layer, as the model calls it: eagerly, and in
 a CUDA graph where the implementation can be captured. Generation is of greedy text by `model.generate`, and by what
-`moe-ep generate` runs, whose decoding is captured; a second run over the same prompts is timed. On several GPUs each has
-prompts of its own; transformers' experts are whole on each, and moe_ep's divided.
+`moe-ep generate` runs, whose decoding is captured; of runs over the same prompts the first makes things ready, and the
+median of the others is told. Each of several GPUs has prompts of its own; transformers' experts are whole on each, and
+moe_ep's divided.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +54,8 @@ MODELS: dict[str, tuple[str, Row]] = {
 }
 # Calls that are timed together, with inputs of their own, so that they choose experts of their own.
 _CHAIN = 8
+# Of generation, behind a first one.
+_RUNS = 5
 _VOCABULARY = 32768
 
 
@@ -172,10 +176,11 @@ def by_slots(model: Any, prompts: torch.Tensor, options: argparse.Namespace) -> 
 
 
 def measure_generation(run: Callable[..., int], *arguments: Any) -> Row:
-    """Seconds of a first and of a second run on the slowest rank, and all ranks' tokens in each second of that."""
+    """Seconds of a first run and the median of those of later ones, on the slowest rank, and all ranks' tokens in each
+    second of that."""
     seconds = []
     with torch.inference_mode():
-        for _ in range(2):
+        for _ in range(1 + _RUNS):
             meet()
             started = time.perf_counter()
             tokens = torch.tensor(run(*arguments))
@@ -183,7 +188,8 @@ def measure_generation(run: Callable[..., int], *arguments: Any) -> Row:
             seconds += slowest_rank([time.perf_counter() - started])
     if num_ranks() > 1:
         dist.all_reduce(tokens)
-    return {"first_s": seconds[0], "seconds": seconds[1], "tokens_per_s": int(tokens) / seconds[1]}
+    median = statistics.median(seconds[1:])
+    return {"first_s": seconds[0], "seconds": median, "tokens_per_s": int(tokens) / median}
 
 
 def num_ranks() -> int:
