@@ -265,7 +265,8 @@ def tables(rows: Sequence[Row]) -> str:
     if generated:
         titles = {"model": "model", "layers": "layers", "gpus": "GPUs", "experts": "experts", "by": "by"}
         titles |= {"seconds": "s", "tokens_per_s": "tokens/s"}
-        found.append(markdown_table(generated, titles))
+        # Rows of one GPU were recorded without that number.
+        found.append(markdown_table([{"gpus": 1} | row for row in generated], titles))
     return "\n\n".join(found)
 
 

@@ -205,6 +205,11 @@ _places: dict[tuple[torch.device, int], _Place] = {}
 _making = threading.Lock()
 
 
+def may_capture(device: torch.device) -> bool:
+    """Whether what runs on this device now can be captured: on a GPU, unless somebody does that already."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
 def _place(device: torch.device) -> _Place:
     """That of the device's current stream."""
     key = (device, current_stream(device))

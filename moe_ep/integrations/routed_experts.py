@@ -16,7 +16,7 @@ from moe_ep.custom_ops import operator
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
 from moe_ep.errors import check_at_least
 from moe_ep.integrations.choices import count_choices, pack_choices, unpack_choices
-from moe_ep.integrations.replay import CallGraphs
+from moe_ep.integrations.replay import CallGraphs, may_capture
 from moe_ep.layer import FusedMoE
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize, make_prepare_finalize
 from moe_ep.stages import stage
@@ -136,15 +136,15 @@ class RoutedExperts(FusedMoE):
     def _may_replay(self, rows: torch.Tensor) -> bool:
         """Whether a graph can stand for this call: what follows from it is the output, and the load that EPLB counts,
         of these inputs and the other ranks'."""
+        least = 0 if self._spans_ranks() else 1
         return (
-            rows.is_cuda
+            self._replay_tokens > 0
+            and may_capture(rows.device)
             and rows.dim() == 2
-            and rows.size(0) <= self._replay_tokens
-            and (rows.size(0) > 0 or self._spans_ranks())
+            and least <= rows.size(0) <= self._replay_tokens
             and not (self.counts_load or stages.are_listened_to())
             and self.row_mask is None
             and self.shared_experts is None
-            and not torch.cuda.is_current_stream_capturing()
             and self._parts_support_cuda_graph()
         )
 

@@ -1,0 +1,132 @@
+"""Which calls of layers are captured and replayed where ranks divide the experts, with real ranks; functions stand in
+for graphs, so that a replay takes part in the step as a graph's kernels do. GPUs test the graphs themselves."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import moe_ep
+from moe_ep.dispatch.batched_all_to_all import BatchedAllToAllPrepareFinalize
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.integrations import replay, routed_experts
+from moe_ep.integrations.divided import steps_of
+from moe_ep.integrations.replay import EAGER_CALLS
+from tests.integrations.hf_models import SIZES, make_model
+from tests.integrations.test_replay import Place
+from tests.ranks import ranks
+
+CALLS = EAGER_CALLS + 3
+
+
+def model_with_replays(patch: pytest.MonkeyPatch, most_tokens: int = 256, **options: Any) -> tuple[Any, Place]:
+    """A divided model whose layers may replay calls that go through batched_all_to_all, 8 tokens of each rank at most;
+    and what stands in for the GPU's stream."""
+    place = Place()
+    patch.setenv("MOE_EP_REPLAY_MAX_TOKENS", str(most_tokens))
+    patch.setattr(replay, "_place", lambda device: place)
+    patch.setattr(routed_experts, "may_capture", lambda device: True)
+    patch.setattr(BatchedAllToAllPrepareFinalize, "around_replay", around_replay)
+    torch.manual_seed(0)
+    made = make_model("Qwen3Moe", torch.float32, num_experts=8)
+    patch.setattr(BatchedAllToAllPrepareFinalize, "max_num_tokens_per_rank", lambda self: 8)
+    return moe_ep.parallelize(made, backend="batched_all_to_all", **options), place
+
+
+def around_replay(self: BatchedAllToAllPrepareFinalize) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def one_pass(model: Any, num_tokens: int, seed: int) -> torch.Tensor | None:
+    steps = steps_of(model)
+    if num_tokens == 0:
+        with steps.step(None):
+            steps.pass_without_tokens()
+        return None
+    tokens = torch.randint(1, SIZES["vocab_size"], (1, num_tokens), generator=torch.Generator().manual_seed(seed))
+    logits: torch.Tensor = model(tokens, use_cache=False).logits
+    return logits
+
+
+def same_passes(rank: int, models: list[Any], tokens: tuple[int, ...], count: int) -> None:
+    """`count` passes of each model, of which this rank brings so many tokens in turn, from its own place on."""
+    for number in range(count):
+        found = [one_pass(model, tokens[(number + rank) % len(tokens)], 7 * number + rank) for model in models]
+        assert all(found[0] is None if one is None else torch.equal(one, found[0]) for one in found)
+
+
+def with_and_without(rank: int, world_size: int) -> None:
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        eager, _ = model_with_replays(patch, 0)
+        model, place = model_with_replays(patch)
+        layers = steps_of(model).layers
+        same_passes(rank, [eager, model], (1, 5, 0), 3 * CALLS)
+        assert place.done.count("capture") == 3 * len(layers)
+        assert place.done.count("replay") == 3 * len(layers) * (CALLS - EAGER_CALLS - 1)
+
+        # Where one rank has more than fits into a pass, all ranks make two; calls that somebody looks into run eagerly.
+        place.done.clear()
+        same_passes(rank, [eager, model], (1, 11), 2 * CALLS)
+        for layer in layers:
+            layer.row_mask = torch.ones(5, dtype=torch.bool)
+        same_passes(0, [eager, model], (5,), 2)
+        for layer in layers:
+            layer.row_mask, layer.counts_load = None, True
+        same_passes(rank, [eager, model], (1, 5), 2)
+        assert place.done == []
+        for layer in layers:
+            layer.counts_load = False
+        same_passes(rank, [eager, model], (1, 5), 2)
+        assert place.done == ["replay"] * (2 * len(layers))
+
+        layers[0].refuse("a rank has lost its weights")
+        with pytest.raises(RuntimeError, match="a rank has lost its weights"):
+            layers[0].serve()
+
+
+def test_which_calls_are_replayed() -> None:
+    ranks(2).run(with_and_without)
+
+
+def balanced(rank: int, world_size: int) -> None:
+    """Experts move, and graphs stay; replays count the load as other calls do."""
+    options: dict[str, Any] = {"eplb": EplbConfig(first_plan=1000, asynchronous=False)}
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        eager, _ = model_with_replays(patch, 0, **options, num_redundant_experts=world_size)
+        model, place = model_with_replays(patch, **options, num_redundant_experts=world_size)
+        managers = [steps_of(one).eplb for one in (eager, model)]
+        same_passes(rank, [eager, model], (1, 5, 0), 3 * CALLS)
+        for manager in managers:
+            manager.rearrange(manager.placement.host[:, ::-1].copy())
+        assert place.done.count("capture") == 3 * len(steps_of(model).layers)
+        place.done.clear()
+        same_passes(rank, [eager, model], (1, 5, 0), 3 * CALLS)
+        assert place.done == ["replay"] * (3 * CALLS * len(steps_of(model).layers))
+        loads = [manager.recorder.snapshot() for manager in managers]
+        assert torch.equal(*loads) and loads[0].any()
+        for manager in managers:
+            manager.close()
+
+
+def test_replays_of_balanced_layers() -> None:
+    ranks(2).run(balanced)
+
+
+def by_other_backends(rank: int, world_size: int) -> list[str]:
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        model, place = model_with_replays(patch)
+        patch.undo()
+        patch.setattr(replay, "_place", lambda device: place)
+        patch.setattr(routed_experts, "may_capture", lambda device: True)
+        same_passes(rank, [model], (1, 5), 2 * CALLS)
+        return place.done
+
+
+def test_backends_without_replays() -> None:
+    """Their graphs would not fit to what other ranks do."""
+    assert ranks(2).run(by_other_backends) == [[], []]
