@@ -98,7 +98,7 @@ _TESTS = (
     _tests("tests-2-nvshmem", 2, 85, _OF_TWO, f"{_NVSHMEM_TESTS} tests/gpu/test_nvshmem_faults_gpu.py"),
     _tests("tests-2-layer", 2, 50, _OF_TWO, "tests/gpu/test_layer_gpu.py"),
     _tests("tests-2-dispatch", 2, 85, _OF_TWO, _DISPATCH_TESTS),
-    _tests("tests-2-runs", 2, 65, _OF_TWO, _RUN_TESTS),
+    _tests("tests-2-runs", 2, 95, _OF_TWO, f"{_RUN_TESTS} tests/gpu/test_replay_ranks_gpu.py"),
     _tests(
         "tests-4-nvshmem", 4, 135, f'{_OF_TWO} -k "[3 or [4 or two_level"',
         f"{_NVSHMEM_TESTS} tests/gpu/test_two_level_gpu.py",
