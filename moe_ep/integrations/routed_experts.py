@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from moe_ep import env, stages
 from moe_ep.arguments import check_no_gradients, check_tensors
-from moe_ep.custom_ops import operator
+from moe_ep.custom_ops import operator, without_autocast
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
 from moe_ep.errors import check_at_least
 from moe_ep.integrations.choices import count_choices, pack_choices, unpack_choices
@@ -109,6 +108,13 @@ class RoutedExperts(FusedMoE):
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         """The body of the graph node: the routed output, without identity experts."""
+        inputs = hidden_states, topk_ids, topk_weights
+        # Of a compiled model, which runs the node between its CUDA graphs if there are other ranks.
+        if self._spans_ranks() and self._may_replay(hidden_states):
+            return self._replayed(*inputs)
+        return self._eagerly(*inputs)
+
+    def _eagerly(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         shape = (*hidden_states.shape[:1], self.moe_config.experts_per_token)
         if hidden_states.dim() == 2 and (topk_ids.shape != shape or topk_weights.shape != shape):
             raise ValueError(
@@ -120,18 +126,22 @@ class RoutedExperts(FusedMoE):
         return cast(torch.Tensor, self.forward_impl(hidden_states, choices))
 
     def _run(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The graph node; a replay of one where it has run so before."""
-        run = partial(operator("moe_forward_routed", self.layer_name), layer_name=self.layer_name)
+        """The graph node; a replay of its body where that has run so before."""
         if torch.compiler.is_compiling() or not self._may_replay(inputs[0]):
-            return run(*inputs)
+            return operator("moe_forward_routed", self.layer_name)(*inputs, self.layer_name)
+        with torch.no_grad(), without_autocast():  # as in the node
+            return self._replayed(*inputs)
+
+    def _replayed(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """A call of few tokens."""
         self.check_loaded()
         around = None
         if self._spans_ranks():
             around = self._around_replay()
             if around is None:
-                return run(*inputs)
+                return self._eagerly(*inputs)
         made_for = self._modular_kernel, self._decode_kernel, *self._addresses()
-        return self._graphs.run(run, inputs, which=self.is_decode_step, of=made_for, around=around)
+        return self._graphs.run(self._eagerly, inputs, which=self.is_decode_step, of=made_for, around=around)
 
     def _may_replay(self, rows: torch.Tensor) -> bool:
         """Whether a graph can stand for this call: what follows from it is the output, and the load that EPLB counts,

@@ -20,7 +20,8 @@ from moe_ep.errors import DispatchTimeoutError
 from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.generation import Generation
 from moe_ep.integrations.prompt_queue import Request
-from moe_ep.integrations.replay import EAGER_CALLS
+from moe_ep.integrations.replay import EAGER_CALLS, _Place
+from moe_ep.methods import relative_error, tolerance
 from tests.gpu.test_transformers_gpu import PACKED, make
 from tests.integrations.hf_models import SIZES
 from tests.ranks import ranks
@@ -127,6 +128,34 @@ def balanced_as_eager_passes(rank: int, world_size: int) -> None:
 
 def test_replays_of_balanced_layers() -> None:
     ranks(WORLD_SIZE, "nccl").run(balanced_as_eager_passes)
+
+
+def compiled(rank: int, world_size: int) -> int:
+    """Passes of a model that torch.compile captures in CUDA graphs but for its experts, which replay their own between
+    them; returns how often."""
+    made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8)
+    eager, model = (divided(tokens, copy.deepcopy(made), quantize="int4") for tokens in (0, 256))
+    passes = torch.compile(model, mode="reduce-overhead")
+    num_replays, replay = 0, _Place.replay
+
+    def counted(*args: Any) -> torch.Tensor:
+        nonlocal num_replays
+        num_replays += 1
+        return replay(*args)
+
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Place, "replay", counted)
+        for number in range(EAGER_CALLS + 6):
+            tokens = draw(5, seed=number * world_size + rank)
+            assert tokens is not None
+            got = passes(tokens, use_cache=False).logits.clone()
+            expected = eager(tokens, use_cache=False).logits
+            assert relative_error(got, expected) < 2 * len(steps_of(model).layers) * tolerance(torch.bfloat16)
+    return num_replays
+
+
+def test_replays_between_the_graphs_of_a_compiled_model() -> None:
+    assert min(ranks(WORLD_SIZE, "nccl").run(compiled)) > 0
 
 
 def late_to_a_step_of_generation(rank: int, world_size: int) -> int:

@@ -93,6 +93,29 @@ def test_which_calls_are_replayed() -> None:
     ranks(2).run(with_and_without)
 
 
+def compiled(rank: int, world_size: int) -> None:
+    """The nodes of a compiled model replay calls of theirs."""
+    nodes: list[torch.fx.Node] = []
+
+    def keep(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        nodes.extend(node for node in graph.graph.nodes if "moe_forward_routed" in str(node.target))
+        return graph
+
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        eager, _ = model_with_replays(patch, 0)
+        model, place = model_with_replays(patch)
+        passes = torch.compile(model, backend=keep, dynamic=False)
+        passes._moe_ep_steps = steps_of(model)
+        same_passes(rank, [eager, passes], (3,), CALLS)
+        num_layers = len(steps_of(model).layers)
+        assert len(nodes) == num_layers
+        assert place.done == ["capture"] * num_layers + ["replay"] * (2 * num_layers)
+
+
+def test_replays_of_a_compiled_model() -> None:
+    ranks(2).run(compiled)
+
+
 def balanced(rank: int, world_size: int) -> None:
     """Experts move, and graphs stay; replays count the load as other calls do."""
     options: dict[str, Any] = {"eplb": EplbConfig(first_plan=1000, asynchronous=False)}
