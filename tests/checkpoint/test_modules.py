@@ -113,7 +113,7 @@ def test_auto_round_has_the_tensors_of_gptq_or_awq() -> None:
     awq = {"packing_format": "auto_round:auto_awq", "extra_config": None}
     assert found(GATE_PROJ, **awq) == AWQConfig(group_size=128)
     for wrong, message in {
-        "packing_format": "packing_format is 'x'; it must be one of auto_gptq, auto_awq",
+        "packing_format": "packing_format is 'x'; it must be one of auto_round:auto_gptq, auto_round:gptq",
         "extra_config": "extra_config: expected an object, found 'x'",
         "bits": "bits is 'x'; it must be one of 4, 8",
     }.items():
@@ -121,6 +121,41 @@ def test_auto_round_has_the_tensors_of_gptq_or_awq() -> None:
             found(GATE_PROJ, **{wrong: "x"})
     with pytest.raises(CheckpointError, match="extra_config: gate: expected an object of settings, found 16"):
         found(GATE_PROJ, extra_config={"gate": 16})
+
+
+@pytest.mark.parametrize(
+    ("packing", "scheme"),
+    [
+        ("auto", GPTQConfig(bits=4, group_size=32, sym=False)),
+        ("auto_round:gptq:exllamav2", GPTQConfig(bits=4, group_size=32, sym=False)),
+        ("auto_gptq", GPTQConfig(bits=4, group_size=32, sym=False)),
+        ("auto_round:awq:gemm", AWQConfig(group_size=32)),
+        ("auto_round", GPTQConfig(bits=4, group_size=32, sym=False, checkpoint_format="gptq_v2")),
+        ("auto_round:exllamav2", GPTQConfig(bits=4, group_size=32, sym=False, checkpoint_format="gptq_v2")),
+        ("auto_round:tritonv2", GPTQConfig(bits=4, group_size=32, sym=False, checkpoint_format="gptq_v2")),
+        ("auto_round:gptqmodel", GPTQConfig(bits=4, group_size=32, sym=False, checkpoint_format="gptq_v2")),
+    ],
+)
+def test_packings_of_auto_round_by_all_their_names(packing: str, scheme: Any) -> None:
+    """Some store zero points less one; the key and the method were called otherwise before."""
+    settings = {"bits": 4, "group_size": 32, "sym": False}
+    for key, method in (("packing_format", "auto-round"), ("backend", "auto-round"), ("backend", "intel/auto-round")):
+        found = quantization_config({"quantization_config": settings | {"quant_method": method, key: packing}})
+        assert found.of_module(GATE_PROJ) == scheme
+    # What serves it later is named under the old key.
+    both = settings | {"quant_method": "auto-round", "packing_format": packing, "backend": "ipex"}
+    assert quantization_config({"quantization_config": both}).of_module(GATE_PROJ) == scheme
+
+
+def test_auto_round_of_other_forms_is_refused() -> None:
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 32}
+    for changes, message in (
+        ({"packing_format": "auto_round:fp8_static"}, "packing_format is 'auto_round:fp8_static'; it must be one of"),
+        ({"backend": "ipex"}, "backend is 'ipex'; it must be one of auto_round:auto_gptq, "),
+        ({"rotation_config": {"block_size": 32}}, "rotation_config: expected none, found .*; rotated activations are"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            quantization_config({"quantization_config": settings | changes})
 
 
 def test_modules_that_model_optimizer_lists() -> None:

@@ -81,7 +81,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization]] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     **dict.fromkeys(modelopt.METHODS, modelopt.modelopt_schemes),
-    auto_round.METHOD: auto_round.auto_round_schemes,
+    **dict.fromkeys(auto_round.METHODS, auto_round.auto_round_schemes),
 }
 
 

@@ -1,5 +1,11 @@
 """AutoRound (`quant_method: auto-round`): integers in the tensors of GPTQ or AWQ, as `packing_format` says.
 
+    auto_round:auto_gptq, auto_round:gptq         GPTQ, zero points stored less one
+    auto_round, auto_round:exllamav2, :gptqmodel  GPTQ, zero points as they are: asymmetric ones by default
+    auto_round:auto_awq, auto_round:awq           AWQ
+
+The name of a kernel may follow. Before version 0.5 the method was called intel/auto-round and the key `backend`.
+
 Linear layers that are quantized otherwise, or not at all, stand in `extra_config` by name or regular expression; 16
 bits and more mean plain ones. The keys are those of https://github.com/intel/auto-round (export/export_to_autoround).
 """
@@ -7,7 +13,7 @@ bits and more mean plain ones. The keys are those of https://github.com/intel/au
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_ep.checkpoint.formats.awq import AWQConfig
@@ -17,10 +23,24 @@ from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes
 from moe_ep.errors import CheckpointError, one_of
 
 METHOD = "auto-round"
-# GPTQ's zero points are stored less one, and there is no g_idx.
-_PACKINGS: dict[str, type[AWQConfig | GPTQConfig]] = {
-    "auto_gptq": GPTQConfig,
-    "auto_awq": AWQConfig,
+METHODS = (METHOD, "intel/auto-round")
+_Scheme = Callable[[Mapping[str, Any]], QuantizationConfig]
+
+
+def _zero_points_as_they_are(settings: Mapping[str, Any]) -> GPTQConfig:
+    return GPTQConfig.from_dict({**settings, "checkpoint_format": "gptq_v2"})
+
+
+# There is no g_idx.
+_PACKINGS: dict[str, _Scheme] = {
+    "auto_gptq": GPTQConfig.from_dict,
+    "gptq": GPTQConfig.from_dict,
+    "auto_awq": AWQConfig.from_dict,
+    "awq": AWQConfig.from_dict,
+    "auto_round": _zero_points_as_they_are,
+    "exllamav2": _zero_points_as_they_are,
+    "tritonv2": _zero_points_as_they_are,
+    "gptqmodel": _zero_points_as_they_are,
 }
 # What is none is a regular expression, to be found anywhere in a name.
 _NAME = re.compile(r"[\w.-]+")
@@ -29,10 +49,18 @@ _WHERE = "config.json: quantization_config: "
 
 
 def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
-    """The schemes of a checkpoint; CheckpointError for another packing, or bits and groups that it does not have."""
-    packing = str(values.get("packing_format") or "auto_gptq").removeprefix("auto_round:")
-    if packing not in tuple(_PACKINGS):
-        raise CheckpointError(_WHERE + one_of("packing_format", packing, list(_PACKINGS)))
+    """The schemes of a checkpoint.
+
+    Raises:
+        CheckpointError: another packing, bits and groups that it does not have, or rotated activations.
+    """
+    packing = _packing(values)
+    for key in ("rotation_config", "spinquant_config"):
+        if values.get(key):
+            raise CheckpointError(
+                f"{_WHERE}{key}: expected none, found {values[key]!r}; rotated activations are not computed, so "
+                f"quantize without it"
+            )
     exceptions = values.get("extra_config") or {}
     if not isinstance(exceptions, Mapping):
         raise CheckpointError(f"{_WHERE}extra_config: expected an object, found {exceptions!r}")
@@ -52,6 +80,16 @@ def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     return ModuleSchemes(METHOD, [*named, *expressions, ([EVERY_LINEAR], _scheme(packing, settings))])
 
 
+def _packing(values: Mapping[str, Any]) -> str:
+    """The name of the packing, without the tool's before it and the kernel's behind it."""
+    key = "backend" if values.get("packing_format") is None and values.get("backend") else "packing_format"
+    name = str(values.get(key) or "auto")
+    packing = "auto_gptq" if name == "auto" else name.removeprefix("auto_round:").split(":")[0]
+    if packing not in tuple(_PACKINGS):
+        raise CheckpointError(_WHERE + one_of(key, name, [f"auto_round:{known}" for known in _PACKINGS]))
+    return packing
+
+
 def _scheme(packing: str, settings: Mapping[str, Any]) -> QuantizationConfig | None:
     bits = settings.get("bits")
-    return None if isinstance(bits, int) and bits >= 16 else _PACKINGS[packing].from_dict(settings)
+    return None if isinstance(bits, int) and bits >= 16 else _PACKINGS[packing](settings)
