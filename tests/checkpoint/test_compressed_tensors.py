@@ -45,6 +45,8 @@ def of_weights(form: str, **weights: Any) -> Any:
         ("float-quantized", {"num_bits": 8, "strategy": "block", "block_structure": [1, 1]}, None),
         ("float-quantized", {"num_bits": 8, "strategy": "block", "block_structure": [0, 128]}, "it must be two posit"),
         ("float-quantized", {"num_bits": 8, "strategy": "block", "block_structure": [128]}, "it must be two positive"),
+        ("float-quantized", {"num_bits": 8, "strategy": "block", "block_structure": "128"}, "'128'; it must be two po"),
+        ("float-quantized", {"num_bits": 8, "strategy": "block", "block_structure": "1xx"}, "'1xx'; it must be two po"),
     ],
 )
 def test_schemes_that_are_read_and_refused(form: str, weights: dict[str, Any], message: str | None) -> None:
@@ -119,3 +121,36 @@ def test_scattered_columns_of_groups_that_are_not_there(low: int, high: int) -> 
     with pytest.raises(CheckpointError, match=f"weight_g_idx: expected groups 0 to 1, found {low} to {high}"):
         scheme.unpack(tensors)
     assert scheme.unpack(tensors | {"weight_g_idx": tensors["weight_g_idx"].clamp(0, 1)}).g_idx is not None
+
+
+def test_schemes_as_older_versions_wrote_them() -> None:
+    blocks = {"num_bits": 8, "type": "FLOAT", "strategy": "BLOCK", "block_structure": "64x128"}
+    scale = of_weights("float-quantized", **blocks).scale
+    assert (scale.kind.value, scale.rows, scale.columns) == ("block", 64, 128)
+
+
+@pytest.mark.parametrize("weights", [None, {"num_bits": 4}])
+def test_groups_that_are_about_activations_alone(weights: dict[str, Any] | None) -> None:
+    """Attention whose queries and keys are quantized, beside weights that are or are not."""
+    read = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    groups = {
+        "group_0": {"targets": ["re:.*self_attn$"], "weights": None, "input_activations": read},
+        "group_1": {"targets": ["Linear"], "weights": weights},
+        "group_2": {"targets": ["re:.*up_proj"], "weights": None, "input_activations": read},
+    }
+    found = compressed(config_groups=groups)
+    if weights is None:
+        assert found is None
+        return
+    assert found.of_module(GATE_PROJ).bits == 4
+    assert found.of_module(GATE_PROJ.replace("gate_proj", "up_proj")) is None
+    with pytest.raises(CheckpointError, match="group_0: expected weights, found None"):
+        compressed(config_groups={"group_0": {"targets": ["Linear"]}})
+
+
+@pytest.mark.parametrize("groups", [{}, None])
+def test_a_model_whose_cache_alone_is_quantized_is_plain(groups: Any) -> None:
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    assert compressed(format="dense", config_groups=groups, kv_cache_scheme=cache) is None
+    with pytest.raises(CheckpointError, match="expected config_groups with a scheme in it"):
+        compressed(format="dense", config_groups=groups, kv_cache_scheme=None)

@@ -74,7 +74,7 @@ def _mxfp4(values: Mapping[str, Any]) -> ModelQuantization:
     return ModuleSchemes("mxfp4", [((EVERY_LINEAR,), MXFP4Config())], values.get("modules_to_not_convert") or ())
 
 
-FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization]] = {
+FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization | None]] = {
     "gptq": _gptq,
     "awq": _awq,
     compressed_tensors.METHOD: compressed_tensors.compressed_tensors_schemes,

@@ -35,8 +35,8 @@ _SCATTERED = ("group", "dynamic", "true")
 _WHERE = "config.json: quantization_config: "
 
 
-def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
-    """The schemes of a checkpoint.
+def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes | None:
+    """The schemes of a checkpoint; None where only activations or cached keys are quantized.
 
     Raises:
         CheckpointError: a format, strategy or number of bits that is not known, sparse weights, or no groups.
@@ -47,23 +47,30 @@ def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
         raise CheckpointError(f"{_WHERE}sparsity_config: {one_of('format', sparsity, ['dense'])}")
     _check_transforms(values.get("transform_config"))
     groups = values.get("config_groups")
+    if not groups and values.get("kv_cache_scheme"):
+        return None
     if not isinstance(groups, Mapping) or not groups:
         raise CheckpointError(f"{_WHERE}expected config_groups with a scheme in it, found {groups!r}")
-    names: list[tuple[list[str], QuantizationConfig]] = []
-    expressions: list[tuple[list[str], QuantizationConfig]] = []
+    names: list[tuple[list[str], QuantizationConfig | None]] = []
+    expressions: list[tuple[list[str], QuantizationConfig | None]] = []
     for name, group in groups.items():
         targets = group.get("targets") if isinstance(group, Mapping) else None
         if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
             raise CheckpointError(f"{_WHERE}{name}: expected targets, a list of modules, found {targets!r}")
         try:
-            scheme = _scheme(group, str(group.get("format") or values.get("format") or ""))
+            # A group may be about what modules read alone, such as queries and keys.
+            plain = "weights" in group and group["weights"] is None
+            scheme = None if plain else _scheme(group, str(group.get("format") or values.get("format") or ""))
         except CheckpointError as error:
             raise CheckpointError(f"{_WHERE}{name}: {error}") from None
         names.append(([target for target in targets if not target.startswith("re:")], scheme))
         expressions += [([target], scheme) for target in targets if target.startswith("re:")]
     # Names come before expressions, and these in the order of the alphabet, as in match_targets of the library.
     expressions.sort(key=lambda entry: entry[0])
-    return ModuleSchemes(METHOD, names + expressions, values.get("ignore") or ())
+    schemes = names + expressions
+    if all(scheme is None for _, scheme in schemes):
+        return None
+    return ModuleSchemes(METHOD, schemes, values.get("ignore") or ())
 
 
 def _check_transforms(transforms: Any) -> None:
@@ -89,6 +96,8 @@ def _scheme(group: Mapping[str, Any], form: str) -> QuantizationConfig:
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
         raise CheckpointError(f"expected weights, found {weights!r}")
+    lower = {key: weights[key].lower() for key in ("type", "strategy") if isinstance(weights.get(key), str)}
+    weights = {**weights, **lower}
     bits, kind = weights.get("num_bits"), weights.get("type", "int")
     if form == "naive-quantized":
         form = f"{kind}-quantized"
@@ -131,8 +140,12 @@ def _scale_shape(weights: Mapping[str, Any]) -> ScaleShape:
     if strategy in ("tensor", "channel"):
         return ScaleShape(Kind(strategy))
     if strategy == "block":
+        if isinstance(block, str):  # as it was written first: 128x128
+            block = [int(size) if size.isdecimal() else 0 for size in block.split("x")]
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-            raise CheckpointError(f"block_structure is {block!r}; it must be two positive whole numbers")
+            raise CheckpointError(
+                f"block_structure is {weights['block_structure']!r}; it must be two positive whole numbers"
+            )
         return ScaleShape(Kind.BLOCK, rows=block[0], columns=block[1])
     if not isinstance(group_size, int) or group_size < 1:
         raise CheckpointError(f"group_size is {group_size!r}; with strategy {strategy} it must be at least 1")
