@@ -83,7 +83,7 @@ def load_router(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) 
     """
     bias, per_expert = spec.router_bias(layer_index), (spec.num_router_columns,)
     return RouterWeights(
-        weight=_read_router(reader, spec.router_weight(layer_index), (*per_expert, spec.hidden_size)),
+        weight=_read_gate(reader, spec.router_weight(layer_index), (*per_expert, spec.hidden_size)),
         bias=None if bias is None else _read_plain(reader, bias, per_expert),
         correction_bias=_read_correction_bias(reader, spec, layer_index),
     )
@@ -137,7 +137,7 @@ def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_inde
             for name, size in zip(shared.fused, ((2 * N, K), (K, N)), strict=True)
         )
         gate, up = gate_up.chunk(2)
-    expert_gate = _read_plain(reader, f"{prefix}_gate.weight", (1, spec.hidden_size)) if shared.has_gate else None
+    expert_gate = _read_gate(reader, f"{prefix}_gate.weight", (1, spec.hidden_size)) if shared.has_gate else None
     return SharedExpertsWeights(gate, up, down * shared.factor, expert_gate)
 
 
@@ -225,7 +225,7 @@ def _read_correction_bias(reader: CheckpointReader, spec: MoEModelSpec, layer_in
     return _read_plain(reader, name, (spec.num_router_columns,))
 
 
-def _read_router(reader: CheckpointReader, name: str, size: tuple[int, int]) -> torch.Tensor:
-    """`[E, K]`; some writers quantize it as any other linear layer."""
-    module = name.removesuffix(".weight")
-    return _read_plain(reader, name, size) if name in reader else read_linear(reader, module, size)
+def _read_gate(reader: CheckpointReader, name: str, size: tuple[int, int]) -> torch.Tensor:
+    """A router or a shared expert's gate; some writers quantize them as any other linear layer."""
+    is_plain = name in reader and reader.info(name).dtype in FLOATS
+    return _read_plain(reader, name, size) if is_plain else read_linear(reader, name.removesuffix(".weight"), size)

@@ -280,6 +280,27 @@ def test_router_that_is_quantized_as_any_linear_layer(tmp_path: Path) -> None:
     assert torch.equal(load_router(reader, model_spec(reader.config), 1).weight, dequantize(codes))
 
 
+def test_gates_that_are_quantized_as_any_linear_layer(tmp_path: Path) -> None:
+    """By recipes that leave out lm_head alone: in fp8 they have the name of plain ones."""
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    settings = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    config = qwen3_config(model_type="qwen2_moe", shared_expert_intermediate_size=16, quantization_config=settings)
+    tensors, expected = {}, {}
+    sizes = {"gate": (4, 64), "shared_expert_gate": (1, 64)}
+    sizes |= {f"shared_expert.{name}_proj": (64, 16) if name == "down" else (16, 64) for name in ("gate", "down", "up")}
+    for name, size in sizes.items():
+        weight, scale = torch.randn(size).to(torch.float8_e4m3fn), torch.rand(size[0], 1).bfloat16()
+        tensors |= {f"{MLP}.{name}.weight": weight, f"{MLP}.{name}.weight_scale": scale}
+        expected[name] = weight.float() * scale.float()
+    write_checkpoint(tmp_path, config, tensors.items())
+    reader = CheckpointReader(tmp_path)
+    spec = model_spec(reader.config)
+    assert torch.equal(load_router(reader, spec, 1).weight, expected["gate"])
+    shared = load_shared_experts(reader, spec, 1)
+    assert shared is not None and shared.expert_gate is not None
+    assert torch.equal(shared.expert_gate, expected["shared_expert_gate"])
+
+
 def test_router_of_another_size_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, tensors={f"{MLP}.gate.weight": torch.ones(5, 64)})
     reader = CheckpointReader(tmp_path)
