@@ -95,6 +95,18 @@ def test_modules_that_gptqmodel_leaves_out_or_quantizes_otherwise() -> None:
             quantization_config({"quantization_config": changed})
 
 
+def test_modules_that_gptqmodel_leaves_out_of_awq() -> None:
+    dynamic = {r"-:model\.layers\.3\.": {}, ".*down": {"group_size": 64}}
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "format": "gemm", "dynamic": dynamic}
+    found = quantization_config({"quantization_config": settings | {"modules_to_not_convert": ["model.layers.4"]}})
+    assert found.of_module(GATE_PROJ) is None
+    assert found.of_module(GATE_PROJ.replace(".3.", ".4.")) is None
+    assert found.of_module("model.layers.5.mlp.experts.0.up_proj") == AWQConfig(group_size=32)
+    assert found.of_module("model.layers.5.mlp.experts.0.down_proj") == AWQConfig(group_size=64)
+    with pytest.raises(CheckpointError, match="dynamic: .*down: expected an object of settings, found 8"):
+        quantization_config({"quantization_config": settings | {"dynamic": {".*down": 8}}})
+
+
 def test_auto_round_has_the_tensors_of_gptq_or_awq() -> None:
     exceptions = {
         "model.layers.0": {"bits": 16, "data_type": "float"},
@@ -214,8 +226,8 @@ def test_experts_of_a_projection_side_by_side(tmp_path: Path) -> None:
         expert_tensors(CheckpointReader(tmp_path / "fewer"), spec, 1)
 
 
-@pytest.mark.parametrize("key", ["version", "format"])
-def test_awq_by_either_name_of_its_layout(key: str) -> None:
+@pytest.mark.parametrize("key", ["version", "format", "checkpoint_format"])
+def test_awq_by_any_name_of_its_layout(key: str) -> None:
     settings = {"quant_method": "awq", "bits": 4, "group_size": 32}
     assert quantization_config({"quantization_config": settings | {key: "GEMM"}}).of_module(GATE_PROJ).group_size == 32
     for other in ({key: "gemv"}, {key: "gemm", "backend": "llm-awq"}):

@@ -31,18 +31,29 @@ ModelQuantization = QuantizationConfig | ModuleSchemes
 
 
 def _gptq(values: Mapping[str, Any]) -> ModelQuantization:
-    config = GPTQConfig.from_dict(values)
+    return _with_exceptions(values, GPTQConfig.from_dict)
+
+
+def _awq(values: Mapping[str, Any]) -> ModelQuantization:
+    return _with_exceptions(values, AWQConfig.from_dict)
+
+
+def _with_exceptions(
+    values: Mapping[str, Any], scheme_of: Callable[[Mapping[str, Any]], QuantizationConfig]
+) -> ModelQuantization:
+    """One scheme, but for the modules that GPTQModel's `dynamic` or a list of plain ones names."""
+    scheme = scheme_of(values)
     exceptions, ignored = values.get("dynamic") or {}, values.get("modules_to_not_convert") or ()
     if not isinstance(exceptions, Mapping):
         raise CheckpointError(f"config.json: quantization_config: dynamic: expected an object, found {exceptions!r}")
     if not exceptions and not ignored:
-        return config
-    schemes: list[tuple[tuple[str, ...], GPTQConfig | None]] = []
-    # GPTQModel: the first expression that fits decides; "-:" leaves modules out, "+:" or nothing changes settings.
+        return scheme
+    schemes: list[tuple[tuple[str, ...], QuantizationConfig | None]] = []
+    # The first expression that fits decides; "-:" leaves modules out, "+:" or nothing changes settings.
     for name, changes in exceptions.items():
-        changed = None if name.startswith("-:") else GPTQConfig.from_dict(_changed(values, name, changes))
+        changed = None if name.startswith("-:") else scheme_of(_changed(values, name, changes))
         schemes.append(((f"re:{name.removeprefix('-:').removeprefix('+:')}",), changed))
-    return ModuleSchemes(config.quant_method, [*schemes, ((EVERY_LINEAR,), config)], ignored)
+    return ModuleSchemes(scheme.quant_method, [*schemes, ((EVERY_LINEAR,), scheme)], ignored)
 
 
 def _changed(values: Mapping[str, Any], name: str, changes: Any) -> dict[str, Any]:
@@ -51,11 +62,6 @@ def _changed(values: Mapping[str, Any], name: str, changes: Any) -> dict[str, An
             f"config.json: quantization_config: dynamic: {name}: expected an object of settings, found {changes!r}"
         )
     return {**values, **changes}
-
-
-def _awq(values: Mapping[str, Any]) -> ModelQuantization:
-    scheme = AWQConfig.from_dict(values)
-    return ModuleSchemes("awq", [((EVERY_LINEAR,), scheme)], values.get("modules_to_not_convert") or ())
 
 
 def _fp8(values: Mapping[str, Any]) -> ModelQuantization:

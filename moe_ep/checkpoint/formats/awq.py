@@ -59,8 +59,9 @@ class AWQConfig(QuantizationConfig):
         """
         bits = values.get("bits", values.get("w_bit"))
         group_size = values.get("group_size", values.get("q_group_size"))
-        # transformers writes both keys, GPTQModel the second.
-        version = str(values.get("version") or values.get("format") or "gemm").lower()
+        # transformers writes the first and the second, GPTQModel the second and the third.
+        versions = (values.get(key) for key in ("version", "format", "checkpoint_format"))
+        version = str(next(filter(None, versions), "gemm")).lower()
         if values.get("backend") == "llm-awq":
             version = "llm-awq"
         where = "config.json: quantization_config: "
