@@ -50,7 +50,7 @@ def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
     device = torch.device(rank_env.device)
     dtype = torch_dtype(config.dtype, device)
     with CheckpointReader(_model(config)) as reader, torch.inference_mode():
-        spec = model_spec(reader.config)
+        spec = model_spec(reader.config, reader)
         started = time.perf_counter()
         stack = _load(config, rank_env, reader, spec, dtype, device)
         report = _new_report(config, rank_env, reader, spec, stack, dtype, time.perf_counter() - started)

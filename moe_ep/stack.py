@@ -1,6 +1,6 @@
 """All MoE layers of a checkpoint that have a router, in sequence: a model without its attention.
 
-    stack = MoEStack(reader, model_spec(reader.config), parallel_config, dtype=torch.bfloat16, device="cuda:0")
+    stack = MoEStack(reader, model_spec(reader.config, reader), parallel_config, dtype=torch.bfloat16, device="cuda:0")
     hidden_states = stack(hidden_states)        # [T, K] -> [T, K], a collective step of all EP ranks
 
 Layer l computes x <- x + moe(rmsnorm(x)), with the checkpoint's norm, router, experts and shared experts. Where it has

@@ -186,7 +186,7 @@ def repack_seconds(layer: FusedMoE) -> float:
 
 def measure(directory: Path, args: argparse.Namespace) -> dict[str, object]:
     reader = CheckpointReader(directory)
-    spec = model_spec(reader.config)
+    spec = model_spec(reader.config, reader)
     # Memory that nobody has touched is none; it is looked at before anything else has used some.
     untouched = {index: make_layer(spec, reader, index, args, touch=False) for index in spec.moe_layers}
     runs = runs_of(spec, reader, untouched)

@@ -242,7 +242,7 @@ def main_plan(args: argparse.Namespace) -> int:
 
     _check_names("--policy", (config.policy,), tuple(EPLB_POLICIES))
     reader = CheckpointReader(config.model)
-    spec, checksum = model_spec(reader.config), model_checksum(reader)
+    spec, checksum = model_spec(reader.config, reader), model_checksum(reader)
     try:
         trace = RoutingTrace.load(trace_file(args.trace))
         trace.check_model(model_name(spec.family, checksum), spec.num_experts, len(spec.router_layers))

@@ -95,7 +95,7 @@ def convert_checkpoint(
     if target.is_mount():
         raise ConfigError(f"{target}: a file system is mounted there, which no folder replaces; name a new one in it")
     with CheckpointReader(source) as reader:
-        spec = model_spec(reader.config)
+        spec = model_spec(reader.config, reader)
         if (found := quantization_config(reader.config)) is not None:
             raise ConfigError(f"{source}: expected plain experts, found them quantized already ({found.quant_method})")
         experts = _expert_parts(reader, spec)

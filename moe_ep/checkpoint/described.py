@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from moe_ep.checkpoint import family_routing as routing
 from moe_ep.checkpoint import family_rules as rules
 from moe_ep.checkpoint.config_values import Config, number, one_known, positive
 from moe_ep.checkpoint.models import FAMILIES
+from moe_ep.checkpoint.reader import CheckpointReader
 from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.errors import CheckpointError
 
 
-def model_spec(config: Config) -> MoEModelSpec:
+def model_spec(config: Config, reader: CheckpointReader | None = None) -> MoEModelSpec:
     """The description of a checkpoint, from its config.json.
+
+    Args:
+        reader: of its tensors. With it the language model may have another name in front than transformers writes.
 
     Raises:
         CheckpointError: an unknown model_type (the known ones are listed), a missing key, or values that can not be.
@@ -43,7 +49,24 @@ def model_spec(config: Config) -> MoEModelSpec:
         **family.fields(config),
     )
     _check(spec)
-    return spec
+    return spec if reader is None else _as_on_disk(spec, reader)
+
+
+# What tools that take a language model out of a larger one, or put it into one, leave in front of its names.
+_BASES = ("model", "model.language_model", "language_model.model", "language_model", "thinker.model", "")
+
+
+def _as_on_disk(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec:
+    """With the names of the files, where these have no layers under the family's and have them under one other."""
+    base = spec.layers_module.rpartition("layers")[0]
+    found = [f"{other}.".lstrip(".") for other in _BASES if reader.names(f"{other}.layers.".lstrip("."))]
+    if reader.names(f"{base}layers.") or len(found) != 1:
+        return spec
+    return replace(
+        spec,
+        layers_module=found[0] + spec.layers_module.removeprefix(base),
+        embedding=found[0] + spec.embedding.removeprefix(base),
+    )
 
 
 # transformers writes the number of routed experts under any of these, whatever the family.

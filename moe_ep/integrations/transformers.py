@@ -192,7 +192,7 @@ def _from_path(
     on_layer: OnLayer,
 ) -> Any:
     with CheckpointReader(path) as reader:
-        spec = model_spec(reader.config)
+        spec = model_spec(reader.config, reader)
         check_experts(reader, spec)
         quantization = expert_quantization(reader.config, quantize)
         device = torch.device(device or "cpu")
