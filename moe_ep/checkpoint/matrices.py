@@ -114,9 +114,8 @@ def read_linear(
         CheckpointError: a tensor that is missing, of another shape or dtype than its format says.
     """
     stem, quantization = module + ".", quantization_config(reader.config)
-    scheme = None if quantization is None else quantization.of_module(module)
-    if stem + "weight" in reader and reader.info(stem + "weight").dtype in FLOATS:
-        scheme = None
+    is_plain = stem + "weight" in reader and reader.info(stem + "weight").dtype in FLOATS
+    scheme = None if quantization is None or is_plain else quantization.of_module(module)
     layouts = linear_layouts(scheme, "gate", size)
     found = find_linear(reader, stem, layouts)
     for suffix in _missing(layouts, found):

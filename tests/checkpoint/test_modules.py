@@ -22,8 +22,6 @@ from moe_ep.checkpoint import (
 from moe_ep.checkpoint.directory import read_config
 from moe_ep.checkpoint.formats import ModuleSchemes, PerGemm, quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
-from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4
-from moe_ep.checkpoint.formats.gptq import GPTQConfig
 from moe_ep.checkpoint.formats.modules import ModulePatterns
 from moe_ep.checkpoint.stored import layer_quantization
 from moe_ep.checkpoint.writer import write_checkpoint
@@ -77,123 +75,6 @@ def test_modules_that_are_not_converted(method: str) -> None:
     assert found.of_module(GATE_PROJ.replace(".3.", ".2.")) is not None
 
 
-def test_modules_that_gptqmodel_leaves_out_or_quantizes_otherwise() -> None:
-    dynamic = {
-        "-:.*shared_expert.*": {},
-        r"+:.*\.3\..*down": {"bits": 8, "group_size": 64},
-        ".*down": {"desc_act": True},
-    }
-    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": dynamic}
-    found = quantization_config({"quantization_config": settings})
-    assert found.of_module("model.layers.3.mlp.shared_expert.down_proj") is None
-    assert found.of_module(GATE_PROJ) == GPTQConfig(bits=4, group_size=32)
-    assert found.of_module("model.layers.3.mlp.experts.0.down_proj") == GPTQConfig(bits=8, group_size=64)
-    assert found.of_module("model.layers.4.mlp.experts.0.down_proj") == GPTQConfig(bits=4, group_size=32, desc_act=True)
-    for wrong, message in {"8": ".*down: expected an object of settings, found '8'", "bits": "bits is 3"}.items():
-        changed = settings | {"dynamic": {".*down": {"bits": 3} if wrong == "bits" else wrong}}
-        with pytest.raises(CheckpointError, match=message):
-            quantization_config({"quantization_config": changed})
-
-
-def test_modules_that_gptqmodel_leaves_out_of_awq() -> None:
-    dynamic = {r"-:model\.layers\.3\.": {}, ".*down": {"group_size": 64}}
-    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "format": "gemm", "dynamic": dynamic}
-    found = quantization_config({"quantization_config": settings | {"modules_to_not_convert": ["model.layers.4"]}})
-    assert found.of_module(GATE_PROJ) is None
-    assert found.of_module(GATE_PROJ.replace(".3.", ".4.")) is None
-    assert found.of_module("model.layers.5.mlp.experts.0.up_proj") == AWQConfig(group_size=32)
-    assert found.of_module("model.layers.5.mlp.experts.0.down_proj") == AWQConfig(group_size=64)
-    with pytest.raises(CheckpointError, match="dynamic: .*down: expected an object of settings, found 8"):
-        quantization_config({"quantization_config": settings | {"dynamic": {".*down": 8}}})
-
-
-def test_auto_round_has_the_tensors_of_gptq_or_awq() -> None:
-    exceptions = {
-        "model.layers.0": {"bits": 16, "data_type": "float"},
-        r".*\.mlp\.gate": {"bits": 16},
-        "model.layers.3.mlp.experts": {"bits": 8, "group_size": 64},
-    }
-    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "extra_config": exceptions}
-
-    def found(name: str, **changes: Any) -> Any:
-        return quantization_config({"quantization_config": settings | changes}).of_module(name)
-
-    assert found("model.layers.0.mlp.experts.1.up_proj") is None
-    assert found("model.layers.10.mlp.experts.1.up_proj") == GPTQConfig(bits=4, group_size=128)
-    assert found("model.layers.10.mlp.gate") is None
-    assert found(GATE_PROJ) == GPTQConfig(bits=8, group_size=64)
-    awq = {"packing_format": "auto_round:auto_awq", "extra_config": None}
-    assert found(GATE_PROJ, **awq) == AWQConfig(group_size=128)
-    for wrong, message in {
-        "packing_format": "packing_format is 'x'; it must be one of auto_round:auto_gptq, auto_round:gptq",
-        "extra_config": "extra_config: expected an object, found 'x'",
-        "bits": "bits is 'x'; it must be one of 4, 8",
-    }.items():
-        with pytest.raises(CheckpointError, match=message):
-            found(GATE_PROJ, **{wrong: "x"})
-    with pytest.raises(CheckpointError, match="extra_config: gate: expected an object of settings, found 16"):
-        found(GATE_PROJ, extra_config={"gate": 16})
-
-
-@pytest.mark.parametrize(
-    ("packing", "scheme"),
-    [
-        ("auto", GPTQConfig(bits=4, group_size=32, sym=False)),
-        ("auto_round:gptq:exllamav2", GPTQConfig(bits=4, group_size=32, sym=False)),
-        ("auto_gptq", GPTQConfig(bits=4, group_size=32, sym=False)),
-        ("auto_round:awq:gemm", AWQConfig(group_size=32)),
-        ("auto_round", GPTQConfig(bits=4, group_size=32, sym=False, checkpoint_format="gptq_v2")),
-        ("auto_round:exllamav2", GPTQConfig(bits=4, group_size=32, sym=False, checkpoint_format="gptq_v2")),
-        ("auto_round:tritonv2", GPTQConfig(bits=4, group_size=32, sym=False, checkpoint_format="gptq_v2")),
-        ("auto_round:gptqmodel", GPTQConfig(bits=4, group_size=32, sym=False, checkpoint_format="gptq_v2")),
-    ],
-)
-def test_packings_of_auto_round_by_all_their_names(packing: str, scheme: Any) -> None:
-    """Some store zero points less one; the key and the method were called otherwise before."""
-    settings = {"bits": 4, "group_size": 32, "sym": False}
-    for key, method in (("packing_format", "auto-round"), ("backend", "auto-round"), ("backend", "intel/auto-round")):
-        found = quantization_config({"quantization_config": settings | {"quant_method": method, key: packing}})
-        assert found.of_module(GATE_PROJ) == scheme
-    # What serves it later is named under the old key.
-    both = settings | {"quant_method": "auto-round", "packing_format": packing, "backend": "ipex"}
-    assert quantization_config({"quantization_config": both}).of_module(GATE_PROJ) == scheme
-
-
-def test_auto_round_of_other_forms_is_refused() -> None:
-    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 32}
-    for changes, message in (
-        ({"packing_format": "auto_round:fp8_static"}, "packing_format is 'auto_round:fp8_static'; it must be one of"),
-        ({"backend": "ipex"}, "backend is 'ipex'; it must be one of auto_round:auto_gptq, "),
-        ({"rotation_config": {"block_size": 32}}, "rotation_config: expected none, found .*; rotated activations are"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            quantization_config({"quantization_config": settings | changes})
-
-
-def test_modules_that_model_optimizer_lists() -> None:
-    listed = {
-        "model.layers.3.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
-        "model.layers.3.mlp.shared_expert.down_proj": {"quant_algo": "FP8"},
-    }
-    settings = {"quant_method": "modelopt_mixed", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
-
-    def found(name: str, **changes: Any) -> Any:
-        return quantization_config({"quantization_config": settings | changes}).of_module(name)
-
-    assert found(GATE_PROJ) is MODELOPT_NVFP4
-    assert found("model.layers.3.mlp.shared_expert.down_proj").quant_method == "fp8"
-    assert found(GATE_PROJ.replace(".3.", ".31.")) is found("model.layers.3.mlp.shared_expert.up_proj") is None
-    assert found(GATE_PROJ, quant_method="modelopt_fp4", quant_algo="W4A16_NVFP4") is MODELOPT_NVFP4
-    for changes, message in (
-        ({"quant_algo": "W4A8"}, "quant_algo is 'W4A8'; it must be one of NVFP4, W4A16_NVFP4, FP8, MIXED_PRECISION"),
-        ({"quantized_layers": {}}, "quantized_layers: expected an object of modules, found {}"),
-        ({"quantized_layers": {"a.b": 4}}, "quantized_layers: a.b: expected an object of settings, found 4"),
-        ({"quantized_layers": {"a": {"quant_algo": "MIXED_PRECISION"}}}, "a: quant_algo is 'MIXED_PRECISION'; it must"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            found(GATE_PROJ, **changes)
-
-
 def test_a_quantization_that_stands_elsewhere(tmp_path: Path) -> None:
     """In the part of a language model, or under the name that it had first."""
     write_case("packed int4", tmp_path, with_values=False)
@@ -224,15 +105,6 @@ def test_experts_of_a_projection_side_by_side(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "fewer", reader.config, fewer.items())
     with pytest.raises(CheckpointError, match=r"experts\.gate_proj\.\*: expected 4 .* expert 2 is missing"):
         expert_tensors(CheckpointReader(tmp_path / "fewer"), spec, 1)
-
-
-@pytest.mark.parametrize("key", ["version", "format", "checkpoint_format"])
-def test_awq_by_any_name_of_its_layout(key: str) -> None:
-    settings = {"quant_method": "awq", "bits": 4, "group_size": 32}
-    assert quantization_config({"quantization_config": settings | {key: "GEMM"}}).of_module(GATE_PROJ).group_size == 32
-    for other in ({key: "gemv"}, {key: "gemm", "backend": "llm-awq"}):
-        with pytest.raises(CheckpointError, match="version is '(gemv|llm-awq)'; it must be one of gemm"):
-            quantization_config({"quantization_config": settings | other})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from moe_ep.checkpoint.formats import auto_round, compressed_tensors, modelopt
@@ -11,7 +12,14 @@ from moe_ep.checkpoint.formats.fp4 import MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq, unpack_gptq
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
-from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, LayerQuantization, ModuleSchemes, PerGemm
+from moe_ep.checkpoint.formats.modules import (
+    EVERY_LINEAR,
+    LayerQuantization,
+    ModuleSchemes,
+    PerGemm,
+    Scheme,
+    if_readable,
+)
 from moe_ep.errors import CheckpointError, one_of
 
 __all__ = [
@@ -48,10 +56,10 @@ def _with_exceptions(
         raise CheckpointError(f"config.json: quantization_config: dynamic: expected an object, found {exceptions!r}")
     if not exceptions and not ignored:
         return scheme
-    schemes: list[tuple[tuple[str, ...], QuantizationConfig | None]] = []
+    schemes: list[tuple[tuple[str, ...], Scheme]] = []
     # The first expression that fits decides; "-:" leaves modules out, "+:" or nothing changes settings.
     for name, changes in exceptions.items():
-        changed = None if name.startswith("-:") else scheme_of(_changed(values, name, changes))
+        changed = None if name.startswith("-:") else if_readable(partial(scheme_of, _changed(values, name, changes)))
         schemes.append(((f"re:{name.removeprefix('-:').removeprefix('+:')}",), changed))
     return ModuleSchemes(scheme.quant_method, [*schemes, ((EVERY_LINEAR,), scheme)], ignored)
 

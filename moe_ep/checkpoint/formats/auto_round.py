@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.gptq import GPTQConfig
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
-from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes
+from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, if_readable
 from moe_ep.errors import CheckpointError, one_of
 
 METHOD = "auto-round"
@@ -66,12 +67,13 @@ def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
         raise CheckpointError(f"{_WHERE}extra_config: expected an object, found {exceptions!r}")
     settings = {key: values[key] for key in _SETTINGS if key in values}
     # There may be a name for every layer, and each is looked for in the name of every matrix: by scheme they are few.
-    names: dict[QuantizationConfig | None, list[str]] = {}
-    expressions: list[tuple[list[str], QuantizationConfig | None]] = []
+    names: dict[Scheme, list[str]] = {}
+    expressions: list[tuple[list[str], Scheme]] = []
     for name, changes in exceptions.items():
         if not isinstance(changes, Mapping):
             raise CheckpointError(f"{_WHERE}extra_config: {name}: expected an object of settings, found {changes!r}")
-        scheme = _scheme(packing, settings | {key: changes[key] for key in _SETTINGS if key in changes})
+        changed = settings | {key: changes[key] for key in _SETTINGS if key in changes}
+        scheme = if_readable(partial(_scheme, packing, changed))
         if _NAME.fullmatch(name):
             names.setdefault(scheme, []).append(name)
         else:

@@ -8,13 +8,14 @@ groups of several formats. The keys are those of https://github.com/vllm-project
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from moe_ep.checkpoint.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP, PACKED_MXFP4, PACKED_NVFP4
 from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
-from moe_ep.checkpoint.formats.modules import ModuleSchemes
+from moe_ep.checkpoint.formats.modules import ModuleSchemes, Scheme, if_readable
 from moe_ep.checkpoint.formats.pack_quantized import PackQuantizedConfig
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of
@@ -39,7 +40,7 @@ def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes | Non
     """The schemes of a checkpoint; None where only activations or cached keys are quantized.
 
     Raises:
-        CheckpointError: a format, strategy or number of bits that is not known, sparse weights, or no groups.
+        CheckpointError: no group in a format and with a strategy and bits that are known, sparse weights, or no groups.
     """
     sparsity = values.get("sparsity_config") or {}
     sparsity = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
@@ -51,18 +52,13 @@ def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes | Non
         return None
     if not isinstance(groups, Mapping) or not groups:
         raise CheckpointError(f"{_WHERE}expected config_groups with a scheme in it, found {groups!r}")
-    names: list[tuple[list[str], QuantizationConfig | None]] = []
-    expressions: list[tuple[list[str], QuantizationConfig | None]] = []
+    names: list[tuple[list[str], Scheme]] = []
+    expressions: list[tuple[list[str], Scheme]] = []
     for name, group in groups.items():
         targets = group.get("targets") if isinstance(group, Mapping) else None
         if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
             raise CheckpointError(f"{_WHERE}{name}: expected targets, a list of modules, found {targets!r}")
-        try:
-            # A group may be about what modules read alone, such as queries and keys.
-            plain = "weights" in group and group["weights"] is None
-            scheme = None if plain else _scheme(group, str(group.get("format") or values.get("format") or ""))
-        except CheckpointError as error:
-            raise CheckpointError(f"{_WHERE}{name}: {error}") from None
+        scheme = if_readable(partial(_of_group, name, group, values.get("format")))
         names.append(([target for target in targets if not target.startswith("re:")], scheme))
         expressions += [([target], scheme) for target in targets if target.startswith("re:")]
     # Names come before expressions, and these in the order of the alphabet, as in match_targets of the library.
@@ -71,6 +67,16 @@ def compressed_tensors_schemes(values: Mapping[str, Any]) -> ModuleSchemes | Non
     if all(scheme is None for _, scheme in schemes):
         return None
     return ModuleSchemes(METHOD, schemes, values.get("ignore") or ())
+
+
+def _of_group(name: str, group: Mapping[str, Any], form: Any) -> QuantizationConfig | None:
+    # A group may be about what modules read alone, such as queries and keys.
+    if "weights" in group and group["weights"] is None:
+        return None
+    try:
+        return _scheme(group, str(group.get("format") or form or ""))
+    except CheckpointError as error:
+        raise CheckpointError(f"{_WHERE}{name}: {error}") from None
 
 
 def _check_transforms(transforms: Any) -> None:

@@ -1,4 +1,6 @@
-"""NVIDIA Model Optimizer (`quant_method: modelopt`): nvfp4, fp8 with a scale a tensor, or a list of modules of both.
+"""NVIDIA Model Optimizer (`quant_method: modelopt`): nvfp4, fp8, or a list of modules of several.
+
+fp8 has a scale a tensor, a row or a block of 128 rows and columns.
 
 Its settings stand in config.json's quantization_config, or in a hf_quant_config.json beside it, whose `quantization`
 object the reader puts there (https://github.com/NVIDIA/Model-Optimizer).
@@ -7,12 +9,13 @@ object the reader puts there (https://github.com/NVIDIA/Model-Optimizer).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, NVFP4_GROUP
+from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4
 from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
-from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes
+from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, if_readable
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
@@ -24,37 +27,48 @@ _ALGORITHMS: dict[str, QuantizationConfig] = {
     # The same weights, made for activations that are not quantized.
     "W4A16_NVFP4": MODELOPT_NVFP4,
     "FP8": Float8Config(scale=ScaleShape(Kind.TENSOR)),
+    "FP8_PER_CHANNEL_PER_TOKEN": Float8Config(scale=ScaleShape(Kind.CHANNEL)),
+    "FP8_PB_WO": Float8Config(scale=ScaleShape(Kind.BLOCK, rows=128, columns=128)),
 }
 _MIXED = "MIXED_PRECISION"
 _WHERE = "config.json: quantization_config: "
 
 
-def modelopt_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
-    """The schemes of a checkpoint; CheckpointError for another algorithm or group size."""
+def modelopt_schemes(values: Mapping[str, Any]) -> ModuleSchemes | None:
+    """The schemes of a checkpoint, None where only its cache is quantized; CheckpointError for another algorithm or
+    group size."""
+    if values.get("quant_algo") is None and (values.get("kv_cache_quant_algo") or values.get("kv_cache_scheme")):
+        return None
     ignored = values.get("exclude_modules") or values.get("ignore") or ()
     if values.get("quant_algo") == _MIXED:
         return ModuleSchemes(METHODS[0], _listed_schemes(values.get("quantized_layers")), ignored)
     return ModuleSchemes(METHODS[0], [((EVERY_LINEAR,), _scheme(values, _WHERE, [*_ALGORITHMS, _MIXED]))], ignored)
 
 
-def _listed_schemes(layers: Any) -> list[tuple[list[str], QuantizationConfig]]:
+def _listed_schemes(layers: Any) -> list[tuple[list[str], Scheme]]:
     """Of every module that is listed; the others are plain."""
     if not isinstance(layers, Mapping) or not layers:
         raise CheckpointError(f"{_WHERE}quantized_layers: expected an object of modules, found {layers!r}")
-    names: dict[QuantizationConfig, list[str]] = {}
+    # There may be every matrix of every expert: by settings they are few.
+    schemes: dict[str, tuple[list[str], Scheme]] = {}
     for name, settings in layers.items():
         where = f"{_WHERE}quantized_layers: {name}: "
         if not isinstance(settings, Mapping):
             raise CheckpointError(f"{where}expected an object of settings, found {settings!r}")
-        names.setdefault(_scheme(settings, where, list(_ALGORITHMS)), []).append(name)
-    return [(modules, scheme) for scheme, modules in names.items()]
+        key = repr(sorted(settings.items(), key=str))
+        if key not in schemes:
+            schemes[key] = [], if_readable(partial(_scheme, settings, where, list(_ALGORITHMS)))
+        schemes[key][0].append(name)
+    return list(schemes.values())
 
 
 def _scheme(values: Mapping[str, Any], where: str, known: list[str]) -> QuantizationConfig:
-    algorithm = values.get("quant_algo")
+    # Those that the tool has no name of its own for are written in small letters.
+    algorithm = str(values.get("quant_algo")).upper()
     if algorithm not in tuple(_ALGORITHMS):
-        raise CheckpointError(where + one_of("quant_algo", algorithm, known))
-    scheme, group_size = _ALGORITHMS[algorithm], values.get("group_size") or NVFP4_GROUP
-    if scheme is MODELOPT_NVFP4 and group_size != NVFP4_GROUP:
-        raise CheckpointError(f"{where}group_size is {group_size}; NVFP4 has groups of {NVFP4_GROUP}")
+        raise CheckpointError(where + one_of("quant_algo", values.get("quant_algo"), known))
+    scheme = _ALGORITHMS[algorithm]
+    expected = scheme.column_block
+    if expected > 1 and (found := values.get("group_size") or expected) != expected:
+        raise CheckpointError(f"{where}group_size is {found}; {algorithm} has groups of {expected}")
     return scheme

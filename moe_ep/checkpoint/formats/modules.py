@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -60,6 +60,24 @@ def _compiled(expression: str) -> re.Pattern[str]:
         ) from None
 
 
+@dataclass(frozen=True)
+class Unreadable:
+    """A scheme that is not read, and why: it is refused where a module that is asked for has it."""
+
+    reason: str
+
+
+Scheme = QuantizationConfig | Unreadable | None
+
+
+def if_readable(make: Callable[[], QuantizationConfig | None]) -> Scheme:
+    """What `make` returns, or why it raises a CheckpointError: a model may have such modules that nothing reads."""
+    try:
+        return make()
+    except CheckpointError as error:
+        return Unreadable(str(error))
+
+
 class ModuleSchemes:
     """A model whose linear layers are quantized in one way or several, or not at all.
 
@@ -68,12 +86,15 @@ class ModuleSchemes:
         schemes: (names of modules, their scheme or None for plain ones); the first that names a module decides, and
             `Linear` stands for all that no other names.
         ignored: names of modules that are plain.
+
+    Raises:
+        CheckpointError: a scheme of all that is not read, and no other that is.
     """
 
     def __init__(
         self,
         quant_method: str,
-        schemes: Sequence[tuple[Sequence[str], QuantizationConfig | None]],
+        schemes: Sequence[tuple[Sequence[str], Scheme]],
         ignored: Iterable[str] = (),
     ) -> None:
         self.quant_method = quant_method
@@ -82,12 +103,21 @@ class ModuleSchemes:
             (ModulePatterns(name for name in names if name != EVERY_LINEAR), scheme) for names, scheme in schemes
         ]
         self._others = next((scheme for names, scheme in schemes if EVERY_LINEAR in names), None)
+        if isinstance(self._others, Unreadable) and all(isinstance(scheme, Unreadable) for _, scheme in schemes):
+            raise CheckpointError(self._others.reason)
 
     def of_module(self, name: str) -> QuantizationConfig | None:
-        """How the linear layer of that name is quantized; None where it is plain."""
+        """How the linear layer of that name is quantized; None where it is plain.
+
+        Raises:
+            CheckpointError: in a way that is not read.
+        """
         if name in self._ignored:
             return None
-        return next((scheme for names, scheme in self._named if name in names), self._others)
+        scheme = next((scheme for names, scheme in self._named if name in names), self._others)
+        if isinstance(scheme, Unreadable):
+            raise CheckpointError(scheme.reason)
+        return scheme
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,202 @@
+"""Settings as GPTQModel, AutoRound, AutoAWQ and Model Optimizer write them: the schemes that modules get by them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep.checkpoint.formats import quantization_config
+from moe_ep.checkpoint.formats.awq import AWQConfig
+from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4
+from moe_ep.checkpoint.formats.gptq import GPTQConfig
+from moe_ep.checkpoint.safetensors_header import TensorInfo
+from moe_ep.checkpoint.stored import Stored, check_tensor
+from moe_ep.errors import CheckpointError
+
+GATE_PROJ = "model.layers.3.mlp.experts.7.gate_proj"
+
+
+def test_modules_that_gptqmodel_leaves_out_or_quantizes_otherwise() -> None:
+    dynamic = {
+        "-:.*shared_expert.*": {},
+        r"+:.*\.3\..*down": {"bits": 8, "group_size": 64},
+        ".*down": {"desc_act": True},
+    }
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": dynamic}
+    found = quantization_config({"quantization_config": settings})
+    assert found.of_module("model.layers.3.mlp.shared_expert.down_proj") is None
+    assert found.of_module(GATE_PROJ) == GPTQConfig(bits=4, group_size=32)
+    assert found.of_module("model.layers.3.mlp.experts.0.down_proj") == GPTQConfig(bits=8, group_size=64)
+    assert found.of_module("model.layers.4.mlp.experts.0.down_proj") == GPTQConfig(bits=4, group_size=32, desc_act=True)
+    for wrong, message in {"8": ".*down: expected an object of settings, found '8'", "bits": "bits is 3"}.items():
+        changed = settings | {"dynamic": {".*down": {"bits": 3} if wrong == "bits" else wrong}}
+        with pytest.raises(CheckpointError, match=message):
+            quantization_config({"quantization_config": changed}).of_module("model.layers.4.mlp.experts.0.down_proj")
+
+
+def test_modules_that_gptqmodel_leaves_out_of_awq() -> None:
+    dynamic = {r"-:model\.layers\.3\.": {}, ".*down": {"group_size": 64}}
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "format": "gemm", "dynamic": dynamic}
+    found = quantization_config({"quantization_config": settings | {"modules_to_not_convert": ["model.layers.4"]}})
+    assert found.of_module(GATE_PROJ) is None
+    assert found.of_module(GATE_PROJ.replace(".3.", ".4.")) is None
+    assert found.of_module("model.layers.5.mlp.experts.0.up_proj") == AWQConfig(group_size=32)
+    assert found.of_module("model.layers.5.mlp.experts.0.down_proj") == AWQConfig(group_size=64)
+    with pytest.raises(CheckpointError, match="dynamic: .*down: expected an object of settings, found 8"):
+        quantization_config({"quantization_config": settings | {"dynamic": {".*down": 8}}})
+
+
+def test_auto_round_has_the_tensors_of_gptq_or_awq() -> None:
+    exceptions = {
+        "model.layers.0": {"bits": 16, "data_type": "float"},
+        r".*\.mlp\.gate": {"bits": 16},
+        "model.layers.3.mlp.experts": {"bits": 8, "group_size": 64},
+    }
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "extra_config": exceptions}
+
+    def found(name: str, **changes: Any) -> Any:
+        return quantization_config({"quantization_config": settings | changes}).of_module(name)
+
+    assert found("model.layers.0.mlp.experts.1.up_proj") is None
+    assert found("model.layers.10.mlp.experts.1.up_proj") == GPTQConfig(bits=4, group_size=128)
+    assert found("model.layers.10.mlp.gate") is None
+    assert found(GATE_PROJ) == GPTQConfig(bits=8, group_size=64)
+    awq = {"packing_format": "auto_round:auto_awq", "extra_config": None}
+    assert found(GATE_PROJ, **awq) == AWQConfig(group_size=128)
+    for wrong, message in {
+        "packing_format": "packing_format is 'x'; it must be one of auto_round:auto_gptq, auto_round:gptq",
+        "extra_config": "extra_config: expected an object, found 'x'",
+        "bits": "bits is 'x'; it must be one of 4, 8",
+    }.items():
+        with pytest.raises(CheckpointError, match=message):
+            found(GATE_PROJ, **{wrong: "x"})
+    with pytest.raises(CheckpointError, match="extra_config: gate: expected an object of settings, found 16"):
+        found(GATE_PROJ, extra_config={"gate": 16})
+
+
+@pytest.mark.parametrize(
+    ("packing", "scheme"),
+    [
+        ("auto", GPTQConfig(bits=4, group_size=32, sym=False)),
+        ("auto_round:gptq:exllamav2", GPTQConfig(bits=4, group_size=32, sym=False)),
+        ("auto_gptq", GPTQConfig(bits=4, group_size=32, sym=False)),
+        ("auto_round:awq:gemm", AWQConfig(group_size=32)),
+        ("auto_round", GPTQConfig(bits=4, group_size=32, sym=False, checkpoint_format="gptq_v2")),
+        ("auto_round:exllamav2", GPTQConfig(bits=4, group_size=32, sym=False, checkpoint_format="gptq_v2")),
+        ("auto_round:tritonv2", GPTQConfig(bits=4, group_size=32, sym=False, checkpoint_format="gptq_v2")),
+        ("auto_round:gptqmodel", GPTQConfig(bits=4, group_size=32, sym=False, checkpoint_format="gptq_v2")),
+    ],
+)
+def test_packings_of_auto_round_by_all_their_names(packing: str, scheme: Any) -> None:
+    """Some store zero points less one; the key and the method were called otherwise before."""
+    settings = {"bits": 4, "group_size": 32, "sym": False}
+    for key, method in (("packing_format", "auto-round"), ("backend", "auto-round"), ("backend", "intel/auto-round")):
+        found = quantization_config({"quantization_config": settings | {"quant_method": method, key: packing}})
+        assert found.of_module(GATE_PROJ) == scheme
+    # What serves it later is named under the old key.
+    both = settings | {"quant_method": "auto-round", "packing_format": packing, "backend": "ipex"}
+    assert quantization_config({"quantization_config": both}).of_module(GATE_PROJ) == scheme
+
+
+def test_auto_round_of_other_forms_is_refused() -> None:
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 32}
+    for changes, message in (
+        ({"packing_format": "auto_round:fp8_static"}, "packing_format is 'auto_round:fp8_static'; it must be one of"),
+        ({"backend": "ipex"}, "backend is 'ipex'; it must be one of auto_round:auto_gptq, "),
+        ({"rotation_config": {"block_size": 32}}, "rotation_config: expected none, found .*; rotated activations are"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            quantization_config({"quantization_config": settings | changes})
+
+
+def test_modules_that_model_optimizer_lists() -> None:
+    listed = {
+        "model.layers.3.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.3.mlp.shared_expert.down_proj": {"quant_algo": "FP8"},
+    }
+    settings = {"quant_method": "modelopt_mixed", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
+
+    def found(name: str, **changes: Any) -> Any:
+        return quantization_config({"quantization_config": settings | changes}).of_module(name)
+
+    assert found(GATE_PROJ) is MODELOPT_NVFP4
+    assert found("model.layers.3.mlp.shared_expert.down_proj").quant_method == "fp8"
+    assert found(GATE_PROJ.replace(".3.", ".31.")) is found("model.layers.3.mlp.shared_expert.up_proj") is None
+    assert found(GATE_PROJ, quant_method="modelopt_fp4", quant_algo="W4A16_NVFP4") is MODELOPT_NVFP4
+    for changes, message in (
+        (
+            {"quant_algo": "W4A8"},
+            "quant_algo is 'W4A8'; it must be one of NVFP4, W4A16_NVFP4, FP8, .*, MIXED_PRECISION",
+        ),
+        ({"quantized_layers": {}}, "quantized_layers: expected an object of modules, found {}"),
+        ({"quantized_layers": {"a.b": 4}}, "quantized_layers: a.b: expected an object of settings, found 4"),
+        ({"quantized_layers": {"mlp": {"quant_algo": "MIXED_PRECISION"}}}, "mlp: quant_algo is 'MIXED_PRECISION'; it"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            found(GATE_PROJ, **changes)
+
+
+def test_algorithms_of_model_optimizer_in_fp8() -> None:
+    for algorithm, kind in (("FP8_PER_CHANNEL_PER_TOKEN", "channel"), ("FP8_PB_WO", "block"), ("fp8_pb_wo", "block")):
+        settings = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": 128, "ignore": ["lm_head"]}
+        assert quantization_config({"quantization_config": settings}).of_module(GATE_PROJ).scale.kind.value == kind
+    with pytest.raises(CheckpointError, match="group_size is 64; FP8_PB_WO has groups of 128"):
+        quantization_config({"quantization_config": settings | {"group_size": 64}})
+
+
+def test_scales_of_blocks_as_model_optimizer_shapes_them() -> None:
+    """`[N / 128, 1, K / 128, 1]`."""
+    settings = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    layout = quantization_config({"quantization_config": settings}).of_module(GATE_PROJ).tensors(256, 384)
+    scales = torch.rand(2, 1, 3, 1)
+    info = TensorInfo("weight_scale", Path("x"), scales.dtype, tuple(scales.shape), 0, 24)
+    check_tensor(info, layout["weight_scale"])
+    assert torch.equal(Stored(info, layout["weight_scale"]).tensor(scales), scales.view(2, 3))
+
+
+@pytest.mark.parametrize("key", ["kv_cache_quant_algo", "kv_cache_scheme"])
+def test_a_cache_that_model_optimizer_alone_quantized(key: str) -> None:
+    settings = {"quant_method": "modelopt", "quant_algo": None, key: "FP8", "exclude_modules": []}
+    assert quantization_config({"quantization_config": settings}) is None
+    del settings[key]
+    with pytest.raises(CheckpointError, match="quant_algo is None; it must be one of NVFP4"):
+        quantization_config({"quantization_config": settings})
+
+
+def unread(module: str) -> dict[str, dict[str, Any]]:
+    """Settings of four tools in which one module has a scheme that is not read, and all others one that is."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "channel"}
+    groups = {
+        "group_0": {"targets": ["Linear"], "weights": weights},
+        "group_1": {"targets": [f"re:.*{module}"], "format": "mxfp8-quantized", "weights": weights},
+    }
+    listed = {"model": {"quant_algo": "NVFP4"}, module: {"quant_algo": "W4A8_AWQ"}}
+    listed = dict(reversed(listed.items()))
+    integers = {"bits": 4, "group_size": 32}
+    return {
+        "compressed-tensors": {"format": "pack-quantized", "config_groups": groups},
+        "modelopt": {"quant_algo": "MIXED_PRECISION", "quantized_layers": listed},
+        "gptq": {**integers, "dynamic": {f"+:.*{module}": {"bits": 3}}},
+        "auto-round": {**integers, "extra_config": {module: {"bits": 2}}},
+    }
+
+
+@pytest.mark.parametrize("method", unread(""))
+def test_a_scheme_that_is_not_read_only_matters_where_it_is_asked_for(method: str) -> None:
+    """Attention and layers for drafts are quantized in other ways than experts, and nothing reads them."""
+    found = quantization_config({"quantization_config": {"quant_method": method, **unread("self_attn")[method]}})
+    assert found.of_module(GATE_PROJ) is not None
+    with pytest.raises(CheckpointError, match="mxfp8-quantized|W4A8_AWQ|bits is [23]"):
+        found.of_module("model.layers.3.self_attn.q_proj")
+
+
+@pytest.mark.parametrize("key", ["version", "format", "checkpoint_format"])
+def test_awq_by_any_name_of_its_layout(key: str) -> None:
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    assert quantization_config({"quantization_config": settings | {key: "GEMM"}}).of_module(GATE_PROJ).group_size == 32
+    for other in ({key: "gemv"}, {key: "gemm", "backend": "llm-awq"}):
+        with pytest.raises(CheckpointError, match="version is '(gemv|llm-awq)'; it must be one of gemm"):
+            quantization_config({"quantization_config": settings | other})
