@@ -20,6 +20,7 @@ from torch.nn.functional import layer_norm, linear, pad
 from moe_ep.checkpoint import (
     CheckpointReader,
     MoEModelSpec,
+    check_beside_experts,
     check_experts,
     layer_quantization,
     load_moe_layer,
@@ -204,6 +205,7 @@ class MoEStack(nn.Module):
         super().__init__()
         quant_config = expert_quantization(reader.config, quantize)
         check_experts(reader, spec)
+        check_beside_experts(reader, spec)
         self.blocks = nn.ModuleList()
         for count, layer_index in enumerate(spec.router_layers):
             if on_layer is not None:

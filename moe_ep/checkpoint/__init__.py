@@ -6,6 +6,7 @@ from moe_ep.checkpoint.described import model_spec
 from moe_ep.checkpoint.loader import (
     RouterWeights,
     SharedExpertsWeights,
+    check_beside_experts,
     embed_rows,
     load_moe_layer,
     load_norm,
@@ -28,6 +29,7 @@ __all__ = [
     "SharedExpertsSpec",
     "SharedExpertsWeights",
     "TensorInfo",
+    "check_beside_experts",
     "check_experts",
     "embed_rows",
     "expert_tensors",

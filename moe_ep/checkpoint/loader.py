@@ -14,7 +14,7 @@ import torch
 
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
-from moe_ep.checkpoint.matrices import read_linear
+from moe_ep.checkpoint.matrices import find_module, read_linear
 from moe_ep.checkpoint.plan import Slot, Source, plan_layer
 from moe_ep.checkpoint.reader import CheckpointReader
 from moe_ep.checkpoint.spec import MoEModelSpec
@@ -83,7 +83,12 @@ def load_router(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) 
     """
     bias, per_expert = spec.router_bias(layer_index), (spec.num_router_columns,)
     return RouterWeights(
-        weight=_read_gate(reader, spec.router_weight(layer_index), (*per_expert, spec.hidden_size)),
+        weight=_read_gate(
+            reader,
+            spec.router_weight(layer_index),
+            (*per_expert, spec.hidden_size),
+            beside=spec.correction_bias(layer_index),
+        ),
         bias=None if bias is None else _read_plain(reader, bias, per_expert),
         correction_bias=_read_correction_bias(reader, spec, layer_index),
     )
@@ -124,21 +129,51 @@ def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_inde
     prefix, shared = spec.shared_experts_prefix(layer_index), spec.shared_experts
     if prefix is None or shared is None:
         return None
-    K, N = spec.hidden_size, shared.intermediate_size
-    if shared.fused is None:
-        read = {
-            role: read_linear(reader, f"{prefix}.{name}", projection_size(role, K, N)).to(spec.dtype)
-            for role, name in spec.shared_projections().by_role().items()
-        }
-        gate, down, up = read["gate"], read["down"], read.get("up")
-    else:
-        gate_up, down = (
-            read_linear(reader, f"{prefix}.{name}", size).to(spec.dtype)
-            for name, size in zip(shared.fused, ((2 * N, K), (K, N)), strict=True)
-        )
-        gate, up = gate_up.chunk(2)
+    linears = _shared_linears(spec, layer_index)
+    read = {role: read_linear(reader, *linear).to(spec.dtype) for role, linear in linears.items()}
+    gate, up = (read["gate"], read.get("up")) if shared.fused is None else read["gate"].chunk(2)
     expert_gate = _read_gate(reader, f"{prefix}_gate.weight", (1, spec.hidden_size)) if shared.has_gate else None
-    return SharedExpertsWeights(gate, up, down * shared.factor, expert_gate)
+    return SharedExpertsWeights(gate, up, read["down"] * shared.factor, expert_gate)
+
+
+def check_beside_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
+    """Finds what `load_router`, `load_norm` and the others read of all layers in the files' headers; no data is read.
+
+    Raises:
+        CheckpointError: a tensor that is missing, or of another shape or dtype than the config says.
+        ConfigError: a router that is of another form.
+    """
+    K, E = spec.hidden_size, spec.num_router_columns
+    for layer in spec.router_layers:
+        gates = {spec.router_weight(layer): (E, K)}
+        if spec.shared_experts is not None and spec.shared_experts.has_gate:
+            gates[f"{spec.shared_experts_prefix(layer)}_gate.weight"] = (1, K)
+        vectors: dict[str | None, int] = dict.fromkeys((spec.norm_weight(layer), spec.norm_bias(layer)), K)
+        vectors |= {spec.output_norm_weight(layer): K, spec.router_bias(layer): E}
+        if (correction := spec.correction_bias(layer)) and (correction in reader or not spec.correction_bias_may_miss):
+            vectors[correction] = E
+        plain: dict[str, tuple[int, ...]] = {name: (size,) for name, size in vectors.items() if name is not None}
+        plain |= {name: size for name, size in gates.items() if _is_plain(reader, name)}
+        for name, shape in plain.items():
+            check_tensor(reader.info(name), TensorLayout(FLOATS, shape))
+        linears = {name.removesuffix(".weight"): size for name, size in gates.items() if name not in plain}
+        for module, size in {**linears, **dict(_shared_linears(spec, layer).values())}.items():
+            find_module(reader, module, size, beside=spec.correction_bias(layer))
+
+
+def _shared_linears(spec: MoEModelSpec, layer_index: int) -> dict[str, tuple[str, tuple[int, int]]]:
+    """The modules of the shared experts and their sizes; gate is both gate and up where these are one."""
+    prefix, shared = spec.shared_experts_prefix(layer_index), spec.shared_experts
+    if prefix is None or shared is None:
+        return {}
+    K, N = spec.hidden_size, shared.intermediate_size
+    if shared.fused is not None:
+        gate_up, down = shared.fused
+        return {"gate": (f"{prefix}.{gate_up}", (2 * N, K)), "down": (f"{prefix}.{down}", (K, N))}
+    return {
+        role: (f"{prefix}.{name}", projection_size(role, K, N))
+        for role, name in spec.shared_projections().by_role().items()
+    }
 
 
 def embed_rows(reader: CheckpointReader, spec: MoEModelSpec, token_ids: torch.Tensor) -> torch.Tensor:
@@ -225,7 +260,12 @@ def _read_correction_bias(reader: CheckpointReader, spec: MoEModelSpec, layer_in
     return _read_plain(reader, name, (spec.num_router_columns,))
 
 
-def _read_gate(reader: CheckpointReader, name: str, size: tuple[int, int]) -> torch.Tensor:
+def _read_gate(reader: CheckpointReader, name: str, size: tuple[int, int], beside: str | None = None) -> torch.Tensor:
     """A router or a shared expert's gate; some writers quantize them as any other linear layer."""
-    is_plain = name in reader and reader.info(name).dtype in FLOATS
-    return _read_plain(reader, name, size) if is_plain else read_linear(reader, name.removesuffix(".weight"), size)
+    if _is_plain(reader, name):
+        return _read_plain(reader, name, size)
+    return read_linear(reader, name.removesuffix(".weight"), size, beside=beside)
+
+
+def _is_plain(reader: CheckpointReader, name: str) -> bool:
+    return name in reader and reader.info(name).dtype in FLOATS

@@ -102,22 +102,39 @@ def check_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
 
 
 def read_linear(
-    reader: CheckpointReader, module: str, size: tuple[int, int], device: torch.device | str = "cpu"
+    reader: CheckpointReader,
+    module: str,
+    size: tuple[int, int],
+    device: torch.device | str = "cpu",
+    beside: str | None = None,
 ) -> torch.Tensor:
     """The weight of a linear layer in f32, by the module's name; parts of a quantized model may be plain.
 
     Args:
         size: (out_features, in_features).
         device: where it is unpacked and stays.
+        beside: a tensor of the module that is no part of the linear layer.
 
     Raises:
         CheckpointError: a tensor that is missing, of another shape or dtype than its format says.
+    """
+    scheme, found = find_module(reader, module, size, beside)
+    return _read_matrix(reader, scheme, found, device)[0]
+
+
+def find_module(
+    reader: CheckpointReader, module: str, size: tuple[int, int], beside: str | None = None
+) -> tuple[QuantizationConfig | None, dict[str, Stored]]:
+    """How the linear layer of that name is quantized, and its tensors by the last part of their names; no data is read.
+
+    Raises:
+        CheckpointError: as `read_linear`.
     """
     stem, quantization = module + ".", quantization_config(reader.config)
     is_plain = stem + "weight" in reader and reader.info(stem + "weight").dtype in FLOATS
     scheme = None if quantization is None or is_plain else quantization.of_module(module)
     layouts = linear_layouts(scheme, "gate", size)
-    found = find_linear(reader, stem, layouts)
+    found = find_linear(reader, stem, layouts, beside)
     for suffix in _missing(layouts, found):
         raise _none_of_that_name(reader, stem + suffix)
-    return _read_matrix(reader, scheme, found, device)[0]
+    return scheme, found

@@ -117,8 +117,10 @@ def _without_ones(shape: tuple[int, ...]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def find_linear(reader: CheckpointReader, stem: str, layouts: Mapping[str, TensorLayout]) -> dict[str, Stored]:
-    """The tensors of a linear layer whose names are `stem` + suffix, by suffix.
+def find_linear(
+    reader: CheckpointReader, stem: str, layouts: Mapping[str, TensorLayout], beside: str | None = None
+) -> dict[str, Stored]:
+    """The tensors of a linear layer whose names are `stem` + suffix, by suffix, but for the one named `beside`.
 
     Raises:
         CheckpointError: one that the format does not have, or of another shape or dtype; one by two of its names.
@@ -126,6 +128,8 @@ def find_linear(reader: CheckpointReader, stem: str, layouts: Mapping[str, Tenso
     found: dict[str, Stored] = {}
     own_names = {other: suffix for suffix, layout in layouts.items() for other in layout.other_names}
     for name in reader.names(stem):
+        if name == beside:
+            continue
         suffix, info = name.removeprefix(stem), reader.info(name)
         suffix = own_names.get(suffix, suffix)
         if suffix not in layouts:

@@ -11,6 +11,7 @@ import torch
 from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint import (
     CheckpointReader,
+    check_beside_experts,
     embed_rows,
     load_moe_layer,
     load_norm,
@@ -20,8 +21,10 @@ from moe_ep.checkpoint import (
 )
 from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, unpack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint
+from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.quantize_weights import quantize_int
+from moe_ep.stack import MoEStack
 from tests.checkpoint.checkpoints import (
     GPTQ,
     LoadingLayer,
@@ -278,6 +281,15 @@ def test_router_that_is_quantized_as_any_linear_layer(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config, [(f"{MLP}.gate.{suffix}", tensor) for suffix, tensor in tensors.items()])
     reader = CheckpointReader(tmp_path)
     assert torch.equal(load_router(reader, model_spec(reader.config), 1).weight, dequantize(codes))
+    # A bias of the choice lies beside it in the module.
+    named = {f"{MLP}.gate.{suffix}": tensor for suffix, tensor in tensors.items()}
+    named[f"{MLP}.gate.e_score_correction_bias"] = torch.rand(8)
+    config = deepseek_config(0, quantization_config=GPTQ) | {"n_routed_experts": 8}
+    write_checkpoint(tmp_path / "biased", config, named.items())
+    reader = CheckpointReader(tmp_path / "biased")
+    router = load_router(reader, model_spec(reader.config), 1)
+    assert torch.equal(router.weight, dequantize(codes))
+    assert torch.equal(router.correction_bias, named[f"{MLP}.gate.e_score_correction_bias"])
 
 
 def test_gates_that_are_quantized_as_any_linear_layer(tmp_path: Path) -> None:
@@ -299,6 +311,38 @@ def test_gates_that_are_quantized_as_any_linear_layer(tmp_path: Path) -> None:
     shared = load_shared_experts(reader, spec, 1)
     assert shared is not None and shared.expert_gate is not None
     assert torch.equal(shared.expert_gate, expected["shared_expert_gate"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp.gate.weight": torch.ones(5, 64)}, r"mlp.gate.weight: expected shape \(4, 64\), found \(5, 64\)"),
+        ({"mlp.gate.weight": None}, "expected tensor model.layers.1.mlp.gate.weight, found none"),
+        ({"mlp.gate.e_score_correction_bias": None}, "expected tensor .*e_score_correction_bias, found none"),
+        ({"post_attention_layernorm.weight": torch.ones(3)}, r"layernorm.weight: expected shape \(64,\), found \(3,\)"),
+        (
+            {"mlp.shared_experts.down_proj.weight": None},
+            "expected tensor .*shared_experts.down_proj.weight, found none",
+        ),
+        (
+            {"mlp.shared_experts.up_proj.weight": torch.ones(32, 64, dtype=torch.int8)},
+            "up_proj.weight: expected .*int8",
+        ),
+    ],
+)
+def test_what_lies_beside_experts_is_found_before_any_data_is_read(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str
+) -> None:
+    config = deepseek_config(1)
+    make_checkpoint(tmp_path / "whole", config)
+    whole = CheckpointReader(tmp_path / "whole")
+    check_beside_experts(whole, model_spec(config))
+    make_checkpoint(tmp_path, config, tensors={f"model.layers.1.{name}": value for name, value in changes.items()})
+    reader = CheckpointReader(tmp_path)
+    parallel = FusedMoEParallelConfig.make(ep_size=1, rank=0)
+    with pytest.raises(CheckpointError, match=message):
+        MoEStack(reader, model_spec(config), parallel, dtype=torch.bfloat16)
+    assert reader.bytes_read == whole.bytes_read == 0
 
 
 def test_router_of_another_size_is_refused(tmp_path: Path) -> None:
