@@ -18,7 +18,6 @@ import torch
 
 from moe_ep.checkpoint.described import model_spec
 from moe_ep.checkpoint.directory import INDEX_NAME
-from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.pack_quantized import pack_quantized
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
 from moe_ep.checkpoint.spec import MoEModelSpec
@@ -96,7 +95,7 @@ def convert_checkpoint(
         raise ConfigError(f"{target}: a file system is mounted there, which no folder replaces; name a new one in it")
     with CheckpointReader(source) as reader:
         spec = model_spec(reader.config, reader)
-        if (found := quantization_config(reader.config)) is not None:
+        if (found := reader.quantization) is not None:
             raise ConfigError(f"{source}: expected plain experts, found them quantized already ({found.quant_method})")
         experts = _expert_parts(reader, spec)
         group_size = _group_size(spec, quantize)

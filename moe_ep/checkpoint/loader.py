@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
 from moe_ep.checkpoint.matrices import find_module, read_linear
 from moe_ep.checkpoint.plan import Slot, Source, plan_layer
@@ -58,7 +57,7 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
         RuntimeError: quantized experts were loaded before, and `begin_reload` was not called.
     """
     layer.check_open(spec.expert_prefix(layer_index))
-    quantization = layer_quantization(quantization_config(reader.config), spec, layer_index)
+    quantization = layer_quantization(reader.quantization, spec, layer_index)
     plan = plan_layer(reader, spec, layer_index, layer, quantization)
     params = dict(layer.named_parameters(recurse=False))
     with _one_copying_thread():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from moe_ep.canonical_weights import dequantize
-from moe_ep.checkpoint.formats import QuantizationConfig, quantization_config
+from moe_ep.checkpoint.formats import QuantizationConfig
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
 from moe_ep.checkpoint.reader import CheckpointReader
 from moe_ep.checkpoint.spec import MoEModelSpec
@@ -49,7 +49,7 @@ def read_expert(reader: CheckpointReader, tensors: ExpertTensors, expert: int) -
 
 def expert_tensors(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> ExpertTensors:
     """Where the experts of one layer lie, in the format that config.json says; CheckpointError where they do not."""
-    quantization = layer_quantization(quantization_config(reader.config), spec, layer_index)
+    quantization = layer_quantization(reader.quantization, spec, layer_index)
     return ExpertTensors(reader, spec, layer_index, quantization)
 
 
@@ -130,7 +130,7 @@ def find_module(
     Raises:
         CheckpointError: as `read_linear`.
     """
-    stem, quantization = module + ".", quantization_config(reader.config)
+    stem, quantization = module + ".", reader.quantization
     is_plain = stem + "weight" in reader and reader.info(stem + "weight").dtype in FLOATS
     scheme = None if quantization is None or is_plain else quantization.of_module(module)
     layouts = linear_layouts(scheme, "gate", size)

@@ -14,12 +14,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moe_ep.checkpoint.directory import INDEX_NAME, SINGLE_NAME, find_tensors, read_config
+from moe_ep.checkpoint.formats import ModelQuantization, quantization_config
 from moe_ep.checkpoint.safetensors_header import TensorInfo
 from moe_ep.errors import CheckpointError
 
@@ -78,6 +80,14 @@ class CheckpointReader:
         self._spare_buffers.clear()
         with self._lock:
             _close_all(self._files)
+
+    @cached_property
+    def quantization(self) -> ModelQuantization | None:
+        """How the model is quantized, None where it is plain; CheckpointError for a way that is not known.
+
+        Some configurations name every matrix of every expert, and each layer asks.
+        """
+        return quantization_config(self.config)
 
     @property
     def bytes_read(self) -> int:

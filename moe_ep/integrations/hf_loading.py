@@ -19,7 +19,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.directory import read_config
-from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.checkpoint.matrices import read_linear
 from moe_ep.errors import CheckpointError, ConfigError, MoeEpError
@@ -173,7 +172,7 @@ def _quiet() -> Iterator[None]:
 def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) -> None:
     """Reads the weights that transformers did not find, or took for what they are not: those quantized on disk."""
     on_disk = _names_on_disk(model, reader)
-    is_plain = quantization_config(reader.config) is None
+    is_plain = reader.quantization is None
     for name, param in model.named_parameters():
         stored = on_disk.get(name, name)
         quantized = stored in reader and reader.info(stored).dtype not in FLOATS

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moe_ep.checkpoint import CheckpointReader, check_experts, model_spec
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4
@@ -15,6 +17,7 @@ from moe_ep.checkpoint.formats.gptq import GPTQConfig
 from moe_ep.checkpoint.safetensors_header import TensorInfo
 from moe_ep.checkpoint.stored import Stored, check_tensor
 from moe_ep.errors import CheckpointError
+from tests.checkpoint.format_cases import write_case
 
 GATE_PROJ = "model.layers.3.mlp.experts.7.gate_proj"
 
@@ -200,3 +203,15 @@ def test_awq_by_any_name_of_its_layout(key: str) -> None:
     for other in ({key: "gemv"}, {key: "gemm", "backend": "llm-awq"}):
         with pytest.raises(CheckpointError, match="version is '(gemv|llm-awq)'; it must be one of gemm"):
             quantization_config({"quantization_config": settings | other})
+
+
+def test_settings_that_name_every_matrix_are_read_once(tmp_path: Path) -> None:
+    """They are long, and asked for by every layer."""
+    write_case("nvfp4 modelopt", tmp_path, with_values=False)
+    listed = {f"model.layers.{layer}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for layer in range(2)}
+    settings = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    reader = CheckpointReader(tmp_path)
+    check_experts(reader, model_spec(reader.config))
+    assert reader.quantization is reader.quantization is not None
