@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import torch
@@ -52,20 +53,25 @@ def model_spec(config: Config, reader: CheckpointReader | None = None) -> MoEMod
     return spec if reader is None else _as_on_disk(spec, reader)
 
 
-# What tools that take a language model out of a larger one, or put it into one, leave in front of its names.
-_BASES = ("model", "model.language_model", "language_model.model", "language_model", "thinker.model", "")
-
-
 def _as_on_disk(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec:
-    """With the names of the files, where these have no layers under the family's and have them under one other."""
+    """With the names of the files, where these have no layers under the family's and have them under one other.
+
+    Tools that take a language model out of a larger one, or put it into one, leave other names in front.
+    """
     base = spec.layers_module.rpartition("layers")[0]
-    found = [f"{other}.".lstrip(".") for other in _BASES if reader.names(f"{other}.layers.".lstrip("."))]
-    if reader.names(f"{base}layers.") or len(found) != 1:
+    if reader.names(f"{base}layers."):
         return spec
+    # Layers for drafts are numbered anew, so the last one is the language model's.
+    last = spec.moe_prefix(spec.moe_layers[-1]).removeprefix(base)
+    experts = re.compile(rf"(.*\.)?{re.escape(last)}\.(experts\.|{'|'.join(map(re.escape, spec.fused))})")
+    found = {match[1] or "" for name in reader.names() if (match := experts.match(name))}
+    if len(found) != 1:
+        return spec
+    other = found.pop()
     return replace(
         spec,
-        layers_module=found[0] + spec.layers_module.removeprefix(base),
-        embedding=found[0] + spec.embedding.removeprefix(base),
+        layers_module=other + spec.layers_module.removeprefix(base),
+        embedding=other + spec.embedding.removeprefix(base),
     )
 
 

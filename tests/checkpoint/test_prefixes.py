@@ -30,8 +30,9 @@ def renamed(directory: Path, name: str, old: str, new: str) -> tuple[CheckpointR
     with CheckpointReader(directory / "before") as reader:
         before = {name: reader.read(name) for name in reader.names()} | {f"{old}embed_tokens.weight": EMBEDDING}
         tensors = {new + name.removeprefix(old): tensor for name, tensor in before.items()}
-        # A part that looks at images has layers too.
-        tensors["model.visual.layers.0.weight"] = torch.ones(2)
+        # A part that looks at images has layers too, and so has one for drafts, with experts.
+        tensors["model.visual.layers.1.mlp.fc1.weight"] = torch.ones(2)
+        tensors["mtp.layers.0.mlp.experts.0.gate_proj.weight"] = torch.ones(2)
         write_checkpoint(directory / "after", reader.config, tensors.items())
     return CheckpointReader(directory / "after"), before
 
@@ -44,6 +45,7 @@ def renamed(directory: Path, name: str, old: str, new: str) -> tuple[CheckpointR
         ("fp8 blocks", "model.", ""),
         ("bf16 fused rows", "model.language_model.", "model."),
         ("bf16 fused rows", "model.language_model.", "language_model."),
+        ("packed int4", "model.", "model.language_model.language_model."),
     ],
 )
 def test_names_that_start_otherwise(tmp_path: Path, name: str, old: str, new: str) -> None:
@@ -67,7 +69,9 @@ def test_names_of_the_family_come_first_and_two_others_are_none(tmp_path: Path) 
     write_checkpoint(tmp_path / "own", reader.config, (tensors | {"model.layers.0.x": torch.ones(1)}).items())
     own = CheckpointReader(tmp_path / "own")
     assert model_spec(own.config, own) == model_spec(own.config)
-    write_checkpoint(tmp_path / "two", reader.config, (tensors | {"thinker.model.layers.0.x": torch.ones(1)}).items())
+    write_checkpoint(
+        tmp_path / "two", reader.config, (tensors | {"talker.layers.1.mlp.experts.0.x": torch.ones(1)}).items()
+    )
     two = CheckpointReader(tmp_path / "two")
     with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.experts\.\*: expected 4 experts"):
         check_experts(two, model_spec(two.config, two))

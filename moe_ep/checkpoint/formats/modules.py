@@ -11,6 +11,10 @@ from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.errors import CheckpointError
 
 EVERY_LINEAR = "Linear"
+# What stands before the layers of a language model, by itself or in a larger one. Tools that quantize name modules as
+# they had them, and files may have them otherwise.
+_LANGUAGE_MODEL = re.compile(r"(?:(?:model|language_model|thinker)\.)*(?=layers\.)")
+_BASES = ("model.", "model.language_model.", "language_model.model.")
 
 
 class ModulePatterns:
@@ -112,12 +116,22 @@ class ModuleSchemes:
         Raises:
             CheckpointError: in a way that is not read.
         """
-        if name in self._ignored:
+        names = _names_of(name)
+        if any(each in self._ignored for each in names):
             return None
-        scheme = next((scheme for names, scheme in self._named if name in names), self._others)
+        named = (scheme for patterns, scheme in self._named if any(each in patterns for each in names))
+        scheme = next(named, self._others)
         if isinstance(scheme, Unreadable):
             raise CheckpointError(scheme.reason)
         return scheme
+
+
+def _names_of(module: str) -> list[str]:
+    """The module's name, and for a part of a language model those that it may have in configurations."""
+    base = _LANGUAGE_MODEL.match(module)
+    if base is None:
+        return [module]
+    return list(dict.fromkeys((module, *(other + module[base.end() :] for other in _BASES))))
 
 
 @dataclass(frozen=True)
