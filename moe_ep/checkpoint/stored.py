@@ -233,7 +233,7 @@ class ExpertTensors:
         if quantization is not None and not self._endings:
             raise CheckpointError(
                 f"{self._reader.index_file}: {self._fused_stem('gate')}: expected a tensor for each expert, found all "
-                f"in one, which is read in plain form, as mxfp4 and as fp8 of quant_method fp8, not as "
+                f"in one, which is read in plain form, as mxfp4 and as fp8, not as "
                 f"{quantization.quant_method}"
             )
         known = {self._fused_name(role, suffix) for role in self._layouts for suffix in self._endings}

@@ -7,7 +7,8 @@
 transformers calls the scale of a whole tensor weight_scale_inv too, and DeepSeek-V4 any scale `scale`: each name is
 taken for any of them.
 Qwen3-VL has all experts in one: `gate_up_proj` e4m3 [E, K, 2N] with `gate_up_proj_scale_inv` [E, K / bk, 2N / bn];
-Mistral Small 4 has one number for each expert there.
+Mistral Small 4 has one number for each expert there. Granite's `input_linear.weight` e4m3 [E, 2N, K] has
+`input_linear.weight_scale` [E, 2N, 1] where llm-compressor quantized it.
 
 Both are multipliers, whatever their name says. A block at an edge may be smaller; gate and up have blocks of their own,
 so their rows are joined after the scales have been spread over them. The formats are those of
@@ -73,10 +74,8 @@ class Float8Config(QuantizationConfig):
         return self.scale.rows
 
     @property
-    def fused_endings(self) -> dict[str, str] | None:
-        if self.scale_name != "weight_scale_inv":
-            return None
-        endings = {"weight": "", "weight_scale_inv": "_scale_inv", "bias": "_bias"}
+    def fused_endings(self) -> dict[str, str]:
+        endings = {"weight": "", self.scale_name: self.scale_name.removeprefix("weight"), "bias": "_bias"}
         return endings | {"activation_scale": "_activation_scale"}
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
