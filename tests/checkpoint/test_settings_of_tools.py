@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint import CheckpointReader, check_experts, model_spec
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4
+from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig
+from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.checkpoint.safetensors_header import TensorInfo
 from moe_ep.checkpoint.stored import Stored, check_tensor
 from moe_ep.errors import CheckpointError
+from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 from tests.checkpoint.format_cases import write_case
 
 GATE_PROJ = "model.layers.3.mlp.experts.7.gate_proj"
@@ -215,3 +219,39 @@ def test_settings_that_name_every_matrix_are_read_once(tmp_path: Path) -> None:
     reader = CheckpointReader(tmp_path)
     check_experts(reader, model_spec(reader.config))
     assert reader.quantization is reader.quantization is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape"),
+    [
+        ({"weight_scale_method": "block", "weight_block_size": [2, 4]}, (2, 2)),
+        ({"weight_scale_method": "row", "weight_block_size": None}, (4, 1)),
+        ({"weight_scale_method": "tensor"}, (1,)),
+    ],
+)
+def test_fp8_scales_of_gptqmodel_divide(settings: dict[str, Any], shape: tuple[int, ...]) -> None:
+    whole = {"quant_method": "fp8", "bits": 8, "format": "float8_e4m3fn", "weight_scale_semantics": "inverse"}
+    whole |= settings | {"dynamic": {"-:.*gate$": {}}}
+    found = quantization_config({"quantization_config": whole})
+    scheme = found.of_module(GATE_PROJ)
+    assert found.of_module("model.layers.3.mlp.gate") is None
+    assert scheme.tensors(4, 8)["weight_scale_inv"].shape == shape
+    weight, scales = torch.randn(4, 8).to(torch.float8_e4m3fn), torch.rand(shape) + 0.5
+    spread = scales.repeat_interleave(2, 0).repeat_interleave(4, 1) if shape == (2, 2) else scales
+    values = dequantize(scheme.unpack({"weight": weight, "weight_scale_inv": scales}))
+    assert torch.equal(values, weight.float() * (1 / spread))
+    with pytest.raises(CheckpointError, match="weight_scale_inv: expected positive numbers, found 0"):
+        scheme.unpack({"weight": weight, "weight_scale_inv": scales * 0})
+
+
+@pytest.mark.parametrize("key", ["weight_scale_semantics", "weight_scale_method"])
+def test_fp8_scales_of_other_kinds_are_refused(key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{key} is 'x'; it must be one of"):
+        quantization_config({"quantization_config": {"quant_method": "fp8", key: "x"}})
+
+
+def test_fp8_of_fbgemm_has_a_scale_a_row() -> None:
+    settings = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    found = quantization_config({"quantization_config": settings})
+    assert found.of_module(GATE_PROJ) == Float8Config(scale=ScaleShape(Kind.CHANNEL))
+    assert found.of_module("lm_head") is None

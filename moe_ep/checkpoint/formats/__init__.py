@@ -20,7 +20,9 @@ from moe_ep.checkpoint.formats.modules import (
     Scheme,
     if_readable,
 )
+from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of
+from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 __all__ = [
     "GPTQConfig",
@@ -51,17 +53,24 @@ def _with_exceptions(
 ) -> ModelQuantization:
     """One scheme, but for the modules that GPTQModel's `dynamic` or a list of plain ones names."""
     scheme = scheme_of(values)
-    exceptions, ignored = values.get("dynamic") or {}, values.get("modules_to_not_convert") or ()
+    ignored = values.get("modules_to_not_convert") or ()
+    if not values.get("dynamic") and not ignored:
+        return scheme
+    return ModuleSchemes(scheme.quant_method, [*_dynamic(values, scheme_of), ((EVERY_LINEAR,), scheme)], ignored)
+
+
+def _dynamic(
+    values: Mapping[str, Any], scheme_of: Callable[[Mapping[str, Any]], QuantizationConfig]
+) -> list[tuple[tuple[str, ...], Scheme]]:
+    """The first expression that fits decides; "-:" leaves modules out, "+:" or nothing changes settings."""
+    exceptions = values.get("dynamic") or {}
     if not isinstance(exceptions, Mapping):
         raise CheckpointError(f"config.json: quantization_config: dynamic: expected an object, found {exceptions!r}")
-    if not exceptions and not ignored:
-        return scheme
     schemes: list[tuple[tuple[str, ...], Scheme]] = []
-    # The first expression that fits decides; "-:" leaves modules out, "+:" or nothing changes settings.
     for name, changes in exceptions.items():
         changed = None if name.startswith("-:") else if_readable(partial(scheme_of, _changed(values, name, changes)))
         schemes.append(((f"re:{name.removeprefix('-:').removeprefix('+:')}",), changed))
-    return ModuleSchemes(scheme.quant_method, [*schemes, ((EVERY_LINEAR,), scheme)], ignored)
+    return schemes
 
 
 def _changed(values: Mapping[str, Any], name: str, changes: Any) -> dict[str, Any]:
@@ -75,13 +84,18 @@ def _changed(values: Mapping[str, Any], name: str, changes: Any) -> dict[str, An
 def _fp8(values: Mapping[str, Any]) -> ModelQuantization:
     scheme = Float8Config.from_dict(values)
     ignored = values.get("modules_to_not_convert") or values.get("ignored_layers") or ()
-    schemes: list[tuple[tuple[str, ...], QuantizationConfig]] = [((EVERY_LINEAR,), scheme)]
+    schemes = [*_dynamic(values, Float8Config.from_dict), ((EVERY_LINEAR,), scheme)]
     of_experts = str(values.get("expert_dtype") or "fp8")
     if of_experts not in ("fp8", "fp4"):
         raise CheckpointError(f"config.json: {one_of('expert_dtype', of_experts, ['fp8', 'fp4'])}")
     if of_experts == "fp4":  # DeepSeek-V4
         schemes.insert(0, (("experts",), MXFP4Config()))
     return ModuleSchemes("fp8", schemes, ignored)
+
+
+def _fbgemm_fp8(values: Mapping[str, Any]) -> ModelQuantization:
+    rows = Float8Config(scale=ScaleShape(Kind.CHANNEL))
+    return ModuleSchemes("fbgemm_fp8", [((EVERY_LINEAR,), rows)], values.get("modules_to_not_convert") or ())
 
 
 def _mxfp4(values: Mapping[str, Any]) -> ModelQuantization:
@@ -93,6 +107,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization | None]] = {
     "awq": _awq,
     compressed_tensors.METHOD: compressed_tensors.compressed_tensors_schemes,
     "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
     "mxfp4": _mxfp4,
     **dict.fromkeys(modelopt.METHODS, modelopt.modelopt_schemes),
     **dict.fromkeys(auto_round.METHODS, auto_round.auto_round_schemes),

@@ -10,8 +10,9 @@ Qwen3-VL has all experts in one: `gate_up_proj` e4m3 [E, K, 2N] with `gate_up_pr
 Mistral Small 4 has one number for each expert there. Granite's `input_linear.weight` e4m3 [E, 2N, K] has
 `input_linear.weight_scale` [E, 2N, 1] where llm-compressor quantized it.
 
-Both are multipliers, whatever their name says. A block at an edge may be smaller; gate and up have blocks of their own,
-so their rows are joined after the scales have been spread over them. The formats are those of
+Both are multipliers, whatever their name says; only those of GPTQModel divide (`weight_scale_semantics: inverse`, in
+https://github.com/ModelCloud/GPTQModel). A block at an edge may be smaller; gate and up have blocks of their own, so
+their rows are joined after the scales have been spread over them. The formats are those of
 https://huggingface.co/deepseek-ai/DeepSeek-V3 (inference/fp8_cast_bf16.py) and compressed-tensors' float-quantized.
 """
 
@@ -40,30 +41,40 @@ class Float8Config(QuantizationConfig):
     Attributes:
         scale: which weights share a scale.
         scale_name: weight_scale or weight_scale_inv, what a layer's parameters are called after.
+        divides: whether values are divided by the scales; experts are given their reciprocals then.
     """
 
     quant_method: ClassVar[str] = "fp8"
 
     scale: ScaleShape
     scale_name: str = "weight_scale"
+    divides: bool = False
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Float8Config:
         """`quantization_config` of `quant_method: fp8`.
 
         Raises:
-            CheckpointError: another 8-bit float, or a weight_block_size that is not two positive numbers.
+            CheckpointError: another 8-bit float, a weight_block_size that is not two positive numbers, or scales that
+                are neither of rows nor of matrices nor of blocks.
         """
         where = "config.json: quantization_config: "
         kind = str(values.get("fmt") or "e4m3").lower()
         if kind not in ("e4m3", "float8_e4m3fn"):
             raise CheckpointError(where + one_of("fmt", kind, ["e4m3"]))
+        # GPTQModel writes both keys, and nobody else.
+        semantics, of_each = values.get("weight_scale_semantics"), values.get("weight_scale_method")
+        if semantics not in (None, "inverse"):
+            raise CheckpointError(where + one_of("weight_scale_semantics", semantics, ["inverse"]))
+        if of_each not in (None, "block", "row", "tensor"):
+            raise CheckpointError(where + one_of("weight_scale_method", of_each, ["block", "row", "tensor"]))
+        form: dict[str, Any] = {"scale_name": "weight_scale_inv", "divides": semantics == "inverse"}
         block = values.get("weight_block_size")
         if block is None:
-            return cls(scale=ScaleShape(Kind.TENSOR), scale_name="weight_scale_inv")
+            return cls(scale=ScaleShape(Kind.CHANNEL if of_each == "row" else Kind.TENSOR), **form)
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
             raise CheckpointError(f"{where}weight_block_size is {block!r}; it must be two positive whole numbers")
-        return cls(scale=ScaleShape(Kind.BLOCK, rows=block[0], columns=block[1]), scale_name="weight_scale_inv")
+        return cls(scale=ScaleShape(Kind.BLOCK, rows=block[0], columns=block[1]), **form)
 
     @property
     def column_block(self) -> int:
@@ -90,10 +101,12 @@ class Float8Config(QuantizationConfig):
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> CanonicalWeights:
-        weight = tensors["weight"]
+        weight, scales = tensors["weight"], tensors[self.scale_name]
+        if self.divides and bool((scales <= 0).any()):
+            raise CheckpointError(f"{self.scale_name}: expected positive numbers, found {float(scales.min())}")
         return CanonicalWeights(
             codes=weight.view(torch.uint8),
-            scales=self.scale.per_row(tensors[self.scale_name], weight.shape[-2]),
+            scales=self.scale.per_row(1 / scales if self.divides else scales, weight.shape[-2]),
             zero_points=None,
             g_idx=None,
             quant_type_id=scalar_types.float8_e4m3fn.id,
