@@ -113,10 +113,18 @@ def test_auto_round_of_other_forms_is_refused() -> None:
     for changes, message in (
         ({"packing_format": "auto_round:fp8_static"}, "packing_format is 'auto_round:fp8_static'; it must be one of"),
         ({"backend": "ipex"}, "backend is 'ipex'; it must be one of auto_round:auto_gptq, "),
-        ({"rotation_config": {"block_size": 32}}, "rotation_config: expected none, found .*; rotated activations are"),
     ):
         with pytest.raises(CheckpointError, match=message):
             quantization_config({"quantization_config": settings | changes})
+
+
+@pytest.mark.parametrize("method", ["gptq", "auto-round"])
+@pytest.mark.parametrize("key", ["rotation", "rotation_config", "spinquant_config"])
+def test_rotated_activations_are_refused(method: str, key: str) -> None:
+    settings = {"quant_method": method, "bits": 4, "group_size": 32}
+    assert quantization_config({"quantization_config": settings | {key: None}}) is not None
+    with pytest.raises(CheckpointError, match=f"{key}: expected none, found 'hadamard'; rotated activations are not"):
+        quantization_config({"quantization_config": settings | {key: "hadamard"}})
 
 
 def test_modules_that_model_optimizer_lists() -> None:

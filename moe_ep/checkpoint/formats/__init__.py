@@ -131,6 +131,13 @@ def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
     method = values.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(f"config.json: quantization_config: {one_of('quant_method', method, list(FORMATS))}")
+    # Of GPTQModel and AutoRound.
+    for key in ("rotation", "rotation_config", "spinquant_config"):
+        if values.get(key):
+            raise CheckpointError(
+                f"config.json: quantization_config: {key}: expected none, found {values[key]!r}; rotated activations "
+                f"are not computed, so quantize without it"
+            )
     # DeepSeek-V4 says it of its experts beside the settings of the others.
     of_experts = {"expert_dtype": config["expert_dtype"]} if config.get("expert_dtype") else {}
     return FORMATS[method]({**of_experts, **values})

@@ -53,15 +53,9 @@ def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     """The schemes of a checkpoint.
 
     Raises:
-        CheckpointError: another packing, bits and groups that it does not have, or rotated activations.
+        CheckpointError: another packing, or bits and groups that it does not have.
     """
     packing = _packing(values)
-    for key in ("rotation_config", "spinquant_config"):
-        if values.get(key):
-            raise CheckpointError(
-                f"{_WHERE}{key}: expected none, found {values[key]!r}; rotated activations are not computed, so "
-                f"quantize without it"
-            )
     exceptions = values.get("extra_config") or {}
     if not isinstance(exceptions, Mapping):
         raise CheckpointError(f"{_WHERE}extra_config: expected an object, found {exceptions!r}")
