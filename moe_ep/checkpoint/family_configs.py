@@ -83,7 +83,8 @@ def part_of(config: Config, key: str) -> Config:
     part = required(config, key)
     if not isinstance(part, dict):
         raise CheckpointError(f"config.json: {key}: expected an object, found {part!r}")
-    return {"dtype": config.get("dtype") or config.get("torch_dtype")} | part
+    dtypes = (each.get(key) for each in (part, config) for key in ("dtype", "torch_dtype"))
+    return part | {"dtype": next(filter(None, dtypes), None)}
 
 
 def text_part(config: Config) -> Config:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from moe_ep.checkpoint import model_spec
 from moe_ep.errors import CheckpointError
+from tests.checkpoint.checkpoints import qwen3_config
 from tests.checkpoint.model_cases import config_of
 
 
@@ -43,3 +45,13 @@ def test_identity_experts_that_are_none() -> None:
     ):
         with pytest.raises(CheckpointError, match=message):
             model_spec(config_of("longcat_flash", **changes))
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_dtype_of_the_whole_where_a_part_says_null(key: str) -> None:
+    """As files do that name every setting of every part."""
+    text = qwen3_config(dtype=None, torch_dtype=None)
+    config = {"model_type": "qwen3_vl_moe", "text_config": text}
+    assert model_spec(config | {key: "bfloat16"}).dtype == torch.bfloat16
+    text[key] = "float16"
+    assert model_spec(config | {"dtype": "bfloat16"}).dtype == torch.float16
