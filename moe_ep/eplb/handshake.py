@@ -28,7 +28,7 @@ from moe_ep.roll_call import CALL_S, Roll
 logger = logging.getLogger(__name__)
 
 _OTHERS_WORD_S = 2.0
-# Numbers for the channels of a group: they name keys in the store, which must not be met twice.
+# Numbers for the channels of a group: they name keys in the store, which must not be met twice (`_next_prefix`).
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
@@ -55,8 +55,7 @@ class SideChannel:
         self.group: dist.ProcessGroup | None = None
         if process_group is not None:
             self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
-            number = next(_numbers.setdefault(process_group, itertools.count()))
-            self._prefix = f"moe_ep/eplb/{process_group.group_name}/{number}"
+            self._prefix = _next_prefix(process_group)
             self._roll = Roll(self._prefix, self.rank, self.size)
             deadline = timedelta(seconds=timeout_s)
             try:
@@ -178,6 +177,16 @@ class SideChannel:
             self._roll.wait_for(start(self.group), self.timeout_s)
         except RuntimeError as error:
             raise self.too_late(what, error) from None
+
+
+def _next_prefix(process_group: dist.ProcessGroup) -> str:
+    """Of the keys of the group's next channel, the same on every rank.
+
+    Numbers under which other ranks have failed are left out: they met without this one, whose own mistake came first.
+    """
+    numbers = _numbers.setdefault(process_group, itertools.count())
+    prefixes = (f"moe_ep/eplb/{process_group.group_name}/{number}" for number in numbers)
+    return next(prefix for prefix in prefixes if not job_store().check([f"{prefix}/error"]))
 
 
 def _shown(value: int) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import moe_ep
-from moe_ep import at_exit
+from moe_ep import at_exit, roll_call
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.manager import EPLBManager
@@ -25,7 +25,7 @@ from moe_ep.eplb.mover import LayerMover
 from moe_ep.eplb.step_gate import StepGate
 from moe_ep.eplb.transfer import MessageTransport
 from moe_ep.eplb.transports import _nccl_group
-from moe_ep.errors import EplbError
+from moe_ep.errors import ConfigError, EplbError
 from moe_ep.integrations.divided import steps_of
 from moe_ep.launch.processes import children
 from moe_ep.layer import FusedMoE
@@ -115,6 +115,22 @@ def test_a_manager_that_cannot_be_made_leaves_nothing() -> None:
     with pytest.raises(ValueError, match="physical_to_logical"):
         EPLBManager(layers, settings, placement=torch.full((L, E + layers[0].num_redundant_experts), E))
     assert comes_down_to(before[0]) and children(os.getpid()) == before[1]
+
+
+def one_rank_makes_a_mistake(rank: int, world_size: int) -> tuple[str, bool]:
+    """Rank 0 gives its manager no layers, once. What that raises, and whether the next manager can be made."""
+    layers, settings = make_model(None, world_size), replace(CONFIG, timeout_s=0.2)
+    with mock.patch.object(roll_call, "_ROLL_S", 0.2), pytest.raises((ConfigError, EplbError)) as error:
+        EPLBManager(layers if rank else [], settings)
+    dist.barrier()
+    EPLBManager(layers, CONFIG).close()
+    return str(error.value), all(runs(layer) for layer in layers)
+
+
+def test_a_mistake_on_one_rank_does_not_keep_the_ranks_from_making_the_next_manager() -> None:
+    results = ranks(2).run(one_rank_makes_a_mistake)
+    assert results[0] == ("layers is empty; EPLB needs the model's MoE layers", True)
+    assert "could not exchange their addresses within 0.2 s: rank 0 did not answer" in results[1][0] and results[1][1]
 
 
 def close_while_moving(rank: int, world_size: int, where: tuple[type, str]) -> str:
