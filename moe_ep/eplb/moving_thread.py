@@ -33,7 +33,8 @@ class MovingThread:
     ) -> None:
         self.is_open = False
         self._device, self._channel, self._carry_out, self._stop = device, channel, carry_out, stop
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        # Of the kind that takes a job while this thread waits in it: what is collected there may close this object.
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="moe_ep-eplb", daemon=True)
 
     def start(self) -> None:

@@ -133,6 +133,28 @@ def test_a_mistake_on_one_rank_does_not_keep_the_ranks_from_making_the_next_mana
     assert "could not exchange their addresses within 0.2 s: rank 0 did not answer" in results[1][0] and results[1][1]
 
 
+class Cycle:
+    """What only the garbage collector takes away."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_the_moving_thread_may_be_the_one_that_collects_what_closes_it() -> None:
+    manager = EPLBManager(make_model(None, 1), CONFIG)
+    thread, threshold = manager._thread._thread, gc.get_threshold()
+    gc.disable()
+    weakref.finalize(Cycle(), manager.close)
+    gc.set_threshold(1, 1, 1)
+    try:
+        gc.enable()  # this thread makes nothing while it sleeps
+        time.sleep(1.2)
+    finally:
+        gc.set_threshold(*threshold)
+    thread.join(1)
+    assert not thread.is_alive()
+
+
 def close_while_moving(rank: int, world_size: int, where: tuple[type, str]) -> str:
     """The thread of rank 1 ends without a word. What a step raises once the manager was closed."""
     layers = make_model(None, world_size)
