@@ -43,6 +43,7 @@ def of_weights(form: str, **weights: Any) -> Any:
         ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 0}, "group_size is 0; with strategy gr"),
         ("pack-quantized", {"num_bits": 4, "strategy": "row"}, "strategy is 'row'; it must be one of tensor, channel"),
         ("float-quantized", {"num_bits": 8, "strategy": "block", "block_structure": [1, 1]}, None),
+        ("float-quantized", {"num_bits": 8, "strategy": "block"}, "block_structure is None; it must be two positive"),
         ("float-quantized", {"num_bits": 8, "strategy": "block", "block_structure": [0, 128]}, "it must be two posit"),
         ("float-quantized", {"num_bits": 8, "strategy": "block", "block_structure": [128]}, "it must be two positive"),
         ("float-quantized", {"num_bits": 8, "strategy": "block", "block_structure": "128"}, "'128'; it must be two po"),

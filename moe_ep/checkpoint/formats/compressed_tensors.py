@@ -149,9 +149,8 @@ def _scale_shape(weights: Mapping[str, Any]) -> ScaleShape:
         if isinstance(block, str):  # as it was written first: 128x128
             block = [int(size) if size.isdecimal() else 0 for size in block.split("x")]
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-            raise CheckpointError(
-                f"block_structure is {weights['block_structure']!r}; it must be two positive whole numbers"
-            )
+            found = weights.get("block_structure")
+            raise CheckpointError(f"block_structure is {found!r}; it must be two positive whole numbers")
         return ScaleShape(Kind.BLOCK, rows=block[0], columns=block[1])
     if not isinstance(group_size, int) or group_size < 1:
         raise CheckpointError(f"group_size is {group_size!r}; with strategy {strategy} it must be at least 1")
