@@ -176,8 +176,9 @@ PARTS = (
         needs="transformers",
     ),
     _every(
-        "transformers-ranks", "transformers.md", 60,
+        "transformers-ranks", "transformers.md", 120,
         "{torchrun} scripts/bench_transformers.py generate --layers 12 {commit} --json {rows}",
+        "{torchrun} scripts/bench_transformers.py generate --layers 4 --compiled {commit} --json {rows}",
         needs="transformers",
     ),
     _one(

@@ -57,7 +57,7 @@ def test_beside_transformers_own_experts() -> None:
     recorded = made("bench_transformers.py", "--markdown", str(BENCHMARKS / "transformers_h200.jsonl"))
     page = (BENCHMARKS / "transformers.md").read_text()
     shown = rows_of(page.partition("## Beside transformers")[2].partition("\n## ")[0])
-    assert len(shown) == 2 + 18 + 2 + 8 + 2 + 5  # three tables with their titles
+    assert len(shown) == 2 + 18 + 2 + 8 + 2 + 8  # three tables with their titles
     assert [row for row in shown if row not in recorded] == []
 
 
