@@ -104,6 +104,11 @@ _TESTS = (
         f"{_NVSHMEM_TESTS} tests/gpu/test_two_level_gpu.py",
     ),
     _tests("tests-4-others", 4, 165, f'{_OF_TWO} -k "[4"', f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS}"),
+    # Eight processes on the GPUs that there are: everything but NCCL and how long it takes.
+    _tests(
+        "tests-8-shared", 2, 240, "MOE_EP_TEST_SHARED_GPUS=1 {pytest} -m gpu8 -k nvshmem",
+        f"{_NVSHMEM_TESTS} tests/gpu/test_layer_gpu.py",
+    ),
     _tests("tests-8", 8, 240, "{pytest} -m gpu8", f"{_NVSHMEM_TESTS} tests/gpu/test_layer_gpu.py {_OTHER_TESTS}"),
 )  # fmt: skip
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ranks import num_gpu_ranks
+
 # How long an example takes is the machine's matter, not the test's, and every run draws the same examples; another
 # seed draws others: pytest --hypothesis-profile=searching --hypothesis-seed=1.
 _UNTIMED = hypothesis.settings(deadline=None, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -61,7 +63,7 @@ def pytest_runtest_setup() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(_GANGS + _LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
-    num_gpus = torch.cuda.device_count()
+    num_gpus = num_gpu_ranks()
     for item in items:
         if item.path.stem in _GANGS:
             item.add_marker(pytest.mark.gang)

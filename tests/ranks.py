@@ -20,10 +20,16 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
+
 # Ranks of a pool meet within so long, on a busy machine too; deadlines of tests begin when they have met.
 _MEETING_S = 60.0
 # After a rank has failed, the others have so long to say what became of them.
 _ECHO_S = 60.0
+
+# Several ranks are on one GPU, whose driver runs them in turns; NCCL refuses that and NVSHMEM does not.
+_SHARED = os.environ.get("MOE_EP_TEST_SHARED_GPUS") == "1"
+_MOST_SHARING = 8
 
 _context = multiprocessing.get_context("forkserver")
 _pools: dict[tuple[int, str], RankPool] = {}
@@ -34,12 +40,28 @@ class RankError(AssertionError):
 
 
 def ranks(world_size: int, backend: str = "gloo", timeout_s: float = 60) -> RankPool:
-    """The pool of that size and backend, started on first use; "nccl" gives rank i the GPU i."""
+    """The pool of that size and backend, started on first use; "nccl" gives rank i the GPU i, its current device.
+
+    With MOE_EP_TEST_SHARED_GPUS=1 ranks share the GPUs that there are, and "nccl" is gloo.
+    """
     key = (world_size, backend)
     pool = _pools.get(key)
     if pool is None or not pool.alive():
         pool = _pools[key] = RankPool(world_size, backend, timeout_s)
     return pool
+
+
+def num_gpu_ranks() -> int:
+    """How many ranks can have a GPU here."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    return _MOST_SHARING if _SHARED and num_gpus else num_gpus
+
+
+def needs_gpu_ranks(number: int) -> pytest.MarkDecorator:
+    """Skips a test of so many ranks where they cannot have GPUs of one host."""
+    return pytest.mark.skipif(num_gpu_ranks() < number, reason=f"needs {number} GPUs of one host")
 
 
 class RankPool:
@@ -119,9 +141,9 @@ def _serve(connection: Connection, rank: int, world_size: int, backend: str, add
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device_id = None
     if backend == "nccl":
-        device_id = torch.device("cuda", rank)
+        device_id = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device_id)
-        backend = "cpu:gloo,cuda:nccl"
+        backend, device_id = ("gloo", None) if _SHARED else ("cpu:gloo,cuda:nccl", device_id)
     dist.init_process_group(
         backend,
         init_method=address,

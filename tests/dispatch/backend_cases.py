@@ -316,7 +316,6 @@ def check_case(rank: int, world_size: int, case: Case, name: str, device: str = 
 
 def check_cases(rank: int, world_size: int, cases: list[Case], names: tuple[str, ...], device: str = "cpu") -> int:
     """All cases in one go; the number that was checked."""
-    device = f"cuda:{rank}" if device == "cuda" else device
     checked = 0
     for case, name in itertools.product(cases, names):
         try:
@@ -329,7 +328,6 @@ def check_cases(rank: int, world_size: int, cases: list[Case], names: tuple[str,
 
 def check_interleaved(rank: int, world_size: int, name: str, mode: str, device: str = "cpu") -> None:
     """Three batches open at once, finished in another order than they were begun in; twice, with the same bits."""
-    device = f"cuda:{rank}" if device == "cuda" else device
     cases = [replace(CASES[0], seed=seed, tokens=tokens) for seed, tokens in enumerate([(5, 0, 3, 4), (8,), (0, 2)])]
     settings = [make_setting(case, rank, world_size) for case in cases]
     backend = make_backend(settings[0], name)

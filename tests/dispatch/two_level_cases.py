@@ -60,7 +60,6 @@ def check_two_level(
 ) -> int:
     """All cases, each twice with the same bits; how many there were."""
     os.environ["MOE_EP_RANKS_PER_HOST"] = str(RANKS_PER_HOST)
-    device = f"cuda:{rank}" if device == "cuda" else device
     try:
         for case in cases:
             setting = make_setting(case, rank, world_size)

@@ -26,6 +26,7 @@ from tests.dispatch.backend_cases import (
     prepare_args,
     run_experts,
 )
+from tests.ranks import needs_gpu_ranks
 
 # NVLink multicast stays off, in the ranks too: they inherit this.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
@@ -67,13 +68,11 @@ ACROSS_HOSTS = [
     for how in ({"placement": "round_robin"}, {"routing": "masked"}, {"routing": "one_rank"}, {"tokens": (0, 0, 7)})
 ]
 
-needs_three = pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs 3 GPUs of one host")
-needs_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs of one host")
 WORLD_SIZES = [
     pytest.param(1, marks=pytest.mark.gpu),
     pytest.param(2, marks=pytest.mark.gpu2),
-    pytest.param(3, marks=[pytest.mark.gpu2, needs_three]),
-    pytest.param(4, marks=[pytest.mark.gpu2, needs_four]),
+    pytest.param(3, marks=[pytest.mark.gpu2, needs_gpu_ranks(3)]),
+    pytest.param(4, marks=[pytest.mark.gpu2, needs_gpu_ranks(4)]),
     pytest.param(8, marks=pytest.mark.gpu8),
 ]
 
@@ -150,7 +149,7 @@ def check_case(rank: int, world_size: int, case: Case, face: str, mode: str = "s
     setting = make_setting(case, rank, world_size)
     backend = make(setting, face)
     poison(backend)
-    args = prepare_args(setting, f"cuda:{rank}")
+    args = prepare_args(setting, "cuda")
     for _ in range(3):
         if mode == "sync":
             result = backend.prepare(*args)
@@ -194,13 +193,13 @@ def check_grid(rank: int, world_size: int) -> int:
         backend = make(setting, face)
         reference = make_backend(setting, "batched_all_to_all")
         poison(backend)
-        args = prepare_args(setting, f"cuda:{rank}")
+        args = prepare_args(setting, "cuda")
         outputs = []
         batches = [expanded(each.prepare(*args)) for each in (backend, reference)]
         counts = [batch[2].expert_num_tokens for batch in batches]
         assert torch.equal(*counts), (face, case)
-        factor = 1 + torch.arange(len(counts[0]), device=f"cuda:{rank}")[:, None, None] / 8
-        held = torch.arange(batches[0][0].size(1), device=f"cuda:{rank}") < counts[0][:, None]
+        factor = 1 + torch.arange(len(counts[0]), device="cuda")[:, None, None] / 8
+        held = torch.arange(batches[0][0].size(1), device="cuda") < counts[0][:, None]
         assert torch.equal(batches[0][0][held], batches[1][0][held]), (face, case)
         for each, batch in zip((backend, reference), batches, strict=True):
             results = torch.where(held[:, :, None], (batch[0].float() * factor).to(BF16), float("nan"))

@@ -22,7 +22,7 @@ from tests.dispatch.backend_cases import (
     run_experts,
 )
 from tests.gpu.captured import ROUTINGS, batched_results, check_replays, expert_ids
-from tests.ranks import ranks
+from tests.ranks import needs_gpu_ranks, ranks
 
 # NVLink multicast stays off, in the ranks too: they inherit this.
 os.environ["NCCL_NVLS_ENABLE"] = "0"
@@ -32,11 +32,10 @@ LARGE_CASES = [
     Case(tokens=(16,), num_experts=64, topk=8, hidden_size=7168, dtype=torch.bfloat16, capacity=16, fp8=True),
 ]
 
-needs_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs of one host")
 WORLD_SIZES = [
     pytest.param(1, marks=pytest.mark.gpu),
     pytest.param(2, marks=pytest.mark.gpu2),
-    pytest.param(4, marks=[pytest.mark.gpu2, needs_four]),
+    pytest.param(4, marks=[pytest.mark.gpu2, needs_gpu_ranks(4)]),
     pytest.param(8, marks=pytest.mark.gpu8),
 ]
 

@@ -18,13 +18,13 @@ from moe_ep.launch.cli import main
 from moe_ep.layer import FusedMoE
 from moe_ep.registry import EXPERTS
 from tests.eplb.models import E, K, inputs, load_layer, make_layer, random_placement, redundancy, set_placement
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool, needs_gpu_ranks, ranks
 
 T = 8
 SCHEMES = ("plain", "quantized on load", "GPTQ")
 WORLD_SIZES = [
     pytest.param(2, marks=pytest.mark.gpu2),
-    pytest.param(4, marks=[pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")]),
+    pytest.param(4, marks=[pytest.mark.gpu2, needs_gpu_ranks(4)]),
     pytest.param(8, marks=pytest.mark.gpu8),
 ]
 

@@ -12,13 +12,13 @@ from moe_ep.methods import OnlineIntConfig, relative_error, tolerance
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.shared_experts import SharedExperts
 from tests.core.moe_oracle import load, make_inputs, make_weights, run_moe
-from tests.ranks import ranks
+from tests.ranks import needs_gpu_ranks, ranks
 
 E, K, N, TOP_K = 16, 256, 128, 4
 BACKENDS = [name for name in ALL2ALL_BACKENDS if name != "no_ep"]
 WORLD_SIZES = [
     pytest.param(2, marks=pytest.mark.gpu2),
-    pytest.param(4, marks=[pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")]),
+    pytest.param(4, marks=[pytest.mark.gpu2, needs_gpu_ranks(4)]),
     pytest.param(8, marks=pytest.mark.gpu8),
 ]
 # torch.compile's, without and with CUDA graphs.

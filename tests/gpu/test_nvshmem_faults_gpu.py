@@ -45,7 +45,7 @@ def check_absent(rank: int, world_size: int) -> bool:
     case = Case(dtype=BF16, hidden_size=256, tokens=(6,), seed=2)
     setting = make_setting(case, rank, world_size)
     backend = make(setting, "expanded")
-    args = prepare_args(setting, f"cuda:{rank}")
+    args = prepare_args(setting, "cuda")
     if rank == 1:
         with pytest.raises(ValueError, match="9 tokens and the capacity is 8"):
             backend.prepare(*(part.repeat(2, 1)[:9] for part in args[:3]), *args[3:])
@@ -69,7 +69,7 @@ def check_killed(rank: int, world_size: int) -> bool:
     setting = make_setting(Case(dtype=BF16, hidden_size=512, tokens=(6,)), rank, world_size)
     backend = make(setting, "expanded")
     assert backend._channel.record.timeout_s == 0.5
-    args = prepare_args(setting, f"cuda:{rank}")
+    args = prepare_args(setting, "cuda")
     combine(backend, setting, args)
     batch = backend.prepare(*args)
     torch.cuda.synchronize()

@@ -59,7 +59,7 @@ def check_interleaved(rank: int, world_size: int) -> bool:
     with torch.inference_mode():
         backends = [make(settings[0], "by_reference"), None, make(settings[2], "expanded")]
     backends[1] = backends[0]
-    all_args = [prepare_args(setting, f"cuda:{rank}") for setting in settings]
+    all_args = [prepare_args(setting, "cuda") for setting in settings]
     for _ in range(2):
         halves = [backend.prepare_async(*args) for backend, args in zip(backends, all_args, strict=True)]
         for hook, _ in reversed(halves):

@@ -23,7 +23,7 @@ from tests.dispatch.backend_cases import (
     run_experts,
 )
 from tests.gpu.captured import ROUTINGS, check_replays
-from tests.ranks import RankPool, ranks
+from tests.ranks import RankPool, needs_gpu_ranks, ranks
 
 # NVLink multicast stays off, in the ranks too: they inherit this.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
@@ -52,11 +52,10 @@ GRID = [
         ]
     )
 ]
-needs_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs of one host")
 WORLD_SIZES = [
     pytest.param(1, marks=pytest.mark.gpu),
     pytest.param(2, marks=pytest.mark.gpu2),
-    pytest.param(4, marks=[pytest.mark.gpu2, needs_four]),
+    pytest.param(4, marks=[pytest.mark.gpu2, needs_gpu_ranks(4)]),
     pytest.param(8, marks=pytest.mark.gpu8),
 ]
 
@@ -70,7 +69,7 @@ def test_against_plain_loops(world_size: int) -> None:
 def check_plain_loops(rank: int, world_size: int) -> int:
     for case in SHARED_CASES:
         try:
-            check_case(rank, world_size, case, NAME, f"cuda:{rank}")
+            check_case(rank, world_size, case, NAME, "cuda")
         except AssertionError as error:
             raise AssertionError(f"{case}, rank {rank} of {world_size}: {error}") from error
     return len(SHARED_CASES)
@@ -85,7 +84,7 @@ def check_grid(rank: int, world_size: int) -> int:
     for case in GRID:
         setting = make_setting(case, rank, world_size)
         backends = [make_backend(setting, name) for name in (NAME, "all_to_all")]
-        args = prepare_args(setting, f"cuda:{rank}")
+        args = prepare_args(setting, "cuda")
         for _ in range(3):
             batches = [backend.prepare(*args) for backend in backends]
             for index in (0, 3, 4):
@@ -110,7 +109,7 @@ def check_soak(rank: int, world_size: int, fp8: bool, num_batches: int = 300) ->
     settings = [make_setting(replace(case, seed=seed), rank, world_size) for seed in range(4)]
     settings += [make_setting(replace(case, seed=9, routing="one_rank"), rank, world_size)]
     backend, reference = (make_backend(settings[0], name) for name in (NAME, "all_to_all"))
-    all_args = [prepare_args(setting, f"cuda:{rank}") for setting in settings]
+    all_args = [prepare_args(setting, "cuda") for setting in settings]
 
     def step(each, args) -> torch.Tensor:
         rows, _, _, ids, weights = each.prepare(*args)
@@ -120,7 +119,7 @@ def check_soak(rank: int, world_size: int, fp8: bool, num_batches: int = 300) ->
 
     expected = [step(reference, args) for args in all_args]
     same, own = (torch.Generator().manual_seed(seed) for seed in (0, 1 + rank))
-    wrong = torch.zeros((), dtype=torch.int64, device=f"cuda:{rank}")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(num_batches):
         index = int(torch.randint(len(settings), (), generator=same))
         for name in ("rows", "results"):
@@ -172,7 +171,7 @@ def check_in_flight(rank: int, world_size: int, fp8: bool) -> bool:
     settings = [make_setting(case, rank, world_size) for case in cases]
     backend = make_backend(settings[0], NAME, batches_in_flight=2)
     assert backend.supports_async()
-    all_args = [prepare_args(setting, f"cuda:{rank}") for setting in settings]
+    all_args = [prepare_args(setting, "cuda") for setting in settings]
     for _ in range(3):
         halves = [backend.prepare_async(*args) for args in all_args]
         for hook, _ in reversed(halves):
@@ -201,7 +200,7 @@ def test_a_batch_that_was_given_up_cannot_be_finalized() -> None:
 def check_stale(rank: int, world_size: int) -> bool:
     setting = make_setting(Case(dtype=BF16, hidden_size=256), rank, world_size)
     backend = make_backend(setting, NAME)
-    args = prepare_args(setting, f"cuda:{rank}")
+    args = prepare_args(setting, "cuda")
     rows, _, _, ids, weights = backend.prepare(*args)
     backend.prepare(*args)
     with pytest.raises(RuntimeError, match="another batch was dispatched before this one was finalized"):
@@ -222,7 +221,7 @@ def check_absent(rank: int, world_size: int) -> bool:
     os.environ["MOE_EP_NVSHMEM_TIMEOUT_S"] = "0.5"
     setting = make_setting(Case(dtype=BF16, hidden_size=256, tokens=(6,)), rank, world_size)
     backend = make_backend(setting, NAME)
-    args = prepare_args(setting, f"cuda:{rank}")
+    args = prepare_args(setting, "cuda")
     if rank == 1:
         with pytest.raises(ValueError, match="9 tokens and the capacity is 8"):
             backend.prepare(*(part.repeat(2, 1)[:9] for part in args[:3]), *args[3:])

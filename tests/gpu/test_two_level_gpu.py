@@ -13,7 +13,7 @@ from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, Layout, kerne
 from moe_ep.kernels import jit
 from tests.dispatch.backend_cases import Case
 from tests.dispatch.two_level_cases import check_two_level
-from tests.ranks import RankPool
+from tests.ranks import RankPool, needs_gpu_ranks
 
 # NVLink multicast stays off, in the ranks too: they inherit this.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
@@ -41,7 +41,7 @@ def compile_together(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.gpu2
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs of one host")
+@needs_gpu_ranks(4)
 def test_two_hosts_of_two_gpus_against_plain_loops() -> None:
     # NVSHMEM learns of the hosts when it starts, so these ranks are no others'.
     os.environ["MOE_EP_RANKS_PER_HOST"] = "2"
