@@ -83,9 +83,9 @@ class SideChannel:
         Raises:
             EplbError: a rank did not take part before the deadline.
         """
+        if self.size == 1:  # without a tensor, which torch.export would trace
+            return [list(values)]
         mine = torch.tensor(list(values), dtype=torch.int64, device="cpu")
-        if self.size == 1:
-            return [mine.tolist()]
         table = [torch.empty_like(mine) for _ in range(self.size)]
         self._wait(what, lambda group: group.allgather([table], [mine]))
         return [row.tolist() for row in table]

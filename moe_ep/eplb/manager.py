@@ -6,7 +6,8 @@
         manager.step()                  # on all ranks, after every step
 
 A rearrangement that is due is carried out by a thread of the manager's own (`moe_ep.eplb.rearrangement`). Only commits
-run on the serving thread, between two steps, and on a GPU they only queue copies.
+run on the serving thread, between two steps, and on a GPU they only queue copies. The thread keeps neither the manager
+nor its layers: a manager that nobody has any more ends.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -90,15 +92,22 @@ class EPLBManager:
             )
         self._channel = SideChannel(first.groups.ep, self.config.deadline_s())
         self._gate = StepGate()
+        self._layers = list(layers)
         self._mover = LayerMover(layers, self.placement, self._channel, self.config)
         self._rearrangement = Rearrangement(
-            self.config, self._channel, self._gate, self._mover, self.placement, self.recorder, self._tell
+            self.config,
+            self._channel,
+            self._gate,
+            self._mover,
+            self.placement,
+            self.recorder,
+            _of(self, EPLBManager._tell),
         )
         self._thread = MovingThread(
             self._mover.device,
             self._channel,
-            lambda job: self._rearrangement.carry_out(job, asynchronous=True),
-            self._stop,
+            partial(self._rearrangement.carry_out, asynchronous=True),
+            _of(self, EPLBManager._stop),
         )
         for index, layer in enumerate(layers):
             layer.set_eplb_state(
@@ -108,26 +117,28 @@ class EPLBManager:
                 self.placement.logical_replica_count,
             )
             if layer.eplb_state is not None:
-                layer.eplb_state.is_balanced = _ask(weakref.ref(self), EPLBManager._is_open)
-                layer.eplb_state.is_moving = _ask(weakref.ref(self), EPLBManager._has_commits_to_come)
+                layer.eplb_state.is_balanced = _of(self, EPLBManager._is_open, False)
+                layer.eplb_state.is_moving = _of(self, EPLBManager._has_commits_to_come, False)
         self._telling, self._beginning = threading.Lock(), threading.Lock()
         self._num_jobs = 0
-        self._busy = self._is_closing = False
+        self._is_closing = False
         try:
             self._mover.rehearse()
             self.recorder.rehearse()
             if placement is not None:
                 self._begin("EPLBManager", False, None, self._checked(placement))
         except BaseException:
-            self._let_go()
+            self._rearrangement.close()
             raise
         self._thread.start()
+        self._if_dropped = weakref.finalize(self, _end, self._rearrangement, self._thread)
+        self._if_dropped.atexit = False
         close_at_exit(self)
 
     @property
     def busy(self) -> bool:
         """Whether a rearrangement is under way; after the same step the same on every rank."""
-        return self._busy
+        return self._rearrangement.busy
 
     @property
     def num_steps(self) -> int:
@@ -162,7 +173,7 @@ class EPLBManager:
             self._commit()
         if not self.config.is_due(self._gate.step):
             return
-        if self._busy:
+        if self._rearrangement.busy:
             self._tell(PlanReport(step=self._gate.step, made=False, reason="experts are still moving"))
         else:
             self._begin("step", self.config.asynchronous, self.recorder.snapshot(), None)
@@ -201,33 +212,28 @@ class EPLBManager:
             EplbError: the rearrangement failed.
         """
         self._gate.check()
-        while self._busy:
+        while self._rearrangement.busy:
             self._gate.wait_decided()
             self._commit()
 
     def close(self) -> None:
         """Ends the manager's thread and connections, and gives its memory back; `step` raises from here on.
 
-        A rearrangement under way is given up, and peers that go on with it fail at their next exchange.
+        A rearrangement under way is given up, and peers that go on with it fail at their next exchange. A manager that
+        is dropped ends in the same way, beside the thread that drops it.
         """
         if self._thread.is_open:
+            self._if_dropped.detach()
             self._is_closing = not self._gate.failed
-            self._gate.fail(EplbError("the EPLB manager was closed"))
-            if self._busy:
-                self._rearrangement.give_up()
+            self._rearrangement.give_up()
             self._thread.close()
-            self._let_go()
+            self._rearrangement.close()
 
     def _is_open(self) -> bool:
         return self._thread.is_open and not self._gate.failed
 
     def _has_commits_to_come(self) -> bool:
-        return self._busy and self._is_open()
-
-    def _let_go(self) -> None:
-        self._rearrangement.close()
-        self._mover.close()
-        self._channel.close()
+        return self._rearrangement.busy and self._is_open()
 
     def _checked(self, placement: Array | torch.Tensor) -> Array:
         target = placement_on_host("physical_to_logical", placement)
@@ -238,11 +244,11 @@ class EPLBManager:
         """Begins a rearrangement unless one is under way, whatever thread asks; synchronously, carries it out."""
         with self._beginning:
             self._gate.check()
-            if self._busy:
+            if self._rearrangement.busy:
                 raise EplbError(f"{called} was called while experts are still moving; call finish first")
             self._mover.check_loaded()
             self._mover.serving_is_at()
-            self._busy = True
+            self._rearrangement.busy = True
             self._num_jobs += 1
         job = Job(self._num_jobs, self._gate.step, counts, target)
         if asynchronous:
@@ -254,7 +260,7 @@ class EPLBManager:
             self._stop(interrupted(self._channel, cause))
             raise
         finally:
-            self._busy = False
+            self._rearrangement.busy = False
         if error is not None:
             self._stop(error)
             raise error
@@ -280,7 +286,7 @@ class EPLBManager:
                 raise error from cause
             raise
         if layer is None:
-            self._busy = False
+            self._rearrangement.busy = False
 
     def _tell(self, event: Event) -> None:
         with self._telling:
@@ -294,11 +300,19 @@ class EPLBManager:
             logger.exception("the listener of the EPLB manager failed at %s", event)
 
 
-def _ask(manager: weakref.ref[EPLBManager], question: Callable[[EPLBManager], bool]) -> Callable[[], bool]:
-    """A question to a manager as long as there is one. Layers keep this, and not the manager with what it holds."""
+def _of(manager: EPLBManager, method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
+    """A method of a manager as long as there is one. Layers and the thread keep this, and not what it holds."""
+    there = weakref.ref(manager)
 
-    def answer() -> bool:
-        found = manager()
-        return found is not None and question(found)
+    def call(*args: Any) -> Any:
+        found = there()
+        return otherwise if found is None else method(found, *args)
 
-    return answer
+    return call
+
+
+def _end(rearrangement: Rearrangement, thread: MovingThread) -> None:
+    """Of a manager that was dropped; returns at once, as whoever collects it may hold any lock."""
+    rearrangement.give_up()
+    thread.end(rearrangement.close)
+    close_at_exit(thread)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple
@@ -30,7 +31,7 @@ class LayerMover:
     `fetch` belongs to the moving thread and `commit` to the serving one; they take turns.
 
     Args:
-        layers: with their weights in the form, and on the device, that the experts read.
+        layers: with their weights in the form, and on the device, that the experts read; not kept, their weights are.
         channel: of the EP ranks, which agree on layers and settings here.
 
     Raises:
@@ -44,11 +45,11 @@ class LayerMover:
         channel: SideChannel,
         config: EplbConfig,
     ) -> None:
-        self._layers, self._placement = list(layers), placement
+        self._layers, self._placement = [weakref.ref(layer) for layer in layers], placement
         self._rank, self._num_ranks = channel.rank, channel.size
         self._ranks_per_host = channel.size // config.num_nodes
         self._timeout_s = channel.timeout_s
-        self._experts = [ExpertRows(layer.expert_weights()) for layer in self._layers]
+        self._experts = [ExpertRows(layer.expert_weights()) for layer in layers]
         channel.agree(
             "the model or its EPLB settings",
             layers=digest(placement.num_experts, placement.num_slots, *(part.signature for part in self._experts)),
@@ -57,12 +58,14 @@ class LayerMover:
             placement=digest(placement.host),
         )
         self.doubt(range(len(layers)), False)
-        self._transport = choose_transport(channel, self._layers[0].groups.ep, self._experts, config)
+        self._transport = choose_transport(channel, layers[0].groups.ep, self._experts, config)
         self.device = self._experts[0].device
         staging_bytes = max(experts.staging_bytes for experts in self._experts)
         self._staging = torch.zeros(staging_bytes, dtype=torch.uint8, device=self.device)
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None
+        # Those that read and write the staging buffer; who closes this need not be the thread that serves.
+        self._streams = set() if self._stream is None else {self._stream}
         # What the staging buffer and the weights must wait for: the commit before.
         self._committed = torch.cuda.Event() if on_gpu else None
         self._waiting: tuple[int, Array, LayerMoves] | None = None
@@ -135,19 +138,20 @@ class LayerMover:
             self._put_in_force(layer, new, moves)
         except BaseException:
             why = "a move of its experts was interrupted, so that they are not where its maps say"
-            self._layers[layer].refuse(why)
+            self._layer(layer).refuse(why)
             raise
         self._waiting = None
         return layer
 
     def _put_in_force(self, layer: int, new: Array, moves: LayerMoves) -> None:
-        experts, module = self._experts[layer], self._layers[layer]
+        experts, module = self._experts[layer], self._layer(layer)
         rows, slots = experts.rows(self._staging), [slot for _, slot in moves.writes]
         with torch.inference_mode():
             experts.write([rows[row] for row, _ in moves.writes], slots)
             self._placement.commit(layer, new)
             module.quant_method.rebuild_derived_state(module, slots)
         if self._committed is not None:
+            self._streams.add(torch.cuda.current_stream(self.device))
             self._committed.record()
 
     def give_up(self) -> None:
@@ -157,22 +161,27 @@ class LayerMover:
     def doubt(self, layers: Iterable[int], in_doubt: bool) -> None:
         """Says of layers whether other ranks may have another placement, so that they must not run."""
         for layer in layers:
-            state = self._layers[layer].eplb_state
+            state = self._layer(layer).eplb_state
             if state is not None:
                 state.in_doubt = in_doubt
 
     def check_loaded(self) -> None:
         """Raises RuntimeError where a layer's weights are being loaded again, for the slots of now."""
-        for layer in self._layers:
-            layer.check_loaded()
+        for layer in range(len(self._layers)):
+            self._layer(layer).check_loaded()
 
     def close(self) -> None:
         """Gives back what the transport holds, and the staging buffer."""
         self._transport.close()
-        if self._stream is not None:
-            for stream in (self._stream, torch.cuda.current_stream(self.device)):
-                self._staging.record_stream(stream)
+        for stream in self._streams:
+            self._staging.record_stream(stream)
         self._staging = self._staging.new_empty(0)
+
+    def _layer(self, index: int) -> FusedMoE:
+        layer = self._layers[index]()
+        if layer is None:
+            raise RuntimeError(f"layer {index} of this mover is gone; keep the layers as long as they move")
+        return layer
 
     def _wait_for_commit(self) -> None:
         if self._committed is not None:

@@ -35,6 +35,8 @@ class MovingThread:
         self._device, self._channel, self._carry_out, self._stop = device, channel, carry_out, stop
         # Of the kind that takes a job while this thread waits in it: what is collected there may close this object.
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._last: Callable[[], None] | None = None
+        self._has_ended, self._once = False, threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="moe_ep-eplb", daemon=True)
 
     def start(self) -> None:
@@ -53,7 +55,27 @@ class MovingThread:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def end(self, last: Callable[[], None]) -> None:
+        """As `close`, without waiting; `last` is called by the thread, or here where it has ended already."""
+        self.is_open = False
+        self._last = last
+        self._jobs.put(None)
+        if self._has_ended:
+            self._call_last()
+
+    def _call_last(self) -> None:
+        # Two threads may come here.
+        if self._last is not None and self._once.acquire(blocking=False):
+            self._last()
+
     def _serve(self) -> None:
+        try:
+            self._take_jobs()
+        finally:
+            self._has_ended = True
+            self._call_last()
+
+    def _take_jobs(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         error: EplbError | None = None

@@ -59,6 +59,10 @@ class Rearrangement:
     """Carries out jobs, on the moving thread or, synchronously, on the serving one.
 
     `commit` is called by the serving thread alone: between the agreement and it this object waits in the gate.
+
+    Attributes:
+        busy: whether a job was begun and its end is not committed; its manager says so.
+        in_doubt: the latest layer whose commit was to be agreed on, until all ranks have said that they made it.
     """
 
     def __init__(
@@ -78,21 +82,26 @@ class Rearrangement:
         in_process = config.planner == "process" and config.asynchronous and channel.rank == 0
         # Started early: it takes seconds to be there. It gives up before the others do, so that they learn why.
         self._planner = PlannerProcess(0.8 * channel.timeout_s) if in_process else None
-        # The latest layer whose commit was to be agreed on, until all ranks have said that they made it.
+        self.busy = False
         self.in_doubt: int | None = None
         # Whether there were steps to plan from before: a model that has served may stand idle.
         self._has_planned = False
 
     def give_up(self) -> None:
-        """Ends a plan or a transfer under way; called by the serving thread, and `close` comes next."""
+        """Ends a plan or a transfer under way; called by another thread than theirs, and `close` comes next."""
+        self._gate.fail(EplbError("the EPLB manager was closed"))
+        if not self.busy:
+            return
         if self._planner is not None:
             self._planner.give_up()
         self._mover.give_up()
 
     def close(self) -> None:
-        """Ends the planning process."""
+        """Gives back the planning process, the memory and the connections."""
         if self._planner is not None:
             self._planner.close()
+        self._mover.close()
+        self._channel.close()
 
     def carry_out(self, job: Job, asynchronous: bool) -> EplbError | None:
         """All of a job; what goes wrong is returned."""

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import moe_ep
 from moe_ep import at_exit, roll_call
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
@@ -26,7 +25,6 @@ from moe_ep.eplb.step_gate import StepGate
 from moe_ep.eplb.transfer import MessageTransport
 from moe_ep.eplb.transports import _nccl_group
 from moe_ep.errors import ConfigError, EplbError
-from moe_ep.integrations.divided import steps_of
 from moe_ep.launch.processes import children
 from moe_ep.layer import FusedMoE
 from moe_ep.waiting import comes_within
@@ -131,28 +129,6 @@ def test_a_mistake_on_one_rank_does_not_keep_the_ranks_from_making_the_next_mana
     results = ranks(2).run(one_rank_makes_a_mistake)
     assert results[0] == ("layers is empty; EPLB needs the model's MoE layers", True)
     assert "could not exchange their addresses within 0.2 s: rank 0 did not answer" in results[1][0] and results[1][1]
-
-
-class Cycle:
-    """What only the garbage collector takes away."""
-
-    def __init__(self) -> None:
-        self.me = self
-
-
-def test_the_moving_thread_may_be_the_one_that_collects_what_closes_it() -> None:
-    manager = EPLBManager(make_model(None, 1), CONFIG)
-    thread, threshold = manager._thread._thread, gc.get_threshold()
-    gc.disable()
-    weakref.finalize(Cycle(), manager.close)
-    gc.set_threshold(1, 1, 1)
-    try:
-        gc.enable()  # this thread makes nothing while it sleeps
-        time.sleep(1.2)
-    finally:
-        gc.set_threshold(*threshold)
-    thread.join(1)
-    assert not thread.is_alive()
 
 
 def close_while_moving(rank: int, world_size: int, where: tuple[type, str]) -> str:
@@ -266,21 +242,3 @@ def groups_taken(rank: int, world_size: int) -> list[Any]:
 
 def test_a_group_that_was_left_is_taken_where_all_ranks_left_it() -> None:
     assert ranks(2).run(groups_taken) == [[1, "new", "new"]] * 2
-
-
-def test_a_model_of_transformers_is_let_go_with_its_balancing() -> None:
-    pytest.importorskip("transformers")
-    from tests.integrations.hf_models import make_model as make_transformers_model
-
-    model = moe_ep.parallelize(make_transformers_model("Qwen3Moe"), eplb=True)
-    steps = steps_of(model)
-    thread, experts = weakref.ref(steps.eplb._thread._thread), weakref.ref(steps.layers[0])
-    part = model.model
-    del model, steps
-    gc.collect()
-    with torch.inference_mode():  # Its steps are those of the part that makes the passes.
-        part(torch.ones(1, 2, dtype=torch.int64))
-    assert thread().is_alive()
-    del part
-    gc.collect()
-    assert thread() is None and experts() is None
