@@ -52,8 +52,10 @@ class _Passes:
 def make_divided(model: Any, steps: StepCoordinator) -> None:
     """Every pass of the model from here on is a step of all ranks."""
     passes = _Passes(steps)
-    model._moe_ep_steps = steps
-    model.save_pretrained = model.push_to_hub = _refuse_saving
+    model._moe_ep_steps = model.base_model._moe_ep_steps = steps
+    for part in model.modules():
+        if hasattr(part, "save_pretrained"):
+            part.save_pretrained = part.push_to_hub = _refuse_saving
     model.base_model.register_forward_pre_hook(passes.before, with_kwargs=True)
     model.base_model.register_forward_hook(passes.after, always_call=True)
 

@@ -8,6 +8,7 @@ tokens until nobody has any.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,6 @@ class StepCoordinator:
         process_group: the EP ranks; None for this process alone.
 
     Attributes:
-        layers: the model's MoE layers in the order in which a pass reaches them.
         current: the step under way, None between steps.
         eplb: balances the experts between steps, or None.
     """
@@ -62,7 +62,8 @@ class StepCoordinator:
         close_at_exit(self._channel)
         # A collective of gloo would take longer than a decoding step of a small model.
         self._board = None if process_group is None else share_board(process_group, _WIDTH)
-        self.layers: list[RoutedExperts] = []
+        # Not kept: they keep this, and a model that is dropped gives its memory back at once.
+        self._layers: list[weakref.ref[RoutedExperts]] = []
         self.current: Step | None = None
         self.eplb: EPLBManager | None = None
 
@@ -70,6 +71,15 @@ class StepCoordinator:
         if self.size > 1:
             raise ConfigError("a model with divided experts cannot be copied; copy the whole one before parallelize")
         return self
+
+    @property
+    def layers(self) -> list[RoutedExperts]:
+        """The model's MoE layers in the order in which a pass reaches them."""
+        return [layer for there in self._layers if (layer := there()) is not None]
+
+    def add(self, layer: RoutedExperts) -> None:
+        """The layer that a pass reaches next."""
+        self._layers.append(weakref.ref(layer))
 
     @property
     def rank(self) -> int:

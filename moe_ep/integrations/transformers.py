@@ -106,6 +106,7 @@ def parallelize(
         raise TypeError(f"eplb is {eplb!r}; it must be an EplbConfig, True, False or None")
     if isinstance(dtype, torch.dtype) and dtype not in FLOATS:
         raise ValueError(one_of("dtype", dtype, list(map(str, FLOATS))))
+    device = None if device is None else _known_device(device)
     if max_num_tokens is None:
         named = backend != "auto" or env.ALL2ALL_BACKEND.get() != "auto"
         max_num_tokens = DECODE_MAX_NUM_TOKENS if named else PREFILL_MAX_NUM_TOKENS
@@ -136,8 +137,8 @@ def parallelize(
         from moe_ep.eplb.manager import EPLBManager
 
         steps.eplb = EPLBManager(steps.layers, eplb if isinstance(eplb, EplbConfig) else None)
-        # Its thread holds the experts, also when nobody has the model any more.
-        weakref.finalize(model.base_model, steps.end_balancing).atexit = False
+        # It keeps the layers, which keep the steps: nobody else lets go of it with the model.
+        weakref.finalize(model.base_model, setattr, steps, "eplb", None).atexit = False
     return model
 
 
@@ -164,6 +165,20 @@ def serving(model: Any) -> Iterator[None]:
     steps = steps_of(model)
     yield
     steps.serve()
+
+
+def _known_device(device: torch.device | str) -> torch.device:
+    try:
+        known = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device is {device!r}; it must be a torch.device or the name of one, as cpu or cuda:0"
+        ) from None
+    if known.type == "meta":
+        raise ConfigError("device is meta, which keeps no values; pass the device that the model is to run on")
+    if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {known} and this machine has {torch.cuda.device_count()} GPUs; pass one of those")
+    return known
 
 
 def _ranks(
@@ -213,16 +228,20 @@ def _from_model(
     kind = type(model).__name__
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model_or_path is a {kind}; it must be a model of transformers or a checkpoint's folder")
-    if getattr(model, "_moe_ep_steps", None) is not None:
+    found = list(find_experts(model))
+    if not found and any(isinstance(part, RoutedExperts) for part in model.modules()):
         raise ConfigError(f"the experts of this {kind} are divided already; use it as it is")
     if type(model).forward is torch.nn.Module.forward:
         raise ConfigError(f"model is a {kind}, which makes no passes itself; pass the part of it that does")
-    found = list(find_experts(model))
     if not found:
         way_out = "pass one"
         if getattr(model, "hf_quantizer", None) is not None:
             way_out = "transformers has quantized it, so pass the folder of its checkpoint"
         raise ConfigError(f"model is a {kind} and has no experts module of transformers 5; {way_out}")
+    if not isinstance(getattr(model, "base_model", None), torch.nn.Module):
+        raise ConfigError(
+            f"model is a {kind}, which is no model of transformers; pass the one that it is a part of, or the one in it"
+        )
     check_one_in_a_layer(name for name, _ in found)
     if any(param.is_meta for _, module in found for param in module.parameters()):
         raise ConfigError("model is on the meta device; pass the folder of its checkpoint in its place")
@@ -250,12 +269,10 @@ def _check_only_paths_have(model: Any, **given: Any) -> None:
 
 def _put(model: Any, shape: ExpertsShape, layer: RoutedExperts, steps: StepCoordinator) -> None:
     model.set_submodule(shape.name, layer)
-    steps.layers.append(layer)
+    steps.add(layer)
 
 
 def _top_k(model: Any) -> int:
-    if not hasattr(model, "config"):
-        raise ConfigError(f"model is a {type(model).__name__} without a config; pass the model that it is part of")
     config = model.config.get_text_config()
     for name in _TOP_K:
         found = getattr(config, name, None)

@@ -64,7 +64,7 @@ def test_a_check_asks_every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = StepCoordinator(None)
     sizes: dict = {"num_experts": E, "top_k": TOP_K, "hidden_size": K, "intermediate_size": N, "ep_size": 1}
     layer = RoutedExperts(coordinator=steps, decode_max_num_tokens=2, **sizes)
-    steps.layers.append(layer)
+    steps.add(layer)
     layer.check()
     backends = [layer.prepare_finalize]
     with steps.pretending(2):

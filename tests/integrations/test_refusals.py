@@ -63,13 +63,20 @@ def test_a_model_that_only_holds_others_is_refused() -> None:
     holder.thinker = make_model("Qwen3Moe")
     with pytest.raises(ConfigError, match="model is a Module, which makes no passes itself; pass the part of it that"):
         moe_ep.parallelize(holder)
-    with pytest.raises(ConfigError, match="model is a Qwen3MoeDecoderLayer without a config; pass the model that"):
-        moe_ep.parallelize(make_model("Qwen3Moe").model.layers[0])
+    whole = make_model("DeepseekV3")
+    layer = whole.model.layers[1]
+    for part in (layer, layer.mlp, layer.mlp.experts):  # The last two have configurations.
+        with pytest.raises(ConfigError, match=rf"model is a {type(part).__name__}, which is no model of transformers;"):
+            moe_ep.parallelize(part)
+    assert len(list(find_experts(whole))) == 1
 
 
 def test_arguments_of_other_kinds_are_refused() -> None:
     for argument, value, message in (
         ("dtype", torch.float64, "dtype is torch.float64; it must be one of torch.bfloat16, "),
+        ("device", "gpu", "device is 'gpu'; it must be a torch.device or the name of one"),
+        ("device", "meta", "device is meta, which keeps no values"),
+        ("device", "cuda:99", r"device is cuda:99 and this machine has \d+ GPUs"),
         ("eplb", "on", "eplb is 'on'; it must be an EplbConfig, True, False or None"),
         ("decode_max_num_tokens", 0, "decode_max_num_tokens is 0; it must be at least 1"),
         ("decode_max_num_tokens", "8", "decode_max_num_tokens is '8'; it must be a whole number"),
@@ -112,8 +119,20 @@ def test_a_model_is_divided_once_and_by_a_known_backend() -> None:
     with pytest.raises(ValueError, match="all2all_backend is 'foo'; it must be one of auto, no_ep"):
         moe_ep.parallelize(model, backend="foo")
     moe_ep.parallelize(model)
-    with pytest.raises(ConfigError, match="the experts of this Qwen3MoeForCausalLM are divided already"):
-        moe_ep.parallelize(model)
+    for part in (model, model.model, model.model.layers[0]):
+        with pytest.raises(ConfigError, match=f"the experts of this {type(part).__name__} are divided already"):
+            moe_ep.parallelize(part)
+
+
+def test_no_part_of_a_divided_model_is_saved(tmp_path: Path) -> None:
+    """Files of a rank's own experts would load without an error, and with experts of random numbers."""
+    model = moe_ep.parallelize(make_model("Qwen3Moe"))
+    for part in (model, model.model, copy.deepcopy(model).model):
+        for save in (part.save_pretrained, part.push_to_hub):
+            with pytest.raises(ConfigError, match="a rank of a divided model holds its own experts alone"):
+                save(tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+    assert moe_ep.serve(model.model) == 0
 
 
 def test_a_model_of_own_code_or_pickles_is_refused(tmp_path: Path) -> None:
