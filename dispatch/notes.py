@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from moe_ep.job_store import ask_store, job_store, listen_to_store
+from moe_ep.job_store import ask_store, job_store, listen_to_store, name_in_store
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Notes:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._prefix = f"moe_ep/dispatch/{group.group_name}"
+        self._prefix = f"moe_ep/dispatch/{name_in_store(group)}"
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
 
     def __enter__(self) -> None:

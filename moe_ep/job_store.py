@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol, TypeVar
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 
@@ -22,6 +23,9 @@ T = TypeVar("T")
 # How often the thread looks. Whoever waits for an answer must give it several times as long.
 LOOK_S = 0.5
 _CLOSE_S = 1.0
+
+_names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+_namesakes: Counter[str] = Counter()
 
 
 class Listener(Protocol):
@@ -39,6 +43,19 @@ def job_store() -> dist.Store:
         return dist.distributed_c10d._get_default_store()
     except ValueError as error:
         raise RuntimeError(str(error)) from None
+
+
+def name_in_store(group: dist.ProcessGroup) -> str:
+    """A group's name for keys in the store, the same on all of its ranks.
+
+    A group that is made again after all were destroyed has the name of the first, and may have its store, as under
+    torchrun. What the first one's ranks left there is not for it.
+    """
+    if group not in _names:
+        name = group.group_name
+        _names[group] = f"{name}/{_namesakes[name]}"
+        _namesakes[name] += 1
+    return _names[group]
 
 
 def ask_store(question: Callable[[dist.Store], T], limit_s: float) -> T:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from moe_ep.errors import MoeEpError, rank_list
-from moe_ep.job_store import LOOK_S, ask_store, listen_to_store
+from moe_ep.job_store import LOOK_S, ask_store, listen_to_store, name_in_store
 from moe_ep.waiting import comes_within
 
 # How long ranks have to answer, and how long the store may take beside that.
@@ -36,8 +35,6 @@ _LATE, _BROKEN = "late", "broken"
 _WAITS, _LIVES = "waits", "lives"
 
 _rolls: WeakKeyDictionary[dist.ProcessGroup, Roll] = WeakKeyDictionary()
-# A group that is made again after all were destroyed has the name of the first.
-_namesakes: Counter[str] = Counter()
 
 
 class Verdict(NamedTuple):
@@ -91,9 +88,7 @@ class Roll:
     def of(cls, group: dist.ProcessGroup) -> Roll:
         """The roll of a process group."""
         if group not in _rolls:
-            name = group.group_name
-            prefix = f"moe_ep/roll/{name}/{_namesakes[name]}"
-            _namesakes[name] += 1
+            prefix = f"moe_ep/roll/{name_in_store(group)}"
             _rolls[group] = cls(prefix, dist.get_rank(group), dist.get_world_size(group))
         return _rolls[group]
 

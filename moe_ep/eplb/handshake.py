@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.errors import EplbError
-from moe_ep.job_store import job_store
+from moe_ep.job_store import job_store, name_in_store
 from moe_ep.roll_call import CALL_S, Roll
 
 logger = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def _next_prefix(process_group: dist.ProcessGroup) -> str:
     Numbers under which other ranks have failed are left out: they met without this one, whose own mistake came first.
     """
     numbers = _numbers.setdefault(process_group, itertools.count())
-    prefixes = (f"moe_ep/eplb/{process_group.group_name}/{number}" for number in numbers)
+    prefixes = (f"moe_ep/eplb/{name_in_store(process_group)}/{number}" for number in numbers)
     return next(prefix for prefix in prefixes if not job_store().check([f"{prefix}/error"]))
 
 
