@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 # As messages name them: torch has wider unsigned ones, too, of which ids are not made.
@@ -65,9 +66,15 @@ def check_ids(topk_ids: torch.Tensor, known_ids: int, known_as: str) -> None:
 
 
 def check_no_gradients(experts: str, *inputs: torch.Tensor) -> None:
-    """Raises RuntimeError if gradients are enabled and an input of these experts requires one."""
+    """Raises RuntimeError if gradients are enabled and an input of these experts requires one, or has a tangent."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         raise RuntimeError(
             f"{experts} are for inference and have no backward; call the model under torch.inference_mode() or "
             f"torch.no_grad()"
+        )
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in inputs):
+        raise RuntimeError(
+            f"{experts} are for inference and have no derivative, as torch.func.jvp asks; detach the input"
         )

@@ -306,6 +306,10 @@ def test_gradients_are_refused() -> None:
         layer(x, logits)
     with torch.no_grad():
         layer(x, logits)
+    # Else the derivative would be zero.
+    with pytest.raises(RuntimeError, match=r"have no derivative, as torch\.func\.jvp asks; detach the input"):
+        torch.func.jvp(lambda rows: layer(rows, logits), (x.detach(),), (x.detach(),))
+    torch.func.jvp(lambda rows: layer(rows.detach(), logits), (x.detach(),), (x.detach(),))
 
 
 def test_a_mistake_in_experts_of_ones_own_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
