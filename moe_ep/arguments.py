@@ -72,7 +72,7 @@ def check_no_gradients(experts: str, *inputs: torch.Tensor) -> None:
             f"{experts} are for inference and have no backward; call the model under torch.inference_mode() or "
             f"torch.no_grad()"
         )
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", -1) < 0:
         return
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in inputs):
         raise RuntimeError(
