@@ -22,6 +22,7 @@ _SHOWN_CALLS = 10
 _IMPORT_POLL_S = 0.02
 
 _received: int | None = None
+_raised = False
 _held = False
 _hearing: FrameType | None = None
 
@@ -30,7 +31,7 @@ _hearing: FrameType | None = None
 def raised_as_interrupt() -> Iterator[None]:
     """Each of the signals raises KeyboardInterrupt inside the block, after an import that it comes in, and `received`
     says which it was; under nohup, SIGHUP does nothing."""
-    global _received, _hearing
+    global _received, _raised, _hearing
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     heard = [number for number in _ENDING if not (is_nohup and number == signal.SIGHUP)]
     _hearing = sys._getframe(2)  # past this generator and what makes a context of it
@@ -39,6 +40,7 @@ def raised_as_interrupt() -> Iterator[None]:
         yield
     finally:
         _received = _hearing = None
+        _raised = False
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -53,7 +55,9 @@ def check() -> None:
 
     For loops that wait for workers, and not for what cleans up after them.
     """
+    global _raised
     if _received is not None:
+        _raised = True
         raise KeyboardInterrupt
 
 
@@ -151,7 +155,7 @@ def _end(message: str, code: int) -> None:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    global _received
+    global _received, _raised
     _received = number
     if _held:
         return
@@ -161,12 +165,14 @@ def _note(number: int, frame: FrameType | None) -> None:
         again.daemon = True
         again.start()
     else:
+        _raised = True
         raise KeyboardInterrupt
 
 
 def _send_again(number: int) -> None:
     thread = threading.main_thread().ident
-    if _received is not None and thread is not None:
+    # Not where a check has raised it meanwhile: it would interrupt what cleans up.
+    if _received is not None and not _raised and thread is not None:
         signal.pthread_kill(thread, number)
 
 

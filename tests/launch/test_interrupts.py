@@ -138,6 +138,21 @@ def test_what_comes_during_an_import_is_raised_after_it(tmp_path: Path, monkeypa
     assert name in sys.modules
 
 
+def test_a_signal_during_an_import_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"moe_ep_test_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(_INTERRUPTED_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with interrupts.raised_as_interrupt():
+        # A signal is noted in the import alone, so that the check after it is the first to raise anything.
+        with pytest.raises(KeyboardInterrupt), interrupts.held_back():
+            interrupts._held = False
+            try:
+                importlib.import_module(name)
+            finally:
+                interrupts._held = True
+        time.sleep(0.1)  # what cleans up is not interrupted once more
+
+
 def test_ctrl_c_before_there_is_a_command_ends_the_process_without_a_word() -> None:
     done = subprocess.run([sys.executable, "-c", _AT_A_TERMINAL + _EARLY], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
