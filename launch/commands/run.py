@@ -101,6 +101,11 @@ def _check_together(config: RunConfig) -> None:
         )
     if config.text is not None and config.model is not None and not (config.model / "tokenizer.json").is_file():
         raise OptionError(f"--text needs a tokenizer and {config.model} has no tokenizer.json; leave --text out")
+    if config.metrics_port is None and config.metrics_host != RunConfig.metrics_host:
+        raise OptionError(
+            f"--metrics-host is {config.metrics_host!r} without --metrics-port, and no metrics are served; add "
+            f"--metrics-port or leave it out"
+        )
     if config.metrics_port is not None and importlib.util.find_spec("prometheus_client") is None:
         raise missing_extra("prometheus-client", "metrics", "a metrics endpoint")
     config.check_quantize()

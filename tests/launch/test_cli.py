@@ -89,6 +89,7 @@ def folder(tmp_path: Path) -> Path:
         ),
         ("--graphs --trace {}/trace", "--trace shows what the host does between layers"),
         ("--metrics-host=", "--metrics-host is ''; it must be an address of this machine"),
+        ("--metrics-host 0.0.0.0", "--metrics-host is '0.0.0.0' without --metrics-port, and no metrics are served"),
         ("--metrics-port 65535 --device cpu --launcher local --ep-size 2", "it must be at most 65534"),
         ("--eplb-synchronous", "--eplb-synchronous is 'True' without --eplb; add --eplb or leave it out"),
         ("--verify maybe", "unrecognized arguments: maybe; see moe-ep run --help"),
