@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import at_exit, roll_call
+from moe_ep.eplb import rearrangement
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.manager import EPLBManager
@@ -169,8 +170,13 @@ def runs(layer: FusedMoE) -> bool:
     return True
 
 
-def fail_once(rank: int, world_size: int, where: tuple[type, str], turn: int, asynchronous: bool) -> tuple[str, str]:
-    """Rank 1 raises at a turn of something. What all raise then, and what the next manager makes of these layers."""
+def fail_once(
+    rank: int, world_size: int, where: tuple[type, str], turn: int, asynchronous: bool, slow_rank: int | None
+) -> tuple[str, str]:
+    """Rank 1 raises at a turn of something. What all raise then, and what the next manager makes of these layers.
+
+    A rank hears of it before its own commit where it is slow, and else behind that.
+    """
     layers = make_model(None, world_size)
     settings = replace(PATIENT, asynchronous=asynchronous)
     manager, done, turns = EPLBManager(layers, settings), getattr(*where), itertools.count(1)
@@ -182,11 +188,12 @@ def fail_once(rank: int, world_size: int, where: tuple[type, str], turn: int, as
 
     if rank == 1:
         setattr(*where, fail_at_turn)
+    hears_after_s = 0.02 if rank == slow_rank else 60.0
     try:
-        with pytest.raises(EplbError) as error:
+        with mock.patch.object(rearrangement, "POLL_S", hears_after_s), pytest.raises(EplbError) as error:
             manager.rearrange(random_placement(L, E + layers[0].num_redundant_experts, seed=1))
             while True:
-                time.sleep(0.002 * (1 + rank))
+                time.sleep(0.3 if rank == slow_rank else 0.002 * (1 + rank))
                 manager.step()
     finally:
         setattr(*where, done)
@@ -205,20 +212,21 @@ def fail_once(rank: int, world_size: int, where: tuple[type, str], turn: int, as
 
 
 @pytest.mark.parametrize(
-    ("where", "turn", "asynchronous", "half_done"),
+    ("where", "turn", "asynchronous", "slow_rank", "half_done"),
     [
-        ((LayerMover, "cost"), 4, True, False),
-        ((StepGate, "announce"), 1, True, False),
-        ((MessageTransport, "fetch"), 2, True, False),
-        ((LayerMover, "commit"), L, True, True),
+        ((LayerMover, "cost"), 4, True, None, False),
+        ((StepGate, "announce"), 1, True, None, False),
+        ((MessageTransport, "fetch"), 2, True, None, False),
+        ((MessageTransport, "fetch"), 2, True, 2, True),
+        ((LayerMover, "commit"), L, True, None, True),
         # Of a synchronous move's last layer, which nobody has to wait for.
-        ((LayerMover, "commit"), L, False, True),
+        ((LayerMover, "commit"), L, False, None, True),
     ],
 )
 def test_what_goes_wrong_on_one_rank_ends_all_at_once(
-    where: tuple[type, str], turn: int, asynchronous: bool, half_done: bool
+    where: tuple[type, str], turn: int, asynchronous: bool, slow_rank: int | None, half_done: bool
 ) -> None:
-    results = ranks(3).run(fail_once, where, turn, asynchronous)
+    results = ranks(3).run(fail_once, where, turn, asynchronous, slow_rank)
     assert results == [results[0]] * 3
     error, refused = results[0]
     assert "on EP rank 1: ValueError('enough')" in error
