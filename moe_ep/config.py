@@ -11,8 +11,8 @@ import torch
 
 from moe_ep.activation import MoEActivation, gate_limit
 from moe_ep.errors import check_at_least, check_below, check_whole, one_of
-from moe_ep.expert_map import EXPERT_PLACEMENT_STRATEGIES
 
+EXPERT_PLACEMENT_STRATEGIES = ("linear", "round_robin")
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

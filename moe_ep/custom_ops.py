@@ -11,24 +11,37 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
 from moe_ep.arguments import check_same_device
 
-if TYPE_CHECKING:
-    from moe_ep.expert_shard import ExpertShard
-    from moe_ep.integrations.routed_experts import RoutedExperts
-    from moe_ep.layer import FusedMoE
 
-_layers: WeakValueDictionary[str, FusedMoE] = WeakValueDictionary()
+class MoELayer(Protocol):
+    """What a node runs of its layer; each operator calls one of the two forwards."""
+
+    def forward_impl(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The routed experts' output `[T, K]`, or (shared, routed), from `[T, K]` and `[T, E]`."""
+
+    def forward_routed(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The output `[T, K]` of a layer whose model has made the choices, ids and weights `[T, top_k]`."""
+
+    def supports_cuda_graph(self) -> bool:
+        """Whether a CUDA graph can capture the layer."""
+
+
+_layers: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 _naming = threading.Lock()
 
 
-def register_layer(layer: ExpertShard, prefix: str) -> str:
+def register_layer(layer: object, prefix: str) -> str:
     """Registers a layer by a weak reference and returns its name: `prefix`, with a number appended if it is taken; a
     generated one if it is empty. TypeError for one that is no text."""
     if not isinstance(prefix, str):
@@ -37,11 +50,11 @@ def register_layer(layer: ExpertShard, prefix: str) -> str:
         name = prefix or f"moe_layer_{next(_numbers)}"
         while name in _layers:
             name = f"{prefix or 'moe_layer'}#{next(_numbers)}"
-        _layers[name] = cast("FusedMoE", layer)
+        _layers[name] = layer
     return name
 
 
-def find_layer(name: str) -> FusedMoE:
+def find_layer(name: str) -> MoELayer:
     """The layer registered under `name`; RuntimeError if it no longer exists."""
     layer = _layers.get(name)
     if layer is None:
@@ -74,7 +87,7 @@ def moe_forward_routed(
 ) -> torch.Tensor:
     """`RoutedExperts.forward_routed` of a layer whose model has made the choices: `[T, K]` from `[T, K]` and ids and
     weights `[T, top_k]`."""
-    return cast("RoutedExperts", find_layer(layer_name)).forward_routed(hidden_states, topk_ids, topk_weights)
+    return find_layer(layer_name).forward_routed(hidden_states, topk_ids, topk_weights)
 
 
 def operator(name: str, layer_name: str) -> Callable[..., Any]:

@@ -8,18 +8,13 @@ Everything here is computed once, on the host, and depends on nothing but its ar
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from moe_ep.arguments import check_expert_map
+from moe_ep.config import EXPERT_PLACEMENT_STRATEGIES, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.errors import check_at_least, check_below, one_of
 from moe_ep.registry import ALL2ALL_BACKENDS
-
-if TYPE_CHECKING:
-    from moe_ep.config import FusedMoEParallelConfig, FusedMoEQuantConfig
-
-EXPERT_PLACEMENT_STRATEGIES: tuple[str, ...] = ("linear", "round_robin")
 
 # Regardless of the default device: on meta these tensors would have no values.
 _HOST = torch.device("cpu")

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ep.config import FusedMoEParallelConfig, FusedMoEQuantConfig
+from moe_ep.config import EXPERT_PLACEMENT_STRATEGIES, FusedMoEParallelConfig, FusedMoEQuantConfig
 from moe_ep.expert_map import (
-    EXPERT_PLACEMENT_STRATEGIES,
     determine_expert_map,
     expert_owner_table,
     get_compressed_expert_map,
