@@ -48,7 +48,8 @@ def _rotate(theirs: Rotary, ours: Rotary, widths: set[float], *args: Any, **kwar
     """Ours for `[B, heads, T, head_dim]` that lie as `[B, T, heads, head_dim]`, and cos and sin of a known width."""
     if len(args) == 4 and not kwargs and len({tensor.dtype for tensor in args}) == 1:
         query, key = (tensor.transpose(1, 2) for tensor in args[:2])
-        cos, sin = args[2:]
+        # Some versions of a model's code make them transposed.
+        cos, sin = (angles.contiguous() for angles in args[2:])
         if _fits(query, key, cos, sin, widths):
             query, key = ours(query, key, cos, sin)
             return query.transpose(1, 2), key.transpose(1, 2)
@@ -57,7 +58,7 @@ def _rotate(theirs: Rotary, ours: Rotary, widths: set[float], *args: Any, **kwar
 
 def _fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, widths: set[float]) -> bool:
     """Whether the kernel reads these as they lie; it stretches cos and sin over sequences, and over nothing else."""
-    if query.dim() != 4 or not all(tensor.is_contiguous() for tensor in (query, key, cos, sin)):
+    if query.dim() != 4 or not (query.is_contiguous() and key.is_contiguous()):
         return False
     batch, num_tokens, _, head_dim = query.shape
     return (

@@ -123,7 +123,7 @@ def test_experts_of_another_type_are_refused(published: tuple[Path, Any], tmp_pa
 
 def test_glm_that_sees_and_limits_its_gates(tmp_path: Path) -> None:
     text = {**SIZES, **MLA, **GROUPED, **INDEXER, "qk_rope_head_dim": 0, "index_kpool": 2, "hc_mult": 2}
-    text |= {"linear_head_dim": 16, "linear_num_heads": 2, "layer_types": ["linear_attention", "indexed_attention"]}
+    text |= {"linear_head_dim": 16, "linear_num_heads": 2, "layer_types": ["linear_attention", "full_attention"]}
     text |= {"swiglu_limit": 0.5, "mlp_layer_types": ["dense", "sparse"]}
     config = known("Glm5NextConfig")(text_config=text, vision_config=VISION)
     alone = random_model("Glm5NextForConditionalGeneration", config)
