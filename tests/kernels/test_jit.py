@@ -33,8 +33,12 @@ EXPERTS = [
     (scalar_types.float4_e2m1f, BF16, torch.uint8, 4, SWIGLUOAI),
 ]
 # Bytes that are stored and loaded again at most, by number type and groups in 128 columns, where older GPUs' kernel for
-# 16 tokens has any; docs/kernels.md says what they buy.
-TILES_OF_16_SPILL = {(scalar_types.uint4, 1): (32, 48)}
+# 16 tokens has any; docs/kernels.md says what they buy. Those of uint8b128 are of the compiler of CUDA 13.0 alone.
+TILES_OF_16_SPILL = {
+    (scalar_types.uint4, 1): (32, 48),
+    (scalar_types.uint8b128, 1): (12, 16),
+    (scalar_types.uint8b128, 2): (16, 24),
+}
 
 
 def _name(value: object) -> str:
