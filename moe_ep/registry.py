@@ -13,6 +13,9 @@ from typing import Any
 
 from moe_ep.errors import one_of
 
+# In place of a name, where the caller may choose; no registry has it.
+_AUTO = "auto"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -50,9 +53,15 @@ class Registry:
         return self._entries[name]
 
     def register(self, name: str, target: str, summary: str) -> None:
-        """Adds or replaces a choice; `target` is "module:Class"."""
-        if target.count(":") != 1:
-            raise ValueError(f"target is {target!r}; it must read 'module:Class'")
+        """Adds or replaces a choice; `target` is "module:Class".
+
+        Raises:
+            ValueError: a target that does not read so, or a name that is no text, empty or "auto".
+        """
+        if not isinstance(name, str) or name in ("", _AUTO):
+            raise ValueError(f"name is {name!r}; it must be the text to choose by, and not {_AUTO!r}, which chooses")
+        if not isinstance(target, str) or [bool(part) for part in target.split(":")] != [True, True]:
+            raise ValueError(f"target is {target!r}; it must read 'module:Class', which is imported when it is chosen")
         self._entries[name] = Entry(target, summary)
 
     def check(self, name: str, also: tuple[str, ...] = ()) -> None:
@@ -69,7 +78,16 @@ class Registry:
             TypeError: the class is not a subclass of the contract.
         """
         target = self[name].target
-        found = _find(target)
+        try:
+            found = _find(target)
+        except ModuleNotFoundError as error:
+            if not f"{target.partition(':')[0]}.".startswith(f"{error.name}."):
+                raise
+            raise ModuleNotFoundError(
+                f"{self.kind} {name!r} is {target} and there is no module {error.name!r}; every worker must be able to "
+                f"import it: install it, or put its folder on PYTHONPATH",
+                name=error.name,
+            ) from None
         if self.contract and not (isinstance(found, type) and issubclass(found, _find(self.contract))):
             raise TypeError(f"{self.kind} {name!r} is {target}; it must be a subclass of {self.contract}")
         return found

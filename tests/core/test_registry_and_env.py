@@ -1,6 +1,7 @@
 """Choices by name and environment variables: defaults, parsing, and the sentences."""
 
 import dataclasses
+import pathlib
 
 import pytest
 
@@ -26,8 +27,13 @@ def test_register_adds_a_choice_and_checks_its_form():
     registry = Registry("thing", {})
     registry.register("path", "pathlib:Path", "a path")
     assert registry.load("path").__name__ == "Path" and list(registry) == ["path"] and "path" in registry
-    with pytest.raises(ValueError, match="module:Class"):
-        registry.register("bad", "pathlib.Path", "")
+    for target in ("pathlib.Path", "pathlib:", ":Path", "pathlib:Path:open", pathlib.Path, None):
+        with pytest.raises(ValueError, match="^target is .*; it must read 'module:Class'"):
+            registry.register("bad", target, "")
+    for name in ("", "auto", 3, None):
+        with pytest.raises(ValueError, match=f"^name is {name!r}; it must be "):
+            registry.register(name, "pathlib:Path", "")
+    assert list(registry) == ["path"]
 
 
 def test_what_was_registered_wrongly_is_named():
@@ -36,9 +42,12 @@ def test_what_was_registered_wrongly_is_named():
     registry.register("typo", "pathlib:Paht", "")
     registry.register("other", "decimal:Decimal", "")
     registry.register("function", "os:getcwd", "")
+    registry.register("gone", "moe_ep.no_such_part.of_it:Path", "")
     assert registry.load("path").__name__ == "PosixPath"
     with pytest.raises(ImportError, match="pathlib has no 'Paht'"):
         registry.load("typo")
+    with pytest.raises(ImportError, match="thing 'gone' is moe_ep.no_such_part.of_it:Path and there is no module 'moe_ep.no"):
+        registry.load("gone")
     for name in ("other", "function"):
         with pytest.raises(TypeError, match=f"thing '{name}' is .*; it must be a subclass of pathlib:PurePath"):
             registry.load(name)
