@@ -18,6 +18,15 @@ from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_no_gradients, check_tensors
 from moe_ep.backend_choice import choose_backend
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.contract_checks import (
+    check_backend,
+    check_experts,
+    check_prepared,
+    check_problem_size,
+    check_workspace_dtype,
+    check_workspace_shapes,
+    check_wrote,
+)
 from moe_ep.contracts import (
     ExpertTokensMetadata,
     ExpertWeights,
@@ -61,8 +70,12 @@ __all__ = [
 class FusedMoEModularKernel(nn.Module):
     """Joins a prepare/finalize backend with experts of the same activation format.
 
+    In every pass, what they return is checked against their contracts; the error names the one that does not keep to
+    its.
+
     Raises:
         ValueError: their formats differ.
+        TypeError: one of them is no instance of its contract, or its answers are of other types.
     """
 
     def __init__(
@@ -72,6 +85,8 @@ class FusedMoEModularKernel(nn.Module):
         shared_experts: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        check_backend(prepare_finalize)
+        check_experts(fused_experts)
         ours, theirs = prepare_finalize.activation_format(), fused_experts.activation_format()
         if ours is not theirs:
             raise ValueError(
@@ -147,7 +162,7 @@ class FusedMoEModularKernel(nn.Module):
         output = hidden_states if inplace else hidden_states.new_empty(hidden_states.shape)
 
         with stage("dispatch"):
-            rows, row_scales, meta, ids, weights = self.prepare_finalize.prepare(
+            prepared = self.prepare_finalize.prepare(
                 hidden_states,
                 topk_weights,
                 topk_ids,
@@ -155,6 +170,9 @@ class FusedMoEModularKernel(nn.Module):
                 expert_map,
                 apply_router_weight_on_input,
                 self.fused_experts.quant_config,
+            )
+            rows, row_scales, meta, ids, weights = check_prepared(
+                self.prepare_finalize, prepared, hidden_states, topk_ids.size(-1)
             )
         ids = topk_ids if ids is None else ids
         weights = topk_weights if weights is None else weights
@@ -164,7 +182,7 @@ class FusedMoEModularKernel(nn.Module):
                 activation, global_num_experts, expert_map, apply_router_weight_on_input,
             )  # fmt: skip
         with stage("combine"):
-            self.prepare_finalize.finalize(
+            returned = self.prepare_finalize.finalize(  # type: ignore[func-returns-value]
                 output,
                 expert_output,
                 weights,
@@ -172,6 +190,7 @@ class FusedMoEModularKernel(nn.Module):
                 apply_router_weight_on_input,
                 self.fused_experts.finalize_weight_and_reduce_impl(),
             )
+            check_wrote(self.prepare_finalize, "finalize", returned, output)
         if shared_output is None:
             return output
         self._join_shared_experts(shared_output)
@@ -200,8 +219,8 @@ class FusedMoEModularKernel(nn.Module):
             target: the layer's output, if it may be written before all rows were read; written directly if it fits.
         """
         experts = self.fused_experts
-        E, M, N, K, topk = experts.moe_problem_size(rows, w1, w2, ids)
-        dtype, limit = experts.workspace_dtype(act_dtype), self._chunk_size
+        E, M, N, K, topk = check_problem_size(experts, experts.moe_problem_size(rows, w1, w2, ids))
+        dtype, limit = check_workspace_dtype(experts, experts.workspace_dtype(act_dtype)), self._chunk_size
         if target is not None and not (self._finished_rows and target.dtype == dtype and target.is_contiguous()):
             target = None
 
@@ -209,9 +228,9 @@ class FusedMoEModularKernel(nn.Module):
             """Scratch for one chunk of that many rows, and the output for all of them."""
             sizes = (N, K, topk, global_num_experts, E, meta, activation)
             rows_at_once = num_rows if limit is None else min(num_rows, limit)
-            scratch13, scratch2, shape = experts.workspace_shapes(rows_at_once, *sizes)
+            scratch13, scratch2, shape = check_workspace_shapes(experts, experts.workspace_shapes(rows_at_once, *sizes))
             if rows_at_once < num_rows:
-                shape = experts.workspace_shapes(num_rows, *sizes)[2]
+                shape = check_workspace_shapes(experts, experts.workspace_shapes(num_rows, *sizes))[2]
             return (scratch13, dtype), (scratch2, dtype), (shape if target is None else (0,), dtype)
 
         least_bytes = 0
@@ -227,7 +246,7 @@ class FusedMoEModularKernel(nn.Module):
         whole = (output, rows, weights, ids, row_scales)
         chunks = [(*whole, meta)] if limit is None or limit >= M else _chunks(M, limit, *whole)
         for part_output, part_rows, part_weights, part_ids, part_scales, part_meta in chunks:
-            experts.apply(
+            returned = experts.apply(  # type: ignore[func-returns-value]
                 part_output,
                 part_rows,
                 w1,
@@ -244,6 +263,7 @@ class FusedMoEModularKernel(nn.Module):
                 part_meta,
                 apply_router_weight_on_input,
             )
+            check_wrote(experts, "apply", returned, part_output)
         return output
 
     def _start_shared_experts(self, shared_input: torch.Tensor) -> torch.Tensor | None:
@@ -288,10 +308,15 @@ def make_prepare_finalize(
     Raises:
         ValueError: an unknown name (the known ones are listed) or a group whose size is not ep_size.
         BackendUnavailableError: it cannot run on this machine; with the pip line where a package is missing.
+        TypeError: moe_config is none.
     """
+    _check_moe_config(moe_config)
     name = choose_backend(backend, moe_config, process_group)
-    cls = ALL2ALL_BACKENDS.load(name)
-    return cls(moe_config=moe_config, quant_config=quant_config, process_group=process_group)
+    made: FusedMoEPrepareAndFinalize = ALL2ALL_BACKENDS.load(name)(
+        moe_config=moe_config, quant_config=quant_config, process_group=process_group
+    )
+    check_backend(made)
+    return made
 
 
 def make_experts(
@@ -304,5 +329,12 @@ def make_experts(
 
     Raises:
         ValueError: an unknown name; the known ones are listed.
+        TypeError: moe_config is none.
     """
+    _check_moe_config(moe_config)
     return EXPERTS.load(name)(moe_config, quant_config, **kwargs)
+
+
+def _check_moe_config(moe_config: FusedMoEConfig) -> None:
+    if not isinstance(moe_config, FusedMoEConfig):
+        raise TypeError(f"moe_config is {moe_config!r}; it must be a FusedMoEConfig, as the moe_config of a layer")

@@ -46,7 +46,7 @@ def test_what_was_registered_wrongly_is_named():
     assert registry.load("path").__name__ == "PosixPath"
     with pytest.raises(ImportError, match="pathlib has no 'Paht'"):
         registry.load("typo")
-    with pytest.raises(ImportError, match="thing 'gone' is moe_ep.no_such_part.of_it:Path and there is no module 'moe_ep.no"):
+    with pytest.raises(ImportError, match="thing 'gone' is moe_ep.no_such_part.of_it:Path and there is no module "):
         registry.load("gone")
     for name in ("other", "function"):
         with pytest.raises(TypeError, match=f"thing '{name}' is .*; it must be a subclass of pathlib:PurePath"):

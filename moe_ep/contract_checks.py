@@ -1,0 +1,187 @@
+"""Whether a backend and experts keep to their contracts; either may be somebody's own, and is named where it does not.
+
+Only what the host knows is looked at, so that nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moe_ep.arguments import INTEGERS
+from moe_ep.contracts import (
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    FusedMoEPermuteExpertsUnpermute,
+    FusedMoEPrepareAndFinalize,
+    PrepareResult,
+)
+from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
+
+_PREPARED = "(rows, scales or None, metadata or None, ids or None, weights or None)"
+
+
+def check_backend(backend: Any) -> None:
+    """Checks what a backend says of itself.
+
+    Raises:
+        TypeError: no instance of the contract, or an answer of another type.
+        ValueError: a capacity below 1.
+    """
+    if not isinstance(backend, FusedMoEPrepareAndFinalize):
+        raise TypeError(f"prepare_finalize is {backend!r}; it must be an instance of a FusedMoEPrepareAndFinalize")
+    _check_format(backend)
+    capacity, ids = backend.max_num_tokens_per_rank(), backend.topk_indices_dtype()
+    if capacity is not None and (type(capacity) is not int or capacity < 1):
+        wrong = ValueError if type(capacity) is int else TypeError
+        raise wrong(f"{_of(backend, 'max_num_tokens_per_rank')} {capacity!r}; it must be at least 1, or None")
+    if ids is not None and ids not in INTEGERS:
+        raise TypeError(f"{_of(backend, 'topk_indices_dtype')} {ids!r}; it must be an integer dtype of torch, or None")
+
+
+def check_experts(experts: Any) -> None:
+    """Checks what experts say of themselves.
+
+    Raises:
+        TypeError: no instance of the contract, or an answer of another type.
+    """
+    if not isinstance(experts, FusedMoEPermuteExpertsUnpermute):
+        raise TypeError(f"fused_experts is {experts!r}; it must be an instance of a FusedMoEPermuteExpertsUnpermute")
+    if not hasattr(experts, "quant_config"):
+        raise TypeError(
+            f"{type(experts).__name__} has no quant_config; its constructor must call super().__init__(moe_config, "
+            f"quant_config)"
+        )
+    _check_format(experts)
+    reduce_impl = experts.finalize_weight_and_reduce_impl()
+    if not isinstance(reduce_impl, TopKWeightAndReduce):
+        raise TypeError(
+            f"{_of(experts, 'finalize_weight_and_reduce_impl')} {reduce_impl!r}; it must be a TopKWeightAndReduce, as "
+            f"TopKWeightAndReduceNoOP() of experts that weight and sum by themselves"
+        )
+
+
+def check_prepared(
+    backend: FusedMoEPrepareAndFinalize, prepared: Any, hidden_states: torch.Tensor, num_topk: int
+) -> PrepareResult:
+    """Returns what `prepare` returned for this rank's tokens.
+
+    Raises:
+        TypeError: something that is no such tuple.
+        ValueError: tensors of other shapes and dtypes than the backend's format has.
+    """
+    if not isinstance(prepared, (tuple, list)) or len(prepared) != 5:
+        held = f" of {len(prepared)}" if isinstance(prepared, (tuple, list)) else ""
+        raise TypeError(f"{_of(backend, 'prepare')} a {type(prepared).__name__}{held}; it must be {_PREPARED}")
+    rows, scales, meta, ids, weights = prepared
+    # Spelled out, since every pass asks.
+    if (
+        not isinstance(rows, torch.Tensor)
+        or not (scales is None or isinstance(scales, torch.Tensor))
+        or not (meta is None or isinstance(meta, ExpertTokensMetadata))
+        or not (ids is None or isinstance(ids, torch.Tensor))
+        or not (weights is None or isinstance(weights, torch.Tensor))
+    ):
+        kinds = ", ".join(type(part).__name__ for part in prepared)
+        raise TypeError(f"{_of(backend, 'prepare')} ({kinds}); it must be {_PREPARED}")
+    standard = backend.activation_format() is FusedMoEActivationFormat.Standard
+    by_reference = meta is not None and meta.expert_row_ids is not None
+    K, dims = hidden_states.size(-1), 2 if standard or by_reference else 3
+    if rows.dim() != dims or rows.size(-1) != K or (scales is None and rows.dtype != hidden_states.dtype):
+        shape = f"(rows, {K})" if dims == 2 else f"(local experts, rows, {K})"
+        raise ValueError(
+            f"{_of(backend, 'prepare')} rows of {rows.dtype} {tuple(rows.shape)}; they must be {shape} of "
+            f"{hidden_states.dtype}, or of another dtype with scales"
+        )
+    if not standard and (meta is None or ids is not None or weights is not None):
+        raise ValueError(
+            f"{_of(backend, 'prepare')} rows in the BatchedExperts format {'without' if meta is None else 'with'} "
+            f"{'metadata' if meta is None else 'ids or weights'}; they come with expert_num_tokens, and the backend "
+            f"keeps ids and weights for finalize"
+        )
+    if standard:
+        _check_choices(backend, rows.size(0), ids, weights, (hidden_states.size(0), num_topk))
+    return rows, scales, meta, ids, weights
+
+
+def check_workspace_shapes(experts: FusedMoEPermuteExpertsUnpermute, shapes: Any) -> list[tuple[int, ...]]:
+    """Returns the three shapes that `workspace_shapes` returned; TypeError or ValueError where they are none."""
+    try:
+        found = [tuple(shape) for shape in shapes]
+    except TypeError:
+        found = []
+    if len(found) != 3 or any(not isinstance(size, int) for shape in found for size in shape):
+        raise TypeError(
+            f"{_of(experts, 'workspace_shapes')} {shapes!r}; it must be the shapes of workspace13, of workspace2 and "
+            f"of the output, each a tuple of whole numbers"
+        )
+    if any(size < 0 for shape in found for size in shape):
+        raise ValueError(f"{_of(experts, 'workspace_shapes')} {shapes!r}; no size may be below 0")
+    return found
+
+
+def check_workspace_dtype(experts: FusedMoEPermuteExpertsUnpermute, dtype: Any) -> torch.dtype:
+    """Returns what `workspace_dtype` returned; TypeError where it is no dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{_of(experts, 'workspace_dtype')} {dtype!r}; it must be a dtype of torch")
+    return dtype
+
+
+def check_problem_size(experts: FusedMoEPermuteExpertsUnpermute, sizes: Any) -> tuple[int, int, int, int, int]:
+    """Returns what `moe_problem_size` returned; TypeError where it is not five numbers."""
+    if not isinstance(sizes, Sequence) or len(sizes) != 5:
+        raise TypeError(f"{_of(experts, 'moe_problem_size')} {sizes!r}; it must be (E, M, N, K, topk)")
+    E, M, N, K, topk = sizes
+    return E, M, N, K, topk
+
+
+def check_wrote(part: Any, method: str, returned: Any, output: torch.Tensor) -> None:
+    """TypeError where a method that writes `output` in place returned another tensor: output was hardly written."""
+    if returned is not None and returned is not output and isinstance(returned, torch.Tensor):
+        raise TypeError(
+            f"{_of(part, method)} a tensor; it must write output in place, as output.copy_(...), and return nothing"
+        )
+
+
+def _of(part: Any, method: str) -> str:
+    return f"{type(part).__name__}.{method} returned"
+
+
+def _check_format(part: Any) -> None:
+    form = part.activation_format()
+    if not isinstance(form, FusedMoEActivationFormat):
+        names = " or ".join(str(known) for known in FusedMoEActivationFormat)
+        raise TypeError(f"{_of(part, 'activation_format')} {form!r}; it must be {names}")
+
+
+def _check_choices(
+    backend: Any,
+    num_rows: int,
+    ids: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    given: tuple[int, int],
+) -> None:
+    """Ids and weights of the received rows; None for both leaves this rank's own, of the shape `given`."""
+    if ids is None and weights is None:
+        if num_rows != given[0]:
+            raise ValueError(
+                f"{_of(backend, 'prepare')} {num_rows} rows for {given[0]} tokens and no ids; return ids and weights "
+                f"of the rows that arrived"
+            )
+        return
+    if (
+        ids is None
+        or weights is None
+        or ids.dim() != 2
+        or ids.size(0) != num_rows
+        or weights.shape != ids.shape
+        or ids.dtype not in INTEGERS
+        or not weights.is_floating_point()
+    ):
+        described = [None if part is None else f"{part.dtype} {tuple(part.shape)}" for part in (ids, weights)]
+        raise ValueError(
+            f"{_of(backend, 'prepare')} ids {described[0]} and weights {described[1]} of {num_rows} rows; ids must be "
+            f"integers ({num_rows}, topk), and weights floats of the same shape"
+        )
