@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers.integrations.moe import ExpertsInterface
 
+from moe_ep.arguments import check_no_gradients
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError
 from moe_ep.integrations.hf_experts import experts_shape, gemm_tensors
@@ -26,13 +28,36 @@ def experts_forward(
     group, and gives back the memory of those that are elsewhere. The ranks make their passes in lockstep."""
     layer = self._modules.get(NAME)
     if layer is None:
+        kind = type(self).__name__
+        check_no_gradients(f"the experts of {kind} with experts_implementation {NAME!r}", hidden_states, top_k_weights)
         layer = _divide(self, top_k_index.size(-1))
     return layer(hidden_states, top_k_index, top_k_weights)
+
+
+def _check_whole(module: Any) -> None:
+    """ConfigError where the module's weights are not what it will have in later passes: a division is for good."""
+    if any(param.is_meta for param in module.parameters()):
+        raise ConfigError(
+            f"the experts of {type(module).__name__} are on the meta device and have no values; load the model without "
+            f"device_map='meta'"
+        )
+    hook = getattr(module, "_hf_hook", None)  # accelerate's
+    if any(getattr(each, "offload", False) for each in (hook, *getattr(hook, "hooks", ()))):
+        raise ConfigError(
+            f"the experts of {type(module).__name__} are offloaded, their weights come and go with each pass; load the "
+            f"model with a device_map that keeps them, or use moe_ep.parallelize with the folder of its checkpoint"
+        )
+    if parametrize.is_parametrized(module):
+        raise ConfigError(
+            f"the experts of {type(module).__name__} have weights that are computed in each pass, as adapters of peft "
+            f"for parameters do; merge the adapters first (merge_and_unload)"
+        )
 
 
 @torch.compiler.disable(reason="the first pass divides the experts; make it before torch.compile")
 def _divide(module: Any, top_k: int) -> nn.Module:
     """The layer that has this rank's experts, in the module from here on."""
+    _check_whole(module)
     ranks = dist.get_world_size() if is_initialized() else 1
     parallel = FusedMoEParallelConfig.make(ep_size=ranks, rank=dist.get_rank() if ranks > 1 else 0, world_size=ranks)
     shape = experts_shape(type(module).__name__, module)

@@ -7,6 +7,7 @@ import json
 import pickle
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from torch.nn.utils import parametrize
 
 import moe_ep
 import moe_ep.integrations.transformers  # registers moe_ep with transformers
@@ -41,6 +43,37 @@ def test_experts_that_a_pass_has_divided_are_not_saved(tmp_path: Path) -> None:
     model.set_experts_implementation("eager")
     with pytest.raises(ConfigError, match="experts_implementation is 'eager' and a pass with 'moe_ep' has divided the"):
         model(torch.ones(1, 2, dtype=torch.int64))
+
+
+def test_a_pass_that_is_refused_divides_nothing() -> None:
+    model = make_model("Qwen3Moe")
+    tokens = torch.ones(1, 2, dtype=torch.int64)
+    with torch.no_grad():
+        expected = model(tokens).logits
+    model.set_experts_implementation("moe_ep")
+    experts = model.model.layers[0].mlp.experts
+
+    model.requires_grad_(True)
+
+    def refused(error: type[Exception], words: str) -> None:
+        with pytest.raises(error, match=f"^the experts of (Parametrized)?Qwen3MoeExperts {words}"):
+            model(tokens)
+        assert "moe_ep" not in experts._modules and experts.down_proj.dim() == 3
+
+    refused(RuntimeError, "with experts_implementation 'moe_ep' are for inference and have no backward")
+    with torch.no_grad():
+        # What accelerate puts on a module whose weights it takes away between passes.
+        experts._hf_hook = SimpleNamespace(hooks=(SimpleNamespace(offload=False), SimpleNamespace(offload=True)))
+        refused(ConfigError, "are offloaded, .* load the model with a device_map that keeps them")
+        del experts._hf_hook
+        parametrize.register_parametrization(experts, "down_proj", torch.nn.Identity())
+        refused(ConfigError, r"have weights that are computed in each pass, .* merge the adapters first")
+        parametrize.remove_parametrizations(experts, "down_proj")
+        kept, experts.down_proj = experts.down_proj, torch.nn.Parameter(experts.down_proj.to("meta"))
+        refused(ConfigError, "are on the meta device and have no values")
+        experts.down_proj = kept
+        model.set_experts_implementation("eager")
+        assert torch.equal(model(tokens).logits, expected)
 
 
 def test_a_model_without_experts_is_refused() -> None:
