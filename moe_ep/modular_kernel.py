@@ -36,6 +36,7 @@ from moe_ep.contracts import (
     PrepareResult,
 )
 from moe_ep.errors import check_router_weight_on_input
+from moe_ep.process_groups import check_member
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from moe_ep.stages import stage
 from moe_ep.topk_weight_and_reduce import (
@@ -306,11 +307,13 @@ def make_prepare_finalize(
         process_group: the EP group, in ep_rank order; None for the default group.
 
     Raises:
-        ValueError: an unknown name (the known ones are listed) or a group whose size is not ep_size.
+        ValueError: an unknown name (the known ones are listed), a group whose size is not ep_size, or one that this
+            process is not in.
         BackendUnavailableError: it cannot run on this machine; with the pip line where a package is missing.
-        TypeError: moe_config is none.
+        TypeError: moe_config is no configuration, or process_group no group.
     """
     _check_moe_config(moe_config)
+    check_member(process_group)
     name = choose_backend(backend, moe_config, process_group)
     made: FusedMoEPrepareAndFinalize = ALL2ALL_BACKENDS.load(name)(
         moe_config=moe_config, quant_config=quant_config, process_group=process_group
@@ -329,7 +332,7 @@ def make_experts(
 
     Raises:
         ValueError: an unknown name; the known ones are listed.
-        TypeError: moe_config is none.
+        TypeError: moe_config is no configuration.
     """
     _check_moe_config(moe_config)
     return EXPERTS.load(name)(moe_config, quant_config, **kwargs)

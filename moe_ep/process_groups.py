@@ -74,6 +74,22 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def check_member(process_group: object) -> None:
+    """Raises unless it is None, or a group that this process is in.
+
+    Raises:
+        TypeError: no process group.
+        ValueError: what dist.new_group gives to the processes that are not in the group.
+    """
+    if process_group is None or (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+        return
+    if dist.is_available() and process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "process_group is of other processes; this one is not in it and has no part of what its ranks make"
+        )
+    raise TypeError(f"process_group is {process_group!r}; it must be a torch.distributed.ProcessGroup, or None")
+
+
 def resolve_parallel_config(
     parallel_config: FusedMoEParallelConfig | None, process_group: dist.ProcessGroup | None = None, **settings: Any
 ) -> FusedMoEParallelConfig:
@@ -83,8 +99,11 @@ def resolve_parallel_config(
         settings: arguments of `FusedMoEParallelConfig.make`.
 
     Raises:
-        ValueError: sizes that do not match each other, or settings that contradict the configuration.
+        ValueError: sizes that do not match each other, settings that contradict the configuration, or a group of other
+            processes.
+        TypeError: no configuration, or no process group.
     """
+    check_member(process_group)
     if not isinstance(parallel_config, FusedMoEParallelConfig | None):
         raise TypeError(f"parallel_config is {parallel_config!r}; it must be a FusedMoEParallelConfig")
     if parallel_config is None:

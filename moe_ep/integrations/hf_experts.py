@@ -41,6 +41,11 @@ _UNGATED = {
     "GELUActivation": MoEActivation.GELU_NO_MUL,
     "ReLUSquaredActivation": MoEActivation.RELU2_NO_MUL,
 }
+# What modules that stand for another one call it, and what to do in their place.
+_WRAPPED = {
+    "base_layer": "merge the adapters first (merge_and_unload of peft)",
+    "_orig_mod": "call torch.compile behind parallelize",
+}
 # Where the gate is defined that experts have unless they have their own.
 _DEFAULT_GATE_MODULE = "transformers.integrations.moe"
 # An own gate is tried on so many numbers of so large magnitude, for each of gate and up.
@@ -89,6 +94,17 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             getattr(module, "down_proj", None), nn.Parameter
         ):
             yield name, module
+
+
+def check_not_wrapped(model: nn.Module, names: Iterable[str]) -> None:
+    """ConfigError for an experts module inside another module that changes or replaces what it computes."""
+    for name in names:
+        parent, _, attribute = name.rpartition(".")
+        if attribute in _WRAPPED:
+            raise ConfigError(
+                f"the experts {name} are inside a {type(model.get_submodule(parent)).__name__}, which needs them as "
+                f"they are; {_WRAPPED[attribute]}"
+            )
 
 
 def check_one_in_a_layer(names: Iterable[str]) -> None:

@@ -27,13 +27,19 @@ from moe_ep.checkpoint import CheckpointReader, check_experts, load_moe_layer, m
 from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.eplb.config import EplbConfig
-from moe_ep.errors import ConfigError, missing_extra, one_of
+from moe_ep.errors import ConfigError, check_whole, missing_extra, one_of
 from moe_ep.integrations.divided import make_divided, steps_of
-from moe_ep.integrations.hf_experts import ExpertsShape, check_one_in_a_layer, experts_shape, find_experts
+from moe_ep.integrations.hf_experts import (
+    ExpertsShape,
+    check_not_wrapped,
+    check_one_in_a_layer,
+    experts_shape,
+    find_experts,
+)
 from moe_ep.integrations.routed_experts import RoutedExperts
 from moe_ep.integrations.sharding import PREFILL_MAX_NUM_TOKENS, load_shard, make_routed_experts
 from moe_ep.integrations.steps import StepCoordinator
-from moe_ep.process_groups import is_initialized
+from moe_ep.process_groups import check_member, is_initialized
 from moe_ep.registry import ALL2ALL_BACKENDS
 from moe_ep.stack import expert_quantization, layer_quant_config
 
@@ -106,6 +112,8 @@ def parallelize(
         raise TypeError(f"eplb is {eplb!r}; it must be an EplbConfig, True, False or None")
     if isinstance(dtype, torch.dtype) and dtype not in FLOATS:
         raise ValueError(one_of("dtype", dtype, list(map(str, FLOATS))))
+    if on_layer is not None and not callable(on_layer):
+        raise TypeError(f"on_layer is {on_layer!r}; it must be a function of (layers loaded, layers)")
     device = None if device is None else _known_device(device)
     if max_num_tokens is None:
         named = backend != "auto" or env.ALL2ALL_BACKEND.get() != "auto"
@@ -184,7 +192,10 @@ def _known_device(device: torch.device | str) -> torch.device:
 def _ranks(
     ep_size: int | None, backend: str, process_group: dist.ProcessGroup | None
 ) -> tuple[FusedMoEParallelConfig, dist.ProcessGroup | None]:
+    check_member(process_group)
     group = process_group or (dist.group.WORLD if is_initialized() else None)
+    if ep_size is not None:
+        check_whole(ep_size=ep_size)
     num_ranks = 1 if group is None else dist.get_world_size(group)
     ep_size = num_ranks if ep_size is None else ep_size
     if ep_size not in (1, num_ranks):
@@ -242,6 +253,7 @@ def _from_model(
         raise ConfigError(
             f"model is a {kind}, which is no model of transformers; pass the one that it is a part of, or the one in it"
         )
+    check_not_wrapped(model, (name for name, _ in found))
     check_one_in_a_layer(name for name, _ in found)
     if any(param.is_meta for _, module in found for param in module.parameters()):
         raise ConfigError("model is on the meta device; pass the folder of its checkpoint in its place")

@@ -14,6 +14,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError
 from moe_ep.layer import FusedMoE
 from moe_ep.methods import OnlineIntConfig, relative_error, tolerance
+from moe_ep.modular_kernel import make_prepare_finalize
 from moe_ep.passes import one_pass
 from moe_ep.registry import ALL2ALL_BACKENDS
 from moe_ep.shared_experts import SharedExperts
@@ -289,7 +290,12 @@ def test_a_layer_made_before_the_ranks_met(sizes: dict[str, int], tokens: tuple[
 def in_a_subgroup(rank: int, world_size: int) -> str:
     group = dist.new_group([1, 2])
     if rank == 0:
-        return ""
+        config = FusedMoE(4, 2, 8, 16, parallel_config=FusedMoEParallelConfig.make()).moe_config
+        with pytest.raises(ValueError, match="process_group is of other processes"):
+            make_prepare_finalize("no_ep", config, process_group=group)
+        with pytest.raises(ValueError) as refused:
+            make_layer({}, process_group=group)
+        return str(refused.value)
     layer, alone = make_pair({}, process_group=group)
     assert layer.parallel_config.ep_size == 2
     inputs = inputs_of(layer, UNEVEN[rank], seed=rank)
@@ -305,7 +311,10 @@ def in_a_subgroup(rank: int, world_size: int) -> str:
 
 
 def test_a_layer_of_some_of_the_ranks() -> None:
-    _, first, second = ranks(3).run(in_a_subgroup)
+    outside, first, second = ranks(3).run(in_a_subgroup)
+    assert outside == (
+        "process_group is of other processes; this one is not in it and has no part of what its ranks make"
+    )
     assert first == (
         "process_group has 3 ranks and dp_size (1) * tp_size (2) is 2; pass the group of exactly the layer's ranks"
     )

@@ -113,6 +113,9 @@ def test_arguments_of_other_kinds_are_refused() -> None:
         ("eplb", "on", "eplb is 'on'; it must be an EplbConfig, True, False or None"),
         ("decode_max_num_tokens", 0, "decode_max_num_tokens is 0; it must be at least 1"),
         ("decode_max_num_tokens", "8", "decode_max_num_tokens is '8'; it must be a whole number"),
+        ("ep_size", "1", "ep_size is '1'; it must be a whole number"),
+        ("on_layer", 3, r"on_layer is 3; it must be a function of \(layers loaded, layers\)"),
+        ("process_group", 3, "process_group is 3; it must be a torch.distributed.ProcessGroup, or None"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             moe_ep.parallelize(make_model("Qwen3Moe"), **{argument: value})
@@ -235,6 +238,28 @@ def test_experts_that_not_every_pass_calls_are_refused() -> None:
     both = "layer 0 of the model has the experts model.layers.0.mlp.experts and second.layers.0.mlp.experts, of which"
     with pytest.raises(ConfigError, match=both):
         moe_ep.parallelize(model)
+
+
+class Wrapper(torch.nn.Module):
+    """As peft wraps experts whose parameters it adapts."""
+
+    def __init__(self, base_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.weight = base_layer.down_proj
+
+
+def test_experts_inside_another_module_are_refused() -> None:
+    for wrap, words in (
+        (Wrapper, r"experts.base_layer are inside a Wrapper, .*; merge the adapters first \(merge_and_unload"),
+        (torch.compile, "experts._orig_mod are inside a OptimizedModule, .*; call torch.compile behind parallelize"),
+    ):
+        model = make_model("Qwen3Moe")
+        layer = model.model.layers[1].mlp
+        layer.experts = wrap(layer.experts)
+        with pytest.raises(ConfigError, match=f"^the experts model.layers.1.mlp.{words}"):
+            moe_ep.parallelize(model)
+        assert not any(isinstance(part, RoutedExperts) for part in model.modules())
 
 
 def test_a_divided_model_is_not_saved_nor_copied_nor_one_graph() -> None:
