@@ -1,12 +1,13 @@
-"""Whether a backend and experts keep to their contracts; either may be somebody's own, and is named where it does not.
+"""Whether a backend and experts of somebody's own keep to their contracts; the error names the one that does not.
 
-Only what the host knows is looked at, so that nothing waits for the device.
+Those of moe_ep itself are used as they are: its tests check them, and a layer's pass has no time for it. Only what the
+host knows is looked at, so that nothing waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,6 +22,67 @@ from moe_ep.contracts import (
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 
 _PREPARED = "(rows, scales or None, metadata or None, ids or None, weights or None)"
+_OURS = "moe_ep."
+
+
+def checked_backend(backend: Any) -> FusedMoEPrepareAndFinalize:
+    """What to call the backend by: itself, or around somebody's own, checks of what it returns.
+
+    Raises:
+        TypeError, ValueError: as `check_backend`.
+    """
+    check_backend(backend)
+    if type(backend).__module__.startswith(_OURS):
+        return cast(FusedMoEPrepareAndFinalize, backend)
+    return cast(FusedMoEPrepareAndFinalize, _CheckedBackend(backend))
+
+
+def checked_experts(experts: Any) -> FusedMoEPermuteExpertsUnpermute:
+    """As `checked_backend`, of experts.
+
+    Raises:
+        TypeError: as `check_experts`.
+    """
+    check_experts(experts)
+    if type(experts).__module__.startswith(_OURS):
+        return cast(FusedMoEPermuteExpertsUnpermute, experts)
+    return cast(FusedMoEPermuteExpertsUnpermute, _CheckedExperts(experts))
+
+
+class _Checked:
+    """Has everything that the checked one has."""
+
+    def __init__(self, checked: Any) -> None:
+        self._checked = checked
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_checked" or name.startswith("__"):  # what a copy that is being made asks for
+            raise AttributeError(name)
+        return getattr(self._checked, name)
+
+
+class _CheckedBackend(_Checked):
+    def prepare(self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *args: Any) -> Any:
+        return check_prepared(
+            self._checked, self._checked.prepare(a1, topk_weights, topk_ids, *args), a1, topk_ids.size(-1)
+        )
+
+    def finalize(self, output: torch.Tensor, *args: Any) -> None:
+        check_wrote(self._checked, "finalize", self._checked.finalize(output, *args), output)
+
+
+class _CheckedExperts(_Checked):
+    def moe_problem_size(self, *args: Any) -> tuple[int, int, int, int, int]:
+        return check_problem_size(self._checked, self._checked.moe_problem_size(*args))
+
+    def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
+        return check_workspace_dtype(self._checked, self._checked.workspace_dtype(act_dtype))
+
+    def workspace_shapes(self, *args: Any) -> list[tuple[int, ...]]:
+        return check_workspace_shapes(self._checked, self._checked.workspace_shapes(*args))
+
+    def apply(self, output: torch.Tensor, *args: Any) -> None:
+        check_wrote(self._checked, "apply", self._checked.apply(output, *args), output)
 
 
 def check_backend(backend: Any) -> None:
@@ -76,7 +138,6 @@ def check_prepared(
         held = f" of {len(prepared)}" if isinstance(prepared, (tuple, list)) else ""
         raise TypeError(f"{_of(backend, 'prepare')} a {type(prepared).__name__}{held}; it must be {_PREPARED}")
     rows, scales, meta, ids, weights = prepared
-    # Spelled out, since every pass asks.
     if (
         not isinstance(rows, torch.Tensor)
         or not (scales is None or isinstance(scales, torch.Tensor))

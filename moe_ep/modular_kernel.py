@@ -18,15 +18,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_no_gradients, check_tensors
 from moe_ep.backend_choice import choose_backend
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.contract_checks import (
-    check_backend,
-    check_experts,
-    check_prepared,
-    check_problem_size,
-    check_workspace_dtype,
-    check_workspace_shapes,
-    check_wrote,
-)
+from moe_ep.contract_checks import check_backend, checked_backend, checked_experts
 from moe_ep.contracts import (
     ExpertTokensMetadata,
     ExpertWeights,
@@ -71,8 +63,8 @@ __all__ = [
 class FusedMoEModularKernel(nn.Module):
     """Joins a prepare/finalize backend with experts of the same activation format.
 
-    In every pass, what they return is checked against their contracts; the error names the one that does not keep to
-    its.
+    What those of somebody's own return is checked against their contracts in every pass; the error names the one that
+    does not keep to its.
 
     Raises:
         ValueError: their formats differ.
@@ -86,8 +78,7 @@ class FusedMoEModularKernel(nn.Module):
         shared_experts: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        check_backend(prepare_finalize)
-        check_experts(fused_experts)
+        self._backend, self._experts = checked_backend(prepare_finalize), checked_experts(fused_experts)
         ours, theirs = prepare_finalize.activation_format(), fused_experts.activation_format()
         if ours is not theirs:
             raise ValueError(
@@ -163,7 +154,7 @@ class FusedMoEModularKernel(nn.Module):
         output = hidden_states if inplace else hidden_states.new_empty(hidden_states.shape)
 
         with stage("dispatch"):
-            prepared = self.prepare_finalize.prepare(
+            rows, row_scales, meta, ids, weights = self._backend.prepare(
                 hidden_states,
                 topk_weights,
                 topk_ids,
@@ -171,9 +162,6 @@ class FusedMoEModularKernel(nn.Module):
                 expert_map,
                 apply_router_weight_on_input,
                 self.fused_experts.quant_config,
-            )
-            rows, row_scales, meta, ids, weights = check_prepared(
-                self.prepare_finalize, prepared, hidden_states, topk_ids.size(-1)
             )
         ids = topk_ids if ids is None else ids
         weights = topk_weights if weights is None else weights
@@ -183,7 +171,7 @@ class FusedMoEModularKernel(nn.Module):
                 activation, global_num_experts, expert_map, apply_router_weight_on_input,
             )  # fmt: skip
         with stage("combine"):
-            returned = self.prepare_finalize.finalize(  # type: ignore[func-returns-value]
+            self._backend.finalize(
                 output,
                 expert_output,
                 weights,
@@ -191,7 +179,6 @@ class FusedMoEModularKernel(nn.Module):
                 apply_router_weight_on_input,
                 self.fused_experts.finalize_weight_and_reduce_impl(),
             )
-            check_wrote(self.prepare_finalize, "finalize", returned, output)
         if shared_output is None:
             return output
         self._join_shared_experts(shared_output)
@@ -219,9 +206,9 @@ class FusedMoEModularKernel(nn.Module):
         Args:
             target: the layer's output, if it may be written before all rows were read; written directly if it fits.
         """
-        experts = self.fused_experts
-        E, M, N, K, topk = check_problem_size(experts, experts.moe_problem_size(rows, w1, w2, ids))
-        dtype, limit = check_workspace_dtype(experts, experts.workspace_dtype(act_dtype)), self._chunk_size
+        experts = self._experts
+        E, M, N, K, topk = experts.moe_problem_size(rows, w1, w2, ids)
+        dtype, limit = experts.workspace_dtype(act_dtype), self._chunk_size
         if target is not None and not (self._finished_rows and target.dtype == dtype and target.is_contiguous()):
             target = None
 
@@ -229,9 +216,9 @@ class FusedMoEModularKernel(nn.Module):
             """Scratch for one chunk of that many rows, and the output for all of them."""
             sizes = (N, K, topk, global_num_experts, E, meta, activation)
             rows_at_once = num_rows if limit is None else min(num_rows, limit)
-            scratch13, scratch2, shape = check_workspace_shapes(experts, experts.workspace_shapes(rows_at_once, *sizes))
+            scratch13, scratch2, shape = experts.workspace_shapes(rows_at_once, *sizes)
             if rows_at_once < num_rows:
-                shape = check_workspace_shapes(experts, experts.workspace_shapes(num_rows, *sizes))[2]
+                shape = experts.workspace_shapes(num_rows, *sizes)[2]
             return (scratch13, dtype), (scratch2, dtype), (shape if target is None else (0,), dtype)
 
         least_bytes = 0
@@ -247,7 +234,7 @@ class FusedMoEModularKernel(nn.Module):
         whole = (output, rows, weights, ids, row_scales)
         chunks = [(*whole, meta)] if limit is None or limit >= M else _chunks(M, limit, *whole)
         for part_output, part_rows, part_weights, part_ids, part_scales, part_meta in chunks:
-            returned = experts.apply(  # type: ignore[func-returns-value]
+            experts.apply(
                 part_output,
                 part_rows,
                 w1,
@@ -264,7 +251,6 @@ class FusedMoEModularKernel(nn.Module):
                 part_meta,
                 apply_router_weight_on_input,
             )
-            check_wrote(experts, "apply", returned, part_output)
         return output
 
     def _start_shared_experts(self, shared_input: torch.Tensor) -> torch.Tensor | None:

@@ -1,11 +1,13 @@
 """A backend or experts of somebody's own that do not keep to their contract: the error names them and what is wrong."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
+from moe_ep.contract_checks import checked_backend, checked_experts
 from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEPrepareAndFinalize
 from moe_ep.kernels.reference import BatchedReferenceExperts, ReferenceExperts
 from moe_ep.modular_kernel import FusedMoEModularKernel, make_experts, make_prepare_finalize
@@ -162,6 +164,17 @@ def test_what_a_backend_says(answers: dict[str, Any], words: str) -> None:
 def test_what_experts_say(answers: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^Odd.{words}"):
         run(Own(), varied(ReferenceExperts, **answers))
+
+
+def test_those_of_moe_ep_are_called_without_checks() -> None:
+    backend, experts = make_prepare_finalize("no_ep", CONFIG), ReferenceExperts(CONFIG)
+    assert checked_backend(backend) is backend and checked_experts(experts) is experts
+
+
+def test_a_kernel_with_somebodys_own_can_be_copied() -> None:
+    kernel = FusedMoEModularKernel(Own(), varied(ReferenceExperts))
+    assert copy.deepcopy(kernel)._experts.activation_format() is FusedMoEActivationFormat.Standard
+    assert torch.equal(run(copy.deepcopy(kernel).prepare_finalize), run(Own()))
 
 
 def test_what_is_no_backend_or_no_experts() -> None:
