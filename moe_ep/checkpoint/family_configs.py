@@ -34,6 +34,21 @@ def renamed(
     return common
 
 
+def only(values: Config, common: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
+    """A config with these values, or silent about them: transformers computes no other, whatever the file says."""
+
+    def checked(config: Config) -> Config:
+        config = common(config)
+        for key, value in values.items():
+            if (found := config.get(key)) not in (None, value):
+                raise CheckpointError(
+                    f"config.json: {key}: expected {value!r}, found {found!r}, which transformers does not heed"
+                )
+        return config
+
+    return checked
+
+
 # As transformers writes it, from the file that the models came with.
 mimo_config = renamed({"rms_norm_eps": "layernorm_epsilon"}, {"routed_scaling_factor": 1.0, "first_k_dense_replace": 1})
 

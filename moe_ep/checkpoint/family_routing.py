@@ -44,6 +44,16 @@ def biased_sigmoid_times(factor: str) -> Callable[[Config], RoutingSpec]:
     return lambda config: replace(biased_sigmoid(config), routed_scaling_factor=number(config, factor, 1.0))
 
 
+def ernie_routing(config: Config) -> RoutingSpec:
+    """It divides by the weights' sum, which is at least top_k / num_experts, or by `moe_norm_min` if that is more."""
+    least, sum_is = number(config, "moe_norm_min", 1e-12), top_k(config) / positive(config, "moe_num_experts")
+    if least > sum_is:
+        raise CheckpointError(
+            f"config.json: moe_norm_min: expected at most {sum_is:g}, which no sum of weights is below, found {least:g}"
+        )
+    return RoutingSpec(renormalize=True, has_correction_bias=True)
+
+
 def lfm_routing(config: Config) -> RoutingSpec:
     """Its sum, that it divides by, has 1e-6 more: below what a sum of sigmoids of chosen experts shows."""
     bias, renormalize = config.get("use_expert_bias"), config.get("norm_topk_prob")

@@ -155,7 +155,7 @@ FAMILIES = {
     ),
     "ernie4_5_moe": Family(
         moe_layers=rules.layers_between,
-        routing=routing.fixed_routing(renormalize=True, has_correction_bias=True),
+        routing=routing.ernie_routing,
         shared_experts=rules.counted_shared_experts,
         names={"correction_bias_tensor": "moe_statics.e_score_correction_bias"},
     ),

@@ -187,9 +187,9 @@ def _sizes(extra: dict[str, Any]) -> dict[str, Any]:
     } | extra
 
 
-def _config(family: str) -> Any:
+def _config(family: str, **changes: Any) -> Any:
     name, extra = MODELS[family]
-    return known(f"{name}Config")(**_sizes(extra), dtype="bfloat16")
+    return known(f"{name}Config")(**_sizes(extra) | changes, dtype="bfloat16")
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
@@ -197,10 +197,10 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
     return json.loads(_config(family).to_json_string()) | changes
 
 
-def save_model(family: str, directory: Path) -> Any:
-    """A small random model of the family, saved by transformers."""
+def save_model(family: str, directory: Path, **changes: Any) -> Any:
+    """A small random model of the family, with changes of its configuration, saved by transformers."""
     torch.manual_seed(0)
-    model = language_model(_config(family), torch.bfloat16)
+    model = language_model(_config(family, **changes), torch.bfloat16)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     for buffer_name, buffer in model.named_buffers():
