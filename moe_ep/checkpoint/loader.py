@@ -63,7 +63,7 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
     with _one_copying_thread():
         for source, raw in _read(reader, plan):
             for slot in source.slots:
-                tensor = slot.tensor(raw)
+                tensor = slot.layout.as_held(slot.tensor(raw))
                 _check_values(reader, source, slot, tensor)
                 if slot.param_name:
                     _hand_over(reader, source, slot, tensor, layer, params[slot.param_name])
@@ -228,8 +228,6 @@ def _hand_over(
 ) -> None:
     if tensor.dtype in (torch.float8_e8m0fnu, torch.int8) and param.dtype == torch.uint8:
         tensor = tensor.view(torch.uint8)  # the bits of such scales, and of two codes
-    elif tensor.dtype == torch.float8_e8m0fnu:
-        tensor = tensor.float()
     try:
         taken = layer.weight_loader(param, tensor, source.name, slot.shard_id, slot.expert_id, return_success=True)
     except ValueError as error:

@@ -75,10 +75,7 @@ def _read_matrix(
     bias = tensors.pop("bias", None)
     if scheme is None:
         return tensors["weight"].to(device).float(), bias
-    held = {
-        suffix: (tensor.float() if used[suffix].layout.held == torch.float32 else tensor).to(device)
-        for suffix, tensor in tensors.items()
-    }
+    held = {suffix: used[suffix].layout.as_held(tensor).to(device) for suffix, tensor in tensors.items()}
     return dequantize(scheme.unpack(held)), bias
 
 

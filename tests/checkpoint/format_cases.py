@@ -25,6 +25,7 @@ from tests.checkpoint.format_encoders import (
     int_quantized,
     mxfp4,
     mxfp4_beside_fp8,
+    mxfp8,
     nvfp4,
     packed,
     plain,
@@ -162,6 +163,19 @@ CASES: dict[str, Case] = {
     ),
     "mxfp4 per expert": Case(ct("mxfp4-pack-quantized", 4, "float"), mxfp4),
     "mxfp4 beside fp8": Case(BLOCK | {"scale_fmt": "ue8m0", "expert_dtype": "fp4"}, mxfp4_beside_fp8),
+    "mxfp8": Case(
+        {"quant_method": "mxfp8", "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head", "mlp.gate"]},
+        mxfp8("weight_scale_inv"),
+    ),
+    "mxfp8 of blocks": Case(
+        BLOCK | {"weight_block_size": [1, 32], "scale_fmt": "ue8m0"}, mxfp8("weight_scale_inv", torch.float8_e8m0fnu)
+    ),
+    "mxfp8 compressed-tensors": Case(
+        ct("mxfp8-quantized", 8, "float", scale_dtype="torch.uint8"), mxfp8("weight_scale")
+    ),
+    "mxfp8 modelopt": Case(
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head", "*.mlp.gate"]}, mxfp8("weight_scale")
+    ),
     "nvfp4 modelopt": Case(None, nvfp4("weight", "weight_scale_2", False), files={"hf_quant_config.json": MODELOPT}),
     "nvfp4 packed": Case(
         ct("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group_size=16),

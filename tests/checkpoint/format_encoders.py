@@ -165,6 +165,19 @@ def fp8(name: str, block: tuple[int, int] | None, dtype: torch.dtype, per_row: b
     return encode
 
 
+def mxfp8(name: str, dtype: torch.dtype = torch.uint8) -> Encode:
+    """e4m3 in groups of 32 columns with powers of two, kept as their bits or as what they are."""
+
+    def encode(n: int, k: int) -> tuple[Tensors, Value]:
+        codes = e4m3_codes(n, k)
+        exponents = torch.randint(112, 122, (n, k // 32), dtype=torch.uint8)
+        q, s = codes.tolist(), exponents.tolist()
+        tensors = {"weight": codes.view(torch.float8_e4m3fn), name: exponents.view(dtype)}
+        return tensors, lambda row, col: e4m3(q[row][col]) * 2.0 ** (s[row][col // 32] - 127)
+
+    return encode
+
+
 def mxfp4(n: int, k: int) -> tuple[Tensors, Value]:
     tensors = {
         "weight_packed": torch.randint(0, 256, (n, k // 2), dtype=torch.uint8),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -101,6 +102,23 @@ def test_groups_of_scattered_columns_by_any_of_their_names() -> None:
 def test_rotated_activations_are_refused(transforms: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=f"transform_config: .*{message}"):
         compressed(transform_config=transforms)
+
+
+def test_mxfp8_as_the_library_writes_it() -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    scheme = quantization.preset_name_to_scheme("MXFP8A16", ["Linear"])
+    values, scales = torch.randn(48, 64), 2.0 ** torch.randint(-9, -5, (48, 2))
+    written = compressors.MXFP8QuantizationCompressor.compress({"weight": values, "weight_scale": scales}, scheme)
+    assert written["weight_scale"].dtype == torch.uint8
+    settings = json.loads(scheme.weights.model_dump_json())
+    found = compressed(
+        format="mxfp8-quantized", config_groups={"group_0": {"targets": ["Linear"], "weights": settings}}
+    )
+    linear = found.of_module(GATE_PROJ)
+    held = {name: layout.as_held(written[name]) for name, layout in linear.tensors(48, 64).items() if name in written}
+    codes = (values / scales.repeat_interleave(32, 1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(dequantize(linear.unpack(held)), codes.float() * scales.repeat_interleave(32, 1))
 
 
 def test_codes_of_four_bits_a_byte_each() -> None:

@@ -186,7 +186,7 @@ def unread(module: str) -> dict[str, dict[str, Any]]:
     weights = {"num_bits": 4, "type": "int", "strategy": "channel"}
     groups = {
         "group_0": {"targets": ["Linear"], "weights": weights},
-        "group_1": {"targets": [f"re:.*{module}"], "format": "mxfp8-quantized", "weights": weights},
+        "group_1": {"targets": [f"re:.*{module}"], "format": "mxfp6-pack-quantized", "weights": weights},
     }
     listed = {"model": {"quant_algo": "NVFP4"}, module: {"quant_algo": "W4A8_AWQ"}}
     listed = dict(reversed(listed.items()))
@@ -204,7 +204,7 @@ def test_a_scheme_that_is_not_read_only_matters_where_it_is_asked_for(method: st
     """Attention and layers for drafts are quantized in other ways than experts, and nothing reads them."""
     found = quantization_config({"quantization_config": {"quant_method": method, **unread("self_attn")[method]}})
     assert found.of_module(GATE_PROJ) is not None
-    with pytest.raises(CheckpointError, match="mxfp8-quantized|W4A8_AWQ|bits is [23]"):
+    with pytest.raises(CheckpointError, match="mxfp6-pack-quantized|W4A8_AWQ|bits is [23]"):
         found.of_module("model.layers.3.self_attn.q_proj")
 
 

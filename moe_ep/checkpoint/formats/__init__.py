@@ -9,7 +9,7 @@ from typing import Any
 from moe_ep.checkpoint.formats import auto_round, compressed_tensors, modelopt
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.fp4 import MXFP4Config
-from moe_ep.checkpoint.formats.fp8 import Float8Config
+from moe_ep.checkpoint.formats.fp8 import MXFP8_GROUP, Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq, unpack_gptq
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.checkpoint.formats.modules import (
@@ -93,6 +93,10 @@ def _fp8(values: Mapping[str, Any]) -> ModelQuantization:
     return ModuleSchemes("fp8", schemes, ignored)
 
 
+def _mxfp8(values: Mapping[str, Any]) -> ModelQuantization:
+    return _fp8({"weight_block_size": [1, MXFP8_GROUP], **values})
+
+
 def _fbgemm_fp8(values: Mapping[str, Any]) -> ModelQuantization:
     rows = Float8Config(scale=ScaleShape(Kind.CHANNEL))
     return ModuleSchemes("fbgemm_fp8", [((EVERY_LINEAR,), rows)], values.get("modules_to_not_convert") or ())
@@ -109,6 +113,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization | None]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
     "mxfp4": _mxfp4,
+    "mxfp8": _mxfp8,
     **dict.fromkeys(modelopt.METHODS, modelopt.modelopt_schemes),
     **dict.fromkeys(auto_round.METHODS, auto_round.auto_round_schemes),
 }

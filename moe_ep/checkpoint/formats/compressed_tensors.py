@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from moe_ep.checkpoint.formats.fp4 import MXFP4_GROUP, NVFP4_GROUP, PACKED_MXFP4, PACKED_NVFP4
-from moe_ep.checkpoint.formats.fp8 import Float8Config
+from moe_ep.checkpoint.formats.fp8 import MXFP8, MXFP8_GROUP, Float8Config
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.checkpoint.formats.modules import ModuleSchemes, Scheme, if_readable
@@ -28,6 +28,7 @@ FORMATS = (
     "float-quantized",
     "naive-quantized",
     "mxfp4-pack-quantized",
+    "mxfp8-quantized",
     "nvfp4-pack-quantized",
 )
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
@@ -112,6 +113,9 @@ def _scheme(group: Mapping[str, Any], form: str) -> QuantizationConfig:
     if form == "mxfp4-pack-quantized":
         _require(weights, group_size=MXFP4_GROUP, num_bits=4)
         return PACKED_MXFP4
+    if form == "mxfp8-quantized":
+        _require(weights, group_size=MXFP8_GROUP, num_bits=8)
+        return MXFP8
     if form == "nvfp4-pack-quantized":
         _require(weights, group_size=NVFP4_GROUP, num_bits=4)
         return PACKED_NVFP4

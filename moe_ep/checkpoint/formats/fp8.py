@@ -4,6 +4,8 @@
     weight_scale_inv  f32 or e8m0 [ceil(N / bn), ceil(K / bk)]   with weight_block_size [bn, bk]; or
     weight_scale      [1] or [N, 1], f32 or the model's dtype; blocks and groups in compressed-tensors
 
+mxfp8 has scales e8m0, also stored as their bits (u8), of groups of 32 columns: blocks of [1, 32] to transformers.
+
 transformers calls the scale of a whole tensor weight_scale_inv too, and DeepSeek-V4 any scale `scale`: each name is
 taken for any of them.
 Qwen3-VL has all experts in one: `gate_up_proj` e4m3 [E, K, 2N] with `gate_up_proj_scale_inv` [E, K / bk, 2N / bn];
@@ -31,6 +33,7 @@ from moe_ep.errors import CheckpointError, one_of
 from moe_ep.scalar_type import scalar_types
 from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 
+MXFP8_GROUP = 32
 _SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale")
 
 
@@ -91,7 +94,8 @@ class Float8Config(QuantizationConfig):
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         # Kept in f32 as on disk: they are small numbers of which f16 would lose bits.
-        scale = self.scale.layout((*FLOATS, torch.float8_e8m0fnu), out_features, in_features, held=torch.float32)
+        dtypes = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
+        scale = self.scale.layout(dtypes, out_features, in_features, held=torch.float32)
         other_names = tuple(name for name in _SCALE_NAMES if name != self.scale_name)
         return {
             "weight": TensorLayout((torch.float8_e4m3fn,), (out_features, in_features), out_dim=0, in_dim=1),
@@ -112,3 +116,6 @@ class Float8Config(QuantizationConfig):
             quant_type_id=scalar_types.float8_e4m3fn.id,
             group_size=self.scale.group_size,
         )
+
+
+MXFP8 = Float8Config(scale=ScaleShape(Kind.GROUP, columns=MXFP8_GROUP))

@@ -41,7 +41,7 @@ class TensorLayout:
         out_dim, in_dim: the dimension that runs along the outputs, and along the inputs; None where none does. A
             single number has out_dim 0: the gate's and the up projection's lie side by side.
         held: the dtype in which a layer holds it: None for the first of `dtypes`, or for the layer's own dtype where
-            floats of several kinds are taken.
+            floats of several kinds are taken. Bytes held as floats are the bits of e8m0 numbers, powers of two.
         other_names: what some writers call it.
     """
 
@@ -53,6 +53,12 @@ class TensorLayout:
     in_dim: int | None = None
     held: torch.dtype | None = None
     other_names: tuple[str, ...] = ()
+
+    def as_held(self, stored: torch.Tensor) -> torch.Tensor:
+        """What was read, where it is not held as it is stored."""
+        if self.held is None or not self.held.is_floating_point:
+            return stored
+        return (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).to(self.held)
 
 
 class QuantizationConfig(ABC):

@@ -1,4 +1,4 @@
-"""NVIDIA Model Optimizer (`quant_method: modelopt`): nvfp4, fp8, or a list of modules of several.
+"""NVIDIA Model Optimizer (`quant_method: modelopt`): nvfp4, fp8, mxfp8, or a list of modules of several.
 
 fp8 has a scale a tensor, a row or a block of 128 rows and columns.
 
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4
-from moe_ep.checkpoint.formats.fp8 import Float8Config
+from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, if_readable
 from moe_ep.checkpoint.formats.scales import ScaleShape
@@ -28,6 +28,7 @@ _ALGORITHMS: dict[str, QuantizationConfig] = {
     "W4A16_NVFP4": MODELOPT_NVFP4,
     "FP8": Float8Config(scale=ScaleShape(Kind.TENSOR)),
     "FP8_PER_CHANNEL_PER_TOKEN": Float8Config(scale=ScaleShape(Kind.CHANNEL)),
+    "MXFP8": MXFP8,
     "FP8_PB_WO": Float8Config(scale=ScaleShape(Kind.BLOCK, rows=128, columns=128)),
 }
 _MIXED = "MIXED_PRECISION"
