@@ -34,7 +34,7 @@ def checkpoint_folder(raw: str) -> Path:
     """A folder with a Hugging Face checkpoint, as an absolute path."""
     path = user_path(raw)
     rule = "it must be a folder with a Hugging Face checkpoint"
-    if not path.exists():
+    if not raw or not path.exists():  # an empty one would be this folder
         way_out = "; to download it: hf download NAME --local-dir FOLDER" if _HUB_NAME.fullmatch(raw) else ""
         raise ValueError(f"{rule}, and there is none{way_out}")
     if not (path / "config.json").is_file():

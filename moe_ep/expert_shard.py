@@ -113,6 +113,11 @@ class ExpertShard(FixedTensors):
                 f"num_experts ({E}) + redundant ({redundant}) must be a multiple of ep_size ({ep_size}); "
                 f"pass num_redundant_experts={redundant + -(E + redundant) % ep_size}"
             )
+        if redundant > E * ep_size:
+            raise ConfigError(
+                f"num_redundant_experts is {redundant}; with {E} experts on {ep_size} ranks it may be {E * ep_size} at "
+                f"most, which is more than every rank needs to hold all of them"
+            )
 
     def _place_experts(self) -> ExpertSlots:
         parallel, num_shared = self.parallel_config, self.num_fused_shared_experts

@@ -258,6 +258,16 @@ def test_physical_experts_must_divide_evenly(num_experts: int, redundant: int, e
     )
 
 
+def test_more_redundant_experts_than_anybody_needs() -> None:
+    with pytest.raises(ValueError, match="num_redundant_experts is 36; with 8 experts on 4 ranks it may be 32 at most"):
+        make_layer(
+            num_experts=8,
+            num_redundant_experts=36,
+            enable_eplb=True,
+            parallel_config=FusedMoEParallelConfig.make(ep_size=4),
+        )
+
+
 def test_refuses_inputs_that_do_not_fit() -> None:
     layer = load(make_layer(), make_weights(E, K, N))
     with pytest.raises(ValueError, match=r"hidden_states is \(3, 16\) of torch.float32; .* takes \(T, 32\)"):
