@@ -4,6 +4,7 @@ it is not saved."""
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import torch
@@ -16,28 +17,41 @@ _eager = torch.compiler.disable(reason="before each pass the ranks of moe_ep agr
 
 
 class _Passes:
-    """The hooks of a model: its passes begin and end the ranks' steps."""
+    """The hooks of a model: its passes begin and end the ranks' steps, and those of several threads take turns."""
 
     def __init__(self, steps: StepCoordinator) -> None:
         self._steps = steps
-        self._begun = False
+        # The thread whose pass has begun the step under way.
+        self._begun_by: int | None = None
 
     @_eager
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         num_tokens = _num_tokens(args, kwargs)
         # Without an input there is nothing to agree on: the model says what it lacks.
-        if self._steps.current is None and num_tokens is not None:
-            self._steps.begin(num_tokens)
-            self._begun = True
+        if num_tokens is None:
+            return
+        self._steps.turn.acquire()
+        begun = False
+        try:
+            if self._steps.current is None:
+                self._steps.begin(num_tokens)
+                begun, self._begun_by = True, threading.get_ident()
+        finally:
+            if not begun:  # It failed, or the step is one that this thread has begun already.
+                self._steps.turn.release()
 
     @_eager
     def after(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
-        if self._begun:
-            self._begun = False
+        if self._begun_by != threading.get_ident():
+            return
+        self._begun_by = None
+        try:
             if output is None:  # The pass failed.
                 self._steps.current = None
             else:
                 self._steps.end()
+        finally:
+            self._steps.turn.release()
 
     def __reduce__(self) -> Any:
         raise ConfigError(

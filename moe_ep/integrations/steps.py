@@ -8,6 +8,7 @@ tokens until nobody has any.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class StepCoordinator:
 
     Attributes:
         current: the step under way, None between steps.
+        turn: held by the thread that makes a step. Ranks make their collective calls in one order, and no rank knows
+            which thread of another has a pass to make: so those of a rank wait for each other.
         eplb: balances the experts between steps, or None.
     """
 
@@ -65,6 +68,7 @@ class StepCoordinator:
         # Not kept: they keep this, and a model that is dropped gives its memory back at once.
         self._layers: list[weakref.ref[RoutedExperts]] = []
         self.current: Step | None = None
+        self.turn = threading.RLock()
         self.eplb: EPLBManager | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCoordinator:
@@ -179,7 +183,7 @@ class StepCoordinator:
         """Serves the other ranks until every rank serves; returns the steps it took part in."""
         num_steps = 0
         while True:
-            with self.step(None) as step:
+            with self.turn, self.step(None) as step:
                 if step is None:
                     return num_steps
                 self.pass_without_tokens()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,21 @@ def test_generate_of_transformers() -> None:
     ranks(3).run(generates)
 
 
+def in_threads(rank: int, world_size: int) -> int:
+    alone = make_model("Qwen3Moe")
+    parallel = moe_ep.parallelize(copy.deepcopy(alone), decode_max_num_tokens=4)
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    prompts = [torch.randint(1, SIZES["vocab_size"], (1, length)) for length in ((3, 9, 5), (7,), ())[rank]]
+    with moe_ep.serving(parallel), ThreadPoolExecutor(3) as threads:
+        continued = list(threads.map(lambda prompt: parallel.generate(prompt, **settings), prompts))
+    assert all(map(torch.equal, continued, (alone.generate(prompt, **settings) for prompt in prompts)))
+    return len(continued)
+
+
+def test_threads_of_a_rank_take_turns() -> None:
+    assert ranks(3).run(in_threads) == [3, 1, 0]
+
+
 def test_a_model_that_is_cast_keeps_its_experts_dtype() -> None:
     alone = make_model("Qwen3Moe")
     parallel = moe_ep.parallelize(copy.deepcopy(alone)).to(torch.bfloat16)
@@ -277,7 +293,8 @@ def test_a_pass_that_fails_leaves_no_step_behind() -> None:
         with pytest.raises(IndexError):
             model(torch.full((1, 1), SIZES["vocab_size"]))
         assert steps.current is None
-        model(torch.ones(2, 3, dtype=torch.int64))
+        with ThreadPoolExecutor(1) as other:
+            other.submit(model, torch.ones(2, 3, dtype=torch.int64)).result()
     assert [step.num_tokens for step in seen] == [(6,)]
     assert steps.current is None
 
