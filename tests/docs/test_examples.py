@@ -8,6 +8,7 @@ import sys
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +42,9 @@ def inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(T, K, generator=generator), torch.randn(T, E, generator=generator)
 
 
+# Other tests run in the same processes.
+@mock.patch.dict(ALL2ALL_BACKENDS._entries)
+@mock.patch.dict(EXPERTS._entries)
 def run_examples(rank: int, world_size: int) -> list[torch.Tensor]:
     sys.path.insert(0, str(EXAMPLES))
     ALL2ALL_BACKENDS.register("broadcast", "broadcast_backend:BroadcastPrepareFinalize", "the example of the docs")
