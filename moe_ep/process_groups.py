@@ -44,6 +44,16 @@ class GroupReference:
             )
         return group
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupReference:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a layer or backend over several ranks cannot be pickled, nor saved by torch.save or given to another "
+            "process: a process group belongs to its process; save the layer's state_dict, and make the layer where "
+            "its ranks have met"
+        )
+
 
 class LayerGroups:
     """The EP group, in ep_rank order, and this rank's TP group; None for a group of one rank.

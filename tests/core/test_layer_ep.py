@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -302,6 +303,9 @@ def in_a_subgroup(rank: int, world_size: int) -> str:
     output = layer(*inputs)
     check(output, alone(*inputs), {})
     copied = copy.deepcopy(layer)
+    for part in (layer, layer.prepare_finalize):
+        with pytest.raises(TypeError, match="over several ranks cannot be pickled, .* save the layer's state_dict"):
+            pickle.dumps(part)
     for parameter in layer.parameters():
         parameter.data.zero_()
     assert torch.equal(copied(*inputs), output) and not layer(*inputs).any()
