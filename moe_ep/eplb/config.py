@@ -72,6 +72,9 @@ class EplbConfig:
             check_number(**{name: value})
             if not 0 < value <= _MOST:
                 raise ValueError(f"{name} is {value}; it must be a positive number up to {_MOST:g}, or None")
+        for name in ("refine", "asynchronous"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         EPLB_POLICIES.check(self.policy)
         for name, allowed in (("objective", OBJECTIVES), ("planner", PLANNERS), ("transport", TRANSPORTS)):
             if getattr(self, name) not in allowed:

@@ -51,8 +51,8 @@ def eplb_map_to_physical_and_record(
         Physical ids `[T, top_k]`; -1 stays -1 and is not counted.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, an id of E or more on the CPU, or an ep_size
-            that does not divide the physical experts.
+        ValueError: shapes, dtypes or devices that do not fit together, an ep_size that does not divide the physical
+            experts, or on the CPU an id of E or more, or maps that name replicas or physical experts that are not.
         TypeError: a rank or a number of tokens that is not a whole number.
     """
     _check(topk_ids, expert_load_view, logical_to_physical_map, logical_replica_count)
@@ -125,5 +125,27 @@ def _check(
     check_integers(topk_ids=topk_ids, **others)
     check_same_device("topk_ids", topk_ids.device, expert_load_view=expert_load_view, **others)
     # On a GPU this would wait for the device.
-    if topk_ids.device.type == "cpu" and topk_ids.numel() and (largest := int(topk_ids.max())) >= len(table):
+    if topk_ids.device.type != "cpu" or not topk_ids.numel():
+        return
+    if (largest := int(topk_ids.max())) >= len(table):
         raise ValueError(f"topk_ids holds expert {largest}; the maps are of experts 0 to {len(table) - 1}")
+    _check_maps(table, replica_count, expert_load_view.numel())
+
+
+def _check_maps(table: torch.Tensor, replica_count: torch.Tensor, num_physical: int) -> None:
+    """ValueError unless every expert has replicas, and all of them are physical experts."""
+    if not len(table):
+        return
+    least, most = (int(bound) for bound in replica_count.aminmax())
+    if least < 1 or most > table.size(1):
+        raise ValueError(
+            f"logical_replica_count goes from {least} to {most}; every expert must have at least 1 and at most the "
+            f"{table.size(1)} of logical_to_physical_map"
+        )
+    named = table[torch.arange(table.size(1)) < replica_count[:, None]]
+    least, most = (int(bound) for bound in named.aminmax())
+    if least < 0 or most >= num_physical:
+        raise ValueError(
+            f"logical_to_physical_map names physical experts from {least} to {most}; they must be at least 0 and below "
+            f"those of expert_load_view ({num_physical})"
+        )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_ep.eplb.policy.maps import Array, check_placement
-from moe_ep.errors import EplbError
+from moe_ep.errors import EplbError, check_at_least, check_whole
 from moe_ep.files import parse_json, write_text
 
 if TYPE_CHECKING:
@@ -35,12 +35,37 @@ class PlacementFile:
         ep_size: R ranks.
         num_experts: E.
         physical_to_logical: int64 `[L, P]`.
+
+    Raises:
+        ValueError: what is not a placement, or not one over so many ranks.
+        TypeError: a number that is not whole.
     """
 
     model: str
     ep_size: int
     num_experts: int
     physical_to_logical: Array
+
+    def __post_init__(self) -> None:
+        check_at_least(1, ep_size=self.ep_size)
+        check_whole(num_experts=self.num_experts)
+        try:
+            slots = np.asarray(self.physical_to_logical)
+        except (ValueError, OverflowError):  # layers of different lengths, or numbers beyond all integers
+            slots = np.asarray(None)
+        if slots.ndim != 2 or not np.issubdtype(slots.dtype, np.integer):
+            raise ValueError("physical_to_logical must be a list of whole numbers for each layer, as many in all")
+        if not 0 < self.num_experts <= slots.shape[1]:
+            raise ValueError(
+                f"num_experts is {self.num_experts}; it must be from 1 to the {slots.shape[1]} slots of a layer"
+            )
+        check_placement(slots, slots.shape, int(self.num_experts), "physical_to_logical")
+        if slots.shape[1] % self.ep_size:
+            raise ValueError(f"ep_size is {self.ep_size}; it must divide the {slots.shape[1]} slots of a layer")
+        # Numbers of other kinds, as numpy's, are none to JSON.
+        held = {"ep_size": int(self.ep_size), "num_experts": int(self.num_experts)}
+        for name, value in (held | {"physical_to_logical": slots.astype(np.int64)}).items():
+            object.__setattr__(self, name, value)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file; one that is there is replaced whole or not at all."""
@@ -96,15 +121,7 @@ def _parse(*, model: Any, ep_size: Any, num_experts: Any, physical_to_logical: A
     for name, value, kind in (("model", model, str), ("ep_size", ep_size, int), ("num_experts", num_experts, int)):
         if type(value) is not kind:
             raise ValueError(f"{name} is {value!r}; it must be of type {kind.__name__}")
-    slots = np.array(physical_to_logical)
-    if slots.ndim != 2 or not np.issubdtype(slots.dtype, np.integer):
-        raise ValueError("physical_to_logical must be a list of whole numbers for each layer, as many in all")
-    if not 0 < num_experts <= slots.shape[1]:
-        raise ValueError(f"num_experts is {num_experts}; it must be from 1 to the {slots.shape[1]} slots of a layer")
-    check_placement(slots, slots.shape, num_experts, "physical_to_logical")
-    return PlacementFile(
-        model=model, ep_size=ep_size, num_experts=num_experts, physical_to_logical=slots.astype(np.int64)
-    )
+    return PlacementFile(model=model, ep_size=ep_size, num_experts=num_experts, physical_to_logical=physical_to_logical)
 
 
 def model_checksum(reader: CheckpointReader) -> str:

@@ -19,6 +19,8 @@ from moe_ep.errors import check_not_negative
 from moe_ep.registry import EPLB_POLICIES
 
 ArrayLike = torch.Tensor | Array
+# Of numpy: booleans, integers, floats.
+_REAL = "biuf"
 # Of sums in f32, as a share.
 _ROUNDING = 1e-5
 
@@ -87,8 +89,8 @@ def rebalance_experts(
     """
     EPLB_POLICIES.check(policy)
     check_not_negative(rebalance_below=rebalance_below, min_gain=min_gain, move_cost=move_cost)
-    loads = _numpy(weight).astype(np.float64, copy=False)
-    steps = None if window is None else _check_window(_numpy(window), loads)
+    loads = _numbers("weight", weight).astype(np.float64, copy=False)
+    steps = None if window is None else _check_window(_numbers("window", window), loads)
     check_objective(objective, steps)
     if steps is not None and objective != "tokens":
         steps = objective_window(objective, steps)
@@ -119,6 +121,16 @@ def _numpy(value: ArrayLike) -> Array:
         return np.asarray(value)
     value = value.detach().cpu()
     return (value.double() if value.is_floating_point() else value).numpy()  # numpy has no bf16
+
+
+def _numbers(name: str, value: ArrayLike) -> Array:
+    try:
+        found = _numpy(value)
+    except (ValueError, TypeError):  # rows of different lengths, or what numpy has no form for
+        found = np.asarray(None)
+    if found.dtype.kind not in _REAL:
+        raise ValueError(f"{name} has dtype {found.dtype}; it must be an array of real numbers")
+    return found
 
 
 def _check_window(window: Array, weight: Array) -> Array:

@@ -180,7 +180,8 @@ def test_replicas_make_up_for_experts_without() -> None:
 )
 def test_bad_shapes(ids_shape: tuple, map_shape: tuple, count_shape: tuple, load_shape: tuple, message: str) -> None:
     ids, mapping, counts, load = (
-        torch.zeros(shape, dtype=torch.int32) for shape in (ids_shape, map_shape, count_shape, load_shape)
+        torch.full(shape, value, dtype=torch.int32)
+        for shape, value in ((ids_shape, 0), (map_shape, 0), (count_shape, 1), (load_shape, 0))
     )
     with pytest.raises(ValueError, match=message):
         eplb_map_to_physical_and_record(ids, load, mapping, counts, ep_size=2)
@@ -218,6 +219,22 @@ def test_tensors_that_the_kernel_would_read_wrongly(argument: int, changed: dict
         ({"topk_ids": torch.zeros(2, 1, dtype=torch.int8)}, "200 experts have ids up to 199, which torch.int8 cannot"),
         ({"topk_ids": torch.tensor([[-1], [3]])}, "topk_ids holds expert 3; the maps are of experts 0 to 2"),
         ({"ep_rank": -1}, "ep_rank is -1; it must be at least 0"),
+        (
+            {"logical_replica_count": torch.tensor([1, 0, 1])},
+            "logical_replica_count goes from 0 to 1; every expert must",
+        ),
+        (
+            {"logical_replica_count": torch.tensor([1, 2, 1])},
+            "goes from 1 to 2; every expert must have .* at most the 1",
+        ),
+        (
+            {"logical_to_physical_map": torch.tensor([[0], [-1], [2]])},
+            "logical_to_physical_map names .* from -1 to 2; the",
+        ),
+        (
+            {"logical_to_physical_map": torch.tensor([[0], [1], [200]])},
+            r"to 200; they must be .* expert_load_view \(200",
+        ),
         ({"ep_size": 2.0}, "ep_size is 2.0; it must be a whole number"),
     ],
 )
@@ -266,3 +283,8 @@ def test_balancedness(tokens_per_rank: list, expected: float) -> None:
 def test_balancedness_wants_layers_and_ranks() -> None:
     with pytest.raises(ValueError, match=r"tokens_per_rank has shape \(3,\); it must be \(L, R\)"):
         balancedness(torch.ones(3))
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="tokens_per_rank holds a count that is negative or not finite"):
+            balancedness(torch.tensor([[wrong, 3.0]]))
+    with pytest.raises(ValueError, match="tokens_per_rank is torch.complex64; it must be of a real dtype"):
+        balancedness(torch.ones(2, 2, dtype=torch.complex64))

@@ -85,9 +85,18 @@ def test_loads_of_any_real_dtype(dtype):
         ({"objective": "active_experts"}, r"objective='active_experts' needs window"),
         ({"move_cost": -1.0}, r"move_cost is -1.0; it must be at least 0"),
         ({"tolerance": 1.5}, r"tolerance is 1.5"),
+        ({"tolerance": "low"}, r"tolerance is 'low'; it must be a number"),
+        (
+            {"weight": torch.ones(2, 8, dtype=torch.complex64)},
+            r"weight has dtype complex64; it must be an array of real",
+        ),
+        ({"weight": [["many"] * 8]}, r"weight has dtype <U4; it must be an array of real numbers"),
+        ({"weight": [[1, 2], [3]]}, r"weight has dtype object; it must be an array of real numbers"),
+        ({"weight": None}, r"weight has dtype object; it must be an array of real numbers"),
+        ({"window": np.ones((1, 2, 8), complex)}, r"window has dtype complex128; it must be an array of real numbers"),
     ],
 )
 def test_errors_name_the_argument(change, message):
     arguments = {"weight": np.ones((2, 8)), "num_replicas": 12, "num_groups": 1, "num_nodes": 1, "num_ranks": 4}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         rebalance_experts(**(arguments | change))

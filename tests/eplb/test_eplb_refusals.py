@@ -55,6 +55,8 @@ def test_placements_that_do_not_fit_are_refused() -> None:
         ({"window_size": 1.5}, "window_size is 1.5; it must be a whole number"),
         ({"min_gain": "much"}, "min_gain is 'much'; it must be a number"),
         ({"policy": "best"}, "policy"),
+        ({"asynchronous": "no"}, "asynchronous is 'no'; it must be True or False"),
+        ({"refine": None}, "refine is None; it must be True or False"),
         ({"objective": "speed"}, "objective is 'speed'; it must be one of tokens, active_experts, auto"),
     ],
 )

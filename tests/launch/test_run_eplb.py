@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from moe_ep.eplb.placement_file import PlacementFile, _checksum
 from moe_ep.eplb.trace import RoutingTrace
@@ -186,6 +187,23 @@ def test_placement_files_that_are_not_what_was_written(tmp_path: Path, change: A
     (tmp_path / "a.json").write_text(change((tmp_path / "a.json").read_text()))
     with pytest.raises(EplbError, match=message):
         PlacementFile.load(tmp_path / "a.json")
+
+
+def test_what_is_no_placement_is_not_written(tmp_path: Path) -> None:
+    slots = np.array([[0, 1, 2, 0]])
+    for change, message in (
+        ({"num_experts": 5}, "num_experts is 5; it must be from 1 to the 4 slots of a layer"),
+        ({"ep_size": 3}, "ep_size is 3; it must divide the 4 slots of a layer"),
+        ({"ep_size": 0}, "ep_size is 0; it must be at least 1"),
+        ({"ep_size": 2.0}, "ep_size is 2.0; it must be a whole number"),
+        ({"physical_to_logical": [[0, 1, 1, 0]]}, "physical_to_logical has no slot for expert 2 in layer 0"),
+        ({"physical_to_logical": [[0, 1, 2], [0]]}, "physical_to_logical must be a list of whole numbers for each"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            PlacementFile(**{"model": "m", "ep_size": 2, "num_experts": 3, "physical_to_logical": slots, **change})
+    given = {"ep_size": np.int64(2), "num_experts": np.int32(3), "physical_to_logical": torch.tensor(slots)}
+    PlacementFile(model="m", **given).save(tmp_path / "a.json")
+    assert np.array_equal(PlacementFile.load(tmp_path / "a.json").physical_to_logical, slots)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_ep.eplb.policy.maps import Array, check_placement
-from moe_ep.errors import check_at_least, check_whole
+from moe_ep.errors import check_at_least, check_number, check_whole
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,6 +43,7 @@ class Problem:
             raise ValueError("weight holds a NaN or an infinity; loads must be finite")
         if weight.size and weight.min() < 0:
             raise ValueError(f"weight holds {weight.min():g}; loads must not be negative")
+        check_number(tolerance=self.tolerance)
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance}; it must be at least 0 and below 1")
         if self.old is not None:
