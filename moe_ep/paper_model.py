@@ -15,6 +15,7 @@ is set. Where the ranks do not divide the experts, replicas fill them up and are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from moe_ep.bench.geometries import Geometry
+from moe_ep.errors import check_at_least, check_number, check_whole
 from moe_ep.paper_routing import Load, busiest_rank, experts_per_rank, rows_sent
 
 
@@ -42,6 +44,10 @@ class Machine:
         wire_efficiency: share of the links' rate that dispatch and combine reach.
         route_us: of router and mapping.
         memory_bytes: of one GPU.
+
+    Raises:
+        ValueError: a number that is not above 0, or not finite.
+        TypeError: what is no number, or GPUs that are not a whole one.
     """
 
     gpus_per_host: int = 8
@@ -60,9 +66,11 @@ class Machine:
     memory_bytes: float = 141e9
 
     def __post_init__(self) -> None:
+        check_whole(gpus_per_host=self.gpus_per_host)
         for name, value in vars(self).items():
-            if not value > 0:
-                raise ValueError(f"{name} is {value}; it must be above 0")
+            check_number(**{name: value})
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be above 0, and finite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +114,13 @@ def predict(
         two_level: across hosts, a token travels once to each host.
 
     Raises:
-        ValueError: an EP size that is neither a part of a host nor whole hosts.
+        ValueError: an EP size that is neither a part of a host nor whole hosts, or another number out of its range.
+        TypeError: a size or a number of tokens that is not whole.
     """
+    check_whole(ep_size=ep_size)
+    check_at_least(0, tokens_per_rank=tokens_per_rank)
+    if wire_bytes not in (1, 2):
+        raise ValueError(f"wire_bytes is {wire_bytes}; it must be 2 for bf16, or 1 for fp8")
     K = geometry.hidden_size
     if ep_size < 1 or (ep_size > machine.gpus_per_host and ep_size % machine.gpus_per_host):
         raise ValueError(

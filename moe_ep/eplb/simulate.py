@@ -17,6 +17,7 @@ from moe_ep.eplb.policy.maps import Array, experts_moved, initial_placement
 from moe_ep.eplb.rebalance import rebalance_experts
 from moe_ep.eplb.rules import RULES, Layout, choose
 from moe_ep.eplb.trace import RoutingTrace
+from moe_ep.errors import check_at_least
 
 LINEAR = "linear"
 
@@ -33,6 +34,7 @@ class Scene:
 
     Raises:
         ValueError: a number out of its range.
+        TypeError: a count that is not a whole number.
     """
 
     ep_size: int
@@ -43,10 +45,8 @@ class Scene:
     planned_on: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.ep_size < 1 or self.num_redundant < 0:
-            raise ValueError(
-                f"ep_size is {self.ep_size} and num_redundant {self.num_redundant}; they must be at least 1 and 0"
-            )
+        check_at_least(1, ep_size=self.ep_size)
+        check_at_least(0, num_redundant=self.num_redundant)
         if not 0 < self.planned_on < 1:
             raise ValueError(f"planned_on is {self.planned_on:g}; it must be above 0 and below 1")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_ep.eplb.policy.maps import Array
+from moe_ep.errors import check_at_least
 from moe_ep.files import replacing
 
 _ROWS = ("layer", "step", "rank")
@@ -33,7 +34,8 @@ class RoutingTrace:
         model: what the model calls itself; a trace is of use for that model only.
 
     Raises:
-        ValueError: arrays that do not fit together.
+        ValueError: arrays that do not fit together, or what is no array of numpy.
+        TypeError: a number of experts that is not whole.
     """
 
     ids: Array
@@ -44,8 +46,11 @@ class RoutingTrace:
     model: str
 
     def __post_init__(self) -> None:
+        check_at_least(1, num_experts=self.num_experts)
         for name in ("ids", *_ROWS):
             found = getattr(self, name)
+            if not isinstance(found, np.ndarray):
+                raise ValueError(f"{name} is a {type(found).__name__}; it must be an array of numpy")
             shape = self.ids.shape if name == "ids" else self.ids.shape[:1]
             if found.ndim != (2 if name == "ids" else 1) or found.shape != shape:
                 raise ValueError(f"{name} has shape {found.shape}; ids must be (N, top_k) and the others (N,)")
@@ -134,8 +139,14 @@ def from_choices(choices: Array, tokens_per_step: int, num_ranks: int, *, num_ex
     Tokens behind the last whole step are left out.
 
     Raises:
-        ValueError: fewer tokens than one step has, or a step that does not divide over the ranks.
+        ValueError: fewer tokens than one step has, a step that does not divide over the ranks, or choices of another
+            form.
+        TypeError: a number that is not whole.
     """
+    check_at_least(1, tokens_per_step=tokens_per_step, num_ranks=num_ranks)
+    if not isinstance(choices, np.ndarray) or choices.ndim != 3:
+        held = f" {list(choices.shape)}" if isinstance(choices, np.ndarray) else ""
+        raise ValueError(f"choices is a {type(choices).__name__}{held}; it must be an array [layer, token, top_k]")
     num_layers, num_tokens, top_k = choices.shape
     num_steps = num_tokens // tokens_per_step
     if num_steps == 0 or tokens_per_step % num_ranks:
@@ -145,8 +156,12 @@ def from_choices(choices: Array, tokens_per_step: int, num_ranks: int, *, num_ex
         )
     used = num_steps * tokens_per_step
     token = np.arange(used)
+    ids, kind = choices[:, :used].reshape(-1, top_k), np.iinfo(np.int32)
+    # Others are refused as they are: cast, they would be other experts.
+    if np.issubdtype(ids.dtype, np.integer) and kind.min <= ids.min(initial=0) <= ids.max(initial=0) <= kind.max:
+        ids = ids.astype(np.int32)
     return RoutingTrace(
-        ids=choices[:, :used].reshape(-1, top_k).astype(np.int32),
+        ids=ids,
         layer=np.repeat(np.arange(num_layers, dtype=np.int32), used),
         step=np.tile(token // tokens_per_step, num_layers),
         rank=np.tile(token % tokens_per_step // (tokens_per_step // num_ranks), num_layers),

@@ -100,6 +100,26 @@ def test_two_levels_send_less_over_the_network_and_fp8_fewer_bytes() -> None:
     assert fp8.combine_us == levels.combine_us
 
 
+def test_numbers_that_cannot_be_are_refused() -> None:
+    for name, value, message in (
+        ("ep_size", 1.5, "ep_size is 1.5; it must be a whole number"),
+        ("ep_size", 12, "ep_size is 12; it must be at least 1, and beyond a host a multiple of its 8 GPUs"),
+        ("tokens_per_rank", -1, "tokens_per_rank is -1; it must be at least 0"),
+        ("tokens_per_rank", float("nan"), "tokens_per_rank is nan; it must be a whole number"),
+        ("wire_bytes", 3, "wire_bytes is 3; it must be 2 for bf16, or 1 for fp8"),
+    ):
+        given: dict[str, Any] = {"ep_size": 8, "tokens_per_rank": 1, "machine": Machine(), name: value}
+        with pytest.raises((ValueError, TypeError), match=message):
+            predict(DEEPSEEK, **given)
+    for name, value, message in (
+        ("flops_per_s", float("inf"), "flops_per_s is inf; it must be above 0, and finite"),
+        ("flops_per_s", "many", "flops_per_s is 'many'; it must be a number"),
+        ("gpus_per_host", 1.5, "gpus_per_host is 1.5; it must be a whole number"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            Machine(**{name: value})
+
+
 def test_replicas_fill_ranks_that_do_not_divide_the_experts() -> None:
     step = predict(DEEPSEEK, 320, 128, Machine())
     assert step.weights_bytes == 58 * DEEPSEEK.bytes_per_expert

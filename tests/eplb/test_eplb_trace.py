@@ -59,10 +59,12 @@ def test_a_trace_of_another_model_is_refused() -> None:
         ({"step": np.zeros(4)}, "step has dtype float64; it must hold integers"),
         ({"ids": np.full((4, 2), 3)}, r"ids holds 3 to 3; its numbers must be at least -1 and below num_experts \(3\)"),
         ({"rank": np.full(4, -1)}, "rank holds -1 to -1; its numbers must be at least 0"),
+        ({"layer": [0] * 4}, "layer is a list; it must be an array of numpy"),
+        ({"num_experts": 3.0}, "num_experts is 3.0; it must be a whole number"),
     ],
 )
 def test_arrays_that_do_not_fit(change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         small_trace(**change)
 
 
@@ -91,8 +93,19 @@ def test_plain_choices_are_cut_into_steps() -> None:
     assert trace.step.tolist() == [0, 0, 1, 1] * 2
     assert trace.rank.tolist() == [0, 1] * 4
     assert np.array_equal(trace.ids, choices[:, :4].reshape(8, 2))
+    unsigned = from_choices(choices.astype(np.uint64), 2, 2, num_experts=4, model="plain")
+    assert np.array_equal(unsigned.counts(), trace.counts())
     with pytest.raises(ValueError, match="tokens_per_step is 3; it must be a multiple of the 2 ranks"):
         from_choices(choices, 3, 2, num_experts=4, model="plain")
+    for wrong, step, num_ranks, message in (
+        (choices, 0, 2, "tokens_per_step is 0; it must be at least 1"),
+        (choices, 2, 0, "num_ranks is 0; it must be at least 1"),
+        (choices[0], 2, 2, r"choices is a ndarray \[5, 2\]; it must be an array \[layer, token, top_k\]"),
+        (choices + 2**32, 2, 2, r"ids holds 4294967296 to 4294967299; its numbers must be .* below num_experts \(4\)"),
+        (choices + 0.7, 2, 2, "ids has dtype float64; it must hold integers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            from_choices(wrong, step, num_ranks, num_experts=4, model="plain")
 
 
 @pytest.mark.parametrize("name", list(RULES))
@@ -166,5 +179,5 @@ def test_scenes_that_do_not_fit() -> None:
         place(trace, Scene(ep_size=4, num_redundant=1), LINEAR)
     with pytest.raises(ValueError, match="the trace has 2 steps"):
         place(trace, Scene(ep_size=4, planned_on=0.1), "incremental")
-    with pytest.raises(ValueError, match="ep_size is 4 and num_redundant -1"):
+    with pytest.raises(ValueError, match="num_redundant is -1; it must be at least 0"):
         Scene(ep_size=4, num_redundant=-1)
