@@ -81,10 +81,13 @@ def apply_activation(
         clamp_limit: where gate and up end (`gate_limit`); None for the activation's own limit.
 
     Raises:
-        ValueError: an unknown name, an odd width for a gated activation, a limit that cannot be, or an output of
-            another shape.
+        ValueError: an unknown name, an input that is no float tensor, an odd width for a gated activation, a limit that
+            cannot be, or an output of another shape.
     """
     activation, limit = MoEActivation.parse(activation), gate_limit(activation, clamp_limit)
+    if not isinstance(input, torch.Tensor) or not input.dim() or not input.is_floating_point():
+        held = f"{input.dtype} {tuple(input.shape)}" if isinstance(input, torch.Tensor) else f"a {type(input).__name__}"
+        raise ValueError(f"input is {held}; it must be a tensor of a float dtype with at least one dimension")
     if activation.is_gated:
         if input.shape[-1] % 2:
             raise ValueError(

@@ -11,6 +11,7 @@ import torch
 
 from moe_ep.activation import MoEActivation, gate_limit
 from moe_ep.errors import check_at_least, check_below, check_whole, one_of
+from moe_ep.registry import ALL2ALL_BACKENDS
 
 EXPERT_PLACEMENT_STRATEGIES = ("linear", "round_robin")
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,6 +42,7 @@ class FusedMoEParallelConfig:
             check_below(
                 f"{kind}_size", getattr(self, f"{kind}_size"), **{f"{kind}_rank": getattr(self, f"{kind}_rank")}
             )
+        ALL2ALL_BACKENDS.check(self.all2all_backend, also=("auto",))
         if self.expert_placement_strategy not in EXPERT_PLACEMENT_STRATEGIES:
             raise ValueError(
                 one_of("expert_placement_strategy", self.expert_placement_strategy, EXPERT_PLACEMENT_STRATEGIES)
@@ -178,6 +180,11 @@ class FusedMoEConfig:
         check_at_least(
             0, num_local_experts=self.num_local_experts, num_fused_shared_experts=self.num_fused_shared_experts
         )
+        if not isinstance(self.moe_parallel_config, FusedMoEParallelConfig):
+            raise TypeError(
+                f"moe_parallel_config is {self.moe_parallel_config!r}; it must be a FusedMoEParallelConfig, as "
+                f"FusedMoEParallelConfig.make() for one rank"
+            )
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token (top_k) is {self.experts_per_token}; it must not exceed num_experts "

@@ -17,6 +17,7 @@ import torch
 
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.errors import check_at_least
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ class ExpertTokensMetadata:
 
     @classmethod
     def make_from_list(cls, counts: list[int], device: torch.device | str) -> ExpertTokensMetadata:
-        """Creates the metadata from counts that are known on the host."""
+        """Creates the metadata from counts that are known on the host; raises for those that are no counts."""
+        for count in counts:
+            check_at_least(0, counts=count)
         on_host = torch.tensor(counts, dtype=torch.int32, device="cpu")
         return cls(on_host.to(device, non_blocking=True), on_host)
 

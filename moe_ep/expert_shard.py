@@ -189,7 +189,8 @@ class ExpertShard(FixedTensors):
             Whether a local expert took it, if return_success is set; None otherwise.
 
         Raises:
-            ValueError: an unknown parameter, id or shard, or a tensor of another shape or dtype.
+            ValueError: an unknown parameter, id or shard, a tensor of another shape or dtype or without values, or what
+                is none.
             RuntimeError: the parameters were already processed and freed, or experts are moving.
         """
         self._check_at_rest()
@@ -203,6 +204,7 @@ class ExpertShard(FixedTensors):
 
         Raises:
             ValueError: the layer was made without expert_mapping, or has no parameter for a name.
+            TypeError: a dict in place of its items().
             RuntimeError: as `weight_loader`.
         """
         self._check_at_rest()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from moe_ep.errors import check_whole
+
 
 class NanRepr(IntEnum):
     """How a float type writes NaN."""
@@ -56,7 +58,8 @@ class ScalarType:
 
     @classmethod
     def from_id(cls, type_id: int) -> ScalarType:
-        """The type of an id; ValueError for one that is not of this encoding."""
+        """The type of an id; ValueError for one that is not of this encoding, TypeError for no whole number."""
+        check_whole(quant_type_id=type_id)
         fields, rest = {}, type_id
         for name, bits in _FIELDS:
             fields[name] = rest & ((1 << bits) - 1)

@@ -8,13 +8,14 @@ tensor, compare shapes and dtypes, copy, and record that the tensor arrived.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import nn
 
+from moe_ep.arguments import check_tensors
 from moe_ep.errors import check_at_least, one_of
 from moe_ep.expert_slots import ExpertSlots
 
@@ -183,6 +184,9 @@ class ExpertWeightLoader:
 
     @torch.inference_mode()  # can write to parameters whether or not they were created in inference mode
     def _load_slot(self, piece: _Piece, param: nn.Parameter, weight: torch.Tensor, weight_name: str) -> None:
+        check_tensors(**{f"{weight_name}: loaded_weight": weight})
+        if weight.is_meta:
+            raise ValueError(f"{weight_name}: loaded_weight is on the meta device and has no values; read it first")
         param_name, slot, shard_id = piece
         layout = self._declared[param_name]
         target = param.data[slot]
@@ -254,7 +258,16 @@ def expert_params_mapping(
     Ungated experts, whose up_name is empty, have no w3.
 
     Example: `("experts.w13_", "experts.3.gate_proj.", 3, "w1")`.
+
+    Raises:
+        ValueError: no experts, or a name that is missing or no text.
+        TypeError: a number that is not whole.
     """
+    for name, value in (("ckpt_gate_proj_name", gate_name), ("ckpt_down_proj_name", down_name)):
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{name} is {value!r}; it must be what the checkpoint calls that projection")
+    if not isinstance(up_name, str):
+        raise ValueError(f"ckpt_up_proj_name is {up_name!r}; it must be a name, empty for experts without a gate")
     check_at_least(1, num_experts=num_experts)
     check_at_least(0, num_redundant_experts=num_redundant_experts)
     projections = (("w1", gate_name), ("w2", down_name), ("w3", up_name))
@@ -270,6 +283,8 @@ def matching_rows(
     weights: Iterable[tuple[str, torch.Tensor]], mapping: ExpertMapping
 ) -> Iterator[tuple[str, torch.Tensor, str, str, int]]:
     """Yields (checkpoint name, tensor, the parameter's name in the layer, shard_id, expert_id) for each match."""
+    if isinstance(weights, Mapping):
+        raise TypeError(f"weights is a {type(weights).__name__}; pass its items(), pairs of a name and a tensor")
     for name, tensor in weights:
         for param_name, weight_name, expert_id, shard_id in mapping:
             if weight_name in name:

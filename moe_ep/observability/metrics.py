@@ -10,8 +10,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ep.errors import missing_extra
+from moe_ep.errors import check_below, missing_extra
 
+_MOST_PORTS = 1 << 16
 _SECONDS = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 12.8e-3, 25.6e-3, 0.1, 0.4, 1.6)
 
 
@@ -77,9 +78,12 @@ class PrometheusSink(MetricsSink):
     Raises:
         ImportError: prometheus-client is missing.
         OSError: the port is taken.
+        ValueError: no port has such a number.
+        TypeError: it is no whole number.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        check_below("the end of all ports", _MOST_PORTS, port=port)
         try:
             import prometheus_client as prometheus
         except ImportError:
@@ -95,7 +99,10 @@ class PrometheusSink(MetricsSink):
             if metric.kind == "histogram":
                 options["buckets"] = _SECONDS
             self._made[metric.name] = getattr(prometheus, metric.kind.title())(name, metric.text, **options)
-        self._server, self._thread = prometheus.start_http_server(port, addr=host, registry=self._registry)
+        try:
+            self._server, self._thread = prometheus.start_http_server(port, addr=host, registry=self._registry)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, f"{host}:{port}") from None
         self.port: int = self._server.server_port
 
     def put(self, metric: Metric, value: float, **labels: str) -> None:

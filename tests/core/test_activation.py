@@ -93,3 +93,10 @@ def test_refuses():
         apply_activation("silu", torch.zeros(1, 3))
     with pytest.raises(ValueError, match="output has shape"):
         apply_activation("silu", torch.zeros(1, 4), torch.zeros(1, 4))
+    for input, held in (
+        (torch.ones(1, 4, dtype=torch.int32), r"torch.int32 \(1, 4\)"),
+        (torch.tensor(1.0), r"torch.float32 \(\)"),
+        (None, "a NoneType"),
+    ):
+        with pytest.raises(ValueError, match=f"input is {held}; it must be a tensor of a float dtype"):
+            apply_activation("silu", input)

@@ -53,6 +53,7 @@ def test_who_dispatches_and_who_shards():
         ({"dp_size": 2, "rank": 2}, ["rank is 2", "below"]),
         ({"tp_size": 0, "dp_size": 4}, ["tp_size is 0", "at least 1"]),
         ({"expert_placement_strategy": "zigzag"}, ["zigzag", "linear", "round_robin"]),
+        ({"all2all_backend": "carrier"}, ["all2all_backend is 'carrier'", "no_ep", "all_to_all"]),
         ({"world_size": 0}, ["world_size is 0", "at least 1"]),
         ({"world_size": "2"}, ["world_size is '2'", "whole number"]),
         ({"dp_size": 2, "rank": None}, ["rank is None", "whole number"]),
@@ -97,10 +98,11 @@ def config(**changes):
         ({"in_dtype": torch.int8}, ["in_dtype", "torch.int8", "torch.bfloat16"]),
         ({"activation": "swish"}, ["activation", "swish", "silu"]),
         ({"num_local_experts": -1}, ["num_local_experts is -1"]),
+        ({"moe_parallel_config": None}, ["moe_parallel_config is None", "FusedMoEParallelConfig.make()"]),
     ],
 )
 def test_layer_config_refuses(changes, words):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises((ValueError, TypeError)) as error:
         config(**changes)
     assert all(word in str(error.value) for word in words)
 

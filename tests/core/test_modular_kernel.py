@@ -340,3 +340,9 @@ def test_metadata_from_a_list():
         meta = ExpertTokensMetadata.make_from_list([2, 0, 3], "cpu")
     assert meta.expert_num_tokens.tolist() == [2, 0, 3] == meta.expert_num_tokens_cpu.tolist()
     assert meta.expert_num_tokens.dtype == torch.int32 and meta.expert_row_ids is None
+    for counts, message in (
+        ([2, -1], "counts is -1; it must be at least 0"),
+        ([1.5], "counts is 1.5; it must be a whole"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            ExpertTokensMetadata.make_from_list(counts, "cpu")

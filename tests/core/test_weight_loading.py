@@ -188,6 +188,19 @@ def test_mapping_has_a_row_for_each_physical_expert_and_shard() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("", "down", "up"), "ckpt_gate_proj_name is ''; it must be what the checkpoint calls that projection"),
+        (("gate", None, "up"), "ckpt_down_proj_name is None; it must be what the checkpoint calls that projection"),
+        (("gate", "down", None), "ckpt_up_proj_name is None; it must be a name, empty for experts without a gate"),
+    ],
+)
+def test_a_mapping_needs_names(names: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FusedMoE.make_expert_params_mapping(*names, 2)
+
+
 def make_layer(**options: object) -> FusedMoE:
     settings: dict = {"num_experts": E, "top_k": 2, "hidden_size": K, "intermediate_size": N} | options
     return FusedMoE(**settings)
@@ -215,6 +228,8 @@ def test_load_weights_by_names_of_the_checkpoint() -> None:
         layer.load_weights([("experts.0.w1.bias", numbered(N))])
     with pytest.raises(ValueError, match="load_weights needs expert_mapping"):
         make_layer().load_weights([])
+    with pytest.raises(TypeError, match=r"weights is a dict; pass its items\(\), pairs of a name and a tensor"):
+        layer.load_weights(dict(weights))
 
 
 def test_half_loaded_layers_do_not_run() -> None:
@@ -251,6 +266,9 @@ def test_half_loaded_layers_do_not_run() -> None:
         (torch.zeros(N, K, dtype=torch.float8_e4m3fn), "w1", "of torch.float32, found .* of torch.float8_e4m3fn"),
         (torch.zeros(N, K), "w2", "for w13_weight shard_id is 'w2'; it must be one of w1, w3"),
         (torch.zeros(N, K), "gate", "shard_id is 'gate'"),
+        (torch.zeros(N, K, device="meta"), "w1", "x.weight: loaded_weight is on the meta device and has no values"),
+        (torch.zeros(N, K).numpy(), "w1", "x.weight: loaded_weight is a ndarray; it must be a tensor"),
+        (None, "w1", "x.weight: loaded_weight is None; it must be a tensor"),
     ],
 )
 def test_refuses_a_tensor_that_does_not_fit(tensor: torch.Tensor, shard_id: str, message: str) -> None:

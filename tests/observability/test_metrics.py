@@ -150,8 +150,14 @@ def test_names_are_those_that_are_documented() -> None:
 def test_a_taken_port_is_said() -> None:
     sink = PrometheusSink(0)
     try:
-        with pytest.raises(OSError, match="in use"):
+        with pytest.raises(OSError, match=f"in use: '127.0.0.1:{sink.port}'"):
             PrometheusSink(sink.port)
+        for port, message in (
+            (65536, "port is 65536; it must be at least 0 and below"),
+            ("9100", "port is '9100'; it"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=message):
+                PrometheusSink(port)  # type: ignore[arg-type]
     finally:
         sink.close()
 
