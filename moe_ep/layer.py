@@ -287,13 +287,18 @@ class FusedMoE(LayerParts):
         """`select_experts` with the layer's settings; a subclass whose model does its own routing overrides it."""
         return select_experts(hidden_states, router_logits.contiguous(), **self._routing, **state)
 
-    def _check_inputs(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> None:
+    def check_rows(self, name: str, rows: torch.Tensor) -> None:
+        """Raises ValueError unless they are rows `[T, K]` that the layer takes."""
+        check_tensors(**{name: rows})
         K, dtype = self.moe_config.hidden_dim, self.moe_config.in_dtype
-        if hidden_states.dim() != 2 or hidden_states.size(1) != K or hidden_states.dtype != dtype:
+        if rows.dim() != 2 or rows.size(1) != K or rows.dtype != dtype:
             raise ValueError(
-                f"hidden_states is {tuple(hidden_states.shape)} of {hidden_states.dtype}; the layer "
-                f"{self.layer_name} takes (T, {K}) of {dtype}; cast them, or make the layer with another params_dtype"
+                f"{name} is {tuple(rows.shape)} of {rows.dtype}; the layer {self.layer_name} takes (T, {K}) of "
+                f"{dtype}; cast them, or make the layer with another params_dtype"
             )
+
+    def _check_inputs(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> None:
+        self.check_rows("hidden_states", hidden_states)
         if router_logits.shape != (hidden_states.size(0), self.num_router_columns):
             raise ValueError(
                 f"router_logits has shape {tuple(router_logits.shape)}; with these hidden_states the layer "

@@ -241,9 +241,20 @@ class MoEStack(nn.Module):
 
         Args:
             router_logits: f32 `[T, E]` for each layer, used instead of its router's.
+
+        Raises:
+            ValueError: another shape or dtype, or router logits of another number of layers.
         """
-        with one_pass((block.moe for block in self.layers()), x.size(0)):
-            for position, block in enumerate(self.layers()):
+        layers = self.layers()
+        if layers:
+            layers[0].moe.check_rows("x", x)
+        if router_logits is not None and len(router_logits) != len(layers):
+            raise ValueError(
+                f"router_logits has those of {len(router_logits)} layers; it must have those of each of the "
+                f"{len(layers)}"
+            )
+        with one_pass((block.moe for block in layers), x.size(0)):
+            for position, block in enumerate(layers):
                 x = block(x, observer, None if router_logits is None else router_logits[position])
         return x
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 
 from moe_ep.errors import check_at_least
 from moe_ep.integrations.decoder import SlotDecoder
+from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.prompt_queue import PromptQueue, Request
 from moe_ep.integrations.sampling import Sampling, SequenceRandom, next_tokens
 from moe_ep.integrations.sharding import PREFILL_MAX_NUM_TOKENS
 from moe_ep.integrations.steps import Step
+from moe_ep.integrations.token_ids import check_token_ids, vocabulary_of
 
 # Whether a sequence ends with the last of these tokens, all that it has been continued by.
 Ends = Callable[[list[int]], bool]
@@ -74,7 +77,8 @@ class Generation:
         on_completion: called with each of this rank's as it is finished, before on_progress counts it on any rank.
 
     Raises:
-        ValueError: a number below 1, a prompt without tokens, or one that leaves no room below max_length; from `run`,
+        ValueError: a number below 1, a prompt without tokens, of others than the model has or of no tensor, or one that
+            leaves no room below max_length; two of one number; a model that `parallelize` did not make; from `run`,
             ranks with different requests.
     """
 
@@ -95,7 +99,8 @@ class Generation:
         on_completion: Callable[[Completion], None] | None = None,
     ) -> None:
         check_at_least(1, max_new_tokens=max_new_tokens, num_slots=num_slots, prefill_tokens=prefill_tokens)
-        _check_lengths(requests, max_length)
+        steps_of(model)
+        _check_requests(requests, max_length, vocabulary_of(model))
         longest = max((request.length for request in requests), default=0) + max_new_tokens
         self._max_length = longest if max_length is None else min(longest, max_length)
         self._decoder = SlotDecoder(model, num_slots, self._max_length, graphs=graphs)
@@ -211,8 +216,14 @@ class Generation:
         self._decoder.free(slot)
 
 
-def _check_lengths(requests: Sequence[Request], max_length: int | None) -> None:
+def _check_requests(requests: Sequence[Request], max_length: int | None, vocabulary: int) -> None:
+    number, count = max(
+        Counter(request.index for request in requests).items(), key=lambda item: item[1], default=(0, 0)
+    )
+    if count > 1:
+        raise ValueError(f"requests has {count} of number {number}; give each a number of its own")
     for request in requests:
+        check_token_ids(f"token_ids of request {request.index}", request.token_ids, vocabulary)
         if request.length == 0 or (max_length is not None and request.length >= max_length):
             most = "" if max_length is None else f" and below max_length ({max_length})"
             raise ValueError(f"request {request.index} has {request.length} tokens; it must have at least 1{most}")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_ep.errors import check_number, check_whole
+
 # In f32 a smaller number may be 0.
 _LEAST = torch.finfo(torch.float32).tiny
 
@@ -24,6 +26,7 @@ class Sampling:
 
     Raises:
         ValueError: a number outside its range.
+        TypeError: what is no number, or a count that is not whole.
     """
 
     temperature: float = 0.0
@@ -32,6 +35,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_number(temperature=self.temperature, top_p=self.top_p)
+        check_whole(top_k=self.top_k, seed=self.seed)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(
                 f"temperature is {self.temperature}; it must be a number of at least 0, 0 for the likeliest"

@@ -185,6 +185,43 @@ def test_numbers_below_one_are_refused(name: str) -> None:
         Generation(None, requests_of(1), **numbers, stop_ids=[])
 
 
+def test_what_a_model_cannot_read_is_refused_before_any_step() -> None:
+    model = moe_ep.parallelize(make_model("Qwen3Moe"))
+    most = SIZES["vocab_size"]
+
+    def generate(*given: Any, of: Any = model) -> None:
+        requests = [Request(0, token_ids) for token_ids in given]
+        Generation(of, requests, max_new_tokens=2, num_slots=1, stop_ids=[])
+
+    for given, message in (
+        ([1, 2], "is a list; it must be a tensor of token ids, .length."),
+        (torch.ones(1, 2, dtype=torch.int64), r"is torch.int64 \(1, 2\); it must be token ids of one sequence"),
+        (torch.ones(2), r"is torch.float32 \(2,\); it must be token ids of one sequence"),
+        (torch.tensor([3, most]), f"has ids from 3 to {most}; they must be at least 0 and below the {most} rows"),
+        (torch.tensor([-1]), "has ids from -1 to -1; they must be at least 0"),
+    ):
+        with pytest.raises(ValueError, match=f"token_ids of request 0 {message}"):
+            generate(given)
+        with pytest.raises(ValueError, match=f"text 1 of plain {message}"):
+            perplexity(model, {"plain": [torch.tensor([1, 2, 3]), given]})
+    with pytest.raises(ValueError, match="request 0 has 0 tokens; it must have at least 1"):
+        generate(torch.tensor([]))
+    with pytest.raises(ValueError, match="requests has 2 of number 0; give each a number of its own"):
+        generate(torch.tensor([1]), torch.tensor([2]))
+    for texts in ([], [torch.tensor([4])]):
+        with pytest.raises(ValueError, match="texts has none of two tokens in short; a text's first token is not"):
+            perplexity(model, {"long": [torch.tensor([1, 2])], "short": texts})
+    with pytest.raises(TypeError, match="texts is a list; it must be a dict of each kind's texts"):
+        perplexity(model, [torch.tensor([1, 2])])
+    headless = moe_ep.parallelize(make_model("Qwen3Moe").model)
+    with pytest.raises(ConfigError, match="model is a Qwen3MoeModel, which predicts no tokens; give parallelize the"):
+        generate(torch.tensor([1]), of=headless)
+    with pytest.raises(TypeError, match="temperature is '1'; it must be a number"):
+        Sampling(temperature="1")
+    several = {"plain": [torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([5])]}
+    assert perplexity(model, several) == perplexity(model, {"plain": [torch.tensor([1, 2, 3])]})
+
+
 def test_next_tokens() -> None:
     logits = torch.tensor([0.3, 0.0, 0.5, 0.2]).log()[None]
 

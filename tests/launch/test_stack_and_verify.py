@@ -91,6 +91,22 @@ def test_one_wrong_number_is_noticed(dtype: torch.dtype, tmp_path: Path) -> None
         assert error > allowed
 
 
+def test_rows_and_logits_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    stack = MoEStack(reader, model_spec(reader.config), FusedMoEParallelConfig(), dtype=torch.float32)
+    K = stack.layers()[0].moe.moe_config.hidden_dim
+    for x, message in (
+        (torch.zeros(2, K + 1), rf"x is \(2, {K + 1}\) of torch.float32; the layer .* takes \(T, {K}\)"),
+        (torch.zeros(2, K).half(), "x is .* of torch.float16; the layer .* takes .* of torch.float32"),
+        ([1.0], "x is a list; it must be a tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stack(x)
+    with pytest.raises(ValueError, match="router_logits has those of 0 layers; it must have those of each of the"):
+        stack(torch.zeros(2, K), router_logits=[])
+
+
 def test_rows_of_zeros_are_normalized_to_zeros(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     reader = CheckpointReader(tmp_path)
