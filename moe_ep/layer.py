@@ -217,6 +217,7 @@ class FusedMoE(LayerParts):
         """The body of the graph node: the routed output, all-reduced if asked for; with shared experts, (shared,
         routed)."""
         self.check_loaded()
+        self.check_own_experts()
         self._check_inputs(hidden_states, router_logits)
         hidden_states = hidden_states.contiguous()
         shared, routed = self.forward_impl_chunked(hidden_states, router_logits)

@@ -13,6 +13,7 @@ from moe_ep.custom_ops import register_layer
 from moe_ep.expert_shard import FIRST_USE, ExpertShard
 from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
 from moe_ep.process_groups import LayerGroups, is_initialized, layer_groups
+from moe_ep.wrappers import check_not_broadcast, check_not_sharded
 
 if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE
@@ -31,6 +32,9 @@ class LayerParts(ExpertShard):
     # The attributes that hold modular kernels, and backends.
     _kernels: ClassVar[tuple[str, ...]] = ("_modular_kernel",)
     _backends: ClassVar[tuple[str, ...]] = ("_prepare_finalize",)
+
+    # Which of torch's wrappers was found not to touch it.
+    _wrapper = 0
 
     groups: LayerGroups
     shared_experts: nn.Module | None
@@ -168,10 +172,22 @@ class LayerParts(ExpertShard):
         if name == "e_score_correction_bias":  # which nn.Module would register
             object.__setattr__(self, name, value)
             return
+        if name in self._parameters and self._spans_ranks():
+            check_not_sharded(name, value)
         # load_state_dict(assign=True) does this.
         if isinstance(value, torch.Tensor) and (name in self._parameters or name in self._buffers):
             self._forget_kernels()
         super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if self._spans_ranks():
+            check_not_sharded(name, param)
+        super().register_parameter(name, param)
+
+    def check_own_experts(self) -> None:
+        """ConfigError where a wrapper of torch has overwritten this rank's experts by another's."""
+        if self._spans_ranks():
+            self.__dict__["_wrapper"] = check_not_broadcast(self, self.layer_name, self._wrapper)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy creates its own modular kernels, since this layer's keep references to its weights."""

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_ep import layer_parts, process_groups
 from moe_ep.config import FusedMoEParallelConfig
@@ -326,3 +328,43 @@ def test_a_layer_of_some_of_the_ranks() -> None:
         "rank is 2; it must be at least 0 and below tp_size * dp_size (2); make the layer on its own ranks only, with "
         "their process_group"
     )
+
+
+class Net(torch.nn.Module):
+    def __init__(self, layer: FusedMoE) -> None:
+        super().__init__()
+        self.router, self.moe = torch.nn.Linear(8, 4, bias=False), layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.moe(x, self.router(x))
+
+
+@torch.no_grad()
+def wrapped(rank: int, world_size: int) -> None:
+    def make() -> Net:
+        net = Net(FusedMoE(4, 2, 8, 16, params_dtype=torch.float32))
+        torch.manual_seed(rank)
+        for parameter in net.moe.parameters():
+            parameter.normal_()
+        torch.nn.init.ones_(net.router.weight)
+        return net
+
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    expected = make()(x)
+    sharded = make()
+    assert torch.equal(fully_shard(sharded, ignored_params=set(sharded.moe.parameters()))(x), expected)
+    with pytest.raises(ConfigError, match="w13_weight of a layer over several ranks would become a DTensor, .* leave "):
+        fully_shard(make())
+    left_out = make()
+    tensors = [*left_out.named_parameters(), *left_out.named_buffers()]
+    names = [name for name, _ in tensors if name.startswith("moe.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(left_out, names)
+    assert torch.equal(DistributedDataParallel(left_out)(x), expected)
+    overwritten = DistributedDataParallel(make())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="DistributedDataParallel has given every rank what rank 0 holds of moe_"):
+            overwritten(x)
+
+
+def test_wrappers_that_would_give_ranks_each_others_experts_are_refused() -> None:
+    ranks(2).run(wrapped)
