@@ -278,6 +278,8 @@ class FusedMoE(LayerParts):
         tell_routing(self, topk_ids)
         result = self.quant_method.apply(self, hidden_states, topk_weights, topk_ids)
         shared, routed = result if isinstance(result, tuple) else (None, result)
+        if self.shared_experts is not None:
+            self._check_shared(shared, routed)
         if zero_expert_result is not None and self._takes_complete_terms:
             routed += zero_expert_result
         return shared, routed
@@ -287,6 +289,14 @@ class FusedMoE(LayerParts):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`select_experts` with the layer's settings; a subclass whose model does its own routing overrides it."""
         return select_experts(hidden_states, router_logits.contiguous(), **self._routing, **state)
+
+    def _check_shared(self, shared: object, routed: torch.Tensor) -> None:
+        if not isinstance(shared, torch.Tensor) or shared.shape != routed.shape:
+            held = tuple(shared.shape) if isinstance(shared, torch.Tensor) else type(shared).__name__
+            raise ValueError(
+                f"shared_experts of {self.layer_name} returned {held}; it must be a tensor of its input's shape "
+                f"{tuple(routed.shape)}"
+            )
 
     def check_rows(self, name: str, rows: torch.Tensor) -> None:
         """Raises ValueError unless they are rows `[T, K]` that the layer takes."""

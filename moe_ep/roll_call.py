@@ -61,7 +61,10 @@ class Verdict(NamedTuple):
             parts.append(f"{rank_list(self.elsewhere)} did not take part (alive, but late or elsewhere)")
         if not self.late and not self.silent:
             parts.append("connections broke off")
-        return " and ".join(parts) or "every rank is alive and waits; raise the timeout"
+        return (
+            " and ".join(parts)
+            or "every rank is alive and waits; see that all make their calls in one order, or raise the timeout"
+        )
 
 
 class Roll:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 
 import torch
 
@@ -49,7 +50,8 @@ def check_routing(
         )
     if scoring_func not in list(SCORING_FUNCS):  # it may be of any type
         raise ValueError(one_of("scoring_func", scoring_func, list(SCORING_FUNCS)))
-    if not isinstance(routed_scaling_factor, (int, float)) or not math.isfinite(routed_scaling_factor):
+    # int and float are asked for first: an abstract class takes long, and layers ask in every pass.
+    if not isinstance(routed_scaling_factor, (int, float, Real)) or not math.isfinite(routed_scaling_factor):
         raise ValueError(f"routed_scaling_factor is {routed_scaling_factor!r}; it must be a finite number")
     bias = e_score_correction_bias
     if bias is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -110,6 +113,27 @@ def test_shared_experts_are_added(expert_gate: bool) -> None:
     expected = expected + run_moe(weights, hidden_states, router_logits, TOP_K)
     assert relative_error(layer(hidden_states, router_logits), expected) < F32
     assert [name for name in layer.state_dict() if "kernel" in name] == []
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    weights, factor = make_weights(E, K, N), np.float32(2.5)
+    layers = [load(make_layer(routed_scaling_factor=number), weights) for number in (factor, float(factor))]
+    assert torch.equal(*(layer(*make_inputs(T, K, E)) for layer in layers))
+
+
+@pytest.mark.parametrize(
+    ("returned", "held"),
+    [
+        (torch.zeros(T, K + 1), rf"\({T}, {K + 1}\)"),
+        (torch.zeros(T), rf"\({T},\)"),
+        ([1.0], "list"),
+        (None, "NoneType"),
+    ],
+)
+def test_shared_experts_that_return_something_else_are_named(returned: Any, held: str) -> None:
+    layer = load(make_layer(shared_experts=lambda x: returned, prefix="sharing"), make_weights(E, K, N))
+    with pytest.raises(ValueError, match=rf"shared_experts of sharing returned {held}; it must be a tensor of its"):
+        layer(*make_inputs(T, K, E))
 
 
 def test_ungated_shared_experts() -> None:

@@ -39,7 +39,11 @@ def test_ranks_that_wait_are_told_and_the_others_named(monkeypatch: pytest.Monke
             "rank 3 did not answer (dead, stuck or late) and ranks 1, 2 did not take part (alive, but late or "
             "elsewhere)",
         ),
-        (Verdict(True, [], []), [], "every rank is alive and waits; raise the timeout"),
+        (
+            Verdict(True, [], []),
+            [],
+            "every rank is alive and waits; see that all make their calls in one order, or raise the timeout",
+        ),
         # Where a rank has died, those that had not come to the step may have been on their way.
         (Verdict(False, [3], [1, 2]), [3], "rank 3 did not answer (dead, stuck or late)"),
         (
