@@ -60,7 +60,10 @@ class _Passes:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Passes:
-        return _Passes(copy.deepcopy(self._steps, memo))
+        steps = copy.deepcopy(self._steps, memo)
+        for layer in self._steps.layers:
+            steps.add(copy.deepcopy(layer, memo))
+        return _Passes(steps)
 
 
 def make_divided(model: Any, steps: StepCoordinator) -> None:

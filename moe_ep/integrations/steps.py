@@ -74,7 +74,7 @@ class StepCoordinator:
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCoordinator:
         if self.size > 1:
             raise ConfigError("a model with divided experts cannot be copied; copy the whole one before parallelize")
-        return self
+        return StepCoordinator(None)  # of other layers, which whoever copies them adds; nothing balances them
 
     @property
     def layers(self) -> list[RoutedExperts]:

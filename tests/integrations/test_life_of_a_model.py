@@ -1,7 +1,8 @@
-"""What users do with a divided model beside making passes: they drop it, and export it."""
+"""What users do with a divided model beside making passes: they drop it, copy it, and export it."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -12,6 +13,7 @@ pytest.importorskip("transformers")
 
 import moe_ep
 from moe_ep.integrations.divided import steps_of
+from moe_ep.integrations.routed_experts import RoutedExperts
 from tests.integrations.hf_models import make_model
 
 TOKENS = torch.ones(2, 3, dtype=torch.int64)
@@ -31,6 +33,28 @@ def test_a_model_that_is_dropped_gives_its_memory_back_at_once(eplb: bool) -> No
         assert [weight() for weight in weights] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_copy_of_a_model_of_one_process_has_steps_and_layers_of_its_own() -> None:
+    model = moe_ep.parallelize(make_model("Qwen3Moe"), eplb=True, num_redundant_experts=1)
+    copied = copy.deepcopy(model)
+    of_model, of_copy = (
+        [part for part in each.modules() if isinstance(part, RoutedExperts)] for each in (model, copied)
+    )
+    steps, own = steps_of(model), steps_of(copied)
+    assert own is not steps and own is steps_of(copied.model) and own.layers == of_copy and steps.layers == of_model
+    assert all(layer._coordinator is own for layer in of_copy) and own.eplb is None
+    seen = []
+    of_copy[0].register_forward_pre_hook(lambda layer, args: seen.append((own.current, steps.current)))
+    tokens = torch.ones(1, 3, dtype=torch.int64)
+    with torch.inference_mode():
+        expected = model(tokens).logits
+        assert torch.equal(copied(tokens).logits, expected)
+    assert [(mine.num_tokens, other) for mine, other in seen] == [((3,), None)]
+    del model, of_model
+    gc.collect()
+    with torch.inference_mode():
+        assert torch.equal(copied(tokens).logits, expected) and len(own.layers) == 2
 
 
 def test_a_model_of_one_process_can_be_exported() -> None:
