@@ -50,6 +50,16 @@ def check_expert_map(expert_map: torch.Tensor) -> None:
         )
 
 
+def check_local_experts(expert_map: torch.Tensor, num_local_experts: int) -> None:
+    """Raises ValueError for a map that is none, or one on the host that names more than the local experts."""
+    check_expert_map(expert_map)
+    if expert_map.device.type == "cpu" and (most := int(expert_map.max())) >= num_local_experts:
+        raise ValueError(
+            f"expert_map names local expert {most} and w1 has {num_local_experts} experts; pass the map of this rank's "
+            f"experts, -1 for those of others"
+        )
+
+
 def check_ids(topk_ids: torch.Tensor, known_ids: int, known_as: str) -> None:
     """Raises ValueError for ids on the host that are neither -1 nor below `known_ids`; no others are looked at.
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from moe_ep import env
 from moe_ep.activation import MoEActivation
-from moe_ep.arguments import check_no_gradients, check_tensors
+from moe_ep.arguments import check_local_experts, check_no_gradients, check_tensors
 from moe_ep.backend_choice import choose_backend
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.contract_checks import check_backend, checked_backend, checked_experts
@@ -131,7 +131,8 @@ class FusedMoEModularKernel(nn.Module):
             `[T, K]`, contiguous unless inplace, or (shared output, `[T, K]`) if there are shared experts.
 
         Raises:
-            ValueError: more ids than w1 has experts, and no expert_map.
+            ValueError: more ids than w1 has experts, and no expert_map; a map on the host that names other experts than
+                w1 has.
             RuntimeError: hidden_states or topk_weights requires a gradient, and gradients are enabled.
         """
         check_tensors(hidden_states=hidden_states, w1=w1, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids)
@@ -145,6 +146,8 @@ class FusedMoEModularKernel(nn.Module):
                 f"global_num_experts is {global_num_experts}, w1 has {w1.size(0)} experts and expert_map is None, that "
                 f"is, all are local; pass the map of this rank's experts"
             )
+        if expert_map is not None:
+            check_local_experts(expert_map, w1.size(0))
         # A tensor of this pass alone: backends find by it what they keep, also of a pass that failed.
         topk_ids = topk_ids.detach()
         shared_input = hidden_states if shared_experts_input is None else shared_experts_input

@@ -245,6 +245,17 @@ def test_ids_without_weights_need_a_map():
         kernel()(x, w1[:3], w2[:3], weights, ids, global_num_experts=E)
 
 
+def test_a_map_of_more_experts_than_there_are_is_refused():
+    x, w1, w2, weights, ids = problem(2)
+    run = kernel()
+    mapping = torch.arange(E, dtype=torch.int32)
+    assert torch.equal(run(x, w1, w2, weights, ids, expert_map=mapping), run(x, w1, w2, weights, ids))
+    with pytest.raises(ValueError, match=f"expert_map names local expert {E} and w1 has {E} experts; pass the map of"):
+        run(x, w1, w2, weights, ids, expert_map=mapping + 1)
+    with pytest.raises(ValueError, match="expert_map is a list; it must be a tensor"):
+        run(x, w1, w2, weights, ids, expert_map=mapping.tolist())
+
+
 def test_rows_of_any_strides_give_a_contiguous_output():
     x, w1, w2, weights, ids = problem(4)
     got = kernel()(x.T.contiguous().T, w1, w2, weights, ids)
