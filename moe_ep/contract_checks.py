@@ -7,6 +7,7 @@ host knows is looked at, so that nothing waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -96,8 +97,8 @@ def check_backend(backend: Any) -> None:
         raise TypeError(f"prepare_finalize is {backend!r}; it must be an instance of a FusedMoEPrepareAndFinalize")
     _check_format(backend)
     capacity, ids = backend.max_num_tokens_per_rank(), backend.topk_indices_dtype()
-    if capacity is not None and (type(capacity) is not int or capacity < 1):
-        wrong = ValueError if type(capacity) is int else TypeError
+    if capacity is not None and (not isinstance(capacity, Integral) or capacity < 1):
+        wrong = ValueError if isinstance(capacity, Integral) else TypeError
         raise wrong(f"{_of(backend, 'max_num_tokens_per_rank')} {capacity!r}; it must be at least 1, or None")
     if ids is not None and ids not in INTEGERS:
         raise TypeError(f"{_of(backend, 'topk_indices_dtype')} {ids!r}; it must be an integer dtype of torch, or None")
@@ -173,7 +174,7 @@ def check_workspace_shapes(experts: FusedMoEPermuteExpertsUnpermute, shapes: Any
         found = [tuple(shape) for shape in shapes]
     except TypeError:
         found = []
-    if len(found) != 3 or any(not isinstance(size, int) for shape in found for size in shape):
+    if len(found) != 3 or any(not isinstance(size, (int, Integral)) for shape in found for size in shape):
         raise TypeError(
             f"{_of(experts, 'workspace_shapes')} {shapes!r}; it must be the shapes of workspace13, of workspace2 and "
             f"of the output, each a tuple of whole numbers"

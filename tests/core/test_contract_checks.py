@@ -1,13 +1,15 @@
 """A backend or experts of somebody's own that do not keep to their contract: the error names them and what is wrong."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
-from moe_ep.contract_checks import checked_backend, checked_experts
+from moe_ep.contract_checks import check_backend, check_workspace_shapes, checked_backend, checked_experts
 from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEPrepareAndFinalize
 from moe_ep.kernels.reference import BatchedReferenceExperts, ReferenceExperts
 from moe_ep.modular_kernel import FusedMoEModularKernel, make_experts, make_prepare_finalize
@@ -91,6 +93,10 @@ class Returns(Own):
 def test_one_that_keeps_to_it_runs() -> None:
     expected = run(Own())
     assert expected.shape == (T, K) and torch.equal(run(Returns()), expected)
+    config = replace(CONFIG, max_num_tokens=np.int64(8), experts_per_token=np.int32(TOPK))
+    rows = BatchedReferenceExperts(config, max_num_tokens=np.int64(8), num_dispatchers=1)
+    assert check_workspace_shapes(rows, rows.workspace_shapes(np.int64(8), N, K, TOPK, E, E, None, "silu"))
+    check_backend(varied(Own, max_num_tokens_per_rank=np.int64(8)))
 
 
 @pytest.mark.parametrize(
