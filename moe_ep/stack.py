@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import layer_norm, linear, pad
 
+from moe_ep.arguments import check_tensors
 from moe_ep.checkpoint import (
     CheckpointReader,
     MoEModelSpec,
@@ -246,6 +247,7 @@ class MoEStack(nn.Module):
             ValueError: another shape or dtype, or router logits of another number of layers.
         """
         layers = self.layers()
+        check_tensors(x=x)
         if layers:
             layers[0].moe.check_rows("x", x)
         if router_logits is not None and len(router_logits) != len(layers):

@@ -51,13 +51,18 @@ class Scene:
             raise ValueError(f"planned_on is {self.planned_on:g}; it must be above 0 and below 1")
 
     def num_slots(self, num_experts: int) -> int:
-        """P; ValueError where the slots do not divide over the ranks."""
+        """P; ValueError where the slots do not divide over the ranks, or are more than these can use."""
         num_slots = num_experts + self.num_redundant
         if num_slots % self.ep_size:
             enough = self.num_redundant + -num_slots % self.ep_size
             raise ValueError(
                 f"num_experts ({num_experts}) + redundant ({self.num_redundant}) must be a multiple of ep_size "
                 f"({self.ep_size}); pass {enough} redundant experts"
+            )
+        if self.num_redundant > (most := num_experts * self.ep_size):
+            raise ValueError(
+                f"there are {self.num_redundant} redundant experts; with {num_experts} experts on {self.ep_size} ranks "
+                f"there may be {most} at most, which is more than every rank needs to hold all of them"
             )
         return num_slots
 

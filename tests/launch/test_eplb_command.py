@@ -74,6 +74,7 @@ def test_plain_choices_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["simulate", "--array", "english"], "--array is 'english'; --routing zipf:0.5 reads no file, leave it out"),
         (["simulate", *DRAWN, "--top-k", "17"], "--top-k is 17; it must be at most the 16"),
         (["simulate", *DRAWN, "--redundant", "3"], r"must be a multiple of ep_size (4); pass 4 redundant experts"),
+        (["simulate", *DRAWN, "--redundant", "4000"], "there are 4000 redundant experts; with "),
         (["simulate", "--planned-on", "1"], "--planned-on is '1'; it must be a number above 0 and below 1"),
         (["report", "none.npz"], "TRACE is 'none.npz'; it must be an .npz file"),
         (["report", "none.npz", "--policy", "best"], "--policy has 'best'"),
