@@ -19,7 +19,7 @@ from pathlib import Path
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-NOT_NEEDED = [".*", "build", "dist", "docs", "tests"]
+NOT_NEEDED = [".?*", "build", "dist", "docs", "tests"]  # not ".*", which is "." too: all of the folder
 
 
 async def submit(address: str, arguments: list[str]) -> int:

@@ -1,0 +1,61 @@
+"""What launch/ray_job.py sends to a cluster that has no moe_ep of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import threading
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+ray = pytest.importorskip("ray")
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "ray_job.py"
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """Takes a package and refuses the job."""
+
+    packages: ClassVar[list[bytes]] = []
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+    def answer(self, code: int, content: dict[str, str]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"]))
+
+    def do_GET(self) -> None:
+        known = {"version": "4", "ray_version": ray.__version__, "ray_commit": "", "session_name": ""}
+        self.answer(*((200, known) if "version" in self.path else (404, {})))
+
+    def do_PUT(self) -> None:
+        self.packages.append(self.body())
+        self.answer(200, {})
+
+    def do_POST(self) -> None:
+        self.body()
+        self.answer(500, {})
+
+
+def test_the_package_holds_the_code() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Dashboard) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        subprocess.run([sys.executable, str(SCRIPT), address, "run"], capture_output=True, timeout=60, check=False)
+        server.shutdown()
+    (package,) = Dashboard.packages
+    names = zipfile.ZipFile(io.BytesIO(package)).namelist()
+    assert {"moe_ep/__init__.py", "launch/ray_job.py", "kernels/reference.py"} <= set(names)
+    assert not [name for name in names if name.startswith((".", "tests/", "docs/"))]
