@@ -21,8 +21,9 @@ def _prompts_file(raw: str) -> Path:
 
 
 def _some_text(raw: str) -> str:
-    if not raw:
-        raise ValueError("it must be some text")
+    # Bytes that are no UTF-8 come as halves of surrogate pairs.
+    if not raw or any("\ud800" <= letter <= "\udfff" for letter in raw):
+        raise ValueError("it must be some text, in UTF-8")
     return raw
 
 

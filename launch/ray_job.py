@@ -2,7 +2,8 @@
 
     python launch/ray_job.py http://127.0.0.1:8265 run --ep-size 4
 
-It does what this line does, from any folder and without packing what the job does not need:
+From a checkout it does what this line does, from any folder and without packing what the job does not need; where
+moe_ep is installed, the cluster must have it installed too:
 
     ray job submit --address http://127.0.0.1:8265 --working-dir . -- python -m moe_ep.launch run --ep-size 4
 
@@ -25,9 +26,10 @@ NOT_NEEDED = [".?*", "build", "dist", "docs", "tests"]  # not ".*", which is "."
 async def submit(address: str, arguments: list[str]) -> int:
     """Runs `moe-ep ARGUMENTS` on the cluster whose dashboard is at `address`; returns 0 where it succeeded."""
     client = JobSubmissionClient(address)
+    is_checkout = (CHECKOUT / "pyproject.toml").is_file()
     job = client.submit_job(
         entrypoint=shlex.join(["python", "-m", "moe_ep.launch", *arguments]),
-        runtime_env={"working_dir": str(CHECKOUT), "excludes": NOT_NEEDED},
+        runtime_env={"working_dir": str(CHECKOUT), "excludes": NOT_NEEDED} if is_checkout else None,
     )
     async for text in client.tail_job_logs(job):
         print(text, end="", flush=True)

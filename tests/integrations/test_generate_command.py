@@ -222,6 +222,7 @@ def test_a_tokenizer_of_no_model(demo: Path, tmp_path: Path) -> None:
     [
         ([], "--prompts is missing"),
         (["--stop", ""], "--stop is ''; it must be some text"),
+        (["--stop", "\udcff"], "; it must be some text, in UTF-8"),
         (["--top-p", "1.5"], "--top-p is '1.5'; it must be above 0 and at most 1"),
         (["--temperature", "-1"], "--temperature is '-1'; it must be a number of at least 0"),
         (["--top-k", "5"], "--top-k is 5 and --temperature is 0, where nothing is drawn; raise it"),

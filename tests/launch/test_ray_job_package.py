@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -49,13 +50,26 @@ class Dashboard(BaseHTTPRequestHandler):
         self.answer(500, {})
 
 
-def test_the_package_holds_the_code() -> None:
+def packages_of(script: Path) -> list[bytes]:
+    """What the script sends before its job."""
+    Dashboard.packages.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Dashboard) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        subprocess.run([sys.executable, str(SCRIPT), address, "run"], capture_output=True, timeout=60, check=False)
+        subprocess.run([sys.executable, str(script), address, "run"], capture_output=True, timeout=60, check=False)
         server.shutdown()
-    (package,) = Dashboard.packages
+    return list(Dashboard.packages)
+
+
+def test_the_package_holds_the_code() -> None:
+    (package,) = packages_of(SCRIPT)
     names = zipfile.ZipFile(io.BytesIO(package)).namelist()
     assert {"moe_ep/__init__.py", "launch/ray_job.py", "kernels/reference.py"} <= set(names)
     assert not [name for name in names if name.startswith((".", "tests/", "docs/"))]
+
+
+def test_an_installed_one_sends_nothing(tmp_path: Path) -> None:
+    installed = tmp_path / "moe_ep" / "launch"
+    installed.mkdir(parents=True)
+    shutil.copy(SCRIPT, installed)
+    assert packages_of(installed / SCRIPT.name) == []
