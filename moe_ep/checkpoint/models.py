@@ -30,6 +30,8 @@ _QWEN3_NEXT = Family(
     shared_experts=_GATED_SHARED_EXPERT,
     names={"norm_offset": 1.0},
 )
+# All of its layers have experts, and weights sum up to one, whatever a config says that has the older names.
+_QWEN3_5 = replace(_QWEN3_NEXT, moe_layers=rules.all_layers, routing=_RENORMALIZED)
 _OLMOE = Family(intermediate_size="intermediate_size")
 _GRANITE = replace(
     _MIXTRAL,
@@ -96,8 +98,8 @@ FAMILIES = {
     "qwen2_moe": Family(moe_layers=rules.sparse_step_layers, shared_experts=_GATED_SHARED_EXPERT),
     "qwen3_moe": Family(moe_layers=rules.sparse_step_layers),
     "qwen3_next": _QWEN3_NEXT,
-    "qwen3_5_moe_text": _QWEN3_NEXT,
-    "qwen3_5_moe": replace(_QWEN3_NEXT, text_config=configs.text_part, names={**_QWEN3_NEXT.names, **LANGUAGE_PART}),
+    "qwen3_5_moe_text": _QWEN3_5,
+    "qwen3_5_moe": replace(_QWEN3_5, text_config=configs.text_part, names={**_QWEN3_5.names, **LANGUAGE_PART}),
     "qwen3_vl_moe": Family(
         moe_layers=rules.sparse_step_layers,
         routing=_RENORMALIZED,

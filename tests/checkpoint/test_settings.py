@@ -77,3 +77,9 @@ def test_settings_are_heeded_or_refused(family: str, tmp_path: Path) -> None:
 def test_settings_that_transformers_does_not_heed(family: str, change: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=f"^config.json: {words}"):
         model_spec(config_of(family, **change))
+
+
+def test_settings_of_older_families_say_nothing_about_qwen3_5() -> None:
+    config = config_of("qwen3_next") | {"model_type": "qwen3_5_moe_text"}
+    older = {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]}
+    assert model_spec(config | older) == model_spec(config)
