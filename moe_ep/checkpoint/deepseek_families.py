@@ -10,7 +10,15 @@ from dataclasses import replace
 from moe_ep.checkpoint import family_configs as configs
 from moe_ep.checkpoint import family_routing as routing
 from moe_ep.checkpoint import family_rules as rules
-from moe_ep.checkpoint.family import FIRST_DENSE, GATE_DOWN_UP, GATE_W1, LANGUAGE_PART, WHOLE_LANGUAGE_MODEL, Family
+from moe_ep.checkpoint.family import (
+    EXPERTS_ALONE,
+    FIRST_DENSE,
+    GATE_DOWN_UP,
+    GATE_W1,
+    LANGUAGE_PART,
+    WHOLE_LANGUAGE_MODEL,
+    Family,
+)
 
 _DEEPSEEK_V3 = Family(
     moe_layers=rules.layers_after_dense,
@@ -124,6 +132,15 @@ DEEPSEEK_LIKE = {
         _DEEPSEEK_V3,
         text_config=configs.renamed({}, FIRST_DENSE),
         names={"correction_bias_may_miss": True, "output_norm": "post_mlp_layernorm"},
+    ),
+    # The norm before its experts has a gate.
+    "axk2": Family(
+        moe_layers=rules.layers_after_dense, text_config=configs.renamed({}, FIRST_DENSE), names=EXPERTS_ALONE
+    ),
+    "hy_v4": replace(
+        _DEEPSEEK_V3,
+        text_config=configs.renamed({}, {**FIRST_DENSE, "swiglu_limit": 10.0}),
+        fields=rules.limited_gate,
     ),
     "longcat_flash": Family(
         routing=routing.longcat_routing,

@@ -13,7 +13,15 @@ from moe_ep.checkpoint import family_configs as configs
 from moe_ep.checkpoint import family_routing as routing
 from moe_ep.checkpoint import family_rules as rules
 from moe_ep.checkpoint.deepseek_families import DEEPSEEK_LIKE
-from moe_ep.checkpoint.family import FIRST_DENSE, GATE_DOWN_UP, GATE_W1, LANGUAGE_PART, WHOLE_LANGUAGE_MODEL, Family
+from moe_ep.checkpoint.family import (
+    EXPERTS_ALONE,
+    FIRST_DENSE,
+    GATE_DOWN_UP,
+    GATE_W1,
+    LANGUAGE_PART,
+    WHOLE_LANGUAGE_MODEL,
+    Family,
+)
 from moe_ep.checkpoint.spec import Projections
 
 _RENORMALIZED = routing.fixed_routing(renormalize=True)
@@ -39,11 +47,9 @@ _GRANITE = replace(
     shared_experts=rules.one_mlp("shared_mlp", "shared_intermediate_size", fused=("input_linear", "output_linear")),
     names={"router": "router.layer", "fused": ("input_linear.weight", "output_linear.weight")},
 )
-# Of families whose routers only transformers computes.
-_EXPERTS_ALONE = {"router": None, "norm": None}
 # Its experts lie in the layer itself, beside a dense MLP, and its router has a norm and scales of its own.
 _GEMMA4_KEYS = {"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"}
-_GEMMA4 = Family(moe_module="", text_config=configs.renamed(_GEMMA4_KEYS), names=_EXPERTS_ALONE)
+_GEMMA4 = Family(moe_module="", text_config=configs.renamed(_GEMMA4_KEYS), names=EXPERTS_ALONE)
 
 FAMILIES = {
     "mixtral": _MIXTRAL,
@@ -146,9 +152,9 @@ FAMILIES = {
         fields=rules.cohere_fields,
     ),
     # It adds its bias to logits.
-    "kolibri1": Family(names=_EXPERTS_ALONE),
+    "kolibri1": Family(names=EXPERTS_ALONE),
     # Its router is an MLP that hands what it has found on to the next layer's.
-    "zaya": Family(names=_EXPERTS_ALONE),
+    "zaya": Family(names=EXPERTS_ALONE),
     "gemma4_text": _GEMMA4,
     "gemma4": replace(
         _GEMMA4,

@@ -153,11 +153,13 @@ SEEING |= {"mistral3", "mistral_large4", "mistral_large4_text", "dots3_note", "g
 
 
 # Whose routers moe_ep does not compute; in tests/integrations/test_families.py.
-EXPERTS_ALONE = {"gemma4_text", "kolibri1", "zaya"}
+EXPERTS_ALONE = {"gemma4_text", "kolibri1", "zaya", "axk2"}
+# Whose shared experts transformers saves under other names; in tests/integrations/test_limited_gates.py.
+RENAMED = {"hy_v4"}
 
 
 def test_every_family_is_tested() -> None:
-    assert set(MODELS) == set(EXPECTED) == set(FAMILIES) - set(SAME_AS) - SEEING - EXPERTS_ALONE
+    assert set(MODELS) == set(EXPECTED) == set(FAMILIES) - set(SAME_AS) - SEEING - EXPERTS_ALONE - RENAMED
 
 
 @pytest.mark.parametrize("family", MODELS)

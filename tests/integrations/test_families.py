@@ -75,6 +75,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "BailingHybrid": {**HYBRID, "head_dim": 16},
     "LongcatFlash": {**MLA, **LONGCAT},
     "AXK1": {**MLA, **GROUPED, "head_dim": 8},
+    "AXK2": {**MLA, **GROUPED, **INDEXER, "gated_norm_rank": 4},
+    "HYV4": {**MLA, **GROUPED, **INDEXER, "hc_mult": 2, "swiglu_limit": 0.5},
     "DeepseekV4": {**V4, "n_routed_experts": 6, "swiglu_limit": 0.5},
     "Dots3NoteText": {**MLA, **GROUPED, **INDEXER, "shared_experts_intermediate_size": 24, **DOTS},
     **UNGROUPED,

@@ -136,3 +136,21 @@ def test_glm_that_sees_and_limits_its_gates(tmp_path: Path) -> None:
     layer = alone.model.language_model.layers[1]
     expected = layer.mlp(layer.post_attention_layernorm(x)[None])[0]
     assert relative_error(block(x) - x, expected) < 2 * tolerance(torch.float32)
+
+
+def test_hunyuan_that_limits_its_routed_gates_alone(tmp_path: Path) -> None:
+    sizes = {**MLA, **GROUPED, **INDEXER, "hc_mult": 2, "swiglu_limit": 0.5}
+    alone = make_model("HYV4", **sizes)
+    alone.save_pretrained(tmp_path / "saved")
+    with CheckpointReader(tmp_path / "saved") as reader:
+        # transformers gives shared experts the name that the files have for an attention's gate.
+        names = {
+            name.replace("shared_experts.linear_gate", "shared_experts.gate_proj"): name for name in reader.names()
+        }
+        write_checkpoint(tmp_path, reader.config, ((new, reader.read(old)) for new, old in names.items()))
+    reader = CheckpointReader(tmp_path)
+    (block,) = MoEStack(reader, model_spec(reader.config), FusedMoEParallelConfig.make(), dtype=torch.float32).layers()
+    x = torch.randn(7, 64)
+    layer = alone.model.layers[1]
+    expected = layer.mlp(layer.post_attention_layernorm(x)[None])[0]
+    assert relative_error(block(x) - x, expected) < 2 * tolerance(torch.float32)
