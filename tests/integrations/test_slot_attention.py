@@ -20,7 +20,7 @@ from tests.integrations.test_families import OTHERS, OWN_PAST
 SLOTS = 3
 # Keys of another width than values, an indexer, or attention that no other function may take the place of.
 MASKED = {"DeepseekV2", "DeepseekV3", "DeepseekV32", "GlmMoeDsa", "Glm4MoeLite", "KimiK25", "MiMoV2Flash", "KimiLinear"}
-MASKED |= {"BailingHybrid", "AXK1", "Dots3NoteText", "Gemma4Text", "LongcatFlash"}
+MASKED |= {"BailingHybrid", "AXK1", "AXK2", "Dots3NoteText", "Gemma4Text", "HYV4", "LongcatFlash"}
 
 # Models that have windows in their masks and do not tell their attention.
 UNTOLD: dict[str, dict[str, Any]] = {
