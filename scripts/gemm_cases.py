@@ -70,13 +70,14 @@ WEIGHTS = {
     "uint4": ("uint4", 128),
     "int8": ("uint8b128", 128),
     "fp8": ("float8_e4m3fn", 128),
+    "mxfp8": ("float8_e4m3fn", 32),
     "mxfp4": ("float4_e2m1f", 32),
     "nvfp4": ("float4_e2m1f", 16),
 }
 
 
 # Those that peers are timed with.
-OF_PEERS = {"torch": ("int4",), "humming": ("int4", "int4-g32", "int8", "fp8", "mxfp4"), "vllm": ("int4",)}
+OF_PEERS = {"torch": ("int4",), "humming": ("int4", "int4-g32", "int8", "fp8", "mxfp8", "mxfp4"), "vllm": ("int4",)}
 
 
 def with_weights(shape: Shape, name: str) -> Shape:

@@ -59,6 +59,7 @@ class Humming:
         "int4-g32": {"dtype": "uint4", "group_size": 32},
         "int8": {"dtype": "uint8", "group_size": 128},
         "fp8": {"dtype": "float8e4m3", "group_size": 128},
+        "mxfp8": {"dtype": "float8e4m3", "group_size": 32, "scale_dtype": "float8e8m0"},
         "mxfp4": {"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"},
     }
 

@@ -98,6 +98,8 @@ def unfit_reason(pair: WeightPair) -> str | None:
         return f"K is {w13.num_columns} and N {w2.num_columns}; both must be multiples of {GROUP_COLUMNS}"
     if any(part is not None for w in (w13, w2) for part in (w.g_idx, w.sort_indices)):
         return "the weights have act-order"
+    if any(w.scales.size(1) not in (1, w.num_columns // GROUP_COLUMNS) for w in (w13, w2)):
+        return f"the weights have scales of fewer than {GROUP_COLUMNS} columns"
     return None
 
 

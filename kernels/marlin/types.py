@@ -45,7 +45,7 @@ WEIGHT_TYPES = {
         (scalar_types.uint4, _INTEGER_GROUPS, True),
         (scalar_types.uint4b8, _INTEGER_GROUPS, False),
         (scalar_types.uint8b128, _INTEGER_GROUPS, False),
-        (scalar_types.float8_e4m3fn, (-1, 128), False),
+        (scalar_types.float8_e4m3fn, _INTEGER_GROUPS, False),
         (scalar_types.float4_e2m1f, (16, 32), False),
     )
 }

@@ -32,10 +32,12 @@ SILU, RELU2 = MoEActivation.SILU, MoEActivation.RELU2_NO_MUL
 K, N = 256, 128
 
 
-def given_of(kind: WeightType = E4M3, activation: MoEActivation = SILU, K: int = K, N: int = N) -> dict[str, Any]:
+def given_of(
+    kind: WeightType = E4M3, activation: MoEActivation = SILU, K: int = K, N: int = N, group: int = -1
+) -> dict[str, Any]:
     """Experts and 40 tokens that choose two each."""
-    first = make(kind, 32 if kind is UINT4B8 else -1, 2 * N if activation.is_gated else N, K, activation.is_gated)
-    second = make(kind, 32 if kind is UINT4B8 else -1, K, N, False, seed=1)
+    first = make(kind, group, 2 * N if activation.is_gated else N, K, activation.is_gated)
+    second = make(kind, group, K, N, False, seed=1)
     rng = torch.Generator().manual_seed(2)
     return arguments(first, second, kind, activation) | {
         "hidden_states": torch.randn(40, K, generator=rng).bfloat16(),
@@ -66,10 +68,15 @@ def test_results_are_those_of_rounded_rows() -> None:
 @pytest.mark.parametrize(
     ("change", "input_dtype", "sentence"),
     [
-        ({"kind": UINT4B8}, FP8, "input_dtype is torch.float8_e4m3fn, but the weights are uint4b8, and must be float8"),
+        (
+            {"kind": UINT4B8, "group": 32},
+            FP8,
+            "input_dtype is torch.float8_e4m3fn, but the weights are uint4b8, and must be float8",
+        ),
         ({"activation": RELU2}, FP8, "but the activation is relu2_no_mul, and must be a gated one; pass None"),
         ({"K": 192}, FP8, "but K is 192 and N 128; both must be multiples of 128; pass None"),
         ({"N": 64}, FP8, "but K is 256 and N 64; both must be multiples of 128; pass None"),
+        ({"group": 32}, FP8, "but the weights have scales of fewer than 128 columns; pass None"),
         ({}, torch.int8, "input_dtype is torch.int8; it must be None, torch.float8_e4m3fn, or the activations' own"),
         ({}, torch.float16, "input_dtype is torch.float16; it must be None"),
     ],
