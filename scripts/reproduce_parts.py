@@ -104,10 +104,15 @@ _TESTS = (
         f"{_NVSHMEM_TESTS} tests/gpu/test_two_level_gpu.py",
     ),
     _tests("tests-4-others", 4, 165, f'{_OF_TWO} -k "[4"', f"tests/gpu/test_layer_gpu.py {_OTHER_TESTS}"),
-    # Eight processes on the GPUs that there are: everything but NCCL and how long it takes.
+    # Two and eight processes on one GPU: everything but NCCL and how long it takes.
     _tests(
-        "tests-8-shared", 2, 240, "MOE_EP_TEST_SHARED_GPUS=1 {pytest} -m gpu8 -k nvshmem",
+        "tests-8-shared", 1, 240, 'MOE_EP_TEST_SHARED_GPUS=1 {pytest} -m gpu8 -k "nvshmem and not grid"',
         f"{_NVSHMEM_TESTS} tests/gpu/test_layer_gpu.py",
+    ),
+    _tests(
+        "tests-moving-shared", 1, 120,
+        'MOE_EP_TEST_SHARED_GPUS=1 {pytest} -m "gpu2 or gpu8" -k "replay or 8 and nvshmem and peer_copies"',
+        "tests/gpu/test_replay_ranks_gpu.py tests/gpu/test_eplb_moving_gpu.py",
     ),
     _tests("tests-8", 8, 240, "{pytest} -m gpu8", f"{_NVSHMEM_TESTS} tests/gpu/test_layer_gpu.py {_OTHER_TESTS}"),
 )  # fmt: skip

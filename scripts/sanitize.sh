@@ -29,8 +29,8 @@ check() {
 }
 
 tests="python3 -m pytest -q -p no:cacheprovider -m gpu"
-# One with an offset, one with zero points, one of floats; of all group sizes.
-types="uint4b8 or uint4-32 or float4_e2m1f"
+# One with an offset, one with zero points, floats of eight and of four bits; of all group sizes.
+types="uint4b8 or uint4-32 or float8_e4m3fn-32 or float4_e2m1f"
 running=
 for tool in memcheck racecheck; do
   check $tool 9 planted python3 scripts/sanitize_planted.py &

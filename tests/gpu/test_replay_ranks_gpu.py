@@ -24,17 +24,22 @@ from moe_ep.integrations.replay import EAGER_CALLS, _Place
 from moe_ep.methods import relative_error, tolerance
 from tests.gpu.test_transformers_gpu import PACKED, make
 from tests.integrations.hf_models import SIZES
-from tests.ranks import ranks
+from tests.ranks import num_gpu_ranks, ranks
 
 pytestmark = pytest.mark.gpu2
 WORLD_SIZE = max(2, min(4, torch.cuda.device_count()))
-CAPACITY = 6
+ONE: dict[str, Any] = {"backend": "nvshmem_low_latency"}  # of decode and prefill
+TWO = pytest.param(
+    {"decode_max_num_tokens": 6},
+    marks=pytest.mark.skipif(num_gpu_ranks() > torch.cuda.device_count(), reason="ranks of one GPU have one backend"),
+    id="two backends",
+)
 
 
 def divided(replay_tokens: int, made: Any, **options: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_EP_REPLAY_MAX_TOKENS", str(replay_tokens))
-        return moe_ep.parallelize(made, **{"decode_max_num_tokens": CAPACITY} | options)
+        return moe_ep.parallelize(made, **options)
 
 
 def one_pass(model: Any, tokens: torch.Tensor | None) -> torch.Tensor | None:
@@ -91,9 +96,7 @@ def as_eager_passes(rank: int, world_size: int, quantize: str, options: dict[str
     return len(replays), len(steps_of(model).layers)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"decode_max_num_tokens": None, "backend": "nvshmem_low_latency"}], ids=["two backends", "one"]
-)
+@pytest.mark.parametrize("options", [TWO, pytest.param(ONE, id="one")])
 @pytest.mark.parametrize("quantize", ["none", "int4"])
 def test_replays_are_eager_passes(quantize: str, options: dict[str, Any]) -> None:
     for num_replays, num_layers in ranks(WORLD_SIZE, "nccl").run(as_eager_passes, quantize, options):
@@ -105,7 +108,7 @@ def balanced_as_eager_passes(rank: int, world_size: int) -> None:
     """Replays count the load that eager passes count, and go where the experts are after they have moved."""
     made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8)
     config = EplbConfig(first_plan=1000, asynchronous=False)
-    options: dict[str, Any] = {"quantize": "int4", "eplb": config, "num_redundant_experts": world_size}
+    options: dict[str, Any] = {**ONE, "quantize": "int4", "eplb": config, "num_redundant_experts": world_size}
     models = [divided(tokens, copy.deepcopy(made), **options) for tokens in (0, 256)]
     managers = [steps_of(model).eplb for model in models]
     with torch.inference_mode(), counted_replays() as replays:
@@ -135,7 +138,7 @@ def compiled(rank: int, world_size: int) -> int:
     them; returns how often."""
     # Of all experts: where others round otherwise, few of many would be other ones.
     made = make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8, num_experts_per_tok=8)
-    eager, model = (divided(tokens, copy.deepcopy(made), quantize="int4") for tokens in (0, 256))
+    eager, model = (divided(tokens, copy.deepcopy(made), **ONE, quantize="int4") for tokens in (0, 256))
     passes = torch.compile(model, mode="reduce-overhead")
     num_replays, replay = 0, _Place.replay
 
@@ -169,7 +172,7 @@ def late_to_a_step_of_generation(rank: int, world_size: int) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "0.5")
-        model = divided(0, make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8), decode_max_num_tokens=7)
+        model = divided(0, make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8), **ONE, max_num_tokens=70)
         generation = Generation(model, requests, max_new_tokens=24, num_slots=3, stop_ids=[], on_progress=wait)
         with pytest.raises(DispatchTimeoutError):
             generation.run()
@@ -184,7 +187,7 @@ def late_to_a_pass(rank: int, world_size: int) -> int:
     """Rank 1 comes too late to a pass of replayed layers; returns the pass that begins with the error."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_EP_NVSHMEM_TIMEOUT_S", "0.5")
-        model = divided(256, make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8), decode_max_num_tokens=9)
+        model = divided(256, make("Qwen3Moe", torch.bfloat16, **PACKED, num_experts=8), **ONE, max_num_tokens=90)
         steps, number = steps_of(model), 0
 
         def wait(*_: Any) -> None:

@@ -29,6 +29,7 @@ EXPERTS = [
     (scalar_types.uint8b128, BF16, BF16, 1, SILU),
     (scalar_types.uint8b128, BF16, BF16, 2, RELU2),
     (scalar_types.float8_e4m3fn, BF16, BF16, 1, SILU),
+    (scalar_types.float8_e4m3fn, F16, F16, 4, SILU),
     (scalar_types.float4_e2m1f, F16, torch.float8_e4m3fn, 8, SILU),
     (scalar_types.float4_e2m1f, BF16, torch.uint8, 4, SWIGLUOAI),
 ]
@@ -105,6 +106,20 @@ def test_experts_kernels_for_older_gpus_compile_without_spills(
     stored, loaded = TILES_OF_16_SPILL.get((name, per_step), (0, 0)) if tile_tokens == 16 else (0, 0)
     assert resources.spill_store_bytes <= stored
     assert resources.spill_load_bytes <= loaded
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_100", "sm_120"])
+def test_kernels_compile_for_gpus_that_none_of_them_was_written_for(arch: str) -> None:
+    kind, act_dtype, scale_dtype, _, activation = EXPERTS[-1]
+    sources = [
+        *(
+            ampere.kernel_source(WEIGHT_TYPES[kind.id], act_dtype, scale_dtype, 32, phase, activation, 32)
+            for phase in (0, 1)
+        ),
+        eplb_map.kernel_source(torch.int32, torch.int32, torch.int32),
+    ]
+    for source in sources:
+        assert jit.compile_only(source, arch).spill_load_bytes == 0, source.entry
 
 
 @pytest.mark.parametrize("phase", [0, 1])
