@@ -127,13 +127,15 @@ def _is_port(raw: str) -> bool:
 def endpoint(raw: str) -> str:
     """HOST:PORT."""
     host, _, port = raw.rpartition(":")
-    if not host or not _is_port(port):
+    if not host or "/" in host or not _is_port(port):
         raise ValueError("it must read HOST:PORT")
     return raw
 
 
 def ray_address(raw: str) -> str:
     """HOST:PORT or auto."""
+    if raw.startswith(("http://", "https://", "ray://")):
+        raise ValueError("it must read HOST:PORT, as ray start printed it, not where jobs or Ray's clients are taken")
     return raw if raw == "auto" else endpoint(raw)
 
 

@@ -199,10 +199,11 @@ def _found(address: str) -> str:
     somebody else's."""
     from ray._private.services import find_bootstrap_address, find_gcs_addresses
 
-    if address.startswith("http"):  # in RAY_ADDRESS, from where `ray job submit` takes it
+    if "://" in address:  # in RAY_ADDRESS, from where `ray job submit` and Ray's client take it
+        others = "Ray's client connects" if address.startswith("ray:") else "jobs are submitted"
         raise GangError(
-            f"RAY_ADDRESS is {address!r}, where jobs are submitted; submit one by ray job submit, unset RAY_ADDRESS, "
-            f"or give the HOST:PORT that ray start printed"
+            f"RAY_ADDRESS is {address!r}, where {others}; submit a job by ray job submit, unset RAY_ADDRESS, or give "
+            f"the HOST:PORT that ray start printed"
         )
     if address != "auto":
         return address
@@ -234,7 +235,7 @@ def _check_listening(address: str) -> None:
 
 def _why_silent(address: str) -> str:
     """Why nobody can be reached there; empty where somebody listens, or where it is no HOST:PORT."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         return ""
     try:

@@ -285,6 +285,8 @@ def test_what_auto_stands_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         assert ray_cluster._found("auto") == address
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.3:6379")
     assert ray_cluster._found("auto") == "10.0.0.3:6379" and ray_cluster._found("10.0.0.4:1") == "10.0.0.4:1"
-    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
-    with pytest.raises(GangError, match="RAY_ADDRESS is 'http://127.0.0.1:8265', where jobs are submitted; submit one"):
-        ray_cluster._found("auto")
+    others = {"http://127.0.0.1:8265": "jobs are submitted", "ray://10.0.0.5:10001": "Ray's client connects"}
+    for url, what in others.items():
+        monkeypatch.setenv("RAY_ADDRESS", url)
+        with pytest.raises(GangError, match=f"RAY_ADDRESS is '{url}', where {what}; submit a job by ray job submit"):
+            ray_cluster._found("auto")
