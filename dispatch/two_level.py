@@ -24,7 +24,7 @@ from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinaliz
 from moe_ep.dispatch.batch import OpenBatches, check_arguments, check_tensor
 from moe_ep.dispatch.placement import owners_of
 from moe_ep.errors import ConfigError
-from moe_ep.process_groups import answers_of_ranks, hosts_of, timeout_of
+from moe_ep.process_groups import answers_of_ranks, hosts_of, subgroup
 from moe_ep.registry import ALL2ALL_BACKENDS
 from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 
@@ -102,17 +102,9 @@ def _groups_of(group: dist.ProcessGroup) -> _Groups:
     hosts = hosts_of(group)
     made = _groups.setdefault(group, {})
     if hosts not in made:
-        grid, members = Grid.of(hosts, dist.get_rank(group)), dist.get_process_group_ranks(group)
-        across, within = (
-            dist.new_group(
-                [members[rank] for rank in ranks],
-                timeout=timeout_of(group),
-                use_local_synchronization=True,
-                group_desc=f"moe_ep_{name}",
-            )
-            for name, ranks in (("across_hosts", grid.across), ("within_host", grid.within))
-        )
-        made[hosts] = _Groups(grid, across, within)
+        grid = Grid.of(hosts, dist.get_rank(group))
+        across = subgroup(group, grid.across, "moe_ep_across_hosts")
+        made[hosts] = _Groups(grid, across, subgroup(group, grid.within, "moe_ep_within_host"))
     return made[hosts]
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.errors import DispatchTimeoutError
-from moe_ep.process_groups import deadline_of, num_hosts, timeout_of
+from moe_ep.process_groups import deadline_of, num_hosts, subgroup
 from moe_ep.roll_call import Roll
 
 T = TypeVar("T")
@@ -158,14 +158,6 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if group not in _host_groups:
         made = None
         if not any(pair.startswith("cpu:") for pair in dist.get_backend_config(group).split(",")):
-            members = dist.get_process_group_ranks(group)
-            is_part = len(members) < dist.get_world_size()
-            made = dist.new_group(
-                members,
-                timeout=timeout_of(group),
-                backend="gloo",
-                use_local_synchronization=is_part,
-                group_desc="moe_ep_host",
-            )
+            made = subgroup(group, range(dist.get_world_size(group)), "moe_ep_host", backend="gloo")
         _host_groups[group] = made
     return _host_groups[group] or group

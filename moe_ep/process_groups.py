@@ -6,7 +6,8 @@ import functools
 import math
 import platform
 import weakref
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,17 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.errors import DispatchTimeoutError, rank_list
+from moe_ep.job_store import job_store, name_in_store
 
 # The subgroups created here, by the group that they divide and tp_size, so that all layers of a model share them.
 _tp_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 # The answers of a group's ranks, by question.
 _answers: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, tuple[Any, ...]]] = WeakKeyDictionary()
+# Subgroups that were made, by what their ranks call their meeting in the store.
+_num_made: Counter[str] = Counter()
+# The number that the latest group of these ranks of the default group was named by.
+_named_by: dict[tuple[int, ...], int] = {}
 
 
 class GroupReference:
@@ -167,6 +174,72 @@ def answers_of_ranks(question: Hashable, mine: Any, process_group: dist.ProcessG
     return known[question]
 
 
+def subgroup(
+    parent: dist.ProcessGroup,
+    ranks: Sequence[int],
+    description: str,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> dist.ProcessGroup:
+    """A new group of some of the parent's ranks, in this order; they alone must call it.
+
+    torch names a group that not all processes make by the number of groups that a process is in. Ranks that name it
+    differently wait for each other in vain, and where groups were destroyed a name may come again. So a rank that is in
+    too few groups is in some of its own meanwhile.
+
+    Args:
+        backend, timeout: as for `torch.distributed.new_group`; None for the default group's, and the parent's.
+
+    Raises:
+        DispatchTimeoutError: a rank did not call it before the deadline.
+    """
+    everybody = dist.get_process_group_ranks(parent)
+    members = [everybody[rank] for rank in ranks]
+    is_part = len(members) < dist.get_world_size()
+    # Not in torch 2.11, where no group has another order.
+    unsorted: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
+    num_missing = _groups_missing(parent, ranks, members) if is_part else 0
+    alone = [
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True, group_desc="moe_ep_alone")
+        for _ in range(num_missing)
+    ]
+    try:
+        return dist.new_group(
+            members,
+            timeout=timeout or timeout_of(parent),
+            backend=backend,
+            use_local_synchronization=is_part,
+            group_desc=description,
+            **unsorted,
+        )
+    finally:
+        for group in alone:
+            dist.destroy_process_group(group)
+
+
+def _groups_missing(parent: dist.ProcessGroup, ranks: Sequence[int], members: Sequence[int]) -> int:
+    """How many groups this process is in too few, so that these ranks of the parent name their next one alike."""
+    store, seconds = job_store(), deadline_of(parent)
+    present = len(dist.distributed_c10d._world.pg_names)
+    least = max(present, _named_by.get(tuple(members), 0) + 1)
+    meeting = f"moe_ep/subgroup/{name_in_store(parent)}/{'_'.join(map(str, ranks))}"
+    prefix = f"{meeting}/{_num_made[meeting]}"
+    _num_made[meeting] += 1
+    store.set(f"{prefix}/{dist.get_rank(parent)}", str(least))
+    keys = [f"{prefix}/{rank}" for rank in ranks]
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+        agreed = max(int(store.get(key)) for key in keys)
+    except RuntimeError as error:
+        raise DispatchTimeoutError(
+            f"{rank_list(ranks)} of the layer's ranks did not all come within {seconds:g} s to make their group; make "
+            f"the layer on each of them: {error}"
+        ) from None
+    _named_by[tuple(members)] = agreed
+    return agreed - present
+
+
 def timeout_of(process_group: dist.ProcessGroup) -> timedelta | None:
     """The shortest timeout of the group's transports, which groups of some of its ranks should have too."""
     devices = [pair.partition(":")[0] for pair in dist.get_backend_config(process_group).split(",")]
@@ -212,12 +285,6 @@ def _tp_group(sizes: FusedMoEParallelConfig, group: dist.ProcessGroup) -> dist.P
         return group
     made = _tp_groups.setdefault(group, {})
     if sizes.tp_size not in made:
-        members = dist.get_process_group_ranks(group)
         first = sizes.dp_rank * sizes.tp_size
-        made[sizes.tp_size] = dist.new_group(
-            members[first : first + sizes.tp_size],
-            timeout=timeout_of(group),
-            use_local_synchronization=True,
-            group_desc="moe_ep_tp",
-        )
+        made[sizes.tp_size] = subgroup(group, range(first, first + sizes.tp_size), "moe_ep_tp")
     return made[sizes.tp_size]

@@ -17,6 +17,7 @@ from moe_ep.eplb.moves import LayerMoves
 from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.transfer import MessageTransport, digest
 from moe_ep.errors import BackendUnavailableError, EplbError
+from moe_ep.process_groups import subgroup
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +87,5 @@ def _nccl_group(
     names = channel.gather("what groups they have", [0 if found is None else digest(found.group_name)])
     if found is not None and names.count(names[0]) == len(names):
         return found
-    members = dist.get_process_group_ranks(ep_group)
-    return dist.new_group(
-        members,
-        timeout=timedelta(seconds=timeout_s),
-        backend="nccl",
-        use_local_synchronization=len(members) < dist.get_world_size(),
-        group_desc="moe_ep_eplb",
-    )
+    deadline = timedelta(seconds=timeout_s)
+    return subgroup(ep_group, range(channel.size), "moe_ep_eplb", backend="nccl", timeout=deadline)
