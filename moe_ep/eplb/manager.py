@@ -169,6 +169,12 @@ class EPLBManager:
             )
             self._gate.fail(error)
             raise error from None
+        except EplbError:
+            raise
+        except BaseException as cause:
+            # The step is counted, and others commit after it.
+            self._stop(interrupted(self._channel, cause))
+            raise
         if due:
             self._commit()
         if not self.config.is_due(self._gate.step):

@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,7 @@ from moe_ep.eplb.events import Event, PlanReport
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.placement_state import PlacementState
+from moe_ep.eplb.step_gate import StepGate
 from moe_ep.errors import ConfigError, EplbError
 from moe_ep.layer import FusedMoE
 from tests.eplb.models import (
@@ -212,6 +215,37 @@ def test_a_listener_that_ends_its_thread_ends_all_ranks_at_once(asynchronous: bo
         pool.close()
     message = "EPLB was interrupted on EP rank 1: SystemExit(3)"
     assert results == [(message, rank == 1 and not asynchronous) for rank in range(3)]
+
+
+def interrupt_a_step(rank: int, world_size: int) -> str:
+    """Rank 1 is interrupted while its step waits for the others' word on a commit, and goes on. What a step raises."""
+    layers = make_model(world_size)
+    settings = {**vars(CONFIG), "first_plan": NEVER, "timeout_s": 20}
+    manager, wait, interrupted = EPLBManager(layers, EplbConfig(**settings)), StepGate._wait, False
+
+    def wait_or_leave(gate: StepGate, ready: Callable[[], bool], timeout_s: float | None) -> None:
+        nonlocal interrupted
+        if rank == 1 and not (interrupted or ready()):
+            interrupted = True
+            raise KeyboardInterrupt
+        wait(gate, ready, timeout_s)
+
+    with mock.patch.object(StepGate, "_wait", wait_or_leave), pytest.raises(EplbError) as error:
+        manager.rearrange(random_placement(L, manager.placement.num_slots, seed=1))
+        while True:
+            with suppress(KeyboardInterrupt):
+                manager.step()
+    assert interrupted == (rank == 1)
+    manager.close()
+    return str(error.value)
+
+
+def test_a_step_that_was_interrupted_ends_all_ranks_at_once() -> None:
+    pool = RankPool(2)
+    try:
+        assert pool.run(interrupt_a_step) == ["EPLB was interrupted on EP rank 1: KeyboardInterrupt()"] * 2
+    finally:
+        pool.close()
 
 
 def test_closing_does_not_wait_for_a_plan(caplog: pytest.LogCaptureFixture) -> None:
