@@ -64,7 +64,10 @@ def test_weights_that_are_packed(weights: CanonicalWeights) -> None:
             "7 groups of 128 columns; uint4b8 takes (-1, 32, 64, 128)",
         ),
         (canonical(g_idx=spread(128, 3)), "g_idx does not give each group 32 columns"),
-        (canonical(scalar_type=scalar_types.float8_e4m3fn), "4 groups of 128 columns; float8_e4m3fn takes (-1, 128)"),
+        (
+            canonical(scalar_type=scalar_types.float8_e4m3fn, groups=8, group_size=16),
+            "8 groups of 128 columns; float8_e4m3fn takes (-1, 32, 64, 128)",
+        ),
     ],
 )
 def test_weights_that_are_not_packed(weights: CanonicalWeights, reason: str) -> None:
