@@ -19,6 +19,7 @@ from tests.checkpoint.checkpoints import qwen3_config
 from tests.checkpoint.format_encoders import (
     Encode,
     Tensors,
+    as_quark,
     awq,
     fp8,
     gptq,
@@ -90,6 +91,26 @@ def mixed(first: tuple[str, dict[str, Any]], second: tuple[str, dict[str, Any]])
     }
 
 
+def quark(weight: Any, **by_name: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": weight, "input_tensors": None},
+        "layer_quant_config": {name: {"weight": changed} for name, changed in by_name.items()},
+        "exclude": ["lm_head", "*mlp.gate"],
+        "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+    }
+
+
+def quark_weight(dtype: str, qscheme: str, **more: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "qscheme": qscheme, "is_dynamic": False, "symmetric": None, "is_scale_quant": False, **more}
+
+
+QUARK_MXFP4 = quark_weight("fp4", "per_group", group_size=32, scale_format="e8m0")
+QUARK_FP8 = quark_weight("fp8_e4m3", "per_tensor", symmetric=True)
+QUARK_NVFP4 = [
+    quark_weight("fp4", "per_group", group_size=16, scale_format="float32"),
+    QUARK_FP8 | {"is_scale_quant": True},
+]
 INT4_GROUPS = ("pack-quantized", ct_weights(4, "int"))
 INT8_ROWS = ("pack-quantized", ct_weights(8, "int", strategy="channel", group_size=None))
 FP8_ROWS = ("float-quantized", ct_weights(8, "float", strategy="channel", group_size=None))
@@ -180,6 +201,14 @@ CASES: dict[str, Case] = {
     "nvfp4 packed": Case(
         ct("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group_size=16),
         nvfp4("weight_packed", "weight_global_scale", True),
+    ),
+    "mxfp4 quark": Case(quark(QUARK_MXFP4), as_quark(mxfp4)),
+    "nvfp4 quark": Case(quark(QUARK_NVFP4), nvfp4("weight", "weight_scale_2", False)),
+    "int8 rows quark": Case(quark(quark_weight("int8", "per_channel", symmetric=True)), as_quark(int_quantized)),
+    "mixed mxfp4 and fp8 quark": Case(
+        quark(QUARK_MXFP4, **dict.fromkeys(("*.experts.*.down_*", "*.experts.*.w2"), QUARK_FP8)),
+        as_quark(mxfp4),
+        as_quark(fp8("weight_scale", None, torch.bfloat16)),
     ),
     "mixed int4 and fp8": Case(
         mixed(INT4_GROUPS, FP8_ROWS),

@@ -198,6 +198,17 @@ def mxfp4_beside_fp8(n: int, k: int) -> tuple[Tensors, Value]:
     return {"weight": codes.view(torch.int8), "scale": exponents.view(torch.float8_e8m0fnu)}, value
 
 
+def as_quark(encode: Encode) -> Encode:
+    """Codes under `weight`, and scales of a row or a tensor without dimensions of 1."""
+
+    def renamed(n: int, k: int) -> tuple[Tensors, Value]:
+        tensors, value = encode(n, k)
+        scale = tensors["weight_scale"].squeeze()
+        return {"weight": tensors.get("weight_packed", tensors.get("weight")), "weight_scale": scale}, value
+
+    return renamed
+
+
 def nvfp4(weight: str, number: str, divides: bool) -> Encode:
     def encode(n: int, k: int) -> tuple[Tensors, Value]:
         # A few numbers are enough for gate and up to differ.

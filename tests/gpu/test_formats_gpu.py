@@ -18,7 +18,13 @@ pytestmark = pytest.mark.gpu
 K, N = 256, 128
 PLAIN = {"bf16", "bf16 fused rows", "bf16 fused columns", "bf16 gpt-oss"}
 # Number types and pairs of types that the packed kernels do not take.
-NOT_PACKED = {"gptq 8 bits act-order", "gptq v1 8 bits", "packed int8 zero points", "mixed int4 and fp8"}
+NOT_PACKED = {
+    "gptq 8 bits act-order",
+    "gptq v1 8 bits",
+    "packed int8 zero points",
+    "mixed int4 and fp8",
+    "mixed mxfp4 and fp8 quark",
+}
 
 
 def experts_for(name: str, dtype: torch.dtype) -> str:

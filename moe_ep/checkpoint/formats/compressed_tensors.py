@@ -7,6 +7,7 @@ groups of several formats. The keys are those of https://github.com/vllm-project
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -150,12 +151,9 @@ def _scale_shape(weights: Mapping[str, Any]) -> ScaleShape:
     if strategy in ("tensor", "channel"):
         return ScaleShape(Kind(strategy))
     if strategy == "block":
-        if isinstance(block, str):  # as it was written first: 128x128
-            block = [int(size) if size.isdecimal() else 0 for size in block.split("x")]
-        if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-            found = weights.get("block_structure")
-            raise CheckpointError(f"block_structure is {found!r}; it must be two positive whole numbers")
-        return ScaleShape(Kind.BLOCK, rows=block[0], columns=block[1])
+        if isinstance(block, str) and re.fullmatch(r"\d+x\d+", block, re.ASCII):  # as it was written first: 128x128
+            block = [int(size) for size in block.split("x")]
+        return ScaleShape.of_blocks("block_structure", block)
     if not isinstance(group_size, int) or group_size < 1:
         raise CheckpointError(f"group_size is {group_size!r}; with strategy {strategy} it must be at least 1")
     return ScaleShape(Kind.GROUP, columns=group_size)

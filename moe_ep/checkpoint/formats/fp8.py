@@ -75,9 +75,7 @@ class Float8Config(QuantizationConfig):
         block = values.get("weight_block_size")
         if block is None:
             return cls(scale=ScaleShape(Kind.CHANNEL if of_each == "row" else Kind.TENSOR), **form)
-        if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-            raise CheckpointError(f"{where}weight_block_size is {block!r}; it must be two positive whole numbers")
-        return cls(scale=ScaleShape(Kind.BLOCK, rows=block[0], columns=block[1]), **form)
+        return cls(scale=ScaleShape.of_blocks(f"{where}weight_block_size", block), **form)
 
     @property
     def column_block(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_ep.checkpoint.formats.layout import Role, TensorLayout
+from moe_ep.errors import CheckpointError
 from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 
@@ -24,6 +25,13 @@ class ScaleShape:
     kind: Kind
     columns: int = 1
     rows: int = 1
+
+    @classmethod
+    def of_blocks(cls, argument: str, size: object) -> ScaleShape:
+        """Of blocks of that size; CheckpointError with the argument's name unless it is two positive whole numbers."""
+        if not isinstance(size, list) or len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
+            raise CheckpointError(f"{argument} is {size!r}; it must be two positive whole numbers")
+        return cls(Kind.BLOCK, rows=size[0], columns=size[1])
 
     @property
     def group_size(self) -> int:

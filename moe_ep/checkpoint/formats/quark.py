@@ -1,0 +1,134 @@
+"""AMD Quark (`quant_method: quark`): one scheme for all linear layers, and others for those that names or patterns say.
+
+    fp4 in groups of 32, scales e8m0       weight u8 [N, K / 2], weight_scale u8 [N, K / 32]
+    fp4 in groups of 16, scales fp8_e4m3   weight u8 [N, K / 2], weight_scale e4m3 [N, K / 16], weight_scale_2 f32 []
+    fp8_e4m3, of a tensor or row           weight e4m3 [N, K], weight_scale [] or [N]
+    fp8_e4m3 in blocks, as they were       weight e4m3 [N, K], weight_scale_inv [ceil(N / bn), ceil(K / bk)]
+    int8, of a tensor or row               weight i8 [N, K], weight_scale [] or [N]
+
+Integers in groups and those of 4 bits lie in several ways under the same settings, and are not read. Keys and tensors
+are those that amd-quark 0.13 writes (https://quark.docs.amd.com).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4_GROUP, NVFP4_GROUP, MXFP4Config
+from moe_ep.checkpoint.formats.fp8 import Float8Config
+from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
+from moe_ep.checkpoint.formats.layout import QuantizationConfig
+from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, if_readable
+from moe_ep.checkpoint.formats.scales import ScaleShape
+from moe_ep.errors import CheckpointError, one_of
+from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
+
+METHOD = "quark"
+_WHERE = "config.json: quantization_config: "
+_PLAIN = ("bfloat16", "float16", "float32")
+_SHAPES = {"per_tensor": ScaleShape(Kind.TENSOR), "per_channel": ScaleShape(Kind.CHANNEL)}
+# By how `_said` says it.
+_SCHEMES: dict[str, QuantizationConfig] = {
+    f"fp4 per_group of {MXFP4_GROUP} with scales e8m0": MXFP4Config(),
+    f"fp4 per_group of {NVFP4_GROUP} with scales fp8_e4m3 per_tensor": MODELOPT_NVFP4,
+    **{f"fp8_e4m3 {qscheme}": Float8Config(scale=shape) for qscheme, shape in _SHAPES.items()},
+    **{f"int8 {qscheme}": IntQuantizedConfig(scale=shape) for qscheme, shape in _SHAPES.items()},
+}
+_BLOCKS = "fp8_e4m3 per_block"
+
+
+def quark_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
+    """The schemes of a checkpoint.
+
+    Raises:
+        CheckpointError: weights of all linear layers that are not read, rotated activations, or no configuration of all
+            layers.
+    """
+    _check_algorithms(values.get("algo_config"))
+    by_name, by_type = _object(values, "layer_quant_config"), _object(values, "layer_type_quant_config")
+    # A name decides before patterns, and these as they stand. There may be a name for every layer, and each is looked
+    # for in the name of every matrix: by scheme they are few.
+    names: dict[Scheme, list[str]] = {}
+    patterns: list[tuple[list[str], Scheme]] = []
+    for name, layer in by_name.items():
+        scheme = if_readable(partial(_scheme, "layer_quant_config", layer))
+        if _is_pattern(name):
+            patterns.append(([_as_module(name)], scheme))
+        else:
+            names.setdefault(scheme, []).append(name)
+    named = [(modules, scheme) for scheme, modules in names.items()]
+    of_all = "layer_type_quant_config: Linear" if EVERY_LINEAR in by_type else "global_quant_config"
+    every = if_readable(partial(_scheme, of_all, by_type.get(EVERY_LINEAR, values.get("global_quant_config"))))
+    excluded = values.get("exclude") or ()
+    if isinstance(excluded, list):
+        excluded = [_as_module(name) for name in excluded]
+    return ModuleSchemes(METHOD, [*named, *patterns, ([EVERY_LINEAR], every)], excluded)
+
+
+def _object(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = values.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{_WHERE}{key}: expected an object, found {found!r}")
+    return found
+
+
+def _check_algorithms(algorithms: Any) -> None:
+    """Rotations R1 and R2 can be in the weights; R4, and R1 where it is online, are of what the layers read."""
+    for algorithm in algorithms if isinstance(algorithms, list) else [algorithms]:
+        settings = algorithm if isinstance(algorithm, Mapping) else {}
+        for key in ("r4", "online_r1_rotation"):
+            if settings.get(key):
+                raise CheckpointError(
+                    f"{_WHERE}algo_config: {key}: expected none, found {settings[key]!r}; rotated activations are not "
+                    f"computed, so quantize without it"
+                )
+
+
+def _is_pattern(name: str) -> bool:
+    # Expressions are not Quark's own, but serving engines take them.
+    return not name.startswith("re:") and any(letter in name for letter in "*?[")
+
+
+def _as_module(name: Any) -> Any:
+    """A name as `ModulePatterns` takes it."""
+    return f"re:{fnmatch.translate(name)}" if isinstance(name, str) and _is_pattern(name) else name
+
+
+def _scheme(key: str, layer: Any) -> QuantizationConfig | None:
+    if not isinstance(layer, Mapping):
+        raise CheckpointError(f"{_WHERE}{key}: expected an object, found {layer!r}")
+    weight = layer.get("weight")
+    if weight is None:
+        return None
+    stages = weight if isinstance(weight, list) else [weight]
+    if not stages or not all(isinstance(stage, Mapping) for stage in stages):
+        raise CheckpointError(f"{_WHERE}{key}: weight: expected an object or a list of them, found {weight!r}")
+    first, *others = stages
+    said = " ".join([_said(first), *(f"{_how(stage)} {_said(stage)}" for stage in others)])
+    if first.get("dtype") in _PLAIN:
+        return None
+    if said == _BLOCKS:
+        return Float8Config(scale=ScaleShape.of_blocks(f"{_WHERE}{key}: block_size", first.get("block_size")))
+    if said not in _SCHEMES:
+        raise CheckpointError(f"{_WHERE}{key}: {one_of('weight', said, [*_SCHEMES, _BLOCKS])}")
+    return _SCHEMES[said]
+
+
+def _how(stage: Mapping[str, Any]) -> str:
+    """What a second stage quantizes: the scales of the first, or its numbers."""
+    return "with scales" if stage.get("is_scale_quant") else "then"
+
+
+def _said(stage: Mapping[str, Any]) -> str:
+    """One stage of a quantization in words."""
+    words = [str(stage.get("dtype")), str(stage.get("qscheme"))]
+    if stage.get("qscheme") == "per_group":
+        words.append(f"of {stage.get('group_size')}")
+    if stage.get("scale_format") in ("e8m0", "e5m3"):
+        words.append(f"with scales {stage['scale_format']}")
+    if stage.get("symmetric") is False:
+        words.append("with zero points")
+    return " ".join(words)
