@@ -4,7 +4,9 @@
     fused        prefix.gate_up_proj [E, 2N, K], prefix.down_proj [E, K, N]; or both with their last dimensions swapped
                  prefix.gate_up_proj_blocks u8 [E, 2N, K / 32, 16], ..._scales u8 [E, 2N, K / 32], down_proj_... alike
                  prefix.gate_up_proj_scale_inv [E, 2N / 128, K / 128] beside e4m3, swapped where that is;
-                     or [E, 2, 1] or [E, 1, 1]: a number of gate and one of up, or one of both
+                     or [E, 2, 1] or [E, 1, 1]: a number of gate and one of up, or one of both; or [] for all experts
+                 prefix.gate_up_proj u8 [E, 2N, K / 2], ..._weight_scale e4m3 [E, 2N, K / 16], ..._weight_scale_2, such
+                     a number; the first two swapped as plain ones are
                  prefix.gate_up_proj_bias [E, 2N], prefix.down_proj_bias [E, K]
 
 Everything is checked against the files' headers; no data is read here.
@@ -26,7 +28,7 @@ from moe_ep.errors import CheckpointError
 
 GEMM_OF_ROLE = {"gate": "w13", "up": "w13", "down": "w2"}
 # What a linear layer's tensor is called behind the fused name.
-_PLAIN_ENDINGS = {"weight": "", "bias": "_bias"}
+_PLAIN_ENDINGS = {"weight": ("",), "bias": ("_bias",)}
 
 
 @dataclass(frozen=True)
@@ -228,14 +230,18 @@ class ExpertTensors:
 
     def _fused_form(self) -> tuple[Mapping[str, str], bool]:
         """The endings of names, and whether plain matrices lie transposed, which both shapes together always tell."""
-        quantization = self._quantization
-        self._endings = _PLAIN_ENDINGS if quantization is None else quantization.fused_endings or {}
-        if quantization is not None and not self._endings:
+        stem, quantization = self._fused_stem("gate"), self._quantization
+        endings = _PLAIN_ENDINGS if quantization is None else quantization.fused_endings
+        if quantization is not None and endings is None:
             raise CheckpointError(
-                f"{self._reader.index_file}: {self._fused_stem('gate')}: expected a tensor for each expert, found all "
-                f"in one, which is read in plain form, as mxfp4 and as fp8, not as "
+                f"{self._reader.index_file}: {stem}: expected a tensor for each expert, found all in one, which is "
+                f"read in plain form, as mxfp4, as fp8 and as Model Optimizer's nvfp4, not as "
                 f"{quantization.quant_method}"
             )
+        self._endings = {
+            suffix: next((ending for ending in known if stem + ending in self._reader), known[0])
+            for suffix, known in (endings or {}).items()
+        }
         known = {self._fused_name(role, suffix) for role in self._layouts for suffix in self._endings}
         for name in self._reader.names(self._prefix + "."):
             if name not in known:
@@ -275,11 +281,14 @@ class ExpertTensors:
         return Stored(info.row(expert), layout, self._rows_of(role, layout.shape[0]), transposed)
 
     def _number(self, info: TensorInfo, expert: int, role: str, layout: TensorLayout) -> Stored:
-        """A single number of one expert's linear layer; gate and up may have one together."""
+        """A single number of one expert's linear layer; gate and up may have one together, and all experts too."""
+        if not _without_ones(info.shape):
+            check_tensor(info, layout)
+            return Stored(info, layout)
         E, of_each = self._spec.num_experts, [] if role == "down" else [2]
         rest = _without_ones(info.shape[1:])
-        if not info.shape or info.shape[0] != E or rest not in ([], of_each):
-            expected = f"({E}, 1, 1)" if role == "down" else f"({E}, 2, 1) or ({E}, 1, 1)"
+        if info.shape[0] != E or rest not in ([], of_each):
+            expected = f"{f'({E}, 2, 1) or ' if of_each else ''}({E}, 1, 1) or ()"
             raise CheckpointError(f"{info.file}: tensor {info.name}: expected shape {expected}, found {info.shape}")
         check_tensor(info.row(expert), TensorLayout(layout.dtypes, info.shape[1:]))
         return Stored(info.row(expert), layout, self._rows_of(role, 1) if rest else ())

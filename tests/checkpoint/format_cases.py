@@ -37,6 +37,8 @@ E, TOP_K, LAYERS = 4, 2, 2
 # What the tensors of all experts in one are called behind gate_up_proj and down_proj.
 FUSED_ENDINGS = {"weight": "", "weight_packed": "_blocks", "weight_scale": "_scales", "weight_scale_inv": "_scale_inv"}
 FUSED_ENDINGS |= {"input_scale": "_activation_scale"}
+# As Model Optimizer calls them.
+MODELOPT_ENDINGS = {"weight": ""} | {key: f"_{key}" for key in ("weight_scale", "weight_scale_2", "input_scale")}
 Names = dict[str, str]
 GATE_DOWN_UP = {"gate": "gate_proj", "down": "down_proj", "up": "up_proj"}
 
@@ -47,7 +49,9 @@ class Case:
 
     Attributes:
         encode: of gate and up; `down` of down, the same where it is None.
-        fused: how all experts lie in one tensor: None, "blocks" (gpt-oss mxfp4), "rows" or "columns".
+        fused: how all experts lie in one tensor: None, "blocks" (gpt-oss mxfp4), "rows", or "columns", where what is
+            one number of a matrix is one of all experts.
+        endings: of the names of such tensors.
         plain_layers: layers whose experts are not quantized.
         files: more JSON files, by name.
     """
@@ -56,6 +60,7 @@ class Case:
     encode: Encode
     down: Encode | None = None
     fused: str | None = None
+    endings: Names = field(default_factory=lambda: FUSED_ENDINGS)
     interleaved: bool = False
     has_bias: bool = False
     sizes: tuple[int, int] = (64, 32)
@@ -123,6 +128,8 @@ GPT_OSS = {
 QWEN3_VL = {"model_type": "qwen3_vl_moe"}
 BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": ["mlp.gate"]}
 MODELOPT = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*.mlp.gate"]}}
+MODELOPT_NVFP4 = {"quant_method": "modelopt", **MODELOPT["quantization"]}
+NVFP4 = nvfp4("weight", "weight_scale_2", False)
 
 CASES: dict[str, Case] = {
     "gptq 4 bits": Case(
@@ -197,13 +204,34 @@ CASES: dict[str, Case] = {
     "mxfp8 modelopt": Case(
         {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head", "*.mlp.gate"]}, mxfp8("weight_scale")
     ),
-    "nvfp4 modelopt": Case(None, nvfp4("weight", "weight_scale_2", False), files={"hf_quant_config.json": MODELOPT}),
+    "nvfp4 modelopt": Case(None, NVFP4, files={"hf_quant_config.json": MODELOPT}),
+    "nvfp4 modelopt fused rows": Case(
+        MODELOPT_NVFP4, NVFP4, fused="rows", endings=MODELOPT_ENDINGS, sizes=(64, 48), config=QWEN3_VL
+    ),
+    "nvfp4 modelopt fused columns": Case(
+        MODELOPT_NVFP4,
+        nvfp4("weight", "weight_scale_2", False, factor=0.03),
+        fused="columns",
+        endings=MODELOPT_ENDINGS,
+        sizes=(64, 16),
+        config=QWEN3_VL,
+    ),
+    "nvfp4 modelopt gpt-oss": Case(
+        MODELOPT_NVFP4, NVFP4, fused="rows", endings=MODELOPT_ENDINGS, interleaved=True, has_bias=True, config=GPT_OSS
+    ),
+    "fp8 modelopt fused columns": Case(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head", "*.mlp.gate"]},
+        fp8("weight_scale", None, torch.float32, number=1e-3),
+        fused="columns",
+        endings=MODELOPT_ENDINGS,
+        config=QWEN3_VL,
+    ),
     "nvfp4 packed": Case(
         ct("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group_size=16),
         nvfp4("weight_packed", "weight_global_scale", True),
     ),
     "mxfp4 quark": Case(quark(QUARK_MXFP4), as_quark(mxfp4)),
-    "nvfp4 quark": Case(quark(QUARK_NVFP4), nvfp4("weight", "weight_scale_2", False)),
+    "nvfp4 quark": Case(quark(QUARK_NVFP4), NVFP4),
     "int8 rows quark": Case(quark(quark_weight("int8", "per_channel", symmetric=True)), as_quark(int_quantized)),
     "mixed mxfp4 and fp8 quark": Case(
         quark(QUARK_MXFP4, **dict.fromkeys(("*.experts.*.down_*", "*.experts.*.w2"), QUARK_FP8)),
@@ -301,13 +329,12 @@ def fused_tensors(case: Case, prefix: str, experts: list[Any]) -> Iterator[tuple
 
     for role, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
         for suffix in experts[0][0]["gate"]:
-            whole = torch.stack([joined([raw[part][suffix] for part in parts]) for raw, _ in experts])
+            whole = torch.stack([joined([torch.atleast_1d(raw[part][suffix]) for part in parts]) for raw, _ in experts])
             if case.fused == "blocks" and suffix == "weight_packed":
                 whole = whole.unflatten(-1, (-1, 16))
-            yield (
-                f"{prefix}.{role}{FUSED_ENDINGS[suffix]}",
-                (whole.transpose(1, 2) if case.fused == "columns" else whole).contiguous(),
-            )
+            if case.fused == "columns":
+                whole = whole.transpose(1, 2) if whole.dim() == 3 else whole.unique().squeeze()
+            yield f"{prefix}.{role}{case.endings[suffix]}", whole.contiguous()
         if case.has_bias:
             yield (
                 f"{prefix}.{role}_bias",

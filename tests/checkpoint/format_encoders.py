@@ -146,13 +146,15 @@ def int_quantized(n: int, k: int) -> tuple[Tensors, Value]:
     return tensors, lambda row, col: q[row][col] * s[row][0]
 
 
-def fp8(name: str, block: tuple[int, int] | None, dtype: torch.dtype, per_row: bool = False) -> Encode:
-    """e4m3 with a scale a block, a row, or (neither) one with an input_scale beside it."""
+def fp8(
+    name: str, block: tuple[int, int] | None, dtype: torch.dtype, per_row: bool = False, number: float | None = None
+) -> Encode:
+    """e4m3 with a scale a block, a row, or (neither) one with an input_scale beside it, this one where it is given."""
 
     def encode(n: int, k: int) -> tuple[Tensors, Value]:
         rows, columns = block or ((1, k) if per_row else (n, k))
         shape = (-(-n // rows), -(-k // columns)) if block or per_row else (1,)
-        scale = scales(*shape, size=1e-3)
+        scale = scales(*shape, size=1e-3) if number is None else torch.full(shape, number)
         if dtype == torch.float8_e8m0fnu:
             scale = torch.randint(115, 120, shape, dtype=torch.uint8).view(dtype)
         codes = e4m3_codes(n, k)
@@ -209,10 +211,13 @@ def as_quark(encode: Encode) -> Encode:
     return renamed
 
 
-def nvfp4(weight: str, number: str, divides: bool) -> Encode:
+def nvfp4(weight: str, number: str, divides: bool, factor: float | None = None) -> Encode:
+    """With this number for all matrices, or one for each."""
+    of_all = factor
+
     def encode(n: int, k: int) -> tuple[Tensors, Value]:
         # A few numbers are enough for gate and up to differ.
-        factor = torch.tensor(float(torch.randint(1, 9, ())) * (10.0 if divides else 0.011))
+        factor = torch.tensor(of_all or float(torch.randint(1, 9, ())) * (10.0 if divides else 0.011))
         codes, scale = (
             torch.randint(0, 256, (n, k // 2), dtype=torch.uint8),
             torch.randint(24, 56, (n, k // 16), dtype=torch.uint8),

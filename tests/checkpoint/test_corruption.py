@@ -19,6 +19,7 @@ from tests.checkpoint.format_cases import CASES, write_case
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"
+FUSED_OF_LANGUAGE = FUSED.replace("model.", "model.language_model.", 1)
 Change = Callable[[Path], None]
 
 
@@ -125,6 +126,16 @@ DAMAGED: dict[str, tuple[str, Change, str]] = {
         "mxfp4 gpt-oss",
         tensor(f"{FUSED}_blocks", lambda found: found[:, :-2]),
         r"gate_up_proj_blocks: expected shape \(4, 64, 32\), found \(4, 62, 2, 16\)",
+    ),
+    "fused wrong numbers": (
+        "nvfp4 modelopt fused rows",
+        tensor(f"{FUSED_OF_LANGUAGE}_weight_scale_2", lambda found: found[:-1]),
+        r"gate_up_proj_weight_scale_2: expected shape \(4, 2, 1\) or \(4, 1, 1\) or \(\), found \(3, 2\)",
+    ),
+    "fused missing number": (
+        "nvfp4 modelopt fused columns",
+        gone(f"{FUSED_OF_LANGUAGE}_weight_scale_2"),
+        f"expected tensor {FUSED_OF_LANGUAGE}_weight_scale_2, found none",
     ),
     "missing scale": ("fp8 blocks", gone(f"{EXPERT}.weight_scale_inv"), f"expected tensor {EXPERT}.weight_scale_inv"),
     "fused missing scale": ("mxfp4 gpt-oss", gone(f"{FUSED}_scales"), f"expected tensor {FUSED}_scales, found none"),

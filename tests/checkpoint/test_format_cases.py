@@ -84,7 +84,9 @@ def run(rank: int, world_size: int, directories: dict[str, Path]) -> dict[str, l
             with CheckpointReader(directory) as reader:
                 spec = model_spec(reader.config)
                 layer = make_layer(reader, index, ep_size=world_size)
-                assert layer.quant_method.uses_weight_scale_2_pattern() == (name in ("nvfp4 modelopt", "nvfp4 quark"))
+                assert layer.quant_method.uses_weight_scale_2_pattern() == (
+                    name.startswith("nvfp4") and name != "nvfp4 packed"
+                )
                 load_moe_layer(reader, spec, index, layer)
                 bytes_read = reader.bytes_read
                 x = inputs(rank, spec.hidden_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError
 from moe_ep.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
+from tests.checkpoint.format_cases import CASES, make_experts
 from tests.integrations.hf_models import FAMILIES, GROUPED, MLA, SIZES
 from tests.integrations.test_families import check, in_slots
 from tests.of_transformers import known, random_model
@@ -106,17 +108,19 @@ def test_kimi_that_sees(tmp_path: Path) -> None:
     check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
 
 
-def test_llama_runs_without_its_attention_and_is_refused_whole(tmp_path: Path) -> None:
-    """Its weights multiply what experts read, and transformers computes all experts for every token."""
+def make_llama() -> Any:
     text = {**SIZES, "num_local_experts": 6, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
     vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"intermediate_size": 128, "patch_size": 4, "image_size": 16, "vision_output_dim": 64}
     vision |= {"projector_input_dim": 64, "projector_output_dim": 64}
     config = transformers.Llama4Config(text_config={**text, "moe_layers": [1]}, vision_config=vision)
-    alone = random_model("Llama4ForConditionalGeneration", config)
+    return random_model("Llama4ForConditionalGeneration", config)
+
+
+def check_llama(folder: Path, alone: Any) -> None:
+    """The layer with experts of `moe-ep run`, against transformers'."""
     block = alone.language_model.model.layers[1].feed_forward
-    alone.save_pretrained(tmp_path)
-    with CheckpointReader(tmp_path) as reader:
+    with CheckpointReader(folder) as reader:
         spec = model_spec(reader.config)
         stack = MoEStack(reader, spec, FusedMoEParallelConfig.make(), dtype=torch.float32)
         seen: list[torch.Tensor] = []
@@ -126,8 +130,34 @@ def test_llama_runs_without_its_attention_and_is_refused_whole(tmp_path: Path) -
             assert relative_error(seen[1], expected) < tolerance(torch.float32)
             reference = verify.reference_moe(reader, spec, 1, seen[0])
             assert relative_error(reference, expected) < tolerance(torch.float32)
+
+
+def test_llama_runs_without_its_attention_and_is_refused_whole(tmp_path: Path) -> None:
+    """Its weights multiply what experts read, and transformers computes all experts for every token."""
+    alone = make_llama()
+    alone.save_pretrained(tmp_path)
+    check_llama(tmp_path, alone)
     with pytest.raises(ConfigError, match="Llama4ForCausalLM of transformers .* computes all of them for every token"):
         moe_ep.parallelize(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "fp8"])
+def test_llama_as_model_optimizer_writes_it(tmp_path: Path, form: str) -> None:
+    """All experts of a layer in one, transposed, with one number for all of them."""
+    alone = make_llama()
+    alone.save_pretrained(tmp_path)
+    with CheckpointReader(tmp_path) as reader:
+        spec, config = model_spec(reader.config), reader.config
+        prefix, sizes = spec.expert_prefix(1), (spec.hidden_size, spec.moe_intermediate_size)
+        tensors = {name: reader.read(name) for name in reader.names() if not name.startswith(prefix)}
+    case = replace(CASES[f"{form} modelopt fused columns"], sizes=sizes)
+    quantized, values = make_experts(case, prefix, False, True, spec.num_experts)
+    experts = alone.language_model.model.layers[1].feed_forward.experts
+    experts.gate_up_proj.data.copy_(torch.stack([torch.cat([expert.gate, expert.up]).T for expert in values]))
+    experts.down_proj.data.copy_(torch.stack([expert.down.T for expert in values]))
+    of_experts = case.quantization | {"exclude_modules": ["*vision*", "*self_attn*", "*router", "*shared_expert*"]}
+    write_checkpoint(tmp_path, config | {"quantization_config": of_experts}, (tensors | quantized).items())
+    check_llama(tmp_path, alone)
 
 
 def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:

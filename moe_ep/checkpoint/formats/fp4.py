@@ -6,6 +6,7 @@
            fused (gpt-oss): ..._blocks u8 [E, rows, K / 32, 16], ..._scales u8 [E, rows, K / 32]
     nvfp4  groups of 16 columns, scales e4m3, and one f32 number a matrix
            modelopt:            weight,        weight_scale e4m3 [N, K / 16], weight_scale_2      multiplied by
+           fused (modelopt):    ... u8 [E, rows, K / 2], ..._weight_scale [E, rows, K / 16], ..._weight_scale_2
            compressed-tensors:  weight_packed, weight_scale e4m3 [N, K / 16], weight_global_scale divided by
 
 `value = e2m1 * scale` (times the number of the matrix). The numbers are those of the OCP Microscaling Formats
@@ -53,9 +54,9 @@ class MXFP4Config(QuantizationConfig):
         return MXFP4_GROUP
 
     @property
-    def fused_endings(self) -> dict[str, str] | None:
+    def fused_endings(self) -> dict[str, tuple[str, ...]] | None:
         is_fused = self.weight_name == "weight"
-        return {"weight": "_blocks", "weight_scale": "_scales", "bias": "_bias"} if is_fused else None
+        return {"weight": ("_blocks",), "weight_scale": ("_scales",), "bias": ("_bias",)} if is_fused else None
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         require_multiple("in_features", in_features, MXFP4_GROUP, "mxfp4")
@@ -103,6 +104,13 @@ class NVFP4Config(QuantizationConfig):
     @property
     def column_block(self) -> int:
         return NVFP4_GROUP
+
+    @property
+    def fused_endings(self) -> dict[str, tuple[str, ...]] | None:
+        if self.weight_name != "weight":
+            return None
+        of_weight = {name: (f"_{name}",) for name in ("weight_scale", self.global_name, "input_scale", "bias")}
+        return {"weight": ("",), **of_weight}
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         require_multiple("in_features", in_features, NVFP4_GROUP, "nvfp4")

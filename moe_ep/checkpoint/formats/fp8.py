@@ -10,7 +10,8 @@ transformers calls the scale of a whole tensor weight_scale_inv too, and DeepSee
 taken for any of them.
 Qwen3-VL has all experts in one: `gate_up_proj` e4m3 [E, K, 2N] with `gate_up_proj_scale_inv` [E, K / bk, 2N / bn];
 Mistral Small 4 has one number for each expert there. Granite's `input_linear.weight` e4m3 [E, 2N, K] has
-`input_linear.weight_scale` [E, 2N, 1] where llm-compressor quantized it.
+`input_linear.weight_scale` [E, 2N, 1] where llm-compressor quantized it, and Llama 4 one number for all experts,
+`gate_up_proj_weight_scale`, where Model Optimizer did.
 
 Both are multipliers, whatever their name says; only those of GPTQModel divide (`weight_scale_semantics: inverse`, in
 https://github.com/ModelCloud/GPTQModel). A block at an edge may be smaller; gate and up have blocks of their own, so
@@ -86,9 +87,13 @@ class Float8Config(QuantizationConfig):
         return self.scale.rows
 
     @property
-    def fused_endings(self) -> dict[str, str]:
-        endings = {"weight": "", self.scale_name: self.scale_name.removeprefix("weight"), "bias": "_bias"}
-        return endings | {"activation_scale": "_activation_scale"}
+    def fused_endings(self) -> dict[str, tuple[str, ...]]:
+        return {
+            "weight": ("",),
+            self.scale_name: (self.scale_name.removeprefix("weight"), "_weight_scale"),
+            "bias": ("_bias",),
+            "activation_scale": ("_activation_scale", "_input_scale"),
+        }
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         # Kept in f32 as on disk: they are small numbers of which f16 would lose bits.

@@ -94,8 +94,9 @@ class QuantizationConfig(ABC):
         return False
 
     @property
-    def fused_endings(self) -> Mapping[str, str] | None:
-        """What a linear layer's tensors are called behind the name of all experts in one; None where they never are."""
+    def fused_endings(self) -> Mapping[str, tuple[str, ...]] | None:
+        """What a linear layer's tensors are called behind the name of all experts in one, by each of its names; None
+        where experts never are in one."""
         return None
 
     @abstractmethod
