@@ -170,6 +170,7 @@ QUANT_METHODS = Registry(
                 ("awq", "4-bit integers with zero points"),
                 ("pack-quantized", "4- and 8-bit integers of compressed-tensors"),
                 ("int-quantized", "signed bytes with a scale a row"),
+                ("w4afp8", "4-bit integers, two to a signed byte, with group scales"),
                 ("fp8", "e4m3 with scales of blocks, rows or the whole"),
                 ("mxfp4", "e2m1 in groups of 32"),
                 ("nvfp4", "e2m1 in groups of 16 with a second scale"),

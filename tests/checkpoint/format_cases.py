@@ -23,6 +23,7 @@ from tests.checkpoint.format_encoders import (
     awq,
     fp8,
     gptq,
+    int4_bytes,
     int_quantized,
     mxfp4,
     mxfp4_beside_fp8,
@@ -155,6 +156,7 @@ CASES: dict[str, Case] = {
     "packed int8 rows": Case(ct("pack-quantized", 8, strategy="channel", group_size=None), packed(8, None)),
     "packed int8 zero points": Case(ct("pack-quantized", 8, symmetric=False), packed(8, 32, symmetric=False)),
     "int8": Case(ct("int-quantized", 8, strategy="channel", group_size=None), int_quantized),
+    "w4afp8": Case({"quant_method": "w4afp8", "group_size": 32, "ignore": ["lm_head", "mlp.gate"]}, int4_bytes(32)),
     "fp8 tensor": Case(
         ct("float-quantized", 8, "float", strategy="tensor", group_size=None),
         fp8("weight_scale", None, torch.float32),

@@ -146,6 +146,26 @@ def int_quantized(n: int, k: int) -> tuple[Tensors, Value]:
     return tensors, lambda row, col: q[row][col] * s[row][0]
 
 
+def int4_bytes(group: int) -> Encode:
+    """Two's complement halves."""
+
+    def encode(n: int, k: int) -> tuple[Tensors, Value]:
+        tensors = {
+            "weight": torch.randint(-128, 128, (n, k // 2)).to(torch.int8),
+            "weight_scale_inv": scales(n, k // group).bfloat16(),
+            "input_scale": torch.ones(1),
+        }
+        q, s = (tensors[name].tolist() for name in ("weight", "weight_scale_inv"))
+
+        def value(row: int, col: int) -> float:
+            half = (q[row][col // 2] & 255) >> 4 * (col % 2) & 15
+            return (half - 16 * (half > 7)) * s[row][col // group]
+
+        return tensors, value
+
+    return encode
+
+
 def fp8(
     name: str, block: tuple[int, int] | None, dtype: torch.dtype, per_row: bool = False, number: float | None = None
 ) -> Encode:

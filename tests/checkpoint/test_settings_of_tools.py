@@ -17,6 +17,7 @@ from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4
 from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig
 from moe_ep.checkpoint.formats.scales import ScaleShape
+from moe_ep.checkpoint.formats.w4afp8 import W4AFP8Config
 from moe_ep.checkpoint.safetensors_header import TensorInfo
 from moe_ep.checkpoint.stored import Stored, check_tensor
 from moe_ep.errors import CheckpointError
@@ -152,6 +153,26 @@ def test_modules_that_model_optimizer_lists() -> None:
     ):
         with pytest.raises(CheckpointError, match=message):
             found(GATE_PROJ, **changes)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "w4afp8", "modules_to_not_convert": ["self_attn.b_proj"]},
+        {"quant_method": "w4afp8", "ignored_layers": ["self_attn.b_proj"], "group_size": 128},
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "exclude_modules": ["*b_proj"]},
+    ],
+)
+def test_four_bits_of_experts_beside_eight_of_others(settings: dict[str, Any]) -> None:
+    found = quantization_config({"quantization_config": settings})
+    blocks = Float8Config.from_dict({"weight_block_size": [128, 128]})
+    assert found.of_module(GATE_PROJ) == W4AFP8Config(group_size=128)
+    assert found.of_module("model.layers.3.mlp.shared_experts.gate_proj") == blocks
+    assert found.of_module("model.layers.3.self_attn.o_proj") == blocks
+    assert found.of_module("model.layers.3.self_attn.b_proj") is None
+    for wrong in (0.5, -128, 31, "128"):
+        with pytest.raises(CheckpointError, match=f"group_size is {wrong!r}; it must be even and positive"):
+            quantization_config({"quantization_config": settings | {"group_size": wrong}})
 
 
 def test_algorithms_of_model_optimizer_in_fp8() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from moe_ep.checkpoint.formats import auto_round, compressed_tensors, modelopt, quark
+from moe_ep.checkpoint.formats import auto_round, compressed_tensors, modelopt, quark, w4afp8
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.fp4 import MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import MXFP8_GROUP, Float8Config
@@ -117,6 +117,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization | None]] = {
     **dict.fromkeys(modelopt.METHODS, modelopt.modelopt_schemes),
     **dict.fromkeys(auto_round.METHODS, auto_round.auto_round_schemes),
     quark.METHOD: quark.quark_schemes,
+    w4afp8.METHOD: w4afp8.w4afp8_schemes,
 }
 
 

@@ -17,6 +17,7 @@ from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, if_readable
 from moe_ep.checkpoint.formats.scales import ScaleShape
+from moe_ep.checkpoint.formats.w4afp8 import w4afp8_schemes
 from moe_ep.errors import CheckpointError, one_of
 from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 
@@ -41,6 +42,9 @@ def modelopt_schemes(values: Mapping[str, Any]) -> ModuleSchemes | None:
     if values.get("quant_algo") is None and (values.get("kv_cache_quant_algo") or values.get("kv_cache_scheme")):
         return None
     ignored = values.get("exclude_modules") or values.get("ignore") or ()
+    if values.get("quant_algo") == _MIXED and values.get("quantized_layers") is None:
+        # As SGLang takes it. The first of them had the lists in a file of their own.
+        return w4afp8_schemes(values)
     if values.get("quant_algo") == _MIXED:
         return ModuleSchemes(METHODS[0], _listed_schemes(values.get("quantized_layers")), ignored)
     return ModuleSchemes(METHODS[0], [((EVERY_LINEAR,), _scheme(values, _WHERE, [*_ALGORITHMS, _MIXED]))], ignored)
