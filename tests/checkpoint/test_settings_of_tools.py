@@ -13,9 +13,10 @@ from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint import CheckpointReader, check_experts, model_spec
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
-from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4
+from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig
+from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.checkpoint.formats.w4afp8 import W4AFP8Config
 from moe_ep.checkpoint.safetensors_header import TensorInfo
@@ -173,6 +174,19 @@ def test_four_bits_of_experts_beside_eight_of_others(settings: dict[str, Any]) -
     for wrong in (0.5, -128, 31, "128"):
         with pytest.raises(CheckpointError, match=f"group_size is {wrong!r}; it must be even and positive"):
             quantization_config({"quantization_config": settings | {"group_size": wrong}})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "scheme"),
+    [
+        ("mxfp4", MXFP4Config()),
+        ("W4A8_MXFP4_FP8", MXFP4Config()),
+        ("W8A16", IntQuantizedConfig(scale=ScaleShape(Kind.CHANNEL))),
+    ],
+)
+def test_algorithms_of_model_optimizer_in_other_formats(algorithm: str, scheme: Any) -> None:
+    settings = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": None, "ignore": ["lm_head"]}
+    assert quantization_config({"quantization_config": settings}).of_module(GATE_PROJ) == scheme
 
 
 def test_algorithms_of_model_optimizer_in_fp8() -> None:

@@ -1,6 +1,6 @@
-"""NVIDIA Model Optimizer (`quant_method: modelopt`): nvfp4, fp8, mxfp8, or a list of modules of several.
+"""NVIDIA Model Optimizer (`quant_method: modelopt`): nvfp4, mxfp4, fp8, mxfp8, int8, or a list of modules of several.
 
-fp8 has a scale a tensor, a row or a block of 128 rows and columns.
+fp8 has a scale a tensor, a row or a block of 128 rows and columns, and int8 a scale a row.
 
 Its settings stand in config.json's quantization_config, or in a hf_quant_config.json beside it, whose `quantization`
 object the reader puts there (https://github.com/NVIDIA/Model-Optimizer).
@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4
+from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
+from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, if_readable
 from moe_ep.checkpoint.formats.scales import ScaleShape
@@ -30,6 +31,9 @@ _ALGORITHMS: dict[str, QuantizationConfig] = {
     "FP8": Float8Config(scale=ScaleShape(Kind.TENSOR)),
     "FP8_PER_CHANNEL_PER_TOKEN": Float8Config(scale=ScaleShape(Kind.CHANNEL)),
     "MXFP8": MXFP8,
+    "MXFP4": MXFP4Config(),
+    "W4A8_MXFP4_FP8": MXFP4Config(),
+    "W8A16": IntQuantizedConfig(scale=ScaleShape(Kind.CHANNEL)),
     "FP8_PB_WO": Float8Config(scale=ScaleShape(Kind.BLOCK, rows=128, columns=128)),
 }
 _MIXED = "MIXED_PRECISION"
