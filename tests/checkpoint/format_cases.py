@@ -131,6 +131,8 @@ BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], 
 MODELOPT = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*.mlp.gate"]}}
 MODELOPT_NVFP4 = {"quant_method": "modelopt", **MODELOPT["quantization"]}
 NVFP4 = nvfp4("weight", "weight_scale_2", False)
+# With one number for all experts.
+NVFP4_OF_ALL = nvfp4("weight", "weight_scale_2", False, factor=0.03)
 
 CASES: dict[str, Case] = {
     "gptq 4 bits": Case(
@@ -212,14 +214,20 @@ CASES: dict[str, Case] = {
     ),
     "nvfp4 modelopt fused columns": Case(
         MODELOPT_NVFP4,
-        nvfp4("weight", "weight_scale_2", False, factor=0.03),
+        NVFP4_OF_ALL,
         fused="columns",
         endings=MODELOPT_ENDINGS,
         sizes=(64, 16),
         config=QWEN3_VL,
     ),
     "nvfp4 modelopt gpt-oss": Case(
-        MODELOPT_NVFP4, NVFP4, fused="rows", endings=MODELOPT_ENDINGS, interleaved=True, has_bias=True, config=GPT_OSS
+        MODELOPT_NVFP4,
+        NVFP4_OF_ALL,
+        fused="columns",
+        endings=MODELOPT_ENDINGS,
+        interleaved=True,
+        has_bias=True,
+        config=GPT_OSS,
     ),
     "fp8 modelopt fused columns": Case(
         {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head", "*.mlp.gate"]},
