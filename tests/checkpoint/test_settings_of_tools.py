@@ -13,8 +13,8 @@ from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint import CheckpointReader, check_experts, model_spec
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
-from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4Config
-from moe_ep.checkpoint.formats.fp8 import Float8Config
+from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, PACKED_MXFP4, PACKED_NVFP4, MXFP4Config
+from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.scales import ScaleShape
@@ -110,9 +110,36 @@ def test_packings_of_auto_round_by_all_their_names(packing: str, scheme: Any) ->
     assert quantization_config({"quantization_config": both}).of_module(GATE_PROJ) == scheme
 
 
+@pytest.mark.parametrize(
+    ("settings", "scheme"),
+    [
+        ({"data_type": "mx_fp", "bits": 4, "packing_format": "auto_round:llm_compressor"}, PACKED_MXFP4),
+        ({"data_type": "mx_fp", "bits": 8, "packing_format": "auto_round:llm_compressor"}, MXFP8),
+        ({"data_type": "nv_fp4_with_static_gs", "bits": 4, "group_size": 16}, PACKED_NVFP4),
+        ({"data_type": "fp", "bits": 8, "group_size": 0, "fmt": "e4m3"}, Kind.TENSOR),
+        ({"data_type": "fp", "bits": 8, "group_size": -1, "packing_format": "auto_round:fp8_static"}, Kind.CHANNEL),
+        ({"data_type": "fp", "bits": 8, "group_size": [128, 64], "packing_format": "auto_round:fp8"}, Kind.BLOCK),
+    ],
+)
+def test_floats_of_auto_round(settings: dict[str, Any], scheme: Any) -> None:
+    plain = {"model.layers.3.mlp.gate": {"bits": 16, "data_type": "float"}}
+    whole = {"quant_method": "auto-round", "group_size": 32, "sym": True, "extra_config": plain} | settings
+    found = quantization_config({"quantization_config": whole})
+    of_experts = found.of_module(GATE_PROJ)
+    if isinstance(scheme, Kind):
+        assert of_experts.quant_method == "fp8"
+        assert (of_experts.scale.kind, of_experts.scale.rows) == (scheme, 128 if scheme is Kind.BLOCK else 1)
+    else:
+        assert of_experts == scheme
+    assert found.of_module("model.layers.3.mlp.gate") is None
+
+
 def test_auto_round_of_other_forms_is_refused() -> None:
     settings = {"quant_method": "auto-round", "bits": 4, "group_size": 32}
     for changes, message in (
+        ({"data_type": "mx_int"}, "data_type is 'mx_int of 4 bits'; it must be one of int, fp of 8 bits, mx_fp of 4"),
+        ({"data_type": "fp", "bits": 8}, "group_size is 32; with fp of 8 bits it must be 0, -1 or two numbers"),
+        ({"data_type": "fp", "bits": 8, "group_size": 0, "fmt": "e5m2"}, "fmt is 'e5m2'; it must be one of e4m3"),
         ({"packing_format": "auto_round:fp8_static"}, "packing_format is 'auto_round:fp8_static'; it must be one of"),
         ({"backend": "ipex"}, "backend is 'ipex'; it must be one of auto_round:auto_gptq, "),
     ):

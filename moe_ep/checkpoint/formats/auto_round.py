@@ -1,10 +1,12 @@
-"""AutoRound (`quant_method: auto-round`): integers in the tensors of GPTQ or AWQ, as `packing_format` says.
+"""AutoRound (`quant_method: auto-round`): integers in the tensors of GPTQ or AWQ, as `packing_format` says, and floats.
 
     auto_round:auto_gptq, auto_round:gptq         GPTQ, zero points stored less one
     auto_round, auto_round:exllamav2, :gptqmodel  GPTQ, zero points as they are: asymmetric ones by default
     auto_round:auto_awq, auto_round:awq           AWQ
 
-The name of a kernel may follow. Before version 0.5 the method was called intel/auto-round and the key `backend`.
+The name of a kernel may follow. Before version 0.5 the method was called intel/auto-round and the key `backend`. A
+`data_type` of floats says more than the packing: mx_fp (mxfp4, mxfp8) and nv_fp (nvfp4) lie as compressed-tensors has
+them, fp (fp8) as others do, with a scale a tensor (group_size 0), a row (-1) or a block (two numbers).
 
 Linear layers that are quantized otherwise, or not at all, stand in `extra_config` by name or regular expression; 16
 bits and more mean plain ones. The keys are those of https://github.com/intel/auto-round (export/export_to_autoround).
@@ -18,6 +20,8 @@ from functools import partial
 from typing import Any
 
 from moe_ep.checkpoint.formats.awq import AWQConfig
+from moe_ep.checkpoint.formats.fp4 import PACKED_MXFP4, PACKED_NVFP4
+from moe_ep.checkpoint.formats.fp8 import MXFP8, Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Scheme, if_readable
@@ -43,9 +47,14 @@ _PACKINGS: dict[str, _Scheme] = {
     "tritonv2": _zero_points_as_they_are,
     "gptqmodel": _zero_points_as_they_are,
 }
+_FLOATS: dict[tuple[str, Any], QuantizationConfig] = {
+    **dict.fromkeys((("mx_fp", 4), ("mx_fp_rceil", 4)), PACKED_MXFP4),
+    **dict.fromkeys((("mx_fp", 8), ("mx_fp_rceil", 8)), MXFP8),
+    **dict.fromkeys((("nv_fp", 4), ("nv_fp4_with_static_gs", 4)), PACKED_NVFP4),
+}
 # What is none is a regular expression, to be found anywhere in a name.
 _NAME = re.compile(r"[\w.-]+")
-_SETTINGS = ("bits", "group_size", "sym")
+_SETTINGS = ("bits", "group_size", "sym", "data_type")
 _WHERE = "config.json: quantization_config: "
 
 
@@ -55,11 +64,11 @@ def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
     Raises:
         CheckpointError: another packing, or bits and groups that it does not have.
     """
-    packing = _packing(values)
     exceptions = values.get("extra_config") or {}
     if not isinstance(exceptions, Mapping):
         raise CheckpointError(f"{_WHERE}extra_config: expected an object, found {exceptions!r}")
     settings = {key: values[key] for key in _SETTINGS if key in values}
+    of_settings = partial(_scheme, values)
     # There may be a name for every layer, and each is looked for in the name of every matrix: by scheme they are few.
     names: dict[Scheme, list[str]] = {}
     expressions: list[tuple[list[str], Scheme]] = []
@@ -67,25 +76,39 @@ def auto_round_schemes(values: Mapping[str, Any]) -> ModuleSchemes:
         if not isinstance(changes, Mapping):
             raise CheckpointError(f"{_WHERE}extra_config: {name}: expected an object of settings, found {changes!r}")
         changed = settings | {key: changes[key] for key in _SETTINGS if key in changes}
-        scheme = if_readable(partial(_scheme, packing, changed))
+        scheme = if_readable(partial(of_settings, changed))
         if _NAME.fullmatch(name):
             names.setdefault(scheme, []).append(name)
         else:
             expressions.append(([f"re:.*(?:{name})"], scheme))
     named = [(modules, scheme) for scheme, modules in names.items()]
-    return ModuleSchemes(METHOD, [*named, *expressions, ([EVERY_LINEAR], _scheme(packing, settings))])
+    return ModuleSchemes(METHOD, [*named, *expressions, ([EVERY_LINEAR], of_settings(settings))])
 
 
-def _packing(values: Mapping[str, Any]) -> str:
-    """The name of the packing, without the tool's before it and the kernel's behind it."""
+def _integers(values: Mapping[str, Any]) -> _Scheme:
+    """By the name of the packing, without the tool's before it and the kernel's behind it."""
     key = "backend" if values.get("packing_format") is None and values.get("backend") else "packing_format"
     name = str(values.get(key) or "auto")
     packing = "auto_gptq" if name == "auto" else name.removeprefix("auto_round:").split(":")[0]
     if packing not in tuple(_PACKINGS):
         raise CheckpointError(_WHERE + one_of(key, name, [f"auto_round:{known}" for known in _PACKINGS]))
-    return packing
+    return _PACKINGS[packing]
 
 
-def _scheme(packing: str, settings: Mapping[str, Any]) -> QuantizationConfig | None:
-    bits = settings.get("bits")
-    return None if isinstance(bits, int) and bits >= 16 else _PACKINGS[packing](settings)
+def _scheme(values: Mapping[str, Any], settings: Mapping[str, Any]) -> QuantizationConfig | None:
+    bits, kind = settings.get("bits"), str(settings.get("data_type") or "int")
+    if isinstance(bits, int) and bits >= 16:
+        return None
+    if kind.startswith("int"):
+        return _integers(values)(settings)
+    if kind == "fp" and bits == 8:
+        size = settings.get("group_size") or 0
+        if isinstance(size, list) or size in (0, -1):
+            block, rows = (size, None) if isinstance(size, list) else (None, "row" if size else None)
+            form = {"fmt": values.get("fmt"), "weight_block_size": block, "weight_scale_method": rows}
+            return Float8Config.from_dict(form)
+        raise CheckpointError(f"{_WHERE}group_size is {size!r}; with fp of 8 bits it must be 0, -1 or two numbers")
+    if (kind, bits) not in _FLOATS:
+        known = ["int", "fp of 8 bits", *(f"{name} of {width} bits" for name, width in _FLOATS)]
+        raise CheckpointError(_WHERE + one_of("data_type", f"{kind} of {bits} bits", known))
+    return _FLOATS[kind, bits]
