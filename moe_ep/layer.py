@@ -218,6 +218,7 @@ class FusedMoE(LayerParts):
         routed)."""
         self.check_loaded()
         self.check_own_experts()
+        self._forget_kernels_of_others()
         self._check_inputs(hidden_states, router_logits)
         hidden_states = hidden_states.contiguous()
         shared, routed = self.forward_impl_chunked(hidden_states, router_logits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
@@ -17,6 +17,8 @@ from moe_ep.wrappers import check_not_broadcast, check_not_sharded
 
 if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE
+
+_NO_MEMORY = (0,)
 
 
 class LayerParts(ExpertShard):
@@ -35,6 +37,9 @@ class LayerParts(ExpertShard):
 
     # Which of torch's wrappers was found not to touch it.
     _wrapper = 0
+
+    # The addresses of the tensors that the modular kernels were made for.
+    _made_for: tuple[int, ...] = ()
 
     groups: LayerGroups
     shared_experts: nn.Module | None
@@ -93,9 +98,42 @@ class LayerParts(ExpertShard):
                 kernel = self._modular_kernel
                 if kernel is None:
                     kernel = self._make_kernel()
-                    # Not as a submodule: its shared experts are the layer's, and would be saved twice.
-                    self.__dict__["_modular_kernel"] = kernel
+                    self._keep_kernel("_modular_kernel", kernel)
         return kernel
+
+    def _keep_kernel(self, name: str, kernel: FusedMoEModularKernel) -> None:
+        try:
+            addresses = tuple(self._addresses())
+        except RuntimeError:  # as of torch.export, which asks here and does not run the kernel
+            addresses = _NO_MEMORY
+        if addresses != self._made_for:
+            self._forget_kernels()
+            self._made_for = addresses
+        # Not as a submodule: its shared experts are the layer's, and would be saved twice.
+        self.__dict__[name] = kernel
+
+    def _forget_kernels_of_others(self) -> None:
+        """Drops the modular kernels that were made for other tensors: `torch.func.functional_call`, an assignment to
+        `.data`, and wrappers that write to `_parameters` replace them without telling the layer.
+
+        Raises:
+            RuntimeError: a transform of torch.func is over the layer's own tensors.
+        """
+        try:
+            addresses = tuple(self._addresses())
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a transform of torch.func is over tensors of {self.layer_name}; its experts are for inference, so "
+                f"take grad, jvp and vmap over others, and pass plain tensors for these"
+            ) from error
+        if self._made_for not in ((), addresses):
+            self._forget_kernels()
+
+    def _addresses(self) -> Iterator[int]:
+        """Of the layer's tensors, some of which modular kernels keep references to."""
+        for tensor in (*self._parameters.values(), *self._buffers.values()):
+            if tensor is not None:
+                yield tensor.data_ptr()
 
     def supports_cuda_graph(self) -> bool:
         """Whether a pass can be captured in a CUDA graph while other ranks run eagerly; makes backend and experts

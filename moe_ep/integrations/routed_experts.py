@@ -167,11 +167,10 @@ class RoutedExperts(FusedMoE):
         return self.prepare_finalize.around_replay()
 
     def _addresses(self) -> Iterator[int]:
-        """Of the weights, and of the tables that EPLB writes to."""
-        tables = {} if self.eplb_state is None else self.eplb_state._buffers
-        for tensor in (*self._parameters.values(), *self._buffers.values(), *tables.values()):
-            if tensor is not None:
-                yield tensor.data_ptr()
+        """Of the layer's tensors, and of the tables that EPLB writes to."""
+        yield from super()._addresses()
+        if self.eplb_state is not None:
+            yield from (tensor.data_ptr() for tensor in self.eplb_state._buffers.values() if tensor is not None)
 
     def _forget_kernels(self) -> None:
         super()._forget_kernels()
@@ -244,7 +243,7 @@ class RoutedExperts(FusedMoE):
         if self._decode_kernel is None:
             self.process_weights_after_loading()
             experts = self.quant_method.select_gemm_impl(self.prepare_finalize, self)
-            self.__dict__["_decode_kernel"] = FusedMoEModularKernel(self.prepare_finalize, experts)
+            self._keep_kernel("_decode_kernel", FusedMoEModularKernel(self.prepare_finalize, experts))
         return self._decode_kernel  # type: ignore[return-value]
 
     def _num_chunks(self, num_tokens: int, capacity: int, device: torch.device) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -173,7 +173,7 @@ class FusedMoEMethodBase(ABC):
 
     def bias(self, layer: ExpertShard, gemm: str) -> torch.Tensor | None:
         """The bias of "w13" or "w2", if the layer has biases."""
-        return layer.get_parameter(f"{gemm}_bias").data if self.moe_config.has_bias else None
+        return cast(torch.Tensor, getattr(layer, f"{gemm}_bias")).data if self.moe_config.has_bias else None
 
     def expert_tensors(self, layer: ExpertShard) -> list[torch.Tensor]:
         """Everything `[El, ...]` that must move with an expert; the same list on every rank."""

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from moe_ep.canonical_weights import CanonicalWeights, agree_on_type
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
@@ -42,7 +43,16 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         """The loaded parameters of "w13" or "w2", with the leading dimension El."""
 
     def process_weights_after_loading(self, layer: ExpertShard) -> None:
-        """Unpacks both GEMMs, brings them to one number type, packs them for the experts, and frees what was loaded."""
+        """Unpacks both GEMMs, brings them to one number type, packs them for the experts, and frees what was loaded.
+
+        Raises:
+            RuntimeError: torch.export is tracing the layer, with tensors without values.
+        """
+        if any(is_fake(param) for param in layer.parameters(recurse=False)):
+            raise RuntimeError(
+                f"the weights of {layer.layer_name} are not processed yet, which torch.export cannot trace; call its "
+                f"process_weights_after_loading() before"
+            )
         params = {name: param for name, param in layer.named_parameters(recurse=False) if not name.endswith("_bias")}
         again = layer.loader.slots_loaded_again
         if again is not None:

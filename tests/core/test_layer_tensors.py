@@ -60,6 +60,41 @@ def test_parameters_assigned_by_load_state_dict_are_the_ones_that_run() -> None:
     assert torch.equal(layer(*inputs), expected)
 
 
+@pytest.mark.parametrize("quant_config", [None, OnlineIntConfig(bits=8, group_size=32)], ids=["plain", "int8"])
+def test_tensors_replaced_past_the_module_are_the_ones_that_run(quant_config: OnlineIntConfig | None) -> None:
+    """By torch.func, and as wrappers that keep weights elsewhere between passes do."""
+    inputs, options = make_inputs(T, K, E), {"has_bias": True, "intermediate_size": 64, "quant_config": quant_config}
+    layer, other = (load(make_layer(**options), make_weights(E, K, 64, has_bias=True, seed=seed)) for seed in range(2))
+    first, second = layer(*inputs), other(*inputs)
+    assert not torch.equal(first, second)
+    theirs = {name: tensor.detach().clone() for name, tensor in other.state_dict().items()}
+    fresh = copy.deepcopy(layer)
+    for module in (layer, fresh):
+        assert torch.equal(torch.func.functional_call(module, theirs, inputs), second)
+        assert torch.equal(module(*inputs), first)
+    twin = copy.deepcopy(layer)
+    for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+        tensor.data = theirs.get(name, tensor)
+    assert torch.equal(layer(*inputs), second)
+    for tensors in (twin._parameters, twin._buffers):
+        for name in tensors.keys() & theirs.keys():
+            tensors[name] = nn.Parameter(theirs[name], False) if tensors is twin._parameters else theirs[name]
+    assert torch.equal(twin(*inputs), second)
+    for transform in (torch.func.grad, torch.vmap):
+        with pytest.raises(RuntimeError, match="a transform of torch.func is over tensors of moe_layer.* pass plain"):
+            transform(lambda bias: torch.func.functional_call(layer, {"w2_bias": bias}, inputs).sum())(layer.w2_bias)
+
+
+def test_torch_export_asks_for_processed_weights() -> None:
+    inputs, weights = make_inputs(T, K, E), make_weights(E, K, 64)
+    layer = load(make_layer(intermediate_size=64, quant_config=OnlineIntConfig()), weights, process=False)
+    with pytest.raises(RuntimeError, match="the weights of moe_layer.* are not processed yet, which torch.export"):
+        torch.export.export(layer, inputs)
+    layer.process_weights_after_loading()
+    exported = torch.export.export(layer, inputs).module()
+    assert torch.equal(exported(*inputs), layer(*inputs))
+
+
 def test_casting_a_model_leaves_the_layers_numbers_as_they_are() -> None:
     layer = make_layer(
         scoring_func="sigmoid",
