@@ -61,7 +61,7 @@ def global_scale_per_row(weights: CanonicalWeights) -> torch.Tensor:
     """f32 `[..., N]`."""
     factors, num_rows = weights.global_scales, weights.codes.shape[-2]
     if factors is None:
-        return torch.ones(weights.codes.shape[:-1], device=weights.codes.device)
+        return torch.ones(weights.codes.shape[:-1], dtype=torch.float32, device=weights.codes.device)
     if factors.dim() < weights.codes.dim() - 1:
         factors = factors.unsqueeze(-1)
     return factors.repeat_interleave(num_rows // factors.shape[-1], dim=-1)
@@ -150,6 +150,6 @@ def _float_values(codes: torch.Tensor, scalar_type: ScalarType) -> torch.Tensor:
     if scalar_type == scalar_types.float8_e4m3fn:
         return codes.view(torch.float8_e4m3fn).float()
     if scalar_type == scalar_types.float4_e2m1f:
-        table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
+        table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float32, device=codes.device)
         return table[codes.long()]
     raise ValueError(f"quant_type_id stands for {scalar_type}; it must be an integer, e4m3 or e2m1 type")

@@ -110,8 +110,9 @@ def _which(module: Any) -> int | None:
     alone = copy.deepcopy(module).float()
     generator = torch.Generator().manual_seed(0)
     for tensor in (*alone.parameters(), *alone.buffers()):
-        tensor.data = torch.empty(tensor.shape, device="cpu").uniform_(0.5, 1.5, generator=generator).to(tensor.device)
-    x = torch.randn(_EXAMPLES, alone.weight.size(-1), generator=generator, device="cpu")
+        drawn = torch.empty(tensor.shape, dtype=torch.float32, device="cpu").uniform_(0.5, 1.5, generator=generator)
+        tensor.data = drawn.to(tensor.device)
+    x = torch.randn(_EXAMPLES, alone.weight.size(-1), generator=generator, dtype=torch.float32, device="cpu")
     x = (x / x.size(-1) ** 0.5).to(alone.weight.device)
     for number, form in enumerate(_forms(alone)):
         try:

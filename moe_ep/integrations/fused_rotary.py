@@ -76,7 +76,8 @@ def _widths(theirs: Rotary, ours: Rotary, device: torch.device) -> set[float]:
     for width in (1.0, 0.5):
         angles = (2, 3, int(_HEAD_DIM * width))
         sizes = (2, 3, 4, _HEAD_DIM), (2, 3, 1, _HEAD_DIM), angles, angles
-        query, key, cos, sin = (torch.randn(size, generator=generator, device="cpu").to(device) for size in sizes)
+        drawn = (torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for size in sizes)
+        query, key, cos, sin = (tensor.to(device) for tensor in drawn)
         got = [tensor.transpose(1, 2) for tensor in ours(query, key, cos, sin)]
         try:
             expected = theirs(query.transpose(1, 2), key.transpose(1, 2), cos, sin)

@@ -218,7 +218,7 @@ def _activation_of_own_gate(name: str, module: Any) -> tuple[MoEActivation, floa
     held = [getattr(module, key, None) for key in _LIMITS]
     limits = [float(limit) for limit in held if isinstance(limit, int | float) and 0 < limit < math.inf]
     most = 2 * max([_EXAMPLES_UP_TO / 2, *limits])
-    values = torch.linspace(-most, most, _EXAMPLES, device="cpu")
+    values = torch.linspace(-most, most, _EXAMPLES, dtype=torch.float32, device="cpu")
     gate, up = torch.cartesian_prod(values, values).unbind(1)
     example = torch.cat([gate, up]) if module.is_concatenated else torch.stack([gate, up], dim=1).flatten()
     computed = module._apply_gate(example[None])[0]

@@ -58,6 +58,18 @@ def counted(module: Any, form: Any, used: list[type]) -> Any:
     return forward
 
 
+def test_another_default_dtype_finds_the_same() -> None:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model("Qwen3Moe")
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(len(FusedModules(model)._forwards))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found == [sum(FUSED["Qwen3Moe"])] * 2
+
+
 def test_a_norm_keeps_the_dtype_of_what_it_is_given() -> None:
     norm = make_model("GptOss", torch.bfloat16).model.norm.float()
     x = torch.randn(3, SIZES["hidden_size"], dtype=torch.bfloat16)

@@ -232,6 +232,16 @@ def test_a_gate_is_known_by_what_it_computes() -> None:
             moe_ep.parallelize(model)
 
 
+def test_a_gate_is_known_under_another_default_dtype() -> None:
+    model = make_model("GptOss")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        moe_ep.parallelize(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {layer.activation.value for layer in model.modules() if isinstance(layer, RoutedExperts)} == {"swigluoai"}
+
+
 def test_experts_that_not_every_pass_calls_are_refused() -> None:
     model = make_model("Qwen3Moe")
     model.second = make_model("Qwen3Moe").model
