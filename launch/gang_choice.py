@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from moe_ep.launch.gang import Gang, num_local_gpus
 from moe_ep.launch.option_values import endpoint, ray_address
 from moe_ep.launch.options import OptionError, at_least, one_of, option
 from moe_ep.launch.rank_env import resolve_rank_env
+from moe_ep.launch.ray_cluster import joined_address
 
 LAUNCHERS = ("ray", "torchrun", "local")
 DEFAULT_WORKERS = 4
@@ -34,7 +34,7 @@ class GangConfig:
         default=None,
         metadata=option(
             ray_address,
-            "Ray cluster to join, or auto for the one on this machine; without it, a private one is started here",
+            "Ray cluster to join, or auto for the one on this machine; without it, or for local, one is started here",
             "HOST:PORT",
         ),
     )
@@ -85,7 +85,7 @@ def start_gang(config: G, check: Check = lambda world_size, device: None) -> tup
 def _foreseen(config: GangConfig) -> tuple[int | None, str | None]:
     """(workers, device) of the gang that is asked for."""
     ray = sys.modules.get("ray")
-    joins = config.address or os.environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized())
+    joins = joined_address(config.address) or (ray is not None and ray.is_initialized())
     if config.launcher == "ray" and joins:
         return config.ep_size, None if config.device == "auto" else config.device
     num_local, device = _here(config)

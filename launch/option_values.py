@@ -133,10 +133,10 @@ def endpoint(raw: str) -> str:
 
 
 def ray_address(raw: str) -> str:
-    """HOST:PORT or auto."""
+    """HOST:PORT, auto or local."""
     if raw.startswith(("http://", "https://", "ray://")):
         raise ValueError("it must read HOST:PORT, as ray start printed it, not where jobs or Ray's clients are taken")
-    return raw if raw == "auto" else endpoint(raw)
+    return raw if raw in ("auto", "local") else endpoint(raw)
 
 
 def whole_numbers(raw: str) -> tuple[int, ...]:

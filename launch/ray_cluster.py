@@ -25,6 +25,11 @@ from moe_ep.launch.rank_env import LOOPBACK
 _PASSED_ON = ("MOE_EP_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TRITON_", "CUDA_MODULE_LOADING")
 # After ctrl-C: Ray looks for a cluster where no signal is heard.
 _JOIN_LIMIT_S = 5.0
+# How long a server may take to answer.
+_ANSWER_LIMIT_S = 20.0
+# What a client of gRPC says first, and the kind of frame that its server answers with (RFC 9113, 3.4 and 6.5).
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_SETTINGS = 4
 # Without one of these a cluster of one machine is none.
 _SERVERS = ("gcs_server", "raylet")
 
@@ -40,7 +45,7 @@ def connect(address: str | None, num_workers: int, device: str = "auto") -> Priv
         NoRoomError: a private cluster could not hold as many workers.
         ImportError: Ray is not installed.
     """
-    address = address or os.environ.get("RAY_ADDRESS")
+    address = joined_address(address)
     try:
         import ray
     except ImportError as error:
@@ -64,6 +69,13 @@ def connect(address: str | None, num_workers: int, device: str = "auto") -> Priv
         return None
     check_room(num_workers, "cuda" if device == "cuda" else "cpu")
     return PrivateCluster(max(num_cpus(), num_workers), quiet)
+
+
+def joined_address(address: str | None) -> str | None:
+    """The cluster to join: at the address that is given, or else in RAY_ADDRESS. None for local, which is Ray's word
+    for a cluster of one's own, and where neither is set."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    return None if address in (None, "", "local") else address
 
 
 def _token() -> str:
@@ -207,7 +219,7 @@ def _found(address: str) -> str:
         )
     if address != "auto":
         return address
-    if given := os.environ.get("RAY_ADDRESS", "").removeprefix("auto"):
+    if (given := joined_address(None)) not in (None, "auto"):
         return _found(given)
     started = find_bootstrap_address(None)
     if started and not _why_silent(started):
@@ -225,8 +237,9 @@ def _found(address: str) -> str:
 
 
 def _check_listening(address: str) -> None:
-    """Says at once that nothing listens there, which Ray finds out in a minute, or never where a cluster is gone."""
-    if reason := _why_silent(address):
+    """Says at once that nothing listens there, which Ray finds out in a minute, or never where a cluster is gone; or
+    that something else does, which takes Ray a quarter of an hour."""
+    if reason := _why_silent(address) or _why_no_cluster(address):
         raise GangError(
             f"no Ray cluster answers at {address} ({reason}); give the address that ray start printed, or leave it out "
             f"to start a cluster on this machine"
@@ -243,6 +256,24 @@ def _why_silent(address: str) -> str:
     except (OSError, OverflowError) as error:
         return str(error)
     return ""
+
+
+def _why_no_cluster(address: str) -> str:
+    """What listens there, if it is no server of gRPC, as a cluster's is; empty where it is one, or cannot be asked."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return ""
+    try:
+        with socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S) as connection:
+            connection.sendall(_HTTP2_PREFACE)
+            answer = connection.recv(16)
+    except TimeoutError:
+        return f"what listens there said nothing within {_ANSWER_LIMIT_S:g} s"
+    except OSError as error:
+        return str(error)
+    if answer[3:4] == bytes([_SETTINGS]):
+        return ""
+    return "something else listens there, such as Ray's dashboard, to which ray job submit sends jobs"
 
 
 @contextlib.contextmanager

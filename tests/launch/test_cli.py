@@ -52,6 +52,7 @@ def folder(tmp_path: Path) -> Path:
         ("--address 10.0.0.1:99999", "it must read HOST:PORT"),
         ("--address ray://h:10001", "--address is 'ray://h:10001'; it must read HOST:PORT, as ray start printed it"),
         ("--address 10.0.0.1:6379 --launcher local", "--address is '10.0.0.1:6379' with --launcher local"),
+        ("--address local --launcher local", "--address is 'local' with --launcher local; only ray takes it"),
         ("--nnodes 0", "--nnodes is '0'; it must be a whole number of at least 1"),
         ("--nnodes 2", "--nnodes is 2; more than one is for --launcher torchrun"),
         ("--nnodes 2 --launcher torchrun", "--nnodes is 2 without --rdzv-endpoint"),

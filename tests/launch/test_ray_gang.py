@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import http.server
 import os
 import signal
 import socket
@@ -30,7 +31,7 @@ ray = pytest.importorskip("ray")
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ray_cluster.PrivateCluster]:
     """A private cluster of 3 CPUs, started the way a gang starts its own, and kept for all tests of the module."""
-    started = ray_cluster.connect(None, 3)
+    started = ray_cluster.connect("local", 3)
     assert started is not None
     yield started
     ray.shutdown()
@@ -63,6 +64,10 @@ def test_every_rank_answers_and_everything_is_given_back(cluster: object) -> Non
     assert jobs.all_end([result["pid"] for result in results])
     assert no_group_is_left()
     assert free_cpus(total)
+
+
+def test_a_cluster_is_known_by_its_first_words(cluster: object) -> None:
+    assert not ray_cluster._why_no_cluster(ray.get_runtime_context().gcs_address)
 
 
 def test_nothing_of_a_private_cluster_listens_beyond_loopback(cluster: object) -> None:
@@ -270,6 +275,18 @@ def test_nothing_answers_at_the_address(monkeypatch: pytest.MonkeyPatch, tmp_pat
         RayGang(1, "cpu", address="auto")
 
 
+def test_something_else_listens_at_the_address() -> None:
+    ray.shutdown()
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        server.timeout = 20
+        web = threading.Thread(target=lambda: [server.handle_request() for _ in range(2)])
+        web.start()
+        address = f"127.0.0.1:{server.server_port}"
+        with pytest.raises(GangError, match=f"no Ray cluster answers at {address} .something else listens there, such"):
+            RayGang(1, "cpu", address=address)
+        web.join()
+
+
 def test_what_auto_stands_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     running = {"127.0.0.1:8", "10.0.0.1:6379"}
@@ -282,7 +299,9 @@ def test_what_auto_stands_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         address = f"127.0.0.1:{started.getsockname()[1]}"
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-        assert ray_cluster._found("auto") == address
+        for unset in ("", "auto", "local"):
+            monkeypatch.setenv("RAY_ADDRESS", unset)
+            assert ray_cluster._found("auto") == address
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.3:6379")
     assert ray_cluster._found("auto") == "10.0.0.3:6379" and ray_cluster._found("10.0.0.4:1") == "10.0.0.4:1"
     others = {"http://127.0.0.1:8265": "jobs are submitted", "ray://10.0.0.5:10001": "Ray's client connects"}
