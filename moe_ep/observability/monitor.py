@@ -162,14 +162,16 @@ class LayerMonitor(Listener):
         if self._capturing():
             return
         config, K = layer.moe_config, layer.moe_config.hidden_dim
-        row_bytes = K * config.in_dtype.itemsize
-        there = row_bytes if layer.dispatch_dtype is None else K + 4 * -(-K // 128)
+        back = K * config.in_dtype.itemsize
+        there = back if layer.dispatch_dtype is None else K + 4 * -(-K // 128)
+        if not config.moe_parallel_config.use_all2all:  # Ranks with the same tokens send none.
+            there = back = 0
         on_gpu = topk_ids.is_cuda
         # Only pinned memory is copied to without waiting.
         ids = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device="cpu", pin_memory=on_gpu)
         ids.copy_(topk_ids, non_blocking=on_gpu)
         owners = self._owner_table(config)
-        self._choices.append(_Choices(ids, owners, config.ep_size, config.ep_rank, there, row_bytes))
+        self._choices.append(_Choices(ids, owners, config.ep_size, config.ep_rank, there, back))
 
     def _owner_table(self, config: FusedMoEConfig) -> np.ndarray:
         strategy = config.moe_parallel_config.expert_placement_strategy

@@ -110,6 +110,19 @@ def test_loads_and_bytes_between_two_ranks() -> None:
             assert sink.of(metrics.A2A_BYTES, direction=direction) == [3 * rows * K * 4] * 2
 
 
+def observe_ranks_with_the_same_tokens(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    layer, sink = make_layer(tp_size=world_size, ep_size=world_size, reduce_results=True), Kept()
+    with LayerMonitor(sink, rank=rank) as monitor, torch.inference_mode():
+        layer(torch.ones(T, K), torch.arange(8.0).expand(T, -1))
+        monitor.end_step()
+    return sink.of(metrics.RANK_TOKENS), sink.of(metrics.A2A_BYTES)
+
+
+def test_no_rows_travel_between_ranks_with_the_same_tokens() -> None:
+    """Their outputs are summed in place of it."""
+    assert ranks(2).run(observe_ranks_with_the_same_tokens) == [([0.0, 2.0 * T], [0.0, 0.0])] * 2
+
+
 def test_balancing_is_told() -> None:
     kept = Kept()
     monitor = LayerMonitor(Sinks(kept, kept), rank=3)
