@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
@@ -246,3 +246,15 @@ class LayerParts(ExpertShard):
         if not self.must_reduce_shared_expert_outputs() and self.groups.tp is not None:
             dist.all_reduce(x, group=self.groups.tp)
         return x
+
+
+def moe_layers(layers: Iterable[FusedMoE]) -> list[FusedMoE]:
+    """The layers as a list; TypeError where they are something else."""
+    wanted = "it must be a model's MoE layers, as [layer]"
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"layers is a {type(layers).__name__}; {wanted}")
+    found = list(layers)
+    for layer in found:
+        if not isinstance(layer, LayerParts):
+            raise TypeError(f"layers has a {type(layer).__name__}; {wanted}")
+    return found

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from moe_ep.agreement import largest_over_ranks
 from moe_ep.errors import check_at_least
+from moe_ep.layer_parts import moe_layers
 
 if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE
@@ -35,13 +36,16 @@ def one_pass(layers: Iterable[FusedMoE], num_tokens: int) -> Iterator[None]:
         with moe_ep.one_pass(layers, hidden_states.size(0)):
             for layer in layers:
                 hidden_states = hidden_states + layer(hidden_states, router(hidden_states))
+
+    Raises:
+        TypeError: layers that are none.
     """
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         yield
         return
     check_at_least(0, num_tokens=num_tokens)
     agreed = dict(_agreed.get() or {})
-    groups = dict.fromkeys(layer.groups.ep for layer in layers if layer.asks_for_tokens)
+    groups = dict.fromkeys(layer.groups.ep for layer in moe_layers(layers) if layer.asks_for_tokens)
     agreed.update((group, largest_over_ranks(num_tokens, group)) for group in groups if group is not None)
     token = _agreed.set(agreed)
     try:

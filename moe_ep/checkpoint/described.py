@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -24,7 +25,12 @@ def model_spec(config: Config, reader: CheckpointReader | None = None) -> MoEMod
 
     Raises:
         CheckpointError: an unknown model_type (the known ones are listed), a missing key, or values that can not be.
+        TypeError: a config that is no dict.
     """
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"config is a {type(config).__name__}; it must be the dict of a config.json, or config.to_dict()"
+        )
     family = one_known("model_type", config.get("model_type"), dict(sorted(FAMILIES.items())))
     model_type, config = config["model_type"], family.text_config(config)
     listed = rules.listed_layers(config)

@@ -34,6 +34,7 @@ from moe_ep.eplb.rearrangement import Job, Rearrangement
 from moe_ep.eplb.recorder import ExpertLoadRecorder
 from moe_ep.eplb.step_gate import StepGate
 from moe_ep.errors import EplbError
+from moe_ep.layer_parts import moe_layers
 
 if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE
@@ -61,6 +62,7 @@ class EPLBManager:
     Raises:
         ConfigError: layers that cannot be balanced together or that another manager has, or settings that do not fit.
         EplbError: the ranks were given different layers, settings or placements.
+        TypeError: layers or a config of another kind.
     """
 
     def __init__(
@@ -71,6 +73,9 @@ class EPLBManager:
         placement: Array | torch.Tensor | None = None,
         listener: Listener | None = None,
     ) -> None:
+        if not (config is None or isinstance(config, EplbConfig)):
+            raise TypeError(f"config is {config!r}; it must be an EplbConfig, or None for the defaults")
+        layers = moe_layers(layers)
         self.config = config or EplbConfig()
         self.totals = EplbTotals()
         self._listener = listener

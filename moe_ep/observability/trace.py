@@ -53,7 +53,7 @@ def named_range(name: str, nvtx: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def trace_to(folder: Path, *, rank: int, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
+def trace_to(folder: Path | str, *, rank: int, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
     """Records what happens inside the block; a collective call of the group's ranks where there is one.
 
     Yields:
@@ -62,6 +62,7 @@ def trace_to(folder: Path, *, rank: int, group: dist.ProcessGroup | None = None)
     Raises:
         MoeEpError: the folder cannot be written to, or is full.
     """
+    folder = Path(folder)
     with _writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank:03}.json.gz"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,11 @@ def test_of_families(family: str) -> None:
     model_spec(config)
     for what, changed in wrong_everywhere(config):
         assert is_read_or_refused(model_spec, changed), what
+
+
+def test_a_config_of_transformers_is_asked_for_as_a_dict() -> None:
+    with pytest.raises(TypeError, match="config is a SimpleNamespace; it must be the dict of a config.json"):
+        model_spec(SimpleNamespace(model_type="mixtral"))  # type: ignore[arg-type]
 
 
 def test_layers_of_nemotron_by_letters_and_what_does_not_load() -> None:

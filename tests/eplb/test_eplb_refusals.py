@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import moe_ep
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.errors import ConfigError
@@ -26,6 +28,18 @@ def test_layers_that_do_not_go_together_are_refused() -> None:
     dealt = load_layer(make_layer("plain", ep_size=1, expert_placement_strategy="round_robin"), 0)
     with pytest.raises(ConfigError, match="is 'round_robin'; EPLB needs 'linear'"):
         EPLBManager([dealt])
+
+
+def test_arguments_of_other_kinds_are_refused() -> None:
+    layer = load_layer(make_layer(ep_size=1), 0)
+    wanted = r"it must be a model's MoE layers, as \[layer\]"
+    for layers, held in ((layer, "is a FusedMoE"), (torch.nn.ModuleList([layer, torch.nn.ReLU()]), "has a ReLU")):
+        with pytest.raises(TypeError, match=f"layers {held}; {wanted}"):
+            EPLBManager(layers)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=f"layers {held}; {wanted}"), moe_ep.one_pass(layers, 3):
+            pass
+    with pytest.raises(TypeError, match="config is {'interval': 8}; it must be an EplbConfig, or None"):
+        EPLBManager([layer], {"interval": 8})  # type: ignore[arg-type]
 
 
 def test_placements_that_do_not_fit_are_refused() -> None:

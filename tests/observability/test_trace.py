@@ -36,7 +36,7 @@ from tests.ranks import ranks
 
 def record_on_a_rank(rank: int, world_size: int, folder: Path) -> None:
     layer = make_layer(ep_size=world_size, all2all_backend="all_to_all")
-    with torch.inference_mode(), trace_to(folder, rank=rank):
+    with torch.inference_mode(), trace_to(str(folder), rank=rank):
         for _ in range(2):
             dist.barrier()
             layer(torch.randn(T, K), torch.randn(T, 8))
