@@ -249,11 +249,11 @@ class LayerParts(ExpertShard):
 
 
 def moe_layers(layers: Iterable[FusedMoE]) -> list[FusedMoE]:
-    """The layers as a list; TypeError where they are something else."""
+    """The layers as a list, those inside what torch.compile made of one; TypeError where they are something else."""
     wanted = "it must be a model's MoE layers, as [layer]"
     if not isinstance(layers, Iterable):
         raise TypeError(f"layers is a {type(layers).__name__}; {wanted}")
-    found = list(layers)
+    found = [getattr(layer, "_orig_mod", layer) for layer in layers]
     for layer in found:
         if not isinstance(layer, LayerParts):
             raise TypeError(f"layers has a {type(layer).__name__}; {wanted}")

@@ -97,7 +97,7 @@ class EPLBManager:
             )
         self._channel = SideChannel(first.groups.ep, self.config.deadline_s())
         self._gate = StepGate()
-        self._layers = list(layers)
+        self._layers = layers
         self._mover = LayerMover(layers, self.placement, self._channel, self.config)
         self._rearrangement = Rearrangement(
             self.config,

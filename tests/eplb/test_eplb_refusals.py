@@ -42,6 +42,14 @@ def test_arguments_of_other_kinds_are_refused() -> None:
         EPLBManager([layer], {"interval": 8})  # type: ignore[arg-type]
 
 
+def test_a_compiled_layer_is_the_layer_in_it() -> None:
+    layer = load_layer(make_layer(ep_size=1), 0)
+    with moe_ep.one_pass([torch.compile(layer)], 3):
+        manager = EPLBManager([torch.compile(layer)], EplbConfig(asynchronous=False))
+    assert manager._layers == [layer]
+    manager.close()
+
+
 def test_placements_that_do_not_fit_are_refused() -> None:
     manager = EPLBManager([load_layer(make_layer("plain", 2, ep_size=1), 0)], EplbConfig(asynchronous=False))
     with pytest.raises(ValueError, match=r"physical_to_logical has shape \(3, 3\); it must be \(L, num_replicas\)"):
