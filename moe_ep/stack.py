@@ -100,9 +100,9 @@ class MoEBlock(FixedTensors):
             "zero_expert_num": spec.routing.zero_expert_num,
             "zero_expert_type": spec.routing.zero_expert_type,
         }
-        shared_experts = _shared_experts(reader, spec, layer_index, dtype)
         # Parameters are created on their final device: a shard may not fit into host memory twice.
         with torch.device(device):
+            shared_experts = _shared_experts(reader, spec, layer_index, dtype)
             self.moe = FusedMoE(
                 num_experts=spec.num_experts,
                 hidden_size=spec.hidden_size,
@@ -113,7 +113,7 @@ class MoEBlock(FixedTensors):
                 prefix=spec.moe_prefix(layer_index),
                 activation=spec.activation,
                 swiglu_limit=spec.swiglu_limit,
-                shared_experts=None if shared_experts is None else shared_experts.to(device),
+                shared_experts=shared_experts,
                 process_group=process_group,
                 parallel_config=parallel_config,
                 max_num_tokens=max_num_tokens,

@@ -100,7 +100,7 @@ def load_norm(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) ->
     """
     name = spec.norm_weight(layer_index)
     if name is None:
-        return torch.ones(spec.hidden_size, dtype=torch.float32)
+        return torch.ones(spec.hidden_size, dtype=torch.float32, device="cpu")
     weight = _read_plain(reader, name, (spec.hidden_size,))
     return weight.float() + spec.norm_offset if spec.norm_offset else weight
 
@@ -253,7 +253,7 @@ def _read_correction_bias(reader: CheckpointReader, spec: MoEModelSpec, layer_in
     if name is None:
         return None
     if spec.correction_bias_may_miss and name not in reader:
-        return torch.zeros(spec.num_router_columns, dtype=torch.float32)
+        return torch.zeros(spec.num_router_columns, dtype=torch.float32, device="cpu")
     return _read_plain(reader, name, (spec.num_router_columns,))
 
 

@@ -133,7 +133,7 @@ class CheckpointReader:
                 )
             start, stop, _ = rows.indices(shape[0])
             shape = (max(stop - start, 0), *shape[1:])
-        tensor = torch.empty(shape, dtype=info.dtype)
+        tensor = torch.empty(shape, dtype=info.dtype, device="cpu")
         self._fill(info.file, info.offset + start * info.row_bytes, _as_bytes(tensor))
         return tensor
 
@@ -150,7 +150,7 @@ class CheckpointReader:
                 f"row_ids of {name} range from {distinct[0]} to {distinct[-1]}; they must be at least 0 and below "
                 f"{info.shape[0]}"
             )
-        tensor = torch.empty((distinct.numel(), *info.shape[1:]), dtype=info.dtype)
+        tensor = torch.empty((distinct.numel(), *info.shape[1:]), dtype=info.dtype, device="cpu")
         buffer = _as_bytes(tensor)
         # A run of consecutive rows is one read: it ends where the next id is not the one after.
         ends = (torch.nonzero(distinct.diff() != 1).flatten() + 1).tolist()
@@ -223,14 +223,14 @@ class CheckpointReader:
     def _buffer(self, nbytes: int, reuse: bool) -> torch.Tensor:
         """Room for a batch: a spare buffer, or a new one in the place of a spare one that is too small."""
         if not reuse:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._spare_buffers.sort(key=torch.Tensor.numel)
         for index, spare in enumerate(self._spare_buffers):
             if spare.numel() >= nbytes:
                 return self._spare_buffers.pop(index)
         if self._spare_buffers:
             self._spare_buffers.pop()
-        return torch.empty(max(nbytes, BATCH_BYTES), dtype=torch.uint8)
+        return torch.empty(max(nbytes, BATCH_BYTES), dtype=torch.uint8, device="cpu")
 
     def _fill(self, file: Path, offset: int, buffer: memoryview) -> None:
         """Reads `len(buffer)` bytes at `offset`."""

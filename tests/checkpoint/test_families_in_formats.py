@@ -82,20 +82,31 @@ def write(directory: Path, family: str, format_name: str) -> None:
         (directory / file).write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize(("family", "format_name"), [("mixtral", "mxfp4 per expert"), ("gpt_oss", "mxfp8 of blocks")])
-def test_another_default_dtype_changes_nothing(tmp_path: Path, family: str, format_name: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "format_name"),
+    [("deepseek_v3", "mxfp4 per expert"), ("gpt_oss", "mxfp8 of blocks"), ("mixtral", "gptq 8 bits act-order")],
+)
+def test_other_defaults_of_torch_change_nothing(tmp_path: Path, family: str, format_name: str) -> None:
+    """A default device that holds no values shows what is made on it; of GPUs it would be mixed with what is read."""
     write(tmp_path, family, format_name)
     parallel, outputs = FusedMoEParallelConfig.make(ep_size=1, rank=0, world_size=1), []
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+    for dtype, device in (
+        (torch.float32, None),
+        (torch.float64, None),
+        (torch.bfloat16, None),
+        (torch.float32, "meta"),
+    ):
         torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
         try:
             with CheckpointReader(tmp_path) as reader, torch.inference_mode():
                 spec = one_layer(reader.config)
-                x = torch.linspace(-1, 1, 3 * spec.hidden_size, dtype=torch.float32).view(3, -1)
+                x = torch.linspace(-1, 1, 3 * spec.hidden_size, dtype=torch.float32, device="cpu").view(3, -1)
                 stack = MoEStack(reader, spec, parallel, dtype=torch.float32)
                 outputs.append((stack(x), verify.reference_moe(reader, spec, spec.moe_layers[0], x)))
         finally:
             torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
     for layers, reference in outputs[1:]:
         assert torch.equal(layers, outputs[0][0]) and torch.equal(reference, outputs[0][1])
 

@@ -120,7 +120,7 @@ class GPTQConfig(QuantizationConfig):
         int32 = (torch.int32,)
 
         def in_order() -> torch.Tensor:
-            return torch.arange(in_features, dtype=torch.int32) // columns
+            return torch.arange(in_features, dtype=torch.int32, device="cpu") // columns
 
         return {
             "qweight": TensorLayout(int32, (in_features // pack, out_features), out_dim=1, in_dim=0),

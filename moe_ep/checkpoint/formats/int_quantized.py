@@ -44,7 +44,10 @@ class IntQuantizedConfig(QuantizationConfig):
             "weight": TensorLayout((torch.int8,), (out_features, in_features), out_dim=0, in_dim=1),
             "weight_scale": self.scale.layout(FLOATS, out_features, in_features),
             "weight_zero_point": TensorLayout(
-                (torch.int8,), (out_features, 1), lambda: torch.zeros(out_features, 1, dtype=torch.int8), Role.CHECKED
+                (torch.int8,),
+                (out_features, 1),
+                lambda: torch.zeros(out_features, 1, dtype=torch.int8, device="cpu"),
+                Role.CHECKED,
             ),
             **activation_scales(),
             "bias": bias_layout(out_features),

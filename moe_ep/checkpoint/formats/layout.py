@@ -131,14 +131,20 @@ def plain_tensors(out_features: int, in_features: int) -> dict[str, TensorLayout
 def bias_layout(out_features: int) -> TensorLayout:
     """A bias, which may be left out; AutoGPTQ wrote zeros for every linear layer, whether it has a bias or not."""
     return TensorLayout(
-        FLOATS, (out_features,), lambda: torch.zeros(out_features, dtype=torch.float32), Role.BIAS, out_dim=0
+        FLOATS,
+        (out_features,),
+        lambda: torch.zeros(out_features, dtype=torch.float32, device="cpu"),
+        Role.BIAS,
+        out_dim=0,
     )
 
 
 def activation_scales() -> dict[str, TensorLayout]:
     """Numbers about activations and cached keys that some writers leave beside weights; none of them is read."""
     names = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "k_scale", "v_scale")
-    return dict.fromkeys(names, TensorLayout(FLOATS, (1,), lambda: torch.zeros(1, dtype=torch.float32), Role.UNUSED))
+    return dict.fromkeys(
+        names, TensorLayout(FLOATS, (1,), lambda: torch.zeros(1, dtype=torch.float32, device="cpu"), Role.UNUSED)
+    )
 
 
 def require_multiple(what: str, size: int, multiple: int, format_name: str) -> None:

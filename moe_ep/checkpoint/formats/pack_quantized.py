@@ -77,12 +77,15 @@ class PackQuantizedConfig(QuantizationConfig):
             "weight_packed": TensorLayout(int32, (out_features, in_features // pack), out_dim=0, in_dim=1),
             "weight_scale": self.scale.layout(FLOATS, out_features, in_features),
             "weight_shape": TensorLayout(
-                (torch.int64, torch.int32), (2,), lambda: torch.tensor([out_features, in_features]), Role.CHECKED
+                (torch.int64, torch.int32),
+                (2,),
+                lambda: torch.tensor([out_features, in_features], device="cpu"),
+                Role.CHECKED,
             ),
             "weight_g_idx": TensorLayout(
                 int32,
                 (in_features,),
-                lambda: torch.arange(in_features, dtype=torch.int32) // group_size,
+                lambda: torch.arange(in_features, dtype=torch.int32, device="cpu") // group_size,
                 Role.INDEX if self.scattered else Role.CHECKED,
                 in_dim=0,
             ),
