@@ -142,7 +142,7 @@ def _check_maps(table: torch.Tensor, replica_count: torch.Tensor, num_physical: 
             f"logical_replica_count goes from {least} to {most}; every expert must have at least 1 and at most the "
             f"{table.size(1)} of logical_to_physical_map"
         )
-    named = table[torch.arange(table.size(1)) < replica_count[:, None]]
+    named = table[torch.arange(table.size(1), device=table.device) < replica_count[:, None]]
     least, most = (int(bound) for bound in named.aminmax())
     if least < 0 or most >= num_physical:
         raise ValueError(

@@ -288,3 +288,11 @@ def test_balancedness_wants_layers_and_ranks() -> None:
             balancedness(torch.tensor([[wrong, 3.0]]))
     with pytest.raises(ValueError, match="tokens_per_rank is torch.complex64; it must be of a real dtype"):
         balancedness(torch.ones(2, 2, dtype=torch.complex64))
+
+
+def test_maps_on_the_host_beside_another_default_device() -> None:
+    ids, load = torch.tensor([[0, 1], [1, 2]]), torch.zeros(3, dtype=torch.int32)
+    turned, once = torch.tensor([[1], [2], [0]]), torch.ones(3, dtype=torch.int32)
+    with torch.device("meta"):
+        physical = eplb_map_to_physical_and_record(ids, load, turned, once)
+    assert physical.tolist() == [[1, 2], [2, 0]] and load.tolist() == [1, 1, 2]
