@@ -238,7 +238,7 @@ def _found(address: str) -> str:
 
 def _check_listening(address: str) -> None:
     """Says at once that nothing listens there, which Ray finds out in a minute, or never where a cluster is gone; or
-    that something else does, which takes Ray a quarter of an hour."""
+    that something else does, which Ray asks again and again, for minutes."""
     if reason := _why_silent(address) or _why_no_cluster(address):
         raise GangError(
             f"no Ray cluster answers at {address} ({reason}); give the address that ray start printed, or leave it out "
