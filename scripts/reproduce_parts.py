@@ -73,7 +73,7 @@ _TESTS = (
     # Of one GPU. Those of the packed experts mostly compile, and would in each of several processes.
     _tests("tests-marlin", 1, 200, _OF_ONE, "tests/gpu/test_marlin_gpu.py"),
     _tests(
-        "tests-prefill", 1, 130, _OF_ONE,
+        "tests-prefill", 1, 220, _OF_ONE,
         "tests/gpu/test_marlin_prefill_gpu.py tests/gpu/test_marlin_act_order_gpu.py "
         "tests/gpu/test_marlin_e4m3_gpu.py",
     ),

@@ -140,7 +140,7 @@ class RoutedExperts(FusedMoE):
             around = self._around_replay()
             if around is None:
                 return self._eagerly(*inputs)
-        made_for = self._modular_kernel, self._decode_kernel, *self._addresses()
+        made_for = self._modular_kernel, self._decode_kernel, *self._addresses(), *self._addresses_of_tables()
         return self._graphs.run(self._eagerly, inputs, which=self.is_decode_step, of=made_for, around=around)
 
     def _may_replay(self, rows: torch.Tensor) -> bool:
@@ -166,9 +166,8 @@ class RoutedExperts(FusedMoE):
             return None
         return self.prepare_finalize.around_replay()
 
-    def _addresses(self) -> Iterator[int]:
-        """Of the layer's tensors, and of the tables that EPLB writes to."""
-        yield from super()._addresses()
+    def _addresses_of_tables(self) -> Iterator[int]:
+        """Of those that EPLB writes to, which graphs read and kernels are given."""
         if self.eplb_state is not None:
             yield from (tensor.data_ptr() for tensor in self.eplb_state._buffers.values() if tensor is not None)
 
