@@ -27,10 +27,10 @@ NOT_PACKED = {
 }
 
 
-def experts_for(name: str, dtype: torch.dtype) -> str:
+def experts_for(name: str) -> str:
     """The registry's name of what computes a case here."""
     if name in PLAIN:
-        fast = "grouped" if dtype == torch.bfloat16 else None
+        fast = "grouped"
     else:
         fast = None if name in NOT_PACKED else "marlin"
     return fast if fast is not None and EXPERTS.load(fast).unusable_reason() is None else "reference"
@@ -55,7 +55,7 @@ def test_runs_as_the_values_say(tmp_path: Path, name: str, dtype: torch.dtype) -
         layer = make_layer(reader, 1, dtype)
     load_moe_layer(reader, model_spec(reader.config), 1, layer)
     assert layer.quant_method.gemm_weights(layer)[0].is_cuda
-    assert type(layer.modular_kernel.fused_experts) is EXPERTS.load(experts_for(name, dtype))
+    assert type(layer.modular_kernel.fused_experts) is EXPERTS.load(experts_for(name))
     experts = values_of(reader, 1)
     for T in (1, 40):
         x = torch.randn(T, K, generator=torch.Generator().manual_seed(T)).to(dtype)

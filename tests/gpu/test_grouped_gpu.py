@@ -1,4 +1,4 @@
-"""Plain bf16 experts on a GPU by grouped products: chosen, right, the same bits again, and captured."""
+"""Plain experts on a GPU by grouped products: chosen, right, the same bits again, and captured."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ def usable() -> None:
 @pytest.mark.parametrize(
     ("activation", "limit"), [("silu", None), ("silu", 0.05), ("swigluoai", None), ("gelu_no_mul", None)]
 )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_layer_takes_them(activation: str, limit: float | None, has_bias: bool) -> None:
+def test_the_layer_takes_them(activation: str, limit: float | None, has_bias: bool, dtype: torch.dtype) -> None:
     options: dict[str, Any] = {"activation": activation, "has_bias": has_bias, "swiglu_limit": limit}
+    options["params_dtype"] = dtype
     grouped, plain = (make_bare(options | {"experts": experts}) for experts in ("auto", "reference"))
     plain.load_state_dict(grouped.state_dict())
-    for T in (1, 7, 700):
+    for T in (1, 7, 40, 130, 700):
         inputs = inputs_of(grouped, T, seed=T)
         output = grouped(*inputs)
         assert relative_error(output, plain(*inputs)) < tolerance(output.dtype)
@@ -43,8 +45,7 @@ def make_bare(options: dict[str, Any]) -> torch.nn.Module:
     """A layer with random weights and biases."""
     from moe_ep.layer import FusedMoE
 
-    layer = FusedMoE(num_experts=16, top_k=4, hidden_size=256, intermediate_size=128, params_dtype=torch.bfloat16,
-                     **options).cuda()  # fmt: skip
+    layer = FusedMoE(num_experts=16, top_k=4, hidden_size=256, intermediate_size=128, **options).cuda()
     torch.manual_seed(5)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.05)

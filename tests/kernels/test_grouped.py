@@ -1,4 +1,4 @@
-"""Experts by torch's grouped product: both formats against the reference experts; rows moved and activated."""
+"""Plain experts in blocks of rows: both formats against the reference experts; the products and their tiles."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
-from moe_ep.kernels.grouped_rows import activate_rows, move_rows
+from moe_ep.kernels.grouped_tiles import fitting, rows_of_blocks
 from moe_ep.modular_kernel import ExpertTokensMetadata, make_experts
 from moe_ep.registry import EXPERTS
-from tests.kernels.grouped_cases import check_activations, check_moves, check_triton
+from tests.kernels.grouped_cases import check_triton
 
 EL, K, N, T, TOP_K = 4, 32, 24, 9, 3
 CONFIG = FusedMoEConfig(
@@ -99,9 +99,8 @@ def test_no_rows() -> None:
     [
         ({}, True, "cuda:0", "take plain weights and these are quantized"),
         ({}, False, "cpu", "the weights are on cpu"),
-        ({"in_dtype": torch.float16}, False, "cuda:0", "activations are torch.float16; .* takes torch.bfloat16"),
+        ({"in_dtype": torch.float32}, False, "cuda:0", "activations are torch.float32; they take torch.bfloat16 or"),
         ({"num_local_experts": 0}, False, "cuda:0", "this rank has no experts"),
-        ({"hidden_dim": 36}, False, "cuda:0", "rows of 36 and 24 columns do not begin at multiples of 16 bytes"),
     ],
 )
 def test_what_they_refuse(changes: dict[str, Any], quantized: bool, device: str, reason: str) -> None:
@@ -111,12 +110,15 @@ def test_what_they_refuse(changes: dict[str, Any], quantized: bool, device: str,
         assert re.search(reason, EXPERTS.load(name).refuses(config, given, torch.device(device)))
 
 
-def test_rows_are_moved_as_they_are() -> None:
-    check_moves("cpu", move_rows)
-
-
-def test_rows_are_activated() -> None:
-    check_activations("cpu", activate_rows)
+@pytest.mark.parametrize("kib", [99, 163, 227])
+def test_tiles_fit_the_memory_of_a_block(kib: int) -> None:
+    """Of GPUs of sm_86 to sm_120, sm_80 and sm_90."""
+    for rows in (1.0, 10.0, 50.0, 1000.0):
+        size = rows_of_blocks(rows)
+        for gated in (False, True):
+            tiles = fitting(size, gated, kib * 1024)
+            assert tiles.rows == size and tiles.columns >= 32 and tiles.num_stages >= 2
+            assert tiles.bytes_per_stage(gated) * tiles.num_stages < kib * 1024
 
 
 @pytest.mark.gpu

@@ -10,16 +10,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moe_ep.kernels.grouped_tiles import fitting
 from moe_ep.kernels.routing import _topk_kernel
 from moe_ep.kernels.triton_align import _batched_kernel
+from moe_ep.kernels.triton_grouped_products import _product_kernel
 from moe_ep.kernels.triton_mul_sum import _mul_sum_kernel
 from moe_ep.topk import SCORING_FUNCS
 
 ARCHITECTURES = (80, 90)
 
 
-def compiled_ptx(kernel, types: dict[str, str], constants: dict, divisible: tuple[str, ...], arch: int) -> str:
-    """PTX of one specialisation; arguments without a type are int32, `divisible` ones multiples of 16."""
+def compiled(kernel, types: dict[str, str], constants: dict, divisible: tuple[str, ...], arch: int, **options: int):
+    """One specialisation; arguments without a type are int32, `divisible` ones multiples of 16."""
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
@@ -27,8 +29,13 @@ def compiled_ptx(kernel, types: dict[str, str], constants: dict, divisible: tupl
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
     )
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
+    options = {"num_warps": 4, "enable_fp_fusion": False} | options
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def compiled_ptx(kernel, types: dict[str, str], constants: dict, divisible: tuple[str, ...], arch: int) -> str:
+    ptx: str = compiled(kernel, types, constants, divisible, arch).asm["ptx"]
+    return ptx
 
 
 def hands_over_first(ptx: str) -> bool:
@@ -85,3 +92,31 @@ def test_batched_align(arch: int) -> None:
     ptx = compiled_ptx(_batched_kernel.function, types, constants, (), arch)
     assert ".local" not in ptx
     assert hands_over_first(ptx) == (arch >= 90)
+
+
+# Bytes of shared memory that a program may have.
+SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_products_of_plain_experts(arch: int, gated: bool, rows: int) -> None:
+    tiles = fitting(rows, gated, SHARED[arch])
+    floats, integers = ("rows", "weights", "bias", "output"), ("places", "row_ids", "experts", "used")
+    types = {f"{name}_ptr": "*bf16" for name in floats} | {f"{name}_ptr": "*i32" for name in integers}
+    constants = {
+        "ACTIVATION": "silu" if gated else None, "GATED": gated, "LIMIT": None, "HAS_BIAS": False,
+        "HAS_ROW_IDS": False, "INTO_ORDER": gated, "EVEN": True, "BLOCK_ROWS": rows, "BLOCK_COLUMNS": tiles.columns,
+        "BLOCK_INNER": tiles.inner, "GROUP": tiles.group, "EARLY": arch == 90,
+    }  # fmt: skip
+    divisible = ("rows_ptr", "weights_ptr", "output_ptr", "num_inner", "num_columns", "row_stride", "output_stride")
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    made = compiled(_product_kernel.function, types, constants, divisible, arch, **options)
+    # Several steps are on their way at once, 16 bytes a copy.
+    assert "cp.async.cg.shared.global" in made.asm["ptx"]
+    assert made.metadata.shared <= SHARED[arch]
+    assert ".local" not in made.asm["ptx"]
+    if arch == 90:
+        assert hands_over_first(made.asm["ptx"])
+        assert ("wgmma" in made.asm["ptx"]) == (rows >= 64)
