@@ -1,5 +1,5 @@
 """Experts with plain weights on GPUs: rows are listed by expert, one product computes w13 of all experts and the
-activation, and another one w2.
+activation, and another one w2. Many rows an expert take torch's products where those are one kernel.
 
 Row counts stay on the device, and shapes follow from the largest possible number of rows, so passes can be captured.
 """
@@ -14,7 +14,7 @@ from moe_ep.activation import MoEActivation, gate_limit
 from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.config import FusedMoEConfig
 from moe_ep.contracts import FusedMoEPermuteExpertsUnpermute
-from moe_ep.kernels import jit
+from moe_ep.kernels import grouped_torch
 from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size
 from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat, Step, check_weights
 from moe_ep.kernels.grouped_products import Activation, Blocks, multiply_into_order, multiply_into_places
@@ -22,6 +22,12 @@ from moe_ep.kernels.grouped_tiles import rows_of_blocks
 from moe_ep.kernels.mul_sum import moe_fused_mul_sum
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_MIN_CAPABILITY = (8, 0)
+# From so many rows an expert on torch's grouped product is faster, all copies counted
+# (docs/benchmarks/plain_experts.md).
+_MANY_ROWS = 192
+# Buffers of a fixed capacity are seldom full: one row in so many is expected to be there.
+_ROOM_FOR_A_ROW = 4
 
 
 class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
@@ -33,9 +39,12 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return "there is no GPU; plain weights run experts='reference'"
         if torch.version.hip is not None:
             return "the kernels are for NVIDIA GPUs"
+        capability = torch.cuda.get_device_capability()
+        if capability < _MIN_CAPABILITY:
+            return f"the GPU has compute capability {capability[0]}.{capability[1]}; 8.0 (A100) or newer is needed"
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; run: pip install 'moe_ep[cuda]'"
-        return jit.unusable_reason()
+        return None
 
     @classmethod
     def refuses(
@@ -61,6 +70,8 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
         output: torch.Tensor,
     ) -> None:
         """Writes the results of rows `[*, K]` to their places in the output, `[num_places, K]`."""
+        if not blocks.most:
+            return
         name = MoEActivation.parse(step.activation)
         activation = Activation(name, gate_limit(name, self.moe_config.swiglu_limit))
         w1, w2, quant = step.w1.contiguous(), step.w2.contiguous(), self.quant_config
@@ -76,14 +87,18 @@ class GroupedExperts(StandardFormat, _GroupedExpertsBase):
         check_weights(step)
         ids, num_experts, K = step.topk_ids, step.w1.size(0), step.hidden_states.size(1)
         num_ids = num_experts if step.expert_map is None else step.expert_map.numel()
-        size = rows_of_blocks(ids.numel() / num_ids)
-        places, experts, used = moe_align_block_size(
-            ids, size, num_ids, step.expert_map, pad_sorted_ids=True, ignore_invalid_experts=True
-        )
-        blocks = _blocks(places, experts, used, size, ids.numel(), ids.numel(), num_experts)
-        results = step.hidden_states.new_empty(*ids.shape, K)
-        self._compute(step, step.hidden_states, None, ids.size(1), blocks, results.view(-1, K))
-        moe_fused_mul_sum(results, step.topk_weights, step.output, ids, step.expert_map)
+        rows_per_expert = ids.numel() / num_ids
+        results = step.hidden_states.new_empty(ids.numel(), K)
+        if rows_per_expert >= _MANY_ROWS and grouped_torch.can_multiply(step.hidden_states, step.w2):
+            grouped_torch.compute_slots(step, self.quant_config, self.moe_config.swiglu_limit, results)
+        else:
+            size = rows_of_blocks(rows_per_expert)
+            places, experts, used = moe_align_block_size(
+                ids, size, num_ids, step.expert_map, pad_sorted_ids=True, ignore_invalid_experts=True
+            )
+            blocks = _blocks(places, experts, used, size, ids.numel(), ids.numel(), num_experts)
+            self._compute(step, step.hidden_states, None, ids.size(1), blocks, results)
+        moe_fused_mul_sum(results.view(*ids.shape, K), step.topk_weights, step.output, ids, step.expert_map)
 
 
 class BatchedGroupedExperts(BatchedFormat, _GroupedExpertsBase):
@@ -96,7 +111,7 @@ class BatchedGroupedExperts(BatchedFormat, _GroupedExpertsBase):
         # No expert has more than all tokens that can come, and no token has more than topk experts.
         top_k = step.topk_ids.size(-1)
         most_rows = max(max_rows, self._max_rows) * top_k
-        size = rows_of_blocks(most_rows / self.moe_config.global_num_experts)
+        size = rows_of_blocks(most_rows / self.moe_config.global_num_experts / _ROOM_FOR_A_ROW)
         places, experts, used = batched_moe_align_block_size(max_rows, size, counts)
         most = max_rows * min(top_k, num_experts)
         blocks = _blocks(places, experts, used, size, num_experts * max_rows, most, num_experts)

@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
         used: int32 `[1]`, how many entries count; a multiple of size.
         size: the rows of a block.
         num_places: how many places there are.
-        most: positions that count at most, known on the host.
+        most: positions that count at most, known on the host; others are left out.
     """
 
     places: torch.Tensor
@@ -112,7 +112,7 @@ def multiply_into_places_reference(
 
 def _of_experts(blocks: Blocks) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """(positions, places, expert) of each block, those without a place left out."""
-    used = int(blocks.used)
+    used = min(int(blocks.used), blocks.most)
     found = []
     for block, expert in enumerate(blocks.experts[: used // blocks.size].tolist()):
         positions = torch.arange(block * blocks.size, (block + 1) * blocks.size, device=blocks.places.device)

@@ -38,12 +38,12 @@ class Tiles:
         return (self.rows + self.columns * (1 + gated)) * self.inner * _ITEM_BYTES
 
 
-# From how many rows an expert has on average on, the first of which a tile is for. Measured on an H200
+# Up to how many rows an expert has on average, and the tile that was fastest there on an H200
 # (docs/benchmarks/plain_experts.md).
 _BY_ROWS = (
     (6.0, Tiles(rows=16, columns=64, inner=128, num_warps=4, num_stages=5)),
     (20.0, Tiles(rows=32, columns=128, inner=128, num_warps=4, num_stages=3)),
-    (72.0, Tiles(rows=64, columns=128, inner=64, num_warps=4, num_stages=4)),
+    (160.0, Tiles(rows=64, columns=128, inner=64, num_warps=4, num_stages=4, group=8)),
     (float("inf"), Tiles(rows=128, columns=128, inner=64, num_warps=8, num_stages=4, group=8)),
 )
 

@@ -7,48 +7,18 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ep.activation import SWIGLUOAI_ALPHA
 from moe_ep.kernels.grouped_products import Activation, Blocks
 from moe_ep.kernels.grouped_tiles import tiles_for
+from moe_ep.kernels.triton_activation import activated
 from moe_ep.kernels.triton_handover import comes_early, take_over
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv
 
-_ALPHA = tl.constexpr(SWIGLUOAI_ALPHA)
-# Of NaN and a limit, NaN, as torch has it.
-_KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
 # Lists that have room for many more rows than come should cost no programs.
 _MOST_PROGRAMS = 8192
 
 
-@triton.jit
-def _activated(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr):
-    """The activation of f32 columns; gate and up end at LIMIT, if there is one.
-
-    Example: silu, gate 2, up 3: 2 * sigmoid(2) * 3.
-    """
-    if LIMIT is not None:
-        gate = tl.minimum(gate, LIMIT, propagate_nan=_KEEP_NAN)
-        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=_KEEP_NAN)
-    if ACTIVATION == "swigluoai":
-        result = gate * tl.sigmoid(gate * _ALPHA)
-        up += 1.0
-    elif ACTIVATION == "silu" or ACTIVATION == "silu_no_mul":
-        result = gate * tl.sigmoid(gate)
-    elif ACTIVATION == "gelu" or ACTIVATION == "gelu_no_mul":
-        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        # tanh(x) = 2 sigmoid(2x) - 1
-        result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        positive = tl.maximum(gate, 0.0, propagate_nan=_KEEP_NAN)
-        result = positive * positive
-    if GATED:
-        result *= up
-    return result
-
-
 @TritonKernel
-@triton.jit(do_not_specialize=["num_places", "places_per_row"])
+@triton.jit(do_not_specialize=["most", "num_places", "places_per_row"])
 def _product_kernel(
     rows_ptr,
     weights_ptr,
@@ -58,6 +28,7 @@ def _product_kernel(
     row_ids_ptr,
     experts_ptr,
     used_ptr,
+    most,
     num_places,
     places_per_row,
     num_inner,
@@ -88,7 +59,7 @@ def _product_kernel(
     expert 1, and nothing else is written.
     """
     take_over(EARLY)
-    num_blocks = tl.load(used_ptr) // BLOCK_ROWS
+    num_blocks = tl.minimum(tl.load(used_ptr), most) // BLOCK_ROWS
     blocks_of_columns = tl.cdiv(num_columns, BLOCK_COLUMNS)
     for tile in range(tl.program_id(0), num_blocks * blocks_of_columns, tl.num_programs(0)):
         first_block = tile // (GROUP * blocks_of_columns) * GROUP
@@ -134,7 +105,7 @@ def _product_kernel(
             if GATED:
                 up += tl.load(bias_ptr + line + num_columns)[None, :].to(tl.float32)
         if ACTIVATION is not None:
-            total = _activated(total, up, ACTIVATION, GATED, LIMIT)
+            total = activated(total, up, ACTIVATION, GATED, LIMIT)
         output_ptrs = output_ptr + target.to(tl.int64)[:, None] * output_stride + column[None, :]
         is_output = is_row[:, None] & (column < num_columns)[None, :]
         tl.store(output_ptrs, total.to(output_ptr.dtype.element_ty), mask=is_output)
@@ -180,12 +151,13 @@ def _multiply(
     _product_kernel[(min(most_tiles, _MOST_PROGRAMS),)](
         rows,
         weights,
-        bias,
+        None if bias is None else bias.contiguous(),
         output,
         blocks.places,
         row_ids,
         blocks.experts,
         blocks.used,
+        blocks.most,
         blocks.num_places,
         places_per_row,
         num_inner,

@@ -142,11 +142,11 @@ EXPERTS = Registry(
             "moe_ep.kernels.reference:BatchedReferenceExperts", "plain torch, BatchedExperts format"
         ),
         "grouped": Entry(
-            "moe_ep.kernels.grouped:GroupedExperts", "plain bf16 weights by torch's grouped product, Standard format"
+            "moe_ep.kernels.grouped:GroupedExperts", "plain f16 and bf16 weights on GPUs, Standard format"
         ),
         "batched_grouped": Entry(
             "moe_ep.kernels.grouped:BatchedGroupedExperts",
-            "plain bf16 weights by torch's grouped product, BatchedExperts format",
+            "plain f16 and bf16 weights on GPUs, BatchedExperts format",
         ),
         "marlin": Entry(
             "moe_ep.kernels.marlin.experts:MarlinExperts", "packed 4- and 8-bit weights on GPUs, Standard format"

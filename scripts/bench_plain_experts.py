@@ -1,4 +1,4 @@
-"""Experts of plain bf16 weights on one GPU: by torch's grouped product, and by the reference that it stands in for.
+"""Experts of plain bf16 weights on one GPU: by grouped products, and by the reference that they stand in for.
 
     python scripts/bench_plain_experts.py --json results.jsonl
 

@@ -33,7 +33,7 @@ def test_the_layer_takes_them(activation: str, limit: float | None, has_bias: bo
     options["params_dtype"] = dtype
     grouped, plain = (make_bare(options | {"experts": experts}) for experts in ("auto", "reference"))
     plain.load_state_dict(grouped.state_dict())
-    for T in (1, 7, 40, 130, 700):
+    for T in (1, 7, 40, 130, 700, 1000):
         inputs = inputs_of(grouped, T, seed=T)
         output = grouped(*inputs)
         assert relative_error(output, plain(*inputs)) < tolerance(output.dtype)

@@ -11,10 +11,12 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
+from moe_ep.kernels import grouped, grouped_torch
+from moe_ep.kernels.grouped_rows import activate_rows, move_rows
 from moe_ep.kernels.grouped_tiles import fitting, rows_of_blocks
 from moe_ep.modular_kernel import ExpertTokensMetadata, make_experts
 from moe_ep.registry import EXPERTS
-from tests.kernels.grouped_cases import check_triton
+from tests.kernels.grouped_cases import check_activations, check_moves, check_triton
 
 EL, K, N, T, TOP_K = 4, 32, 24, 9, 3
 CONFIG = FusedMoEConfig(
@@ -42,10 +44,16 @@ def run(name: str, quant: FusedMoEQuantConfig, output: torch.Tensor, arguments: 
     return output
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
 @pytest.mark.parametrize("weight_on_input", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("activation", list(MoEActivation))
-def test_standard_equals_the_reference(activation: MoEActivation, has_bias: bool, weight_on_input: bool) -> None:
+def test_standard_equals_the_reference(
+    monkeypatch: pytest.MonkeyPatch, activation: MoEActivation, has_bias: bool, weight_on_input: bool, by_torch: bool
+) -> None:
+    if by_torch:
+        monkeypatch.setattr(grouped, "_MANY_ROWS", 0)
+        monkeypatch.setattr(grouped_torch, "can_multiply", lambda rows, w2: True)
     w1, w2, quant = weights(activation, has_bias)
     topk = 1 if weight_on_input else TOP_K
     ids = torch.stack([torch.randperm(7)[:topk] for _ in range(T)]).int()
@@ -108,6 +116,14 @@ def test_what_they_refuse(changes: dict[str, Any], quantized: bool, device: str,
     given: tuple = (object(), object()) if quantized else ()
     for name in ("grouped", "batched_grouped"):
         assert re.search(reason, EXPERTS.load(name).refuses(config, given, torch.device(device)))
+
+
+def test_rows_are_moved_as_they_are() -> None:
+    check_moves("cpu", move_rows)
+
+
+def test_rows_are_activated() -> None:
+    check_activations("cpu", activate_rows)
 
 
 @pytest.mark.parametrize("kib", [99, 163, 227])

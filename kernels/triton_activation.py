@@ -1,0 +1,39 @@
+"""The activations in Triton, for kernels that have gate and up in f32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_ep.activation import SWIGLUOAI_ALPHA
+
+_ALPHA = tl.constexpr(SWIGLUOAI_ALPHA)
+# Of NaN and a limit, NaN, as torch has it.
+_KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.jit
+def activated(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr):
+    """ACTIVATION of gate, times up if GATED; both end at LIMIT before, if there is one.
+
+    Example: silu, gate 2, up 3: 2 * sigmoid(2) * 3.
+    """
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=_KEEP_NAN)
+    if ACTIVATION == "swigluoai":
+        result = gate * tl.sigmoid(gate * _ALPHA)
+    elif ACTIVATION == "silu" or ACTIVATION == "silu_no_mul":
+        result = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "gelu" or ACTIVATION == "gelu_no_mul":
+        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # tanh(x) = 2 sigmoid(2x) - 1
+        result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        positive = tl.maximum(gate, 0.0, propagate_nan=_KEEP_NAN)
+        result = positive * positive
+    if GATED:
+        if LIMIT is not None:
+            up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=_KEEP_NAN)
+        result *= up + 1.0 if ACTIVATION == "swigluoai" else up
+    return result
