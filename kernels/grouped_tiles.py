@@ -55,18 +55,23 @@ def rows_of_blocks(rows_per_expert: float) -> int:
 
 @functools.lru_cache(maxsize=256)
 def tiles_for(block_rows: int, gated: bool, device_index: int) -> Tiles:
-    """The tiles for blocks of so many rows that fit a GPU's shared memory; -1 is the interpreter, which has no end."""
+    """The tiles for blocks of so many rows that fit a GPU's shared memory."""
+    return fitting(block_rows, gated, shared_bytes(device_index))
+
+
+def shared_bytes(device_index: int) -> int:
+    """Shared memory that a program may have; -1 is Triton's interpreter, which has no end."""
     if device_index < 0:
-        return fitting(block_rows, gated, 1 << 20)
+        return 1 << 20
     device = torch.cuda.get_device_properties(device_index)
     # Older versions of torch tell less.
-    return fitting(block_rows, gated, getattr(device, "shared_memory_per_block_optin", device.shared_memory_per_block))
+    return int(getattr(device, "shared_memory_per_block_optin", device.shared_memory_per_block))
 
 
-def fitting(block_rows: int, gated: bool, shared_bytes: int) -> Tiles:
+def fitting(block_rows: int, gated: bool, num_bytes: int) -> Tiles:
     """The tiles for blocks of so many rows, with columns and stages for so much shared memory."""
     tiles = next(tiles for _, tiles in _BY_ROWS if tiles.rows == block_rows)
-    room = shared_bytes - _OTHER_BYTES
+    room = num_bytes - _OTHER_BYTES
     while tiles.bytes_per_stage(gated) * _LEAST_STAGES > room:
         tiles = replace(tiles, columns=tiles.columns // 2)
     return replace(tiles, num_stages=min(tiles.num_stages, room // tiles.bytes_per_stage(gated)))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from moe_ep.kernels.grouped_products import Activation, Blocks
-from moe_ep.kernels.grouped_tiles import tiles_for
+from moe_ep.kernels.grouped_tiles import Tiles, tiles_for
 from moe_ep.kernels.triton_activation import activated
 from moe_ep.kernels.triton_handover import comes_early, take_over
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv
@@ -120,16 +120,22 @@ def triton_multiply_into_order(
     activation: Activation,
     blocks: Blocks,
     output: torch.Tensor,
+    tiles: Tiles | None = None,
 ) -> None:
-    """Arguments as in `multiply_into_order`, not checked."""
-    _multiply(rows, weights, bias, blocks, output, row_ids, places_per_row, activation)
+    """Arguments as in `multiply_into_order`, not checked; tiles with as many rows as a block, or None for the usual."""
+    _multiply(rows, weights, bias, blocks, output, tiles, row_ids, places_per_row, activation)
 
 
 def triton_multiply_into_places(
-    rows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, blocks: Blocks, output: torch.Tensor
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    blocks: Blocks,
+    output: torch.Tensor,
+    tiles: Tiles | None = None,
 ) -> None:
-    """Arguments as in `multiply_into_places`, not checked."""
-    _multiply(rows, weights, bias, blocks, output)
+    """Arguments as in `multiply_into_places`, not checked; tiles as above."""
+    _multiply(rows, weights, bias, blocks, output, tiles)
 
 
 def _multiply(
@@ -138,6 +144,7 @@ def _multiply(
     bias: torch.Tensor | None,
     blocks: Blocks,
     output: torch.Tensor,
+    tiles: Tiles | None,
     row_ids: torch.Tensor | None = None,
     places_per_row: int = 1,
     activation: Activation | None = None,
@@ -145,7 +152,7 @@ def _multiply(
     """With an activation into order, without one into places."""
     gated = activation is not None and activation.name.is_gated
     num_inner, num_columns = weights.size(2), weights.size(1) // (1 + gated)
-    tiles = tiles_for(blocks.size, gated, rows.get_device())
+    tiles = tiles or tiles_for(blocks.size, gated, rows.get_device())
     most_tiles = cdiv(blocks.most, blocks.size) * cdiv(num_columns, tiles.columns)
     early = comes_early(rows.device)
     _product_kernel[(min(most_tiles, _MOST_PROGRAMS),)](

@@ -199,6 +199,7 @@ PARTS = (
         "{python} scripts/bench_index_kernels.py --markdown {commit} --json {rows}",
     ),
     _one("plain-experts", "plain_experts.md", 40, "{python} scripts/bench_plain_experts.py {commit} --json {rows}"),
+    _one("plain-tiles", "plain_experts.md", 60, "{python} scripts/bench_plain_tiles.py {commit} --json {rows}"),
     _one(
         "gemm-types", "gemm.md", 70,
         "{python} scripts/bench_gemm.py --shapes deepseek-v3 qwen3-30b --no-skew --rows 1 8 16 32 64 128 256 1024 "
