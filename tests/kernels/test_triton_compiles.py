@@ -95,7 +95,7 @@ def test_batched_align(arch: int) -> None:
 
 
 # Bytes of shared memory that a program may have.
-SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+SHARED = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 
 
 @pytest.mark.parametrize("arch", SHARED)
