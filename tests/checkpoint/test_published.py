@@ -9,11 +9,12 @@ import pytest
 
 from moe_ep.checkpoint.formats import GPTQConfig, quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
-from moe_ep.checkpoint.formats.fp4 import MXFP4Config
+from moe_ep.checkpoint.formats.fp4 import MODELOPT_NVFP4, MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.checkpoint.formats.pack_quantized import PackQuantizedConfig
 from moe_ep.checkpoint.formats.scales import ScaleShape
+from moe_ep.errors import CheckpointError
 from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 BLOCKS = Float8Config(scale=ScaleShape(Kind.BLOCK, rows=128, columns=128), scale_name="weight_scale_inv")
@@ -95,6 +96,15 @@ PUBLISHED = {
         quantized=(ATTENTION,),
         plain=("model.layers.5.block_sparse_moe.gate",),
     ),
+    "DeepSeek-V4-Flash-NVFP4": Published(
+        FP8
+        | {"scale_fmt": "ue8m0", "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16}
+        | {"quantized_layers": {"layers.5.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16}}}
+        | {"ignore": ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"], "expert_dtype": "fp4"},
+        MODELOPT_NVFP4,
+        expert="layers.5.ffn.experts.7.w2",
+        plain=(),
+    ),
     "Kimi-K2.5": Published(
         KIMI,
         PackQuantizedConfig(bits=4, scale=ScaleShape(Kind.GROUP, columns=32), symmetric=True, scattered=False),
@@ -126,3 +136,13 @@ def test_modules(name: str) -> None:
         assert found.of_module(module) == published.scheme
     for module in published.plain:
         assert found.of_module(module) is None
+
+
+def test_what_is_beside_experts_of_another_algorithm() -> None:
+    """What nvfp4 ignores in DeepSeek-V4 is fp8, as the settings around it say."""
+    settings = PUBLISHED["DeepSeek-V4-Flash-NVFP4"].settings
+    found = quantization_config({"quantization_config": settings})
+    for module in ("ffn.shared_experts.w1", "attn.wo_a"):
+        assert found.of_module(f"layers.5.{module}") == BLOCKS
+    with pytest.raises(CheckpointError, match="moe_quant_algo is 'IQ3_WIRE'; it must be one of NVFP4, W4A16_NVFP4, "):
+        quantization_config({"quantization_config": settings | {"moe_quant_algo": "IQ3_WIRE"}})

@@ -88,7 +88,9 @@ def _fp8(values: Mapping[str, Any]) -> ModelQuantization:
     of_experts = str(values.get("expert_dtype") or "fp8")
     if of_experts not in ("fp8", "fp4"):
         raise CheckpointError(f"config.json: {one_of('expert_dtype', of_experts, ['fp8', 'fp4'])}")
-    if of_experts == "fp4":  # DeepSeek-V4
+    if values.get("moe_quant_algo"):  # DeepSeek-V4 by Model Optimizer
+        schemes.insert(0, (("experts",), modelopt.scheme_of(values, key="moe_quant_algo")))
+    elif of_experts == "fp4":  # DeepSeek-V4
         schemes.insert(0, (("experts",), MXFP4Config()))
     return ModuleSchemes("fp8", schemes, ignored)
 

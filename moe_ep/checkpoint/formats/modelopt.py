@@ -8,7 +8,7 @@ object the reader puts there (https://github.com/NVIDIA/Model-Optimizer).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,8 @@ def modelopt_schemes(values: Mapping[str, Any]) -> ModuleSchemes | None:
         return w4afp8_schemes(values)
     if values.get("quant_algo") == _MIXED:
         return ModuleSchemes(METHODS[0], _listed_schemes(values.get("quantized_layers")), ignored)
-    return ModuleSchemes(METHODS[0], [((EVERY_LINEAR,), _scheme(values, _WHERE, [*_ALGORITHMS, _MIXED]))], ignored)
+    scheme = scheme_of(values, known=[*_ALGORITHMS, _MIXED])
+    return ModuleSchemes(METHODS[0], [((EVERY_LINEAR,), scheme)], ignored)
 
 
 def _listed_schemes(layers: Any) -> list[tuple[list[str], Scheme]]:
@@ -66,16 +67,19 @@ def _listed_schemes(layers: Any) -> list[tuple[list[str], Scheme]]:
             raise CheckpointError(f"{where}expected an object of settings, found {settings!r}")
         key = repr(sorted(settings.items(), key=str))
         if key not in schemes:
-            schemes[key] = [], if_readable(partial(_scheme, settings, where, list(_ALGORITHMS)))
+            schemes[key] = [], if_readable(partial(scheme_of, settings, where))
         schemes[key][0].append(name)
     return list(schemes.values())
 
 
-def _scheme(values: Mapping[str, Any], where: str, known: list[str]) -> QuantizationConfig:
+def scheme_of(
+    values: Mapping[str, Any], where: str = _WHERE, known: Sequence[str] = tuple(_ALGORITHMS), key: str = "quant_algo"
+) -> QuantizationConfig:
+    """The scheme of the algorithm that stands under that key; CheckpointError for another, or another group size."""
     # Those that the tool has no name of its own for are written in small letters.
-    algorithm = str(values.get("quant_algo")).upper()
+    algorithm = str(values.get(key)).upper()
     if algorithm not in tuple(_ALGORITHMS):
-        raise CheckpointError(where + one_of("quant_algo", values.get("quant_algo"), known))
+        raise CheckpointError(where + one_of(key, values.get(key), known))
     scheme = _ALGORITHMS[algorithm]
     expected = scheme.column_block
     if expected > 1 and (found := values.get("group_size") or expected) != expected:
