@@ -11,7 +11,6 @@ from moe_ep.checkpoint import family_configs as configs
 from moe_ep.checkpoint import family_routing as routing
 from moe_ep.checkpoint import family_rules as rules
 from moe_ep.checkpoint.family import (
-    EXPERTS_ALONE,
     FIRST_DENSE,
     GATE_DOWN_UP,
     GATE_W1,
@@ -135,7 +134,7 @@ DEEPSEEK_LIKE = {
     ),
     # The norm before its experts has a gate.
     "axk2": Family(
-        moe_layers=rules.layers_after_dense, text_config=configs.renamed({}, FIRST_DENSE), names=EXPERTS_ALONE
+        moe_layers=rules.layers_after_dense, text_config=configs.renamed({}, FIRST_DENSE), names=rules.EXPERTS_ALONE
     ),
     "hy_v4": replace(
         _DEEPSEEK_V3,

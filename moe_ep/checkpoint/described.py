@@ -52,8 +52,7 @@ def model_spec(config: Config, reader: CheckpointReader | None = None) -> MoEMod
         residual_multiplier=number(config, "residual_multiplier", 1.0),
         moe_module=family.moe_module,
         projections=family.projections,
-        **family.names,
-        **family.fields(config),
+        **family.names | family.fields(config),
     )
     _check(spec)
     return spec if reader is None else _as_on_disk(spec, reader)

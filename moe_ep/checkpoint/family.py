@@ -24,8 +24,6 @@ WHOLE_LANGUAGE_MODEL = {
     "layers_module": "language_model.model.layers",
     "embedding": "language_model.model.embed_tokens.weight",
 }
-# Of families whose routers, or norms before them, only transformers computes.
-EXPERTS_ALONE = {"router": None, "norm": None}
 # Where the config is silent.
 FIRST_DENSE = {"first_k_dense_replace": 1}
 _SOFTMAX = routing.softmax_routing(renormalize=False)

@@ -15,6 +15,8 @@ from moe_ep.checkpoint.family_routing import cohere_factor
 from moe_ep.checkpoint.spec import SharedExpertsSpec
 from moe_ep.errors import CheckpointError
 
+# Of families whose routers, or what is before them or the experts, only transformers computes.
+EXPERTS_ALONE = {"router": None, "norm": None}
 _ACTIVATIONS = {
     "silu": MoEActivation.SILU,
     "swish": MoEActivation.SILU,
@@ -123,6 +125,11 @@ def limited_gate(config: Config) -> dict[str, Any]:
     if limit is not None and limit <= 0:
         raise CheckpointError(f"config.json: swiglu_limit: expected a positive number, found {found!r}")
     return {"swiglu_limit": limit}
+
+
+def nemotron_fields(config: Config) -> dict[str, Any]:
+    """Experts of another width are between two matrices that only transformers computes."""
+    return EXPERTS_ALONE if config.get("moe_latent_size") is not None else {}
 
 
 def cohere_fields(config: Config) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from moe_ep.checkpoint import family_routing as routing
 from moe_ep.checkpoint import family_rules as rules
 from moe_ep.checkpoint.deepseek_families import DEEPSEEK_LIKE
 from moe_ep.checkpoint.family import (
-    EXPERTS_ALONE,
     FIRST_DENSE,
     GATE_DOWN_UP,
     GATE_W1,
@@ -49,7 +48,7 @@ _GRANITE = replace(
 )
 # Its experts lie in the layer itself, beside a dense MLP, and its router has a norm and scales of its own.
 _GEMMA4_KEYS = {"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"}
-_GEMMA4 = Family(moe_module="", text_config=configs.renamed(_GEMMA4_KEYS), names=EXPERTS_ALONE)
+_GEMMA4 = Family(moe_module="", text_config=configs.renamed(_GEMMA4_KEYS), names=rules.EXPERTS_ALONE)
 
 FAMILIES = {
     "mixtral": _MIXTRAL,
@@ -152,9 +151,9 @@ FAMILIES = {
         fields=rules.cohere_fields,
     ),
     # It adds its bias to logits.
-    "kolibri1": Family(names=EXPERTS_ALONE),
+    "kolibri1": Family(names=rules.EXPERTS_ALONE),
     # Its router is an MLP that hands what it has found on to the next layer's.
-    "zaya": Family(names=EXPERTS_ALONE),
+    "zaya": Family(names=rules.EXPERTS_ALONE),
     "gemma4_text": _GEMMA4,
     "gemma4": replace(
         _GEMMA4,
@@ -208,6 +207,7 @@ FAMILIES = {
         activation=rules.relu2,
         text_config=configs.nemotron_config,
         names={"layers_module": "backbone.layers", "embedding": "backbone.embeddings.weight", "norm": "norm"},
+        fields=rules.nemotron_fields,
     ),
     "hunyuan_v1_moe": Family(
         intermediate_size="intermediate_size",

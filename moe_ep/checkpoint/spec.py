@@ -162,8 +162,9 @@ class MoEModelSpec:
         """Name of the router's weight, `[num_router_columns, K]`; ConfigError for a router that is of another form."""
         if self.router is None:
             raise ConfigError(
-                f"the routers of {self.family} models, or the norms before them, have a form that moe_ep does not "
-                f"compute; moe_ep.parallelize and moe-ep generate run the whole model, with those of transformers"
+                f"the routers of {self.family} models, or what is before them or the experts, have a form that moe_ep "
+                f"does not compute; moe_ep.parallelize and moe-ep generate run the whole model, with those of "
+                f"transformers"
             )
         return f"{self.moe_prefix(layer)}.{self.router}.weight"
 

@@ -151,7 +151,7 @@ def test_the_thinker_of_a_model_that_speaks(tmp_path: Path) -> None:
 
 def test_routers_that_only_transformers_computes(tmp_path: Path) -> None:
     make_model("Gemma4Text", **OTHERS["Gemma4Text"]).save_pretrained(tmp_path)
-    message = "the routers of gemma4_text models, or the norms before them, have a form that moe_ep does not compute; "
+    message = "the routers of gemma4_text models, or what is before them or the experts, have a form that moe_ep does"
     with CheckpointReader(tmp_path) as reader, pytest.raises(ConfigError, match=message):
         MoEStack(reader, model_spec(reader.config), FusedMoEParallelConfig.make(), dtype=torch.float32)
 
