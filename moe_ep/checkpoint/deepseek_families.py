@@ -24,6 +24,12 @@ _DEEPSEEK_V3 = Family(
     routing=routing.deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
     shared_experts=rules.counted_shared_experts,
 )
+_DEEPSEEK_V2 = Family(
+    moe_layers=rules.layers_after_dense,
+    routing=routing.deepseek_routing("greedy", "softmax", renormalize=False),
+    shared_experts=rules.counted_shared_experts,
+    text_config=configs.only({"norm_topk_prob": False}),
+)
 # What Kimi Linear and Ling call otherwise.
 _KIMI_KEYS = {
     "n_group": "num_expert_group",
@@ -45,6 +51,7 @@ _MISTRAL_LARGE = replace(
     text_config=configs.renamed({}, _MISTRAL_LARGE_SILENT),
     names={**_MISTRAL.names, "layers_module": "layers", "norm": "ffn_norm", "embedding": "embed_tokens.weight"},
 )
+_OCR = replace(_DEEPSEEK_V2, text_config=configs.only({"norm_topk_prob": False}, configs.text_part))
 _DOTS3 = replace(
     _DEEPSEEK_V3,
     shared_experts=rules.several_in_one_mlp("mlp.shared_experts", "shared_experts_intermediate_size"),
@@ -75,12 +82,15 @@ DEEPSEEK_LIKE = {
         fields=rules.limited_gate,
     ),
     "dots1": _DEEPSEEK_V3,
-    "deepseek_v2": Family(
-        moe_layers=rules.layers_after_dense,
-        routing=routing.deepseek_routing("greedy", "softmax", renormalize=False),
-        shared_experts=rules.counted_shared_experts,
-        text_config=configs.only({"norm_topk_prob": False}),
+    "beam": replace(
+        _DEEPSEEK_V3,
+        text_config=configs.renamed({}, {"first_k_dense_replace": 3}),
+        names={"norm": "pre_feedforward_layernorm", "output_norm": "post_feedforward_layernorm"},
     ),
+    "deepseek_v2": _DEEPSEEK_V2,
+    # Its files have the language model as DeepSeek-V2's, whatever transformers has in front of it.
+    "deepseek_ocr2": _OCR,
+    "unlimited_ocr": _OCR,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
     "deepseek_v4": Family(

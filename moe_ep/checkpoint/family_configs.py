@@ -59,6 +59,24 @@ def afmoe_config(config: Config) -> Config:
     return config | {"embedding_multiplier": factor}
 
 
+def aria_config(part: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
+    """Experts have the size that others call the dense layers', and silu whatever the shared ones have."""
+    common = only({"hidden_act": "silu"}, part)
+    return lambda config: (found := common(config)) | {"moe_intermediate_size": found.get("intermediate_size")}
+
+
+def inkling_config(part: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
+    """Where dense layers have a size of their own, the one that others call theirs is the experts'."""
+
+    def common(config: Config) -> Config:
+        config = part(config)
+        if config.get("dense_intermediate_size") is None:
+            return config
+        return config | {"moe_intermediate_size": config.get("intermediate_size")}
+
+    return common
+
+
 def cohere_config(config: Config) -> Config:
     """Experts have the size that others call the dense layers'; without an RMS norm's epsilon norms are layer norms."""
     has_layer_norm = config.get("rms_norm_eps") is None

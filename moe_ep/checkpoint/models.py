@@ -39,6 +39,20 @@ _QWEN3_NEXT = Family(
 )
 # All of its layers have experts, and weights sum up to one, whatever a config says that has the older names.
 _QWEN3_5 = replace(_QWEN3_NEXT, moe_layers=rules.all_layers, routing=_RENORMALIZED)
+_LLAMA4 = Family(
+    moe_module="feed_forward",
+    intermediate_size="intermediate_size",
+    moe_layers=rules.llama_layers,
+    routing=routing.fixed_routing(renormalize=False, scoring_func="sigmoid", apply_router_weight_on_input=True),
+    shared_experts=rules.one_mlp("feed_forward.shared_expert", "intermediate_size"),
+    names={"router": "router"},
+)
+_ARIA = Family(
+    routing=_RENORMALIZED,
+    shared_experts=rules.counted_shared_experts,
+    text_config=configs.aria_config(),
+    names={"router": "router", "fused": ("experts.fc1.weight", "experts.fc2.weight")},
+)
 _OLMOE = Family(intermediate_size="intermediate_size")
 _GRANITE = replace(
     _MIXTRAL,
@@ -49,6 +63,9 @@ _GRANITE = replace(
 # Its experts lie in the layer itself, beside a dense MLP, and its router has a norm and scales of its own.
 _GEMMA4_KEYS = {"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"}
 _GEMMA4 = Family(moe_module="", text_config=configs.renamed(_GEMMA4_KEYS), names=rules.EXPERTS_ALONE)
+_INKLING = Family(
+    moe_layers=rules.layers_after("dense_mlp_idx"), text_config=configs.inkling_config(), names=rules.EXPERTS_ALONE
+)
 
 FAMILIES = {
     "mixtral": _MIXTRAL,
@@ -80,14 +97,11 @@ FAMILIES = {
             **WHOLE_LANGUAGE_MODEL,
         },
     ),
-    "llama4": Family(
-        moe_module="feed_forward",
-        intermediate_size="intermediate_size",
-        moe_layers=rules.llama_layers,
-        routing=routing.fixed_routing(renormalize=False, scoring_func="sigmoid", apply_router_weight_on_input=True),
-        shared_experts=rules.one_mlp("feed_forward.shared_expert", "intermediate_size"),
-        text_config=configs.text_part,
-        names={"router": "router", **WHOLE_LANGUAGE_MODEL},
+    "llama4_text": _LLAMA4,
+    "llama4": replace(_LLAMA4, text_config=configs.text_part, names={**_LLAMA4.names, **WHOLE_LANGUAGE_MODEL}),
+    "aria_text": _ARIA,
+    "aria": replace(
+        _ARIA, text_config=configs.aria_config(configs.text_part), names={**_ARIA.names, **WHOLE_LANGUAGE_MODEL}
     ),
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
@@ -154,6 +168,19 @@ FAMILIES = {
     "kolibri1": Family(names=rules.EXPERTS_ALONE),
     # Its router is an MLP that hands what it has found on to the next layer's.
     "zaya": Family(names=rules.EXPERTS_ALONE),
+    # Its router weighs the shared experts too.
+    "inkling_text": _INKLING,
+    "inkling_mm_model": replace(
+        _INKLING,
+        text_config=configs.inkling_config(configs.text_part),
+        names={
+            **_INKLING.names,
+            "layers_module": "model.llm.layers",
+            "embedding": "model.llm.embed.weight",
+            "fused": ("experts.w13_weight", "experts.w2_weight"),
+            "interleaved": True,
+        },
+    ),
     "gemma4_text": _GEMMA4,
     "gemma4": replace(
         _GEMMA4,

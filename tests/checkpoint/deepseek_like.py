@@ -36,6 +36,17 @@ DEEPSEEK_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
             "ffn_hidden_size": 48,
         },
     ),
+    "beam": (
+        "Beam",
+        {
+            "num_experts": EXPERTS,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 32,
+            "head_dim": 32,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
     "axk1": ("AXK1", {**_LATENT, **_GROUPS, "n_routed_experts": EXPERTS, "q_lora_rank": 16}),
     "dots3_note_text": (
         "Dots3NoteText",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from moe_ep.checkpoint.spec import RoutingSpec
 from moe_ep.errors import CheckpointError
 from moe_ep.sparse_mixer import sparse_mixer
 from tests.checkpoint.model_cases import EXPERTS, MODELS, config_of
+from tests.of_transformers import known
 
 SAME_AS = {
     "kimi_k2": "deepseek_v3",
@@ -115,6 +117,7 @@ EXPECTED = {
             zero_expert_type="identity",
         ),
     },
+    "beam": {"moe_layers": (1, 2), "routing": GROUPED, "output_norm": "post_feedforward_layernorm"},
     "axk1": {"moe_layers": (1, 2), "routing": GROUPED, "output_norm": "post_mlp_layernorm"},
     "dots3_note_text": {"moe_layers": (1, 2), "routing": dataclasses.replace(GROUPED, routed_scaling_factor=1.0)},
     "deepseek_v4": {
@@ -129,6 +132,7 @@ EXPECTED = {
     "mellum": {"moe_layers": (0, 1, 2), "moe_intermediate_size": 32, "routing": RoutingSpec(renormalize=True)},
     "flint": {"moe_layers": (1, 2), "routing": RoutingSpec(renormalize=True, scoring_func="sigmoid")},
     "laguna": {"moe_layers": (1, 2), "routing": dataclasses.replace(BIASED, routed_scaling_factor=2.5)},
+    "aria_text": {"moe_intermediate_size": 48, "routing": RoutingSpec(renormalize=True)},
     "flex_olmo": {"norm": None, "output_norm": "post_feedforward_layernorm", "routing": RoutingSpec(renormalize=False)},
     "cohere2_moe": {
         "moe_layers": (1, 2),
@@ -149,11 +153,12 @@ EXPECTED = {
 # In a part of their config; in tests/integrations, test_models_that_see.py and test_language_parts.py.
 SEEING = {"qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "llama4", "kimi_k25"}
 SEEING |= {"minimax_m3_vl", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen4_exp", "gemma4"}
+SEEING |= {"llama4_text", "aria", "deepseek_ocr2", "unlimited_ocr", "inkling_mm_model"}
 SEEING |= {"mistral3", "mistral_large4", "mistral_large4_text", "dots3_note", "glm5_next"}
 
 
 # Whose routers moe_ep does not compute; in tests/integrations/test_families.py.
-EXPERTS_ALONE = {"gemma4_text", "kolibri1", "zaya", "axk2"}
+EXPERTS_ALONE = {"gemma4_text", "inkling_text", "kolibri1", "zaya", "axk2"}
 # Whose shared experts transformers saves under other names; in tests/integrations/test_limited_gates.py.
 RENAMED = {"hy_v4"}
 
@@ -194,6 +199,26 @@ def test_layers_of_llama_by_their_step() -> None:
     assert model_spec(config).moe_layers == (2, 5)
     config["text_config"] |= {"moe_layers": [0, 6, 9]}
     assert model_spec(config).moe_layers == (0, 6)
+
+
+def test_experts_of_aria_are_those_that_transformers_computes() -> None:
+    """By the size that others call the dense layers', and with silu."""
+    assert model_spec(config_of("aria_text", moe_intermediate_size=40)).moe_intermediate_size == 48
+    with pytest.raises(CheckpointError, match="hidden_act: expected 'silu', found 'gelu', which transformers does not"):
+        model_spec(config_of("aria_text", hidden_act="gelu"))
+
+
+def test_inkling_as_the_models_came() -> None:
+    """Where dense layers have a size of their own, the other is the experts'; and they are the first so many."""
+    config = json.loads(known("InklingTextConfig")(num_hidden_layers=3).to_json_string())
+    came = config | {
+        "mlp_layer_types": None,
+        "dense_mlp_idx": 2,
+        "intermediate_size": 48,
+        "moe_intermediate_size": None,
+    }
+    spec = model_spec(came | {"dense_intermediate_size": 64})
+    assert (spec.moe_layers, spec.moe_intermediate_size) == ((2,), 48)
 
 
 def test_cohere_as_the_models_came() -> None:

@@ -109,6 +109,7 @@ SHARED = {
     "hy_v3": 2,
     "bailing_hybrid": 1,
     "axk1": 1,
+    "aria_text": 2,
     "dots3_note_text": 1,
     "deepseek_v4": 1,
     "qwen4_exp_text": 1,
@@ -146,7 +147,7 @@ def test_shared_experts_are_those_of_the_model(saved: tuple[str, Path, Any], las
 
 
 # What the block multiplies the experts' sum by, and the router not their weights.
-OF_THE_SUM = {"laguna": 2.5, "cohere2_moe": 0.5}
+OF_THE_SUM = {"laguna": 2.5, "beam": 2.5, "cohere2_moe": 0.5}
 
 
 def test_routing_chooses_as_the_model_does(last: LastBlock) -> None:
@@ -180,7 +181,7 @@ def test_routing_chooses_as_the_model_does(last: LastBlock) -> None:
     torch.testing.assert_close(our_weights.gather(1, our_ids.long().argsort()), weights.gather(1, ids.argsort()))
 
 
-@pytest.mark.parametrize("family", ["afmoe", "axk1", "flex_olmo", "cohere2_moe", "phimoe"])
+@pytest.mark.parametrize("family", ["afmoe", "axk1", "beam", "flex_olmo", "cohere2_moe", "phimoe"])
 def test_norms_before_and_behind_the_experts(family: str, tmp_path: Path) -> None:
     model = save_model(family, tmp_path)
     reader = CheckpointReader(tmp_path)

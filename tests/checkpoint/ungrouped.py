@@ -54,6 +54,10 @@ UNGROUPED: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_routed_scaling_factor": 2.5,
         },
     ),
+    "aria_text": (
+        "AriaText",
+        {"moe_num_experts": EXPERTS, "moe_topk": 2, "moe_num_shared_experts": 2, "head_dim": 32, "pad_token_id": None},
+    ),
     "flex_olmo": ("FlexOlmo", {"num_experts": EXPERTS, "pad_token_id": None}),
     "cohere2_moe": (
         "Cohere2Moe",

@@ -26,6 +26,7 @@ from moe_ep.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
 from tests.integrations.hf_models import GROUPED, MLA, SIZES, make_model
 from tests.integrations.ungrouped_models import UNGROUPED
+from tests.of_transformers import random_model
 
 # Of few heads an indexer's scores are often zero, and which of them are taken then is nobody's promise.
 INDEXER = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 4, "head_dim": 8}
@@ -76,6 +77,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "HYV3": {"num_experts": 6, "num_shared_experts": 2},
     "BailingHybrid": {**HYBRID, "head_dim": 16},
     "LongcatFlash": {**MLA, **LONGCAT},
+    "Beam": {**GROUPED, "num_experts": 8, "sliding_window": 8, "mlp_layer_types": ["dense", "sparse"]},
     "AXK1": {**MLA, **GROUPED, "head_dim": 8},
     "AXK2": {**MLA, **GROUPED, **INDEXER, "gated_norm_rank": 4},
     "HYV4": {**MLA, **GROUPED, **INDEXER, "hc_mult": 2, "swiglu_limit": 0.5},
@@ -157,6 +159,7 @@ OWN_PAST = {
     "DeepseekV4": "DeepseekV4HCACache",
     "Qwen4ExpText": "Dynamic(IndexedLayer|Cache with positions)",
     "Zaya": "LinearAttentionAndFullAttentionLayer",
+    "InklingText": "LinearAttentionAndSlidingWindowAttentionLayer",
 }
 
 
@@ -183,13 +186,26 @@ def test_a_damaged_correction_bias_or_norm_is_refused(family: str, damage: str, 
             moe_ep.parallelize(tmp_path / tensor)
 
 
-def test_a_configuration_that_calls_top_k_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    sizes = {key: value for key, value in SIZES.items() if key != "num_experts_per_tok"}
-    config = transformers.AriaTextConfig(**sizes, moe_num_experts=6, moe_topk=2)
-    alone = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_configuration_that_calls_top_k_otherwise(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aria, alone or with eyes: in a model and from its files."""
+    text = {key: value for key, value in SIZES.items() if key != "num_experts_per_tok"}
+    text |= {"moe_num_experts": 6, "moe_topk": 2}
+    eyes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    eyes |= {"patch_size": 4, "image_size": 16}
+    if whole:
+        config = transformers.AriaConfig(text_config=text, vision_config=eyes)
+        alone = random_model("AriaForConditionalGeneration", config)
+    else:
+        alone = random_model("AriaTextForCausalLM", transformers.AriaTextConfig(**text))
     if not list(find_experts(alone)):
         pytest.skip(f"transformers {transformers.__version__} has Aria's experts in a form of their own")
+    alone.save_pretrained(tmp_path)
+    parallel = moe_ep.parallelize(tmp_path, dtype=torch.float32)
+    check(parallel, alone)
+    in_slots(parallel, alone)
     check(moe_ep.parallelize(copy.deepcopy(alone)), alone)
     monkeypatch.setattr("moe_ep.integrations.transformers._TOP_K", ("num_experts_per_tok",))
     with pytest.raises(

@@ -52,6 +52,11 @@ MINIMAX = {
     "index_block_size": 4,
     "index_topk_blocks": 2,
 }
+OCR = {**SIZES, "n_routed_experts": 6, "mlp_layer_types": ["dense", "sparse"]}
+SAM = {"hidden_size": 16, "output_channels": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64}
+SAM |= {"window_size": 2, "global_attn_indexes": [0], "downsample_channels": [8, 8], "mlp_dim": 16}
+ENCODER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+ENCODER |= {"num_key_value_heads": 2}
 PARTS: dict[str, dict[str, Any]] = {
     "Mistral3": {
         "text_config": {**SIZES, **OTHERS["Mistral4"], "model_type": "mistral4"},
@@ -69,6 +74,16 @@ PARTS: dict[str, dict[str, Any]] = {
         "vision_config": {**EYES, "num_key_value_heads": 2, "head_dim": 16},
         "audio_config": None,
     },
+    "DeepseekOcr2": {"text_config": OCR, "vision_config": {"sam_config": SAM, "encoder_config": ENCODER}},
+    "UnlimitedOcr": {
+        "text_config": OCR,
+        "vision_config": {"sam_config": SAM, "encoder_config": {**ENCODER, "image_size": 64}},
+    },
+    "Inkling": {
+        "text_config": {**SIZES, **OTHERS["InklingText"]},
+        "vision_config": {**EYES, "num_hidden_layers": 4},
+        "audio_config": {"n_mel_bins": 8, "mel_vocab_size": 8},
+    },
     "Qwen4Exp": {"text_config": QWEN4, "vision_config": QWEN_EYES},
     "MiniMaxM3VL": {
         "text_config": MINIMAX,
@@ -78,6 +93,8 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 # What models with a past that slots do not hold keep it in.
 OWN_PAST = {"Qwen4Exp": "Dynamic(IndexedLayer|Cache with positions)", "MiniMaxM3VL": "MiniMaxM3VLSparseCacheLayer"}
+OWN_PAST |= {"UnlimitedOcr": "UnlimitedOcrDynamicReferenceSlidingWindowLayer"}
+OWN_PAST |= {"Inkling": "LinearAttentionAndSlidingWindowAttentionLayer"}
 
 
 def make_whole(family: str) -> Any:
@@ -108,6 +125,13 @@ def check_first_block(folder: Path, block: torch.nn.Module) -> None:
         seen: list[torch.Tensor] = []
         stack(torch.randn(9, 64), lambda layer, x, y: seen.extend((x, y)))
         assert relative_error(seen[1], block(seen[0][None])[0]) < tolerance(torch.float32)
+
+
+@pytest.mark.parametrize("family", ["DeepseekOcr2", "UnlimitedOcr"])
+def test_layers_of_models_that_read_pages(family: str, tmp_path: Path) -> None:
+    alone = make_whole(family)
+    alone.save_pretrained(tmp_path)
+    check_first_block(tmp_path, alone.model.language_model.layers[1].mlp)
 
 
 def test_minimax_as_the_models_came(tmp_path: Path) -> None:

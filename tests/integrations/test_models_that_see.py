@@ -137,8 +137,13 @@ def test_llama_runs_without_its_attention_and_is_refused_whole(tmp_path: Path) -
     alone = make_llama()
     alone.save_pretrained(tmp_path)
     check_llama(tmp_path, alone)
-    with pytest.raises(ConfigError, match="Llama4ForCausalLM of transformers .* computes all of them for every token"):
-        moe_ep.parallelize(tmp_path)
+    alone.language_model.save_pretrained(tmp_path / "text")
+    check_llama(tmp_path / "text", alone)
+    for folder in (tmp_path, tmp_path / "text"):
+        with pytest.raises(
+            ConfigError, match="Llama4ForCausalLM of transformers .* computes all of them for every tok"
+        ):
+            moe_ep.parallelize(folder)
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "fp8"])

@@ -30,6 +30,17 @@ UNGROUPED: dict[str, dict[str, Any]] = {
     "GraniteMoeSWA": {"num_local_experts": 6, "shared_intermediate_size": 48, **_WINDOW},
     "Kolibri1": {"num_experts": 6, "shared_expert_intermediate_size": 48, **_WINDOW},
     "Zaya": {"num_experts": 6, "num_experts_per_tok": 1, "router_hidden_size": 16, "num_key_value_heads": 1},
+    "InklingText": {
+        "n_routed_experts": 6,
+        "mlp_layer_types": ["dense", "sparse"],
+        "layer_types": ["hybrid_sliding", "hybrid"],
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 32,
+        "sliding_window_size": 8,
+        "d_rel": 4,
+        "rel_extent": 16,
+    },
     "Gemma4Text": {
         "enable_moe_block": True,
         "num_experts": 6,
