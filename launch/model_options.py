@@ -54,7 +54,7 @@ class ModelConfig(GangConfig):
     )
 
     def check_quantize(self) -> None:
-        """Raises OptionError where --quantize is asked for experts that are quantized already."""
+        """Raises OptionError where --quantize is asked for a checkpoint that is quantized already."""
         if self.quantize == "none":
             return
         if self.model is None:
@@ -62,6 +62,4 @@ class ModelConfig(GangConfig):
                 f"--quantize is {self.quantize!r}; the demo checkpoint is quantized already, pass --model"
             )
         if read_model_config(self.model).get("quantization_config") is not None:
-            raise OptionError(
-                f"--quantize is {self.quantize!r} and the experts of --model are quantized already; leave it out"
-            )
+            raise OptionError(f"--quantize is {self.quantize!r} and --model is quantized already; leave it out")

@@ -185,7 +185,7 @@ class MoEStack(nn.Module):
 
     Raises:
         CheckpointError: tensors missing or not as the config says.
-        ConfigError: quantization on load is asked for and the experts are quantized already.
+        ConfigError: quantization on load is asked for and the checkpoint is quantized already.
         ValueError: settings that do not fit together.
     """
 
@@ -266,7 +266,7 @@ def expert_quantization(config: dict[str, Any], quantize: str = "none") -> Any:
 
     Raises:
         ValueError: `quantize` is not one of `QUANTIZE`.
-        ConfigError: quantization on load is asked for and the experts are quantized already.
+        ConfigError: quantization on load is asked for and the checkpoint is quantized already.
         CheckpointError: an unknown quantization.
     """
     if quantize not in QUANTIZE:
@@ -276,8 +276,8 @@ def expert_quantization(config: dict[str, Any], quantize: str = "none") -> Any:
         return found
     if found is not None:
         raise ConfigError(
-            f"quantize is {quantize!r} and the checkpoint's experts are quantized already ({found.quant_method}); "
-            f"pass quantize none to run them as they are"
+            f"quantize is {quantize!r} and the checkpoint is quantized already ({found.quant_method}); pass quantize "
+            f"none to run its experts as they are"
         )
     return ONLINE[quantize]
 

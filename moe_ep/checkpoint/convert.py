@@ -82,7 +82,7 @@ def convert_checkpoint(
 
     Raises:
         ValueError: another kind of quantization.
-        ConfigError: a target that is there already or is a mount point, or experts that are quantized already.
+        ConfigError: a target that is there already or is a mount point, or a source that is quantized already.
         CheckpointError: a source that does not hold what it says, or whose experts do not fit.
     """
     if quantize not in list(ONLINE):  # it may be of any type
@@ -95,8 +95,9 @@ def convert_checkpoint(
         raise ConfigError(f"{target}: a file system is mounted there, which no folder replaces; name a new one in it")
     with CheckpointReader(source) as reader:
         spec = model_spec(reader.config, reader)
-        if (found := reader.quantization) is not None:
-            raise ConfigError(f"{source}: expected plain experts, found them quantized already ({found.quant_method})")
+        if reader.quantization is not None:
+            method = reader.quantization.quant_method
+            raise ConfigError(f"{source}: expected a plain checkpoint, found it quantized already ({method})")
         experts = _expert_parts(reader, spec)
         group_size = _group_size(spec, quantize)
         config = reader.config | {"quantization_config": _settings(reader, experts, quantize, group_size)}

@@ -152,14 +152,18 @@ def test_into_what_a_link_leads_to_and_not_onto_a_mount_point(tmp_path: Path, mo
 
 def test_what_cannot_be_converted_is_refused_and_nothing_left(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "quantized", qwen3_config(quantization_config=GPTQ))
+    of_others = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["experts"]}
+    make_checkpoint(tmp_path / "other layers")
+    (tmp_path / "other layers/config.json").write_text(json.dumps(qwen3_config(quantization_config=of_others)))
     make_checkpoint(tmp_path / "odd", qwen3_config(moe_intermediate_size=40))
     for source, error, sentence in (
-        ("quantized", ConfigError, r"found them quantized already \(gptq\)"),
+        ("quantized", ConfigError, r"expected a plain checkpoint, found it quantized already \(gptq\)"),
+        ("other layers", ConfigError, r"expected a plain checkpoint, found it quantized already \(fp8\)"),
         ("odd", CheckpointError, "64 and 40 input columns; quantizing to integers needs multiples of a group size"),
     ):
         with pytest.raises(error, match=sentence):
             convert_checkpoint(tmp_path / source, tmp_path / "out", "int4")
-    assert {path.name for path in tmp_path.iterdir()} == {"quantized", "odd"}
+    assert {path.name for path in tmp_path.iterdir()} == {"quantized", "other layers", "odd"}
     with pytest.raises(ValueError, match="quantize is 'int2'; it must be one of int4, int8, fp8"):
         convert_checkpoint(tmp_path / "odd", tmp_path / "out", "int2")
 

@@ -81,7 +81,7 @@ def folder(tmp_path: Path) -> Path:
         ("--dtype int8", "--dtype is 'int8'; it must be one of f32, f16, bf16"),
         ("--quantize int3", "--quantize is 'int3'; it must be one of none, int4"),
         ("--quantize int4", "the demo checkpoint is quantized already"),
-        ("--quantize int4 --model {}/gptq", "the experts of --model are quantized already"),
+        ("--quantize int4 --model {}/gptq", "and --model is quantized already"),
         ("--graphs --device cpu", "--graphs was given and the workers run on CPUs"),
         ("--backend no_ep", "--backend is 'no_ep', which moves nothing, and 4 workers share the experts"),
         ("--backend nvshmem_low_latency --device cpu", "and the workers run on CPUs; NVSHMEM needs GPUs"),
