@@ -84,6 +84,7 @@ DEEPSEEK_LIKE = {
     "dots1": _DEEPSEEK_V3,
     "beam": replace(
         _DEEPSEEK_V3,
+        shared_experts=rules.no_shared_experts,
         text_config=configs.renamed({}, {"first_k_dense_replace": 3}),
         names={"norm": "pre_feedforward_layernorm", "output_norm": "post_feedforward_layernorm"},
     ),

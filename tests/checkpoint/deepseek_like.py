@@ -40,9 +40,7 @@ DEEPSEEK_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
         "Beam",
         {
             "num_experts": EXPERTS,
-            "n_group": 4,
-            "topk_group": 2,
-            "moe_intermediate_size": 32,
+            **_GROUPS,
             "head_dim": 32,
             "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
