@@ -24,6 +24,7 @@ from tests.checkpoint.format_encoders import (
     fp8,
     gptq,
     int4_bytes,
+    int8_blocks,
     int_quantized,
     mxfp4,
     mxfp4_beside_fp8,
@@ -158,6 +159,12 @@ CASES: dict[str, Case] = {
     "packed int8 rows": Case(ct("pack-quantized", 8, strategy="channel", group_size=None), packed(8, None)),
     "packed int8 zero points": Case(ct("pack-quantized", 8, symmetric=False), packed(8, 32, symmetric=False)),
     "int8": Case(ct("int-quantized", 8, strategy="channel", group_size=None), int_quantized),
+    "int8 rows": Case({"quant_method": "w8a8_int8", "is_dynamic": True, "ignore": ["mlp.gate"]}, int_quantized),
+    "int8 blocks": Case(
+        {"quant_method": "blockwise_int8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        int8_blocks,
+        sizes=(160, 96),
+    ),
     "w4afp8": Case({"quant_method": "w4afp8", "group_size": 32, "ignore": ["lm_head", "mlp.gate"]}, int4_bytes(32)),
     "fp8 tensor": Case(
         ct("float-quantized", 8, "float", strategy="tensor", group_size=None),

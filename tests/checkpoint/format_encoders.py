@@ -146,6 +146,16 @@ def int_quantized(n: int, k: int) -> tuple[Tensors, Value]:
     return tensors, lambda row, col: q[row][col] * s[row][0]
 
 
+def int8_blocks(n: int, k: int) -> tuple[Tensors, Value]:
+    """With a scale for 128 rows and columns."""
+    tensors = {
+        "weight": torch.randint(-128, 128, (n, k)).to(torch.int8),
+        "weight_scale_inv": scales(-(-n // 128), -(-k // 128), size=1e-3),
+    }
+    q, s = (tensor.tolist() for tensor in tensors.values())
+    return tensors, lambda row, col: q[row][col] * s[row // 128][col // 128]
+
+
 def int4_bytes(group: int) -> Encode:
     """Two's complement halves."""
 

@@ -11,6 +11,7 @@ from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.fp4 import MXFP4Config
 from moe_ep.checkpoint.formats.fp8 import MXFP8_GROUP, Float8Config
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq, unpack_gptq
+from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.layout import QuantizationConfig
 from moe_ep.checkpoint.formats.modules import (
     EVERY_LINEAR,
@@ -104,6 +105,18 @@ def _fbgemm_fp8(values: Mapping[str, Any]) -> ModelQuantization:
     return ModuleSchemes("fbgemm_fp8", [((EVERY_LINEAR,), rows)], values.get("modules_to_not_convert") or ())
 
 
+def _int8_rows(values: Mapping[str, Any]) -> ModelQuantization:
+    rows = IntQuantizedConfig(scale=ScaleShape(Kind.CHANNEL))
+    return ModuleSchemes("w8a8_int8", [((EVERY_LINEAR,), rows)], values.get("ignore") or ())
+
+
+def _int8_blocks(values: Mapping[str, Any]) -> ModelQuantization:
+    where = "config.json: quantization_config: weight_block_size"
+    blocks = IntQuantizedConfig(scale=ScaleShape.of_blocks(where, values.get("weight_block_size")))
+    ignored = values.get("ignored_layers") or values.get("modules_to_not_convert") or ()
+    return ModuleSchemes("blockwise_int8", [((EVERY_LINEAR,), blocks)], ignored)
+
+
 def _mxfp4(values: Mapping[str, Any]) -> ModelQuantization:
     return ModuleSchemes("mxfp4", [((EVERY_LINEAR,), MXFP4Config())], values.get("modules_to_not_convert") or ())
 
@@ -116,6 +129,8 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], ModelQuantization | None]] = {
     "fbgemm_fp8": _fbgemm_fp8,
     "mxfp4": _mxfp4,
     "mxfp8": _mxfp8,
+    "w8a8_int8": _int8_rows,
+    "blockwise_int8": _int8_blocks,
     **dict.fromkeys(modelopt.METHODS, modelopt.modelopt_schemes),
     **dict.fromkeys(auto_round.METHODS, auto_round.auto_round_schemes),
     quark.METHOD: quark.quark_schemes,

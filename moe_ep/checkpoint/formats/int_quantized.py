@@ -1,15 +1,17 @@
-"""compressed-tensors `int-quantized`: signed bytes as they are, with a scale a row.
+"""Signed bytes as they are, with a scale a row: `int-quantized` of compressed-tensors, and what others write alike.
 
     weight        int8 [N, K]           the values, not offset
-    weight_scale  f16, bf16 or f32 [N, 1]   or [1], or [N, K / g]
+    weight_scale  f16, bf16 or f32 [N, 1]   or [1], or [N, K / g]; of blocks [ceil(N / bn), ceil(K / bk)]
 
-`weight * weight_scale` is what a row stands for (https://github.com/vllm-project/compressed-tensors).
+`weight * weight_scale` is what a row stands for (https://github.com/vllm-project/compressed-tensors). DeepSeek was also
+published so by the methods of https://github.com/sgl-project/sglang that are called w8a8_int8 (a scale a row) and
+blockwise_int8 (blocks, whose scales are called weight_scale_inv).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -39,10 +41,15 @@ class IntQuantizedConfig(QuantizationConfig):
     def column_block(self) -> int:
         return self.scale.columns
 
+    @property
+    def row_block(self) -> int:
+        return self.scale.rows
+
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
+        scale = self.scale.layout(FLOATS, out_features, in_features)
         return {
             "weight": TensorLayout((torch.int8,), (out_features, in_features), out_dim=0, in_dim=1),
-            "weight_scale": self.scale.layout(FLOATS, out_features, in_features),
+            "weight_scale": replace(scale, other_names=("weight_scale_inv",)),
             "weight_zero_point": TensorLayout(
                 (torch.int8,),
                 (out_features, 1),
