@@ -210,6 +210,7 @@ def check_shards(directory: Path, experts: list[Expert], num_ranks: int) -> None
         ("packed int4 zero points", (64, 96), 4),  # groups of 32 columns straddle ranks of 24
         ("packed int4 act-order", (64, 64), 2),
         ("int8", (64, 32), 2),
+        ("int8 blocks", (64, 256), 2),
         ("fp8 tensor", (64, 32), 2),
         ("fp8 blocks", (64, 256), 2),
         ("mxfp4 per expert", (64, 64), 2),
@@ -222,8 +223,9 @@ def test_shards_of_tensor_parallelism(tmp_path: Path, name: str, sizes: tuple[in
     check_shards(tmp_path, write_case(name, tmp_path, sizes)[1], num_ranks)
 
 
-def test_a_block_of_rows_on_two_ranks_is_refused(tmp_path: Path) -> None:
-    write_case("fp8 blocks", tmp_path, with_values=False)
+@pytest.mark.parametrize("name", ["fp8 blocks", "int8 blocks"])
+def test_a_block_of_rows_on_two_ranks_is_refused(tmp_path: Path, name: str) -> None:
+    write_case(name, tmp_path, with_values=False)
     parallel = FusedMoEParallelConfig.make(tp_size=2, ep_size=1, rank=0)
     with pytest.raises(ValueError, match="intermediate size per rank is 48; .* a multiple of 128, the rows of a block"):
         make_layer(CheckpointReader(tmp_path), 1, parallel_config=parallel)
