@@ -217,6 +217,9 @@ def test_algorithms_of_model_optimizer_in_other_formats(algorithm: str, scheme: 
 
 
 def test_algorithms_of_model_optimizer_in_fp8() -> None:
+    for method, scheme in (("modelopt_fp8", Float8Config(scale=ScaleShape(Kind.TENSOR))), ("modelopt_mxfp8", MXFP8)):
+        settings = {"quant_method": method, "quant_algo": method.removeprefix("modelopt_").upper()}
+        assert quantization_config({"quantization_config": settings}).of_module(GATE_PROJ) == scheme
     for algorithm, kind in (("FP8_PER_CHANNEL_PER_TOKEN", "channel"), ("FP8_PB_WO", "block"), ("fp8_pb_wo", "block")):
         settings = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": 128, "ignore": ["lm_head"]}
         assert quantization_config({"quantization_config": settings}).of_module(GATE_PROJ).scale.kind.value == kind

@@ -23,7 +23,7 @@ from moe_ep.errors import CheckpointError, one_of
 from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 # The method, and what it is called where serving engines tell its algorithms apart.
-METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed")
+METHODS = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mxfp8", "modelopt_mixed")
 _ALGORITHMS: dict[str, QuantizationConfig] = {
     "NVFP4": MODELOPT_NVFP4,
     # The same weights, made for activations that are not quantized.
