@@ -39,6 +39,19 @@ _QWEN3_NEXT = Family(
 )
 # All of its layers have experts, and weights sum up to one, whatever a config says that has the older names.
 _QWEN3_5 = replace(_QWEN3_NEXT, moe_layers=rules.all_layers, routing=_RENORMALIZED)
+_MINIMAX_M3_SILENT = {"routed_scaling_factor": 2.0, "shared_intermediate_size": 3072}
+_MINIMAX_M3 = Family(
+    intermediate_size="intermediate_size",
+    moe_layers=rules.layers_after_dense,
+    routing=routing.biased_sigmoid_times("routed_scaling_factor"),
+    shared_experts=rules.limited(
+        rules.one_mlp("mlp.shared_experts", "shared_intermediate_size", fused=("gate_up_proj", "down_proj"))
+    ),
+    activation=rules.swigluoai,
+    fields=rules.limited_gate,
+    text_config=configs.renamed({}, _MINIMAX_M3_SILENT),
+    names={"norm_offset": 1.0},
+)
 _LLAMA4 = Family(
     moe_module="feed_forward",
     intermediate_size="intermediate_size",
@@ -77,24 +90,19 @@ FAMILIES = {
         routing=routing.biased_sigmoid,
         names={"correction_bias_tensor": "e_score_correction_bias"},
     ),
-    "minimax_m3_vl": Family(
+    "minimax_m3_vl_text": _MINIMAX_M3,
+    "minimax_m3_vl": replace(
+        _MINIMAX_M3,
         moe_module="block_sparse_moe",
         projections=GATE_W1,
-        intermediate_size="intermediate_size",
-        moe_layers=rules.layers_after_dense,
-        routing=routing.biased_sigmoid_times("routed_scaling_factor"),
         shared_experts=rules.limited(
             rules.one_mlp("block_sparse_moe.shared_experts", "shared_intermediate_size", projections=GATE_DOWN_UP)
         ),
-        activation=rules.swigluoai,
-        fields=rules.limited_gate,
-        text_config=configs.renamed(
-            {}, {"routed_scaling_factor": 2.0, "shared_intermediate_size": 3072}, part=configs.text_part
-        ),
+        text_config=configs.renamed({}, _MINIMAX_M3_SILENT, part=configs.text_part),
         names={
-            "correction_bias_tensor": "e_score_correction_bias",
-            "norm_offset": 1.0,
+            **_MINIMAX_M3.names,
             **WHOLE_LANGUAGE_MODEL,
+            "correction_bias_tensor": "e_score_correction_bias",
         },
     ),
     "llama4_text": _LLAMA4,

@@ -153,7 +153,7 @@ EXPECTED = {
 # In a part of their config; in tests/integrations, test_models_that_see.py and test_language_parts.py.
 SEEING = {"qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "llama4", "kimi_k25"}
 SEEING |= {"minimax_m3_vl", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen4_exp", "gemma4"}
-SEEING |= {"llama4_text", "aria", "deepseek_ocr2", "unlimited_ocr", "inkling_mm_model"}
+SEEING |= {"llama4_text", "minimax_m3_vl_text", "aria", "deepseek_ocr2", "unlimited_ocr", "inkling_mm_model"}
 SEEING |= {"mistral3", "mistral_large4", "mistral_large4_text", "dots3_note", "glm5_next"}
 
 

@@ -127,6 +127,14 @@ def check_first_block(folder: Path, block: torch.nn.Module) -> None:
         assert relative_error(seen[1], block(seen[0][None])[0]) < tolerance(torch.float32)
 
 
+def test_the_language_model_of_minimax_alone(tmp_path: Path) -> None:
+    """Its experts are fused, and so are gate and up of its shared ones."""
+    alone = random_model("MiniMaxM3VLForCausalLM", known("MiniMaxM3VLTextConfig")(**MINIMAX))
+    alone.save_pretrained(tmp_path)
+    check_first_block(tmp_path, alone.model.layers[1].mlp)
+    check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
+
+
 @pytest.mark.parametrize("family", ["DeepseekOcr2", "UnlimitedOcr"])
 def test_layers_of_models_that_read_pages(family: str, tmp_path: Path) -> None:
     alone = make_whole(family)
