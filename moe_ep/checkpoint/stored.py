@@ -7,6 +7,7 @@
                      or [E, 2, 1] or [E, 1, 1]: a number of gate and one of up, or one of both; or [] for all experts
                  prefix.gate_up_proj u8 [E, 2N, K / 2], ..._weight_scale e4m3 [E, 2N, K / 16], ..._weight_scale_2, such
                      a number; the first two swapped as plain ones are
+                 prefix.gate_up_proj_packed int32 [E, 2N, K b / 32], ..._scale [E, 2N, K / g]
                  prefix.gate_up_proj_bias [E, 2N], prefix.down_proj_bias [E, K]
 
 Everything is checked against the files' headers; no data is read here.
@@ -235,7 +236,7 @@ class ExpertTensors:
         if quantization is not None and endings is None:
             raise CheckpointError(
                 f"{self._reader.index_file}: {stem}: expected a tensor for each expert, found all in one, which is "
-                f"read in plain form, as mxfp4, as fp8 and as Model Optimizer's nvfp4, not as "
+                f"read in plain form, as mxfp4, as fp8, as pack-quantized and as Model Optimizer's nvfp4, not as "
                 f"{quantization.quant_method}"
             )
         self._endings = {
@@ -247,8 +248,9 @@ class ExpertTensors:
             if name not in known:
                 raise _unknown_tensor(self._reader.info(name), dict.fromkeys(sorted(known)))
         self._check_blocks()
-        sizes = {role: self._rows_and_columns(role, "weight") for role in ("gate", "down")}
-        shapes = {role: self._reader.info(self._fused_name(role, "weight")).shape[1:] for role in sizes}
+        codes = next(suffix for suffix, layout in self._layouts["gate"].items() if layout.role is Role.CODES)
+        sizes = {role: self._rows_and_columns(role, codes) for role in ("gate", "down")}
+        shapes = {role: self._reader.info(self._fused_name(role, codes)).shape[1:] for role in sizes}
         return self._endings, shapes != sizes and all(shapes[role] == sizes[role][::-1] for role in sizes)
 
     def _check_blocks(self) -> None:

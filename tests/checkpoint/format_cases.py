@@ -33,6 +33,7 @@ from tests.checkpoint.format_encoders import (
     packed,
     plain,
     values,
+    without_shape,
 )
 
 E, TOP_K, LAYERS = 4, 2, 2
@@ -41,6 +42,7 @@ FUSED_ENDINGS = {"weight": "", "weight_packed": "_blocks", "weight_scale": "_sca
 FUSED_ENDINGS |= {"input_scale": "_activation_scale"}
 # As Model Optimizer calls them.
 MODELOPT_ENDINGS = {"weight": ""} | {key: f"_{key}" for key in ("weight_scale", "weight_scale_2", "input_scale")}
+PACKED_ENDINGS = {"weight_packed": "_packed", "weight_scale": "_scale"}
 Names = dict[str, str]
 GATE_DOWN_UP = {"gate": "gate_proj", "down": "down_proj", "up": "up_proj"}
 
@@ -154,6 +156,9 @@ CASES: dict[str, Case] = {
     ),
     "awq": Case({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq(32)),
     "packed int4": Case(ct("pack-quantized"), packed(4, 32)),
+    "packed int4 fused rows": Case(
+        ct("pack-quantized"), without_shape(packed(4, 32)), fused="rows", endings=PACKED_ENDINGS, config=QWEN3_VL
+    ),
     "packed int4 zero points": Case(ct("pack-quantized", symmetric=False), packed(4, 32, symmetric=False)),
     "packed int4 act-order": Case(ct("pack-quantized", actorder="group"), packed(4, 32, scattered=True)),
     "packed int8 rows": Case(ct("pack-quantized", 8, strategy="channel", group_size=None), packed(8, None)),

@@ -137,6 +137,16 @@ def packed(bits: int, group: int | None, symmetric: bool = True, scattered: bool
     return encode
 
 
+def without_shape(encode: Encode) -> Encode:
+    """All experts in one have none."""
+
+    def shapeless(n: int, k: int) -> tuple[Tensors, Value]:
+        tensors, value = encode(n, k)
+        return {name: tensor for name, tensor in tensors.items() if name != "weight_shape"}, value
+
+    return shapeless
+
+
 def int_quantized(n: int, k: int) -> tuple[Tensors, Value]:
     tensors = {
         "weight": torch.randint(-128, 128, (n, k)).to(torch.int8),

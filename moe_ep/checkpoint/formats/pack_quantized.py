@@ -8,7 +8,10 @@ With b the bits and g the group size, a linear layer of N outputs and K inputs i
     weight_shape       int64 [2]                       N, K
     weight_g_idx       int32 [K]                       the group of every column, where groups are scattered
 
-and column k of row n stands for `scale * (q - z)` with q = code - 2^(b-1), and z stored with the same offset. The
+Gemma 4 was published with all experts in one: `gate_up_proj_packed` int32 [E, 2N, K b / 32] and `gate_up_proj_scale`
+[E, 2N, K / g].
+
+Column k of row n stands for `scale * (q - z)` with q = code - 2^(b-1), and z stored with the same offset. The
 format is that of compressed-tensors (https://github.com/vllm-project/compressed-tensors, compressors/pack_quantized).
 
 Example, 4 bits: the values -7, -6, ... 0 of columns 0..7 are the int32 0x87654321.
@@ -67,6 +70,10 @@ class PackQuantizedConfig(QuantizationConfig):
     @property
     def act_order(self) -> bool:
         return self.scattered
+
+    @property
+    def fused_endings(self) -> dict[str, tuple[str, ...]]:
+        return {"weight_packed": ("_packed",), "weight_scale": ("_scale",), "bias": ("_bias",)}
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorLayout]:
         pack = 32 // self.bits
