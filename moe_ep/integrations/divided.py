@@ -4,7 +4,9 @@ it is not saved."""
 from __future__ import annotations
 
 import copy
-import threading
+import inspect
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,64 +19,99 @@ _eager = torch.compiler.disable(reason="before each pass the ranks of moe_ep agr
 
 
 class _Passes:
-    """The hooks of a model: its passes begin and end the ranks' steps, and those of several threads take turns."""
+    """The forward of the module that runs the layers: its passes are the ranks' steps, and those of several threads
+    take turns. Not hooks of the module, which hear of nothing where a pass is interrupted."""
 
-    def __init__(self, steps: StepCoordinator) -> None:
+    def __init__(self, steps: StepCoordinator, decoder: Any, forward: Callable[..., Any] | None) -> None:
         self._steps = steps
-        # The thread whose pass has begun the step under way.
-        self._begun_by: int | None = None
+        # It keeps this: a model that is dropped gives its memory back at once.
+        self._decoder = weakref.ref(decoder)
+        self._own_forward = forward
+        self.__signature__ = inspect.signature(decoder.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._begin(args, kwargs):
+            return self._forward(*args, **kwargs)
+        try:
+            output = self._forward(*args, **kwargs)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._end()
+        return output
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._own_forward is not None:
+            return self._own_forward(*args, **kwargs)
+        decoder: Any = self._decoder()
+        return type(decoder).forward(decoder, *args, **kwargs)
 
     @_eager
-    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this pass is a step of its own."""
         num_tokens = _num_tokens(args, kwargs)
         # Without an input there is nothing to agree on: the model says what it lacks.
         if num_tokens is None:
-            return
+            return False
         self._steps.turn.acquire()
         begun = False
         try:
             if self._steps.current is None:
-                self._steps.begin(num_tokens)
-                begun, self._begun_by = True, threading.get_ident()
+                self._steps.begin_pass(num_tokens)
+                begun = True
         finally:
             if not begun:  # It failed, or the step is one that this thread has begun already.
                 self._steps.turn.release()
+        return begun
 
     @_eager
-    def after(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
-        if self._begun_by != threading.get_ident():
-            return
-        self._begun_by = None
+    def _end(self) -> None:
         try:
-            if output is None:  # The pass failed.
-                self._steps.current = None
-            else:
-                self._steps.end()
+            self._steps.end_pass()
         finally:
             self._steps.turn.release()
 
-    def __reduce__(self) -> Any:
-        raise ConfigError(
-            "a model with divided experts cannot be pickled, nor saved by torch.save: a rank holds its own experts "
-            "alone; save the model before parallelize"
-        )
+    @_eager
+    def _fail(self, error: BaseException) -> None:
+        try:
+            self._steps.fail_pass(error)
+        finally:
+            self._steps.turn.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Passes:
         steps = copy.deepcopy(self._steps, memo)
         for layer in self._steps.layers:
             steps.add(copy.deepcopy(layer, memo))
-        return _Passes(steps)
+        return _Passes(steps, copy.deepcopy(self._decoder(), memo), copy.deepcopy(self._own_forward, memo))
 
 
-def make_divided(model: Any, steps: StepCoordinator) -> None:
-    """Every pass of the model from here on is a step of all ranks."""
-    passes = _Passes(steps)
-    model._moe_ep_steps = model.base_model._moe_ep_steps = steps
+def make_divided(model: Any, steps: StepCoordinator) -> Any:
+    """Every pass of the model from here on is a step of all ranks. Returns the part of it that makes the steps."""
     for part in model.modules():
         if hasattr(part, "save_pretrained"):
             part.save_pretrained = part.push_to_hub = _refuse_saving
-    model.base_model.register_forward_pre_hook(passes.before, with_kwargs=True)
-    model.base_model.register_forward_hook(passes.after, always_call=True)
+    *around, decoder = _path_to_decoder(model, steps)
+    for part in (*around, model.base_model, decoder):
+        part._moe_ep_steps = steps
+    decoder.forward = _Passes(steps, decoder, vars(decoder).get("forward"))
+    return decoder
+
+
+def _path_to_decoder(model: Any, steps: StepCoordinator) -> list[Any]:
+    """The modules around all layers, from the model to the one that holds the list of them: every pass calls it,
+    whatever stands around it, as wrappers of peft do whose own forward `generate` does not call."""
+    paths = []
+    for name, part in model.named_modules():
+        if part in steps.layers:
+            above = [model]
+            for attribute in name.split("."):
+                if isinstance(below := getattr(above[-1], attribute), torch.nn.ModuleList):
+                    break
+                above.append(below)
+            paths.append(above)
+    if paths[0][-1] in steps.layers or any(path != paths[0] for path in paths):
+        return [model, model.base_model]
+    return paths[0]
 
 
 def steps_of(model: Any) -> StepCoordinator:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -109,10 +109,11 @@ class RoutedExperts(FusedMoE):
     ) -> torch.Tensor:
         """The body of the graph node: the routed output, without identity experts."""
         inputs = hidden_states, topk_ids, topk_weights
-        # Of a compiled model, which runs the node between its CUDA graphs if there are other ranks.
-        if self._spans_ranks() and self._may_replay(hidden_states):
-            return self._replayed(*inputs)
-        return self._eagerly(*inputs)
+        with self._called():
+            # Of a compiled model, which runs the node between its CUDA graphs if there are other ranks.
+            if self._spans_ranks() and self._may_replay(hidden_states):
+                return self._replayed(*inputs)
+            return self._eagerly(*inputs)
 
     def _eagerly(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         shape = (*hidden_states.shape[:1], self.moe_config.experts_per_token)
@@ -129,8 +130,11 @@ class RoutedExperts(FusedMoE):
         """The graph node; a replay of its body where that has run so before."""
         if torch.compiler.is_compiling() or not self._may_replay(inputs[0]):
             return operator("moe_forward_routed", self.layer_name)(*inputs, self.layer_name)
-        with torch.no_grad(), without_autocast():  # as in the node
+        with torch.no_grad(), without_autocast(), self._called():  # as in the node
             return self._replayed(*inputs)
+
+    def _called(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._coordinator is None else self._coordinator.calling(self)
 
     def _replayed(self, *inputs: torch.Tensor) -> torch.Tensor:
         """A call of few tokens."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from moe_ep import env
@@ -70,6 +72,15 @@ class StepCoordinator:
         self.current: Step | None = None
         self.turn = threading.RLock()
         self.eplb: EPLBManager | None = None
+        # Layers that the pass under way has yet to call, and whether it is inside of one.
+        self._due: deque[RoutedExperts] | None = None
+        self._inside = False
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "a model with divided experts cannot be pickled, nor saved by torch.save: a rank holds its own experts "
+            "alone; save the model before parallelize"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCoordinator:
         if self.size > 1:
@@ -139,6 +150,63 @@ class StepCoordinator:
         self.current = None
         if self.eplb is not None:
             self.eplb.step()
+
+    def begin_pass(self, num_tokens: int) -> None:
+        """`begin` for a pass of the model as a user calls it, which may leave layers out and may fail.
+
+        Until `end_pass` or `fail_pass` this rank serves in the layers that the pass does not call: the other ranks call
+        every layer once, in their order.
+
+        Raises:
+            ConfigError: the pass is captured in a CUDA graph.
+        """
+        if self.size > 1 and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "a pass of a model over several ranks is captured in a CUDA graph, whose replays would not agree with "
+                "the other ranks; run it eagerly (generate_batch: use_cuda_graph=False in its configuration), and "
+                "moe_ep captures what it can itself"
+            )
+        self.begin(num_tokens)
+        self._due, self._inside = deque(self.layers) if self.size > 1 else None, False
+
+    def end_pass(self) -> None:
+        """Ends the step of a pass."""
+        while self._due:
+            self._due[0].serve()
+        self._due = None
+        self.end()
+
+    def fail_pass(self, error: BaseException) -> None:
+        """Ends the step of a pass that has raised: as a step in which this rank served from there on, so that whoever
+        catches the error may go on. Where a layer has failed, or the user wants no more, the ranks are apart."""
+        if isinstance(error, Exception) and not self._inside:
+            try:
+                self.end_pass()
+            except Exception as another:
+                error.add_note(f"after that this rank could not serve the other ranks: {another}")
+        self._due = self.current = None
+
+    @contextlib.contextmanager
+    def calling(self, layer: RoutedExperts) -> Iterator[None]:
+        """A block in which this rank computes a layer, in a pass of its own or to serve.
+
+        Raises:
+            ConfigError: the other ranks do not call the layer now.
+        """
+        if self._due is None:
+            yield
+            return
+        if layer not in self._due:
+            raise ConfigError(
+                f"a pass calls the experts of {layer.layer_name} twice, or after those of a later layer; the other "
+                f"ranks call those of each layer once, in the layers' order, and so must every pass"
+            )
+        while self._due[0] is not layer:
+            self._due[0].serve()
+        self._inside = True
+        yield
+        self._inside = False
+        self._due.popleft()
 
     def end_balancing(self) -> None:
         """Leaves the experts where they are; a second time does no harm."""

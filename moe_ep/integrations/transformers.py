@@ -140,13 +140,13 @@ def parallelize(
             _check_only_paths_have(model_or_path, **given)
             model = _from_model(model_or_path, device, quantize, options, on_layer or _nobody)
     model.requires_grad_(False).eval()
-    make_divided(model, steps)
+    decoder = make_divided(model, steps)
     if eplb:
         from moe_ep.eplb.manager import EPLBManager
 
         steps.eplb = EPLBManager(steps.layers, eplb if isinstance(eplb, EplbConfig) else None)
         # It keeps the layers, which keep the steps: nobody else lets go of it with the model.
-        weakref.finalize(model.base_model, setattr, steps, "eplb", None).atexit = False
+        weakref.finalize(decoder, setattr, steps, "eplb", None).atexit = False
     return model
 
 

@@ -1,0 +1,179 @@
+"""Passes that ranks make in different ways at once: ways of generating, models inside of others, and passes that leave
+layers out, fail, or are interrupted."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import moe_ep
+from moe_ep.errors import ConfigError
+from moe_ep.integrations.divided import steps_of
+from moe_ep.methods import relative_error, tolerance
+from tests.integrations.hf_models import SIZES, make_model
+from tests.ranks import ranks
+
+
+def tokens_of(rank: int, batch: int = 1, length: int = 5) -> torch.Tensor:
+    return torch.randint(1, SIZES["vocab_size"], (batch, length + rank), generator=torch.Generator().manual_seed(rank))
+
+
+def generate(model: Any, rank: int, tokens: torch.Tensor | None = None, **settings: Any) -> torch.Tensor:
+    """What the model goes on with; a rank of a higher number makes more passes."""
+    torch.manual_seed(1)
+    tokens = tokens_of(rank) if tokens is None else tokens
+    settings = {"max_new_tokens": 4 + 2 * rank, "do_sample": False, "attention_mask": (tokens > 0).long()} | settings
+    continued: torch.Tensor = model.generate(tokens, **settings)
+    return continued
+
+
+def small_dense_model() -> Any:
+    torch.manual_seed(3)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})).eval()
+
+
+def padded(rank: int) -> torch.Tensor:
+    tokens = tokens_of(rank, batch=3, length=8)
+    tokens[0, :4] = tokens[1, : 7 - rank] = 0
+    return tokens
+
+
+def from_a_thread(model: Any, rank: int) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(generate(model, rank)), daemon=True)
+    thread.start()
+    thread.join(20)
+    return found[0]
+
+
+def stopped(model: Any, rank: int) -> torch.Tensor:
+    """A stopping criterion that raises, and what comes after it."""
+
+    def criterion(tokens: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        generate(model, rank, stopping_criteria=transformers.StoppingCriteriaList([criterion]))
+    return generate(model, rank)
+
+
+WAYS: tuple[Callable[[Any, int], torch.Tensor], ...] = (
+    lambda model, rank: generate(model, rank, num_beams=3, num_return_sequences=2),
+    lambda model, rank: generate(model, rank, do_sample=True, top_k=10, num_return_sequences=3),
+    lambda model, rank: generate(model, rank, prompt_lookup_num_tokens=3),
+    lambda model, rank: generate(model, rank, assistant_model=small_dense_model()),
+    lambda model, rank: generate(model, rank, assistant_early_exit=1),
+    lambda model, rank: generate(model, rank, prefill_chunk_size=3),
+    lambda model, rank: generate(model, rank, cache_implementation="static"),
+    lambda model, rank: generate(model, rank, padded(rank)),
+    from_a_thread,
+    stopped,
+)
+
+
+def in_different_ways(rank: int, world_size: int) -> None:
+    """Ranks go through the ways in two orders."""
+    alone = make_model("Qwen3Moe")
+    parallel = moe_ep.parallelize(copy.deepcopy(alone))
+    ways = WAYS[::-1] if rank else WAYS
+    with moe_ep.serving(parallel):
+        found = [way(parallel, rank) for way in ways]
+    for number, (way, tokens) in enumerate(zip(ways, found, strict=True)):
+        assert torch.equal(tokens, way(alone, rank)), f"way {number} on rank {rank}"
+
+
+def test_ranks_generate_in_different_ways_at_once() -> None:
+    ranks(2).run(in_different_ways)
+
+
+class Around(torch.nn.Module):
+    """As peft's classes stand around a model: what they lack, as `generate`, is the model's own."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_model = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_model"), name)
+
+
+def inside_of_others(rank: int, world_size: int) -> None:
+    alone = make_model("Qwen3Moe")
+    inner = copy.deepcopy(alone)
+    parallel = moe_ep.parallelize(Around(Around(inner)))
+    with torch.inference_mode(), moe_ep.serving(parallel):
+        continued = generate(parallel, rank)
+        logits = [model(tokens_of(rank)).logits for model in (parallel, inner)][rank]
+        hidden = inner.model.forward(tokens_of(rank)).last_hidden_state
+    assert torch.equal(continued, generate(alone, rank))
+    with torch.inference_mode():
+        assert relative_error(logits, alone(tokens_of(rank)).logits) < tolerance(torch.float32)
+        assert relative_error(hidden, alone.model(tokens_of(rank)).last_hidden_state) < tolerance(torch.float32)
+    assert moe_ep.serve(inner) == 0
+
+
+def test_passes_of_a_model_inside_of_others_are_steps() -> None:
+    ranks(2).run(inside_of_others)
+
+
+def failing(rank: int, world_size: int) -> None:
+    """Rank 0 has passes that fail, of which the others hear nothing."""
+    alone = make_model("Qwen3Moe")
+    parallel = moe_ep.parallelize(copy.deepcopy(alone), eplb=True, num_redundant_experts=1)
+    with torch.inference_mode(), moe_ep.serving(parallel):
+        if rank == 0:
+            with pytest.raises(IndexError):
+                parallel(torch.full((1, 3), SIZES["vocab_size"]))
+            hook = parallel.model.layers[1].self_attn.register_forward_pre_hook(lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError) as caught:
+                parallel(tokens_of(rank))
+            hook.remove()
+            assert not hasattr(caught.value, "__notes__")
+        continued = generate(parallel, rank)
+        if rank == 0:
+            first = parallel.model.layers[0].mlp
+            first.forward = lambda rows: type(first).forward(first, type(first).forward(first, rows))
+            with pytest.raises(ConfigError, match=r"a pass calls the experts of model\.layers\.0\S* twice, or after"):
+                parallel(tokens_of(rank))
+            del first.forward
+            with pytest.MonkeyPatch.context() as patch:  # As transformers' batches do on GPUs.
+                for name in ("is_initialized", "is_current_stream_capturing"):
+                    patch.setattr(torch.cuda, name, lambda: True)
+                with pytest.raises(ConfigError, match="captured in a CUDA graph, whose replays would not agree with"):
+                    parallel(tokens_of(rank))
+        again = generate(parallel, rank)
+    assert torch.equal(continued, generate(alone, rank)) and torch.equal(again, continued)
+
+
+def test_ranks_stay_together_where_the_pass_of_one_fails() -> None:
+    ranks(2).run(failing)
+
+
+def test_another_thread_goes_on_where_a_pass_was_interrupted() -> None:
+    """As who interrupts a cell of a notebook, and runs the next one."""
+    model = moe_ep.parallelize(make_model("Qwen3Moe"))
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].self_attn.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), torch.inference_mode():
+        model(tokens_of(0))
+    hook.remove()
+    assert steps_of(model).current is None
+    assert torch.equal(from_a_thread(model, 0), generate(make_model("Qwen3Moe"), 0))
