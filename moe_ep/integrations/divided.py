@@ -53,7 +53,7 @@ class _Passes:
         # Without an input there is nothing to agree on: the model says what it lacks.
         if num_tokens is None:
             return False
-        self._steps.turn.acquire()
+        self._steps.line.turn.acquire()
         begun = False
         try:
             if self._steps.current is None:
@@ -61,7 +61,7 @@ class _Passes:
                 begun = True
         finally:
             if not begun:  # It failed, or the step is one that this thread has begun already.
-                self._steps.turn.release()
+                self._steps.line.turn.release()
         return begun
 
     @_eager
@@ -69,14 +69,14 @@ class _Passes:
         try:
             self._steps.end_pass()
         finally:
-            self._steps.turn.release()
+            self._steps.line.turn.release()
 
     @_eager
     def _fail(self, error: BaseException) -> None:
         try:
             self._steps.fail_pass(error)
         finally:
-            self._steps.turn.release()
+            self._steps.line.turn.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Passes:
         steps = copy.deepcopy(self._steps, memo)

@@ -8,7 +8,6 @@ tokens until nobody has any.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -18,18 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from moe_ep import env
-from moe_ep.agreement import share_board
-from moe_ep.at_exit import close_at_exit
-from moe_ep.eplb.handshake import SideChannel
-from moe_ep.errors import ConfigError, DispatchTimeoutError, EplbError
+from moe_ep.errors import ConfigError
+from moe_ep.integrations.line import Line
 
 if TYPE_CHECKING:
     from moe_ep.eplb.manager import EPLBManager
     from moe_ep.integrations.routed_experts import RoutedExperts
-
-# Numbers that a rank tells the others before a step.
-_WIDTH = 3
 
 
 @dataclass(frozen=True)
@@ -50,27 +43,23 @@ class Step:
 
 
 class StepCoordinator:
-    """One model's steps over its EP ranks; making it is a collective step of them.
+    """One model's steps over its EP ranks, which make the models of their group in one order.
 
     Args:
         process_group: the EP ranks; None for this process alone.
 
     Attributes:
         current: the step under way, None between steps.
-        turn: held by the thread that makes a step. Ranks make their collective calls in one order, and no rank knows
-            which thread of another has a pass to make: so those of a rank wait for each other.
+        line: of the models that are divided over the same ranks.
         eplb: balances the experts between steps, or None.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self._channel = SideChannel(process_group, env.DISPATCH_TIMEOUT_S.get())
-        close_at_exit(self._channel)
-        # A collective of gloo would take longer than a decoding step of a small model.
-        self._board = None if process_group is None else share_board(process_group, _WIDTH)
+        self.line = Line.of(process_group)
+        self._number = self.line.join(self)
         # Not kept: they keep this, and a model that is dropped gives its memory back at once.
         self._layers: list[weakref.ref[RoutedExperts]] = []
         self.current: Step | None = None
-        self.turn = threading.RLock()
         self.eplb: EPLBManager | None = None
         # Layers that the pass under way has yet to call, and whether it is inside of one.
         self._due: deque[RoutedExperts] | None = None
@@ -98,14 +87,15 @@ class StepCoordinator:
 
     @property
     def rank(self) -> int:
-        return self._channel.rank
+        return self.line.channel.rank
 
     @property
     def size(self) -> int:
-        return self._channel.size
+        return self.line.channel.size
 
     def begin(self, num_tokens: int | None, *, can_replay: bool = False) -> Step | None:
-        """Agrees on the next step; None, and no step, where no rank has tokens. `end` ends it.
+        """Agrees on the next step; None, and no step, where no rank has tokens. `end` ends it. Until it is this model's
+        turn, this rank serves in the steps of others.
 
         Args:
             num_tokens: that this rank brings; None where it only serves.
@@ -113,32 +103,25 @@ class StepCoordinator:
 
         Raises:
             DispatchTimeoutError: a rank did not come to the step before the deadline, or as `check` says.
+            ConfigError: it is the turn of a model that this rank has dropped.
         """
+        while (agreed := self._agree(num_tokens, can_replay)) is not None:
+            model, step = agreed
+            if model is self:
+                self.current = step
+                return step
+            model.serve_in(step)
+        return None
+
+    def _agree(self, num_tokens: int | None, can_replay: bool) -> tuple[StepCoordinator, Step] | None:
+        """The next step of the ranks and the model that it is of; None where no rank has tokens."""
         self.check()
-        table = self.exchange(int(num_tokens is not None), num_tokens or 0, int(can_replay))
-        if not any(row[0] for row in table):
+        table = self.line.exchange(0 if num_tokens is None else self._number, num_tokens or 0, int(can_replay))
+        number = self.line.next_of(row[0] for row in table)
+        if number == 0:
             return None
-        self.current = Step(num_tokens=tuple(row[1] for row in table), can_replay=all(row[2] for row in table))
-        return self.current
-
-    def exchange(self, first: int, second: int, third: int) -> list[list[int]]:
-        """Three numbers of every rank from 0 to 2^32 - 1, by rank: what the ranks plan their next step by.
-
-        Raises:
-            DispatchTimeoutError: a rank did not come to the step before the deadline.
-        """
-        mine = [first, second, third]
-        try:
-            if self._board is not None:
-                return self._board.gather(mine, "the next step")
-            return self._channel.gather("what they bring to the next step", mine)
-        except (DispatchTimeoutError, EplbError) as error:
-            # The channel is balancing's; here no experts were to move.
-            raise DispatchTimeoutError(
-                f"{str(error).removesuffix('; experts stay')}; a rank that has no pass to make serves the others: "
-                f"call moe_ep.serve, or make passes in a moe_ep.serving block",
-                getattr(error, "ranks", ()),
-            ) from None
+        brought = tuple(row[1] * (row[0] == number) for row in table)
+        return self.line.model(number), Step(num_tokens=brought, can_replay=all(row[2] for row in table))
 
     def check(self) -> None:
         """DispatchTimeoutError where a step that has ended on this rank's GPU waited for another rank in vain."""
@@ -247,12 +230,20 @@ class StepCoordinator:
         for layer in self.layers:
             layer.serve()
 
+    def serve_in(self, step: Step) -> None:
+        """This rank's part of a step in which it serves."""
+        self.check()
+        with self.planned(step):
+            self.pass_without_tokens()
+
     def serve(self) -> int:
-        """Serves the other ranks until every rank serves; returns the steps it took part in."""
+        """Serves the other ranks until every rank serves; returns the steps it took part in, of any model."""
         num_steps = 0
         while True:
-            with self.turn, self.step(None) as step:
-                if step is None:
+            with self.line.turn:
+                agreed = self._agree(None, False)
+                if agreed is None:
                     return num_steps
-                self.pass_without_tokens()
+                model, step = agreed
+                model.serve_in(step)
             num_steps += 1

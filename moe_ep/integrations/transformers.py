@@ -153,6 +153,8 @@ def parallelize(
 def serve(model: Any) -> int:
     """Computes this rank's experts for the other ranks' tokens until every rank has called it; a meeting point.
 
+    Also in the passes of other models that are divided over the same ranks.
+
     Returns:
         The steps that were served.
 

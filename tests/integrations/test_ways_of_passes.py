@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import transformers
 import moe_ep
 from moe_ep.errors import ConfigError
 from moe_ep.integrations.divided import steps_of
+from moe_ep.integrations.line import Line
 from moe_ep.methods import relative_error, tolerance
 from tests.integrations.hf_models import SIZES, make_model
 from tests.ranks import ranks
@@ -93,6 +95,36 @@ def in_different_ways(rank: int, world_size: int) -> None:
 
 def test_ranks_generate_in_different_ways_at_once() -> None:
     ranks(2).run(in_different_ways)
+
+
+def with_a_divided_assistant(rank: int, world_size: int) -> None:
+    """Ranks make passes of two models, each in an order of its own, or serve in both."""
+    alone, drafts = make_model("Qwen3Moe"), make_model("Mixtral")
+    parallel, assistant = (moe_ep.parallelize(copy.deepcopy(model)) for model in (alone, drafts))
+    with moe_ep.serving(parallel):
+        several = [generate(parallel, each, assistant_model=assistant) for each in range(rank)]
+    with moe_ep.serving(assistant), ThreadPoolExecutor(2) as threads:
+        own = list(threads.map(lambda model: generate(model, rank), (parallel, assistant)))
+    expected = [generate(alone, each, assistant_model=drafts) for each in range(rank)]
+    assert all(map(torch.equal, several + own, expected + [generate(model, rank) for model in (alone, drafts)]))
+    if rank == 0:
+        del assistant
+        with pytest.raises(
+            ConfigError, match=r"a pass of the model that was divided as number \d+ .* has dropped; keep"
+        ):
+            moe_ep.serve(parallel)
+    else:
+        assert steps_of(assistant)._agree(1, False) is not None
+
+
+def test_ranks_make_passes_of_several_models() -> None:
+    ranks(3).run(with_a_divided_assistant)
+
+
+def test_models_take_turns() -> None:
+    line = Line(None)
+    wanted = [0, 0], [2, 0, 3], [2, 3], [2, 3, 1], [1, 2], [1, 0], [1, 3], [0]
+    assert [line.next_of(numbers) for numbers in wanted] == [0, 2, 3, 1, 2, 1, 3, 0]
 
 
 class Around(torch.nn.Module):
