@@ -49,7 +49,7 @@ class _Passes:
     @_eager
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this pass is a step of its own."""
-        num_tokens = _num_tokens(args, kwargs)
+        num_tokens = _num_tokens(args, dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs)
         # Without an input there is nothing to agree on: the model says what it lacks.
         if num_tokens is None:
             return False
@@ -122,12 +122,12 @@ def steps_of(model: Any) -> StepCoordinator:
     return steps
 
 
-def _num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def _num_tokens(args: tuple[Any, ...], given: dict[str, Any]) -> int | None:
     """Rows of the pass, padding included; None for one that has no input."""
-    for tokens in (*args[:1], kwargs.get("input_ids")):
-        if tokens is not None:
-            return tokens.numel()
-    embedded = kwargs.get("inputs_embeds")
+    tokens = given.get("input_ids", args[0] if args else None)
+    if tokens is not None:
+        return tokens.numel()
+    embedded = given.get("inputs_embeds")
     return None if embedded is None else embedded.shape[:2].numel()
 
 

@@ -151,7 +151,8 @@ def inside_of_others(rank: int, world_size: int) -> None:
     with torch.inference_mode(), moe_ep.serving(parallel):
         continued = generate(parallel, rank)
         logits = [model(tokens_of(rank)).logits for model in (parallel, inner)][rank]
-        hidden = inner.model.forward(tokens_of(rank)).last_hidden_state
+        embedded = inner.get_input_embeddings()(tokens_of(rank))
+        hidden = inner.model.forward(None, None, None, None, embedded).last_hidden_state
     assert torch.equal(continued, generate(alone, rank))
     with torch.inference_mode():
         assert relative_error(logits, alone(tokens_of(rank)).logits) < tolerance(torch.float32)
