@@ -80,12 +80,13 @@ class Line:
         return self._last
 
     def model(self, number: int) -> StepCoordinator:
-        """The model of that number; ConfigError where this rank has dropped it."""
+        """The model of that number; ConfigError where this rank does not have it."""
         model = self._models[number - 1]() if number <= len(self._models) else None
         if model is None:
             raise ConfigError(
                 f"another rank makes a pass of the model that was divided as number {number} of their process group, "
-                f"which this rank has dropped; keep it until all ranks are through with it"
+                f"which this rank has dropped or never divided; all ranks divide the same models in one order, and "
+                f"keep them until all are through"
             )
         return model
 

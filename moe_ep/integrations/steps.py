@@ -154,9 +154,11 @@ class StepCoordinator:
 
     def end_pass(self) -> None:
         """Ends the step of a pass."""
-        while self._due:
-            self._due[0].serve()
-        self._due = None
+        try:
+            while self._due:
+                self._due[0].serve()
+        finally:
+            self._due = self.current = None
         self.end()
 
     def fail_pass(self, error: BaseException) -> None:
@@ -167,7 +169,8 @@ class StepCoordinator:
                 self.end_pass()
             except Exception as another:
                 error.add_note(f"after that this rank could not serve the other ranks: {another}")
-        self._due = self.current = None
+        else:
+            self._due = self.current = None
 
     @contextlib.contextmanager
     def calling(self, layer: RoutedExperts) -> Iterator[None]:

@@ -22,6 +22,7 @@ from moe_ep.integrations.divided import steps_of
 from moe_ep.integrations.line import Line
 from moe_ep.methods import relative_error, tolerance
 from tests.integrations.hf_models import SIZES, make_model
+from tests.of_transformers import known
 from tests.ranks import ranks
 
 
@@ -97,6 +98,28 @@ def test_ranks_generate_in_different_ways_at_once() -> None:
     ranks(2).run(in_different_ways)
 
 
+def in_continuous_batches(rank: int, world_size: int) -> None:
+    """transformers makes the passes in a thread of its own."""
+    alone = make_model("Qwen3Moe")
+    parallel = moe_ep.parallelize(copy.deepcopy(alone))
+    prompts = [tokens_of(number) for number in range(2 - rank)]
+    settings = {"max_new_tokens": 3 + 2 * rank, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    with moe_ep.serving(parallel):
+        found = parallel.generate_batch(
+            [tokens[0].tolist() for tokens in prompts],
+            generation_config=transformers.GenerationConfig(**settings),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32),
+        )
+    for tokens, output in zip(prompts, found.values(), strict=True):
+        expected = generate(alone, rank, tokens, max_new_tokens=settings["max_new_tokens"])
+        assert output.error is None and output.generated_tokens == expected[0, tokens.size(1) :].tolist()
+
+
+def test_continuous_batches() -> None:
+    known("ContinuousBatchingConfig")
+    ranks(2).run(in_continuous_batches)
+
+
 def with_a_divided_assistant(rank: int, world_size: int) -> None:
     """Ranks make passes of two models, each in an order of its own, or serve in both."""
     alone, drafts = make_model("Qwen3Moe"), make_model("Mixtral")
@@ -109,9 +132,7 @@ def with_a_divided_assistant(rank: int, world_size: int) -> None:
     assert all(map(torch.equal, several + own, expected + [generate(model, rank) for model in (alone, drafts)]))
     if rank == 0:
         del assistant
-        with pytest.raises(
-            ConfigError, match=r"a pass of the model that was divided as number \d+ .* has dropped; keep"
-        ):
+        with pytest.raises(ConfigError, match=r"a pass of the model that was divided as number \d+ .* has dropped or"):
             moe_ep.serve(parallel)
     else:
         assert steps_of(assistant)._agree(1, False) is not None
@@ -191,6 +212,12 @@ def failing(rank: int, world_size: int) -> None:
                     parallel(tokens_of(rank))
         again = generate(parallel, rank)
     assert torch.equal(continued, generate(alone, rank)) and torch.equal(again, continued)
+    steps = steps_of(parallel)
+    steps.begin_pass(2)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(steps.layers[0], "serve", lambda: 1 / 0)
+        steps.end_pass()
+    assert steps.current is None and moe_ep.serve(parallel) == 0
 
 
 def test_ranks_stay_together_where_the_pass_of_one_fails() -> None:
