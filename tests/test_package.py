@@ -17,7 +17,9 @@ WINGS = ("kernels", "dispatch", "launch")
 
 
 def run(*command, **kwargs):
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, **kwargs)
+    # Without the paths of whoever runs the tests: a checkout on PYTHONPATH would come before what is installed.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, **kwargs)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
