@@ -60,6 +60,17 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return "this rank has no experts"
         return cls.unusable_reason()
 
+    @staticmethod
+    def _check(step: Step) -> None:
+        """ValueError for weights of other shapes or dtypes than the rows', or rows that the products do not take."""
+        check_weights(step)
+        dtypes = [step.hidden_states.dtype, step.w1.dtype, step.w2.dtype]
+        if dtypes[1:] != dtypes[:1] * 2 or (step.hidden_states.is_cuda and dtypes[0] not in _DTYPES):
+            raise ValueError(
+                f"hidden_states, w1 and w2 are {', '.join(map(str, dtypes))}; all three must be of one dtype, "
+                f"{' or '.join(map(str, _DTYPES))} on a GPU; experts='reference' computes others"
+            )
+
     def _compute(
         self,
         step: Step,
@@ -84,7 +95,7 @@ class GroupedExperts(StandardFormat, _GroupedExpertsBase):
     """Standard format: computes each slot of the local experts, and sums the slots of a token weighted in order."""
 
     def run(self, step: Step) -> None:
-        check_weights(step)
+        self._check(step)
         ids, num_experts, K = step.topk_ids, step.w1.size(0), step.hidden_states.size(1)
         num_ids = num_experts if step.expert_map is None else step.expert_map.numel()
         rows_per_expert = ids.numel() / num_ids
@@ -105,7 +116,7 @@ class BatchedGroupedExperts(BatchedFormat, _GroupedExpertsBase):
     """BatchedExperts format, rows in place or by reference."""
 
     def run(self, step: Step) -> None:
-        check_weights(step)
+        self._check(step)
         counts, row_ids = step.batch.expert_num_tokens, step.batch.expert_row_ids
         num_experts, max_rows, K = step.output.shape
         # No expert has more than all tokens that can come, and no token has more than topk experts.

@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.kernels.forms import form_for
 
-_TRITON = "triton_grouped_products.triton_multiply_into"
-
 
 class Blocks(NamedTuple):
     """Which row is where. `positions` number the entries of the list, `places` are its values.
@@ -64,7 +62,7 @@ def multiply_into_order(
         bias: `[El, 2N]` or `[El, N]`, or None.
         output: `[most or more, N]`. Rows of positions without a place are not written.
     """
-    form = form_for(multiply_into_order_reference, f"{_TRITON}_order", rows, weights)
+    form = form_for(multiply_into_order_reference, "triton_grouped_products.triton_multiply_into_order", rows, weights)
     form(rows, row_ids, places_per_row, weights, bias, activation, blocks, output)
 
 
