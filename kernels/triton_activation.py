@@ -14,14 +14,16 @@ _KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr):
-    """ACTIVATION of gate, times up if GATED; both end at LIMIT before, if there is one.
+    """ACTIVATION of gate, times up if GATED; both end at LIMIT before, if there is one, or as swiglustep behind it.
 
     Example: silu, gate 2, up 3: 2 * sigmoid(2) * 3.
     """
-    if LIMIT is not None:
+    if LIMIT is not None and ACTIVATION != "swiglustep":
         gate = tl.minimum(gate, LIMIT, propagate_nan=_KEEP_NAN)
     if ACTIVATION == "swigluoai":
         result = gate * tl.sigmoid(gate * _ALPHA)
+    elif ACTIVATION == "swiglustep":
+        result = tl.minimum(gate * tl.sigmoid(gate), LIMIT, propagate_nan=_KEEP_NAN)
     elif ACTIVATION == "silu" or ACTIVATION == "silu_no_mul":
         result = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu" or ACTIVATION == "gelu_no_mul":

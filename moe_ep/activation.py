@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from moe_ep.errors import one_of
 
 SWIGLUOAI_ALPHA = 1.702
-SWIGLUOAI_LIMIT = 7.0
+# Where gate and up end unless a limit is given, as in vLLM.
+_OWN_LIMIT = 7.0
 
 
 class MoEActivation(StrEnum):
@@ -25,6 +26,7 @@ class MoEActivation(StrEnum):
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     SWIGLUOAI = "swigluoai"
+    SWIGLUSTEP = "swiglustep"
     SILU_NO_MUL = "silu_no_mul"
     GELU_NO_MUL = "gelu_no_mul"
     RELU2_NO_MUL = "relu2_no_mul"
@@ -44,17 +46,20 @@ class MoEActivation(StrEnum):
 
 
 def gate_limit(activation: MoEActivation | str, clamp_limit: float | None = None) -> float | None:
-    """Where gate and up end before a gated activation: the gate from above, up on both sides; None for nowhere.
+    """Where gate and up end in a gated activation: the gate from above, up on both sides; None for nowhere.
+
+    The gate ends before the activation, and of swiglustep behind its silu.
 
     Args:
-        clamp_limit: as DeepSeek-V4's `swiglu_limit`; None for the activation's own, which swigluoai alone has.
+        clamp_limit: as DeepSeek-V4's `swiglu_limit`; None for the activation's own, which swigluoai and swiglustep
+            have.
 
     Raises:
         ValueError: an unknown activation, one that is not gated with a limit, or a limit that is no positive number.
     """
     activation = MoEActivation.parse(activation)
     if clamp_limit is None:
-        return SWIGLUOAI_LIMIT if activation is MoEActivation.SWIGLUOAI else None
+        return _OWN_LIMIT if activation in (MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUSTEP) else None
     is_number = isinstance(clamp_limit, int | float) and not isinstance(clamp_limit, bool)
     if not is_number or not math.isfinite(clamp_limit) or clamp_limit <= 0:
         raise ValueError(f"clamp_limit (swiglu_limit) is {clamp_limit!r}; it must be a positive number, or None")
@@ -94,9 +99,7 @@ def apply_activation(
                 f"input has {input.shape[-1]} columns; {activation} is gated and needs an even number, gate then up"
             )
         gate, up = input.float().chunk(2, dim=-1)
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-        result = _gated(activation, gate, up)
+        result = _gated(activation, gate, up, limit)
     else:
         result = _ungated(activation, input.float())
     if output is None:
@@ -109,7 +112,13 @@ def apply_activation(
     return output
 
 
-def _gated(activation: MoEActivation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _gated(activation: MoEActivation, gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
+    if limit is not None:
+        up = up.clamp(min=-limit, max=limit)
+    if activation is MoEActivation.SWIGLUSTEP:
+        return F.silu(gate).clamp(max=limit) * up
+    if limit is not None:
+        gate = gate.clamp(max=limit)
     if activation is MoEActivation.SILU:
         return F.silu(gate) * up
     if activation is MoEActivation.GELU:

@@ -151,7 +151,7 @@ class FusedMoEConfig:
         num_local_experts: El, this rank's slots, including fused shared experts.
         in_dtype: dtype of the activations: f32, f16 or bf16.
         max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
-        swiglu_limit: where gate and up end before the activation (`moe_ep.activation.gate_limit`); None for its own.
+        swiglu_limit: where gate and up end (`moe_ep.activation.gate_limit`); None for its own.
         num_fused_shared_experts: experts that every rank holds after its routed slots; their ids start at num_experts.
     """
 

@@ -53,8 +53,8 @@ class FusedMoE(LayerParts):
             pass and may thus be replaced, as by `load_state_dict(assign=True)`. It is not saved with the layer.
         apply_router_weight_on_input: multiply the rows by their weights before they are sent; needs top_k 1.
         activation: a `MoEActivation` or its name.
-        swiglu_limit: where gate and up end before a gated activation: the gate from above, up on both sides; None for
-            the activation's own limit, which swigluoai alone has.
+        swiglu_limit: where gate and up end in a gated activation (`moe_ep.activation.gate_limit`); None for the
+            activation's own limit, if it has one.
         tp_size, dp_size, ep_size, is_sequence_parallel: how the ranks divide the layer (`FusedMoEParallelConfig.make`).
         enable_eplb: map ids to replicas and record the load, for an `EPLBManager`.
         has_bias: the experts have biases, w13_bias `[El, 2N]` and w2_bias `[El, K]`.

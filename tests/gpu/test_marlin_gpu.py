@@ -78,7 +78,7 @@ def test_every_activation_with_biases(activation: MoEActivation) -> None:
 
 
 @pytest.mark.parametrize("counts", [[2, 20, 0, 12], [3, 70, 200]])
-@pytest.mark.parametrize("activation", [MoEActivation.SILU, MoEActivation.SWIGLUOAI])
+@pytest.mark.parametrize("activation", [MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUSTEP])
 def test_gate_and_up_end_at_a_limit(activation: MoEActivation, counts: list[int]) -> None:
     # Most of what biases of about 1 give is beyond it.
     for kind, group in ((UINT4B8, 128), KINDS[-1]):

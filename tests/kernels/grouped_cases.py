@@ -28,6 +28,7 @@ CASES = [
     (150, 64, 136, 128, "silu_no_mul", None, False, False),
     (9, 64, 1, 16, "gelu_no_mul", None, True, False),
     (9, 64, 64, 16, "relu2_no_mul", None, False, True),
+    (9, 64, 48, 16, "swiglustep", 0.5, True, False),
 ]
 NUM_EXPERTS, TOP_K = 5, 3
 

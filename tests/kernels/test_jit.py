@@ -19,7 +19,8 @@ pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
 
 SCALE = 'struct P { int* out; int value; };\nextern "C" __global__ void scale(const __grid_constant__ P p)'
-SILU, SWIGLUOAI, RELU2 = MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.RELU2_NO_MUL
+SILU, SWIGLUOAI, SWIGLUSTEP = MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUSTEP
+RELU2 = MoEActivation.RELU2_NO_MUL
 BF16, F16 = torch.bfloat16, torch.float16
 # Number type, activations, scales' dtype, groups in 128 columns, activation: each type, each dtype, each spacing once.
 EXPERTS = [
@@ -75,11 +76,12 @@ def test_experts_kernels_compile_for_hopper_without_spills(case: tuple, few_rows
     assert "serialized" not in resources.log  # products must run while the next weights are dequantized
 
 
+@pytest.mark.parametrize("activation", [SILU, SWIGLUSTEP])
 @pytest.mark.parametrize("few_rows", [True, False])
-def test_a_limit_of_gate_and_up_compiles_without_spills(few_rows: bool) -> None:
+def test_a_limit_of_gate_and_up_compiles_without_spills(few_rows: bool, activation: MoEActivation) -> None:
     mxfp4, limited = WEIGHT_TYPES[scalar_types.float4_e2m1f.id], {"clamp_limit": 10.0}
-    source = hopper.kernel_source(mxfp4, BF16, torch.uint8, 4, SILU, few_rows=few_rows, **limited)
-    older = [ampere.kernel_source(mxfp4, BF16, torch.uint8, 32, phase, SILU, 32, **limited) for phase in (0, 1)]
+    source = hopper.kernel_source(mxfp4, BF16, torch.uint8, 4, activation, few_rows=few_rows, **limited)
+    older = [ampere.kernel_source(mxfp4, BF16, torch.uint8, 32, phase, activation, 32, **limited) for phase in (0, 1)]
     defines = [dict(source.defines).get("CLAMP_LIMIT") for source in (source, *older)]
     assert defines == ["10.0f", "10.0f", None]  # the second GEMM is the same with and without
     assert jit.compile_only(source, "sm_90a")[1:3] == (0, 0)

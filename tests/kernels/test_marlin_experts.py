@@ -37,7 +37,7 @@ def test_batched_experts_equal_the_dequantized_product(kind: WeightType, group: 
         assert (output[expert, count:] == 7.0).all()
 
 
-@pytest.mark.parametrize("activation", [MoEActivation.SILU, MoEActivation.SWIGLUOAI])
+@pytest.mark.parametrize("activation", [MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUSTEP])
 def test_gate_and_up_end_at_a_limit(activation: MoEActivation) -> None:
     kind = WEIGHT_TYPES[scalar_types.uint4b8.id]
     first, second = pair(kind, 32, activation)

@@ -1,4 +1,5 @@
-// The activation between the two GEMMs, in f32; ACTIVATION is its number. With CLAMP_LIMIT, gate and up end there.
+// The activation between the two GEMMs, in f32; ACTIVATION is its number. With CLAMP_LIMIT, gate and up end there: the
+// gate before the activation, or of SWIGLUSTEP, which always has one, behind silu.
 #pragma once
 #include "ptx.cuh"
 
@@ -6,11 +7,12 @@
 #define GELU 1
 #define GELU_TANH 2
 #define SWIGLUOAI 3
-#define SILU_NO_MUL 4
-#define GELU_NO_MUL 5
-#define RELU2_NO_MUL 6
+#define SWIGLUSTEP 4
+#define SILU_NO_MUL 5
+#define GELU_NO_MUL 6
+#define RELU2_NO_MUL 7
 
-constexpr bool kGated = ACTIVATION <= SWIGLUOAI;
+constexpr bool kGated = ACTIVATION <= SWIGLUSTEP;
 
 // Exponentials below 2^-126 vanish beside 1 either way, which saves three instructions.
 DEVICE float sigmoid(float x) {
@@ -23,8 +25,9 @@ DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
 // `up` is not looked at where the activation is not gated.
 DEVICE float activate(float gate, float up) {
 #ifdef CLAMP_LIMIT
-  gate = fminf(gate, CLAMP_LIMIT);
   up = fminf(fmaxf(up, -CLAMP_LIMIT), CLAMP_LIMIT);
+  if constexpr (ACTIVATION == SWIGLUSTEP) return fminf(gate * sigmoid(gate), CLAMP_LIMIT) * up;
+  gate = fminf(gate, CLAMP_LIMIT);
 #endif
   if constexpr (ACTIVATION == SILU) return gate * sigmoid(gate) * up;
   if constexpr (ACTIVATION == GELU) return gelu(gate) * up;
