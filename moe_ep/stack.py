@@ -111,8 +111,7 @@ class MoEBlock(FixedTensors):
                 quant_config=layer_quant_config(quant_config, spec, layer_index),
                 has_bias=spec.has_bias,
                 prefix=spec.moe_prefix(layer_index),
-                activation=spec.activation,
-                swiglu_limit=spec.swiglu_limit,
+                **spec.gate(layer_index)._asdict(),
                 shared_experts=shared_experts,
                 process_group=process_group,
                 parallel_config=parallel_config,
@@ -297,13 +296,14 @@ def _shared_experts(
     reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, dtype: torch.dtype
 ) -> SharedExperts | None:
     weights = load_shared_experts(reader, spec, layer_index)
-    if weights is None or spec.shared_experts is None:
+    gate = spec.shared_gate(layer_index)
+    if weights is None or spec.shared_experts is None or gate is None:
         return None
     shared = SharedExperts(
         spec.hidden_size,
         spec.shared_experts.intermediate_size,
-        spec.activation,
-        clamp_limit=spec.shared_experts.swiglu_limit,
+        gate.activation,
+        clamp_limit=gate.swiglu_limit,
         expert_gate=weights.expert_gate is not None,
         params_dtype=dtype,
     )

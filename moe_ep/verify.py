@@ -21,6 +21,7 @@ from moe_ep.checkpoint import (
     load_shared_experts,
     read_expert,
 )
+from moe_ep.checkpoint.spec import Gate
 
 # The max |difference| / max |reference| of a layer that rounding and the order of sums can cause, by the dtype of the
 # activations.
@@ -73,13 +74,13 @@ def reference_moe(
             matrices = matrices._replace(gate=online(matrices.gate), up=up, down=online(matrices.down))
         factor = weights[rows, slots, None]
         given = x[rows] * factor if on_input else x[rows]
-        values = _mlp(spec, given, matrices, spec.swiglu_limit)
+        values = _mlp(spec.gate(layer_index), given, matrices)
         values = values if on_input else values * factor
         output.index_add_(0, rows, values)
     shared = load_shared_experts(reader, spec, layer_index)
-    if shared is not None and spec.shared_experts is not None:
+    if shared is not None and (gate := spec.shared_gate(layer_index)) is not None:
         matrices = ExpertMatrices(shared.gate, shared.up, shared.down, None, None, None)
-        term = _mlp(spec, x, matrices, spec.shared_experts.swiglu_limit)
+        term = _mlp(gate, x, matrices)
         output += term if shared.expert_gate is None else term * linear(x, shared.expert_gate.to(x)).sigmoid()
     return output
 
@@ -122,10 +123,10 @@ def _route(
     return weights * routing.routed_scaling_factor, ids
 
 
-def _mlp(spec: MoEModelSpec, x: torch.Tensor, matrices: ExpertMatrices, limit: float | None) -> torch.Tensor:
+def _mlp(activation: Gate, x: torch.Tensor, matrices: ExpertMatrices) -> torch.Tensor:
     gate, up, down, *biases = (None if tensor is None else tensor.to(x) for tensor in matrices)
     gate_up = linear(x, gate, biases[0])  # type: ignore[arg-type]
     if up is not None:
         gate_up = torch.cat([gate_up, linear(x, up, biases[1])], dim=-1)
-    hidden = apply_activation(spec.activation, gate_up, clamp_limit=limit)
+    hidden = apply_activation(activation.activation, gate_up, clamp_limit=activation.swiglu_limit)
     return linear(hidden, down, biases[2])  # type: ignore[arg-type]

@@ -36,6 +36,8 @@ _KIMI_KEYS = {
     "norm_topk_prob": "moe_renormalize",
     "num_experts_per_tok": "num_experts_per_token",
 }
+# Of the routed and of the shared experts. transformers leaves them out; vLLM and SGLang do not.
+_LING_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 # Softmax scores without a correction bias, and groups by their two best all the same.
 _MISTRAL = replace(
     _DEEPSEEK_V3,
@@ -80,6 +82,7 @@ DEEPSEEK_LIKE = {
         text_config=configs.renamed({}, {"first_k_dense_replace": 3, "swiglu_limit": 10.0}, part=configs.text_part),
         names=LANGUAGE_PART,
         fields=rules.limited_gate,
+        limits=("swiglu_limit",),
     ),
     "dots1": _DEEPSEEK_V3,
     "beam": replace(
@@ -102,6 +105,7 @@ DEEPSEEK_LIKE = {
         text_config=configs.only({"norm_topk_prob": True, "n_shared_experts": 1}, configs.deepseek_v4_config),
         names={"norm": "ffn_norm", "correction_bias_tensor": "gate.bias"},
         fields=rules.deepseek_v4_fields,
+        limits=("swiglu_limit",),
     ),
     "kimi_k2": _DEEPSEEK_V3,
     "kimi_k25": replace(_DEEPSEEK_V3, text_config=configs.text_part, names=WHOLE_LANGUAGE_MODEL),
@@ -135,8 +139,11 @@ DEEPSEEK_LIKE = {
     ),
     "bailing_hybrid": replace(
         _DEEPSEEK_V3,
+        shared_experts=rules.stepped(_LING_LIMITS[1], rules.counted_shared_experts),
         text_config=configs.renamed(_KIMI_KEYS, {"first_k_dense_replace": 2}),
         names={"embedding": "model.word_embeddings.weight", "correction_bias_tensor": "gate.expert_bias"},
+        fields=rules.steps_at(_LING_LIMITS[0]),
+        limits=_LING_LIMITS,
     ),
     "axk1": replace(
         _DEEPSEEK_V3,
@@ -151,6 +158,7 @@ DEEPSEEK_LIKE = {
         _DEEPSEEK_V3,
         text_config=configs.renamed({}, {**FIRST_DENSE, "swiglu_limit": 10.0}),
         fields=rules.limited_gate,
+        limits=("swiglu_limit",),
     ),
     "longcat_flash": Family(
         routing=routing.longcat_routing,

@@ -33,6 +33,7 @@ def model_spec(config: Config, reader: CheckpointReader | None = None) -> MoEMod
         )
     family = one_known("model_type", config.get("model_type"), dict(sorted(FAMILIES.items())))
     model_type, config = config["model_type"], family.text_config(config)
+    _check_limits(model_type, config, family.limits)
     listed = rules.listed_layers(config)
     spec = MoEModelSpec(
         family=model_type,
@@ -68,7 +69,8 @@ def _as_on_disk(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec:
         return spec
     # Layers for drafts are numbered anew, so the last one is the language model's.
     last = spec.moe_prefix(spec.moe_layers[-1]).removeprefix(base)
-    experts = re.compile(rf"(.*\.)?{re.escape(last)}\.(experts\.|{'|'.join(map(re.escape, spec.fused))})")
+    fused = "|".join(map(re.escape, spec.fused.by_role().values()))
+    experts = re.compile(rf"(.*\.)?{re.escape(last)}\.(experts\.|{fused})")
     found = {match[1] or "" for name in reader.names() if (match := experts.match(name))}
     if len(found) != 1:
         return spec
@@ -89,6 +91,17 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 def _dtype(config: Config) -> torch.dtype:
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     return one_known("dtype", name, _DTYPES)
+
+
+def _check_limits(model_type: str, config: Config, known: tuple[str, ...]) -> None:
+    """Left out, a limit that a model was trained with changes its results now and then, and nothing shows it."""
+    for key, value in config.items():
+        is_limit = re.search("swiglu.*(limit|clamp)", str(key)) and key not in known
+        if is_limit and (any(value) if isinstance(value, list) else value):
+            raise CheckpointError(
+                f"config.json: {key}: expected none, found {value!r}, and where gate and up of {model_type} models end "
+                f"by it is not known here"
+            )
 
 
 def _check(spec: MoEModelSpec) -> None:

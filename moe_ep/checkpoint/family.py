@@ -38,6 +38,7 @@ class Family:
         text_config: the part of the config that is about the language model.
         names: fields of `MoEModelSpec` that say where tensors are and what they mean.
         fields: more of them, which the config decides.
+        limits: the config's keys that say where gate and up end; any other such key is refused.
     """
 
     moe_module: str = "mlp"
@@ -50,3 +51,4 @@ class Family:
     text_config: Callable[[Config], Config] = configs.whole_config
     names: dict[str, Any] = field(default_factory=dict)
     fields: Callable[[Config], dict[str, Any]] = rules.no_fields
+    limits: tuple[str, ...] = ()

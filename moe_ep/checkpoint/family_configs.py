@@ -77,6 +77,13 @@ def inkling_config(part: Callable[[Config], Config] = whole_config) -> Callable[
     return common
 
 
+def step_config(part: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
+    """With names that others have; routers are of one kind, whatever it says."""
+    silent = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "moe_router_scaling_factor": 1.0}
+    routers = {"moe_router_activation": "sigmoid", "norm_expert_weight": True, "use_moe_router_bias": True}
+    return only(routers, renamed({"num_experts_per_tok": "moe_top_k"}, silent, part))
+
+
 def cohere_config(config: Config) -> Config:
     """Experts have the size that others call the dense layers'; without an RMS norm's epsilon norms are layer norms."""
     has_layer_norm = config.get("rms_norm_eps") is None

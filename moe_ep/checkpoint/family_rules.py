@@ -5,6 +5,7 @@ Each function reads it from a config.json; which family has which is said in mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -100,6 +101,21 @@ def llama_layers(config: Config) -> tuple[int, ...]:
     return tuple(i for i in layers if i in listed)
 
 
+def enumerated_layers(config: Config) -> tuple[int, ...]:
+    """Step: those of `moe_layers_enum`, a list or one in a string; all but the first three where it is silent."""
+    listed, layers = config.get("moe_layers_enum"), all_layers(config)
+    if listed is None:
+        return layers[3:]
+    numbers = [each for each in listed.split(",") if each.strip()] if isinstance(listed, str) else listed
+    try:
+        chosen = {int(each) for each in numbers}
+    except (TypeError, ValueError):
+        raise CheckpointError(
+            f"config.json: moe_layers_enum: expected a list of layers, or a string of it, found {listed!r}"
+        ) from None
+    return tuple(i for i in layers if i in chosen)
+
+
 def jamba_layers(config: Config) -> tuple[int, ...]:
     """Every `expert_layer_period`-th from `expert_layer_offset` on."""
     step, first = whole(config, "expert_layer_period", 2, least=1), whole(config, "expert_layer_offset", 1)
@@ -125,6 +141,28 @@ def limited_gate(config: Config) -> dict[str, Any]:
     if limit is not None and limit <= 0:
         raise CheckpointError(f"config.json: swiglu_limit: expected a positive number, found {found!r}")
     return {"swiglu_limit": limit}
+
+
+def step_limits(config: Config, key: str) -> dict[str, Any]:
+    """Where gate and up end in each layer, in families whose activation there is swiglustep; 0 and null for nowhere."""
+    found, layers = config.get(key), all_layers(config)
+    if found is None:
+        return {}
+    if not isinstance(found, list) or len(found) < len(layers) or not all(map(_is_limit, found)):
+        raise CheckpointError(
+            f"config.json: {key}: expected null or a number from 0 on for each of {len(layers)} layers, found {found!r}"
+        )
+    limits = tuple(float(limit) if limit else None for limit in found[: len(layers)])
+    return {"step_limits": limits} if any(limits) else {}
+
+
+def _is_limit(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf)
+
+
+def steps_at(key: str) -> Callable[[Config], dict[str, Any]]:
+    """Those of the routed experts, under that key."""
+    return lambda config: step_limits(config, key)
 
 
 def nemotron_fields(config: Config) -> dict[str, Any]:
@@ -156,6 +194,18 @@ def limited(
     def shared(config: Config) -> SharedExpertsSpec | None:
         spec = shared_experts(config)
         return None if spec is None else replace(spec, **limited_gate(config))
+
+    return shared
+
+
+def stepped(
+    key: str, shared_experts: Callable[[Config], SharedExpertsSpec | None]
+) -> Callable[[Config], SharedExpertsSpec | None]:
+    """The same with limits of their own in each layer, under that key."""
+
+    def shared(config: Config) -> SharedExpertsSpec | None:
+        spec = shared_experts(config)
+        return None if spec is None else replace(spec, **step_limits(config, key))
 
     return shared
 

@@ -49,6 +49,7 @@ _MINIMAX_M3 = Family(
     ),
     activation=rules.swigluoai,
     fields=rules.limited_gate,
+    limits=("swiglu_limit",),
     text_config=configs.renamed({}, _MINIMAX_M3_SILENT),
     names={"norm_offset": 1.0},
 )
@@ -64,14 +65,29 @@ _ARIA = Family(
     routing=_RENORMALIZED,
     shared_experts=rules.counted_shared_experts,
     text_config=configs.aria_config(),
-    names={"router": "router", "fused": ("experts.fc1.weight", "experts.fc2.weight")},
+    names={"router": "router", "fused": Projections("experts.fc1.weight", "experts.fc2.weight")},
 )
 _OLMOE = Family(intermediate_size="intermediate_size")
 _GRANITE = replace(
     _MIXTRAL,
     projections=GATE_DOWN_UP,
     shared_experts=rules.one_mlp("shared_mlp", "shared_intermediate_size", fused=("input_linear", "output_linear")),
-    names={"router": "router.layer", "fused": ("input_linear.weight", "output_linear.weight")},
+    names={"router": "router.layer", "fused": Projections("input_linear.weight", "output_linear.weight")},
+)
+_STEP_LIMITS = ("swiglu_limits", "swiglu_limits_shared")  # of the routed and of the shared experts
+_STEP = Family(
+    moe_module="moe",
+    moe_layers=rules.enumerated_layers,
+    routing=routing.biased_sigmoid_times("moe_router_scaling_factor"),
+    shared_experts=rules.stepped(_STEP_LIMITS[1], rules.one_mlp("share_expert", "share_expert_dim")),
+    text_config=configs.step_config(),
+    names={
+        "correction_bias_tensor": "router_bias",
+        "norm_offset": 1.0,
+        "fused": Projections("gate_proj.weight", "down_proj.weight", "up_proj.weight"),
+    },
+    fields=rules.steps_at(_STEP_LIMITS[0]),
+    limits=_STEP_LIMITS,
 )
 # Its experts lie in the layer itself, beside a dense MLP, and its router has a norm and scales of its own.
 _GEMMA4_KEYS = {"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"}
@@ -185,7 +201,7 @@ FAMILIES = {
             **_INKLING.names,
             "layers_module": "model.llm.layers",
             "embedding": "model.llm.embed.weight",
-            "fused": ("experts.w13_weight", "experts.w2_weight"),
+            "fused": Projections("experts.w13_weight", "experts.w2_weight"),
             "interleaved": True,
         },
     ),
@@ -201,11 +217,15 @@ FAMILIES = {
         shared_experts=rules.counted_shared_experts,
         names={"correction_bias_tensor": "moe_statics.e_score_correction_bias"},
     ),
+    # Its files have the language model as Step 3.5's, whatever transformers has in front of it.
+    "step3p5": _STEP,
+    "step3p7": replace(_STEP, text_config=configs.step_config(configs.text_part)),
     "gpt_oss": Family(
         intermediate_size="intermediate_size",
         routing=_RENORMALIZED,
         activation=rules.swigluoai,
         fields=rules.limited_gate,
+        limits=("swiglu_limit",),
         names={"router": "router", "has_router_bias": True, "has_bias": True, "interleaved": True},
     ),
     "afmoe": Family(

@@ -168,16 +168,17 @@ def _fused_shared_linears(
     """Shared experts that the layer computes as experts of its own, behind the routed ones."""
     shared, count = spec.shared_experts, layer.num_fused_shared_experts
     way_out = "make the layer without n_shared_experts and use load_shared_experts"
-    if shared is None or shared.num_experts != count or shared.has_gate or shared.fused or shared.factor != 1:
-        found = "none"
-        if shared is not None:
-            forms = {
-                " with a gate": shared.has_gate,
-                " whose gate and up are one": shared.fused,
-                f" times {shared.factor:g}": shared.factor != 1,
-            }
-            form = next((words for words, has in forms.items() if has), "")
-            found = f"{shared.num_experts}{form}"
+    found = "none"
+    if shared is not None:
+        forms = {
+            " with a gate": shared.has_gate,
+            " whose gate and up are one": shared.fused,
+            f" times {shared.factor:g}": shared.factor != 1,
+            " of another activation": spec.shared_gate(layer_index) != spec.gate(layer_index),
+        }
+        form = next((words for words, has in forms.items() if has), "")
+        found = f"{shared.num_experts}{form}"
+    if shared is None or found != str(count):
         raise ValueError(f"n_shared_experts is {count} and a {spec.family} layer has {found} to fuse; {way_out}")
     if quantization is not None and count > 1:
         raise ValueError(f"n_shared_experts is {count}; quantized shared experts on disk are not divided: {way_out}")

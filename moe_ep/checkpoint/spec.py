@@ -27,6 +27,16 @@ class Projections(NamedTuple):
         return {role: name for role, name in self._asdict().items() if name}
 
 
+_FUSED = Projections("experts.gate_up_proj", "experts.down_proj")
+
+
+class Gate(NamedTuple):
+    """An activation, and where gate and up end in it, as in `FusedMoE`."""
+
+    activation: MoEActivation
+    swiglu_limit: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoutingSpec:
     """The routing arguments of `FusedMoE` and `select_experts`, by the same names.
@@ -63,7 +73,7 @@ class SharedExpertsSpec:
         fused: names of the two linear layers where gate and up are one; None where they are not.
         projections: names of gate, down and up where they are not those of the experts.
         factor: what their output is multiplied by.
-        swiglu_limit: as in `FusedMoE`, of these alone.
+        swiglu_limit, step_limits: as in `MoEModelSpec`, of these alone.
     """
 
     module: str
@@ -74,6 +84,7 @@ class SharedExpertsSpec:
     projections: Projections | None = None
     factor: float = 1.0
     swiglu_limit: float | None = None
+    step_limits: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +106,12 @@ class MoEModelSpec:
         correction_bias_tensor: the `e_score_correction_bias` inside the MoE block.
         correction_bias_may_miss: whether files may lack it, which means zeros.
         has_bias: whether experts have biases; missing ones are zeros.
-        fused: what the tensors of all experts in one are called inside the MoE block: gate and up, and down.
+        fused: what the tensors of all experts in one are called inside the MoE block; without up where gate's holds
+            both.
         interleaved: whether fused experts hold gate and up rows in turns.
         swiglu_limit: as in `FusedMoE`, of the routed experts.
+        step_limits: of all layers of the model, where gate and up of the routed experts end in those whose activation
+            is swiglustep; None for the others, empty where none is.
         embedding_multiplier, residual_multiplier: factors of embeddings, and of what a block adds to its input.
         norm_offset: what is added to the weights of norms.
         has_layer_norm: whether the norm before the experts is a layer norm, not an RMS norm.
@@ -129,9 +143,10 @@ class MoEModelSpec:
     correction_bias_tensor: str = "gate.e_score_correction_bias"
     correction_bias_may_miss: bool = False
     has_bias: bool = False
-    fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    fused: Projections = _FUSED
     interleaved: bool = False
     swiglu_limit: float | None = None
+    step_limits: tuple[float | None, ...] = ()
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     norm_offset: float = 0.0
@@ -188,6 +203,20 @@ class MoEModelSpec:
     def output_norm_weight(self, layer: int) -> str | None:
         """Name of the weight of the norm behind the MoE block, `[K]`, or None without one."""
         return None if self.output_norm is None else f"{self.layers_module}.{layer}.{self.output_norm}.weight"
+
+    def gate(self, layer: int) -> Gate:
+        """The activation of a layer's routed experts."""
+        return self._gate(self, layer)
+
+    def shared_gate(self, layer: int) -> Gate | None:
+        """The activation of a layer's shared experts, or None without any."""
+        return None if self.shared_experts is None else self._gate(self.shared_experts, layer)
+
+    def _gate(self, limits: MoEModelSpec | SharedExpertsSpec, layer: int) -> Gate:
+        step_limit = limits.step_limits[layer] if limits.step_limits else None
+        if step_limit is not None:
+            return Gate(MoEActivation.SWIGLUSTEP, step_limit)
+        return Gate(self.activation, limits.swiglu_limit)
 
     def shared_projections(self) -> Projections:
         """Names of gate, down and up of the shared experts."""

@@ -1,7 +1,8 @@
 """Where the tensors of one layer's experts lie: a tensor for each linear layer, or rows of tensors of all experts.
 
     per expert   prefix.3.gate_proj.weight [N, K], ...up_proj..., ...down_proj... [K, N]; or prefix.gate_proj.3.weight
-    fused        prefix.gate_up_proj [E, 2N, K], prefix.down_proj [E, K, N]; or both with their last dimensions swapped
+    fused        prefix.gate_up_proj [E, 2N, K], prefix.down_proj [E, K, N]; or both with their last dimensions swapped;
+                     or gate and up apart, each [E, N, K], here and below
                  prefix.gate_up_proj_blocks u8 [E, 2N, K / 32, 16], ..._scales u8 [E, 2N, K / 32], down_proj_... alike
                  prefix.gate_up_proj_scale_inv [E, 2N / 128, K / 128] beside e4m3, swapped where that is;
                      or [E, 2, 1] or [E, 1, 1]: a number of gate and one of up, or one of both; or [] for all experts
@@ -226,8 +227,8 @@ class ExpertTensors:
         return self._fused_stem(role) + self._endings[suffix]
 
     def _fused_stem(self, role: str) -> str:
-        gate_up, down = self._spec.fused
-        return f"{self._spec.moe_prefix(self._layer_index)}.{down if role == 'down' else gate_up}"
+        names = self._spec.fused.by_role()
+        return f"{self._spec.moe_prefix(self._layer_index)}.{names.get(role, names['gate'])}"
 
     def _fused_form(self) -> tuple[Mapping[str, str], bool]:
         """The endings of names, and whether plain matrices lie transposed, which both shapes together always tell."""
@@ -256,7 +257,7 @@ class ExpertTensors:
     def _check_blocks(self) -> None:
         """Gate and up have scales of their own only where no block holds rows of both."""
         rows = 1 if self._quantization is None else self._quantization.of_gemm("w13").row_block
-        if rows > 1 and (self._spec.interleaved or self._spec.moe_intermediate_size % rows):
+        if rows > 1 and not self._spec.fused.up and (self._spec.interleaved or self._spec.moe_intermediate_size % rows):
             raise CheckpointError(
                 f"{self._reader.index_file}: {self._fused_stem('gate')}: expected gate rows and then up rows, each a "
                 f"multiple of {rows}, the rows of a block of scales; found {self._spec.moe_intermediate_size} of each"
@@ -266,7 +267,7 @@ class ExpertTensors:
     def _rows_and_columns(self, role: str, suffix: str) -> tuple[int, ...]:
         """The shape of one expert's part of a fused tensor."""
         rows, *columns = self._layouts[role][suffix].shape
-        return (rows if role == "down" else 2 * rows, *columns)
+        return (2 * rows if self._is_half(role) else rows, *columns)
 
     def _row(self, expert: int, role: str, suffix: str) -> Stored:
         info, layout = self._reader.info(self._fused_name(role, suffix)), self._layouts[role][suffix]
@@ -287,7 +288,7 @@ class ExpertTensors:
         if not _without_ones(info.shape):
             check_tensor(info, layout)
             return Stored(info, layout)
-        E, of_each = self._spec.num_experts, [] if role == "down" else [2]
+        E, of_each = self._spec.num_experts, [2] if self._is_half(role) else []
         rest = _without_ones(info.shape[1:])
         if info.shape[0] != E or rest not in ([], of_each):
             expected = f"{f'({E}, 2, 1) or ' if of_each else ''}({E}, 1, 1) or ()"
@@ -295,8 +296,12 @@ class ExpertTensors:
         check_tensor(info.row(expert), TensorLayout(layout.dtypes, info.shape[1:]))
         return Stored(info.row(expert), layout, self._rows_of(role, 1) if rest else ())
 
+    def _is_half(self, role: str) -> bool:
+        """Whether a fused tensor holds gate and up."""
+        return role != "down" and not self._spec.fused.up
+
     def _rows_of(self, role: str, num_rows: int) -> tuple[slice, ...]:
-        if role == "down":
+        if not self._is_half(role):
             return ()
         second = role == "up"
         return (slice(int(second), None, 2),) if self._spec.interleaved else (

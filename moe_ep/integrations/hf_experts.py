@@ -6,6 +6,7 @@ its decorator `use_experts_implementation` (transformers/integrations/moe.py), w
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import re
@@ -21,6 +22,8 @@ from moe_ep.checkpoint.formats.layout import FLOATS
 from moe_ep.errors import ConfigError
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+# What the experts of a layer read.
+_READ = ["hidden_states", "top_k_index", "top_k_weights"]
 _LAYER = re.compile(r"layers\.(\d+)\.")
 # Names of the activation modules of torch and transformers, and of functions.
 _ACTIVATIONS = {
@@ -51,7 +54,7 @@ _DEFAULT_GATE_MODULE = "transformers.integrations.moe"
 # An own gate is tried on so many numbers of so large magnitude, for each of gate and up.
 _EXAMPLES, _EXAMPLES_UP_TO = 41, 20.0
 # What modules call where gate and up end.
-_LIMITS = ("swiglu_limit", "limit")
+LIMITS = ("swiglu_limit", "limit")
 _TOLERANCE = 1e-4
 
 
@@ -87,13 +90,22 @@ class ExpertsShape:
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every experts module of a model with its path, in the order of the layers."""
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "identity_expert", None), nn.Identity):
-            # LongCat's, which the decorator does not know.
+        if not isinstance(getattr(module, "down_proj", None), nn.Parameter):
+            continue
+        if _is_undecorated(module):
             vars(module).update(has_gate=True, has_bias=False, is_transposed=False, is_concatenated=True)
-        if all(hasattr(module, flag) for flag in _FLAGS) and isinstance(
-            getattr(module, "down_proj", None), nn.Parameter
-        ):
+        if all(hasattr(module, flag) for flag in _FLAGS):
             yield name, module
+
+
+def _is_undecorated(module: Any) -> bool:
+    """Experts that the decorator does not know, as LongCat's and Step's, which lie as most do."""
+    gate_up, down = getattr(module, "gate_up_proj", None), module.down_proj
+    if not isinstance(gate_up, nn.Parameter) or any(hasattr(module, flag) for flag in _FLAGS):
+        return False
+    if list(inspect.signature(module.forward).parameters) != _READ or down.dim() != 3:
+        return False
+    return gate_up.shape[1:] == (2 * down.size(2), down.size(1))
 
 
 def check_not_wrapped(model: nn.Module, names: Iterable[str]) -> None:
@@ -215,7 +227,7 @@ def _activation(name: str, module: Any) -> tuple[MoEActivation, float | None]:
 
 def _activation_of_own_gate(name: str, module: Any) -> tuple[MoEActivation, float | None]:
     """What the module's own gate computes, found by trying on numbers below and above its limits."""
-    held = [getattr(module, key, None) for key in _LIMITS]
+    held = [getattr(module, key, None) for key in LIMITS]
     limits = [float(limit) for limit in held if isinstance(limit, int | float) and 0 < limit < math.inf]
     most = 2 * max([_EXAMPLES_UP_TO / 2, *limits])
     values = torch.linspace(-most, most, _EXAMPLES, dtype=torch.float32, device="cpu")

@@ -36,6 +36,7 @@ from moe_ep.integrations.hf_experts import (
     experts_shape,
     find_experts,
 )
+from moe_ep.integrations.hf_limits import as_trained
 from moe_ep.integrations.routed_experts import RoutedExperts
 from moe_ep.integrations.sharding import PREFILL_MAX_NUM_TOKENS, load_shard, make_routed_experts
 from moe_ep.integrations.steps import StepCoordinator
@@ -228,6 +229,7 @@ def _from_path(
         for count, shape in enumerate(shapes):
             on_layer(count, len(shapes))
             quant_config = layer_quant_config(quantization, spec, shape.layer_index)
+            shape = as_trained(model, shape, spec)
             layer = make_routed_experts(shape, _top_k(model), device=device, quant_config=quant_config, **options)
             load_moe_layer(reader, spec, shape.layer_index, layer)
             _put(model, shape, layer, options["coordinator"])

@@ -67,7 +67,10 @@ def test_names_and_shapes_are_those_on_disk(saved: tuple[str, Path, Any]) -> Non
         plan = plan_layer(reader, spec, index, layer, None)
         # A fused tensor is read by rows, name[0], name[1], ...
         names = {source.name.split("[")[0] for source in plan}
-        stems = (spec.expert_prefix(index), *(f"{spec.moe_prefix(index)}.{name}" for name in spec.fused))
+        stems = (
+            spec.expert_prefix(index),
+            *(f"{spec.moe_prefix(index)}.{name}" for name in spec.fused.by_role().values()),
+        )
         identities = range(EXPERTS, spec.num_router_columns)
         unread = {name for i in identities for name in reader.names(f"{spec.expert_prefix(index)}.{i}.")}
         # Laguna's experts have the bias of their choice among them.

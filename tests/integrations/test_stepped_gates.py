@@ -1,0 +1,184 @@
+"""Models whose gates end at a limit behind silu, which each layer has of its own or not at all: Step and Ling 3."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear, silu
+
+pytest.importorskip("transformers")
+
+import moe_ep
+from moe_ep import verify
+from moe_ep.activation import MoEActivation
+from moe_ep.checkpoint import CheckpointReader, model_spec
+from moe_ep.checkpoint.writer import write_checkpoint
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.errors import CheckpointError
+from moe_ep.integrations.routed_experts import RoutedExperts
+from moe_ep.methods import relative_error, tolerance
+from moe_ep.stack import MoEStack
+from tests.integrations.hf_models import SIZES, make_model
+from tests.integrations.test_families import HYBRID, check, in_slots
+from tests.of_transformers import known, random_model
+
+STEP = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "n_routed_experts": 6,
+    "share_expert_dim": 48,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "sliding_window": 8,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "moe_router_scaling_factor": 3.0,
+    "swiglu_limits": [0, 0, 0.3, 0.2],
+    "swiglu_limits_shared": [0.1, None, 0.2, 0.0],
+}
+EYES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+# What the models came with: (key, its name in configurations that transformers writes, its value)
+AS_PUBLISHED = (
+    ("moe_num_experts", "n_routed_experts", 6),
+    ("moe_top_k", "num_experts_per_tok", 2),
+    ("moe_layers_enum", "mlp_layer_types", "1,2,3,4"),
+)
+LING = {**HYBRID, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+LISTS = {
+    "expert_swiglu_limit_list": [0, 0, 0.03, 0.02],
+    "share_expert_swiglu_limit_list": [0, 0.02, 0, 0.01],
+}
+
+
+def check_layers(folder: Path, blocks: list[Any]) -> None:
+    """The layers with experts of `moe-ep run` and of the reference, against the model's blocks behind their norms."""
+    with CheckpointReader(folder) as reader, torch.inference_mode():
+        spec = model_spec(reader.config)
+        stack = MoEStack(reader, spec, FusedMoEParallelConfig.make(), dtype=torch.float32)
+        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        stack(torch.randn(9, 64), lambda layer, x, y: seen.append((x, y)))
+        for layer, block, (x, y) in zip(spec.moe_layers, blocks, seen, strict=True):
+            expected = block(x[None])[0].view(y.shape)
+            assert relative_error(y, expected) < tolerance(torch.float32)
+            assert relative_error(verify.reference_moe(reader, spec, layer, x), expected) < tolerance(torch.float32)
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> tuple[Path, Any]:
+    """The folder of a model with eyes, and the model whole."""
+    config = known("Step3p7Config")(text_config=STEP, vision_config=EYES)
+    alone = random_model("Step3p7ForConditionalGeneration", config)
+    alone.save_pretrained(tmp_path)
+    return tmp_path, alone
+
+
+def test_step(step: tuple[Path, Any]) -> None:
+    """Its files have gate and up of all experts apart."""
+    folder, alone = step
+    layers = alone.model.language_model.layers
+    check_layers(folder, [layer.mlp for layer in layers[1:]])
+    parallel = moe_ep.parallelize(folder, dtype=torch.float32)
+    check(parallel, alone)
+    in_slots(parallel, alone)
+    experts = [each.moe_config for each in parallel.modules() if isinstance(each, RoutedExperts)]
+    made = [(each.activation, each.swiglu_limit) for each in experts]
+    swiglustep = MoEActivation.SWIGLUSTEP
+    assert made == [(MoEActivation.SILU, None), (swiglustep, 0.3), (swiglustep, 0.2)]
+
+
+def test_step_that_reads_text_as_published(step: tuple[Path, Any], tmp_path: Path) -> None:
+    """Its configuration is flat, and calls things otherwise; experts of fp8, here without loss."""
+    folder, alone = step
+    blocks = [copy.deepcopy(layer.mlp) for layer in alone.model.language_model.layers[1:]]
+    with CheckpointReader(folder) as reader:
+        text = reader.config["text_config"]
+        expected = model_spec(reader.config)
+        tensors: dict[str, torch.Tensor] = {}
+        for name in reader.names("model."):
+            tensors[name] = reader.read(name)
+            if ".moe." in name and name.endswith("_proj.weight"):
+                tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+                tensors[f"{name}_scale_inv"] = torch.ones(6, 1, 1)
+    for key, name, value in AS_PUBLISHED:
+        text = {other: held for other, held in text.items() if other != name} | {key: value}
+    spec = model_spec(text)
+    assert (spec.moe_layers, spec.top_k, spec.num_experts) == (expected.moe_layers, 2, 6)
+    assert spec.routing == expected.routing and spec.shared_experts == expected.shared_experts
+    assert spec.step_limits == expected.step_limits == (None, None, 0.3, 0.2)
+    plain_too = ["*share_expert*", "*moe.gate", "*self_attn*", "*mlp*"]
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": plain_too}
+    write_checkpoint(tmp_path / "fp8", text | {"quantization_config": fp8}, tensors.items())
+    for block in blocks:
+        for param in (block.experts.gate_up_proj, block.experts.down_proj):
+            param.copy_(param.to(torch.float8_e4m3fn))
+    check_layers(tmp_path / "fp8", blocks)
+
+
+def ling(folder: Path) -> Any:
+    """A model of Ling 3 without limits, saved with them."""
+    alone = make_model("BailingHybrid", **LING)
+    alone.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | LISTS))
+    return alone
+
+
+class Limited(torch.nn.Module):
+    """A block of transformers' Ling with the limits that it leaves out, told once more."""
+
+    def __init__(self, block: Any, limits: tuple[float, float]) -> None:
+        super().__init__()
+        self.block, self.limits = block, [limit or float("inf") for limit in limits]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.view(-1, hidden_states.size(-1))
+        experts, shared = self.block.experts, self.block.shared_experts
+        _, weights, ids = self.block.gate(x[None])
+        output = self.mlp(x, torch.cat([shared.gate_proj.weight, shared.up_proj.weight]), shared.down_proj.weight, 1)
+        for slot in range(ids.size(1)):
+            for row, expert in enumerate(ids[:, slot].tolist()):
+                down = experts.down_proj[expert]
+                output[row] += weights[row, slot] * self.mlp(x[row], experts.gate_up_proj[expert], down, 0)
+        return output.view(hidden_states.shape)
+
+    def mlp(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, which: int) -> torch.Tensor:
+        gate, up = linear(x, gate_up).chunk(2, dim=-1)
+        limit = self.limits[which]
+        return linear(silu(gate).clamp(max=limit) * up.clamp(-limit, limit), down)
+
+
+def test_ling_as_it_was_trained(tmp_path: Path) -> None:
+    """transformers leaves the limits out; the layers of a checkpoint, and a whole model from one, have them."""
+    alone = ling(tmp_path)
+    limits = list(zip(*LISTS.values(), strict=True))
+    with torch.inference_mode():
+        plain = moe_ep.parallelize(copy.deepcopy(alone))  # a model that is there already stays as it is
+        tokens = torch.randint(1, 90, (1, 9))
+        unlimited = alone(tokens).logits
+        assert relative_error(plain(tokens).logits, unlimited) < 2 * tolerance(torch.float32)
+        for index, layer in enumerate(alone.model.layers):
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp = Limited(layer.mlp, limits[index])
+        assert relative_error(alone(tokens).logits, unlimited) > 0.02
+    check_layers(tmp_path, [layer.mlp for layer in alone.model.layers[1:]])
+    check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
+
+
+@pytest.mark.parametrize("wrong", [[0, 4.0], [0, 0, 0, -1], [0, 0, 0, "4"], 4.0, [0, 0, 0, True]])
+def test_limits_that_cannot_be(tmp_path: Path, wrong: object) -> None:
+    ling(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"expert_swiglu_limit_list": wrong}
+    with pytest.raises(CheckpointError, match="expert_swiglu_limit_list: expected null or a number from 0 on for each"):
+        model_spec(config)
+
+
+def test_limits_that_are_not_known_of_a_family() -> None:
+    config = make_model("Qwen3Moe").config.to_dict()
+    for limit in (7.0, [0, 7.0]):
+        with pytest.raises(CheckpointError, match="swiglu_limit: expected none, found .*, and where .* of qwen"):
+            model_spec(config | {"swiglu_limit": limit})
+    for none in (None, 0, [0, None]):
+        model_spec(config | {"swiglu_limit": none})
