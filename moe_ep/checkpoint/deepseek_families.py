@@ -36,6 +36,12 @@ _KIMI_KEYS = {
     "norm_topk_prob": "moe_renormalize",
     "num_experts_per_tok": "num_experts_per_token",
 }
+_LING = replace(
+    _DEEPSEEK_V3,
+    routing=routing.ling_routing,
+    names={"embedding": "model.word_embeddings.weight", "correction_bias_tensor": "gate.expert_bias"},
+)
+_LING_FIXED = {"use_nGPT": False, "scale_router_input": False, "up_proj_norm": False}
 # Of the routed and of the shared experts. transformers leaves them out; vLLM and SGLang do not.
 _LING_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 # Softmax scores without a correction bias, and groups by their two best all the same.
@@ -137,11 +143,15 @@ DEEPSEEK_LIKE = {
         text_config=configs.renamed({}, FIRST_DENSE),
         names={"router": "router.gate", "correction_bias_tensor": "expert_bias"},
     ),
+    # Ling 1 and 2, and Ling 2 with linear attention.
+    "bailing_moe": _LING,
+    "bailing_moe_v2": replace(_LING, text_config=configs.renamed({}, {"score_function": "sigmoid"})),
+    "bailing_moe_linear": _LING,
     "bailing_hybrid": replace(
-        _DEEPSEEK_V3,
+        _LING,
+        routing=_DEEPSEEK_V3.routing,
         shared_experts=rules.stepped(_LING_LIMITS[1], rules.counted_shared_experts),
-        text_config=configs.renamed(_KIMI_KEYS, {"first_k_dense_replace": 2}),
-        names={"embedding": "model.word_embeddings.weight", "correction_bias_tensor": "gate.expert_bias"},
+        text_config=configs.only(_LING_FIXED, configs.renamed(_KIMI_KEYS, {"first_k_dense_replace": 2})),
         fields=rules.steps_at(_LING_LIMITS[0]),
         limits=_LING_LIMITS,
     ),

@@ -107,6 +107,15 @@ def longcat_routing(config: Config) -> RoutingSpec:
     )
 
 
+def ling_routing(config: Config) -> RoutingSpec:
+    """Sigmoid scores with a bias, in groups, from Ling 2 on; a softmax before."""
+    kinds = {
+        "softmax": softmax_routing(renormalize=True),
+        "sigmoid": deepseek_routing("noaux_tc", "sigmoid", renormalize=True),
+    }
+    return one_known("score_function", config.get("score_function") or "softmax", kinds)(config)
+
+
 def phi_routing(config: Config) -> RoutingSpec:
     """Of two experts: transformers chooses as many whatever the config says."""
     if (found := top_k(config)) != 2:

@@ -1,4 +1,5 @@
-"""Models whose gates end at a limit behind silu, which each layer has of its own or not at all: Step and Ling 3."""
+"""Step's models and Ling's. Gates of Step and of Ling 3 end at a limit behind silu, which each layer has of its own or
+not at all; transformers does not have Ling 1 and 2."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
-from moe_ep.errors import CheckpointError
+from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.integrations.routed_experts import RoutedExperts
 from moe_ep.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
@@ -47,6 +48,12 @@ AS_PUBLISHED = (
     ("moe_layers_enum", "mlp_layer_types", "1,2,3,4"),
 )
 LING = {**HYBRID, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+# What transformers calls otherwise.
+SAVED = {
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+    "num_experts_per_tok": "num_experts_per_token",
+}
 LISTS = {
     "expert_swiglu_limit_list": [0, 0, 0.03, 0.02],
     "share_expert_swiglu_limit_list": [0, 0.02, 0, 0.01],
@@ -165,6 +172,39 @@ def test_ling_as_it_was_trained(tmp_path: Path) -> None:
         assert relative_error(alone(tokens).logits, unlimited) > 0.02
     check_layers(tmp_path, [layer.mlp for layer in alone.model.layers[1:]])
     check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
+
+
+@pytest.mark.parametrize("model_type", ["bailing_moe", "bailing_moe_v2", "bailing_moe_linear"])
+def test_second_ling(tmp_path: Path, model_type: str) -> None:
+    """Its layers with experts are those of Ling 3 without limits."""
+    alone = make_model("BailingHybrid", **LING)
+    alone.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {published: config.pop(saved) for published, saved in SAVED.items()}
+    config |= {"model_type": model_type} | ({} if model_type.endswith("v2") else {"score_function": "sigmoid"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_layers(tmp_path, [layer.mlp for layer in alone.model.layers[1:]])
+    with pytest.raises(ConfigError, match=f"no causal language model of model_type '{model_type}'"):
+        moe_ep.parallelize(tmp_path)
+
+
+def test_first_ling(tmp_path: Path) -> None:
+    """Its routers are Qwen's, and it has two shared experts."""
+    alone = make_model("DeepseekV2", norm_topk_prob=False, n_shared_experts=2, n_group=None, topk_method="greedy")
+    alone.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    same = ("hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "num_experts_per_tok", "hidden_act")
+    config = {key: saved[key] for key in (*same, "moe_intermediate_size", "first_k_dense_replace", "dtype")}
+    config |= {"model_type": "bailing_moe", "num_experts": 8, "num_shared_experts": 2, "norm_topk_prob": False}
+    with CheckpointReader(tmp_path) as reader:
+        tensors = {name.replace("embed_tokens", "word_embeddings"): reader.read(name) for name in reader.names()}
+    write_checkpoint(tmp_path / "ling", config, tensors.items())
+    blocks = [layer.mlp for layer in alone.model.layers[1:]]
+    for block in blocks:
+        block.gate.routed_scaling_factor = 1.0
+    check_layers(tmp_path / "ling", blocks)
+    del config["norm_topk_prob"]
+    assert model_spec(config).routing.renormalize
 
 
 @pytest.mark.parametrize("wrong", [[0, 4.0], [0, 0, 0, -1], [0, 0, 0, "4"], 4.0, [0, 0, 0, True]])
