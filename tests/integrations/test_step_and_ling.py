@@ -96,32 +96,37 @@ def test_step(step: tuple[Path, Any]) -> None:
     assert made == [(MoEActivation.SILU, None), (swiglustep, 0.3), (swiglustep, 0.2)]
 
 
-def test_step_that_reads_text_as_published(step: tuple[Path, Any], tmp_path: Path) -> None:
-    """Its configuration is flat, and calls things otherwise; experts of fp8, here without loss."""
+def test_step_as_published(step: tuple[Path, Any], tmp_path: Path) -> None:
+    """Its configuration calls things otherwise; experts of fp8, here without loss; and the model that reads text alone,
+    whose configuration is flat."""
     folder, alone = step
-    blocks = [copy.deepcopy(layer.mlp) for layer in alone.model.language_model.layers[1:]]
+    blocks = [layer.mlp for layer in alone.model.language_model.layers[1:]]
+    for block in blocks:
+        for param in (block.experts.gate_up_proj, block.experts.down_proj):
+            param.copy_(param.to(torch.float8_e4m3fn))
     with CheckpointReader(folder) as reader:
-        text = reader.config["text_config"]
-        expected = model_spec(reader.config)
+        config = reader.config
         tensors: dict[str, torch.Tensor] = {}
-        for name in reader.names("model."):
+        for name in reader.names():
             tensors[name] = reader.read(name)
             if ".moe." in name and name.endswith("_proj.weight"):
                 tensors[name] = tensors[name].to(torch.float8_e4m3fn)
                 tensors[f"{name}_scale_inv"] = torch.ones(6, 1, 1)
+    text = config["text_config"]
     for key, name, value in AS_PUBLISHED:
         text = {other: held for other, held in text.items() if other != name} | {key: value}
-    spec = model_spec(text)
+    spec, expected = model_spec(text), model_spec(config)
     assert (spec.moe_layers, spec.top_k, spec.num_experts) == (expected.moe_layers, 2, 6)
     assert spec.routing == expected.routing and spec.shared_experts == expected.shared_experts
     assert spec.step_limits == expected.step_limits == (None, None, 0.3, 0.2)
-    plain_too = ["*share_expert*", "*moe.gate", "*self_attn*", "*mlp*"]
+    plain_too = ["*share_expert*", "*moe.gate", "*self_attn*", "*mlp*", "*vision*", "*projector*", "lm_head"]
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": plain_too}
-    write_checkpoint(tmp_path / "fp8", text | {"quantization_config": fp8}, tensors.items())
-    for block in blocks:
-        for param in (block.experts.gate_up_proj, block.experts.down_proj):
-            param.copy_(param.to(torch.float8_e4m3fn))
-    check_layers(tmp_path / "fp8", blocks)
+    whole = config | {"text_config": text, "quantization_config": fp8}
+    write_checkpoint(tmp_path / "whole", whole, tensors.items())
+    check(moe_ep.parallelize(tmp_path / "whole", dtype=torch.float32), alone)
+    of_text = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    write_checkpoint(tmp_path / "text", text | {"quantization_config": fp8}, of_text.items())
+    check_layers(tmp_path / "text", blocks)
 
 
 def ling(folder: Path) -> Any:
