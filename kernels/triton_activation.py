@@ -5,11 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ep.activation import SWIGLUOAI_ALPHA
+from moe_ep.activation import SITU_BETA, SITU_LINEAR_BETA, SWIGLUOAI_ALPHA
 
 _ALPHA = tl.constexpr(SWIGLUOAI_ALPHA)
+_BETA = tl.constexpr(SITU_BETA)
+_LINEAR_BETA = tl.constexpr(SITU_LINEAR_BETA)
 # Of NaN and a limit, NaN, as torch has it.
 _KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _soft(x, LIMIT: tl.constexpr):
+    """LIMIT * tanh(x / LIMIT). Example: x 100, LIMIT 4: 4."""
+    return LIMIT * (2.0 * tl.sigmoid(x * (2.0 / LIMIT)) - 1.0)
 
 
 @triton.jit
@@ -24,6 +32,9 @@ def activated(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl
         result = gate * tl.sigmoid(gate * _ALPHA)
     elif ACTIVATION == "swiglustep":
         result = tl.minimum(gate * tl.sigmoid(gate), LIMIT, propagate_nan=_KEEP_NAN)
+    elif ACTIVATION == "situ":
+        result = _soft(gate, _BETA) * tl.sigmoid(gate)
+        up = _soft(up, _LINEAR_BETA)
     elif ACTIVATION == "silu" or ACTIVATION == "silu_no_mul":
         result = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu" or ACTIVATION == "gelu_no_mul":

@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from moe_ep.errors import one_of
 
 SWIGLUOAI_ALPHA = 1.702
+# Where gate and up of situ end softly, as in Kimi-K3 (its activation_situ_beta and activation_situ_linear_beta).
+SITU_BETA = 4.0
+SITU_LINEAR_BETA = 25.0
 # Where gate and up end unless a limit is given, as in vLLM.
 _OWN_LIMIT = 7.0
 
@@ -27,6 +30,7 @@ class MoEActivation(StrEnum):
     GELU_TANH = "gelu_tanh"
     SWIGLUOAI = "swigluoai"
     SWIGLUSTEP = "swiglustep"
+    SITU = "situ"
     SILU_NO_MUL = "silu_no_mul"
     GELU_NO_MUL = "gelu_no_mul"
     RELU2_NO_MUL = "relu2_no_mul"
@@ -55,7 +59,8 @@ def gate_limit(activation: MoEActivation | str, clamp_limit: float | None = None
             have.
 
     Raises:
-        ValueError: an unknown activation, one that is not gated with a limit, or a limit that is no positive number.
+        ValueError: an unknown activation, a limit for one that is not gated or for situ, whose ends are soft, or one
+            that is no positive number.
     """
     activation = MoEActivation.parse(activation)
     if clamp_limit is None:
@@ -67,6 +72,11 @@ def gate_limit(activation: MoEActivation | str, clamp_limit: float | None = None
         raise ValueError(
             f"clamp_limit (swiglu_limit) is {clamp_limit} and {activation} has no gate; leave it out, or choose an "
             f"activation that has one"
+        )
+    if activation is MoEActivation.SITU:
+        raise ValueError(
+            f"clamp_limit (swiglu_limit) is {clamp_limit} and gate and up of situ end softly, at {SITU_BETA} and "
+            f"{SITU_LINEAR_BETA}; leave it out"
         )
     return float(clamp_limit)
 
@@ -117,6 +127,12 @@ def _gated(activation: MoEActivation, gate: torch.Tensor, up: torch.Tensor, limi
         up = up.clamp(min=-limit, max=limit)
     if activation is MoEActivation.SWIGLUSTEP:
         return F.silu(gate).clamp(max=limit) * up
+    if activation is MoEActivation.SITU:
+        soft_gate, soft_up = (
+            SITU_BETA * torch.tanh(gate / SITU_BETA),
+            SITU_LINEAR_BETA * torch.tanh(up / SITU_LINEAR_BETA),
+        )
+        return soft_gate * torch.sigmoid(gate) * soft_up
     if limit is not None:
         gate = gate.clamp(max=limit)
     if activation is MoEActivation.SILU:

@@ -299,9 +299,10 @@ class FusedMoE(LayerParts):
                 f"{tuple(routed.shape)}"
             )
 
-    def check_rows(self, name: str, rows: torch.Tensor) -> None:
-        """Raises ValueError unless the tensor has rows `[T, K]` that the layer takes."""
-        K, dtype = self.moe_config.hidden_dim, self.moe_config.in_dtype
+    def check_rows(self, name: str, rows: torch.Tensor, hidden_size: int | None = None) -> None:
+        """Raises ValueError unless the tensor has rows `[T, K]` that the layer takes, or of the hidden_size that a
+        model around it has."""
+        K, dtype = hidden_size or self.moe_config.hidden_dim, self.moe_config.in_dtype
         if rows.dim() != 2 or rows.size(1) != K or rows.dtype != dtype:
             raise ValueError(
                 f"{name} is {tuple(rows.shape)} of {rows.dtype}; the layer {self.layer_name} takes (T, {K}) of "

@@ -24,6 +24,7 @@ from moe_ep.checkpoint import (
     check_beside_experts,
     check_experts,
     layer_quantization,
+    load_latent,
     load_moe_layer,
     load_norm,
     load_norm_bias,
@@ -35,6 +36,7 @@ from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError, one_of
 from moe_ep.fixed_tensors import FixedTensors
+from moe_ep.latent_experts import LatentProjections
 from moe_ep.layer import FusedMoE
 from moe_ep.methods.online import ONLINE, OnlineConfig
 from moe_ep.passes import one_pass
@@ -103,16 +105,20 @@ class MoEBlock(FixedTensors):
         # Parameters are created on their final device: a shard may not fit into host memory twice.
         with torch.device(device):
             shared_experts = _shared_experts(reader, spec, layer_index, dtype)
+            latent = load_latent(reader, spec, layer_index)
+            self.latent = None if latent is None else LatentProjections(latent, spec.rms_norm_eps, dtype)
+            # Beside experts of another width they read what those do not.
+            self.shared_experts = None if latent is None else shared_experts
             self.moe = FusedMoE(
                 num_experts=spec.num_experts,
-                hidden_size=spec.hidden_size,
+                hidden_size=spec.expert_hidden_size,
                 intermediate_size=spec.moe_intermediate_size,
                 params_dtype=dtype,
                 quant_config=layer_quant_config(quant_config, spec, layer_index),
                 has_bias=spec.has_bias,
                 prefix=spec.moe_prefix(layer_index),
                 **spec.gate(layer_index)._asdict(),
-                shared_experts=shared_experts,
+                shared_experts=shared_experts if latent is None else None,
                 process_group=process_group,
                 parallel_config=parallel_config,
                 max_num_tokens=max_num_tokens,
@@ -152,6 +158,13 @@ class MoEBlock(FixedTensors):
         bias = self.moe.e_score_correction_bias
         return select_experts(hidden_states, logits, e_score_correction_bias=bias, **self._routing)[1]
 
+    def _experts(self, hidden_states: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """From `[T, K]` to `[T, K]`, shared experts included."""
+        if self.latent is None:
+            return self.moe(hidden_states, logits)
+        output = self.latent.leave(self.moe(self.latent.enter(hidden_states), logits))
+        return output if self.shared_experts is None else output + self.shared_experts(hidden_states)
+
     def forward(
         self, x: torch.Tensor, observer: Observer | None = None, router_logits: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -163,7 +176,7 @@ class MoEBlock(FixedTensors):
         hidden_states = self.normalize(x)
         with stage("route"):
             logits = self._logits(hidden_states, router_logits)
-        output = self.moe(hidden_states, logits)
+        output = self._experts(hidden_states, logits)
         if observer is not None:
             observer(self.layer_index, hidden_states, output)
         if self.output_norm_weight is not None:
@@ -248,7 +261,7 @@ class MoEStack(nn.Module):
         layers = self.layers()
         check_tensors(x=x)
         if layers:
-            layers[0].moe.check_rows("x", x)
+            layers[0].moe.check_rows("x", x, layers[0].norm_weight.numel())
         if router_logits is not None and len(router_logits) != len(layers):
             raise ValueError(
                 f"router_logits has those of {len(router_logits)} layers; it must have those of each of the "

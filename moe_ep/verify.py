@@ -17,6 +17,7 @@ from moe_ep.checkpoint import (
     ExpertMatrices,
     MoEModelSpec,
     expert_tensors,
+    load_latent,
     load_router,
     load_shared_experts,
     read_expert,
@@ -61,22 +62,29 @@ def reference_moe(
     """
     x = hidden_states.float()
     weights, ids = _route(reader, spec, layer_index, x, router_logits)
-    output = torch.zeros_like(x)
+    latent = load_latent(reader, spec, layer_index)
+    read = x if latent is None else linear(x, latent.down.to(x))
+    output = torch.zeros_like(read)
     tensors, on_input = expert_tensors(reader, spec, layer_index), spec.routing.apply_router_weight_on_input
     for expert in ids.unique().tolist():
         rows, slots = torch.where(ids == expert)
         if expert >= spec.num_experts:  # identity
-            output.index_add_(0, rows, x[rows] * weights[rows, slots, None])
+            output.index_add_(0, rows, read[rows] * weights[rows, slots, None])
             continue
         matrices = read_expert(reader, tensors, expert)
         if online is not None:
             up = None if matrices.up is None else online(matrices.up)
             matrices = matrices._replace(gate=online(matrices.gate), up=up, down=online(matrices.down))
         factor = weights[rows, slots, None]
-        given = x[rows] * factor if on_input else x[rows]
+        given = read[rows] * factor if on_input else read[rows]
         values = _mlp(spec.gate(layer_index), given, matrices)
         values = values if on_input else values * factor
         output.index_add_(0, rows, values)
+    if latent is not None:
+        if latent.norm is not None:
+            squares = output.square().mean(-1, keepdim=True)
+            output = output / (squares + spec.rms_norm_eps).sqrt() * latent.norm.to(x)
+        output = linear(output, latent.up.to(x))
     shared = load_shared_experts(reader, spec, layer_index)
     if shared is not None and (gate := spec.shared_gate(layer_index)) is not None:
         matrices = ExpertMatrices(shared.gate, shared.up, shared.down, None, None, None)

@@ -136,7 +136,7 @@ def of_model(spec: MoEModelSpec, name: str) -> Geometry:
     Raises:
         ConfigError: there are none.
     """
-    columns = (spec.hidden_size, spec.moe_intermediate_size)
+    columns = (spec.expert_hidden_size, spec.moe_intermediate_size)
     group_size = next((size for size in _GROUP_SIZES if not any(number % size for number in columns)), None)
     if group_size is None:
         raise ConfigError(
@@ -145,7 +145,7 @@ def of_model(spec: MoEModelSpec, name: str) -> Geometry:
         )
     return Geometry(
         name=name,
-        hidden_size=spec.hidden_size,
+        hidden_size=spec.expert_hidden_size,
         intermediate_size=spec.moe_intermediate_size,
         num_experts=spec.num_experts,
         top_k=spec.top_k,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from moe_ep.checkpoint.described import model_spec
 from moe_ep.checkpoint.loader import (
+    LatentWeights,
     RouterWeights,
     SharedExpertsWeights,
     check_beside_experts,
     embed_rows,
+    load_latent,
     load_moe_layer,
     load_norm,
     load_norm_bias,
@@ -23,6 +25,7 @@ from moe_ep.checkpoint.stored import layer_quantization
 __all__ = [
     "CheckpointReader",
     "ExpertMatrices",
+    "LatentWeights",
     "MoEModelSpec",
     "RouterWeights",
     "RoutingSpec",
@@ -34,6 +37,7 @@ __all__ = [
     "embed_rows",
     "expert_tensors",
     "layer_quantization",
+    "load_latent",
     "load_moe_layer",
     "load_norm",
     "load_norm_bias",

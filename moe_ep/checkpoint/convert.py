@@ -136,7 +136,7 @@ def _expert_parts(reader: CheckpointReader, spec: MoEModelSpec) -> _ExpertParts:
 def _group_size(spec: MoEModelSpec, quantize: str) -> int:
     """Input columns that share a scale; -1 for a whole row."""
     try:
-        return ONLINE[quantize].group_size_for(spec.hidden_size, spec.moe_intermediate_size)
+        return ONLINE[quantize].group_size_for(spec.expert_hidden_size, spec.moe_intermediate_size)
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
 

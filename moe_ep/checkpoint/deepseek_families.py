@@ -36,6 +36,16 @@ _KIMI_KEYS = {
     "norm_topk_prob": "moe_renormalize",
     "num_experts_per_tok": "num_experts_per_token",
 }
+_KIMI_LINEAR_KEYS = _KIMI_KEYS | {"scoring_func": "moe_router_activation_func"}
+_KIMI_LINEAR = replace(
+    _DEEPSEEK_V3,
+    moe_module="block_sparse_moe",
+    projections=GATE_W1,
+    shared_experts=rules.several_in_one_mlp("block_sparse_moe.shared_experts", projections=GATE_DOWN_UP),
+    activation=rules.kimi_activation,
+    text_config=configs.renamed(_KIMI_LINEAR_KEYS, FIRST_DENSE),
+    fields=rules.kimi_fields,
+)
 _LING = replace(
     _DEEPSEEK_V3,
     routing=routing.ling_routing,
@@ -115,12 +125,11 @@ DEEPSEEK_LIKE = {
     ),
     "kimi_k2": _DEEPSEEK_V3,
     "kimi_k25": replace(_DEEPSEEK_V3, text_config=configs.text_part, names=WHOLE_LANGUAGE_MODEL),
-    "kimi_linear": replace(
-        _DEEPSEEK_V3,
-        moe_module="block_sparse_moe",
-        projections=GATE_W1,
-        shared_experts=rules.several_in_one_mlp("block_sparse_moe.shared_experts", projections=GATE_DOWN_UP),
-        text_config=configs.renamed(_KIMI_KEYS | {"scoring_func": "moe_router_activation_func"}, FIRST_DENSE),
+    "kimi_linear": _KIMI_LINEAR,
+    "kimi_k3": replace(
+        _KIMI_LINEAR,
+        text_config=configs.renamed(_KIMI_LINEAR_KEYS, FIRST_DENSE, part=configs.text_part),
+        names=WHOLE_LANGUAGE_MODEL,
     ),
     "mistral3": replace(
         _MISTRAL,

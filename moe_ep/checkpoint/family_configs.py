@@ -92,10 +92,7 @@ def cohere_config(config: Config) -> Config:
 
 
 def nemotron_config(config: Config) -> Config:
-    """With names that others have; its layers are a list of kinds, or a string with E for those of experts.
-
-    Where experts are of another width than the model, that is what they read and write.
-    """
+    """With names that others have; its layers are a list of kinds, or a string with E for those of experts."""
     if config.get("mlp_bias"):
         raise CheckpointError(
             f"config.json: mlp_bias: expected none, found {config['mlp_bias']!r}; shared experts with biases do not "
@@ -106,9 +103,7 @@ def nemotron_config(config: Config) -> Config:
         raise CheckpointError(
             f"config.json: layers_block_type or hybrid_override_pattern: expected the kinds of layers, found {kinds!r}"
         )
-    has_latent = config.get("moe_latent_size") is not None
     return config | {
-        "hidden_size": positive(config, "moe_latent_size" if has_latent else "hidden_size"),
         "num_hidden_layers": len(kinds),
         "mlp_layer_types": ["sparse" if kind in ("moe", "E") else "dense" for kind in kinds],
         "rms_norm_eps": config.get("layer_norm_epsilon") or config.get("norm_eps"),

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from moe_ep.activation import SWIGLUOAI_ALPHA, MoEActivation
+from moe_ep.activation import SITU_BETA, SITU_LINEAR_BETA, SWIGLUOAI_ALPHA, MoEActivation
 from moe_ep.checkpoint.config_values import Config, number, one_known, positive, required, whole
 from moe_ep.checkpoint.family_routing import cohere_factor
-from moe_ep.checkpoint.spec import SharedExpertsSpec
+from moe_ep.checkpoint.spec import Latent, SharedExpertsSpec
 from moe_ep.errors import CheckpointError
 
 # Of families whose routers, or what is before them or the experts, only transformers computes.
@@ -29,6 +29,16 @@ _ACTIVATIONS = {
 
 def named_activation(config: Config) -> MoEActivation:
     return one_known("hidden_act", required(config, "hidden_act"), _ACTIVATIONS)
+
+
+def kimi_activation(config: Config) -> MoEActivation:
+    """Kimi-K3: the ends of gate and up stand in its config."""
+    if required(config, "hidden_act") != MoEActivation.SITU:
+        return named_activation(config)
+    for key, value in {"activation_situ_beta": SITU_BETA, "activation_situ_linear_beta": SITU_LINEAR_BETA}.items():
+        if (found := config.get(key)) != value:
+            raise CheckpointError(f"config.json: {key}: expected {value}, found {found!r}")
+    return MoEActivation.SITU
 
 
 def swigluoai(config: Config) -> MoEActivation:
@@ -166,8 +176,19 @@ def steps_at(key: str) -> Callable[[Config], dict[str, Any]]:
 
 
 def nemotron_fields(config: Config) -> dict[str, Any]:
-    """Experts of another width are between two matrices that only transformers computes."""
-    return EXPERTS_ALONE if config.get("moe_latent_size") is not None else {}
+    """Nemotron 3 Super and Ultra have experts of another width."""
+    if config.get("moe_latent_size") is None:
+        return {}
+    return {"latent": Latent(positive(config, "moe_latent_size"), "fc1_latent_proj", "fc2_latent_proj")}
+
+
+def kimi_fields(config: Config) -> dict[str, Any]:
+    """Kimi-K3 has experts of another width."""
+    if config.get("routed_expert_hidden_size") is None:
+        return {}
+    size, norm = positive(config, "routed_expert_hidden_size"), config.get("latent_moe_use_norm")
+    names = ("routed_expert_down_proj", "routed_expert_up_proj", "routed_expert_norm" if norm else None)
+    return {"latent": Latent(size, *names)}
 
 
 def cohere_fields(config: Config) -> dict[str, Any]:

@@ -44,6 +44,14 @@ class SharedExpertsWeights(NamedTuple):
     expert_gate: torch.Tensor | None
 
 
+class LatentWeights(NamedTuple):
+    """What is before and behind experts of another width: down `[L, K]`, up `[K, L]`, and the norm's `[L]` or None."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    norm: torch.Tensor | None
+
+
 def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, layer: Any) -> None:
     """Loads this rank's experts of one layer into a `FusedMoE`, and finishes it for use.
 
@@ -135,6 +143,29 @@ def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_inde
     return SharedExpertsWeights(gate, up, read["down"] * shared.factor, expert_gate)
 
 
+def load_latent(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> LatentWeights | None:
+    """What is before and behind the routed experts of one layer; None where they are as wide as the model.
+
+    Raises:
+        CheckpointError: a tensor that is missing or has another shape.
+    """
+    linears, norm = _latent_linears(spec, layer_index), spec.latent_norm_weight(layer_index)
+    if spec.latent is None:
+        return None
+    down, up = (read_linear(reader, *linears[role]).to(spec.dtype) for role in ("down", "up"))
+    return LatentWeights(down, up, None if norm is None else _read_plain(reader, norm, (spec.latent.size,)))
+
+
+def _latent_linears(spec: MoEModelSpec, layer_index: int) -> dict[str, tuple[str, tuple[int, int]]]:
+    if spec.latent is None:
+        return {}
+    prefix, K, size = spec.moe_prefix(layer_index), spec.hidden_size, spec.latent.size
+    return {
+        "down": (f"{prefix}.{spec.latent.down}", (size, K)),
+        "up": (f"{prefix}.{spec.latent.up}", (K, size)),
+    }
+
+
 def check_beside_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
     """Finds what `load_router`, `load_norm` and the others read of all layers in the files' headers; no data is read.
 
@@ -149,6 +180,7 @@ def check_beside_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
             gates[f"{spec.shared_experts_prefix(layer)}_gate.weight"] = (1, K)
         vectors: dict[str | None, int] = dict.fromkeys((spec.norm_weight(layer), spec.norm_bias(layer)), K)
         vectors |= {spec.output_norm_weight(layer): K, spec.router_bias(layer): E}
+        vectors[spec.latent_norm_weight(layer)] = spec.expert_hidden_size
         if (correction := spec.correction_bias(layer)) and (correction in reader or not spec.correction_bias_may_miss):
             vectors[correction] = E
         plain: dict[str, tuple[int, ...]] = {name: (size,) for name, size in vectors.items() if name is not None}
@@ -156,7 +188,8 @@ def check_beside_experts(reader: CheckpointReader, spec: MoEModelSpec) -> None:
         for name, shape in plain.items():
             check_tensor(reader.info(name), TensorLayout(FLOATS, shape))
         linears = {name.removesuffix(".weight"): size for name, size in gates.items() if name not in plain}
-        for module, size in {**linears, **dict(_shared_linears(spec, layer).values())}.items():
+        modules = (*_shared_linears(spec, layer).values(), *_latent_linears(spec, layer).values())
+        for module, size in {**linears, **dict(modules)}.items():
             find_module(reader, module, size, beside=spec.correction_bias(layer))
 
 

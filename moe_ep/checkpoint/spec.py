@@ -37,6 +37,21 @@ class Gate(NamedTuple):
     swiglu_limit: float | None
 
 
+class Latent(NamedTuple):
+    """Routed experts of another width than the model: they read `down @ x`, and `up @ norm(their sum)` goes on.
+
+    Attributes:
+        size: their width.
+        down, up: names of these matrices inside the MoE block, `[size, K]` and `[K, size]`.
+        norm: that of the RMS norm, or None without one.
+    """
+
+    size: int
+    down: str
+    up: str
+    norm: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoutingSpec:
     """The routing arguments of `FusedMoE` and `select_experts`, by the same names.
@@ -106,6 +121,7 @@ class MoEModelSpec:
         correction_bias_tensor: the `e_score_correction_bias` inside the MoE block.
         correction_bias_may_miss: whether files may lack it, which means zeros.
         has_bias: whether experts have biases; missing ones are zeros.
+        latent: where the routed experts are of another width than the model; the router and shared experts are not.
         fused: what the tensors of all experts in one are called inside the MoE block; without up where gate's holds
             both.
         interleaved: whether fused experts hold gate and up rows in turns.
@@ -143,6 +159,7 @@ class MoEModelSpec:
     correction_bias_tensor: str = "gate.e_score_correction_bias"
     correction_bias_may_miss: bool = False
     has_bias: bool = False
+    latent: Latent | None = None
     fused: Projections = _FUSED
     interleaved: bool = False
     swiglu_limit: float | None = None
@@ -157,6 +174,11 @@ class MoEModelSpec:
     def num_router_columns(self) -> int:
         """Columns of the router's logits: routed experts, then identity experts."""
         return self.num_experts + self.routing.zero_expert_num
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """K of the routed experts."""
+        return self.hidden_size if self.latent is None else self.latent.size
 
     @property
     def router_layers(self) -> tuple[int, ...]:
@@ -217,6 +239,12 @@ class MoEModelSpec:
         if step_limit is not None:
             return Gate(MoEActivation.SWIGLUSTEP, step_limit)
         return Gate(self.activation, limits.swiglu_limit)
+
+    def latent_norm_weight(self, layer: int) -> str | None:
+        """Name of the weight of the norm of the sum of experts of another width, `[latent.size]`, or None without."""
+        if self.latent is None or self.latent.norm is None:
+            return None
+        return f"{self.moe_prefix(layer)}.{self.latent.norm}.weight"
 
     def shared_projections(self) -> Projections:
         """Names of gate, down and up of the shared experts."""

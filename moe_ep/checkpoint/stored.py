@@ -165,7 +165,7 @@ class ExpertTensors:
         self._prefix = spec.expert_prefix(layer_index)
         self._layouts = {
             role: linear_layouts(
-                quantization, role, projection_size(role, spec.hidden_size, spec.moe_intermediate_size)
+                quantization, role, projection_size(role, spec.expert_hidden_size, spec.moe_intermediate_size)
             )
             for role in spec.projections.by_role()
         }

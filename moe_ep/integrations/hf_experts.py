@@ -236,6 +236,8 @@ def _activation_of_own_gate(name: str, module: Any) -> tuple[MoEActivation, floa
     computed = module._apply_gate(example[None])[0]
     known = [activation for activation in MoEActivation if activation.is_gated]
     for activation, limit in itertools.product(known, [None, *limits]):
+        if activation is MoEActivation.SITU and limit is not None:
+            continue
         expected = apply_activation(activation, torch.cat([gate, up]), clamp_limit=limit)
         if computed.shape == expected.shape and torch.allclose(computed, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
             return activation, limit

@@ -29,12 +29,17 @@ def swiglustep(gate, up, limit=7.0):
     return min(silu(gate), limit) * max(-limit, min(up, limit))
 
 
+def situ(gate, up):
+    return 4 * math.tanh(gate / 4) / (1 + math.exp(-gate)) * 25 * math.tanh(up / 25)
+
+
 GATED = {
     "silu": lambda g, u: silu(g) * u,
     "gelu": lambda g, u: gelu(g) * u,
     "gelu_tanh": lambda g, u: gelu_tanh(g) * u,
     "swigluoai": swigluoai,
     "swiglustep": swiglustep,
+    "situ": situ,
 }
 UNGATED = {"silu_no_mul": silu, "gelu_no_mul": gelu, "relu2_no_mul": lambda x: max(x, 0.0) ** 2}
 
@@ -67,7 +72,7 @@ def test_writes_in_place_and_rounds_once():
     assert torch.equal(output, apply_activation("silu", x.float()).bfloat16())
 
 
-@pytest.mark.parametrize("name", [name for name in GATED if name != "swiglustep"])
+@pytest.mark.parametrize("name", [name for name in GATED if name not in ("swiglustep", "situ")])
 def test_gate_and_up_end_at_a_limit(name):
     x = torch.randn(3, 10) * 6
     got = apply_activation(name, x, clamp_limit=2.5)
@@ -101,6 +106,8 @@ def test_refuses_limits_that_cannot_be(limit):
 def test_refuses():
     with pytest.raises(ValueError, match="clamp_limit .* is 7.0 and gelu_no_mul has no gate; leave it out"):
         apply_activation("gelu_no_mul", torch.zeros(1, 2), clamp_limit=7.0)
+    with pytest.raises(ValueError, match="clamp_limit .* is 7.0 and gate and up of situ end softly, .* leave it out"):
+        apply_activation("situ", torch.zeros(1, 2), clamp_limit=7.0)
     with pytest.raises(ValueError, match="activation is 'swish'; it must be one of silu"):
         apply_activation("swish", torch.zeros(1, 2))
     with pytest.raises(ValueError, match="3 columns"):

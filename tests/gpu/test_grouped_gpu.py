@@ -25,7 +25,7 @@ def usable() -> None:
 
 @pytest.mark.parametrize(
     ("activation", "limit"),
-    [("silu", None), ("silu", 0.05), ("swigluoai", None), ("swiglustep", 0.05), ("gelu_no_mul", None)],
+    [("silu", None), ("silu", 0.05), ("swigluoai", None), ("swiglustep", 0.05), ("situ", None), ("gelu_no_mul", None)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -17,13 +17,11 @@ import transformers
 import moe_ep
 from moe_ep.checkpoint import CheckpointReader, load_router, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
-from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.integrations.generation import Generation
 from moe_ep.integrations.hf_experts import find_experts
 from moe_ep.integrations.prompt_queue import Request
 from moe_ep.methods import relative_error, tolerance
-from moe_ep.stack import MoEStack
 from tests.integrations.hf_models import GROUPED, MLA, SIZES, make_model
 from tests.integrations.ungrouped_models import UNGROUPED
 from tests.of_transformers import random_model
@@ -140,18 +138,6 @@ def test_a_correction_bias_that_files_may_lack(tmp_path: Path) -> None:
     with CheckpointReader(tmp_path) as reader:
         assert torch.equal(load_router(reader, model_spec(reader.config), 1).correction_bias, router.correction_bias)
     check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
-
-
-def test_experts_of_another_width_than_the_model(tmp_path: Path) -> None:
-    """Nemotron 3 Super and Ultra: what reads and writes the experts' width is transformers'."""
-    alone = make_model("NemotronH", moe_latent_size=32)
-    alone.save_pretrained(tmp_path)
-    parallel = moe_ep.parallelize(tmp_path, dtype=torch.float32)
-    check(parallel, alone)
-    in_slots(parallel, alone)
-    message = "the routers of nemotron_h models, or what is before them or the experts, have a form that moe_ep does"
-    with CheckpointReader(tmp_path) as reader, pytest.raises(ConfigError, match=message):
-        MoEStack(reader, model_spec(reader.config), FusedMoEParallelConfig.make(), dtype=torch.float32)
 
 
 # What models with a past that slots do not hold keep it in.

@@ -15,16 +15,14 @@ from torch.nn.functional import linear, silu
 pytest.importorskip("transformers")
 
 import moe_ep
-from moe_ep import verify
 from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
-from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.integrations.routed_experts import RoutedExperts
 from moe_ep.methods import relative_error, tolerance
-from moe_ep.stack import MoEStack
 from tests.integrations.hf_models import SIZES, make_model
+from tests.integrations.moe_layers import check_layers
 from tests.integrations.test_families import HYBRID, check, in_slots
 from tests.of_transformers import known, random_model
 
@@ -58,19 +56,6 @@ LISTS = {
     "expert_swiglu_limit_list": [0, 0, 0.03, 0.02],
     "share_expert_swiglu_limit_list": [0, 0.02, 0, 0.01],
 }
-
-
-def check_layers(folder: Path, blocks: list[Any]) -> None:
-    """The layers with experts of `moe-ep run` and of the reference, against the model's blocks behind their norms."""
-    with CheckpointReader(folder) as reader, torch.inference_mode():
-        spec = model_spec(reader.config)
-        stack = MoEStack(reader, spec, FusedMoEParallelConfig.make(), dtype=torch.float32)
-        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        stack(torch.randn(9, 64), lambda layer, x, y: seen.append((x, y)))
-        for layer, block, (x, y) in zip(spec.moe_layers, blocks, seen, strict=True):
-            expected = block(x[None])[0].view(y.shape)
-            assert relative_error(y, expected) < tolerance(torch.float32)
-            assert relative_error(verify.reference_moe(reader, spec, layer, x), expected) < tolerance(torch.float32)
 
 
 @pytest.fixture

@@ -65,6 +65,7 @@ def _entries() -> set[Path]:
 HOPPER = [
     *((case, few_rows, False) for case in EXPERTS for few_rows in (True, False)),
     *((case, False, True) for case in (EXPERTS[0], EXPERTS[-1])),
+    ((*EXPERTS[-1][:-1], MoEActivation.SITU), False, False),
 ]
 
 

@@ -170,7 +170,7 @@ def test_a_layer_takes_it_from_its_argument_or_the_environment(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", [SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUSTEP])
+@pytest.mark.parametrize("activation", [SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUSTEP, MoEActivation.SITU])
 def test_kernels_compile_without_spills(dtype: torch.dtype, activation: MoEActivation) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
     for source in e4m3.kernel_sources(dtype, activation).values():

@@ -8,11 +8,12 @@
 #define GELU_TANH 2
 #define SWIGLUOAI 3
 #define SWIGLUSTEP 4
-#define SILU_NO_MUL 5
-#define GELU_NO_MUL 6
-#define RELU2_NO_MUL 7
+#define SITU 5
+#define SILU_NO_MUL 6
+#define GELU_NO_MUL 7
+#define RELU2_NO_MUL 8
 
-constexpr bool kGated = ACTIVATION <= SWIGLUSTEP;
+constexpr bool kGated = ACTIVATION <= SITU;
 
 // Exponentials below 2^-126 vanish beside 1 either way, which saves three instructions.
 DEVICE float sigmoid(float x) {
@@ -20,6 +21,8 @@ DEVICE float sigmoid(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.44269504f * x));
   return __fdividef(1.0f, 1.0f + power);
 }
+// limit * tanh(x / limit)
+DEVICE float soft(float x, float limit) { return limit * (2.0f * sigmoid(x * (2.0f / limit)) - 1.0f); }
 DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
 
 // `up` is not looked at where the activation is not gated.
@@ -36,6 +39,7 @@ DEVICE float activate(float gate, float up) {
     return gate * sigmoid(2.0f * inner) * up;
   }
   if constexpr (ACTIVATION == SWIGLUOAI) return (up + 1.0f) * gate * sigmoid(1.702f * gate);
+  if constexpr (ACTIVATION == SITU) return soft(gate, 4.0f) * sigmoid(gate) * soft(up, 25.0f);
   if constexpr (ACTIVATION == SILU_NO_MUL) return gate * sigmoid(gate);
   if constexpr (ACTIVATION == GELU_NO_MUL) return gelu(gate);
   float positive = fmaxf(gate, 0.0f);
