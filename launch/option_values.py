@@ -13,7 +13,9 @@ from moe_ep.launch.options import OptionError, whole
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 # For help, which does not wait for torch: the names of moe_ep.bench.geometries.PRESETS.
-GEOMETRY_NAMES = "deepseek-v3, deepseek-v4-flash, kimi-k2, qwen3-235b, qwen3-30b, mixtral-8x7b, gpt-oss-120b, small"
+GEOMETRY_NAMES = (
+    "deepseek-v3, deepseek-v4-flash, kimi-k2, kimi-k3, qwen3-235b, qwen3-30b, mixtral-8x7b, gpt-oss-120b, small"
+)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 BACKEND_NAMES = ", ".join(["auto", *ALL2ALL_BACKENDS])
 

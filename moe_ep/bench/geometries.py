@@ -49,7 +49,7 @@ class Geometry:
     """One MoE layer of a model, and how many there are.
 
     Attributes:
-        hidden_size: K.
+        hidden_size: K of the experts.
         intermediate_size: N of one expert.
         num_layers: MoE layers of the model.
         weights: the experts' number format that the benchmarks use.
@@ -106,6 +106,12 @@ PRESETS: dict[str, Geometry] = {
         Geometry(
             name="kimi-k2", hidden_size=7168, intermediate_size=2048, num_experts=384, top_k=8, num_layers=60,
             routing=RoutingSpec(routed_scaling_factor=2.827, **_DEEPSEEK_ROUTING),  # type: ignore[arg-type]
+        ),
+        # Of the rows that its experts read, half as wide as the model.
+        Geometry(
+            name="kimi-k3", hidden_size=3584, intermediate_size=3072, num_experts=896, top_k=16, num_layers=92,
+            routing=RoutingSpec(**_DEEPSEEK_ROUTING),  # type: ignore[arg-type]
+            weights=MXFP4, activation=MoEActivation.SITU,
         ),
         Geometry(
             name="qwen3-235b", hidden_size=4096, intermediate_size=1536, num_experts=128, top_k=8, num_layers=94

@@ -35,7 +35,16 @@ def kimi_activation(config: Config) -> MoEActivation:
     """Kimi-K3: the ends of gate and up stand in its config."""
     if required(config, "hidden_act") != MoEActivation.SITU:
         return named_activation(config)
-    for key, value in {"activation_situ_beta": SITU_BETA, "activation_situ_linear_beta": SITU_LINEAR_BETA}.items():
+    return _situ(config, "activation_situ_beta", "activation_situ_linear_beta")
+
+
+def inkling2_activation(config: Config) -> MoEActivation:
+    """Its hidden_act says silu, and the ends of gate and up stand beside it."""
+    return _situ(config, "mlp_gate_softcap", "mlp_up_softcap")
+
+
+def _situ(config: Config, gate: str, up: str) -> MoEActivation:
+    for key, value in {gate: SITU_BETA, up: SITU_LINEAR_BETA}.items():
         if (found := config.get(key)) != value:
             raise CheckpointError(f"config.json: {key}: expected {value}, found {found!r}")
     return MoEActivation.SITU

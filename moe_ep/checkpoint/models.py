@@ -74,6 +74,20 @@ _GRANITE = replace(
     shared_experts=rules.one_mlp("shared_mlp", "shared_intermediate_size", fused=("input_linear", "output_linear")),
     names={"router": "router.layer", "fused": Projections("input_linear.weight", "output_linear.weight")},
 )
+_INKLING2_SILENT = {"hidden_act": "silu", "route_scale": 8.0, "mlp_gate_softcap": 4.0, "mlp_up_softcap": 25.0}
+_INKLING2 = Family(
+    routing=routing.biased_sigmoid_times("route_scale"),
+    activation=rules.inkling2_activation,
+    text_config=configs.renamed({}, _INKLING2_SILENT),
+    names={
+        "layers_module": "model.llm.layers",
+        "embedding": "model.llm.embed.weight",
+        "norm": "mlp_norm",
+        "correction_bias_tensor": "gate.bias",
+        "fused": Projections("experts.w13_weight", "experts.w2_weight"),
+        "interleaved": True,
+    },
+)
 _STEP_LIMITS = ("swiglu_limits", "swiglu_limits_shared")  # of the routed and of the shared experts
 _STEP = Family(
     moe_module="moe",
@@ -205,6 +219,8 @@ FAMILIES = {
             "interleaved": True,
         },
     ),
+    "inkling2_text": _INKLING2,
+    "inkling2": replace(_INKLING2, text_config=configs.renamed({}, _INKLING2_SILENT, part=configs.text_part)),
     "gemma4_text": _GEMMA4,
     "gemma4": replace(
         _GEMMA4,

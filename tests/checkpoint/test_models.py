@@ -161,8 +161,9 @@ SEEING |= {"mistral3", "mistral_large4", "mistral_large4_text", "dots3_note", "g
 EXPERTS_ALONE = {"gemma4_text", "inkling_text", "kolibri1", "zaya", "axk2"}
 # Whose shared experts transformers saves under other names; in tests/integrations/test_limited_gates.py.
 RENAMED = {"hy_v4"}
-# In tests/integrations/test_step_and_ling.py and test_latent_experts.py.
+# In tests/integrations: test_step_and_ling.py, test_latent_experts.py, test_inkling2.py.
 NEWER = {"step3p5", "step3p7", "bailing_moe", "bailing_moe_v2", "bailing_moe_linear", "kimi_k3"}
+NEWER |= {"inkling2_text", "inkling2"}
 
 
 def test_every_family_is_tested() -> None:

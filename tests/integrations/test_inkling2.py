@@ -1,0 +1,59 @@
+"""Inkling 2, whose gate and up end softly: the language model alone, and whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import moe_ep
+from moe_ep.checkpoint import model_spec
+from moe_ep.errors import CheckpointError
+from tests.integrations.hf_models import SIZES
+from tests.integrations.moe_layers import check_layers
+from tests.integrations.test_families import check
+from tests.of_transformers import known, random_model
+
+TEXT = {
+    **{key: value for key, value in SIZES.items() if key != "intermediate_size"},
+    "n_routed_experts": 6,
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 32,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "sliding_window_size": 8,
+    "d_rel": 8,
+    "rel_extent": 16,
+    "n_layers_per_attn_res_block": 1,
+    "route_scale": 2.0,
+}
+EYES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 4}
+
+
+def check_saved(folder: Path, alone: Any, layers: Any) -> None:
+    alone.save_pretrained(folder)
+    check(moe_ep.parallelize(folder, dtype=torch.float32), alone)
+    check_layers(folder, [layer.mlp for layer in layers])
+
+
+def test_the_language_model(tmp_path: Path) -> None:
+    alone = random_model("Inkling2ForCausalLM", known("Inkling2TextConfig")(**TEXT))
+    check_saved(tmp_path, alone, alone.model.layers)
+
+
+def test_whole(tmp_path: Path) -> None:
+    eyes = {**EYES, "text_hidden_size": TEXT["hidden_size"]}
+    alone = random_model(
+        "Inkling2ForConditionalGeneration", known("Inkling2Config")(text_config=TEXT, vision_config=eyes)
+    )
+    check_saved(tmp_path, alone, alone.model.language_model.layers)
+
+
+def test_other_ends_are_refused() -> None:
+    config = known("Inkling2TextConfig")(**TEXT, dtype="float32").to_dict()
+    with pytest.raises(CheckpointError, match="mlp_up_softcap: expected 25.0, found 30.0"):
+        model_spec(config | {"mlp_up_softcap": 30.0})
