@@ -30,6 +30,18 @@ _DEEPSEEK_V2 = Family(
     shared_experts=rules.counted_shared_experts,
     text_config=configs.only({"norm_topk_prob": False}),
 )
+_MIMO = replace(_DEEPSEEK_V3, text_config=configs.mimo_config)
+_V4_FIXED = {"norm_topk_prob": True, "n_shared_experts": 1}
+_DEEPSEEK_V4 = Family(
+    moe_module="ffn",
+    projections=GATE_W1,
+    routing=routing.deepseek_routing("noaux_tc", "sqrtsoftplus", renormalize=True),
+    shared_experts=rules.limited(rules.several_in_one_mlp("ffn.shared_experts")),
+    text_config=configs.only(_V4_FIXED, configs.deepseek_v4_config),
+    names={"norm": "ffn_norm", "correction_bias_tensor": "gate.bias"},
+    fields=rules.deepseek_v4_fields,
+    limits=("swiglu_limit",),
+)
 # What Kimi Linear and Ling call otherwise.
 _KIMI_KEYS = {
     "n_group": "num_expert_group",
@@ -86,7 +98,8 @@ DEEPSEEK_LIKE = {
         text_config=configs.renamed({}, FIRST_DENSE),
         names={"correction_bias_tensor": "e_score_correction_bias"},
     ),
-    "mimo_v2_flash": replace(_DEEPSEEK_V3, text_config=configs.mimo_config),
+    "mimo_v2_flash": _MIMO,
+    "mimo_v2": _MIMO,
     "solar_open": _DEEPSEEK_V3,
     "glm4_moe": _DEEPSEEK_V3,
     "glm4v_moe": replace(_DEEPSEEK_V3, text_config=configs.text_part, names=LANGUAGE_PART),
@@ -113,15 +126,10 @@ DEEPSEEK_LIKE = {
     "unlimited_ocr": _OCR,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V3,
-    "deepseek_v4": Family(
-        moe_module="ffn",
-        projections=GATE_W1,
-        routing=routing.deepseek_routing("noaux_tc", "sqrtsoftplus", renormalize=True),
-        shared_experts=rules.limited(rules.several_in_one_mlp("ffn.shared_experts")),
-        text_config=configs.only({"norm_topk_prob": True, "n_shared_experts": 1}, configs.deepseek_v4_config),
-        names={"norm": "ffn_norm", "correction_bias_tensor": "gate.bias"},
-        fields=rules.deepseek_v4_fields,
-        limits=("swiglu_limit",),
+    "deepseek_v4": _DEEPSEEK_V4,
+    # Of images another bias chooses the experts.
+    "deepseek_v41": replace(
+        _DEEPSEEK_V4, text_config=configs.only(_V4_FIXED | {"gate_temp": 1.0}, configs.deepseek_v41_config)
     ),
     "kimi_k2": _DEEPSEEK_V3,
     "kimi_k25": replace(_DEEPSEEK_V3, text_config=configs.text_part, names=WHOLE_LANGUAGE_MODEL),

@@ -168,3 +168,8 @@ def deepseek_v4_config(config: Config) -> Config:
             f"config.json: mlp_layer_types: expected hash_moe or moe for each of {len(layers)} layers, found {kinds!r}"
         )
     return {"swiglu_limit": 10.0} | config | {"mlp_layer_types": None, "table_layers": table_layers}
+
+
+def deepseek_v41_config(config: Config) -> Config:
+    """Without such layers."""
+    return deepseek_v4_config(text_part(config) | {"num_hash_layers": 0})

@@ -157,6 +157,10 @@ SEEING |= {"llama4_text", "minimax_m3_vl_text", "aria", "deepseek_ocr2", "unlimi
 SEEING |= {"mistral3", "mistral_large4", "mistral_large4_text", "dots3_note", "glm5_next"}
 
 
+# In tests/integrations: test_limited_gates.py, test_families.py.
+SEEING |= {"deepseek_v41", "mimo_v2"}
+
+
 # Whose routers moe_ep does not compute; in tests/integrations/test_families.py.
 EXPERTS_ALONE = {"gemma4_text", "inkling_text", "kolibri1", "zaya", "axk2"}
 # Whose shared experts transformers saves under other names; in tests/integrations/test_limited_gates.py.

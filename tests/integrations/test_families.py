@@ -22,7 +22,9 @@ from moe_ep.integrations.generation import Generation
 from moe_ep.integrations.hf_experts import find_experts
 from moe_ep.integrations.prompt_queue import Request
 from moe_ep.methods import relative_error, tolerance
+from tests.checkpoint.format_encoders import e2m1
 from tests.integrations.hf_models import GROUPED, MLA, SIZES, make_model
+from tests.integrations.moe_layers import check_layers
 from tests.integrations.ungrouped_models import UNGROUPED
 from tests.of_transformers import random_model
 
@@ -138,6 +140,28 @@ def test_a_correction_bias_that_files_may_lack(tmp_path: Path) -> None:
     with CheckpointReader(tmp_path) as reader:
         assert torch.equal(load_router(reader, model_spec(reader.config), 1).correction_bias, router.correction_bias)
     check(moe_ep.parallelize(tmp_path, dtype=torch.float32), alone)
+
+
+def test_layers_of_mimo_as_published(tmp_path: Path) -> None:
+    """MiMo-V2.5, which transformers 5.23 does not have: MiMo-V2-Flash with experts of mxfp4 among weights of fp8."""
+    alone = make_model("MiMoV2Flash", **OTHERS["MiMoV2Flash"])
+    numbers = torch.tensor([e2m1(code) for code in range(16)])
+    generator = torch.Generator().manual_seed(3)
+    for name, param in alone.named_parameters():
+        if ".experts." in name:
+            param.copy_(numbers[torch.randint(0, 16, param.shape, generator=generator)] / 8)
+    alone.save_pretrained(tmp_path)
+    with CheckpointReader(tmp_path) as reader:
+        tensors = {name: reader.read(name) for name in reader.names()}
+        for name in [name for name in tensors if ".experts." in name]:
+            codes = (tensors[name][..., None] - numbers / 8).abs().argmin(dim=-1)
+            tensors[name] = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+            tensors[f"{name}_scale"] = torch.full((len(codes), codes.size(1) // 32), 124, dtype=torch.uint8)
+        fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+        fp8 |= {"store_dtype": "mxfp4", "mxfp4_block_size": 32}
+        settings = {"model_type": "mimo_v2", "quantization_config": fp8}
+        write_checkpoint(tmp_path / "published", reader.config | settings, tensors.items())
+    check_layers(tmp_path / "published", [layer.mlp for layer in alone.model.layers[1:]])
 
 
 # What models with a past that slots do not hold keep it in.

@@ -1,5 +1,5 @@
-"""Models whose gates end at a limit: GLM-5's next one, and DeepSeek-V4 as its authors publish it, with their names and
-settings, experts of fp4, and the rest of fp8."""
+"""Models whose gates end at a limit: GLM-5's next one, and DeepSeek-V4 and V4.1 as their authors publish them, with
+their names and settings, experts of fp4, and the rest of fp8."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from moe_ep.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
 from tests.checkpoint.format_encoders import e2m1
 from tests.integrations.hf_models import GROUPED, MLA, SIZES, make_model
+from tests.integrations.moe_layers import check_layers
 from tests.integrations.test_families import INDEXER, V4, check
 from tests.integrations.test_models_that_see import VISION
 from tests.of_transformers import known, random_model
@@ -34,9 +35,10 @@ NUMBERS = torch.tensor([e2m1(code) for code in range(16)]) * 2.0 ** (EXPONENT - 
 OF_FP8 = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
 
 
-def make_whole() -> Any:
+def make_whole(**changes: Any) -> Any:
     """A model whose weights the formats of its files hold without loss."""
-    model = make_model("DeepseekV4", **V4 | {"compress_rates": None, "n_routed_experts": 6, "swiglu_limit": 0.5})
+    sizes = V4 | {"compress_rates": None, "n_routed_experts": 6, "swiglu_limit": 0.5}
+    model = make_model("DeepseekV4", **sizes | changes)
     generator = torch.Generator().manual_seed(3)
     for name, param in model.named_parameters():
         if ".experts." in name:
@@ -131,6 +133,22 @@ def test_layers_with_a_router(published: tuple[Path, Any]) -> None:
         assert relative_error(block(x) - x, expected) < 2 * tolerance(torch.float32)
         by_loops = verify.reference_moe(reader, spec, block.layer_index, normed)
         assert relative_error(by_loops, expected) < 2 * tolerance(torch.float32)
+
+
+def test_layers_of_its_successor(tmp_path: Path) -> None:
+    """V4.1, which transformers 5.23 does not have: it has no such table, and a bias more, for tokens of images."""
+    alone = make_whole(mlp_layer_types=["moe"] * 3)
+    publish(alone, tmp_path)
+    with CheckpointReader(tmp_path) as reader:
+        tensors = {name: reader.read(name).clone() for name in reader.names()}
+        ours = {"num_hash_layers", "quantization_config", "expert_dtype"}
+        text = {key: value for key, value in reader.config.items() if key not in ours}
+    tensors |= {f"layers.{layer}.ffn.gate.bias_vl": torch.randn(6) for layer in range(3)}
+    of_experts = FP8 | {"expert_dtype": "fp4"}
+    config = {"model_type": "deepseek_v41", "quantization_config": of_experts, "dtype": "float32"}
+    config["text_config"] = text | {"model_type": "deepseek_v41_text", "gate_temp": 1.0}
+    write_checkpoint(tmp_path / "next", config, tensors.items())
+    check_layers(tmp_path / "next", [layer.mlp for layer in alone.model.layers])
 
 
 def test_experts_of_another_type_are_refused(published: tuple[Path, Any], tmp_path: Path) -> None:

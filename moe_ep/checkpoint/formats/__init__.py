@@ -91,7 +91,7 @@ def _fp8(values: Mapping[str, Any]) -> ModelQuantization:
         raise CheckpointError(f"config.json: {one_of('expert_dtype', of_experts, ['fp8', 'fp4'])}")
     if values.get("moe_quant_algo"):  # DeepSeek-V4 by Model Optimizer
         schemes.insert(0, (("experts",), modelopt.scheme_of(values, key="moe_quant_algo")))
-    elif of_experts == "fp4":  # DeepSeek-V4
+    elif of_experts == "fp4" or values.get("store_dtype") == "mxfp4":  # DeepSeek-V4, MiMo-V2
         schemes.insert(0, (("experts",), MXFP4Config()))
     return ModuleSchemes("fp8", schemes, ignored)
 
