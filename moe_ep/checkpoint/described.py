@@ -11,6 +11,7 @@ import torch
 from moe_ep.checkpoint import family_routing as routing
 from moe_ep.checkpoint import family_rules as rules
 from moe_ep.checkpoint.config_values import Config, number, one_known, positive
+from moe_ep.checkpoint.family_configs import part_of
 from moe_ep.checkpoint.models import FAMILIES
 from moe_ep.checkpoint.reader import CheckpointReader
 from moe_ep.checkpoint.spec import MoEModelSpec
@@ -31,8 +32,9 @@ def model_spec(config: Config, reader: CheckpointReader | None = None) -> MoEMod
         raise TypeError(
             f"config is a {type(config).__name__}; it must be the dict of a config.json, or config.to_dict()"
         )
-    family = one_known("model_type", config.get("model_type"), dict(sorted(FAMILIES.items())))
-    model_type, config = config["model_type"], family.text_config(config)
+    model_type, config = _known_part(config)
+    family = FAMILIES[model_type]
+    config = family.text_config(config)
     _check_limits(model_type, config, family.limits)
     listed = rules.listed_layers(config)
     spec = MoEModelSpec(
@@ -57,6 +59,22 @@ def model_spec(config: Config, reader: CheckpointReader | None = None) -> MoEMod
     )
     _check(spec)
     return spec if reader is None else _as_on_disk(spec, reader)
+
+
+# What models that see or hear call the part of their config that is about the language model.
+_PARTS = ("text_config", "llm_config", "language_config")
+
+
+def _known_part(config: Config) -> tuple[str, Config]:
+    """A known model_type and the config that has it: the whole one, or its language model's part."""
+    whole = config.get("model_type")
+    if whole not in list(FAMILIES):  # it may be of any type
+        for key in _PARTS:
+            part = config.get(key)
+            if isinstance(part, Mapping) and part.get("model_type") in list(FAMILIES):
+                return str(part["model_type"]), part_of(config, key)
+    one_known("model_type", whole, dict.fromkeys(sorted(FAMILIES)))
+    return str(whole), config
 
 
 def _as_on_disk(spec: MoEModelSpec, reader: CheckpointReader) -> MoEModelSpec:

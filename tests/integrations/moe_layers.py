@@ -17,7 +17,7 @@ from moe_ep.stack import MoEStack
 def check_layers(folder: Path, blocks: list[Any]) -> None:
     """The layers with experts of `moe-ep run` and of the reference, against the model's blocks behind their norms."""
     with CheckpointReader(folder) as reader, torch.inference_mode():
-        spec = model_spec(reader.config)
+        spec = model_spec(reader.config, reader)
         stack = MoEStack(reader, spec, FusedMoEParallelConfig.make(), dtype=torch.float32)
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         stack(torch.randn(9, 64), lambda layer, x, y: seen.append((x, y)))
