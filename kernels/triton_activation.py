@@ -17,7 +17,11 @@ _KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
 @triton.jit
 def _soft(x, LIMIT: tl.constexpr):
     """LIMIT * tanh(x / LIMIT). Example: x 100, LIMIT 4: 4."""
-    return LIMIT * (2.0 * tl.sigmoid(x * (2.0 / LIMIT)) - 1.0)
+    ratio = x * (1.0 / LIMIT)
+    square = ratio * ratio
+    # Near zero the difference has lost its bits, and the first terms of the series have them all.
+    near = ratio * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
+    return LIMIT * tl.where(square < 0.01, near, 2.0 * tl.sigmoid(2.0 * ratio) - 1.0)
 
 
 @triton.jit
