@@ -120,6 +120,9 @@ DEEPSEEK_LIKE = {
         text_config=configs.renamed({}, {"first_k_dense_replace": 3}),
         names={"norm": "pre_feedforward_layernorm", "output_norm": "post_feedforward_layernorm"},
     ),
+    "deepseek": replace(
+        _DEEPSEEK_V2, text_config=configs.renamed({}, {"topk_method": "greedy", "routed_scaling_factor": 1.0})
+    ),
     "deepseek_v2": _DEEPSEEK_V2,
     # Its files have the language model as DeepSeek-V2's, whatever transformers has in front of it.
     "deepseek_ocr2": _OCR,

@@ -35,14 +35,14 @@ def renamed(
 
 
 def only(values: Config, common: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
-    """A config with these values, or silent about them: transformers computes no other, whatever the file says."""
+    """A config with these values, or silent about them: no other is computed, whatever the file says."""
 
     def checked(config: Config) -> Config:
         config = common(config)
         for key, value in values.items():
             if (found := config.get(key)) not in (None, value):
                 raise CheckpointError(
-                    f"config.json: {key}: expected {value!r}, found {found!r}, which transformers does not heed"
+                    f"config.json: {key}: expected {value!r}, found {found!r}; no other is computed here"
                 )
         return config
 

@@ -113,6 +113,9 @@ _INKLING = Family(
 FAMILIES = {
     "mixtral": _MIXTRAL,
     "minimax": _MIXTRAL,
+    # What it was before transformers had it.
+    "minimax_text_01": replace(_MIXTRAL, text_config=configs.only({"shared_intermediate_size": 0})),
+    "minimax_m1": replace(_MIXTRAL, text_config=configs.only({"shared_intermediate_size": 0})),
     "minimax_m2": Family(
         moe_module="block_sparse_moe",
         projections=GATE_W1,

@@ -27,6 +27,9 @@ SAME_AS = {
     "dots1": "deepseek_v3",
     "solar_open": "deepseek_v3",
     "minimax": "mixtral",
+    "minimax_text_01": "mixtral",
+    "minimax_m1": "mixtral",
+    "deepseek": "deepseek_v2",
     "granitemoe": "granitemoeshared",
     "granitemoehybrid": "granitemoeshared",
     "qwen3_5_moe_text": "qwen3_next",
@@ -187,7 +190,7 @@ def test_spec_of_a_config_that_transformers_writes(family: str) -> None:
 
 @pytest.mark.parametrize("family", SAME_AS)
 def test_families_that_are_others_by_another_name(family: str) -> None:
-    """Their models run in tests/integrations/test_families.py."""
+    """Those that transformers has run in tests/integrations/test_families.py."""
     other = SAME_AS[family]
     spec = model_spec(config_of(other) | {"model_type": family})
     assert dataclasses.replace(spec, family=other) == model_spec(config_of(other))
@@ -212,7 +215,7 @@ def test_layers_of_llama_by_their_step() -> None:
 def test_experts_of_aria_are_those_that_transformers_computes() -> None:
     """By the size that others call the dense layers', and with silu."""
     assert model_spec(config_of("aria_text", moe_intermediate_size=40)).moe_intermediate_size == 48
-    with pytest.raises(CheckpointError, match="hidden_act: expected 'silu', found 'gelu', which transformers does not"):
+    with pytest.raises(CheckpointError, match="hidden_act: expected 'silu', found 'gelu'; no other is computed here"):
         model_spec(config_of("aria_text", hidden_act="gelu"))
 
 
@@ -272,6 +275,13 @@ def test_phi_mixes_with_the_jitter_of_its_config() -> None:
 def test_deepseek_greedy_ignores_groups_and_keeps_its_factor() -> None:
     spec = model_spec(config_of("deepseek_v2", topk_method="greedy", n_group=1, topk_group=1))
     assert spec.routing == RoutingSpec(renormalize=False, routed_scaling_factor=16.0)
+
+
+def test_the_first_deepseek_is_silent_of_what_came_later() -> None:
+    config = {key: value for key, value in config_of("deepseek_v2").items() if key not in ("topk_method", "n_group")}
+    del config["routed_scaling_factor"]
+    spec = model_spec(config | {"model_type": "deepseek", "norm_topk_prob": True})
+    assert spec.routing == RoutingSpec(renormalize=True)
 
 
 def test_deepseek_correction_bias_without_groups() -> None:
