@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -49,6 +50,8 @@ class Line:
         close_at_exit(self.channel)
         # A collective of gloo would take longer than a decoding step of a small model.
         self.board = None if process_group is None else share_board(process_group, _WIDTH)
+        # Blocks of requests that threads of this rank have open, and whether a thread serves for all behind the last.
+        self._blocks, self._is_served, self._counting = 0, False, threading.Lock()
         # Not kept: a model that is dropped gives its memory back at once.
         self._models: list[weakref.ref[StepCoordinator]] = []
         self._last = 0
@@ -62,6 +65,30 @@ class Line:
         if line is None:
             line = _lines[process_group] = Line(process_group)
         return line
+
+    @contextmanager
+    def requests(self) -> Iterator[None]:
+        """A block in which a thread of this rank makes passes when it likes."""
+        with self._counting:
+            self._blocks += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._blocks -= 1
+
+    @contextmanager
+    def serving(self) -> Iterator[bool]:
+        """A block for the next step, with whether this thread is to serve in it for the rank: no thread has requests,
+        and no other one serves."""
+        with self._counting:
+            mine = not self._blocks and not self._is_served
+            self._is_served |= mine
+        try:
+            yield mine
+        finally:
+            with self._counting:
+                self._is_served &= not mine
 
     def join(self, model: StepCoordinator) -> int:
         """The model's number, from 1: ranks divide their models in one order."""

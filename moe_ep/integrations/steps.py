@@ -242,11 +242,23 @@ class StepCoordinator:
     def serve(self) -> int:
         """Serves the other ranks until every rank serves; returns the steps it took part in, of any model."""
         num_steps = 0
-        while True:
-            with self.line.turn:
-                agreed = self._agree(None, False)
-                if agreed is None:
-                    return num_steps
+        while self._serve_once():
+            num_steps += 1
+        return num_steps
+
+    def serve_behind_requests(self) -> None:
+        """The same at the end of a block of requests. Where other threads of this rank have such blocks, the last one
+        serves for all; where one begins meanwhile, its end does."""
+        goes_on = True
+        while goes_on:
+            with self.line.serving() as mine:
+                goes_on = mine and self._serve_once()
+
+    def _serve_once(self) -> bool:
+        """Takes part in the ranks' next step; False where every rank serves."""
+        with self.line.turn:
+            agreed = self._agree(None, False)
+            if agreed is not None:
                 model, step = agreed
                 model.serve_in(step)
-            num_steps += 1
+        return agreed is not None

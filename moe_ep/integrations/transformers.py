@@ -171,11 +171,13 @@ def serving(model: Any) -> Iterator[None]:
 
     In the block a rank calls the model as often as it likes, or never. Each call is a step in which every rank takes
     part: with a pass of its own, in its own block, or without tokens, behind it. A rank that does neither for longer
-    than MOE_EP_DISPATCH_TIMEOUT_S holds up the others until they fail. An error in the block is raised at once.
+    than MOE_EP_DISPATCH_TIMEOUT_S holds up the others until they fail. An error in the block is raised at once. Several
+    threads of a rank may have a block each: the last one to end serves for all.
     """
     steps = steps_of(model)
-    yield
-    steps.serve()
+    with steps.line.requests():
+        yield
+    steps.serve_behind_requests()
 
 
 def _known_device(device: torch.device | str) -> torch.device:

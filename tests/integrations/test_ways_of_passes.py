@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -222,6 +223,41 @@ def failing(rank: int, world_size: int) -> None:
 
 def test_ranks_stay_together_where_the_pass_of_one_fails() -> None:
     ranks(2).run(failing)
+
+
+def in_blocks_of_threads(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Of rank 0, threads with blocks of their own: the first one ends while another thinks, before the last begins."""
+    model = moe_ep.parallelize(make_model("Qwen3Moe"))
+    if rank == 1:
+        with moe_ep.serving(model):
+            pass
+        return []
+    began, ended = threading.Event(), threading.Event()
+
+    def first(number: int) -> torch.Tensor:
+        with moe_ep.serving(model):
+            began.wait(20)
+            found = generate(model, number)
+        ended.set()
+        return found
+
+    def second(number: int) -> torch.Tensor:
+        with moe_ep.serving(model):
+            began.set()
+            ended.wait(20)
+            time.sleep(0.5)  # in which rank 1 has nobody to serve
+            return generate(model, number)
+
+    with ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(thread, number) for number, thread in enumerate((first, second, first))]
+        return [each.result() for each in found]
+
+
+def test_threads_with_blocks_of_their_own() -> None:
+    alone = make_model("Qwen3Moe")
+    (found, _) = ranks(2).run(in_blocks_of_threads)
+    for number, tokens in enumerate(found):
+        assert torch.equal(tokens, generate(alone, number))
 
 
 def test_another_thread_goes_on_where_a_pass_was_interrupted() -> None:
