@@ -34,7 +34,7 @@ class Case:
         )
 
 
-# (E, top_k, groups, kept): powers of two and not, E = top_k, one expert, groups of one, DeepSeek-V3, 512 experts.
+# (E, top_k, groups, kept): powers of two and not, E = top_k, one expert, groups of one, DeepSeek-V3, Kimi-K3.
 _SHAPES = [
     (1, 1, 1, 1),
     (8, 2, 1, 1),
@@ -46,6 +46,7 @@ _SHAPES = [
     (256, 8, 8, 4),
     (384, 8, 1, 1),
     (512, 32, 1, 1),
+    (896, 16, 1, 1),
 ]
 CASES = [
     Case(
