@@ -11,6 +11,8 @@ from moe_ep.errors import CheckpointError, one_of
 Config = dict[str, Any]
 V = TypeVar("V")
 
+# What models that see or hear call the part of their config that is about the language model.
+LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 # No size or count of a model is larger; a damaged number would be allocated before it is compared with a file.
 _MOST = 1 << 20
 

@@ -10,7 +10,7 @@ import torch
 
 from moe_ep.checkpoint import family_routing as routing
 from moe_ep.checkpoint import family_rules as rules
-from moe_ep.checkpoint.config_values import Config, number, one_known, positive
+from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, Config, number, one_known, positive
 from moe_ep.checkpoint.family_configs import part_of
 from moe_ep.checkpoint.models import FAMILIES
 from moe_ep.checkpoint.reader import CheckpointReader
@@ -61,15 +61,11 @@ def model_spec(config: Config, reader: CheckpointReader | None = None) -> MoEMod
     return spec if reader is None else _as_on_disk(spec, reader)
 
 
-# What models that see or hear call the part of their config that is about the language model.
-_PARTS = ("text_config", "llm_config", "language_config")
-
-
 def _known_part(config: Config) -> tuple[str, Config]:
     """A known model_type and the config that has it: the whole one, or its language model's part."""
     whole = config.get("model_type")
     if whole not in list(FAMILIES):  # it may be of any type
-        for key in _PARTS:
+        for key in LANGUAGE_PARTS:
             part = config.get(key)
             if isinstance(part, Mapping) and part.get("model_type") in list(FAMILIES):
                 return str(part["model_type"]), part_of(config, key)
@@ -115,7 +111,7 @@ def _check_limits(model_type: str, config: Config, known: tuple[str, ...]) -> No
     """Left out, a limit that a model was trained with changes its results now and then, and nothing shows it."""
     for key, value in config.items():
         is_limit = re.search("swiglu.*(limit|clamp)", str(key)) and key not in known
-        if is_limit and (any(value) if isinstance(value, list) else value):
+        if is_limit and (any(value) if isinstance(value, list | tuple) else value):
             raise CheckpointError(
                 f"config.json: {key}: expected none, found {value!r}, and where gate and up of {model_type} models end "
                 f"by it is not known here"

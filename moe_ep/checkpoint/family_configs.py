@@ -78,10 +78,10 @@ def inkling_config(part: Callable[[Config], Config] = whole_config) -> Callable[
 
 
 def step_config(part: Callable[[Config], Config] = whole_config) -> Callable[[Config], Config]:
-    """With names that others have; routers are of one kind, whatever it says."""
+    """With names that others have; its routers are of one kind, and its MLPs have no biases."""
     silent = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "moe_router_scaling_factor": 1.0}
-    routers = {"moe_router_activation": "sigmoid", "norm_expert_weight": True, "use_moe_router_bias": True}
-    return only(routers, renamed({"num_experts_per_tok": "moe_top_k"}, silent, part))
+    fixed = {"moe_router_activation": "sigmoid", "norm_expert_weight": True, "use_moe_router_bias": True}
+    return only(fixed | {"mlp_bias": False}, renamed({"num_experts_per_tok": "moe_top_k"}, silent, part))
 
 
 def cohere_config(config: Config) -> Config:

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_ep.activation import gate_limit
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
 from moe_ep.checkpoint.matrices import find_module, read_linear
 from moe_ep.checkpoint.plan import Slot, Source, plan_layer
 from moe_ep.checkpoint.reader import CheckpointReader
-from moe_ep.checkpoint.spec import MoEModelSpec
+from moe_ep.checkpoint.spec import Gate, MoEModelSpec
 from moe_ep.checkpoint.stored import check_tensor, layer_quantization, projection_size
 from moe_ep.errors import CheckpointError
 
@@ -61,10 +62,12 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
     Raises:
         CheckpointError: a tensor that is missing, of another shape or dtype than the config says, or that the layer
             has no parameter for; more or fewer experts on disk than in the config. The layer is not finished then.
-        ValueError: a layer without experts, or fused shared experts that cannot be loaded as experts.
+        ValueError: a layer without experts, or with another activation or limit than those of the checkpoint, or fused
+            shared experts that cannot be loaded as experts.
         RuntimeError: quantized experts were loaded before, and `begin_reload` was not called.
     """
     layer.check_open(spec.expert_prefix(layer_index))
+    _check_gate(layer, spec, layer_index)
     quantization = layer_quantization(reader.quantization, spec, layer_index)
     plan = plan_layer(reader, spec, layer_index, layer, quantization)
     params = dict(layer.named_parameters(recurse=False))
@@ -79,6 +82,16 @@ def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: in
         layer.process_weights_after_loading()
     except CheckpointError as error:
         raise CheckpointError(f"{reader.index_file}: {spec.expert_prefix(layer_index)}: {error}") from None
+
+
+def _check_gate(layer: Any, spec: MoEModelSpec, layer_index: int) -> None:
+    made, gate = Gate(layer.activation, layer.moe_config.swiglu_limit), spec.gate(layer_index)
+    if made.activation != gate.activation or gate_limit(*made) != gate_limit(*gate):
+        raise ValueError(
+            f"{spec.expert_prefix(layer_index)}: the layer's activation is {made.activation} with swiglu_limit "
+            f"{made.swiglu_limit}, and that of the checkpoint is {gate.activation} with {gate.swiglu_limit}; make the "
+            f"layer with **spec.gate({layer_index})._asdict()"
+        )
 
 
 def load_router(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> RouterWeights:

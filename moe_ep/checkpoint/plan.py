@@ -174,6 +174,7 @@ def _fused_shared_linears(
             " with a gate": shared.has_gate,
             " whose gate and up are one": shared.fused,
             f" times {shared.factor:g}": shared.factor != 1,
+            " of another width": spec.latent is not None,
             " of another activation": spec.shared_gate(layer_index) != spec.gate(layer_index),
         }
         form = next((words for words, has in forms.items() if has), "")

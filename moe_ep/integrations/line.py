@@ -52,6 +52,8 @@ class Line:
         self.board = None if process_group is None else share_board(process_group, _WIDTH)
         # Blocks of requests that threads of this rank have open, and whether a thread serves for all behind the last.
         self._blocks, self._is_served, self._counting = 0, False, threading.Lock()
+        # Whether a block has ended that counts on another one's end.
+        self._is_owed = False
         # Not kept: a model that is dropped gives its memory back at once.
         self._models: list[weakref.ref[StepCoordinator]] = []
         self._last = 0
@@ -71,11 +73,19 @@ class Line:
         """A block in which a thread of this rank makes passes when it likes."""
         with self._counting:
             self._blocks += 1
+        ended = False
         try:
             yield
+            ended = True
         finally:
             with self._counting:
                 self._blocks -= 1
+                self._is_owed |= ended and self._blocks > 0
+
+    def is_owed(self) -> bool:
+        """Whether blocks that have ended count on this thread to serve, and no other one is left."""
+        with self._counting:
+            return self._is_owed and not self._blocks
 
     @contextmanager
     def serving(self) -> Iterator[bool]:
@@ -84,6 +94,7 @@ class Line:
         with self._counting:
             mine = not self._blocks and not self._is_served
             self._is_served |= mine
+            self._is_owed &= not mine
         try:
             yield mine
         finally:

@@ -172,11 +172,19 @@ def serving(model: Any) -> Iterator[None]:
     In the block a rank calls the model as often as it likes, or never. Each call is a step in which every rank takes
     part: with a pass of its own, in its own block, or without tokens, behind it. A rank that does neither for longer
     than MOE_EP_DISPATCH_TIMEOUT_S holds up the others until they fail. An error in the block is raised at once. Several
-    threads of a rank may have a block each: the last one to end serves for all.
+    threads of a rank may have a block each: the last one to end serves for all, also where it raises.
     """
     steps = steps_of(model)
-    with steps.line.requests():
-        yield
+    try:
+        with steps.line.requests():
+            yield
+    except Exception as error:
+        if steps.line.is_owed():
+            try:
+                steps.serve_behind_requests()
+            except Exception as another:
+                error.add_note(f"after that this rank could not serve the other ranks: {another}")
+        raise
     steps.serve_behind_requests()
 
 

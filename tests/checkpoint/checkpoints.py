@@ -6,11 +6,13 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.quantize_weights import quantize_int
@@ -103,6 +105,7 @@ class LoadingLayer(nn.Module):
         self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], local: list[int], **counts: int
     ) -> None:
         super().__init__()
+        self.activation, self.moe_config = MoEActivation.SILU, SimpleNamespace(swiglu_limit=None)
         self.local = local
         self.num_routed = counts.get("num_experts", 4)
         self.num_redundant_experts = counts.get("num_redundant_experts", 0)

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("transformers")
 
 import moe_ep
-from moe_ep.checkpoint import model_spec
+from moe_ep.checkpoint import CheckpointReader, model_spec
+from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError
 from tests.integrations.hf_models import SIZES
 from tests.integrations.moe_layers import check_layers
@@ -51,6 +52,31 @@ def test_whole(tmp_path: Path) -> None:
         "Inkling2ForConditionalGeneration", known("Inkling2Config")(text_config=TEXT, vision_config=eyes)
     )
     check_saved(tmp_path, alone, alone.model.language_model.layers)
+
+
+@pytest.mark.parametrize("says_so", [False, True])
+def test_as_published(tmp_path: Path, says_so: bool) -> None:
+    """Experts in mxfp8, here without loss, of which the config says nothing."""
+    config = known("Inkling2Config")(text_config=TEXT, vision_config={**EYES, "text_hidden_size": 64})
+    alone = random_model("Inkling2ForConditionalGeneration", config)
+    layers = alone.model.language_model.layers
+    for layer in layers:
+        for param in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
+            param.copy_(param.to(torch.float8_e4m3fn))
+    alone.save_pretrained(tmp_path / "saved")
+    with CheckpointReader(tmp_path / "saved") as reader:
+        settings = {key: value for key, value in reader.config.items() if key != "transformers_version"}
+        tensors = {name: reader.read(name) for name in reader.names()}
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        groups = (*tensors[name].shape[:-1], tensors[name].size(-1) // 32)
+        tensors[f"{name}_scale"] = torch.full(groups, 127, dtype=torch.uint8)
+    if says_so:
+        settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [1, 32]}
+        settings["quantization_config"]["modules_to_not_convert"] = ["lm_head", "attn", "vision_tower", "visual"]
+    write_checkpoint(tmp_path / "published", settings, tensors.items())
+    check(moe_ep.parallelize(tmp_path / "published", dtype=torch.float32), alone)
+    check_layers(tmp_path / "published", [layer.mlp for layer in layers])
 
 
 def test_other_ends_are_refused() -> None:

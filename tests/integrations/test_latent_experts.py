@@ -13,8 +13,9 @@ from torch.nn.functional import linear
 pytest.importorskip("transformers")
 
 import moe_ep
+from moe_ep import FusedMoE
 from moe_ep.activation import MoEActivation
-from moe_ep.checkpoint import CheckpointReader, model_spec
+from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError
 from tests.checkpoint.format_encoders import e2m1
@@ -74,6 +75,23 @@ def test_nemotron(tmp_path: Path) -> None:
     check(parallel, alone)
     in_slots(parallel, alone)
     check_layers(tmp_path, [layer.mixer for layer in alone.model.layers if hasattr(layer.mixer, "experts")])
+
+
+def test_shared_experts_are_not_loaded_as_experts_of_another_width(tmp_path: Path) -> None:
+    make_model("NemotronH", moe_latent_size=64, moe_shared_expert_intermediate_size=32).save_pretrained(tmp_path)
+    with CheckpointReader(tmp_path) as reader:
+        spec = model_spec(reader.config, reader)
+        layer = FusedMoE(
+            num_experts=spec.num_experts,
+            top_k=spec.top_k,
+            hidden_size=spec.expert_hidden_size,
+            intermediate_size=spec.moe_intermediate_size,
+            params_dtype=torch.float32,
+            n_shared_experts=1,
+            **spec.gate(spec.moe_layers[0])._asdict(),
+        )
+        with pytest.raises(ValueError, match="n_shared_experts is 1 and a nemotron_h layer has 1 of another width to"):
+            load_moe_layer(reader, spec, spec.moe_layers[0], layer)
 
 
 class KimiBlock:

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 import moe_ep
 from moe_ep.checkpoint import model_spec
+from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.errors import CheckpointError, ConfigError
 from tests.integrations.hf_models import FAMILIES, SIZES
 from tests.integrations.moe_layers import check_layers
@@ -51,13 +52,15 @@ def test_by_the_type_of_a_part(family: str, text: dict[str, Any], eyes: dict[str
 
 @pytest.mark.parametrize("part", ["llm_config", "language_config"])
 def test_layers_of_models_that_transformers_does_not_have(part: str, tmp_path: Path) -> None:
-    """InternVL and DeepSeek-VL2 as they came call that part otherwise."""
+    """InternVL as it came calls that part otherwise; there too stands how it is quantized."""
     alone = make_seeing("InternVL", QWEN, EYES)
     alone.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "internvl_chat", part: config.pop("text_config")}
     (tmp_path / "config.json").write_text(json.dumps(config))
     check_layers(tmp_path, [layer.mlp for layer in alone.model.language_model.layers])
+    config[part] |= {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
+    assert str(quantization_config(config)) == str(quantization_config(config[part])) != "None"
     with pytest.raises(ConfigError, match="no causal language model of model_type 'internvl_chat'"):
         moe_ep.parallelize(tmp_path)
 

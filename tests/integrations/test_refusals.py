@@ -308,3 +308,25 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"moe_ep\.parallelize needs transformers, which is not installed; run: pip install 'moe_ep\[hf\]'"
     with pytest.raises(ImportError, match=message):
         _ = moe_ep.parallelize
+
+
+class Experts(torch.nn.Module):
+    """With names and shapes as transformers' experts have them, and computed in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(7, 64, 64))
+        self.down_proj = torch.nn.Parameter(torch.randn(7, 64, 32))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return hidden_states
+
+
+def test_experts_of_which_nothing_says_what_they_compute() -> None:
+    model = make_model("Qwen3Moe")
+    for layer in model.model.layers:
+        layer.mlp.experts = Experts()
+    with pytest.raises(ConfigError, match="has no experts module of transformers 5"):
+        moe_ep.parallelize(model)

@@ -15,8 +15,9 @@ from torch.nn.functional import linear, silu
 pytest.importorskip("transformers")
 
 import moe_ep
+from moe_ep import FusedMoE
 from moe_ep.activation import MoEActivation
-from moe_ep.checkpoint import CheckpointReader, model_spec
+from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.integrations.routed_experts import RoutedExperts
@@ -205,10 +206,28 @@ def test_limits_that_cannot_be(tmp_path: Path, wrong: object) -> None:
         model_spec(config)
 
 
+def test_a_layer_made_without_its_limit_is_not_loaded(tmp_path: Path) -> None:
+    ling(tmp_path)
+    with CheckpointReader(tmp_path) as reader:
+        spec = model_spec(reader.config, reader)
+        sizes = {"hidden_size": spec.expert_hidden_size, "intermediate_size": spec.moe_intermediate_size}
+        sizes |= {"num_experts": spec.num_experts, "top_k": spec.top_k}
+        right = FusedMoE(**sizes, **spec.gate(3)._asdict(), params_dtype=torch.float32)
+        load_moe_layer(reader, spec, 3, right)
+        with pytest.raises(ValueError, match=r"is silu with .* None, and .* swiglustep with 0.02; make the layer with"):
+            load_moe_layer(reader, spec, 3, FusedMoE(**sizes, params_dtype=torch.float32))
+
+
+def test_biases_of_step_are_refused() -> None:
+    text = known("Step3p7TextConfig")(**STEP, mlp_bias=True, dtype="float32").to_dict()
+    with pytest.raises(CheckpointError, match="mlp_bias: expected False, found True; no other is computed here"):
+        model_spec(text)
+
+
 def test_limits_that_are_not_known_of_a_family() -> None:
     config = make_model("Qwen3Moe").config.to_dict()
     for limit in (7.0, [0, 7.0]):
         with pytest.raises(CheckpointError, match="swiglu_limit: expected none, found .*, and where .* of qwen"):
             model_spec(config | {"swiglu_limit": limit})
-    for none in (None, 0, [0, None]):
+    for none in (None, 0, [0, None], (0, 0.0)):
         model_spec(config | {"swiglu_limit": none})

@@ -253,6 +253,34 @@ def in_blocks_of_threads(rank: int, world_size: int) -> list[torch.Tensor]:
         return [each.result() for each in found]
 
 
+def in_blocks_of_which_the_last_raises(rank: int, world_size: int) -> None:
+    """The first block's end counts on the second one's."""
+    model = moe_ep.parallelize(make_model("Qwen3Moe"))
+    if rank == 1:
+        with moe_ep.serving(model):
+            generate(model, 1)  # goes on when rank 0 has nothing more to ask
+        return
+    both = threading.Barrier(2)
+
+    def second() -> None:
+        with pytest.raises(KeyError, match="enough"), moe_ep.serving(model):
+            both.wait(20)
+            both.wait(20)
+            raise KeyError("enough")
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with moe_ep.serving(model):
+        both.wait(20)
+    both.wait(20)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_blocks_that_ended_well_are_served_behind_one_that_raises() -> None:
+    ranks(2).run(in_blocks_of_which_the_last_raises)
+
+
 def test_threads_with_blocks_of_their_own() -> None:
     alone = make_model("Qwen3Moe")
     (found, _) = ranks(2).run(in_blocks_of_threads)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from moe_ep.checkpoint.config_values import LANGUAGE_PARTS
 from moe_ep.checkpoint.formats import auto_round, compressed_tensors, modelopt, quark, w4afp8
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.fp4 import MXFP4Config
@@ -144,10 +145,11 @@ def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
     Raises:
         CheckpointError: a quant_method that is not known (the known ones are listed), or one with bad settings.
     """
-    text_config = config.get("text_config")
-    values = config.get("quantization_config")
-    if not values and isinstance(text_config, Mapping):
-        values = text_config.get("quantization_config")
+    parts = [config, *(part for key in LANGUAGE_PARTS if isinstance(part := config.get(key), Mapping))]
+    values = next(filter(None, (part.get("quantization_config") for part in parts)), None)
+    if not values and config.get("model_type") == "inkling2" and not config.get("transformers_version"):
+        # Whose config does not say it, as transformers knows (INKLING2_QUANTIZATION_CONFIG).
+        values = {"quant_method": "mxfp8"}
     if not values:
         return None
     if not isinstance(values, Mapping):
@@ -163,5 +165,5 @@ def quantization_config(config: Mapping[str, Any]) -> ModelQuantization | None:
                 f"are not computed, so quantize without it"
             )
     # DeepSeek-V4 says it of its experts beside the settings of the others.
-    of_experts = {"expert_dtype": config["expert_dtype"]} if config.get("expert_dtype") else {}
-    return FORMATS[method]({**of_experts, **values})
+    of_experts = next(filter(None, (part.get("expert_dtype") for part in parts)), None)
+    return FORMATS[method](({} if of_experts is None else {"expert_dtype": of_experts}) | dict(values))

@@ -90,7 +90,7 @@ class Float8Config(QuantizationConfig):
     def fused_endings(self) -> dict[str, tuple[str, ...]]:
         return {
             "weight": ("",),
-            self.scale_name: (self.scale_name.removeprefix("weight"), "_weight_scale"),
+            self.scale_name: tuple(dict.fromkeys((self.scale_name.removeprefix("weight"), "_weight_scale", "_scale"))),
             "bias": ("_bias",),
             "activation_scale": ("_activation_scale", "_input_scale"),
         }
