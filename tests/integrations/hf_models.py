@@ -25,6 +25,8 @@ SIZES = {
 }
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 GROUPED = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 1}
+# A small model of pictures before one of text.
+EYES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 6, "sliding_window": 8},
     "Qwen2Moe": {"num_experts": 6, "shared_expert_intermediate_size": 48},

@@ -14,25 +14,23 @@ import moe_ep
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError
-from tests.integrations.hf_models import SIZES
+from tests.integrations.hf_models import EYES, SIZES
 from tests.integrations.moe_layers import check_layers
 from tests.integrations.test_families import check
+from tests.integrations.ungrouped_models import UNGROUPED
 from tests.of_transformers import known, random_model
 
+# All of its layers have experts, unlike those of the first Inkling.
 TEXT = {
-    **{key: value for key, value in SIZES.items() if key != "intermediate_size"},
-    "n_routed_experts": 6,
-    "swa_num_attention_heads": 2,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 32,
-    "layer_types": ["hybrid_sliding", "hybrid"],
-    "sliding_window_size": 8,
-    "d_rel": 8,
-    "rel_extent": 16,
-    "n_layers_per_attn_res_block": 1,
-    "route_scale": 2.0,
+    key: value
+    for key, value in {
+        **SIZES,
+        **UNGROUPED["InklingText"],
+        "n_layers_per_attn_res_block": 1,
+        "route_scale": 2.0,
+    }.items()
+    if key not in ("intermediate_size", "mlp_layer_types")
 }
-EYES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 4}
 
 
 def check_saved(folder: Path, alone: Any, layers: Any) -> None:

@@ -20,11 +20,10 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
-from tests.integrations.hf_models import GROUPED, MLA, SIZES, make_model
+from tests.integrations.hf_models import EYES, GROUPED, MLA, SIZES, make_model
 from tests.integrations.test_families import INDEXER, OTHERS, check, in_slots
 from tests.of_transformers import known, random_model
 
-EYES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 4}
 PIXTRAL = {**EYES, "model_type": "pixtral", "image_size": 16, "head_dim": 16}
 LARGE = {
     **{key: value for key, value in {**SIZES, **MLA, **GROUPED, **INDEXER}.items() if key != "q_lora_rank"},

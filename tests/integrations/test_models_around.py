@@ -15,13 +15,12 @@ import moe_ep
 from moe_ep.checkpoint import model_spec
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.errors import CheckpointError, ConfigError
-from tests.integrations.hf_models import FAMILIES, SIZES
+from tests.integrations.hf_models import EYES, FAMILIES, SIZES
 from tests.integrations.moe_layers import check_layers
 from tests.integrations.test_families import check, in_slots
 from tests.of_transformers import known, random_model
 
-EYES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-EYES |= {"image_size": 16, "patch_size": 4}
+SEEING = EYES | {"num_hidden_layers": 2, "image_size": 16}
 MIXTRAL = {"model_type": "mixtral", **SIZES, **FAMILIES["Mixtral"]}
 QWEN = {"model_type": "qwen3_moe", **SIZES, **FAMILIES["Qwen3Moe"]}
 DEEPSEEK = {"model_type": "deepseek_v3", **SIZES, **FAMILIES["DeepseekV3"]}
@@ -35,9 +34,9 @@ def make_seeing(family: str, text: dict[str, Any], eyes: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("family", "text", "eyes"),
     [
-        ("Llava", MIXTRAL, EYES | {"model_type": "clip_vision_model"}),
-        ("LlavaNext", DEEPSEEK, EYES | {"model_type": "clip_vision_model"}),
-        ("InternVL", QWEN, EYES),
+        ("Llava", MIXTRAL, SEEING | {"model_type": "clip_vision_model"}),
+        ("LlavaNext", DEEPSEEK, SEEING | {"model_type": "clip_vision_model"}),
+        ("InternVL", QWEN, SEEING),
     ],
 )
 def test_by_the_type_of_a_part(family: str, text: dict[str, Any], eyes: dict[str, Any], tmp_path: Path) -> None:
@@ -53,7 +52,7 @@ def test_by_the_type_of_a_part(family: str, text: dict[str, Any], eyes: dict[str
 @pytest.mark.parametrize("part", ["llm_config", "language_config"])
 def test_layers_of_models_that_transformers_does_not_have(part: str, tmp_path: Path) -> None:
     """InternVL as it came calls that part otherwise; there too stands how it is quantized."""
-    alone = make_seeing("InternVL", QWEN, EYES)
+    alone = make_seeing("InternVL", QWEN, SEEING)
     alone.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "internvl_chat", part: config.pop("text_config")}

@@ -22,7 +22,7 @@ from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.integrations.routed_experts import RoutedExperts
 from moe_ep.methods import relative_error, tolerance
-from tests.integrations.hf_models import SIZES, make_model
+from tests.integrations.hf_models import EYES, SIZES, make_model
 from tests.integrations.moe_layers import check_layers
 from tests.integrations.test_families import HYBRID, check, in_slots
 from tests.of_transformers import known, random_model
@@ -39,7 +39,6 @@ STEP = {
     "swiglu_limits": [0, 0, 0.3, 0.2],
     "swiglu_limits_shared": [0.1, None, 0.2, 0.0],
 }
-EYES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
 # What the models came with: (key, its name in configurations that transformers writes, its value)
 AS_PUBLISHED = (
     ("moe_num_experts", "n_routed_experts", 6),
@@ -62,7 +61,7 @@ LISTS = {
 @pytest.fixture
 def step(tmp_path: Path) -> tuple[Path, Any]:
     """The folder of a model with eyes, and the model whole."""
-    config = known("Step3p7Config")(text_config=STEP, vision_config=EYES)
+    config = known("Step3p7Config")(text_config=STEP, vision_config=EYES | {"image_size": 16})
     alone = random_model("Step3p7ForConditionalGeneration", config)
     alone.save_pretrained(tmp_path)
     return tmp_path, alone
