@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
 from moe_ep.dispatch.batch import Batch, Pending, check_tensor
 from moe_ep.dispatch.payload import make_send_plan
 from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import pack_rows, sum_rows
 from moe_ep.kernels.quantize import dequantize_rows
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
+from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, PrepareResult
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 
 class _Handle(NamedTuple):

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
 from moe_ep.dispatch.batch import Batch, Pending, check_tensor
 from moe_ep.dispatch.messages import MessageLayout, OpenedMessages, open_messages, pack_messages
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import sum_rows, weighted_rows
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
+from moe_ep.modular_kernel.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 
 class _Handle(NamedTuple):

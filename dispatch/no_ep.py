@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from moe_ep.arguments import check_expert_map, check_same_device
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
 from moe_ep.dispatch.batch import check_arguments, check_made_for
 from moe_ep.errors import check_at_least
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, undelegated
+from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, undelegated
 
 
 class NoEPPrepareFinalize(FusedMoEPrepareAndFinalize):

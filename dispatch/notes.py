@@ -1,7 +1,7 @@
 """What ranks tell each other when a collective step cannot finish: short notes in the store of the process group.
 
 A rank that refuses a batch leaves a note before it raises; a rank whose collective failed reads the notes, and where
-there are none calls the roll (`moe_ep.roll_call`).
+there are none calls the roll (`moe_ep.distributed.failure_detection`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from moe_ep.job_store import ask_store, job_store, listen_to_store, name_in_store
+from moe_ep.distributed.job_store import ask_store, job_store, listen_to_store, name_in_store
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ On the CPU (gloo) a step is started and then waited for at most until the deadli
 DispatchTimeoutError. On CUDA (NCCL) a step is queued on the current stream, and the host does not wait for it: where
 a backend needs a number on the host anyway (`HostCopy`), that wait has the deadline. Otherwise a step that never
 finishes ends with NCCL's own watchdog, which ends the process at the group's timeout; until then a thread logs the name
-of a rank that refused its batch (`notes.watch`). Who is at fault is found by calling the roll (`moe_ep.roll_call`).
+of a rank that refused its batch (`notes.watch`). `moe_ep.distributed.failure_detection` finds the failed ranks.
 After a DispatchTimeoutError the group's state is not known: end the process, or make a new group.
 """
 
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from moe_ep.config import FusedMoEConfig
 from moe_ep.dispatch.batch import MAX_TOPK
 from moe_ep.dispatch.notes import Notes, watch
+from moe_ep.distributed.failure_detection import Roll
+from moe_ep.distributed.process_groups import GroupReference, deadline_of
 from moe_ep.errors import ConfigError, DispatchTimeoutError, rank_list
-from moe_ep.process_groups import GroupReference, deadline_of
-from moe_ep.roll_call import Roll
 
 
 class RankGroup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, undelegated
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, undelegated
 
 
 def reduced_rows(

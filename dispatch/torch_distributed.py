@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.contracts import FusedMoEPrepareAndFinalize, PrepareResult
 from moe_ep.dispatch.batch import (
     Batch,
     OpenBatches,
@@ -35,8 +34,9 @@ from moe_ep.dispatch.batch import (
 from moe_ep.dispatch.placement import Placement, owners_of
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.dispatch.side_stream import SideStream
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
-from moe_ep.workspace import current_stream
+from moe_ep.modular_kernel.contracts import FusedMoEPrepareAndFinalize, PrepareResult
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
+from moe_ep.modular_kernel.workspace import current_stream
 
 
 class _Sent(NamedTuple):

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
-from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
 from moe_ep.dispatch.batch import OpenBatches, check_arguments, check_tensor
 from moe_ep.dispatch.placement import owners_of
+from moe_ep.distributed.process_groups import answers_of_ranks, hosts_of, subgroup
 from moe_ep.errors import ConfigError
-from moe_ep.process_groups import answers_of_ranks, hosts_of, subgroup
+from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 from moe_ep.registry import ALL2ALL_BACKENDS
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 
 _PREFERRED, _ANYWHERE = "nvshmem_high_throughput", "all_to_all"
 

@@ -11,9 +11,13 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_same_device
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEPermuteExpertsUnpermute
 from moe_ep.errors import check_at_least, check_router_weight_on_input
-from moe_ep.topk_weight_and_reduce import (
+from moe_ep.modular_kernel.contracts import (
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    FusedMoEPermuteExpertsUnpermute,
+)
+from moe_ep.modular_kernel.weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moe_ep.workspace import current_stream
+from moe_ep.modular_kernel.workspace import current_stream
 
 _INVALID_CONTEXT = 201
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8

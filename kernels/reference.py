@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import apply_activation
-from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.contracts import FusedMoEPermuteExpertsUnpermute
-from moe_ep.custom_ops import without_autocast
 from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat, Step, check_weights
+from moe_ep.layer.custom_ops import without_autocast
+from moe_ep.modular_kernel.contracts import FusedMoEPermuteExpertsUnpermute
+from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
 
 
 class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):

@@ -1,4 +1,4 @@
-"""The router's top-k as one Triton kernel, equal in ids to `moe_ep.topk.topk_reference`, bit for bit."""
+"""The router's top-k as one Triton kernel, equal in ids to `moe_ep.routing.topk.topk_reference`, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.language.extra import libdevice
 
 from moe_ep.kernels.triton_handover import comes_early, take_over
 from moe_ep.kernels.triton_kernel import TritonKernel
-from moe_ep.topk import topk_reference
+from moe_ep.routing.topk import topk_reference
 
 # A row's experts stay in registers of one program.
 MAX_EXPERTS = 4096

@@ -1,4 +1,4 @@
-"""Packing and counting choices, one Triton kernel each, called through `moe_ep.integrations.choices`."""
+"""Packing and counting choices, one Triton kernel each, called through `moe_ep.hf.choices`."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ from moe_ep._version import __version__
 if TYPE_CHECKING:
     from moe_ep.activation import MoEActivation
     from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
+    from moe_ep.distributed.passes import one_pass
     from moe_ep.expert_map import determine_expert_map, get_compressed_expert_map
-    from moe_ep.integrations.transformers import parallelize, serve, serving
+    from moe_ep.hf.parallelize import parallelize, serve, serving
     from moe_ep.layer import FusedMoE
     from moe_ep.modular_kernel import (
         ExpertTokensMetadata,
@@ -26,15 +27,14 @@ if TYPE_CHECKING:
         make_experts,
         make_prepare_finalize,
     )
-    from moe_ep.passes import one_pass
-    from moe_ep.routing import select_experts
-    from moe_ep.topk_weight_and_reduce import (
+    from moe_ep.modular_kernel.weight_and_reduce import (
         TopKWeightAndReduce,
         TopKWeightAndReduceContiguous,
         TopKWeightAndReduceDelegate,
         TopKWeightAndReduceNaiveBatched,
         TopKWeightAndReduceNoOP,
     )
+    from moe_ep.routing import select_experts
 
 _HOME = {
     "MoEActivation": "activation",
@@ -51,16 +51,16 @@ _HOME = {
     "FusedMoEPrepareAndFinalize": "modular_kernel",
     "make_experts": "modular_kernel",
     "make_prepare_finalize": "modular_kernel",
-    "one_pass": "passes",
-    "parallelize": "integrations.transformers",
-    "serve": "integrations.transformers",
-    "serving": "integrations.transformers",
+    "one_pass": "distributed.passes",
+    "parallelize": "hf.parallelize",
+    "serve": "hf.parallelize",
+    "serving": "hf.parallelize",
     "select_experts": "routing",
-    "TopKWeightAndReduce": "topk_weight_and_reduce",
-    "TopKWeightAndReduceContiguous": "topk_weight_and_reduce",
-    "TopKWeightAndReduceDelegate": "topk_weight_and_reduce",
-    "TopKWeightAndReduceNaiveBatched": "topk_weight_and_reduce",
-    "TopKWeightAndReduceNoOP": "topk_weight_and_reduce",
+    "TopKWeightAndReduce": "modular_kernel.weight_and_reduce",
+    "TopKWeightAndReduceContiguous": "modular_kernel.weight_and_reduce",
+    "TopKWeightAndReduceDelegate": "modular_kernel.weight_and_reduce",
+    "TopKWeightAndReduceNaiveBatched": "modular_kernel.weight_and_reduce",
+    "TopKWeightAndReduceNoOP": "modular_kernel.weight_and_reduce",
 }
 
 __all__ = [

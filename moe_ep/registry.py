@@ -103,7 +103,7 @@ def _find(target: str) -> Any:
 
 ALL2ALL_BACKENDS = Registry(
     "all2all_backend",
-    contract="moe_ep.contracts:FusedMoEPrepareAndFinalize",
+    contract="moe_ep.modular_kernel.contracts:FusedMoEPrepareAndFinalize",
     entries={
         "no_ep": Entry("moe_ep.dispatch.no_ep:NoEPPrepareFinalize", "one rank, nothing travels"),
         "allgather_reducescatter": Entry(
@@ -135,17 +135,17 @@ ALL2ALL_BACKENDS = Registry(
 
 EXPERTS = Registry(
     "experts",
-    contract="moe_ep.contracts:FusedMoEPermuteExpertsUnpermute",
+    contract="moe_ep.modular_kernel.contracts:FusedMoEPermuteExpertsUnpermute",
     entries={
         "reference": Entry("moe_ep.kernels.reference:ReferenceExperts", "plain torch, Standard format"),
         "batched_reference": Entry(
             "moe_ep.kernels.reference:BatchedReferenceExperts", "plain torch, BatchedExperts format"
         ),
         "grouped": Entry(
-            "moe_ep.kernels.grouped:GroupedExperts", "plain f16 and bf16 weights on GPUs, Standard format"
+            "moe_ep.kernels.grouped.experts:GroupedExperts", "plain f16 and bf16 weights on GPUs, Standard format"
         ),
         "batched_grouped": Entry(
-            "moe_ep.kernels.grouped:BatchedGroupedExperts",
+            "moe_ep.kernels.grouped.experts:BatchedGroupedExperts",
             "plain f16 and bf16 weights on GPUs, BatchedExperts format",
         ),
         "marlin": Entry(
@@ -160,11 +160,11 @@ EXPERTS = Registry(
 
 QUANT_METHODS = Registry(
     "quant_method",
-    contract="moe_ep.methods.base:FusedMoEMethodBase",
+    contract="moe_ep.layer.methods.base:FusedMoEMethodBase",
     entries={
-        "none": Entry("moe_ep.methods.unquantized:UnquantizedFusedMoEMethod", "f32, f16 or bf16 weights"),
+        "none": Entry("moe_ep.layer.methods.unquantized:UnquantizedFusedMoEMethod", "f32, f16 or bf16 weights"),
         **{
-            name: Entry("moe_ep.methods.checkpoint:CheckpointFusedMoEMethod", summary)
+            name: Entry("moe_ep.layer.methods.checkpoint:CheckpointFusedMoEMethod", summary)
             for name, summary in (
                 ("gptq", "4- and 8-bit integers with group scales"),
                 ("awq", "4-bit integers with zero points"),
@@ -179,9 +179,11 @@ QUANT_METHODS = Registry(
         },
         "synthetic": Entry("moe_ep.bench.synthetic:SyntheticFusedMoEMethod", "made-up weights, for benchmarks"),
         "online_int": Entry(
-            "moe_ep.methods.online:OnlineFusedMoEMethod", "plain weights, quantized to integers on load"
+            "moe_ep.layer.methods.online:OnlineFusedMoEMethod", "plain weights, quantized to integers on load"
         ),
-        "online_fp8": Entry("moe_ep.methods.online:OnlineFusedMoEMethod", "plain weights, quantized to e4m3 on load"),
+        "online_fp8": Entry(
+            "moe_ep.layer.methods.online:OnlineFusedMoEMethod", "plain weights, quantized to e4m3 on load"
+        ),
     },
 )
 

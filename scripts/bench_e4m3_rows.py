@@ -30,7 +30,7 @@ from moe_ep.kernels.marlin.compute import sort_by_expert
 from moe_ep.kernels.marlin.gemm import partials_numel, run_experts
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.rounding import TOLERANCE
-from moe_ep.methods import relative_error
+from moe_ep.layer.methods import relative_error
 
 SUSTAINED_US = 4e5
 CHAIN = 3

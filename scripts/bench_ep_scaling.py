@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from moe_ep.launch.cli import main
+from moe_ep.launch.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["bench", "scaling", *sys.argv[1:]]))

@@ -24,11 +24,11 @@ from typing import Any
 from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 from on_gang import measure_on_gang
 
-from moe_ep.launch.gang_choice import GangConfig
-from moe_ep.launch.option_values import checkpoint_folder, output_file, whole_numbers
-from moe_ep.launch.options import at_least, one_of, option
-from moe_ep.launch.rank_env import RankEnv
-from moe_ep.launch.run_config import RunConfig
+from moe_ep.launch.cli.option_values import checkpoint_folder, output_file, whole_numbers
+from moe_ep.launch.cli.options import at_least, one_of, option
+from moe_ep.launch.cli.run_config import RunConfig
+from moe_ep.launch.gangs.gang_choice import GangConfig
+from moe_ep.launch.gangs.rank_env import RankEnv
 
 STAGES = ("route", "dispatch", "experts", "combine")
 WAYS = ("run", "alone", "generate")
@@ -64,7 +64,7 @@ def measure(rank_env: RankEnv, config: GenerateBenchConfig) -> list[dict[str, An
     import torch.distributed as dist
 
     from moe_ep.bench.results import append_line, facts
-    from moe_ep.launch.worker import run_worker
+    from moe_ep.launch.workers.worker import run_worker
 
     on_gpu = rank_env.device != "cpu"
     rows = []
@@ -96,7 +96,7 @@ def _decode(rank_env: RankEnv, config: GenerateBenchConfig, folder: Path, num_sl
     import torch
 
     import moe_ep
-    from moe_ep.integrations.decoder import WARM_UP_PASSES, SlotDecoder
+    from moe_ep.generation.decoder import WARM_UP_PASSES, SlotDecoder
 
     device = torch.device(rank_env.device)
     on_gpu = device.type == "cuda"
@@ -211,7 +211,7 @@ def _stages_ms(recorders: dict[Any, Any], layers: list[Any]) -> list[dict[str, f
 
 def _record_layers(layers: list[Any], device: Any) -> dict[Any, Any]:
     """The stage recorder of each layer's last pass; of a pass that is captured, that of the graph's last replay."""
-    from moe_ep import stages
+    from moe_ep.observability import stages
 
     recorders: dict[Any, Any] = {}
     open_record: list[Any] = []

@@ -20,10 +20,10 @@ from typing import Any
 
 from on_gang import measure_on_gang
 
-from moe_ep.launch.gang_choice import GangConfig
-from moe_ep.launch.option_values import geometry_name, output_file
-from moe_ep.launch.options import at_least, option
-from moe_ep.launch.rank_env import RankEnv
+from moe_ep.launch.cli.option_values import geometry_name, output_file
+from moe_ep.launch.cli.options import at_least, option
+from moe_ep.launch.gangs.gang_choice import GangConfig
+from moe_ep.launch.gangs.rank_env import RankEnv
 
 _CHAIN = 40
 _REPEATS = 9
@@ -61,7 +61,7 @@ def measure(rank_env: RankEnv, config: HostBenchConfig) -> list[dict[str, Any]]:
     from moe_ep.bench.layers import BenchLayers, make_weights
     from moe_ep.bench.results import append_line, facts
     from moe_ep.bench.workload import Routing
-    from moe_ep.passes import one_pass
+    from moe_ep.distributed.passes import one_pass
 
     device, size = torch.device(rank_env.device), rank_env.world_size
     geometry, rows = preset(config.geometry), []

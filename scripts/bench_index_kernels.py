@@ -24,7 +24,7 @@ from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_s
 from moe_ep.kernels.mul_sum import moe_fused_mul_sum, mul_sum_reference
 from moe_ep.kernels.quantize import dequantize_rows, quantize_rows
 from moe_ep.kernels.routing import fused_topk
-from moe_ep.topk import topk_reference
+from moe_ep.routing.topk import topk_reference
 
 BLOCK_SIZE = 64
 

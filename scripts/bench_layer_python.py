@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from moe_ep import FusedMoE, routing
+from moe_ep import FusedMoE
 from moe_ep.bench.results import facts
 from moe_ep.kernels.reference import ReferenceExperts
+from moe_ep.routing import select as routing
 
 E, K, N, TOP_K = 8, 32, 32, 2
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from on_gang import measure_on_gang
 
-from moe_ep.launch.gang_choice import GangConfig
-from moe_ep.launch.option_values import geometry_name, output_file, whole_numbers
-from moe_ep.launch.options import at_least, option
-from moe_ep.launch.rank_env import RankEnv
+from moe_ep.launch.cli.option_values import geometry_name, output_file, whole_numbers
+from moe_ep.launch.cli.options import at_least, option
+from moe_ep.launch.gangs.gang_choice import GangConfig
+from moe_ep.launch.gangs.rank_env import RankEnv
 
 _TURNS = 4
 
@@ -76,7 +76,7 @@ def _take_turns(step: Callable[[], None], device: Any, steps: int, rank: int) ->
     from moe_ep.bench.timing import capture, slowest_rank
     from moe_ep.observability.metrics import PrometheusSink
     from moe_ep.observability.monitor import LayerMonitor
-    from moe_ep.stages import listen, stop_listening
+    from moe_ep.observability.stages import listen, stop_listening
 
     step()
     sink = PrometheusSink(0)

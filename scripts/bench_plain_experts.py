@@ -18,7 +18,7 @@ from moe_ep.bench.geometries import preset
 from moe_ep.bench.results import append_line, facts, markdown_table
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
-from moe_ep.methods import relative_error
+from moe_ep.layer.methods import relative_error
 from moe_ep.modular_kernel import FusedMoEModularKernel, make_experts, make_prepare_finalize
 
 # Geometry, and how many of its experts there are: all of a small model, a rank's of eight of a larger one.

@@ -4,7 +4,7 @@
 
 The product of w13 with the activation and the product of w2 are timed alone, in CUDA graphs of eight calls, each with
 random routing of its own, with every tile that fits the GPU's shared memory. Results are compared with the plain form
-for a small batch first; a tile that is wrong ends the script. `moe_ep/kernels/grouped_tiles.py` has the tiles that are
+for a small batch first; a tile that is wrong ends the script. `moe_ep/kernels/grouped/tiles.py` has the tiles that are
 taken.
 """
 
@@ -25,15 +25,15 @@ from moe_ep.bench.geometries import preset
 from moe_ep.bench.results import append_line, facts, markdown_table
 from moe_ep.bench.timing import time_calls, timing_of
 from moe_ep.kernels.align import moe_align_block_size
-from moe_ep.kernels.grouped_products import (
+from moe_ep.kernels.grouped.products import (
     Activation,
     Blocks,
     multiply_into_order_reference,
     multiply_into_places_reference,
 )
-from moe_ep.kernels.grouped_tiles import Tiles, rows_of_blocks, shared_bytes, tiles_for
-from moe_ep.kernels.triton_grouped_products import triton_multiply_into_order, triton_multiply_into_places
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.kernels.grouped.tiles import Tiles, rows_of_blocks, shared_bytes, tiles_for
+from moe_ep.kernels.grouped.triton_products import triton_multiply_into_order, triton_multiply_into_places
+from moe_ep.layer.methods import relative_error, tolerance
 
 # Rows, columns, columns of the input in a step, warps, stages, and blocks that go through a block of columns together.
 CANDIDATES = (

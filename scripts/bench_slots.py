@@ -25,7 +25,7 @@ from on_gpu import this_gpu
 
 import moe_ep
 from moe_ep.bench.results import append_line, facts, table
-from moe_ep.integrations.decoder import WARM_UP_PASSES, SlotDecoder
+from moe_ep.generation.decoder import WARM_UP_PASSES, SlotDecoder
 
 SMALL = {"moe_intermediate_size": 128, "vocab_size": 1024, "num_experts_per_tok": 4}
 MODELS: dict[str, dict[str, Any]] = {
@@ -54,8 +54,8 @@ def masked(on: bool) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch("moe_ep.integrations.decoder.can_attend", lambda model: False),
-        mock.patch("moe_ep.integrations.decoder.FusedModules", lambda model: mock.Mock(used=contextlib.nullcontext)),
+        mock.patch("moe_ep.generation.decoder.can_attend", lambda model: False),
+        mock.patch("moe_ep.generation.decoder.FusedModules", lambda model: mock.Mock(used=contextlib.nullcontext)),
     ):
         yield
 

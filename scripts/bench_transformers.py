@@ -36,9 +36,9 @@ import moe_ep
 from moe_ep.bench.geometries import preset
 from moe_ep.bench.results import append_line, facts, markdown_table, read_lines
 from moe_ep.bench.timing import slowest_rank, time_calls, timing_of
-from moe_ep.integrations.generation import Generation
-from moe_ep.integrations.prompt_queue import Request
-from moe_ep.methods import relative_error
+from moe_ep.generation.engine import Generation
+from moe_ep.generation.prompt_queue import Request
+from moe_ep.layer.methods import relative_error
 
 Row = dict[str, Any]
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from moe_ep.bench.workload import Routing, draw_logits, parse_routing
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
-from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize
 from moe_ep.dispatch.messages import MessageLayout
 from moe_ep.dispatch.payload import destinations, owner_of
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.kernels.quantize import dequantize_rows, quantize_rows, quantized_row_bytes
+from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 from moe_ep.registry import ALL2ALL_BACKENDS
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 
 DTYPE = torch.bfloat16
 ONE_RANK = "one_rank"

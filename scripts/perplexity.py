@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_ep.launch.gang_choice import GangConfig, start_gang
-from moe_ep.launch.model_options import DTYPES, torch_dtype
-from moe_ep.launch.option_values import checkpoint_folder
-from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
-from moe_ep.launch.rank_env import RankEnv
+from moe_ep.launch.cli.model_options import DTYPES, torch_dtype
+from moe_ep.launch.cli.option_values import checkpoint_folder
+from moe_ep.launch.cli.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
+from moe_ep.launch.gangs.gang_choice import GangConfig, start_gang
+from moe_ep.launch.gangs.rank_env import RankEnv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[s
     import transformers
 
     import moe_ep
-    from moe_ep.integrations.divided import steps_of
-    from moe_ep.integrations.perplexity import perplexity
+    from moe_ep.generation.perplexity import perplexity
+    from moe_ep.hf.divided import steps_of
 
     device = torch.device(rank_env.device)
     dtype = torch_dtype(config.dtype, device)

@@ -37,7 +37,7 @@ from reproduce_schedule import ROOT, SEATS, Ended, begins, fitting, run
 
 from moe_ep.bench.results import append_line, read_lines, table
 from moe_ep.files import write_text
-from moe_ep.launch.interrupts import raised_as_interrupt
+from moe_ep.launch.gangs.interrupts import raised_as_interrupt
 
 # NVLink multicast stays off in whatever is started.
 ENVIRONMENT = {"NVSHMEM_DISABLE_NVLS": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from moe_ep.launch.processes import children, end_trees
+from moe_ep.launch.gangs.processes import children, end_trees
 
 ROOT = Path(__file__).resolve().parents[1]
 # A part may take so many times what it is said to take.

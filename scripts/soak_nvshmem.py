@@ -27,7 +27,7 @@ from moe_ep.dispatch.nvshmem.arena import SymmetricArena
 from moe_ep.dispatch.nvshmem.low_latency import LowLatencyPrepareFinalize
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.kernels import jit
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate
 
 STEPS = 16
 TOKENS = (0, 1, 1, 2, 3, 4, 5, 7, 8, 8, 11, 15, 16, 17, 29, 64)

@@ -25,9 +25,9 @@ from moe_ep import env
 from moe_ep.dispatch.nvshmem import device_api
 from moe_ep.dispatch.nvshmem.meeting import meet
 from moe_ep.dispatch.nvshmem.order import Order
+from moe_ep.distributed.process_groups import this_host
 from moe_ep.errors import BackendUnavailableError, missing_extra
 from moe_ep.kernels import jit
-from moe_ep.process_groups import this_host
 
 logger = logging.getLogger(__name__)
 

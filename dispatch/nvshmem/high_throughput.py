@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.contracts import FusedMoEActivationFormat, PrepareResult
 from moe_ep.dispatch.batch import Batch, Pending, check_tensor
 from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, facts_of
@@ -32,7 +31,8 @@ from moe_ep.dispatch.nvshmem.high_throughput_block import (
 )
 from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.kernels import jit
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
+from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, PrepareResult
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 # Within 5 % of the best on 4 H200 (docs/benchmarks/high_throughput.md); e4m3 rows are made and read by instructions.
 DEFAULT_NUM_SMS = 24

@@ -16,7 +16,7 @@ from moe_ep.dispatch.nvshmem.device_api import device_archive
 from moe_ep.dispatch.nvshmem.layout import BUFFERS
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.kernels import jit
-from moe_ep.workspace import current_stream
+from moe_ep.modular_kernel.workspace import current_stream
 
 SEND, RECEIVE = 1, 2
 KERNELS = ("low_latency_dispatch", "low_latency_combine")

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
 from moe_ep.dispatch.batch import Batch, Pending, check_tensor
 from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, facts_of
@@ -24,7 +23,8 @@ from moe_ep.dispatch.nvshmem.kernels import KERNELS, WARPS, Halves, combine_type
 from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
 from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, layout_of, local_indices
 from moe_ep.kernels import jit
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
+from moe_ep.modular_kernel.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
 
 
 class _Handle(NamedTuple):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_ep.kernels import jit
-from moe_ep.workspace import current_stream
+from moe_ep.modular_kernel.workspace import current_stream
 
 # Turns on one stream after which it is taken for the only one again.
 _MEMORY = 256

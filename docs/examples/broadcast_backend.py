@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize
-from moe_ep.process_groups import GroupReference
+from moe_ep.distributed.process_groups import GroupReference
+from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize
 
 
 class BroadcastPrepareFinalize(FusedMoEPrepareAndFinalize):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPermuteExpertsUnpermute
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, FusedMoEPermuteExpertsUnpermute
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceNoOP
 
 
 class SquaredReluExperts(FusedMoEPermuteExpertsUnpermute):

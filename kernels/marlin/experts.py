@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.contracts import ExpertWeights, FusedMoEPermuteExpertsUnpermute
 from moe_ep.kernels import jit
 from moe_ep.kernels.expert_formats import BatchedFormat, Shape, StandardFormat, Step
 from moe_ep.kernels.marlin import e4m3
@@ -31,6 +29,8 @@ from moe_ep.kernels.marlin.gemm import partials_numel
 from moe_ep.kernels.marlin.packing import has_all_groups, not_packed_reason, pack_experts
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import ACTIVATION_DTYPES, weight_type
+from moe_ep.modular_kernel.contracts import ExpertWeights, FusedMoEPermuteExpertsUnpermute
+from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import ScalarType, scalar_types
 
 

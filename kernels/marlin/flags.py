@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.workspace import current_stream, outside_of_pools
+from moe_ep.modular_kernel.workspace import current_stream, outside_of_pools
 
 _LEAST = 8192
 _buffers: dict[tuple[int, int, str], list[torch.Tensor]] = {}

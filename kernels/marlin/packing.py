@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep.canonical_weights import CanonicalWeights
-from moe_ep.contracts import ExpertWeights
 from moe_ep.kernels.marlin.repack import pack_marlin
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.kernels.marlin.weights import group_size_of
+from moe_ep.modular_kernel.contracts import ExpertWeights
+from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import ScalarType, scalar_types
 
 

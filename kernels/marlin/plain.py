@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import MoEActivation, apply_activation
-from moe_ep.canonical_weights import CanonicalWeights, dequantize
-from moe_ep.custom_ops import without_autocast
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.repack import PackedWeights, unpack_marlin
 from moe_ep.kernels.marlin.rounding import round_hidden, round_rows
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import Weights, group_size_of
+from moe_ep.layer.custom_ops import without_autocast
+from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
 
 ActivationFunction = Callable[[MoEActivation, torch.Tensor, torch.Tensor], None]
 

@@ -17,7 +17,7 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.layer import FusedMoE
-from moe_ep.methods.base import relative_error
+from moe_ep.layer.methods.base import relative_error
 from moe_ep.routing import select_experts
 
 # Weights of all copies together exceed the L2 cache of any GPU there is.

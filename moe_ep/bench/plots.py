@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moe_ep.bench.scaling_tables import KIND, kind_of, of_most_alike
 from moe_ep.errors import missing_extra
 from moe_ep.files import replacing
-from moe_ep.stages import STAGES
+from moe_ep.observability.stages import STAGES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

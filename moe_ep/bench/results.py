@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import moe_ep
-from moe_ep.checkout import checkout_commit
+from moe_ep.bench.checkout import checkout_commit
 from moe_ep.files import naming, parse_json, write_whole
 
 if TYPE_CHECKING:

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from moe_ep import stages
 from moe_ep.bench.ceilings import Ceilings
 from moe_ep.bench.layers import Batch, BenchLayers
 from moe_ep.bench.results import peak_memory
 from moe_ep.bench.timing import Timing, capture, slowest_rank, time_calls, timing_of
 from moe_ep.bench.workload import Routing
+from moe_ep.distributed.passes import one_pass
 from moe_ep.eplb.metrics import balancedness
 from moe_ep.errors import MoeEpError
-from moe_ep.methods.base import tolerance
-from moe_ep.passes import one_pass
-from moe_ep.stages import Listener, listening
+from moe_ep.layer.methods.base import tolerance
+from moe_ep.observability import stages
+from moe_ep.observability.stages import Listener, listening
 
 if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE

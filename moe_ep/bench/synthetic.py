@@ -10,14 +10,14 @@ import torch.nn.functional as F
 
 from moe_ep.activation import apply_activation
 from moe_ep.bench.geometries import WeightFormat
-from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.config import FusedMoEConfig
-from moe_ep.experts_choice import ExpertsNames
-from moe_ep.methods.base import w13_rows
-from moe_ep.methods.canonical import CanonicalFusedMoEMethod
+from moe_ep.layer.methods.base import w13_rows
+from moe_ep.layer.methods.canonical import CanonicalFusedMoEMethod
+from moe_ep.modular_kernel.experts_choice import ExpertsNames
+from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
 
 if TYPE_CHECKING:
-    from moe_ep.expert_shard import ExpertShard
+    from moe_ep.layer.expert_shard import ExpertShard
 
 
 @dataclass(frozen=True, kw_only=True)

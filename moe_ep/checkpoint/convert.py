@@ -25,7 +25,7 @@ from moe_ep.checkpoint.stored import ExpertTensors, Stored
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError, one_of
 from moe_ep.files import naming
-from moe_ep.methods.online import ONLINE
+from moe_ep.layer.methods.online import ONLINE
 
 _BITS = {"int4": 4, "int8": 8, "fp8": 8}
 # No more than a shard is held in memory.

@@ -24,7 +24,7 @@ from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint, write_json
 from moe_ep.errors import ConfigError
 from moe_ep.files import write_text
-from moe_ep.quantize_weights import quantize_int
+from moe_ep.quantization.quantize_weights import quantize_int
 
 DEMO_VERSION = 1
 

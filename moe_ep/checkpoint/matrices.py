@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint.formats import QuantizationConfig
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
 from moe_ep.checkpoint.reader import CheckpointReader
 from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.checkpoint.stored import ExpertTensors, Stored, find_linear, layer_quantization, linear_layouts
 from moe_ep.errors import CheckpointError
+from moe_ep.quantization.canonical_weights import dequantize
 
 
 class ExpertMatrices(NamedTuple):

@@ -4,7 +4,7 @@ They run over gloo connections of their own, each with a deadline. What goes wro
 `EplbError` on all: the first that fails leaves its sentence in the store of the job, the others raise that sentence
 too, and a rank that waits for nothing finds it there.
 
-Who is at fault is found by calling the roll (`moe_ep.roll_call`). A rank whose exchange fails ends its connections
+The failed ranks are found by `moe_ep.distributed.failure_detection`. A rank whose exchange fails ends its connections
 first, so that messages which wait for it fail too.
 """
 
@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from moe_ep.distributed.failure_detection import CALL_S, Roll
+from moe_ep.distributed.job_store import job_store, name_in_store
 from moe_ep.errors import EplbError
-from moe_ep.job_store import job_store, name_in_store
-from moe_ep.roll_call import CALL_S, Roll
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moe_ep.distributed.process_groups import machine
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.moves import LayerMoves
 from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.transfer import digest, wait_for_event
-from moe_ep.process_groups import machine
 
 _HANDLE_BYTES = 64
 # A paced copy is cut into parts that are this far apart, so that none holds up the model's own messages for long.

@@ -30,7 +30,7 @@ from moe_ep.eplb.recorder import ExpertLoadRecorder
 from moe_ep.eplb.step_gate import StepGate
 from moe_ep.eplb.transfer import digest, layer_stamp
 from moe_ep.errors import EplbError
-from moe_ep.stages import stage
+from moe_ep.observability.stages import stage
 
 logger = logging.getLogger(__name__)
 

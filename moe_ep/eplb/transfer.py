@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import env
+from moe_ep.distributed.process_groups import is_initialized
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.moves import LayerMoves, plan_moves
 from moe_ep.eplb.packing import ExpertRows, intact, seal
 from moe_ep.eplb.placement_state import placement_on_host
 from moe_ep.eplb.policy.maps import Array, check_placement
 from moe_ep.errors import EplbError
-from moe_ep.process_groups import is_initialized
 
 _SLEEP_S = 5e-5
 _EXPERT_BITS = 20

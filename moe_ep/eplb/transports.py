@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from moe_ep.distributed.process_groups import subgroup
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
 from moe_ep.eplb.moves import LayerMoves
 from moe_ep.eplb.packing import ExpertRows
 from moe_ep.eplb.transfer import MessageTransport, digest
 from moe_ep.errors import BackendUnavailableError, EplbError
-from moe_ep.process_groups import subgroup
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from moe_ep.eplb.metrics import balancedness
 from moe_ep.expert_map import expert_owner_table
 from moe_ep.observability import metrics
 from moe_ep.observability.metrics import Metric, MetricsSink
-from moe_ep.stages import Listener, listen, stop_listening, timing_event
+from moe_ep.observability.stages import Listener, listen, stop_listening, timing_event
 
 if TYPE_CHECKING:
     from moe_ep.config import FusedMoEConfig

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _ExperimentalConfig
 
+from moe_ep.distributed.process_groups import machine
 from moe_ep.errors import MoeEpError
-from moe_ep.process_groups import machine
-from moe_ep.stages import Listener, listening
+from moe_ep.observability.stages import Listener, listening
 
 PREFIX = "moe_ep."
 _PROCESSES_PER_RANK = 1000

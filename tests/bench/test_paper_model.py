@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ep.bench.cost_model import Machine, calibrated, predict
+from moe_ep.bench.cost_model_routing import busiest_rank, rows_sent, spread
 from moe_ep.bench.geometries import preset
 from moe_ep.bench.results import append_line, read_lines
 from moe_ep.bench.workload import Routing, draw_logits
 from moe_ep.checkpoint.spec import RoutingSpec
-from moe_ep.launch.cli import main
-from moe_ep.paper_model import Machine, calibrated, predict
-from moe_ep.paper_routing import busiest_rank, rows_sent, spread
+from moe_ep.launch.cli.main import main
 from moe_ep.routing import select_experts
 
 DEEPSEEK = preset("deepseek-v3")

@@ -14,8 +14,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from moe_ep.launch.cli import make_parser
-from moe_ep.waiting import comes_within
+from moe_ep.distributed.waiting import comes_within
+from moe_ep.launch.cli.main import make_parser
 from tests.launch.jobs import all_end
 
 ROOT = Path(__file__).parents[2]

@@ -21,12 +21,13 @@ from moe_ep.bench.geometries import Geometry, of_model
 from moe_ep.bench.results import read_lines
 from moe_ep.checkpoint import model_spec
 from moe_ep.errors import ConfigError
-from moe_ep.launch import gang_choice, progress, scaling_worker
-from moe_ep.launch.cli import main
-from moe_ep.launch.commands import bench
-from moe_ep.launch.rank_env import RankEnv
-from moe_ep.launch.scaling_config import ScalingConfig
-from moe_ep.launch.scaling_rows import Clock, Row, Setting
+from moe_ep.launch.cli.commands import bench
+from moe_ep.launch.cli.main import main
+from moe_ep.launch.cli.scaling_config import ScalingConfig
+from moe_ep.launch.gangs import gang_choice, progress
+from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.workers import scaling_worker
+from moe_ep.launch.workers.scaling_rows import Clock, Row, Setting
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--decode-tokens", "16", "--prefill-tokens", "none", "--chain", "2", "--repeats", "3", "--device", "cpu"]

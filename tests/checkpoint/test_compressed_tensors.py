@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.errors import CheckpointError
+from moe_ep.quantization.canonical_weights import dequantize
 
 GATE_PROJ = "model.layers.3.mlp.experts.7.gate_proj"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ep.launch.cli import main
+from moe_ep.launch.cli.main import main
 
 
 def test_what_lies_in_its_place_is_kept_and_named(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint import (
     CheckpointReader,
     check_beside_experts,
@@ -23,7 +22,8 @@ from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, unpack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
-from moe_ep.quantize_weights import quantize_int
+from moe_ep.quantization.canonical_weights import dequantize
+from moe_ep.quantization.quantize_weights import quantize_int
 from moe_ep.stack import MoEStack
 from tests.checkpoint.checkpoints import (
     GPTQ,

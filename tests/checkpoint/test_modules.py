@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.checkpoint import (
     CheckpointReader,
     expert_tensors,
@@ -27,6 +26,7 @@ from moe_ep.checkpoint.stored import layer_quantization
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
+from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
 from tests.checkpoint.format_cases import Expert, mxfp4, write_case
 from tests.checkpoint.test_format_cases import make_layer
 

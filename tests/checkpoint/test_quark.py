@@ -12,7 +12,7 @@ from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError
-from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
+from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 GATE_PROJ = "model.layers.3.mlp.experts.7.gate_proj"
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.activation import apply_activation
-from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint import (
     CheckpointReader,
     MoEModelSpec,
@@ -26,6 +25,7 @@ from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
 from moe_ep.layer import FusedMoE
+from moe_ep.quantization.canonical_weights import dequantize
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.checkpoint.model_cases import MODELS, block_of, save_model
 

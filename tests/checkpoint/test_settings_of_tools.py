@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint import CheckpointReader, check_experts, model_spec
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
@@ -22,7 +21,8 @@ from moe_ep.checkpoint.formats.w4afp8 import W4AFP8Config
 from moe_ep.checkpoint.safetensors_header import TensorInfo
 from moe_ep.checkpoint.stored import Stored, check_tensor
 from moe_ep.errors import CheckpointError
-from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
+from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
+from moe_ep.quantization.canonical_weights import dequantize
 from tests.checkpoint.format_cases import write_case
 
 GATE_PROJ = "model.layers.3.mlp.experts.7.gate_proj"

@@ -12,12 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
-from moe_ep.canonical_weights import dequantize
 from moe_ep.checkpoint import CheckpointReader, embed_rows, load_moe_layer, load_norm, load_router, model_spec
 from moe_ep.checkpoint.demo import demo_checkpoint, make_demo_checkpoint
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import ConfigError
+from moe_ep.quantization.canonical_weights import dequantize
 from tests.checkpoint.checkpoints import LoadingLayer, gptq_shapes
 from tests.full_disk import files_of_at_most
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_ep.layer import FusedMoE
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.layer.methods import relative_error, tolerance
 from tests.core.moe_oracle import Weights, make_inputs, run_moe
 
 E, K, N, TOP_K, T = 6, 32, 48, 2, 9

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep import agreement
-from moe_ep.agreement import Board, largest_over_ranks
+from moe_ep.distributed import agreement
+from moe_ep.distributed.agreement import Board, largest_over_ranks
+from moe_ep.distributed.failure_detection import Roll
 from moe_ep.errors import DispatchTimeoutError
-from moe_ep.roll_call import Roll
 from tests.full_disk import files_of_at_most
 from tests.ranks import ranks
 

@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
-from moe_ep.contract_checks import check_backend, check_workspace_shapes, checked_backend, checked_experts
-from moe_ep.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEPrepareAndFinalize
 from moe_ep.kernels.reference import BatchedReferenceExperts, ReferenceExperts
 from moe_ep.modular_kernel import FusedMoEModularKernel, make_experts, make_prepare_finalize
+from moe_ep.modular_kernel.contract_checks import (
+    check_backend,
+    check_workspace_shapes,
+    checked_backend,
+    checked_experts,
+)
+from moe_ep.modular_kernel.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEPrepareAndFinalize
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 E, K, N, T, TOPK = 4, 8, 16, 5, 2

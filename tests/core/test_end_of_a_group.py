@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ep.distributed.passes import one_pass
 from moe_ep.layer import FusedMoE
-from moe_ep.passes import one_pass
 from moe_ep.registry import ALL2ALL_BACKENDS
 from tests.ranks import ranks
 
@@ -56,7 +56,7 @@ def test_a_group_that_is_destroyed_ends_though_its_layers_are_there() -> None:
 
 
 PROGRAM = """
-from moe_ep.at_exit import close_at_exit
+from moe_ep.distributed.at_exit import close_at_exit
 
 class Thing:
     def __init__(self, name):

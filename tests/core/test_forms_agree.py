@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ep.activation import MoEActivation
-from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
-from moe_ep.contracts import ExpertTokensMetadata
 from moe_ep.kernels.marlin.experts import MarlinExperts
 from moe_ep.kernels.reference import BatchedReferenceExperts, ReferenceExperts
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.modular_kernel import FusedMoEModularKernel, make_prepare_finalize
-from moe_ep.quantize_weights import quantize_int
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceNaiveBatched
+from moe_ep.modular_kernel.contracts import ExpertTokensMetadata
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceNaiveBatched
+from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
+from moe_ep.quantization.quantize_weights import quantize_int
 
 K, N, GROUP = 64, 32, 32
 BF16 = torch.bfloat16

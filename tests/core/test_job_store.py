@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from moe_ep import job_store
 from moe_ep.dispatch.notes import Notes
+from moe_ep.distributed import job_store
 from moe_ep.eplb.handshake import SideChannel, _next_prefix
 
 

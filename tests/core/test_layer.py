@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from moe_ep.config import FusedMoEParallelConfig
-from moe_ep.integrations.routed_experts import RoutedExperts
-from moe_ep.integrations.steps import StepCoordinator
+from moe_ep.hf.routed_experts import RoutedExperts
+from moe_ep.hf.steps import StepCoordinator
 from moe_ep.layer import FusedMoE
-from moe_ep.methods import relative_error, tolerance
-from moe_ep.shared_experts import SharedExperts
-from moe_ep.stages import STAGES, Listener, listening, record
+from moe_ep.layer.methods import relative_error, tolerance
+from moe_ep.layer.shared_experts import SharedExperts
+from moe_ep.observability.stages import STAGES, Listener, listening, record
 from tests.core.moe_oracle import load, make_inputs, make_weights, run_moe
 from tests.core.small_layer import F32, TOP_K, E, K, N, T, check, make_layer
 

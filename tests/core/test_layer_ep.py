@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ep import layer_parts, process_groups
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.distributed import process_groups
+from moe_ep.distributed.passes import one_pass
 from moe_ep.errors import ConfigError
-from moe_ep.layer import FusedMoE
-from moe_ep.methods import OnlineIntConfig, relative_error, tolerance
+from moe_ep.layer import FusedMoE, layer_parts
+from moe_ep.layer.methods import OnlineIntConfig, relative_error, tolerance
+from moe_ep.layer.shared_experts import SharedExperts
 from moe_ep.modular_kernel import make_prepare_finalize
-from moe_ep.passes import one_pass
 from moe_ep.registry import ALL2ALL_BACKENDS
-from moe_ep.shared_experts import SharedExperts
 from tests.core.moe_oracle import Weights, load, make_inputs, make_weights, run_moe
 from tests.ranks import ranks
 

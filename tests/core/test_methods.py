@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from moe_ep.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.checkpoint.formats.gptq import GPTQConfig, pack_gptq
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import BackendUnavailableError
-from moe_ep.experts_choice import PACKED
 from moe_ep.kernels.marlin import MarlinExperts
 from moe_ep.layer import FusedMoE
-from moe_ep.methods import OnlineIntConfig, make_method, relative_error, tolerance
-from moe_ep.methods.canonical import CanonicalFusedMoEMethod
-from moe_ep.quantize_weights import quantize_int
+from moe_ep.layer.methods import OnlineIntConfig, make_method, relative_error, tolerance
+from moe_ep.layer.methods.canonical import CanonicalFusedMoEMethod
+from moe_ep.modular_kernel.experts_choice import PACKED
+from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
+from moe_ep.quantization.quantize_weights import quantize_int
 from moe_ep.scalar_type import scalar_types
 from tests.core.moe_oracle import Weights, load, make_inputs, make_weights, run_moe
 
@@ -235,7 +235,7 @@ def test_packing_for_other_experts_leaves_nothing_of_the_layout_before(monkeypat
     method = layer.quant_method
     assert isinstance(method, CanonicalFusedMoEMethod)
     canonical = method._canonical(layer, "w13"), method._canonical(layer, "w2")
-    monkeypatch.setattr("moe_ep.methods.canonical.choose_experts", lambda *_: PACKED)
+    monkeypatch.setattr("moe_ep.layer.methods.canonical.choose_experts", lambda *_: PACKED)
     method._pack(layer, *canonical)  # as where the layer went to a GPU after its weights were processed
     packed = MarlinExperts.pack_weights(*canonical, layer.moe_config)
     for gemm, weights in zip(("w13", "w2"), packed, strict=True):

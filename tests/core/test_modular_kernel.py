@@ -15,7 +15,7 @@ from moe_ep.modular_kernel import (
     make_experts,
     make_prepare_finalize,
 )
-from moe_ep.workspace import workspace_manager
+from moe_ep.modular_kernel.workspace import workspace_manager
 from tests.ranks import ranks
 
 E, TOPK, K, N = 6, 3, 16, 24

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.topk_weight_and_reduce import (
+from moe_ep.modular_kernel.weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNaiveBatched,

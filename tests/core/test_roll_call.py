@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from moe_ep import roll_call
-from moe_ep.roll_call import Roll, Verdict
+from moe_ep.distributed import failure_detection as roll_call
+from moe_ep.distributed.failure_detection import Roll, Verdict
 
 
 def test_ranks_that_wait_are_told_and_the_others_named(monkeypatch: pytest.MonkeyPatch) -> None:

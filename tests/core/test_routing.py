@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ep.routing import select_experts
-from moe_ep.topk import SCORING_FUNCS
+from moe_ep.routing.topk import SCORING_FUNCS
 from tests.core.routing_rules import Rule, route_by_hand
 
 # f32 arithmetic of a softmax over at most 64 columns against Python's f64.

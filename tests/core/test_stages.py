@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_ep import stages
+from moe_ep.observability import stages
 
 
 def test_nothing_is_recorded_unless_asked():

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.dispatch import two_level
+from moe_ep.distributed.process_groups import subgroup
 from moe_ep.errors import DispatchTimeoutError
-from moe_ep.process_groups import subgroup
 from tests.ranks import ranks
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from moe_ep.config import FusedMoEParallelConfig
-from moe_ep.expert_slots import ExpertSlots, initial_physical_to_logical
 from moe_ep.layer import FusedMoE
-from moe_ep.weight_loading import (
+from moe_ep.layer.expert_slots import ExpertSlots, initial_physical_to_logical
+from moe_ep.layer.weight_loading import (
     ExpertWeightLoader,
     ParamLayout,
     bias_layout,

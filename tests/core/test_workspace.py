@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from moe_ep import workspace
-from moe_ep.workspace import WorkspaceManager
+from moe_ep.modular_kernel import workspace
+from moe_ep.modular_kernel.workspace import WorkspaceManager
 
 CPU = torch.device("cpu")
 

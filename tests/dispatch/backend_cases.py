@@ -13,16 +13,16 @@ from typing import NamedTuple
 import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
-from moe_ep.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.kernels.quantize import GROUP_SIZE
-from moe_ep.registry import ALL2ALL_BACKENDS
-from moe_ep.topk_weight_and_reduce import (
+from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
+from moe_ep.modular_kernel.weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,
 )
+from moe_ep.registry import ALL2ALL_BACKENDS
 
 BACKENDS = ("allgather_reducescatter", "all_to_all", "batched_all_to_all")
 

@@ -15,14 +15,14 @@ from unittest.mock import patch
 import torch
 
 from moe_ep.config import FusedMoEQuantConfig
-from moe_ep.contracts import PrepareResult
 from moe_ep.dispatch.batch import OpenBatches
 from moe_ep.dispatch.nvshmem import arena, high_throughput
 from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, Block, Layout
 from moe_ep.dispatch.placement import Placement
 from moe_ep.dispatch.torch_distributed import owners_of
 from moe_ep.errors import DispatchTimeoutError
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from moe_ep.modular_kernel.contracts import PrepareResult
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import (
     Case,
     Setting,

@@ -16,7 +16,7 @@ import torch
 
 from moe_ep.dispatch import torch_distributed
 from moe_ep.dispatch.rank_group import HostCopy, RankGroup
-from moe_ep.roll_call import Roll
+from moe_ep.distributed.failure_detection import Roll
 
 _TIMEOUT_S = 120.0
 

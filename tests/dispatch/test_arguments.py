@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.contracts import ExpertTokensMetadata
 from moe_ep.dispatch.batch import MAX_OPEN_BATCHES, OpenBatches, check_tensor, keep_for, side_by_side
 from moe_ep.modular_kernel import make_prepare_finalize
+from moe_ep.modular_kernel.contracts import ExpertTokensMetadata
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 from moe_ep.registry import ALL2ALL_BACKENDS
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import (
     BACKENDS,
     Case,

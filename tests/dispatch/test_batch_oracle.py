@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_ep.contracts import ExpertTokensMetadata
+from moe_ep.modular_kernel.contracts import ExpertTokensMetadata
 from tests.dispatch.backend_cases import (
     CASES,
     Case,

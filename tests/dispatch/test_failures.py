@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.dispatch.notes import Notes, watch
+from moe_ep.distributed.job_store import job_store
 from moe_ep.errors import DispatchTimeoutError
-from moe_ep.job_store import job_store
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import (
     BACKENDS,
     Case,

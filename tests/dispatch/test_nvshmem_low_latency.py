@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moe_ep.bench.cost_model import Machine, predict
 from moe_ep.bench.geometries import preset
 from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.dispatch.nvshmem import arena, order
@@ -25,7 +26,6 @@ from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, layout_of, local_i
 from moe_ep.dispatch.nvshmem.meeting import agree, meet
 from moe_ep.errors import DispatchTimeoutError
 from moe_ep.kernels import jit
-from moe_ep.paper_model import Machine, predict
 from tests.dispatch.backend_cases import Case, make_setting
 
 DEEPSEEK = BatchLayout(num_ranks=8, capacity=128, hidden_size=7168, topk=8, fp8=False)

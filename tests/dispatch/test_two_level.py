@@ -13,7 +13,7 @@ from moe_ep.dispatch import two_level
 from moe_ep.dispatch.all_to_all import AllToAllPrepareFinalize
 from moe_ep.dispatch.two_level import Grid
 from moe_ep.errors import ConfigError
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.registry import ALL2ALL_BACKENDS
 from tests.dispatch.backend_cases import CASES, Case, make_backend, make_setting, prepare_args, run_experts
 from tests.dispatch.backend_cases import expected_output as output_of_one_level

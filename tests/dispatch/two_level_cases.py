@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduce
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 from tests.dispatch.backend_cases import (
     Case,
     Setting,

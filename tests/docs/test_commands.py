@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_ep.eplb.simulate import zipf_trace
-from moe_ep.launch.cli import main, make_parser
+from moe_ep.launch.cli.main import main, make_parser
 from tests.checkpoint.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 
 from moe_ep.bench.workload import recorded_ids
 from moe_ep.eplb.trace import plain_choices
-from moe_ep.launch.cli import main
+from moe_ep.launch.cli.main import main
 
 Arrays = dict[str, np.ndarray]
 GOOD = np.arange(24).reshape(2, 3, 4) % 5

@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep import at_exit, roll_call
+from moe_ep.distributed import at_exit
+from moe_ep.distributed import failure_detection as roll_call
+from moe_ep.distributed.waiting import comes_within
 from moe_ep.eplb import rearrangement
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.handshake import SideChannel
@@ -26,9 +28,8 @@ from moe_ep.eplb.step_gate import StepGate
 from moe_ep.eplb.transfer import MessageTransport
 from moe_ep.eplb.transports import _nccl_group
 from moe_ep.errors import ConfigError, EplbError
-from moe_ep.launch.processes import children
+from moe_ep.launch.gangs.processes import children
 from moe_ep.layer import FusedMoE
-from moe_ep.waiting import comes_within
 from tests.eplb.models import CONFIG, E, L, load_layer, make_layer, random_placement, redundancy
 from tests.ranks import RankPool, ranks
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import moe_ep
+from moe_ep.distributed.waiting import comes_within
 from moe_ep.eplb.manager import EPLBManager
-from moe_ep.integrations.divided import steps_of
-from moe_ep.launch.processes import children
-from moe_ep.waiting import comes_within
+from moe_ep.hf.divided import steps_of
+from moe_ep.launch.gangs.processes import children
 from tests.eplb.models import CONFIG, L, random_placement
 from tests.eplb.test_eplb_close import PATIENT, comes_down_to, held, make_model
 from tests.ranks import RankPool

@@ -15,7 +15,7 @@ from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.dispatch.nvshmem.kernels import KERNELS, kernel_source
 from moe_ep.dispatch.nvshmem.low_latency_setup import layout_of
 from moe_ep.kernels import jit
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate
 from tests.dispatch.backend_cases import (
     CASES,
     Case,

@@ -21,7 +21,7 @@ from moe_ep.dispatch.nvshmem import arena, channel, high_throughput_block
 from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
-from moe_ep.roll_call import Roll
+from moe_ep.distributed.failure_detection import Roll
 from tests.dispatch.backend_cases import Case, Setting, make_backend, make_setting, prepare_args
 from tests.dispatch.ranks_of_threads import NoNotes
 

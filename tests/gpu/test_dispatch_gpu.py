@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate
 from tests.dispatch.backend_cases import (
     BACKENDS,
     CASES,

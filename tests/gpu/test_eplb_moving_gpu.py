@@ -14,7 +14,7 @@ import torch
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.eplb.manager import EPLBManager
 from moe_ep.eplb.transfer import MessageTransport, rearrange_expert_weights
-from moe_ep.launch.cli import main
+from moe_ep.launch.cli.main import main
 from moe_ep.layer import FusedMoE
 from moe_ep.registry import EXPERTS
 from tests.eplb.models import E, K, inputs, load_layer, make_layer, random_placement, redundancy, set_placement
@@ -191,7 +191,7 @@ def test_outputs_are_the_same_bits_while_experts_move(
 
 def packed_outputs(rank: int, world_size: int) -> None:
     """Packed experts compute the same before and after, up to their tolerance."""
-    from moe_ep.methods import relative_error, tolerance
+    from moe_ep.layer.methods import relative_error, tolerance
 
     layers = make_model(world_size, ("quantized on load",))
     usable = EXPERTS.load("batched_marlin").unusable_reason() is None

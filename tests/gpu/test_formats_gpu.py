@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ep.checkpoint import CheckpointReader, expert_tensors, load_moe_layer, model_spec, read_expert, read_linear
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.registry import EXPERTS
 from tests.checkpoint.checkpoints import make_checkpoint, qwen3_config
 from tests.checkpoint.format_cases import CASES, E, Expert, moe, write_case

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.modular_kernel import ExpertTokensMetadata, make_experts
 from moe_ep.registry import EXPERTS
 from tests.gpu.captured import capture

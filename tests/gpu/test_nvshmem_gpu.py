@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate
 from tests.dispatch.backend_cases import Case, expected_output, make_setting, prepare_args, run_experts
 from tests.gpu.captured import ROUTINGS, batched_results, check_replays, expert_ids
 from tests.gpu.nvshmem_cases import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, Layout, kernel_source
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 from tests.dispatch.batch_oracle import BatchOracle
 from tests.gpu.nvshmem_cases import BF16, GRID, compile_several, expanded, fill_with_nan, sources_of
 from tests.gpu.ranks_of_one_gpu import LOW_LATENCY, Ranks, on_one_gpu

@@ -12,7 +12,7 @@ import torch
 
 from moe_ep.dispatch.nvshmem import kernels
 from moe_ep.errors import DispatchTimeoutError
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate
 from tests.dispatch.backend_cases import Case
 from tests.gpu.nvshmem_cases import BF16
 from tests.gpu.ranks_of_one_gpu import LOW_LATENCY, Ranks, on_one_gpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ep.errors import DispatchTimeoutError
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import (
     Case,
     Inputs,

@@ -10,7 +10,7 @@ import torch
 
 from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning
 from moe_ep.kernels import jit
-from moe_ep.topk_weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import Case, check_batched, check_standard, expected_output, owner_of, run_experts
 from tests.gpu.nvshmem_cases import BF16, expanded
 from tests.gpu.ranks_of_one_gpu import LOW_LATENCY, Ranks, on_one_gpu

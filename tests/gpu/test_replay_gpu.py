@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from moe_ep import stages
-from moe_ep.integrations.replay import EAGER_CALLS
-from moe_ep.integrations.routed_experts import RoutedExperts
-from moe_ep.methods import OnlineIntConfig
+from moe_ep.hf.replay import EAGER_CALLS
+from moe_ep.hf.routed_experts import RoutedExperts
+from moe_ep.layer.methods import OnlineIntConfig
+from moe_ep.observability import stages
 from tests.core.moe_oracle import load, make_weights
 
 pytestmark = pytest.mark.gpu

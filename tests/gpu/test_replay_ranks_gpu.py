@@ -17,11 +17,11 @@ pytest.importorskip("transformers")
 import moe_ep
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import DispatchTimeoutError
-from moe_ep.integrations.divided import steps_of
-from moe_ep.integrations.generation import Generation
-from moe_ep.integrations.prompt_queue import Request
-from moe_ep.integrations.replay import EAGER_CALLS, _Place
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.generation.engine import Generation
+from moe_ep.generation.prompt_queue import Request
+from moe_ep.hf.divided import steps_of
+from moe_ep.hf.replay import EAGER_CALLS, _Place
+from moe_ep.layer.methods import relative_error, tolerance
 from tests.gpu.test_transformers_gpu import PACKED, make
 from tests.integrations.hf_models import SIZES
 from tests.ranks import num_gpu_ranks, ranks

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from moe_ep.checkpoint.demo import make_demo_checkpoint
-from moe_ep.launch.rank_env import RankEnv
-from moe_ep.launch.report import RankReport
-from moe_ep.launch.run_config import RunConfig
-from moe_ep.launch.worker import run_worker
+from moe_ep.launch.cli.report import RankReport
+from moe_ep.launch.cli.run_config import RunConfig
+from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.workers.worker import run_worker
 from tests.ranks import ranks
 
 WORLD_SIZES = [

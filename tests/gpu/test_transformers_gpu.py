@@ -11,14 +11,14 @@ import torch
 pytest.importorskip("transformers")
 
 import moe_ep
-from moe_ep.canonical_weights import dequantize
-from moe_ep.integrations.decoder import SlotDecoder
-from moe_ep.integrations.divided import steps_of
-from moe_ep.integrations.generation import Completion, Generation
-from moe_ep.integrations.hf_experts import find_experts
-from moe_ep.integrations.prompt_queue import Request
-from moe_ep.methods import relative_error, tolerance
-from moe_ep.quantize_weights import quantize_int
+from moe_ep.generation.decoder import SlotDecoder
+from moe_ep.generation.engine import Completion, Generation
+from moe_ep.generation.prompt_queue import Request
+from moe_ep.hf.divided import steps_of
+from moe_ep.hf.experts import find_experts
+from moe_ep.layer.methods import relative_error, tolerance
+from moe_ep.quantization.canonical_weights import dequantize
+from moe_ep.quantization.quantize_weights import quantize_int
 from moe_ep.registry import EXPERTS
 from tests.integrations.hf_models import SIZES, make_model
 from tests.integrations.test_slot_attention import decoded
@@ -182,7 +182,7 @@ def test_attention_without_masks(family: str, monkeypatch: pytest.MonkeyPatch) -
     exact, _ = decoded(moe_ep.parallelize(copy.deepcopy(made).float()))
     got, decoder = decoded(moe_ep.parallelize(copy.deepcopy(made)))
     assert decoder.num_rows([4, 13]) == (26 if family == "Qwen3Next" else 17)
-    monkeypatch.setattr("moe_ep.integrations.decoder.can_attend", lambda model: False)
+    monkeypatch.setattr("moe_ep.generation.decoder.can_attend", lambda model: False)
     masked, _ = decoded(moe_ep.parallelize(made))
     got_error, masked_error = (relative_error(torch.cat(mine), torch.cat(exact)) for mine in (got, masked))
     assert got_error < masked_error + tolerance(torch.bfloat16)

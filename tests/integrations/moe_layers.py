@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from moe_ep import verify
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.config import FusedMoEParallelConfig
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.launch.workers import verify
+from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.integrations import choices, routed_experts
+from moe_ep.hf import choices, routed_experts
 from moe_ep.layer import FusedMoE
-from moe_ep.stages import Listener, listening
+from moe_ep.observability.stages import Listener, listening
 
 E, TOP_K = 5, 3
 

@@ -18,10 +18,10 @@ import moe_ep
 from moe_ep.checkpoint import CheckpointReader, load_router, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError
-from moe_ep.integrations.generation import Generation
-from moe_ep.integrations.hf_experts import find_experts
-from moe_ep.integrations.prompt_queue import Request
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.generation.engine import Generation
+from moe_ep.generation.prompt_queue import Request
+from moe_ep.hf.experts import find_experts
+from moe_ep.layer.methods import relative_error, tolerance
 from tests.checkpoint.format_encoders import e2m1
 from tests.integrations.hf_models import GROUPED, MLA, SIZES, make_model
 from tests.integrations.moe_layers import check_layers
@@ -216,7 +216,7 @@ def test_a_configuration_that_calls_top_k_otherwise(
     check(parallel, alone)
     in_slots(parallel, alone)
     check(moe_ep.parallelize(copy.deepcopy(alone)), alone)
-    monkeypatch.setattr("moe_ep.integrations.transformers._TOP_K", ("num_experts_per_tok",))
+    monkeypatch.setattr("moe_ep.hf.parallelize._TOP_K", ("num_experts_per_tok",))
     with pytest.raises(
         ConfigError, match="the AriaTextConfig of the model has one number in none of num_experts_per_tok; set"
     ):

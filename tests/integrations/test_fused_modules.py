@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from moe_ep.integrations import fused_modules, fused_rotary
-from moe_ep.integrations.fused_modules import FusedModules
+from moe_ep.generation import fused_modules, fused_rotary
+from moe_ep.generation.fused_modules import FusedModules
 from tests.integrations.hf_models import SIZES, make_model
 from tests.kernels.rotary_cases import plain_rotary
 

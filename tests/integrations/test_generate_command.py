@@ -19,10 +19,10 @@ import transformers
 
 from moe_ep.checkpoint.demo import make_demo_checkpoint
 from moe_ep.errors import ConfigError
-from moe_ep.integrations.generation import Completion
-from moe_ep.launch.cli import main
-from moe_ep.launch.generate_config import prompt_of, read_prompts
-from moe_ep.launch.generate_worker import (
+from moe_ep.generation.engine import Completion
+from moe_ep.launch.cli.generate_config import prompt_of, read_prompts
+from moe_ep.launch.cli.main import main
+from moe_ep.launch.workers.generate_worker import (
     _has_come_to,
     _not_applied,
     _requests,

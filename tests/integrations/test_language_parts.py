@@ -18,7 +18,7 @@ from moe_ep.checkpoint.matrices import check_experts
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError, ConfigError
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
 from tests.integrations.hf_models import EYES, GROUPED, MLA, SIZES, make_model
 from tests.integrations.test_families import INDEXER, OTHERS, check, in_slots

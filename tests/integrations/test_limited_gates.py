@@ -13,12 +13,12 @@ pytest.importorskip("transformers")
 
 
 import moe_ep
-from moe_ep import verify
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.launch.workers import verify
+from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
 from tests.checkpoint.format_encoders import e2m1
 from tests.integrations.hf_models import GROUPED, MLA, SIZES, make_model

@@ -19,11 +19,11 @@ import transformers
 from torch.nn.utils import parametrize
 
 import moe_ep
-import moe_ep.integrations.transformers  # registers moe_ep with transformers
+import moe_ep.hf.parallelize  # registers moe_ep with transformers
 from moe_ep.errors import CheckpointError, ConfigError
-from moe_ep.integrations.divided import steps_of
-from moe_ep.integrations.hf_experts import find_experts
-from moe_ep.integrations.routed_experts import RoutedExperts
+from moe_ep.hf.divided import steps_of
+from moe_ep.hf.experts import find_experts
+from moe_ep.hf.routed_experts import RoutedExperts
 from tests.integrations.hf_models import SIZES, make_model
 
 
@@ -301,8 +301,8 @@ def test_a_model_that_was_not_divided_is_refused() -> None:
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(moe_ep, "parallelize")
     for name in ("transformers", "hf_loading"):
-        monkeypatch.delitem(sys.modules, f"moe_ep.integrations.{name}")
-    monkeypatch.delattr(moe_ep.integrations, "hf_loading")
+        monkeypatch.delitem(sys.modules, f"moe_ep.hf.{name}")
+    monkeypatch.delattr(moe_ep.hf, "hf_loading")
     # None is how Python says that a module cannot be imported.
     monkeypatch.setitem(sys.modules, "transformers", None)
     message = r"moe_ep\.parallelize needs transformers, which is not installed; run: pip install 'moe_ep\[hf\]'"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.integrations import replay
-from moe_ep.integrations.replay import EAGER_CALLS, MOST_KINDS, CallGraphs
+from moe_ep.hf import replay
+from moe_ep.hf.replay import EAGER_CALLS, MOST_KINDS, CallGraphs
 
 
 class Place:

@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 import moe_ep
 from moe_ep.dispatch.batched_all_to_all import BatchedAllToAllPrepareFinalize
 from moe_ep.eplb.config import EplbConfig
-from moe_ep.integrations import replay, routed_experts
-from moe_ep.integrations.divided import steps_of
-from moe_ep.integrations.replay import EAGER_CALLS
+from moe_ep.hf import replay, routed_experts
+from moe_ep.hf.divided import steps_of
+from moe_ep.hf.replay import EAGER_CALLS
 from tests.integrations.hf_models import SIZES, make_model
 from tests.integrations.test_replay import Place
 from tests.ranks import ranks

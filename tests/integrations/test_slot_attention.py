@@ -11,9 +11,9 @@ pytest.importorskip("transformers")
 
 
 import moe_ep
-from moe_ep.integrations import slot_attention
-from moe_ep.integrations.decoder import SlotDecoder
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.generation import slot_attention
+from moe_ep.generation.decoder import SlotDecoder
+from moe_ep.layer.methods import relative_error, tolerance
 from tests.integrations.hf_models import FAMILIES, SIZES, make_model
 from tests.integrations.test_families import OTHERS, OWN_PAST
 

@@ -20,8 +20,8 @@ from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError
-from moe_ep.integrations.routed_experts import RoutedExperts
-from moe_ep.methods import relative_error, tolerance
+from moe_ep.hf.routed_experts import RoutedExperts
+from moe_ep.layer.methods import relative_error, tolerance
 from tests.integrations.hf_models import EYES, SIZES, make_model
 from tests.integrations.moe_layers import check_layers
 from tests.integrations.test_families import HYBRID, check, in_slots

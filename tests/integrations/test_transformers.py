@@ -17,18 +17,18 @@ pytest.importorskip("transformers")
 
 
 import moe_ep
-import moe_ep.integrations.transformers  # registers moe_ep with transformers
-from moe_ep.canonical_weights import dequantize
+import moe_ep.hf.parallelize  # registers moe_ep with transformers
 from moe_ep.checkpoint import CheckpointReader
 from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.eplb.config import EplbConfig
 from moe_ep.errors import DispatchTimeoutError, EplbError
-from moe_ep.integrations.divided import steps_of
-from moe_ep.integrations.hf_experts import find_experts
-from moe_ep.integrations.steps import Step, StepCoordinator
-from moe_ep.methods import relative_error, tolerance
-from moe_ep.quantize_weights import quantize_int
+from moe_ep.hf.divided import steps_of
+from moe_ep.hf.experts import find_experts
+from moe_ep.hf.steps import Step, StepCoordinator
+from moe_ep.layer.methods import relative_error, tolerance
+from moe_ep.quantization.canonical_weights import dequantize
+from moe_ep.quantization.quantize_weights import quantize_int
 from tests.integrations.alone import load_alone
 from tests.integrations.hf_models import FAMILIES, SIZES, make_model
 from tests.ranks import RankPool, ranks

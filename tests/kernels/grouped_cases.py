@@ -8,13 +8,13 @@ import torch
 
 from moe_ep.activation import MoEActivation, apply_activation, gate_limit
 from moe_ep.kernels.align import moe_align_block_size
-from moe_ep.kernels.grouped_products import (
+from moe_ep.kernels.grouped.products import (
     Activation,
     Blocks,
     multiply_into_order_reference,
     multiply_into_places_reference,
 )
-from moe_ep.methods import relative_error
+from moe_ep.layer.methods import relative_error
 
 # (rows of the source, columns, entries of the list, how many count)
 MOVES = [(5, 8, 7, 4), (3, 24, 3, 0), (9, 1024, 16, 16), (4, 7, 2, 1)]
@@ -109,8 +109,8 @@ def check_activations(device: str, activate: Callable[..., None]) -> None:
 
 def check_triton(device: str) -> None:
     """The Triton kernels; the CPU needs TRITON_INTERPRET=1."""
-    from moe_ep.kernels.triton_grouped_products import triton_multiply_into_order, triton_multiply_into_places
-    from moe_ep.kernels.triton_grouped_rows import triton_activate_rows, triton_move_rows
+    from moe_ep.kernels.grouped.triton_products import triton_multiply_into_order, triton_multiply_into_places
+    from moe_ep.kernels.grouped.triton_rows import triton_activate_rows, triton_move_rows
 
     check_products(device, triton_multiply_into_order, triton_multiply_into_places)
     check_moves(device, triton_move_rows)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_ep.topk import topk_reference
+from moe_ep.routing.topk import topk_reference
 
 # Two f32 softmaxes or sums of sigmoids that add in another order.
 WEIGHT_RTOL, WEIGHT_ATOL = 2e-6, 1e-9

@@ -11,9 +11,10 @@ import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
-from moe_ep.kernels import grouped, grouped_torch
-from moe_ep.kernels.grouped_rows import activate_rows, move_rows
-from moe_ep.kernels.grouped_tiles import fitting, rows_of_blocks
+from moe_ep.kernels.grouped import experts as grouped
+from moe_ep.kernels.grouped import torch_form as grouped_torch
+from moe_ep.kernels.grouped.rows import activate_rows, move_rows
+from moe_ep.kernels.grouped.tiles import fitting, rows_of_blocks
 from moe_ep.modular_kernel import ExpertTokensMetadata, make_experts
 from moe_ep.registry import EXPERTS
 from tests.kernels.grouped_cases import check_activations, check_moves, check_triton

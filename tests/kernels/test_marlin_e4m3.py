@@ -21,7 +21,7 @@ from moe_ep.kernels.marlin.params import CUDA, Rows
 from moe_ep.kernels.marlin.rounding import TOLERANCE, round_hidden, round_rows
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
 from moe_ep.layer import FusedMoE
-from moe_ep.methods.base import relative_error
+from moe_ep.layer.methods.base import relative_error
 from moe_ep.scalar_type import scalar_types
 from tests.core.moe_oracle import load, make_weights
 from tests.kernels.marlin_cases import E, arguments, make

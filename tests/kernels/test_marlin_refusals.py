@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moe_ep.activation import MoEActivation
-from moe_ep.contracts import ExpertTokensMetadata
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.kernels.marlin import functional
 from moe_ep.kernels.marlin.experts import BatchedMarlinExperts, MarlinExperts
@@ -19,6 +18,7 @@ from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.params import Rows
 from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.kernels.marlin.weights import Weights
+from moe_ep.modular_kernel.contracts import ExpertTokensMetadata
 from moe_ep.scalar_type import scalar_types
 from tests.kernels.marlin_cases import ROWS, E, K, N, arguments, configs, pair
 from tests.wrong_tensors import FORMS, check_refused

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ep.routing import select_experts
-from moe_ep.topk import topk_reference
+from moe_ep.routing.topk import topk_reference
 from tests.kernels.routing_cases import CASES, Case, check_fused, make_inputs
 
 

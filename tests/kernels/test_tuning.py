@@ -14,7 +14,7 @@ from moe_ep.kernels.marlin.functional import batched_fused_marlin_moe
 from moe_ep.kernels.marlin.tuning import CANDIDATES, MOST_FEW_ROWS, Problem, few_rows, forced, remember
 from moe_ep.kernels.marlin.tuning_run import ROWS, best, measure, random_weights
 from moe_ep.kernels.marlin.types import weight_type
-from moe_ep.launch.cli import main
+from moe_ep.launch.cli.main import main
 from moe_ep.scalar_type import scalar_types
 
 GPU = "NVIDIA H200"

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from moe_ep.launch import progress
-from moe_ep.launch.rank_env import RankEnv, resolve_rank_env
-from moe_ep.launch.rendezvous import destroy_process_group, init_process_group
+from moe_ep.launch.gangs import progress
+from moe_ep.launch.gangs.rank_env import RankEnv, resolve_rank_env
+from moe_ep.launch.gangs.rendezvous import destroy_process_group, init_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 # Longer than any test waits for the end of who sleeps so long.
@@ -150,4 +150,6 @@ def start_python(code: str, *arguments: str, **variables: str) -> subprocess.Pop
 
 def start_moe_ep(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     """The command line, as its own process."""
-    return start_python("import sys; from moe_ep.launch.cli import main; sys.exit(main())", *arguments, **variables)
+    return start_python(
+        "import sys; from moe_ep.launch.cli.main import main; sys.exit(main())", *arguments, **variables
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from moe_ep.launch.rank_env import RankEnv
-from moe_ep.launch.torchrun_gang import TorchrunGang
+from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.gangs.torchrun_gang import TorchrunGang
 
 
 def work(rank_env: RankEnv, mark: str) -> int:

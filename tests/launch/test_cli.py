@@ -14,12 +14,12 @@ import pytest
 
 from moe_ep import registry
 from moe_ep.bench.geometries import PRESETS
-from moe_ep.launch.cli import main
-from moe_ep.launch.commands import doctor
-from moe_ep.launch.commands.doctor import examine, why_unusable
-from moe_ep.launch.option_values import GEOMETRY_NAMES
-from moe_ep.launch.options import flag
-from moe_ep.launch.run_config import RunConfig
+from moe_ep.launch.cli.commands import doctor
+from moe_ep.launch.cli.commands.doctor import examine, why_unusable
+from moe_ep.launch.cli.main import main
+from moe_ep.launch.cli.option_values import GEOMETRY_NAMES
+from moe_ep.launch.cli.options import flag
+from moe_ep.launch.cli.run_config import RunConfig
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.launch import jobs
 
@@ -155,7 +155,7 @@ def test_help_names_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_and_wrong_options_do_not_wait_for_torch_or_ray() -> None:
     code = (
-        "import sys; from moe_ep.launch.cli import main\n"
+        "import sys; from moe_ep.launch.cli.main import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'ray', 'numpy'} & set(sys.modules)))"
@@ -185,7 +185,7 @@ def test_an_output_that_nobody_reads_any_more_ends_the_command_silently(
     os.close(read)
     with open(write, "w") as output:
         monkeypatch.setattr("sys.stdout", output)
-        monkeypatch.setattr("moe_ep.launch.commands.plan.main", lambda args: print("a line"))
+        monkeypatch.setattr("moe_ep.launch.cli.commands.plan.main", lambda args: print("a line"))
         assert main(["plan"]) == 141
     assert capsys.readouterr().err == ""
 
@@ -193,7 +193,7 @@ def test_an_output_that_nobody_reads_any_more_ends_the_command_silently(
 def test_a_process_without_an_output_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", None)
     monkeypatch.setattr("sys.stderr", None)
-    monkeypatch.setattr("moe_ep.launch.commands.plan.main", lambda args: print("a line", file=sys.stderr) or 0)
+    monkeypatch.setattr("moe_ep.launch.cli.commands.plan.main", lambda args: print("a line", file=sys.stderr) or 0)
     assert main(["plan"]) == 0
 
 

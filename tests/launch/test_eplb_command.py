@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_ep.eplb.simulate import zipf_trace
-from moe_ep.launch.cli import main
+from moe_ep.launch.cli.main import main
 
 DRAWN = ["--layers", "1", "--experts", "16", "--top-k", "2", "--steps", "4", "--step-tokens", "64", "--ep-size", "4"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_ep.launch import interrupts
-from moe_ep.launch.processes import children, end_trees
+from moe_ep.launch.gangs import interrupts
+from moe_ep.launch.gangs.processes import children, end_trees
 
 # Its child outlives it, unless somebody looks.
 _PARENT = """
@@ -35,7 +35,7 @@ files = [os.open(os.devnull, os.O_RDONLY) for _ in range(min(1100, most - 100))]
 
 _END_WITH_PARENT = """
 import os, time
-from moe_ep.launch.gang import end_with
+from moe_ep.launch.gangs.gang import end_with
 end_with(os.getppid())
 print("ready", flush=True)
 time.sleep(60)
@@ -79,7 +79,7 @@ from moe_ep.launch.__main__ import main
 
 class Finder:
     def find_spec(self, name, *rest):
-        if name == "moe_ep.launch.cli":
+        if name == "moe_ep.launch.cli.main":
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Finder())

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from moe_ep.errors import GangError
-from moe_ep.launch import gang, progress
-from moe_ep.launch.gang import num_cpus, set_up_logging
-from moe_ep.launch.local_gang import LocalGang
+from moe_ep.launch.gangs import gang, progress
+from moe_ep.launch.gangs.gang import num_cpus, set_up_logging
+from moe_ep.launch.gangs.local_gang import LocalGang
 from tests.launch import jobs
 
 
@@ -80,7 +80,7 @@ def test_progress_of_rank_0_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 DRIVER = """
 import sys
-from moe_ep.launch.local_gang import LocalGang
+from moe_ep.launch.gangs.local_gang import LocalGang
 from tests.launch import jobs
 if __name__ == "__main__":
     LocalGang(2).run(jobs.hang, sys.argv[1])

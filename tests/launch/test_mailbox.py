@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ep.launch.mailbox import Mailbox, sender_to
+from moe_ep.launch.gangs.mailbox import Mailbox, sender_to
 
 
 def test_items_of_several_senders_arrive_before_it_closes() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_ep.launch import cli
-from moe_ep.launch.option_values import check_apart, endpoint, new_folder, output_file, port, whole_numbers
-from moe_ep.launch.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
+from moe_ep.launch.cli import main as cli
+from moe_ep.launch.cli.option_values import check_apart, endpoint, new_folder, output_file, port, whole_numbers
+from moe_ep.launch.cli.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
 
 
 @dataclass(frozen=True, kw_only=True)

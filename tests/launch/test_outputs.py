@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from moe_ep.bench.results import append_line, read_lines
-from moe_ep.launch.cli import main
-from moe_ep.launch.generate_lines import CompletionLines
-from moe_ep.launch.outputs import tell
+from moe_ep.launch.cli.generate_lines import CompletionLines
+from moe_ep.launch.cli.main import main
+from moe_ep.launch.cli.outputs import tell
 from tests.full_disk import files_of_at_most
 
 PLAN = ["plan", "--gpus", "8", "--tokens", "1"]
@@ -67,7 +67,7 @@ def test_a_row_that_a_disk_has_no_room_for_is_left_out_whole(tmp_path: Path) -> 
 
 
 def test_a_full_stdout_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("moe_ep.launch.commands.doctor.main", lambda args: print("a line") or 0)
+    monkeypatch.setattr("moe_ep.launch.cli.commands.doctor.main", lambda args: print("a line") or 0)
     for command in (["doctor"], PLAN):
         full = open("/dev/full", "w")  # noqa: SIM115
         monkeypatch.setattr("sys.stdout", full)
@@ -81,7 +81,7 @@ def test_an_output_without_some_letters_gets_escapes(tmp_path: Path, monkeypatch
     """As with an old locale; file names are shown, and a file whose name is not even text."""
     found = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", found)
-    monkeypatch.setattr("moe_ep.launch.commands.plan.main", lambda args: print("größer 模 \udcff") or 0)
+    monkeypatch.setattr("moe_ep.launch.cli.commands.plan.main", lambda args: print("größer 模 \udcff") or 0)
     assert main(["plan"]) == 0
     found.seek(0)
     assert found.read() == r"gr\xf6\xdfer \u6a21 \udcff" + "\n"

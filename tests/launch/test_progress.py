@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from moe_ep.launch import progress
+from moe_ep.launch.gangs import progress
 
 
 class Terminal(io.StringIO):

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from moe_ep.errors import ConfigError, GangError
-from moe_ep.launch.rank_env import RankEnv, first_host, resolve_rank_env
-from moe_ep.launch.rendezvous import (
+from moe_ep.launch.gangs.rank_env import RankEnv, first_host, resolve_rank_env
+from moe_ep.launch.gangs.rendezvous import (
     agree_on_attempt,
     destroy_process_group,
     init_process_group,

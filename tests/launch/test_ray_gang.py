@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from moe_ep.errors import GangError
-from moe_ep.launch import interrupts, ray_cluster, ray_gang, ray_slots
-from moe_ep.launch.processes import children
-from moe_ep.launch.ray_gang import RayGang
+from moe_ep.launch.gangs import interrupts, ray_cluster, ray_gang, ray_slots
+from moe_ep.launch.gangs.processes import children
+from moe_ep.launch.gangs.ray_gang import RayGang
 from moe_ep.observability import metrics
 from tests.launch import jobs
 from tests.observability.test_metrics import scrape
@@ -186,7 +186,7 @@ def test_a_server_of_the_cluster_that_is_killed_ends_the_gang(
 
 
 def test_ctrl_c_ends_workers_and_cluster(tmp_path: Path) -> None:
-    code = "import sys; from moe_ep.launch.ray_gang import RayGang; from tests.launch import jobs\n"
+    code = "import sys; from moe_ep.launch.gangs.ray_gang import RayGang; from tests.launch import jobs\n"
     driver = jobs.start_python(code + "RayGang(1, 'cpu').run(jobs.hang, sys.argv[1])", str(tmp_path))
     pids = jobs.pids_in(tmp_path, 1)
     session = jobs.session_pids(driver.pid)
@@ -199,7 +199,7 @@ def test_ctrl_c_ends_workers_and_cluster(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path) -> None:
-    code = "import sys; from moe_ep.launch.ray_gang import RayGang; from tests.launch import jobs\n"
+    code = "import sys; from moe_ep.launch.gangs.ray_gang import RayGang; from tests.launch import jobs\n"
     driver = jobs.start_python(code + "RayGang(1, 'cpu').run(jobs.hang, sys.argv[1])", str(tmp_path))
     pids = jobs.pids_in(tmp_path, 1)
     started = {*pids, *jobs.session_pids(driver.pid), *(pid for pid, _ in children(driver.pid))}

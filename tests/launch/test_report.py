@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from moe_ep.eplb.placement_file import PlacementFile
-from moe_ep.launch.commands import run
-from moe_ep.launch.report import RankReport, RunReport, percentile
-from moe_ep.launch.report_lines import terminal_lines
-from moe_ep.launch.run_config import RunConfig, read_texts
+from moe_ep.launch.cli.commands import run
+from moe_ep.launch.cli.report import RankReport, RunReport, percentile
+from moe_ep.launch.cli.report_lines import terminal_lines
+from moe_ep.launch.cli.run_config import RunConfig, read_texts
 
 
 def account(rank: int, errors: dict[int, float], **changes: Any) -> RankReport:
@@ -141,7 +141,7 @@ def test_loads_of_any_size_have_columns_of_their_own() -> None:
 
 
 def test_a_failed_verification_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    from moe_ep.launch.commands.run import _tell
+    from moe_ep.launch.cli.commands.run import _tell
 
     assert _tell(RunConfig(), report({1: 1e-6}, {3: 2e-2})) == 1
     assert capsys.readouterr().err.startswith("moe-ep run: NOT verified: maximum relative error 2.00e-02")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from moe_ep.launch.cli import main
+from moe_ep.launch.cli.main import main
 from moe_ep.registry import ALL2ALL_BACKENDS
 from tests.checkpoint.checkpoints import make_checkpoint
 from tests.checkpoint.test_real_layer import text_moe
@@ -39,7 +39,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     ray = pytest.importorskip("ray")
-    from moe_ep.launch import ray_cluster
+    from moe_ep.launch.gangs import ray_cluster
 
     assert ray_cluster.connect(None, 4)
     yield

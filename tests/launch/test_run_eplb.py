@@ -14,7 +14,7 @@ import torch
 from moe_ep.eplb.placement_file import PlacementFile, _checksum
 from moe_ep.eplb.trace import RoutingTrace
 from moe_ep.errors import EplbError
-from moe_ep.launch.cli import main
+from moe_ep.launch.cli.main import main
 from moe_ep.observability.trace import PREFIX
 from tests.checkpoint.checkpoints import make_checkpoint, qwen3_config
 from tests.observability.test_trace import read_trace

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from moe_ep import verify
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import ConfigError
-from moe_ep.launch.steps import CapturedPass
+from moe_ep.launch.workers import verify
+from moe_ep.launch.workers.steps import CapturedPass
 from moe_ep.stack import MoEStack
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from moe_ep.errors import GangError
-from moe_ep.launch import gang
-from moe_ep.launch.torchrun_gang import TorchrunGang
+from moe_ep.launch.gangs import gang
+from moe_ep.launch.gangs.torchrun_gang import TorchrunGang
 from tests.launch import jobs
 from tests.ports import free_ports
 
@@ -56,7 +56,7 @@ def test_several_nodes_need_a_place_to_meet() -> None:
 
 DRIVER = """
 import sys
-from moe_ep.launch.torchrun_gang import TorchrunGang
+from moe_ep.launch.gangs.torchrun_gang import TorchrunGang
 from tests.launch import jobs
 if __name__ == "__main__":
     TorchrunGang(2).run(jobs.hang, sys.argv[1])
@@ -73,7 +73,7 @@ def test_workers_end_with_their_agent(tmp_path: Path) -> None:
 
 SRUN = """
 import json
-from moe_ep.launch.torchrun_gang import TorchrunGang
+from moe_ep.launch.gangs.torchrun_gang import TorchrunGang
 from tests.launch import jobs
 gang = TorchrunGang()
 results = gang.run(jobs.describe, 10)

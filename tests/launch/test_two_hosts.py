@@ -43,7 +43,7 @@ def test_torchrun(hosts: tuple[Host, Host], tmp_path: Path) -> None:
 FAILING = """
 import sys
 from moe_ep.errors import GangError
-from moe_ep.launch.torchrun_gang import TorchrunGang
+from moe_ep.launch.gangs.torchrun_gang import TorchrunGang
 from tests.launch import jobs
 if __name__ == "__main__":
     try:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep import stages
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.eplb.events import CommitReport, LoadReport, PlanReport
-from moe_ep.launch.cli import main
-from moe_ep.launch.commands import run
+from moe_ep.launch.cli.commands import run
+from moe_ep.launch.cli.main import main
 from moe_ep.layer import FusedMoE
-from moe_ep.observability import metrics
+from moe_ep.observability import metrics, stages
 from moe_ep.observability.metrics import MetricsSink, PrometheusSink, Sinks
 from moe_ep.observability.monitor import LayerMonitor
 from tests.ranks import ranks

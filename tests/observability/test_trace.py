@@ -17,17 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ep.distributed.waiting import comes_within
 from moe_ep.errors import MoeEpError
-from moe_ep.launch import worker
-from moe_ep.launch.cli import main
-from moe_ep.launch.commands import run
-from moe_ep.launch.rank_env import RankEnv
-from moe_ep.launch.report import RankReport
-from moe_ep.launch.run_config import RunConfig
+from moe_ep.launch.cli.commands import run
+from moe_ep.launch.cli.main import main
+from moe_ep.launch.cli.report import RankReport
+from moe_ep.launch.cli.run_config import RunConfig
+from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.workers import worker
 from moe_ep.observability import trace
+from moe_ep.observability.stages import STAGES
 from moe_ep.observability.trace import PREFIX, trace_to
-from moe_ep.stages import STAGES
-from moe_ep.waiting import comes_within
 from tests.checkpoint.checkpoints import make_checkpoint, qwen3_config
 from tests.observability.test_metrics import K, T, make_layer, scrape
 from tests.ports import free_ports

@@ -24,7 +24,7 @@ from moe_ep.checkpoint.formats.modules import (
 )
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of
-from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
+from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 __all__ = [
     "GPTQConfig",

@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.checkpoint.formats.layout import (
     FLOATS,
     QuantizationConfig,
@@ -31,6 +30,7 @@ from moe_ep.checkpoint.formats.layout import (
 )
 from moe_ep.checkpoint.formats.packing import unpack_words
 from moe_ep.errors import CheckpointError, one_of
+from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import scalar_types
 
 PACK = 8

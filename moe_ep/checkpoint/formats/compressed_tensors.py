@@ -20,7 +20,7 @@ from moe_ep.checkpoint.formats.modules import ModuleSchemes, Scheme, if_readable
 from moe_ep.checkpoint.formats.pack_quantized import PackQuantizedConfig
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of
-from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
+from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 METHOD = "compressed-tensors"
 FORMATS = (

@@ -23,7 +23,6 @@ from typing import ClassVar
 
 import torch
 
-from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.checkpoint.formats.layout import (
     QuantizationConfig,
     Role,
@@ -34,6 +33,7 @@ from moe_ep.checkpoint.formats.layout import (
 )
 from moe_ep.checkpoint.formats.packing import unpack_nibbles
 from moe_ep.errors import CheckpointError
+from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import scalar_types
 
 MXFP4_GROUP = 32

@@ -27,12 +27,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.checkpoint.formats.layout import FLOATS, QuantizationConfig, TensorLayout, activation_scales, bias_layout
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError, one_of
+from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
+from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import scalar_types
-from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 MXFP8_GROUP = 32
 _SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale")

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.checkpoint.formats.layout import (
     FLOATS,
     QuantizationConfig,
@@ -32,6 +31,7 @@ from moe_ep.checkpoint.formats.layout import (
 )
 from moe_ep.checkpoint.formats.packing import pack_words, unpack_words
 from moe_ep.errors import CheckpointError, one_of
+from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import ScalarType, scalar_types
 
 _SYMMETRIC = {4: scalar_types.uint4b8, 8: scalar_types.uint8b128}

@@ -16,7 +16,6 @@ from typing import ClassVar
 
 import torch
 
-from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.checkpoint.formats.layout import (
     FLOATS,
     QuantizationConfig,
@@ -26,6 +25,7 @@ from moe_ep.checkpoint.formats.layout import (
     bias_layout,
 )
 from moe_ep.checkpoint.formats.scales import ScaleShape
+from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import scalar_types
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from moe_ep.canonical_weights import CanonicalWeights
+from moe_ep.quantization.canonical_weights import CanonicalWeights
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 

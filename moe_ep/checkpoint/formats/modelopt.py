@@ -20,7 +20,7 @@ from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes, Schem
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.checkpoint.formats.w4afp8 import w4afp8_schemes
 from moe_ep.errors import CheckpointError, one_of
-from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
+from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 # The method, and what it is called where serving engines tell its algorithms apart.
 METHODS = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mxfp8", "modelopt_mixed")

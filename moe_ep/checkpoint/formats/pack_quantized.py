@@ -25,7 +25,6 @@ from typing import ClassVar
 
 import torch
 
-from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.checkpoint.formats.layout import (
     FLOATS,
     QuantizationConfig,
@@ -38,6 +37,7 @@ from moe_ep.checkpoint.formats.layout import (
 from moe_ep.checkpoint.formats.packing import pack_words, unpack_words
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.errors import CheckpointError
+from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import scalar_types
 
 _SYMMETRIC = {4: scalar_types.uint4b8, 8: scalar_types.uint8b128}

@@ -8,7 +8,7 @@ import torch
 
 from moe_ep.checkpoint.formats.layout import Role, TensorLayout
 from moe_ep.errors import CheckpointError
-from moe_ep.weight_loading import FusedMoeWeightScaleSupported as Kind
+from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_ep.canonical_weights import CanonicalWeights
 from moe_ep.checkpoint.formats.fp8 import Float8Config
 from moe_ep.checkpoint.formats.layout import (
     FLOATS,
@@ -32,6 +31,7 @@ from moe_ep.checkpoint.formats.layout import (
 from moe_ep.checkpoint.formats.modules import EVERY_LINEAR, ModuleSchemes
 from moe_ep.checkpoint.formats.packing import unpack_nibbles
 from moe_ep.errors import CheckpointError
+from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import scalar_types
 
 METHOD = "w4afp8"

@@ -1,0 +1,1 @@
+"""Experts with plain (unquantized) weights: grouped products in Triton and in torch."""

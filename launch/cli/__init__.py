@@ -1,0 +1,1 @@
+"""The command `moe-ep`: its commands, options and reports."""

@@ -1,0 +1,150 @@
+"""moe-ep bench scaling: how a MoE layer scales over ranks on these machines, and what bounds it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moe_ep.bench.results import append_line, read_lines
+from moe_ep.bench.scaling_tables import as_text
+from moe_ep.launch.cli.option_values import check_apart, check_backends
+from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args
+from moe_ep.launch.cli.outputs import show
+from moe_ep.launch.cli.scaling_config import ScalingConfig
+from moe_ep.launch.gangs.gang import ignore, set_up_logging
+from moe_ep.launch.gangs.gang_choice import start_gang
+from moe_ep.launch.gangs.rank_env import RankEnv
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    parser = subparsers.add_parser("bench", help="benchmark expert parallelism on these GPUs")
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK", parser_class=Parser)
+    scaling = benchmarks.add_parser(
+        "scaling",
+        help="measure how a MoE layer scales over ranks",
+        description=(
+            "Times MoE layers of well-known models at several EP sizes, for decode and prefill, stage by stage, next "
+            "to the least time that this machine's measured memory, compute and link rates allow."
+        ),
+    )
+    add_flags(scaling, ScalingConfig)
+    scaling.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    started = time.time()
+    config = from_args(ScalingConfig, args)
+    set_up_logging()
+    _check_together(config)
+    before = _rows_before(config)
+    config, gang = start_gang(config, lambda world_size, device: _check_fits(config, world_size, device))
+    try:
+        config = replace(config, ep_sizes=_ep_sizes(config, gang.world_size))
+        on_item = ignore if config.json is None else partial(append_line, config.json)
+        results = gang.run(_work, config, args.shown, started, before, on_item=on_item)
+    except BaseException:
+        if config.json is not None and gang.is_driver and config.json.is_file() and config.json.stat().st_size:
+            print(f"{config.json} has what was measured; --resume measures the rest", file=sys.stderr)
+        raise
+    finally:
+        gang.close()
+    if gang.is_driver:
+        show(as_text(next(rows for rows in results if rows is not None)))
+    return 0
+
+
+def _work(
+    rank_env: RankEnv, config: ScalingConfig, command: str, started: float, before: list[dict[str, Any]]
+) -> list[dict[str, Any]] | None:
+    """The worker's part; what it needs is imported there, so that the driver starts without torch."""
+    from moe_ep.launch.workers.scaling_worker import run_scaling
+
+    return run_scaling(rank_env, config, command, started, before)
+
+
+_LISTS = (
+    "geometry", "ep_sizes", "scaling", "decode_tokens", "prefill_tokens", "backend", "wire", "routing", "eplb",
+    "variant_tokens",
+)  # fmt: skip
+
+
+def _check_together(config: ScalingConfig) -> None:
+    """Options that contradict each other, found before anything starts."""
+    if config.geometry and config.model is not None:
+        raise OptionError(f"--model is {config.model} and --geometry {','.join(config.geometry)}; pass one of them")
+    if not config.decode_tokens and not config.prefill_tokens:
+        raise OptionError("--decode-tokens and --prefill-tokens are none; pass numbers for one of them")
+    for recorded in config.routing:
+        check_apart({"--json": config.json}, {"--routing": recorded})
+    if config.resume and config.json is None:
+        raise OptionError("--resume was given without --json; give the FILE that has the rows of the run before")
+    unknown = set(config.variant_tokens) - {*config.decode_tokens, *config.prefill_tokens}
+    if unknown:
+        raise OptionError(
+            f"--variant-tokens has {min(unknown)}, which is neither in --decode-tokens nor in --prefill-tokens; pass "
+            f"tokens that are measured"
+        )
+    for flag, values in {name: getattr(config, name) for name in _LISTS}.items():
+        # Rows name a file without its folder.
+        names = [Path(value).name if flag == "routing" else str(value) for value in values]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise OptionError(f"--{flag.replace('_', '-')} has {twice} twice; rows would not be told apart")
+    if len(config.routing) == 1 and config.routing[0].endswith(".npz"):
+        _check_recorded(config)
+
+
+def _check_recorded(config: ScalingConfig) -> None:
+    """A recorded routing that is the only one must be every geometry's."""
+    from moe_ep.bench.geometries import preset
+    from moe_ep.bench.workload import recorded_ids
+
+    for geometry in map(preset, config.geometry):
+        try:
+            recorded_ids(Path(config.routing[0]), geometry.num_experts, geometry.top_k)
+        except ValueError as error:
+            raise OptionError(f"--routing has nothing for {geometry.name}: {error}") from None
+
+
+def _check_fits(config: ScalingConfig, world_size: int | None, device: str | None) -> None:
+    """Options that such a gang cannot serve, as far as it is known."""
+    sizes = (1,) if world_size is None else _ep_sizes(config, world_size)
+    check_backends(config.backend, max(sizes), device)
+
+
+def _rows_before(config: ScalingConfig) -> list[dict[str, Any]]:
+    """What an earlier run wrote, where this one is to go on from there."""
+    if not config.resume or config.json is None or not config.json.exists():
+        return []
+    try:
+        return read_lines(config.json)
+    except ValueError as error:
+        raise OptionError(f"--resume cannot go on from --json: {error}") from None
+
+
+def _ep_sizes(config: ScalingConfig, world_size: int) -> tuple[int, ...]:
+    sizes = config.ep_sizes or _divisors(world_size)
+    if unfit := [size for size in sizes if world_size % size]:
+        raise OptionError(
+            f"--ep-sizes has {unfit[0]} and there are {world_size} workers; a size must divide them, so that groups of "
+            f"it run side by side: pass such sizes, or other --ep-size workers"
+        )
+    if "strong" in config.scaling:
+        for tokens, size in itertools.product((*config.decode_tokens, *config.prefill_tokens), sizes):
+            if tokens % size and tokens >= size:
+                raise OptionError(
+                    f"--scaling is strong and {tokens} tokens do not divide over {size} ranks; pass multiples"
+                )
+    return tuple(sorted(sizes))
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    """All of them, from 1 to the number itself; quick for one that no machine can serve, which is refused later."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))

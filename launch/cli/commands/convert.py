@@ -1,0 +1,53 @@
+"""moe-ep convert: a checkpoint again, with its experts quantized."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from moe_ep.launch.cli.option_values import checkpoint_folder, new_folder
+from moe_ep.launch.cli.options import OptionError, Parser, parsed
+from moe_ep.launch.cli.outputs import show
+
+KINDS = ("int4", "int8", "fp8")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    parser = subparsers.add_parser(
+        "convert",
+        help="quantize the experts of a checkpoint",
+        description=(
+            "Quantizes the experts of a plain checkpoint (round to nearest) and writes a new checkpoint in "
+            "compressed-tensors format, one tensor for each linear layer of each expert; the rest is copied."
+        ),
+    )
+    parser.add_argument("input", metavar="IN", help="checkpoint folder with plain experts")
+    parser.add_argument("output", metavar="OUT", help="folder to write, new or empty")
+    parser.add_argument("--quantize", metavar="KIND", required=True, help=f"{', '.join(KINDS)} (required)")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.quantize not in KINDS:
+        raise OptionError(f"--quantize is {args.quantize!r}; it must be one of {', '.join(KINDS)}")
+    source, target = parsed("IN", args.input, checkpoint_folder), parsed("OUT", args.output, new_folder)
+    from tqdm import tqdm
+
+    from moe_ep.checkpoint.convert import convert_checkpoint
+
+    with tqdm(desc="convert", unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def count(done: int, total: int) -> None:
+            bar.total, bar.n = total, done
+            bar.update(0)
+
+        fused = convert_checkpoint(source, target, args.quantize, count)
+    sizes = (sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (source, target))
+    before, after = (tqdm.format_sizeof(size, "B") for size in sizes)
+    show(f"{target}: experts in {args.quantize}, {after} of weights in place of {before}")
+    if fused:
+        show(
+            "The experts were fused and are one by one now, for compressed-tensors and moe_ep; transformers 5 reads "
+            "those of such families fused only, and would draw them at random."
+        )
+    return 0

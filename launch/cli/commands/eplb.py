@@ -1,0 +1,280 @@
+"""moe-ep eplb: what balancing would do with routing traces, tried and planned without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_ep.files import user_path
+from moe_ep.launch.cli.eplb_scene import (
+    MachineConfig,
+    SceneConfig,
+    describe,
+    describe_parts,
+    read_trace,
+    scene_of,
+    trace_file,
+)
+from moe_ep.launch.cli.option_values import check_apart, checkpoint_folder, output_file
+from moe_ep.launch.cli.options import OptionError, Parser, add_flags, at_least, from_args, option
+from moe_ep.launch.cli.outputs import show, tell
+from moe_ep.launch.gangs.progress import ProgressDisplay
+
+
+def _names(raw: str) -> tuple[str, ...]:
+    if not raw or not all(raw.split(",")):
+        raise ValueError("it must be names with commas between them")
+    return tuple(raw.split(","))
+
+
+_PICTURES = (".png", ".pdf", ".svg")
+# How the table shows what is not a whole number.
+_FORMS = {
+    "balancedness": ".3f",
+    "max / mean tokens": ".2f",
+    "active experts": ".1f",
+    "stays on its rank %": ".1f",
+    "GB moved": ".2f",
+}
+
+
+def _routing(raw: str) -> str:
+    path = raw.removeprefix("recorded:")
+    if re.fullmatch(r"zipf:\d+(\.\d+)?", raw) or user_path(path).is_file():
+        return path
+    absent = "" if raw.startswith("zipf") else ", and there is no such file"
+    raise ValueError(f"it must be zipf:S with a number such as zipf:0.5, or an .npz file of recorded choices{absent}")
+
+
+def _picture(raw: str) -> Path:
+    path = output_file(raw)
+    if path.suffix.lower() not in _PICTURES:
+        raise ValueError(f"its name must end in one of {', '.join(_PICTURES)}")
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig(SceneConfig):
+    """The settings of `moe-ep eplb simulate`."""
+
+    routing: str = field(
+        default="zipf:0.5",
+        metadata=option(
+            _routing,
+            "zipf:S, a trace of `moe-ep run --record-routing`, or an .npz file of choices [layer, token, top_k]",
+            "HOW",
+        ),
+    )
+    policies: tuple[str, ...] = field(
+        default=("linear", "deepseek", "incremental"),
+        metadata=option(_names, "policies to compare"),
+    )
+    rules: tuple[str, ...] = field(
+        default=("levelled", "hash-rank", "known-counts"),
+        metadata=option(_names, "replica rules to compare"),
+    )
+    layers: int = field(default=4, metadata=option(at_least(1), "layers of drawn choices"))
+    experts: int = field(default=256, metadata=option(at_least(1), "experts of drawn choices"))
+    top_k: int = field(default=8, metadata=option(at_least(1), "experts that each token draws"))
+    steps: int = field(default=32, metadata=option(at_least(2), "steps of drawn choices"))
+    expert_bytes: int | None = field(
+        default=None, metadata=option(at_least(1), "bytes of an expert, to tell how many GB move")
+    )
+    seed: int = field(default=0, metadata=option(at_least(0), "seed of drawn choices"))
+    json: Path | None = field(default=None, metadata=option(output_file, "write a JSON line for each row", "FILE"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig(SceneConfig):
+    """The settings of `moe-ep eplb report`."""
+
+    policy: str = field(default="incremental", metadata=option(str, "policy to plan with"))
+    rule: str = field(default="levelled", metadata=option(str, "replica rule"))
+    out: Path = field(
+        default=Path("eplb-load.png"), metadata=option(_picture, "PNG file to write, or .pdf or .svg", "FILE")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(MachineConfig):
+    """The settings of `moe-ep eplb plan`."""
+
+    model: Path | None = field(
+        default=None, metadata=option(checkpoint_folder, "checkpoint that the trace was recorded with", "DIR")
+    )
+    policy: str = field(default="incremental", metadata=option(str, "policy to plan with"))
+    out: Path = field(default=Path("placement.json"), metadata=option(output_file, "file to write", "FILE"))
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    parser = subparsers.add_parser("eplb", help="try and plan load balancing on a routing trace")
+    commands = parser.add_subparsers(dest="eplb", required=True, metavar="WHAT", parser_class=Parser)
+    simulate = commands.add_parser(
+        "simulate",
+        help="compare policies and replica rules",
+        description="Plans on the first steps of a trace and measures on the rest, for each policy and replica rule.",
+    )
+    add_flags(simulate, SimulateConfig)
+    simulate.set_defaults(main=main_simulate)
+    report = commands.add_parser(
+        "report",
+        help="draw the load before and after a plan",
+        description=(
+            "Plans on the first steps of a trace, draws the load of the others before and after it, and prints a table."
+        ),
+    )
+    report.add_argument(
+        "trace", metavar="TRACE", help="a trace of `moe-ep run --record-routing`, or an .npz file of choices"
+    )
+    add_flags(report, ReportConfig)
+    report.set_defaults(main=main_report)
+    plan = commands.add_parser(
+        "plan",
+        help="write a placement to start a run with",
+        description="Plans on all steps of a trace and writes the placement for `moe-ep run --eplb --load-placement`.",
+    )
+    plan.add_argument("trace", metavar="TRACE", help="a trace of `moe-ep run --record-routing`")
+    add_flags(plan, PlanConfig)
+    plan.set_defaults(main=main_plan)
+
+
+def main_simulate(args: argparse.Namespace) -> int:
+    config = from_args(SimulateConfig, args)
+    from moe_ep.bench.results import as_line, facts, table
+    from moe_ep.eplb.rules import RULES
+    from moe_ep.eplb.simulate import LINEAR, compare, zipf_trace
+    from moe_ep.registry import EPLB_POLICIES
+
+    check_apart({"--json": config.json}, {"--routing": config.routing})
+    _check_names("--policies", config.policies, (LINEAR, *EPLB_POLICIES))
+    _check_names("--rules", config.rules, tuple(RULES))
+    try:
+        if config.routing.startswith("zipf:"):
+            if config.array:
+                raise OptionError(
+                    f"--array is {config.array!r}; --routing {config.routing} reads no file, leave it out"
+                )
+            scene_of(config).num_slots(config.experts)  # refuses before the choices are drawn
+            if config.top_k > config.experts:
+                raise OptionError(f"--top-k is {config.top_k}; it must be at most the {config.experts} of --experts")
+            trace = zipf_trace(
+                num_layers=config.layers,
+                num_experts=config.experts,
+                top_k=config.top_k,
+                exponent=float(config.routing.removeprefix("zipf:")),
+                num_steps=config.steps,
+                num_tokens=config.step_tokens,
+                seed=config.seed,
+            )
+        else:
+            trace = read_trace(config.routing, config)
+        rows = []
+        total = len(config.policies) * len(config.rules)
+        with contextlib.closing(ProgressDisplay()) as display:
+            display(("simulating", 0, total))
+            for row in compare(trace, scene_of(config), list(config.policies), list(config.rules), config.expert_bytes):
+                rows.append(row)
+                display(("simulating", len(rows), total))
+    except ValueError as error:
+        raise _shown(error) from None
+    shown = [row | {name: f"{row[name]:{form}}" for name, form in _FORMS.items() if name in row} for row in rows]
+    told = (describe(trace, config), describe_parts(trace, config), table(shown, {name: name for name in rows[0]}))
+    about = facts(seed=config.seed, command=args.shown) | {"trace": trace.model, "ep_size": config.ep_size}
+    tell("\n".join(told), config.json, lambda: [as_line(about | row) for row in rows])
+    return 0
+
+
+def main_report(args: argparse.Namespace) -> int:
+    config = from_args(ReportConfig, args)
+    from moe_ep.bench.results import table
+    from moe_ep.eplb.pictures import draw_load
+    from moe_ep.eplb.policy.maps import experts_moved
+    from moe_ep.eplb.rules import RULES
+    from moe_ep.eplb.simulate import LINEAR, measure, place
+    from moe_ep.registry import EPLB_POLICIES
+
+    _check_names("--policy", (config.policy,), tuple(EPLB_POLICIES))
+    _check_names("--rule", (config.rule,), tuple(RULES))
+    try:
+        trace, scene = read_trace(args.trace, config), scene_of(config)
+        present, planned = place(trace, scene, LINEAR), place(trace, scene, config.policy)
+        before, after = (measure(trace, scene, slots, config.rule) for slots in (present, planned))
+    except ValueError as error:
+        raise _shown(error) from None
+    title = describe(trace, config)
+    draw_load(
+        {"before": before.slot_loads, f"after ({config.policy})": after.slot_loads}, config.ep_size, title, config.out
+    )
+    moved = experts_moved(present, planned, config.ep_size)
+    layers = zip(before.layer_balancedness, after.layer_balancedness, moved, strict=True)
+    rows = [(str(layer), *found) for layer, found in enumerate(layers)]
+    rows.append(("all", before.balancedness, after.balancedness, moved.sum()))
+    columns = ("layer", "balancedness before", "after", "experts moved")
+    cells = [
+        dict(zip(columns, (layer, f"{old:.3f}", f"{new:.3f}", int(count)), strict=True))
+        for layer, old, new, count in rows
+    ]
+    show(title)
+    show(f"{describe_parts(trace, config)}; policy {config.policy}, rule {config.rule}")
+    show(table(cells, {name: name for name in columns}))
+    show(f"heat maps in {config.out}")
+    return 0
+
+
+def main_plan(args: argparse.Namespace) -> int:
+    config = from_args(PlanConfig, args)
+    if config.model is None:
+        raise OptionError("--model is missing; a placement is for one model, give its checkpoint")
+    check_apart({"--out": config.out}, {"TRACE": args.trace})
+    import torch
+
+    from moe_ep.checkpoint import CheckpointReader, model_spec
+    from moe_ep.eplb.metrics import balancedness
+    from moe_ep.eplb.placement_file import PlacementFile, model_checksum
+    from moe_ep.eplb.policy.maps import rank_loads
+    from moe_ep.eplb.simulate import LINEAR, Scene, place
+    from moe_ep.eplb.trace import RoutingTrace, model_name
+    from moe_ep.registry import EPLB_POLICIES
+
+    _check_names("--policy", (config.policy,), tuple(EPLB_POLICIES))
+    reader = CheckpointReader(config.model)
+    spec, checksum = model_spec(reader.config, reader), model_checksum(reader)
+    try:
+        trace = RoutingTrace.load(trace_file(args.trace))
+        trace.check_model(model_name(spec.family, checksum), spec.num_experts, len(spec.router_layers))
+        scene = Scene(
+            ep_size=config.ep_size,
+            num_redundant=config.redundant,
+            num_groups=config.groups,
+            num_nodes=config.nodes,
+            objective=config.objective,
+        )
+        present, planned = (place(trace, scene, policy, trace.num_steps) for policy in (LINEAR, config.policy))
+    except ValueError as error:
+        raise _shown(error) from None
+    PlacementFile(
+        model=checksum, ep_size=config.ep_size, num_experts=trace.num_experts, physical_to_logical=planned
+    ).save(config.out)
+    weight = trace.counts().sum(axis=0)
+    before, after = (
+        balancedness(torch.from_numpy(rank_loads(weight, slots, config.ep_size))) for slots in (present, planned)
+    )
+    show(describe(trace, config))
+    show(f"balancedness over all steps together {before:.3f} as placed without a plan, {after:.3f} as planned")
+    start = ["moe-ep", "run", "--model", str(config.model), "--ep-size", str(config.ep_size), "--eplb"]
+    show(f"{config.out}: begin with {shlex.join([*start, '--load-placement', str(config.out)])}")
+    return 0
+
+
+def _check_names(flag: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in known:
+            raise OptionError(f"{flag} has {name!r}; it must be one of {', '.join(known)}")
+
+
+def _shown(error: ValueError) -> OptionError:
+    return error if isinstance(error, OptionError) else OptionError(str(error))

@@ -1,0 +1,190 @@
+"""moe-ep plan: what a MoE layer should take on more GPUs than are here, from measured rates."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_ep.launch.cli.option_values import (
+    GEOMETRY_NAMES,
+    check_apart,
+    geometry_name,
+    input_file,
+    output_file,
+    whole_numbers,
+)
+from moe_ep.launch.cli.options import OptionError, Parser, add_flags, at_least, from_args, number, one_of, option
+from moe_ep.launch.cli.outputs import tell
+
+if TYPE_CHECKING:
+    from moe_ep.bench.cost_model import Machine
+    from moe_ep.bench.geometries import Geometry
+
+
+_rate = number("a number above 0", lambda rate: rate > 0)
+
+
+def _results(raw: str) -> Path:
+    return input_file(raw, "it must be a file that `moe-ep bench scaling --json` wrote")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """The settings of `moe-ep plan`."""
+
+    geometry: str = field(default="deepseek-v3", metadata=option(geometry_name, f"a preset: {GEOMETRY_NAMES}"))
+    gpus: tuple[int, ...] = field(
+        default=(8, 16, 32, 64, 128, 256, 512),
+        metadata=option(whole_numbers, "EP sizes, one rank for each GPU", "N,N"),
+    )
+    tokens: tuple[int, ...] = field(
+        default=(1, 64, 128, 4096),
+        metadata=option(whole_numbers, "tokens of each rank in a step", "T,T"),
+    )
+    gpus_per_host: int = field(default=8, metadata=option(at_least(1), "GPUs that one host's links join"))
+    network_gb_per_s: float = field(
+        default=50.0, metadata=option(_rate, "GB/s from one GPU to other hosts; 50 is a 400 Gb/s card for each")
+    )
+    wire: str = field(default="bf16", metadata=option(one_of("bf16", "fp8"), "dtype of dispatched rows: bf16 or fp8"))
+    two_level: bool = field(default=True, metadata=option(None, "send a token once to each host instead of each rank"))
+    measured: Path | None = field(
+        default=None,
+        metadata=option(_results, "fit the rates to these results of `bench scaling`, and compare", "FILE"),
+    )
+    json: Path | None = field(default=None, metadata=option(output_file, "write a JSON line for each row", "FILE"))
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="predict a model's MoE layers on more GPUs than you have",
+        description=(
+            "Predicts memory, time by stage, tokens/s and the bottleneck of a model's MoE layers from bytes and "
+            "operations over measured rates; uniform routing, stages one after the other."
+        ),
+    )
+    add_flags(parser, PlanConfig)
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    config = from_args(PlanConfig, args)
+    check_apart({"--json": config.json}, {"--measured": config.measured})
+    host = config.gpus_per_host
+    if parts := [size for size in config.gpus if size > host and size % host]:
+        raise OptionError(
+            f"--gpus has {parts[0]}; beyond a host it must be a multiple of its GPUs (--gpus-per-host {host})"
+        )
+    from moe_ep.bench.cost_model import Machine
+    from moe_ep.bench.geometries import preset
+    from moe_ep.bench.results import as_line, table
+
+    geometry = preset(config.geometry)
+    machine = Machine(gpus_per_host=config.gpus_per_host, network_bytes_per_s=config.network_gb_per_s * 1e9)
+    compared = ""
+    if config.measured is not None:
+        machine, compared = _calibrated(config.measured, geometry, machine)
+    rows = [_row(config, geometry, machine, size, tokens) for tokens in config.tokens for size in config.gpus]
+    told = f"{compared}{_assumed(config, geometry, machine)}\n{table(rows, _COLUMNS)}"
+    tell(told, config.json, lambda: [as_line(row | {"machine": asdict(machine)}) for row in rows])
+    return 0
+
+
+# Key of a row -> its heading on the terminal.
+_COLUMNS = {
+    "GPUs": "GPUs",
+    "T": "T",
+    "us": "us a layer",
+    "dispatch_us": "dispatch",
+    "experts_us": "experts",
+    "combine_us": "combine",
+    "bottleneck": "bottleneck",
+    "active_experts": "active experts",
+    "GiB_of_weights": "GiB of experts",
+    "fits": "fits",
+    "tokens_per_s": "tokens/s",
+    "tokens_per_s_per_GPU": "per GPU",
+}
+
+
+def _assumed(config: PlanConfig, geometry: Geometry, machine: Machine) -> str:
+    """What the prediction rests on, in lines for people; --json has every number of it."""
+    return (
+        f"{geometry.name}, {config.wire} rows, T tokens per rank, uniform routing; tokens/s through all "
+        f"{geometry.num_layers} MoE layers, without attention\n"
+        f"GPU      {machine.memory_bytes / 1e9:.0f} GB, {machine.memory_bytes_per_s / 1e9:,.4g} GB/s and "
+        f"{machine.flops_per_s / 1e12:,.3g} TFLOP/s, of which experts reach {machine.memory_efficiency:.2f} and "
+        f"{machine.compute_efficiency:.2f}; their latency {machine.experts_latency_us:,.3g} us, routing "
+        f"{machine.route_us:,.3g} us\n"
+        f"links    {machine.link_bytes_per_s / 1e9:,.4g} GB/s a GPU in hosts of {machine.gpus_per_host}, of which "
+        f"{machine.wire_efficiency:.2f} are reached; latency {machine.link_latency_us:,.4g} us\n"
+        f"network  {machine.network_bytes_per_s / 1e9:,.4g} GB/s a GPU; latency {machine.network_latency_us:,.4g} us\n"
+    )
+
+
+def _row(config: PlanConfig, geometry: Geometry, machine: Machine, ep_size: int, tokens: int) -> dict[str, Any]:
+    from moe_ep.bench.cost_model import predict
+
+    step = predict(
+        geometry, ep_size, tokens, machine, wire_bytes=1 if config.wire == "fp8" else 2, two_level=config.two_level
+    )
+    return {
+        "GPUs": ep_size,
+        "T": tokens,
+        "us": step.step_us,
+        "dispatch_us": step.dispatch_us,
+        "experts_us": step.experts_us,
+        "combine_us": step.combine_us,
+        "bottleneck": step.bottleneck,
+        "active_experts": step.active_experts,
+        "GiB_of_weights": step.weights_bytes / 2**30,
+        "fits": step.weights_bytes < machine.memory_bytes,
+        "tokens_per_s": step.tokens_per_s,
+        "tokens_per_s_per_GPU": step.tokens_per_s / ep_size,
+    }
+
+
+def _calibrated(path: Path, geometry: Geometry, machine: Machine) -> tuple[Machine, str]:
+    """The machine by the measured rows, and those rows beside their prediction."""
+    from moe_ep.bench.cost_model import calibrated
+    from moe_ep.bench.scaling_file import about_runs, read_scaling
+
+    try:
+        rows, runs = read_scaling(path)
+    except ValueError as error:
+        raise OptionError(f"--measured is {path}: {error}") from None
+    found = [row for row in rows if row["geometry"] == geometry.name]
+    try:
+        machine = calibrated(machine, geometry, found)
+    except ValueError as error:
+        raise OptionError(f"--measured is {path}; of {geometry.name} {error}") from None
+    if told := about_runs(runs):
+        print(told, file=sys.stderr)
+    return machine, _compared(geometry, machine, found)
+
+
+def _compared(geometry: Geometry, machine: Machine, measured: list[dict[str, Any]]) -> str:
+    """Prediction beside measurement, for every measured row of uniform routing."""
+    from moe_ep.bench.cost_model import predict, uniform_rows
+    from moe_ep.bench.results import table
+
+    rows: list[dict[str, Any]] = []
+    for row in sorted(uniform_rows(measured), key=lambda row: (row["ep_size"], row["tokens_per_rank"])):
+        wire_bytes = 1 if row["wire"] == "fp8" else 2
+        step = predict(geometry, row["ep_size"], row["tokens_per_rank"], machine, wire_bytes=wire_bytes)
+        about = {"EP": row["ep_size"], "T": row["tokens_per_rank"], "phase": row["phase"], "backend": row["backend"],
+                 "wire": row["wire"]}  # fmt: skip
+        parts = {"route": step.route_us, "dispatch": step.dispatch_us, "experts": step.experts_us,
+                 "combine": step.combine_us}  # fmt: skip
+        times = {f"{name}_us": f"{us:.1f} ({row['stages_us'].get(name, 0.0):.1f})" for name, us in parts.items()}
+        rows.append(about | {"measured_us": row["us"], "predicted_us": step.step_us} | times
+                    | {"error_%": 100 * (step.step_us / row["us"] - 1)})  # fmt: skip
+    errors = sorted(abs(row["error_%"]) for row in rows)
+    shown = table(rows, {name: name.replace("_", " ") for name in rows[0]})
+    return (
+        f"{shown}\nstages: predicted (measured, with the events between them); a predicted step is "
+        f"{errors[len(errors) // 2]:.0f} % off in the median of {len(rows)} rows and {errors[-1]:.0f} % at most\n\n"
+    )

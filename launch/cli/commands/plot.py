@@ -1,0 +1,58 @@
+"""moe-ep plot: pictures and tables of a scaling benchmark's results."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_ep.launch.cli.option_values import input_file, new_folder
+from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args, option, parsed
+from moe_ep.launch.cli.outputs import show
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotConfig:
+    """The settings of `moe-ep plot`."""
+
+    out: Path = field(
+        default=Path(),
+        metadata=option(new_folder, "folder for the files, made if it is missing", "DIR"),
+    )
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    parser = subparsers.add_parser(
+        "plot",
+        help="draw the results of `bench scaling`",
+        description=(
+            "Draws scaling, stages, latency and load from the JSON lines of `moe-ep bench scaling`, and writes the "
+            "rows as markdown tables."
+        ),
+    )
+    parser.add_argument("file", metavar="FILE", help="JSON lines that the benchmark wrote with --json")
+    add_flags(parser, PlotConfig)
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    config = from_args(PlotConfig, args)
+    path = parsed("FILE", args.file, lambda raw: input_file(raw, "it must be a file that a benchmark wrote"))
+    from moe_ep.bench.plots import plot_scaling
+    from moe_ep.bench.scaling_file import about_runs, read_scaling
+    from moe_ep.bench.scaling_markdown import as_markdown
+    from moe_ep.files import write_text
+
+    try:
+        rows, runs = read_scaling(path)
+    except ValueError as error:
+        raise OptionError(f"FILE is {args.file!r}; {error}") from None
+    if told := about_runs(runs):
+        print(told, file=sys.stderr)
+    config.out.mkdir(exist_ok=True)
+    written = plot_scaling(rows, config.out)
+    tables = config.out / "tables.md"
+    write_text(tables, as_markdown(rows))
+    show("\n".join(map(str, [*written, tables])))
+    return 0

@@ -1,0 +1,123 @@
+"""moe-ep run: the MoE layers of a checkpoint, divided over a gang of workers, driven, measured and verified."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import sys
+
+from moe_ep.errors import missing_extra
+from moe_ep.launch.cli.option_values import check_apart, check_backends
+from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args
+from moe_ep.launch.cli.outputs import tell
+from moe_ep.launch.cli.report import RankReport, RunReport
+from moe_ep.launch.cli.report_lines import terminal_lines
+from moe_ep.launch.cli.run_config import RunConfig
+from moe_ep.launch.gangs.gang import set_up_logging
+from moe_ep.launch.gangs.gang_choice import start_gang
+from moe_ep.launch.gangs.rank_env import RankEnv
+
+# Of a model on CPUs, a step takes megabytes of trace, and several times as much memory when it is written.
+_MOST_TRACED_STEPS = 128
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    parser = subparsers.add_parser(
+        "run",
+        help="run, time and verify a checkpoint's MoE layers over workers",
+        description=(
+            "Divides the experts of a checkpoint over a gang of workers, drives batches of tokens through every MoE "
+            "layer, and prints placement, load, times and the error against a plain reference."
+        ),
+    )
+    add_flags(parser, RunConfig)
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    config = from_args(RunConfig, args)
+    set_up_logging()
+    _check_together(config)
+    config.check_eplb()
+    config, gang = start_gang(config, lambda world_size, device: _check_fits(config, world_size, device))
+    try:
+        if config.model is None:
+            from moe_ep.checkpoint.demo import demo_checkpoint
+
+            # Here for its progress bar; workers of other nodes make their own.
+            demo_checkpoint()
+        results = gang.run(_work, config)
+    finally:
+        gang.close()
+    if not gang.is_driver:
+        return 0
+    with contextlib.ExitStack() as files:  # each is written also where another fails
+        if config.save_placement is not None and results[0].placement is not None:
+            files.callback(results[0].placement.save, config.save_placement)
+        if config.record_routing is not None:
+            from moe_ep.launch.workers.routing_source import save_routing
+
+            files.callback(save_routing, config.record_routing, results)
+        return _tell(config, RunReport(config, args.shown, results))
+
+
+def _work(rank_env: RankEnv, config: RunConfig) -> RankReport:
+    """The worker's part; what it needs is imported there, so that the driver starts without torch."""
+    from moe_ep.launch.workers.worker import run_worker
+
+    return run_worker(rank_env, config)
+
+
+def _check_fits(config: RunConfig, world_size: int | None, device: str | None) -> None:
+    """Options that such a gang cannot serve, as far as it is known."""
+    if config.graphs and device == "cpu":
+        raise OptionError("--graphs was given and the workers run on CPUs; CUDA graphs need GPUs, leave it out")
+    check_backends([config.backend], world_size, device)
+    if world_size is None:
+        return
+    if len(config.tokens_per_rank) not in (1, world_size):
+        raise OptionError(
+            f"--tokens-per-rank has {len(config.tokens_per_rank)} numbers; it must be one number, or one for each "
+            f"of the {world_size} workers"
+        )
+    if config.metrics_port is not None and config.metrics_port + world_size > 65536:
+        raise OptionError(
+            f"--metrics-port is {config.metrics_port}; with a port for each of {world_size} workers it must be at "
+            f"most {65536 - world_size}"
+        )
+
+
+def _check_together(config: RunConfig) -> None:
+    """Options that contradict each other, found before anything starts."""
+    if config.graphs and config.trace is not None:
+        raise OptionError(
+            "--trace shows what the host does between layers, and with --graphs it does nothing; drop one"
+        )
+    if config.trace is not None and config.steps > _MOST_TRACED_STEPS:
+        raise OptionError(
+            f"--steps is {config.steps} with --trace, which keeps every operation of every step in memory; pass at "
+            f"most {_MOST_TRACED_STEPS}, or leave --trace out"
+        )
+    if config.text is not None and config.model is not None and not (config.model / "tokenizer.json").is_file():
+        raise OptionError(f"--text needs a tokenizer and {config.model} has no tokenizer.json; leave --text out")
+    if config.metrics_port is None and config.metrics_host != RunConfig.metrics_host:
+        raise OptionError(
+            f"--metrics-host is {config.metrics_host!r} without --metrics-port, and no metrics are served; add "
+            f"--metrics-port or leave it out"
+        )
+    if config.metrics_port is not None and importlib.util.find_spec("prometheus_client") is None:
+        raise missing_extra("prometheus-client", "metrics", "a metrics endpoint")
+    config.check_quantize()
+    results = {"--json": config.json, "--record-routing": config.record_routing}
+    recorded = (config.routing or "").removeprefix("recorded:")
+    check_apart(results | {"--save-placement": config.save_placement}, {"--text": config.text, "--routing": recorded})
+    check_apart(results, {"--load-placement": config.load_placement})  # a placement may take the place of an older one
+
+
+def _tell(config: RunConfig, report: RunReport) -> int:
+    tell("\n".join(terminal_lines(report)), config.json, lambda: (f"{line}\n" for line in report.json_lines()))
+    if config.verify and not report.verified:
+        print(f"moe-ep run: {report.verification_line()}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,130 @@
+"""The JSON lines of a generation, written in the order of the prompts while it goes on."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from moe_ep.files import naming, write_whole
+from moe_ep.launch.cli.outputs import show
+from moe_ep.launch.gangs import progress
+
+
+class CompletionLines:
+    """Writes a line for each prompt as soon as those before it are written, and a summary at the end.
+
+    What is interrupted leaves whole lines. A terminal, where the progress bar is, gets all of them when that is gone.
+
+    Args:
+        prompts: what each line of the prompts' file said; it comes back.
+        output: the file; written anew from the first line on. None for stdout.
+
+    Attributes:
+        num_written: lines that are in the file.
+    """
+
+    def __init__(self, prompts: Sequence[dict[str, Any]], output: Path | None) -> None:
+        self.num_written = 0
+        self._prompts, self._output = prompts, output
+        self._waiting: dict[int, dict[str, Any]] = {}
+        self._num_told = 0
+        self._file: FileIO | None = None
+        # An output that lacks letters gets JSON's escapes of them.
+        self._in_ascii = output is None and codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8"
+        self._held: list[str] | None = [] if output is None and sys.stdout.isatty() else None
+
+    def take(self, completion: dict[str, Any]) -> None:
+        """What became of a prompt, in any order; a second time does nothing."""
+        if completion["index"] < self._num_told:
+            return
+        self._waiting[completion["index"]] = completion
+        while (found := self._waiting.pop(self._num_told, None)) is not None:
+            line = self._prompts[self._num_told] | {"kind": "completion"} | found
+            self._num_told += 1
+            # Half of a surrogate pair, which UTF-8 has no bytes for, becomes an escape of JSON again.
+            text = json.dumps(line, ensure_ascii=self._in_ascii)
+            self._write(text.encode(errors="backslashreplace").decode())
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """The last line."""
+        self._write(json.dumps(summary, allow_nan=False))
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the file with the lines that are in it, or shows those that were held back; a second time does no
+        harm."""
+        if self._held:
+            show("\n".join(self._held))
+            self._held.clear()
+        if self._file is not None:
+            # What failed to be written has been said.
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _write(self, line: str) -> None:
+        if self._held is not None:
+            self._held.append(line)
+        elif self._output is None:
+            show(line)
+        else:
+            self._to_file(self._output, line)
+
+    def _to_file(self, output: Path, line: str) -> None:
+        if self._file is None:
+            # Open till the end: the reader of a pipe would take a close for it.
+            self._file = output.open("wb", buffering=0)
+        with naming(output):
+            write_whole(self._file, f"{line}\n")
+        self.num_written += 1
+
+
+class CompletionRelay:
+    """Brings all ranks' completions to rank 0, which hands them to the driver.
+
+    The others leave theirs in the job's store before they count them as finished in a step, so those that a step
+    counts are there.
+
+    Args:
+        refused: what is told of all ranks' prompts that the model does not take.
+    """
+
+    def __init__(self, rank: int, num_prompts: int, refused: Sequence[dict[str, Any]] = ()) -> None:
+        from moe_ep.distributed.job_store import job_store
+
+        self._rank, self._num_prompts = rank, num_prompts - len(refused)
+        if rank == 0:
+            for told in refused:
+                progress.hand_over(told)
+        self._store = job_store()
+        self._num_left = 0
+        self._collected: dict[int, int] = {}
+
+    def leave(self, completion: dict[str, Any]) -> None:
+        """One of this rank's own."""
+        if self._rank == 0:
+            progress.hand_over(completion)
+        else:
+            self._store.set(self._key(self._rank, self._num_left), json.dumps(completion))
+            self._num_left += 1
+
+    def collect(self, finished: Sequence[int]) -> None:
+        """What other ranks have left, given how many sequences each has finished."""
+        if self._rank != 0:
+            return
+        for rank, count in enumerate(finished[1:], start=1):
+            for number in range(self._collected.get(rank, 0), count):
+                key = self._key(rank, number)
+                progress.hand_over(json.loads(self._store.get(key)))
+                self._store.delete_key(key)
+            self._collected[rank] = count
+        progress.report("sequences", sum(finished), self._num_prompts)
+
+    @staticmethod
+    def _key(rank: int, number: int) -> str:
+        return f"moe_ep/completion/{rank}/{number}"

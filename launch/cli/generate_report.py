@@ -1,0 +1,149 @@
+"""What a generation says when it is over: a summary, and a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ep.bench.checkout import checkout_commit
+from moe_ep.launch.cli.generate_config import GenerateConfig
+from moe_ep.launch.cli.report import percentile
+from moe_ep.launch.gangs.progress import workers
+
+
+@dataclass
+class RankGeneration:
+    """One rank's account, of plain values.
+
+    Attributes:
+        completions: index, text, num_prompt_tokens, num_tokens, finish and rank of each of its prompts.
+        refused: index, finish, error and rank of those that the model does not take.
+        not_applied: settings of the model's generation_config.json that change which token is the likeliest, and are
+            left out.
+        step_s: seconds of its steps by kind: prefill, decode (eager), replayed (decode in a CUDA graph), serve.
+        elapsed_s: from the first step to the last, the same steps on every rank.
+        balancedness: of all steps, layers and ranks together.
+        memory_bytes: on a GPU the most that was allocated, else the most the process ever held.
+    """
+
+    rank: int
+    node: str
+    device: str
+    device_name: str
+    backends: tuple[str, str]
+    experts_name: str
+    dtype: str
+    model: str
+    num_layers: int
+    num_experts: int
+    load_s: float
+    versions: dict[str, str]
+    completions: list[dict[str, Any]]
+    refused: list[dict[str, Any]]
+    not_applied: dict[str, Any]
+    step_s: dict[str, list[float]]
+    elapsed_s: float
+    balancedness: float
+    memory_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it continued its prompts by."""
+        return sum(completion["num_tokens"] for completion in self.completions)
+
+
+class GenerationReport:
+    """The accounts of all ranks as one."""
+
+    def __init__(self, config: GenerateConfig, command: str, ranks: Sequence[RankGeneration]) -> None:
+        self.config, self.command, self.ranks = config, command, list(ranks)
+        self.elapsed_s = max(rank.elapsed_s for rank in ranks)
+        self.refused = [told for rank in ranks for told in rank.refused]
+
+    def step_ms(self, kind: str) -> dict[str, float] | None:
+        """Median and p99 over ranks and steps; None where there were none."""
+        times = [1e3 * seconds for rank in self.ranks for seconds in rank.step_s[kind]]
+        if not times:
+            return None
+        return {"median": percentile(times, 0.5), "p99": percentile(times, 0.99), "steps": len(times)}
+
+    def summary(self) -> dict[str, Any]:
+        """The last JSON line."""
+        first = self.ranks[0]
+        num_tokens = [rank.num_tokens for rank in self.ranks]
+        return {
+            "kind": "summary",
+            "model": first.model,
+            "num_layers": first.num_layers,
+            "num_experts": first.num_experts,
+            "launcher": self.config.launcher,
+            "ep_size": len(self.ranks),
+            "backend": {"prefill": first.backends[0], "decode": first.backends[1]},
+            "experts": first.experts_name,
+            "dtype": first.dtype,
+            "devices": sorted({rank.device_name for rank in self.ranks}),
+            "batch_size": self.config.batch_size,
+            "prompts_per_rank": [len(rank.completions) for rank in self.ranks],
+            "prompts_refused": len(self.refused),
+            "not_applied": first.not_applied,
+            "tokens_per_rank": num_tokens,
+            "elapsed_s": self.elapsed_s,
+            "tokens_per_s_per_rank": [count / self.elapsed_s for count in num_tokens],
+            "tokens_per_s": sum(num_tokens) / self.elapsed_s,
+            "step_ms": {kind: self.step_ms(kind) for kind in ("prefill", "decode", "replayed", "serve")},
+            "balancedness": first.balancedness,
+            "load_s": max(rank.load_s for rank in self.ranks),
+            "memory_bytes_per_rank": [rank.memory_bytes for rank in self.ranks],
+            "versions": first.versions,
+            "commit": checkout_commit(),
+            "command": self.command,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """What goes to the terminal."""
+        summary = self.summary()
+        prefill, decode = summary["backend"]["prefill"], summary["backend"]["decode"]
+        yield f"model   {summary['model']}"
+        yield (
+            f"        {summary['num_layers']} MoE layers of {summary['num_experts']} experts, loaded in "
+            f"{summary['load_s']:.2f} s"
+        )
+        yield f"gang    {workers(len(self.ranks))}, launcher {self.config.launcher}, on {', '.join(summary['devices'])}"
+        yield (
+            f"layers  backend {prefill if prefill == decode else f'{prefill} for prompts, {decode} for decoding'}, "
+            f"experts {summary['experts']}, {summary['dtype']}"
+        )
+        yield ""
+        yield f"{'rank':>4}{'prompts':>9}{'tokens':>8}{'tokens/s':>12}{'memory':>13}  where"
+        for rank, speed in zip(self.ranks, summary["tokens_per_s_per_rank"], strict=True):
+            memory = f"{rank.memory_bytes / 2**20:,.0f} MiB"
+            yield (
+                f"{rank.rank:>4}{len(rank.completions):>9}{rank.num_tokens:>8}{speed:>12,.1f}{memory:>13}  "
+                f"{rank.node}, {rank.device}"
+            )
+        yield ""
+        yield from self._times(summary["step_ms"])
+        yield (
+            f"{summary['tokens_per_s']:,.1f} tokens/s ({sum(summary['tokens_per_rank'])} in {self.elapsed_s:.2f} s), "
+            f"balancedness {summary['balancedness']:.3f}"
+        )
+        if summary["not_applied"]:
+            settings = ", ".join(f"{name} ({value})" for name, value in summary["not_applied"].items())
+            yield f"not applied, of generation_config.json: {settings}"
+        if self.refused:
+            first = min(self.refused, key=lambda told: told["index"])["error"]
+            total = len(self.refused) + sum(summary["prompts_per_rank"])
+            yield f"refused {len(self.refused)} of {total} prompts: {first}"
+
+    @staticmethod
+    def _times(step_ms: dict[str, dict[str, float] | None]) -> Iterator[str]:
+        yield f"{'ms of a step of one rank':<26}{'median':>10}{'p99':>10}{'steps':>8}"
+        for kind, label in (
+            ("prefill", "reading prompts"),
+            ("decode", "decoding, eager"),
+            ("replayed", "decoding, CUDA graph"),
+            ("serve", "serving other ranks"),
+        ):
+            if times := step_ms[kind]:
+                yield f"{label:<26}{times['median']:>10.2f}{times['p99']:>10.2f}{times['steps']:>8}"

@@ -1,0 +1,123 @@
+"""What `moe-ep bench scaling` can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_ep.launch.cli.option_values import (
+    BACKEND_NAMES,
+    GEOMETRY_NAMES,
+    checkpoint_folder,
+    geometry_name,
+    output_file,
+    whole_numbers,
+)
+from moe_ep.launch.cli.options import Parse, at_least, number, one_of, one_of_these, option
+from moe_ep.launch.gangs.gang_choice import GangConfig
+from moe_ep.registry import ALL2ALL_BACKENDS
+
+
+def _numbers_or_none(raw: str) -> tuple[int, ...]:
+    return () if raw == "none" else whole_numbers(raw)
+
+
+def _list_of(parse: Parse) -> Parse:
+    return lambda raw: tuple(parse(part) for part in raw.split(","))
+
+
+_seconds = number("a number of seconds above 0", lambda seconds: seconds > 0)
+
+
+def _routing(raw: str) -> str:
+    from moe_ep.bench.workload import parse_routing
+
+    # Workers may have another working directory.
+    recorded = parse_routing(raw).recorded
+    return raw if recorded is None else str(recorded)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig(GangConfig):
+    """The settings of one scaling benchmark; the flags of `moe-ep bench scaling` are these fields."""
+
+    geometry: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            _list_of(geometry_name),
+            f"presets to measure: {GEOMETRY_NAMES} (default: deepseek-v3 on GPUs, small on CPUs)",
+        ),
+    )
+    model: Path | None = field(
+        default=None,
+        metadata=option(checkpoint_folder, "take the geometry from this checkpoint's config.json instead", "DIR"),
+    )
+    ep_sizes: tuple[int, ...] = field(
+        default=(),
+        metadata=option(whole_numbers, "EP sizes to measure (default: all that divide the number of workers)"),
+    )
+    scaling: tuple[str, ...] = field(
+        default=("weak",),
+        metadata=option(
+            _list_of(one_of("weak", "strong")),
+            "weak: the tokens below are each rank's; strong: they are the sum over all ranks",
+        ),
+    )
+    decode_tokens: tuple[int, ...] = field(
+        default=(1, 8, 32, 64, 128, 256),
+        metadata=option(_numbers_or_none, "tokens of decode steps, or none"),
+    )
+    prefill_tokens: tuple[int, ...] = field(
+        default=(1024, 4096, 8192),
+        metadata=option(_numbers_or_none, "tokens of prefill steps, or none"),
+    )
+    backend: tuple[str, ...] = field(
+        default=("auto",),
+        metadata=option(
+            _list_of(one_of_these(lambda: ("auto", *ALL2ALL_BACKENDS))),
+            f"dispatch backends: {BACKEND_NAMES}",
+        ),
+    )
+    wire: tuple[str, ...] = field(
+        default=("activations",),
+        metadata=option(_list_of(one_of("activations", "fp8")), "dtype of dispatched rows: activations, fp8"),
+    )
+    routing: tuple[str, ...] = field(
+        default=("uniform",), metadata=option(_list_of(_routing), "uniform, zipf:S or an .npz file of recorded choices")
+    )
+    eplb: tuple[str, ...] = field(
+        default=("off",),
+        metadata=option(
+            _list_of(one_of("off", "on")), "off, or on: one spare slot on each rank, and experts placed by their load"
+        ),
+    )
+    variant_tokens: tuple[int, ...] = field(
+        default=(),
+        metadata=option(
+            whole_numbers,
+            "measure every --backend, --wire, --routing and --eplb at these tokens only, and the first of each at the "
+            "others; without it, everything is measured at all tokens",
+        ),
+    )
+    chain: int = field(default=8, metadata=option(at_least(1), "steps in one repeat, each with other tokens"))
+    repeats: int = field(default=30, metadata=option(at_least(1), "most repeats of a row"))
+    repeat_seconds: float = field(
+        default=0.25, metadata=option(_seconds, "stop repeating a row after so many seconds, and at least 5 repeats")
+    )
+    seconds: float | None = field(
+        default=None,
+        metadata=option(
+            _seconds, "time limit of the whole command: no row begins that may end after it; variants come last"
+        ),
+    )
+    seed: int = field(default=0, metadata=option(at_least(0), "seed of weights, tokens and choices"))
+    commit: str | None = field(
+        default=None, metadata=option(str, "commit to record, where this is no git checkout", "HASH")
+    )
+    json: Path | None = field(
+        default=None, metadata=option(output_file, "append a JSON line for each row, as soon as it is measured", "FILE")
+    )
+    resume: bool = field(
+        default=False,
+        metadata=option(None, "skip rows that --json FILE already has of this commit, these versions and machines"),
+    )

@@ -1,0 +1,292 @@
+"""A gang: worker processes that share a process group, run one function, and live and die together.
+
+    results = LocalGang(4).run(function, arg, ...)      # function(rank_env, arg, ...) in every worker
+
+The first worker that fails ends the whole gang; the error names its rank, its node and the cause, and not the
+errors that its death brings upon the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import tempfile
+import threading
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
+from typing import TYPE_CHECKING, Any
+
+from moe_ep import env
+from moe_ep.errors import ConfigError, DispatchTimeoutError, GangError, MoeEpError, NoRoomError
+from moe_ep.launch.gangs import interrupts
+from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.gangs.rendezvous import destroy_process_group, init_process_group
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# How long a failure that looks like the echo of another waits for that other to be reported.
+ECHO_GRACE_S = 3.0
+# Ranks that have done their work leave their groups and give symmetric memory back; it takes them a second.
+_LEAVING_S = 30.0
+# Workers on CPUs wait for each other more than they compute, so more of them than cores is no mistake; many more is.
+WORKERS_PER_CORE = 16
+_SMALLER = "lower --ep-size or add machines"
+_ECHO = re.compile(
+    r"gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|socketPoll|recvValue", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailure:
+    """Why a worker ended before its time.
+
+    Attributes:
+        node: address or name of its machine.
+        cause: one line.
+        traceback: of the exception, empty where the process died.
+        echo: whether it looks like the consequence of a peer's failure.
+        refusal: whether the worker refused its settings: nothing is broken but what it was told to do.
+    """
+
+    rank: int
+    node: str
+    cause: str
+    traceback: str = ""
+    echo: bool = False
+    refusal: bool = False
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank} on node {self.node} failed: {self.cause}"
+        return f"{where}\n{self.traceback.rstrip()}" if self.traceback else where
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one rank's function: a value or a failure."""
+
+    value: Any = None
+    failure: WorkerFailure | None = None
+
+
+OnItem = Callable[[Any], None]
+
+
+def ignore(item: object) -> None:
+    """What becomes of items where nobody waits for them."""
+
+
+class Gang(ABC):
+    """Worker processes with ranks 0 to world_size - 1, on devices of one kind: "cpu" or "cuda"."""
+
+    world_size: int
+    device: str
+
+    @property
+    def is_driver(self) -> bool:
+        """Whether this process is the one that speaks to the user."""
+        return True
+
+    def close(self) -> None:
+        """Gives back what the gang holds beyond its workers; `run` does it too, and a second time does no harm."""
+        return
+
+    @abstractmethod
+    def run(self, fn: Callable[..., Any], *args: Any, on_item: OnItem = ignore) -> list[Any]:
+        """Runs fn(rank_env, *args) in every worker, with the process group initialised; results in rank order.
+
+        `fn` is a function that workers can import; arguments and results are pickled between the driver and its
+        workers. The workers start with the call and have ended when it returns, however it returns.
+
+        Args:
+            on_item: called with each item that rank 0 hands over (`progress.hand_over`), on the driver's machine, while
+                the workers go on; pickled too.
+
+        Raises:
+            GangError: a worker failed or died.
+            ConfigError: a worker refused the settings it was given, or the machines cannot hold the gang.
+        """
+
+
+def run_rank(
+    rank_env: RankEnv,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    timeout_s: float | None = None,
+    store: dist.Store | None = None,
+) -> Outcome:
+    """The worker's side: joins the process group, calls the function, and turns what it raises into a failure."""
+    try:
+        import torch
+
+        set_up_logging()
+        if rank_env.source in ("ray", "local"):
+            rank_env.export()
+        torch.set_num_threads(_num_threads(rank_env))
+        init_process_group(rank_env, timeout_s=timeout_s, store=store)
+        value = fn(rank_env, *args)
+        with interrupts.ending_after(_LEAVING_S, "leaving the process group"):
+            destroy_process_group()
+        return Outcome(value)
+    except Exception as error:
+        return Outcome(failure=failure_of(error, rank_env.rank))
+
+
+def failure_of(error: BaseException, rank: int, node: str | None = None) -> WorkerFailure:
+    """A worker's exception as a failure; an error of ours says what is wrong by itself and comes without traceback."""
+    own = isinstance(error, MoeEpError) and env.LOG_LEVEL.get() != "DEBUG"
+    text = "".join(traceback.format_exception(error))
+    return WorkerFailure(
+        rank=rank,
+        node=node or socket.gethostname(),
+        cause=str(error) if own else f"{type(error).__name__}: {error}".split("\n")[0],
+        traceback="" if own else text,
+        echo=isinstance(error, (DispatchTimeoutError, ConnectionError)) or bool(_ECHO.search(str(error))),
+        refusal=isinstance(error, ConfigError),
+    )
+
+
+def death_of(exitcode: int | None, rank: int, node: str | None = None) -> WorkerFailure:
+    """The failure of a worker whose process ended without a word, from its exit code (-signal, as Python has it)."""
+    if exitcode is not None and exitcode < 0:
+        try:
+            name = signal.Signals(-exitcode).name
+        except ValueError:
+            name = f"signal {-exitcode}"
+        cause = f"the process was killed by {name}"
+        if name == "SIGKILL":
+            cause += "; if nobody sent it, the kernel did because memory ran out (see dmesg)"
+    else:
+        cause = f"the process ended with exit code {exitcode} before its work was done"
+    return WorkerFailure(rank=rank, node=node or socket.gethostname(), cause=cause)
+
+
+def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
+    """The one to report, of failures in the order they became known: the first that is no echo, else the first."""
+    return next((failure for failure in failures if not failure.echo), failures[0])
+
+
+def gang_error(failure: WorkerFailure) -> MoeEpError:
+    """The error that ends the gang; which rank was first to refuse the settings of all of them says nothing."""
+    return ConfigError(failure.cause) if failure.refusal else GangError(str(failure))
+
+
+def not_enough(kind: str, asked: int, there: str, way_out: str = _SMALLER) -> NoRoomError:
+    """The error for a gang that the machines cannot hold."""
+    return NoRoomError(f"the gang asks for {asked} {kind} (one a worker) and there are {there}; {way_out}")
+
+
+def check_room(num_workers: int, device: str) -> None:
+    """Raises NoRoomError for more workers than this machine has GPUs, or than its cores can serve."""
+    if device == "cuda" and num_local_gpus() < num_workers:
+        found = num_local_gpus()
+        way_out = _SMALLER if found else "leave out --device cuda to run on CPUs, or check CUDA_VISIBLE_DEVICES"
+        raise not_enough("GPUs", num_workers, f"{found} on this machine", way_out)
+    if device == "cpu" and num_workers > WORKERS_PER_CORE * num_cpus():
+        raise not_enough("CPUs", num_workers, f"{num_cpus()} here, each for at most {WORKERS_PER_CORE}")
+
+
+def num_cpus() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _num_threads(rank_env: RankEnv) -> int:
+    """This rank's share of the cores, or what OMP_NUM_THREADS says where that is less and the user's word: Ray sets it
+    for every actor."""
+    share = max(1, num_cpus() // rank_env.local_world_size)
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return min(share, int(asked)) if asked.isdecimal() and int(asked) and rank_env.source != "ray" else share
+
+
+def num_local_gpus() -> int:
+    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible, counted without touching CUDA."""
+    try:
+        devices = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
+    except OSError:
+        devices = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(devices)
+    return min(len(devices), len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
+
+
+def warm_fork_server() -> ForkServerContext:
+    """Where local workers are forked from: a process that has imported torch, which it begins to do now.
+
+    Neither it nor the workers hear ctrl-C: the driver does, and ends them.
+
+    Raises:
+        GangError: its socket cannot be made, as where the folder for temporary files has a long path.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    # Started with the server otherwise, where it would undo the next line.
+    resource_tracker.ensure_running()
+    with interrupts.unheard_by_children():
+        try:
+            forkserver.ensure_running()
+        except OSError as error:
+            raise GangError(
+                f"no worker can be started with a socket in {tempfile.gettempdir()} ({error}); set TMPDIR to another "
+                f"folder, with a short path"
+            ) from error
+    return context
+
+
+def wait_for_fork_server(context: ForkServerContext) -> None:
+    """Returns when it forks at once. A driver that is interrupted while it waits for a worker leaves a broken one."""
+    with interrupts.held_back():
+        process = context.Process(target=int)
+        process.start()
+        process.join()
+
+
+def end_with(pid: int) -> None:
+    """Has this process end when another one of this machine does, however it ends.
+
+    A forked worker needs it: the server that forked it lives as long as any worker, and not as long as the driver.
+    """
+
+    def watch() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            wait([os.pidfd_open(pid)])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="moe_ep-end-with").start()
+
+
+def set_up_logging() -> None:
+    """Sends the moe_ep loggers to stderr at MOE_EP_LOG_LEVEL."""
+    import logging
+
+    logger = logging.getLogger("moe_ep")
+    logger.setLevel(env.LOG_LEVEL.get())
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        said: set[str] = set()
+        # Layers choose alike, and a model has many: what was chosen and why is said once.
+        handler.addFilter(lambda record: record.levelno != logging.INFO or not _is_in(said, record.getMessage()))
+        logger.addHandler(handler)
+
+
+def _is_in(said: set[str], text: str) -> bool:
+    """Whether this was said before; from now on it was."""
+    before = len(said)
+    said.add(text)
+    return len(said) == before
+
+
+def use_loopback_for_gloo() -> None:
+    """Keeps gloo's sockets of a gang on one machine off the network."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,0 +1,150 @@
+"""Which gang a command runs on: its flags, and the one place that turns them into a gang."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeVar
+
+from moe_ep.launch.cli.option_values import endpoint, ray_address
+from moe_ep.launch.cli.options import OptionError, at_least, one_of, option
+from moe_ep.launch.gangs.gang import Gang, num_local_gpus
+from moe_ep.launch.gangs.rank_env import resolve_rank_env
+from moe_ep.launch.gangs.ray_cluster import joined_address
+
+LAUNCHERS = ("ray", "torchrun", "local")
+DEFAULT_WORKERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangConfig:
+    """Which workers a command runs on; the flags that all commands with a gang share."""
+
+    options_title: ClassVar[str] = "workers"
+
+    launcher: str | None = field(
+        default=None,
+        metadata=option(
+            one_of(*LAUNCHERS),
+            "ray, torchrun or local (default: ray, or torchrun in a process that torchrun or srun started)",
+        ),
+    )
+    address: str | None = field(
+        default=None,
+        metadata=option(
+            ray_address,
+            "Ray cluster to join, or auto for the one on this machine; without it, or for local, one is started here",
+            "HOST:PORT",
+        ),
+    )
+    nnodes: int = field(
+        default=1,
+        metadata=option(at_least(1), "number of nodes, with --launcher torchrun; every node runs the same command"),
+    )
+    rdzv_endpoint: str | None = field(
+        default=None, metadata=option(endpoint, "where those nodes meet, with --launcher torchrun", "HOST:PORT")
+    )
+    ep_size: int | None = field(
+        default=None,
+        metadata=option(at_least(1), "number of workers (default: one for each GPU, or 4 on a machine without)"),
+    )
+    device: str = field(
+        default="auto",
+        metadata=option(one_of("auto", "cpu", "cuda"), "auto, cpu or cuda; auto takes GPUs where there are any"),
+    )
+
+
+G = TypeVar("G", bound=GangConfig)
+Check = Callable[[int | None, str | None], None]
+
+
+def start_gang(config: G, check: Check = lambda world_size, device: None) -> tuple[G, Gang]:
+    """The configuration with its launcher named, and the gang it asks for; workers start with the gang's first run.
+
+    Args:
+        check: raises OptionError for options that so many workers on a device ("cpu", "cuda") cannot serve. It is asked
+            before anything starts, with None for what only a cluster can tell, and again when the gang is there.
+
+    Raises:
+        OptionError: flags that contradict each other.
+        GangError: the machines cannot hold the gang.
+    """
+    config = replace(config, launcher=_launcher(config))
+    _check_together(config)
+    check(*_foreseen(config))
+    gang = _make_gang(config)
+    try:
+        check(gang.world_size, gang.device)
+    except BaseException:
+        gang.close()
+        raise
+    return config, gang
+
+
+def _foreseen(config: GangConfig) -> tuple[int | None, str | None]:
+    """(workers, device) of the gang that is asked for."""
+    ray = sys.modules.get("ray")
+    joins = joined_address(config.address) or (ray is not None and ray.is_initialized())
+    if config.launcher == "ray" and joins:
+        return config.ep_size, None if config.device == "auto" else config.device
+    num_local, device = _here(config)
+    started = resolve_rank_env()
+    if config.launcher == "torchrun" and started.source in ("torchrun", "slurm"):
+        return started.world_size, device
+    return config.ep_size or num_local * config.nnodes, device
+
+
+def _here(config: GangConfig) -> tuple[int, str]:
+    """(workers, device) that this machine gives where nothing else is asked for."""
+    num_gpus = num_local_gpus()
+    device = config.device if config.device != "auto" else "cuda" if num_gpus else "cpu"
+    return num_gpus if device == "cuda" and num_gpus else DEFAULT_WORKERS, device
+
+
+def _check_together(config: GangConfig) -> None:
+    """Flags that contradict each other, found before anything starts."""
+    if config.address and config.launcher != "ray":
+        raise OptionError(f"--address is {config.address!r} with --launcher {config.launcher}; only ray takes it")
+    if config.rdzv_endpoint and config.launcher != "torchrun":
+        raise OptionError(
+            f"--rdzv-endpoint is {config.rdzv_endpoint!r} with --launcher {config.launcher}; only torchrun takes it"
+        )
+    if config.nnodes > 1 and config.launcher != "torchrun":
+        raise OptionError(f"--nnodes is {config.nnodes}; more than one is for --launcher torchrun, Ray finds its nodes")
+    if config.nnodes > 1 and not config.rdzv_endpoint:
+        raise OptionError(f"--nnodes is {config.nnodes} without --rdzv-endpoint; give the HOST:PORT where they meet")
+    if config.ep_size and config.ep_size % config.nnodes:
+        raise OptionError(f"--ep-size is {config.ep_size}; it must be a multiple of --nnodes ({config.nnodes})")
+
+
+def _launcher(config: GangConfig) -> str:
+    if config.launcher is not None:
+        return config.launcher
+    return "torchrun" if resolve_rank_env().source in ("torchrun", "slurm") else "ray"
+
+
+def _make_gang(config: GangConfig) -> Gang:
+    num_local, device = _here(config)
+    if config.launcher == "local":
+        from moe_ep.launch.gangs.local_gang import LocalGang
+
+        return LocalGang(config.ep_size or num_local, device)
+    if config.launcher == "torchrun":
+        from moe_ep.launch.gangs.torchrun_gang import TorchrunGang
+
+        gang = TorchrunGang(
+            config.ep_size // config.nnodes if config.ep_size else num_local,
+            device,
+            num_nodes=config.nnodes,
+            rdzv_endpoint=config.rdzv_endpoint,
+        )
+        if config.ep_size not in (None, gang.world_size):
+            raise OptionError(
+                f"--ep-size is {config.ep_size} and torchrun started {gang.world_size} ranks; leave it out or start as "
+                f"many"
+            )
+        return gang
+    from moe_ep.launch.gangs.ray_gang import RayGang
+
+    return RayGang(config.ep_size, config.device, config.address, default_world_size=DEFAULT_WORKERS)

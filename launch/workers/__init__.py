@@ -1,0 +1,1 @@
+"""What each rank of a gang runs for a command."""

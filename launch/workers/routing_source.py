@@ -1,0 +1,99 @@
+"""Router logits that take the place of a checkpoint's routers: uniform, Zipf, or as a recorded run chose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moe_ep.bench.workload import Routing, draw_logits
+from moe_ep.checkpoint import MoEModelSpec
+from moe_ep.eplb.trace import RoutingTrace
+from moe_ep.errors import ConfigError
+from moe_ep.launch.cli.report import RankReport
+from moe_ep.launch.cli.run_config import RunConfig
+
+_CHOSEN, _STEP_DOWN = 4.0, 0.125
+
+
+class RoutingSource:
+    """Logits f32 `[T, E]` for every step, layer and rank, the same wherever they are asked for.
+
+    Args:
+        model: what the model is called in traces.
+
+    Raises:
+        ConfigError: the recorded run is of another model.
+    """
+
+    def __init__(self, config: RunConfig, spec: MoEModelSpec, model: str, world_size: int) -> None:
+        self._config, self._spec, self._world_size = config, spec, world_size
+        self._recorded: list[np.ndarray] | None = None
+        self._routing: Routing | None = None
+        how = config.routing
+        if how is None:
+            return
+        if how.startswith("recorded:"):
+            self._recorded = _load(Path(how.removeprefix("recorded:")), spec, model)
+        else:
+            self._routing = Routing(zipf=float(how.partition(":")[2] or 0))
+
+    def logits(self, step: int, rank: int, device: torch.device) -> list[torch.Tensor] | None:
+        """Of all layers; None where the checkpoint's routers choose."""
+        if self._config.routing is None:
+            return None
+        return [self.layer_logits(position, step, rank).to(device) for position in range(len(self._spec.router_layers))]
+
+    def layer_logits(self, position: int, step: int, rank: int) -> torch.Tensor:
+        """Of one layer, by its position among the MoE layers."""
+        num_tokens, E, top_k = self._config.num_tokens(rank), self._spec.num_experts, self._spec.top_k
+        number = ((self._config.seed * 1_000_003 + step) * 4096 + position) * self._world_size + rank
+        number %= 2**63  # all that a generator takes
+        if self._routing is not None:
+            # Which experts are popular differs from layer to layer.
+            popularity = self._config.seed * 4096 + position
+            return draw_logits(self._routing, num_tokens, E, top_k, seed=number, popularity_seed=popularity)
+        if self._recorded is None:
+            raise RuntimeError("layer_logits was called and the checkpoint's routers choose")
+        rows = self._recorded[position]
+        counts = [self._config.num_tokens(peer) for peer in range(self._world_size)]
+        first = step * sum(counts) + sum(counts[:rank])
+        ids = torch.from_numpy(rows[(first + np.arange(num_tokens)) % len(rows)])
+        # The first choice is the likeliest; -1 is no choice, and its place goes to column E, which is cut off.
+        falling = _CHOSEN - _STEP_DOWN * torch.arange(top_k, dtype=torch.float32)
+        logits = torch.full((num_tokens, E + 1), -_CHOSEN)
+        return logits.scatter_(1, torch.where(ids < 0, E, ids), falling.expand(num_tokens, top_k))[:, :E].contiguous()
+
+
+def save_routing(path: Path, ranks: Sequence[RankReport]) -> None:
+    """Writes the choices that the ranks kept, as a trace."""
+    blocks = [(step, layer, rank.rank, ids) for rank in ranks for step, layer, ids in rank.choices]
+    sizes = [len(ids) for *_, ids in blocks]
+    steps, layers, of_ranks = (np.repeat([block[i] for block in blocks], sizes).astype(np.int32) for i in range(3))
+    model = ranks[0].model
+    RoutingTrace(
+        ids=np.concatenate([ids for *_, ids in blocks]),
+        layer=layers,
+        step=steps,
+        rank=of_ranks,
+        num_experts=model["num_experts"],
+        model=model["name"],
+    ).save(path)
+
+
+def _load(path: Path, spec: MoEModelSpec, model: str) -> list[np.ndarray]:
+    """The recorded choices of each layer int64 `[N, top_k]`, in the order of steps and ranks."""
+    try:
+        trace = RoutingTrace.load(path)
+        trace.check_model(model, spec.num_experts, len(spec.router_layers))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if trace.ids.shape[1] != spec.top_k:
+        raise ConfigError(
+            f"the routing trace {path} has top-{trace.ids.shape[1]}, and the model top-{spec.top_k}; record a trace of "
+            f"this model"
+        )
+    order = np.lexsort((trace.rank, trace.step))
+    return [trace.ids[order[trace.layer[order] == layer]].astype(np.int64) for layer in range(trace.num_layers)]

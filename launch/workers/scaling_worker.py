@@ -1,0 +1,280 @@
+"""What every worker of `moe-ep bench scaling` does."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.bench.ahead import compile_kernels
+from moe_ep.bench.ceilings import Ceilings, measure_ceilings
+from moe_ep.bench.geometries import Geometry, of_model, preset
+from moe_ep.bench.layers import BenchLayers, make_weights
+from moe_ep.bench.results import facts
+from moe_ep.bench.scaling import measure_row
+from moe_ep.bench.synthetic import SyntheticConfig
+from moe_ep.bench.workload import parse_routing, recorded_ids
+from moe_ep.errors import ConfigError
+from moe_ep.launch.cli.facts import backend_name
+from moe_ep.launch.cli.scaling_config import ScalingConfig
+from moe_ep.launch.gangs.interrupts import ending_after
+from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.workers.scaling_rows import Clock, Measurement, Row, Rows, Setting
+
+logger = logging.getLogger(__name__)
+
+_PREFILL_CHAIN = 4
+
+
+class Asked(NamedTuple):
+    """A row that was asked for; rows of weak and strong scaling may have their setting in common.
+
+    Attributes:
+        order: its place among all rows, which are not measured in that order.
+    """
+
+    order: int
+    scaling: str
+    tokens: int
+    setting: Setting
+
+
+def run_scaling(
+    rank_env: RankEnv, config: ScalingConfig, command: str, started: float, before: Sequence[Row]
+) -> list[Row] | None:
+    """All rows, on rank 0; None elsewhere. Groups of each EP size run side by side, so that no rank waits for others.
+
+    Args:
+        started: when the command began, as `time.time` has it.
+        before: rows of an earlier run, which are not measured again where they are of this code and machine; those that
+            rank 0 has are taken.
+
+    Raises:
+        WrongOutputError: a layer computes something else than its weights say.
+    """
+    device = torch.device(rank_env.device)
+    bench = _Bench(
+        config=config,
+        rank_env=rank_env,
+        device=device,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        groups={size: _group_of(rank_env.rank, rank_env.world_size, size) for size in config.ep_sizes},
+    )
+    geometries, clock = _geometries(config, device), Clock(config.seconds, started)
+    with torch.inference_mode():
+        compile_kernels(
+            geometries, config.ep_sizes, bench.dtype, [_dtype_of(wire) for wire in config.wire], device,
+            share=(rank_env.local_rank, rank_env.local_world_size),
+        )  # fmt: skip
+        ceilings = measure_ceilings(device, bench.dtype)
+        plan = _plan(config, geometries, tell=rank_env.rank == 0)
+        rows = Rows(
+            _about(rank_env, config, command, ceilings),
+            sum(len(asked) for *_, asked in plan),
+            _of_rank_0(before),
+            speaks=rank_env.rank == 0,
+        )
+        gc.freeze()  # so that collecting what a row leaves is quick
+        for geometry, size, asked in plan:
+            _measure_all(bench, geometry, size, asked, ceilings, rows, clock)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        gc.unfreeze()
+    return rows.finished()
+
+
+def _measure_all(
+    bench: _Bench,
+    geometry: Geometry,
+    ep_size: int,
+    asked: Sequence[Asked],
+    ceilings: Ceilings,
+    rows: Rows,
+    clock: Clock,
+) -> None:
+    """The rows of one model at one EP size, which share their weights, as far as there is time."""
+    weights: list[SyntheticConfig] = []
+    for row in asked:
+        setting = row.setting
+        what = Measurement(geometry.name, ep_size, setting._replace(routing=Path(setting.routing).name))
+        if rows.measured(what) is None:
+            if clock.is_over(setting.phase):
+                continue
+            began = time.monotonic()
+            # Layers of the row before go now, and not on some ranks later: with them goes symmetric memory, which all
+            # ranks of the world make together, though groups of them run side by side.
+            gc.collect()
+            with ending_after(clock.limit_s(), f"{geometry.name} at EP {ep_size}, {_in_words(setting)},"):
+                weights = weights or make_weights(geometry, ep_size, bench.device, bench.config.seed)
+                rows.keep(what, bench.measure(geometry, setting, ep_size, weights, ceilings))
+            clock.note(setting.phase, time.monotonic() - began)
+        rows.add(row.order, what, row.scaling, row.tokens)
+
+
+def _in_words(setting: Setting) -> str:
+    return f"{setting.num_tokens} tokens a rank in {setting.phase}, {' '.join(setting[2:5])}, EPLB {setting.eplb}"
+
+
+def _of_rank_0(before: Sequence[Row]) -> Sequence[Row]:
+    """A collective step of all ranks: each process that torchrun started has read a file of its own host."""
+    held = [before]
+    if dist.is_initialized():
+        dist.broadcast_object_list(held, src=0)
+    return held[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bench:
+    """What all rows have in common."""
+
+    config: ScalingConfig
+    rank_env: RankEnv
+    device: torch.device
+    dtype: torch.dtype
+    groups: dict[int, dist.ProcessGroup | None] = field(default_factory=dict)
+
+    def measure(
+        self,
+        geometry: Geometry,
+        setting: Setting,
+        ep_size: int,
+        weights: list[SyntheticConfig],
+        ceilings: Ceilings,
+    ) -> dict[str, Any]:
+        """One row; a collective step of all ranks."""
+        config, group, started = self.config, self.groups[ep_size], time.monotonic()
+        if setting.eplb == "on":
+            # Balancing moves experts: weights of its own then.
+            weights = make_weights(geometry, ep_size, self.device, config.seed)
+        layers = BenchLayers(
+            geometry,
+            ep_size=ep_size,
+            ep_rank=self.rank_env.rank % ep_size,
+            group=group,
+            backend=setting.backend,
+            capacity=setting.num_tokens,
+            dtype=self.dtype,
+            device=self.device,
+            dispatch_dtype=_dtype_of(setting.wire),
+            eplb=setting.eplb == "on",
+            weights=weights,
+        )
+        prefill = setting.phase == "prefill"
+        row = measure_row(
+            layers,
+            parse_routing(setting.routing),
+            setting.num_tokens,
+            ceilings,
+            chain=min(config.chain, _PREFILL_CHAIN) if prefill else config.chain,
+            repeats=max(5, config.repeats // 3) if prefill else config.repeats,
+            limit_s=config.repeat_seconds,
+            seed=config.seed,
+            group=group,
+        )
+        chosen = backend_name(layers.layers[0].prepare_finalize)
+        asked = setting._asdict() | {"asked_backend": setting.backend, "backend": chosen}
+        asked["routing"] = Path(setting.routing).name
+        took = {"took_s": round(time.monotonic() - started, 2)}
+        return {key: value for key, value in asked.items() if key != "num_tokens"} | row | took
+
+
+def _plan(
+    config: ScalingConfig, geometries: Sequence[Geometry], *, tell: bool
+) -> list[tuple[Geometry, int, list[Asked]]]:
+    """(geometry, EP size, rows), those of the same weights together: of every geometry first what others are compared
+    with, then variants and other scaling, which a limit of time may cut."""
+    first, later, order = [], [], itertools.count()
+    for geometry in geometries:
+        routings = _routings(config, geometry, tell=tell)
+        for size in config.ep_sizes:
+            asked = list(_asked(config, routings, size, order))
+            kind = asked[0].setting[2:] if asked else ()
+            base = [row for row in asked if row.scaling == config.scaling[0] and row.setting[2:] == kind]
+            first.append((geometry, size, base))
+            later.append((geometry, size, [row for row in asked if row not in base]))
+    return first + later
+
+
+def _asked(config: ScalingConfig, routings: Sequence[str], ep_size: int, order: Iterator[int]) -> Iterator[Asked]:
+    alone = ep_size == 1
+    choices = (
+        ("auto",) if alone else config.backend,
+        ("activations",) if alone else config.wire,
+        routings,
+        ("off",) if alone else config.eplb,
+    )
+    phases = (("decode", config.decode_tokens), ("prefill", config.prefill_tokens))
+    for scaling, values in itertools.product(config.scaling, itertools.product(*choices)):
+        limited = config.variant_tokens and values != tuple(names[0] for names in choices if names)
+        for phase, counts in phases:
+            for tokens in counts:
+                if limited and (tokens not in config.variant_tokens or scaling != config.scaling[0]):
+                    continue
+                each = tokens if scaling == "weak" else tokens // ep_size
+                if each:
+                    yield Asked(next(order), scaling, tokens, Setting(phase, each, *values))
+
+
+def _routings(config: ScalingConfig, geometry: Geometry, *, tell: bool) -> list[str]:
+    """Those that can be this geometry's; recorded choices are those of one model's experts."""
+    fitting = []
+    for name in config.routing:
+        recorded = parse_routing(name).recorded
+        try:
+            if recorded is not None:
+                recorded_ids(recorded, geometry.num_experts, geometry.top_k)
+        except ValueError as error:
+            if len(config.routing) == 1:
+                raise ConfigError(f"--routing is {name}: {error}") from None
+            if tell:
+                logger.warning("%s is measured without --routing %s: %s", geometry.name, name, error)
+        else:
+            fitting.append(name)
+    return fitting
+
+
+def _dtype_of(wire: str) -> torch.dtype | None:
+    return torch.float8_e4m3fn if wire == "fp8" else None
+
+
+def _geometries(config: ScalingConfig, device: torch.device) -> list[Geometry]:
+    if config.model is not None:
+        from moe_ep.checkpoint import model_spec
+        from moe_ep.checkpoint.directory import read_json
+
+        return [of_model(model_spec(read_json(config.model / "config.json")), config.model.name)]
+    names = config.geometry or (("deepseek-v3",) if device.type == "cuda" else ("small",))
+    return [preset(name) for name in names]
+
+
+def _group_of(rank: int, world_size: int, size: int) -> dist.ProcessGroup | None:
+    """This rank's group of `size` ranks; every rank makes all groups, in the same order."""
+    if size == 1:
+        return None
+    mine = None
+    for first in range(0, world_size, size):
+        made = dist.new_group(list(range(first, first + size)))
+        if first <= rank < first + size:
+            mine = made
+    return mine
+
+
+def _about(rank_env: RankEnv, config: ScalingConfig, command: str, ceilings: Ceilings) -> dict[str, Any]:
+    link = ceilings.link_bytes_per_s
+    return {
+        "workers": rank_env.world_size,
+        "hosts": rank_env.world_size // rank_env.local_world_size,
+        "launcher": rank_env.source,
+        "memory_tb_per_s": round(ceilings.memory_bytes_per_s / 1e12, 3),
+        "tflop_per_s": round(ceilings.flops_per_s / 1e12, 2),
+        "link_gb_per_s": None if link is None else round(link / 1e9, 1),
+        **facts(seed=config.seed, commit=config.commit, command=command),
+    }

@@ -1,0 +1,185 @@
+"""The measured passes of a run on one rank: through every layer, timed by stage, with the load they made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_ep.distributed.passes import one_pass
+from moe_ep.eplb.metrics import balancedness
+from moe_ep.errors import ConfigError
+from moe_ep.expert_map import expert_owner_table
+from moe_ep.launch.cli.inputs import TokenSource
+from moe_ep.launch.cli.report import RankReport
+from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.workers.balancing import Balancing
+from moe_ep.launch.workers.routing_source import RoutingSource
+from moe_ep.observability import stages
+from moe_ep.stack import MoEStack
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a pass left.
+
+    Attributes:
+        inputs: the MoE inputs `[T, K]` of each layer.
+        stages: the times of each layer; those of a CUDA graph's last replay.
+    """
+
+    inputs: list[torch.Tensor]
+    stages: list[stages.StageRecorder]
+
+
+class CapturedPass:
+    """A pass through a stack as a CUDA graph, which has run outside a capture before."""
+
+    def __init__(self, stack: MoEStack, x: torch.Tensor, logits: Sequence[torch.Tensor] | None) -> None:
+        if not x.is_cuda:
+            raise ConfigError(
+                f"--graphs was given and the workers run on {x.device}; CUDA graphs need GPUs, leave it out"
+            )
+        for part in (stack.layers()[0].moe.prepare_finalize, stack.layers()[0].moe.modular_kernel.fused_experts):
+            if not part.supports_cuda_graph():
+                raise ConfigError(
+                    f"--graphs was given and {type(part).__name__} cannot be captured in a CUDA graph; leave it out, "
+                    f"or choose another --backend or --tokens-per-rank"
+                )
+        self._x, self._logits = x.clone(), None if logits is None else [tensor.clone() for tensor in logits]
+        self._graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(x.device)
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._passed = pass_through(stack, self._x, self._logits)
+
+    def __call__(self, x: torch.Tensor, logits: Sequence[torch.Tensor] | None) -> Passed:
+        """Replays the graph with other activations and logits of the same shapes."""
+        self._x.copy_(x)
+        for held, given in zip(self._logits or (), logits or (), strict=True):
+            held.copy_(given)
+        self._graph.replay()
+        return self._passed
+
+    def close(self) -> None:
+        """Gives the graph up. NCCL does not leave a process group while graphs with its collectives exist."""
+        self._graph.reset()
+
+
+def pass_through(stack: MoEStack, x: torch.Tensor, logits: Sequence[torch.Tensor] | None) -> Passed:
+    """One pass through every layer, each timed."""
+    inputs: list[torch.Tensor] = []
+    recorders = []
+    with one_pass((block.moe for block in stack.layers()), x.size(0)):
+        for position, block in enumerate(stack.layers()):
+            with stages.record(x.device) as recorder:
+                x = block(
+                    x,
+                    lambda layer, hidden_states, output: inputs.append(hidden_states),
+                    None if logits is None else logits[position],
+                )
+            recorders.append(recorder)
+    return Passed(inputs, recorders)
+
+
+class MeasuredSteps:
+    """Runs steps and accounts for them in a report.
+
+    Args:
+        balancing: is told of every step's end; None without EPLB.
+        keep_choices: keep in the report what the tokens chose.
+    """
+
+    def __init__(
+        self,
+        stack: MoEStack,
+        source: TokenSource,
+        routing: RoutingSource,
+        balancing: Balancing | None,
+        report: RankReport,
+        rank_env: RankEnv,
+        *,
+        dtype: torch.dtype,
+        keep_choices: bool,
+    ) -> None:
+        self._stack, self._source, self._routing, self._balancing = stack, source, routing, balancing
+        self._report, self._rank_env, self._dtype, self._keep_choices = report, rank_env, dtype, keep_choices
+        self._device = torch.device(rank_env.device)
+        self._captured: CapturedPass | None = None
+
+    def inputs(self, step: int) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """(activations `[T, K]`, router logits of the layers or None)."""
+        return (
+            self._source.hidden_states(step, self._dtype, self._device),
+            self._routing.logits(step, self._rank_env.rank, self._device),
+        )
+
+    def warm_up(self, step: int) -> None:
+        """A pass that is not measured; its load is forgotten."""
+        x, logits = self.inputs(step)
+        self._stack(x, None, logits)
+        if self._balancing is not None:
+            self._balancing.manager.profile_step()
+
+    def capture(self) -> None:
+        """Measured passes are replays of a CUDA graph from here on; after `warm_up`.
+
+        Raises:
+            ConfigError: a backend, or experts, that cannot be captured.
+        """
+        self._captured = CapturedPass(self._stack, *self.inputs(0))
+
+    def close(self) -> None:
+        """Gives the graph up, where there is one."""
+        if self._captured is not None:
+            self._captured.close()
+            self._captured = None
+
+    def run(self, step: int, phase: str) -> None:
+        """A measured pass; what its tokens chose is looked at after the clock has stopped."""
+        x, logits = self.inputs(step)
+        self._wait_for_all()
+        started = time.perf_counter()
+        passed = pass_through(self._stack, x, logits) if self._captured is None else self._captured(x, logits)
+        counts = None if self._balancing is None else self._balancing.end_step()
+        if x.is_cuda:
+            torch.cuda.synchronize(self._device)
+        report = self._report
+        report.step_ms.append((time.perf_counter() - started) * 1e3)
+        for block in self._stack.layers():
+            block.moe.check()
+        report.phases.append(phase)
+        report.stage_ms.append(
+            [{name: sum(spans) for name, spans in recorder.durations_ms().items()} for recorder in passed.stages]
+        )
+        if counts is None or self._keep_choices:
+            choices = self._choices(passed.inputs, logits)
+            if self._keep_choices:
+                report.choices += [(step, layer, ids.numpy().astype(np.int32)) for layer, ids in enumerate(choices)]
+            if counts is None:
+                counts = torch.stack([self._load_per_rank(ids) for ids in choices])
+        loads = counts.cpu()
+        dist.all_reduce(loads)
+        report.loads.append(loads.tolist())
+        report.balancedness.append([balancedness(layer[None]) for layer in loads])
+
+    def _choices(self, inputs: list[torch.Tensor], logits: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        """What this rank's tokens chose in each layer, `[T, top_k]` on the host."""
+        return [
+            block.choices(hidden_states, None if logits is None else logits[position]).cpu()
+            for position, (block, hidden_states) in enumerate(zip(self._stack.layers(), inputs, strict=True))
+        ]
+
+    def _load_per_rank(self, ids: torch.Tensor) -> torch.Tensor:
+        """Assignments to the experts of each rank where those lie in order, int64 `[R]`."""
+        chosen = ids.flatten().long()
+        owners = expert_owner_table(self._rank_env.world_size, self._stack.layers()[0].moe.num_experts)
+        return torch.bincount(owners[chosen[chosen >= 0]].long(), minlength=self._rank_env.world_size)
+
+    def _wait_for_all(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        dist.barrier()

@@ -1,0 +1,234 @@
+"""What every worker of `moe-ep run` does: loads its experts, runs the steps, and accounts for them."""
+
+from __future__ import annotations
+
+import platform
+import time
+from contextlib import closing
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.bench.results import peak_memory
+from moe_ep.checkpoint import CheckpointReader, MoEModelSpec, model_spec
+from moe_ep.checkpoint.demo import demo_checkpoint
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.eplb.metrics import balancedness
+from moe_ep.eplb.placement_file import model_checksum
+from moe_ep.eplb.trace import model_name
+from moe_ep.expert_map import expert_owner_table
+from moe_ep.launch.cli.facts import backend_name, device_name, experts_name, versions
+from moe_ep.launch.cli.inputs import TokenSource
+from moe_ep.launch.cli.model_options import torch_dtype
+from moe_ep.launch.cli.report import RankReport
+from moe_ep.launch.cli.run_config import RunConfig
+from moe_ep.launch.gangs import progress
+from moe_ep.launch.gangs.gang import ignore
+from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.workers import verify
+from moe_ep.launch.workers.balancing import Balancing
+from moe_ep.launch.workers.observing import observing
+from moe_ep.launch.workers.routing_source import RoutingSource
+from moe_ep.launch.workers.steps import MeasuredSteps
+from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.observability.monitor import LayerMonitor
+from moe_ep.stack import MoEBlock, MoEStack
+
+_WARM_UP_STEPS = {"cpu": 1, "cuda": 3}
+
+
+def run_worker(rank_env: RankEnv, config: RunConfig) -> RankReport:
+    """The main job on one rank, in its process group.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold what it says.
+        ValueError: settings that do not fit the model.
+    """
+    device = torch.device(rank_env.device)
+    dtype = torch_dtype(config.dtype, device)
+    with CheckpointReader(_model(config)) as reader, torch.inference_mode():
+        spec = model_spec(reader.config, reader)
+        started = time.perf_counter()
+        stack = _load(config, rank_env, reader, spec, dtype, device)
+        report = _new_report(config, rank_env, reader, spec, stack, dtype, time.perf_counter() - started)
+        source = TokenSource(config, reader, spec, rank_env.rank, rank_env.world_size)
+        routing = RoutingSource(config, spec, report.model["name"], rank_env.world_size)
+        with observing(
+            rank_env, metrics_port=config.metrics_port, metrics_host=config.metrics_host, trace=config.trace
+        ) as monitor:
+            listener = ignore if monitor is None else monitor.on_eplb_event
+            balancing = Balancing(config, rank_env, stack, reader, listener) if config.eplb else None
+            steps = MeasuredSteps(
+                stack,
+                source,
+                routing,
+                balancing,
+                report,
+                rank_env,
+                dtype=dtype,
+                keep_choices=config.record_routing is not None,
+            )
+            with closing(steps):
+                _drive(config, steps, balancing, monitor, device)
+            if balancing is not None:
+                report.eplb = balancing.close()
+                if config.save_placement is not None and rank_env.rank == 0:
+                    report.placement = balancing.placement()
+        report.experts = _experts_held(stack, rank_env)
+        report.memory_bytes = peak_memory(device)
+        loads = torch.tensor(report.loads, dtype=torch.float64)
+        report.overall_balancedness = balancedness(loads.flatten(0, 1))
+        progress.report("steps", config.steps, config.steps)
+        if config.verify:
+            _verify(stack, *steps.inputs(0), routing, report, reader, spec, rank_env)
+    return report
+
+
+def _drive(
+    config: RunConfig,
+    steps: MeasuredSteps,
+    balancing: Balancing | None,
+    monitor: LayerMonitor | None,
+    device: torch.device,
+) -> None:
+    """The warm-up and all measured steps, which alone the monitor is told of."""
+    for step in range(-_WARM_UP_STEPS[device.type], 0):
+        steps.warm_up(max(step + config.steps, 0))
+    if monitor is not None:
+        monitor.start()
+    if config.graphs:
+        steps.capture()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    phases = repeat("", config.steps) if balancing is None else balancing.phases()
+    for step, phase in enumerate(phases):
+        progress.report("steps", min(step, config.steps), config.steps)
+        steps.run(step, phase)
+        if monitor is not None:
+            monitor.end_step(replayed=config.graphs)
+
+
+def _model(config: RunConfig) -> Path:
+    """The checkpoint; the demo one is made here where this node does not have it yet."""
+    return config.model if config.model is not None else demo_checkpoint()
+
+
+def _load(
+    config: RunConfig,
+    rank_env: RankEnv,
+    reader: CheckpointReader,
+    spec: MoEModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> MoEStack:
+    most_tokens = max(config.num_tokens(rank) for rank in range(rank_env.world_size))
+    return MoEStack(
+        reader,
+        spec,
+        FusedMoEParallelConfig.make(
+            ep_size=rank_env.world_size,
+            rank=rank_env.rank,
+            world_size=rank_env.world_size,
+            all2all_backend=config.backend,
+        ),
+        dtype=dtype,
+        device=device,
+        quantize=config.quantize,
+        # "auto" chooses by the capacity; a backend with a fixed one takes larger batches in several passes.
+        num_redundant_experts=config.redundant_experts(spec.num_experts, rank_env.world_size),
+        max_num_tokens=most_tokens if config.backend == "auto" else min(most_tokens, DECODE_MAX_NUM_TOKENS),
+        on_layer=lambda done, total: progress.report("loading layers", done, total),
+    )
+
+
+def _verify(
+    stack: MoEStack,
+    x: torch.Tensor,
+    logits: list[torch.Tensor] | None,
+    routing: RoutingSource,
+    report: RankReport,
+    reader: CheckpointReader,
+    spec: MoEModelSpec,
+    rank_env: RankEnv,
+) -> None:
+    """Runs the first step once more and compares each layer's output with the reference on the very same inputs.
+
+    Layers are dealt out to the ranks, so that each expert is read once; the rank of a layer checks everybody's tokens.
+    """
+    passes: list[tuple[torch.Tensor, torch.Tensor]] = []
+    stack(x, lambda layer, hidden_states, output: passes.append((hidden_states, output.clone())), logits)
+    mine: list[tuple[int, MoEBlock, list[Any]]] = []
+    for position, (block, observed) in enumerate(zip(stack.layers(), passes, strict=True)):
+        owner = position % rank_env.world_size
+        gathered: list[Any] | None = [None] * rank_env.world_size if rank_env.rank == owner else None
+        dist.gather_object(tuple(tensor.cpu() for tensor in observed), gathered, dst=owner)
+        if gathered is not None:
+            mine.append((position, block, gathered))  # type: ignore[arg-type]
+    for count, (position, block, gathered) in enumerate(mine):
+        progress.report("verifying layers", count, len(mine))
+        layer = block.layer_index
+        online = getattr(block.moe.quant_method, "as_quantized", None)
+        # Each rank's tokens by themselves: router logits then have the very bits they had there.
+        outputs = [
+            verify.reference_moe(
+                reader,
+                spec,
+                layer,
+                hidden_states.to(x.device),
+                online,
+                None if logits is None else routing.layer_logits(position, 0, rank).to(x.device),
+            )
+            for rank, (hidden_states, _) in enumerate(gathered)
+        ]
+        computed = torch.cat([output for _, output in gathered])
+        report.errors[layer] = verify.max_relative_error(computed, torch.cat(outputs).cpu())
+    progress.report("verifying layers", len(mine), len(mine))
+
+
+def _experts_held(stack: MoEStack, rank_env: RankEnv) -> list[list[int]]:
+    """For each layer, the routed experts that this rank holds now."""
+    slots = [torch.tensor(block.moe.slots.logical_of_physical()) for block in stack.layers()]
+    mine = expert_owner_table(rank_env.world_size, slots[0].numel()) == rank_env.rank
+    return [layer[mine].unique().tolist() for layer in slots]
+
+
+def _new_report(
+    config: RunConfig,
+    rank_env: RankEnv,
+    reader: CheckpointReader,
+    spec: MoEModelSpec,
+    stack: MoEStack,
+    dtype: torch.dtype,
+    load_s: float,
+) -> RankReport:
+    layer = stack.layers()[0].moe
+    device = torch.device(rank_env.device)
+    quantization = reader.config.get("quantization_config") or {}
+    return RankReport(
+        rank=rank_env.rank,
+        node=platform.node(),
+        device=rank_env.device,
+        device_name=device_name(device),
+        num_tokens=config.num_tokens(rank_env.rank),
+        backend=backend_name(layer.prepare_finalize),
+        experts_name=experts_name(layer.modular_kernel.fused_experts),
+        load_s=load_s,
+        bytes_read=reader.bytes_read,
+        versions=versions(),
+        model={
+            "path": str(reader.directory),
+            "name": model_name(spec.family, model_checksum(reader)),
+            "family": spec.family,
+            "moe_layers": list(spec.router_layers),
+            "num_experts": spec.num_experts,
+            "top_k": spec.top_k,
+            "hidden_size": spec.hidden_size,
+            "intermediate_size": spec.moe_intermediate_size,
+            "quantization": quantization.get("quant_method", config.quantize),
+        },
+        dtype=str(dtype).removeprefix("torch."),
+        tolerance=max(verify.tolerance(dtype, block.moe.rounds_rows_to) for block in stack.layers()),
+    )

@@ -1,0 +1,260 @@
+"""What a MoE layer should take on more ranks than can be measured: bytes and operations over measured rates.
+
+One step of one layer on the busiest of R ranks, T tokens each, uniform routing, stages one after the other:
+
+    experts   a latency, active experts x bytes at the memory's rate, and rows x operations at that of the matrix units,
+              each over the share of it that the experts reach; one after the other: dequantizing leaves little room to
+              overlap
+    dispatch  a latency, and the larger of the bytes over the links of a host and over the network, there
+    combine   the same, back
+
+A token goes once to every rank with one of its experts (`cost_model_routing.py`). Across hosts it goes once to every
+HOST that has one, to the GPU of the sender's index there, which passes it on over the host's links, where `two_level`
+is set. Where the ranks do not divide the experts, replicas fill them up and are counted as experts of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moe_ep.bench.cost_model_routing import Load, busiest_rank, experts_per_rank, rows_sent
+from moe_ep.bench.geometries import Geometry
+from moe_ep.errors import check_at_least, check_number, check_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Rates of one GPU and its links; the defaults are those of H200s, the network's is 400 Gb/s.
+
+    Attributes:
+        gpus_per_host: ranks that reach each other over the host's links.
+        memory_bytes_per_s, flops_per_s: what streams of weights and matrix products reach.
+        link_bytes_per_s: out of one GPU to others of its host, all of them at once.
+        network_bytes_per_s: out of one GPU to other hosts; a GPU has its own network card.
+        link_latency_us, network_latency_us: of one dispatch or combine of hardly any bytes.
+        experts_latency_us: of experts of hardly any bytes and rows.
+        alone_us: more of them where there is one rank, which sorts tokens by expert and adds them up.
+        memory_efficiency, compute_efficiency: shares of those rates that the experts reach; that of memory may be above
+            1, since its rate is that of reads and writes, and experts hardly write.
+        wire_efficiency: share of the links' rate that dispatch and combine reach.
+        route_us: of router and mapping.
+        memory_bytes: of one GPU.
+
+    Raises:
+        ValueError: a number that is not above 0, or not finite.
+        TypeError: what is no number, or GPUs that are not a whole one.
+    """
+
+    gpus_per_host: int = 8
+    memory_bytes_per_s: float = 4.3e12
+    flops_per_s: float = 790e12
+    link_bytes_per_s: float = 325e9
+    network_bytes_per_s: float = 50e9
+    link_latency_us: float = 8.0
+    network_latency_us: float = 20.0
+    experts_latency_us: float = 6.0
+    alone_us: float = 12.0
+    memory_efficiency: float = 1.15
+    compute_efficiency: float = 0.82
+    wire_efficiency: float = 0.9
+    route_us: float = 6.0
+    memory_bytes: float = 141e9
+
+    def __post_init__(self) -> None:
+        check_whole(gpus_per_host=self.gpus_per_host)
+        for name, value in vars(self).items():
+            check_number(**{name: value})
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be above 0, and finite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One layer's step on the busiest rank.
+
+    Attributes:
+        bottleneck: the largest of memory, compute, links, network and latency.
+        active_experts: of the busiest rank.
+        link_bytes, network_bytes: that leave a GPU in the dispatch.
+        weights_bytes: of all MoE layers of the model on one rank.
+        tokens_per_s: of all ranks through all MoE layers of the model.
+    """
+
+    ep_size: int
+    tokens_per_rank: int
+    route_us: float
+    dispatch_us: float
+    experts_us: float
+    combine_us: float
+    bottleneck: str
+    active_experts: float
+    link_bytes: float
+    network_bytes: float
+    weights_bytes: float
+    tokens_per_s: float
+
+    @property
+    def step_us(self) -> float:
+        return self.route_us + self.dispatch_us + self.experts_us + self.combine_us
+
+
+def predict(
+    geometry: Geometry, ep_size: int, tokens_per_rank: int, machine: Machine, *, wire_bytes: int = 2,
+    two_level: bool = True,
+) -> Step:  # fmt: skip
+    """The step at one EP size.
+
+    Args:
+        wire_bytes: of a number in the dispatch, 2 for bf16 and 1 for fp8 (whose scales are counted); combines are bf16.
+        two_level: across hosts, a token travels once to each host.
+
+    Raises:
+        ValueError: an EP size that is neither a part of a host nor whole hosts, or another number out of its range.
+        TypeError: a size or a number of tokens that is not whole.
+    """
+    check_whole(ep_size=ep_size)
+    check_at_least(0, tokens_per_rank=tokens_per_rank)
+    if wire_bytes not in (1, 2):
+        raise ValueError(f"wire_bytes is {wire_bytes}; it must be 2 for bf16, or 1 for fp8")
+    K = geometry.hidden_size
+    if ep_size < 1 or (ep_size > machine.gpus_per_host and ep_size % machine.gpus_per_host):
+        raise ValueError(
+            f"ep_size is {ep_size}; it must be at least 1, and beyond a host a multiple of its "
+            f"{machine.gpus_per_host} GPUs"
+        )
+    per_rank = experts_per_rank(geometry, ep_size)
+    there = K * wire_bytes + (4 * -(-K // 128) if wire_bytes == 1 else 0)
+    rows_link, rows_network = rows_sent(geometry, ep_size, tokens_per_rank, machine.gpus_per_host, two_level)
+    load = busiest_rank(geometry, ep_size, tokens_per_rank)
+    weights_us, products_us = experts_floors_us(geometry, load, machine)
+    weights_us, products_us = weights_us / machine.memory_efficiency, products_us / machine.compute_efficiency
+    fixed_us = machine.experts_latency_us + (machine.alone_us if ep_size == 1 else 0.0)
+    experts_us = fixed_us + weights_us + products_us
+    dispatch_us, parts = _wire(rows_link * there, rows_network * there, ep_size, machine)
+    combine_us, _ = _wire(rows_link * K * 2, rows_network * K * 2, ep_size, machine)
+    shares = {"memory": weights_us, "compute": products_us, **{name: 2 * us for name, us in parts.items()}}
+    step_us = machine.route_us + dispatch_us + experts_us + combine_us
+    return Step(
+        ep_size=ep_size,
+        tokens_per_rank=tokens_per_rank,
+        route_us=machine.route_us,
+        dispatch_us=dispatch_us,
+        experts_us=experts_us,
+        combine_us=combine_us,
+        bottleneck=max(shares, key=lambda name: shares[name]),
+        active_experts=load.active_experts,
+        link_bytes=rows_link * there,
+        network_bytes=rows_network * there,
+        weights_bytes=geometry.num_layers * per_rank * geometry.bytes_per_expert,
+        tokens_per_s=tokens_per_rank * ep_size / (geometry.num_layers * step_us) * 1e6,
+    )
+
+
+def experts_floors_us(geometry: Geometry, load: Load, machine: Machine) -> tuple[float, float]:
+    """(microseconds to read the active experts, microseconds of their rows' operations) at the machine's rates."""
+    memory = load.active_experts * geometry.bytes_per_expert / machine.memory_bytes_per_s
+    compute = load.rows * geometry.flops_per_row / machine.flops_per_s
+    return memory * 1e6, compute * 1e6
+
+
+def _wire(link_bytes: float, network_bytes: float, ep_size: int, machine: Machine) -> tuple[float, dict[str, float]]:
+    """(microseconds of one direction, by what they are spent on)."""
+    if ep_size == 1:
+        return 0.0, {"links": 0.0}
+    link = link_bytes / (machine.link_bytes_per_s * machine.wire_efficiency) * 1e6
+    network = network_bytes / (machine.network_bytes_per_s * machine.wire_efficiency) * 1e6
+    latency = machine.link_latency_us if ep_size <= machine.gpus_per_host else machine.network_latency_us
+    parts = {"latency": latency, **({"network": network} if network > link else {"links": link})}
+    return sum(parts.values()), parts
+
+
+def calibrated(machine: Machine, geometry: Geometry, rows: Sequence[dict[str, Any]]) -> Machine:
+    """The machine with rates, latencies and efficiencies as measured by the geometry's rows of `moe-ep bench scaling`.
+
+    Ceilings are the rows' own. Latencies and efficiencies are those that leave the least squares of relative errors
+    over rows of uniform routing: of the wire by the stage of dispatch, since that of combine holds the wait for the
+    busiest rank, and of the experts by what is left of the step. A row's stages are scaled to add up to its step:
+    events between them take time too.
+
+    Raises:
+        ValueError: no rows of uniform routing, or those of a single rank alone.
+    """
+    rows = uniform_rows(rows)
+    several = [row for row in rows if row["ep_size"] > 1 and row.get("link_gb_per_s")]
+    if not several:
+        raise ValueError("there are no rows of uniform routing over more than one rank; measure at least EP size 2")
+    machine = replace(
+        machine,
+        memory_bytes_per_s=several[0]["memory_tb_per_s"] * 1e12,
+        flops_per_s=several[0]["tflop_per_s"] * 1e12,
+        link_bytes_per_s=several[0]["link_gb_per_s"] * 1e9,
+        route_us=sorted(_stage_us(row, "route") for row in rows)[len(rows) // 2],
+    )
+    links = [_link_us(row, machine) for row in several]
+    latency, per_link_us = _fit([(1.0, us) for us in links], [_stage_us(row, "dispatch") for row in several])
+    machine = replace(
+        machine,
+        link_latency_us=latency,
+        network_latency_us=max(machine.network_latency_us, latency),
+        wire_efficiency=1 / per_link_us,
+    )
+    terms, times = [], []
+    for row in rows:
+        load, is_alone = busiest_rank(geometry, row["ep_size"], row["tokens_per_rank"]), row["ep_size"] == 1
+        there_us = 0.0 if is_alone else latency + per_link_us * _link_us(row, machine)
+        terms.append((1.0, float(is_alone), *experts_floors_us(geometry, load, machine)))
+        # Where times are uneven, as on CPUs, nothing may be left.
+        times.append(max(row["us"] - machine.route_us - 2 * there_us, _stage_us(row, "experts") / 2))
+    fixed, alone, per_weights_us, per_products_us = _fit(terms, times)
+    return replace(
+        machine,
+        experts_latency_us=fixed,
+        alone_us=alone if len(several) < len(rows) else machine.alone_us,
+        memory_efficiency=1 / per_weights_us,
+        compute_efficiency=1 / per_products_us,
+    )
+
+
+def uniform_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of uniform routing without balancing, each once: weak and strong scaling have measurements in common."""
+    found = {}
+    for row in rows:
+        if row["routing"] == "uniform" and row.get("eplb") != "on":
+            found[tuple(row.get(key) for key in _MEASUREMENT)] = row
+    return list(found.values())
+
+
+_MEASUREMENT = ("phase", "ep_size", "tokens_per_rank", "backend", "wire", "us")
+
+
+def _link_us(row: dict[str, Any], machine: Machine) -> float:
+    """What the rows that leave a rank in one direction take at the link's rate."""
+    return float(row["bytes_sent"]) / 2 / machine.link_bytes_per_s * 1e6
+
+
+def _stage_us(row: dict[str, Any], stage: str) -> float:
+    stages: dict[str, float] = row["stages_us"]
+    return stages.get(stage, 0.0) * float(row["us"]) / sum(stages.values())
+
+
+def _fit(terms: Sequence[tuple[float, ...]], times: Sequence[float]) -> list[float]:
+    """Factors above 0 of time = sum of factor x term, with the least squares of relative errors.
+
+    A term whose factor would not be above 0 is taken together with the last one: they cannot be told from each other.
+    """
+    shares = np.array(terms) / np.array(times)[:, None]
+    alike = list(range(shares.shape[1]))  # term -> the term that it is taken with
+    while True:
+        kept = sorted(set(alike))
+        merged = np.stack([shares[:, [i for i, at in enumerate(alike) if at == term]].sum(axis=1) for term in kept], 1)
+        factors, _, rank, _ = np.linalg.lstsq(merged, np.ones(len(times)), rcond=1e-6)
+        wrong = [term for term, factor in zip(kept, factors, strict=True) if factor <= 0]
+        if len(kept) == 1 or (not wrong and rank == len(kept)):
+            return [float(factors[kept.index(at)]) for at in alike]
+        first, last = (wrong or kept)[0], kept[-1]
+        alike = [(last if first != last else kept[-2]) if at == first else at for at in alike]

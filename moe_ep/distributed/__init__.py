@@ -1,0 +1,1 @@
+"""Process groups, exchanges between ranks on the CPU, rendezvous, and failure detection."""

@@ -1,0 +1,143 @@
+"""How ranks can still reach each other after a collective step has failed: keys in the store of the rendezvous.
+
+A thread of each process looks there for what other ranks want to know, so that a rank answers whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch.distributed as dist
+
+from moe_ep.distributed.at_exit import close_at_exit
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How often the thread looks. Whoever waits for an answer must give it several times as long.
+LOOK_S = 0.5
+_CLOSE_S = 1.0
+
+_names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+_namesakes: Counter[str] = Counter()
+
+
+class Listener(Protocol):
+    def listen(self, store: dist.Store) -> None:
+        """Called every `LOOK_S` seconds by the thread; RuntimeError where the store cannot be reached."""
+
+
+def job_store() -> dist.Store:
+    """The store of the default group's rendezvous, which every rank of every group can reach.
+
+    Raises:
+        RuntimeError: there is no default group, or no longer one.
+    """
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None
+
+
+def name_in_store(group: dist.ProcessGroup) -> str:
+    """A group's name for keys in the store, the same on all of its ranks.
+
+    A group that is made again after all were destroyed has the name of the first, and may have its store, as under
+    torchrun. What the first one's ranks left there is not for it.
+    """
+    if group not in _names:
+        name = group.group_name
+        _names[group] = f"{name}/{_namesakes[name]}"
+        _namesakes[name] += 1
+    return _names[group]
+
+
+def ask_store(question: Callable[[dist.Store], T], limit_s: float) -> T:
+    """What `question` finds in the store, over a connection of its own: another one may wait there for something else.
+
+    Raises:
+        RuntimeError: the store cannot be reached, or does not answer in time.
+    """
+    store = job_store()
+    answers: list[T] = []
+    errors: list[RuntimeError] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question(_connect_again(store)))
+        except RuntimeError as error:
+            errors.append(error)
+
+    # A process that is stopped keeps its connections, and nothing else ends a wait for it.
+    asking = threading.Thread(target=ask, name="moe_ep-ask", daemon=True)
+    asking.start()
+    asking.join(limit_s)
+    if answers:
+        return answers[0]
+    if errors:
+        raise RuntimeError(str(errors[0]))
+    raise RuntimeError(
+        f"it did not answer for {limit_s:g} s: the process that holds it, often rank 0, is dead or stuck"
+    )
+
+
+def _connect_again(store: dist.Store) -> dist.Store:
+    return store.clone()  # type: ignore[attr-defined]
+
+
+def listen_to_store(listener: Listener) -> None:
+    """Has the thread look for this listener, until the listener is gone."""
+    _thread.add(listener)
+
+
+class _ListeningThread:
+    def __init__(self) -> None:
+        self._listeners: WeakSet[Listener] = WeakSet()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._default: Callable[[], dist.Store | None] = lambda: None
+        self._connection: dist.Store | None = None
+        close_at_exit(self)
+
+    def add(self, listener: Listener) -> None:
+        with self._lock:
+            self._listeners.add(listener)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._listen, name="moe_ep-listen", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    def _listen(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            try:
+                self._look()
+            except RuntimeError as error:
+                # The store is gone, and with it the job.
+                logger.debug("the ranks' store cannot be reached: %s", error)
+                self._connection = None
+
+    def _look(self) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        default = job_store()
+        if self._default() is not default:
+            # Not kept: it ends with its group, and on one rank others reach it only as long.
+            self._connection, self._default = None, ref(default)
+            self._connection = _connect_again(default)
+        if self._connection is not None:
+            for listener in listeners:
+                listener.listen(self._connection)
+
+
+_thread = _ListeningThread()

@@ -1,0 +1,73 @@
+"""The ranks' agreement on the largest number of tokens, made once for all layers of a model's pass.
+
+A fixed-capacity backend splits more tokens into several steps, equally many on every rank. So the ranks must know the
+most tokens that any of them has, and a layer that is called outside `one_pass` has to ask for it every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.distributed.agreement import largest_over_ranks
+from moe_ep.errors import check_at_least
+from moe_ep.layer.layer_parts import moe_layers
+
+if TYPE_CHECKING:
+    from moe_ep.layer import FusedMoE
+
+# The most tokens of any rank, by EP group.
+_agreed: ContextVar[Mapping[dist.ProcessGroup, int] | None] = ContextVar("moe_ep_agreed_tokens", default=None)
+
+
+@contextmanager
+def one_pass(layers: Iterable[FusedMoE], num_tokens: int) -> Iterator[None]:
+    """A block in which these layers get at most num_tokens tokens at a time, and need not ask the other ranks.
+
+    All ranks of the layers must enter it, each with its own number of tokens, either for every pass of a model or once
+    for many passes of one size. Under CUDA-graph capture it does nothing, since layers do not ask there.
+
+    Example:
+        with moe_ep.one_pass(layers, hidden_states.size(0)):
+            for layer in layers:
+                hidden_states = hidden_states + layer(hidden_states, router(hidden_states))
+
+    Raises:
+        TypeError: layers that are none.
+    """
+    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        yield
+        return
+    check_at_least(0, num_tokens=num_tokens)
+    agreed = dict(_agreed.get() or {})
+    groups = dict.fromkeys(layer.groups.ep for layer in moe_layers(layers) if layer.asks_for_tokens)
+    agreed.update((group, largest_over_ranks(num_tokens, group)) for group in groups if group is not None)
+    token = _agreed.set(agreed)
+    try:
+        yield
+    finally:
+        _agreed.reset(token)
+
+
+def most_tokens(num_tokens: int, group: dist.ProcessGroup | None) -> int:
+    """The most tokens that any rank of the group has: as agreed for the pass, or otherwise by asking all ranks.
+
+    Raises:
+        ValueError: this rank has more tokens than it said for the pass.
+    """
+    if group is None:
+        return num_tokens
+    agreed = (_agreed.get() or {}).get(group)
+    if agreed is None:
+        return largest_over_ranks(num_tokens, group)
+    if num_tokens > agreed:
+        raise ValueError(
+            f"hidden_states has {num_tokens} tokens and the ranks agreed on at most {agreed} for this pass; give "
+            f"one_pass the most that any of its layers gets"
+        )
+    return agreed

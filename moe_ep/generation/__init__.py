@@ -1,0 +1,1 @@
+"""The continuous-batching engine behind `moe-ep generate`."""

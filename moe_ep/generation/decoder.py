@@ -1,0 +1,250 @@
+"""One rank's passes of a parallelized model: prompts into slots, and all slots one token on, in a CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from moe_ep.errors import ConfigError
+from moe_ep.generation.fused_modules import FusedModules
+from moe_ep.generation.prompt_batch import packed_prompts, padded_prompts
+from moe_ep.generation.slot_attention import can_attend, slot_attention
+from moe_ep.generation.slot_cache import SlotCache, as_models_take
+from moe_ep.hf.divided import steps_of
+
+logger = logging.getLogger(__name__)
+
+# Passes that run eagerly before they are captured: what is compiled, connected or allocated once is so by then.
+WARM_UP_PASSES = 2
+# Where attention has masks: torch's kernels but cuDNN's, which plans tens of milliseconds for every new shape.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class SlotDecoder:
+    """Sequences in slots of a fixed-size batch.
+
+    Every method that runs the model is this rank's part of a step that the caller has agreed on with
+    `StepCoordinator.step`.
+
+    Args:
+        model: as `parallelize` returns it.
+        num_slots: sequences that decode together.
+        max_length: of a sequence, prompt and continuation.
+        graphs: whether decoding may be captured in CUDA graphs; it is where backend and experts allow it.
+
+    Raises:
+        ConfigError: a model that keeps its past in a cache of its own.
+    """
+
+    def __init__(self, model: Any, num_slots: int, max_length: int, *, graphs: bool) -> None:
+        if not model._supports_default_dynamic_cache():
+            raise ConfigError(
+                f"a {type(model).__name__} keeps its past in a cache of its own, which sequences cannot share a batch "
+                f"in; run it with transformers' generate"
+            )
+        self.model = model
+        self.steps = steps_of(model)
+        self.num_slots = num_slots
+        device = model.device
+        self._max_length = max_length
+        self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._active = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self._cache: SlotCache | None = None
+        self._by_table = can_attend(model)
+        layers = DynamicCache(config=model.config).layers
+        self._windows = [getattr(layer, "sliding_window", None) for layer in layers]
+        # Linear attention cannot tell sequences in one row apart.
+        self._packs = self._by_table and all(
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers
+        )
+        self._kinds = getattr(model.config.get_text_config(), "layer_types", None)
+        self._fused = FusedModules(model)
+        graphs = graphs and self._can_capture()
+        self._decode = _Captured(self._decode_pass, self.steps, num_slots, graphs)
+        self._serve = _Captured(self.steps.pass_without_tokens, self.steps, num_slots, graphs)
+
+    @property
+    def can_replay_decode(self) -> bool:
+        return self._decode.is_captured
+
+    @property
+    def can_replay_serve(self) -> bool:
+        return self._serve.is_captured
+
+    def num_rows(self, lengths: Sequence[int]) -> int:
+        """Rows of the pass that reads prompts of these lengths, padding included."""
+        return sum(lengths) if self._packs else len(lengths) * max(lengths, default=0)
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Reads a prompt `[length]` into each of the slots; returns logits `[len(slots), vocabulary]` of what follows.
+
+        Padding goes to no expert.
+        """
+        device = self._tokens.device
+        if self._packs:
+            batch = packed_prompts(prompts, device)
+            mask = as_models_take(dict.fromkeys(self._kinds or [""], batch.mask))
+            # Every layer keeps every token: the last ones of a window are those of one prompt only.
+            prefilled = DynamicCache()
+        else:
+            batch = padded_prompts(prompts, device)
+            mask = batch.mask
+            prefilled = DynamicCache(config=self.model.config)
+        with self._rows(batch.rows), self._quickly(by_table=self._packs):
+            output = self.model(
+                input_ids=batch.tokens,
+                attention_mask=mask,
+                position_ids=batch.positions.clamp(min=0),
+                past_key_values=prefilled,
+                use_cache=True,
+                logits_to_keep=batch.last,
+            )
+        into = torch.tensor(slots, device=device)
+        self._cache_like(prefilled).put(into[batch.prompts], prefilled, batch.positions)
+        self._positions[into] = batch.lengths
+        self._active[into] = True
+        return batch.last_logits(output.logits)
+
+    def decode(self) -> torch.Tensor:
+        """Runs every slot's last token; returns logits `[num_slots, vocabulary]`, of no meaning for free slots."""
+        logits = self._decode.run()
+        self._positions += self._active
+        return logits
+
+    def serve(self) -> None:
+        """This rank's part of a step in which it has no tokens."""
+        self._serve.run()
+
+    def append(self, slots: slice | list[int], tokens: torch.Tensor) -> None:
+        """Says which tokens come next."""
+        self._tokens[slots] = tokens
+
+    def free(self, slot: int) -> None:
+        """Gives the slot up; its rows go to no expert from here on."""
+        self._active[slot] = False
+        self._positions[slot] = 0
+
+    def close(self) -> None:
+        """Gives up the graphs. NCCL does not leave a process group while graphs with its collectives exist."""
+        self._decode.close()
+        self._serve.close()
+
+    def _decode_pass(self) -> torch.Tensor:
+        cache = self._cache
+        if cache is None:
+            raise RuntimeError("decode was called before any prefill; prefill a slot first")
+        with self._rows(self._active), self._quickly(by_table=self._by_table):
+            output = self.model(
+                input_ids=self._tokens[:, None],
+                position_ids=self._positions[:, None],
+                attention_mask=cache.attention_mask(self.model.dtype),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        return output.logits[:, -1]
+
+    @contextlib.contextmanager
+    def _rows(self, that_count: torch.Tensor | None) -> Iterator[None]:
+        """A block in which only these rows of the model's passes go to experts; None for all."""
+        for layer in self.steps.layers:
+            layer.row_mask = that_count
+        try:
+            yield
+        finally:
+            for layer in self.steps.layers:
+                layer.row_mask = None
+
+    @contextlib.contextmanager
+    def _quickly(self, *, by_table: bool) -> Iterator[None]:
+        """A block in which the model's norms and routers are single kernels, and its attention is not planned anew."""
+        with self._fused.used(), slot_attention(self.model, self._windows) if by_table else sdpa_kernel(_ATTENTION):
+            yield
+
+    def _cache_like(self, prefilled: DynamicCache) -> SlotCache:
+        """The slots' cache, made when the first prompts have been read."""
+        if self._cache is None:
+            try:
+                self._cache = SlotCache(
+                    prefilled,
+                    self._kinds,
+                    self.num_slots,
+                    self._max_length,
+                    self._positions,
+                    by_table=self._by_table,
+                )
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"the cache of {self.num_slots} sequences of {self._max_length} tokens does not fit into the GPU's "
+                    f"memory; decode fewer together (--batch-size) or fewer tokens (--max-new-tokens)"
+                ) from error
+        return self._cache
+
+    def _can_capture(self) -> bool:
+        if self._tokens.device.type != "cuda":
+            return False
+        parts: dict[str, bool] = {}
+        with self.steps.pretending(self.num_slots):
+            for layer in self.steps.layers:
+                for part in (layer.prepare_finalize, layer.modular_kernel.fused_experts):
+                    parts[type(part).__name__] = part.supports_cuda_graph()
+        missing = [name for name, supported in parts.items() if not supported]
+        if missing:
+            logger.info("decoding runs eagerly: %s cannot be captured in a CUDA graph", ", ".join(missing))
+        return not missing
+
+
+class _Captured:
+    """A pass that runs eagerly at first, and then as a CUDA graph where that is possible and every rank has its own."""
+
+    def __init__(self, run: Callable[[], Any], steps: Any, num_tokens: int, enabled: bool) -> None:
+        self._run = run
+        self._steps = steps
+        self._num_tokens = num_tokens
+        self._enabled = enabled
+        self._num_eager = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._output: Any = None
+
+    @property
+    def is_captured(self) -> bool:
+        return self._graph is not None
+
+    def run(self) -> Any:
+        step = self._steps.current
+        if self._graph is not None and step.can_replay:
+            self._graph.replay()
+            return self._output
+        output = self._run()
+        if self._enabled and self._graph is None and step.most_tokens <= self._num_tokens:
+            self._num_eager += 1
+            if self._num_eager == WARM_UP_PASSES:
+                self._capture()
+        return output
+
+    def close(self) -> None:
+        """Runs eagerly from here on."""
+        self._enabled = False
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = self._output = None
+
+    def _capture(self) -> None:
+        """Nothing runs while a graph is captured, so ranks need not do it at the same time."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._output = self._run()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "a decoding pass of this model cannot be captured in a CUDA graph; pass graphs=False (--no-graphs)"
+            ) from error
+        self._graph = graph

@@ -1,0 +1,229 @@
+"""Text generation over ranks, which share the prompts and each other's experts."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moe_ep.errors import check_at_least
+from moe_ep.generation.decoder import SlotDecoder
+from moe_ep.generation.prompt_queue import PromptQueue, Request
+from moe_ep.generation.sampling import Sampling, SequenceRandom, next_tokens
+from moe_ep.generation.token_ids import check_token_ids, vocabulary_of
+from moe_ep.hf.divided import steps_of
+from moe_ep.hf.sharding import PREFILL_MAX_NUM_TOKENS
+from moe_ep.hf.steps import Step
+
+# Whether a sequence ends with the last of these tokens, all that it has been continued by.
+Ends = Callable[[list[int]], bool]
+# (sequences that each rank has finished, by rank)
+OnProgress = Callable[[Sequence[int]], None]
+
+
+@dataclass
+class Completion:
+    """What follows a prompt.
+
+    Attributes:
+        token_ids: without the token that ended it.
+        finish: "stop" where the model ended it, "length" where the limit did.
+    """
+
+    index: int
+    num_prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    finish: str = ""
+
+
+@dataclass
+class StepTimes:
+    """Seconds of this rank's steps from their agreement to their end, by what this rank did in them.
+
+    Attributes:
+        replayed: decoding steps of a CUDA graph; `decode` are the eager ones.
+    """
+
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+    replayed: list[float] = field(default_factory=list)
+    serve: list[float] = field(default_factory=list)
+
+
+class Generation:
+    """Continues prompts until all ranks are through; `run` is a collective step of them.
+
+    In a step all ranks move their sequences on by a token, or ranks with free slots read waiting prompts into them,
+    many in one pass. All ranks read in the same steps, since one that reads holds up the others' decoding; a rank that
+    reads nothing then decodes, and one without sequences serves.
+
+    Args:
+        model: as `parallelize` returns it.
+        requests: the prompts of all ranks, the same on each; whichever rank has slots free continues the next.
+        max_new_tokens: where a sequence ends if the model does not end it.
+        num_slots: sequences that decode together, the same on every rank.
+        stop_ids: tokens that end a sequence.
+        ends: says after each other token whether it ends its sequence.
+        sampling: how tokens are chosen; the likeliest unless it says otherwise.
+        max_length: where a sequence ends at the latest, prompt and continuation; None for no such end.
+        prefill_tokens: tokens that a rank reads in a step at most, padding included; a longer prompt is read alone.
+        graphs: whether decoding may be captured in CUDA graphs.
+        on_progress: called before each step.
+        on_completion: called with each of this rank's as it is finished, before on_progress counts it on any rank.
+
+    Raises:
+        ValueError: a number below 1, a prompt without tokens, of others than the model has or of no tensor, or one that
+            leaves no room below max_length; two of one number; a model that `parallelize` did not make; from `run`,
+            ranks with different requests.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        requests: Sequence[Request],
+        *,
+        max_new_tokens: int,
+        num_slots: int,
+        stop_ids: Sequence[int],
+        ends: Ends | None = None,
+        sampling: Sampling | None = None,
+        max_length: int | None = None,
+        prefill_tokens: int = PREFILL_MAX_NUM_TOKENS,
+        graphs: bool = True,
+        on_progress: OnProgress | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> None:
+        check_at_least(1, max_new_tokens=max_new_tokens, num_slots=num_slots, prefill_tokens=prefill_tokens)
+        steps_of(model)
+        _check_requests(requests, max_length, vocabulary_of(model))
+        longest = max((request.length for request in requests), default=0) + max_new_tokens
+        self._max_length = longest if max_length is None else min(longest, max_length)
+        self._decoder = SlotDecoder(model, num_slots, self._max_length, graphs=graphs)
+        self._requests = requests
+        self._prompts = PromptQueue(requests, num_slots, prefill_tokens, self._decoder.num_rows)
+        self._running: list[Completion | None] = [None] * num_slots
+        self._sampling = sampling or Sampling()
+        self._randoms = {request.index: SequenceRandom(self._sampling, request.index) for request in requests}
+        self._max_new_tokens = max_new_tokens
+        self._stop_ids = frozenset(stop_ids)
+        self._ends = ends or (lambda token_ids: False)
+        self._on_progress = on_progress or (lambda finished: None)
+        self._on_completion = on_completion or (lambda completion: None)
+        self.completions: list[Completion] = []
+        self.times = StepTimes()
+
+    @torch.inference_mode()
+    def run(self) -> list[Completion]:
+        """The completions that are this rank's, in the order of their numbers."""
+        try:
+            self._check_requests()
+            while (step := self._plan()) is not None:
+                with self._decoder.steps.planned(step[0]):
+                    self._make(*step)
+        finally:
+            self._decoder.close()
+        return sorted(self.completions, key=lambda completion: completion.index)
+
+    def _check_requests(self) -> None:
+        """Raises ValueError where the ranks have different requests or numbers of slots."""
+        check = 0
+        for request in self._requests:
+            check = zlib.crc32(request.token_ids.cpu().numpy().tobytes(), zlib.crc32(b"%d" % request.index, check))
+        told = self._decoder.steps.line.exchange(len(self._requests), self._decoder.num_slots, check)
+        if told.count(told[0]) < len(told):
+            raise ValueError(
+                f"the ranks have {[row[0] for row in told]} requests and {[row[1] for row in told]} slots, which must "
+                f"be the same, token by token; give every rank the requests of all"
+            )
+
+    def _plan(self) -> tuple[Step, list[Request]] | None:
+        """The ranks' next step and what this one reads in it; None where all are through."""
+        decoder, steps = self._decoder, self._decoder.steps
+        num_free = self._running.count(None)
+        ready = decoder.can_replay_decode if num_free < decoder.num_slots else decoder.can_replay_serve
+        told = steps.line.exchange(num_free, len(self.completions), int(ready))
+        self._on_progress([done for _, done, _ in told])
+        free = [count for count, _, _ in told]
+        reads = self._prompts.take(free)
+        if not any(reads) and sum(free) == decoder.num_slots * len(free):
+            return None
+        decodes = [decoder.num_slots * (count < decoder.num_slots) for count in free]
+        read = [decoder.num_rows([prompt.length for prompt in prompts]) for prompts in reads]
+        num_tokens = tuple(rows or others for rows, others in zip(read, decodes, strict=True))
+        return Step(num_tokens, not any(reads) and all(ready for _, _, ready in told)), reads[steps.rank]
+
+    def _make(self, step: Step, prompts: list[Request]) -> None:
+        """This rank's part of a step."""
+        started = time.perf_counter()
+        if prompts:
+            self._read(prompts)
+            spent = self.times.prefill
+        elif any(self._running):
+            self._decode()
+            spent = self.times.replayed if step.can_replay else self.times.decode
+        else:
+            self._decoder.serve()
+            spent = self.times.serve
+        spent.append(time.perf_counter() - started)
+
+    def _read(self, prompts: list[Request]) -> None:
+        slots = [slot for slot, sequence in enumerate(self._running) if sequence is None][: len(prompts)]
+        logits = self._decoder.prefill(slots, [prompt.token_ids for prompt in prompts])
+        tokens = next_tokens(logits, self._sampling, [self._randoms[prompt.index].draw() for prompt in prompts])
+        self._decoder.append(slots, tokens)
+        for slot, prompt, token in zip(slots, prompts, self._on_host(tokens), strict=True):
+            self._running[slot] = Completion(prompt.index, prompt.length)
+            self._take(slot, token)
+
+    def _decode(self) -> None:
+        draws = [0.0 if sequence is None else self._randoms[sequence.index].draw() for sequence in self._running]
+        tokens = next_tokens(self._decoder.decode(), self._sampling, draws)
+        self._decoder.append(slice(None), tokens)
+        for slot, token in enumerate(self._on_host(tokens)):
+            if self._running[slot] is not None:
+                self._take(slot, token)
+
+    def _on_host(self, tokens: torch.Tensor) -> list[int]:
+        """The tokens, which are what the model says: no kernel of their step has waited in vain."""
+        values = tokens.tolist()
+        self._decoder.steps.check()
+        return values
+
+    def _take(self, slot: int, token: int) -> None:
+        """Adds a sequence's next token, and ends the sequence where it is its last."""
+        sequence = self._running[slot]
+        if sequence is None:
+            return
+        if token in self._stop_ids:
+            sequence.finish = "stop"
+        else:
+            sequence.token_ids.append(token)
+            num_tokens = len(sequence.token_ids)
+            if self._ends(sequence.token_ids):
+                sequence.finish = "stop"
+            elif num_tokens < self._max_new_tokens and sequence.num_prompt_tokens + num_tokens < self._max_length:
+                return
+            else:
+                sequence.finish = "length"
+        self._on_completion(sequence)
+        self.completions.append(sequence)
+        self._running[slot] = None
+        self._decoder.free(slot)
+
+
+def _check_requests(requests: Sequence[Request], max_length: int | None, vocabulary: int) -> None:
+    number, count = max(
+        Counter(request.index for request in requests).items(), key=lambda item: item[1], default=(0, 0)
+    )
+    if count > 1:
+        raise ValueError(f"requests has {count} of number {number}; give each a number of its own")
+    for request in requests:
+        check_token_ids(f"token_ids of request {request.index}", request.token_ids, vocabulary)
+        if request.length == 0 or (max_length is not None and request.length >= max_length):
+            most = "" if max_length is None else f" and below max_length ({max_length})"
+            raise ValueError(f"request {request.index} has {request.length} tokens; it must have at least 1{most}")

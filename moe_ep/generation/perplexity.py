@@ -1,0 +1,59 @@
+"""The perplexity of texts, measured over ranks: each reads texts of its own, and helps with the others' experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from moe_ep.distributed.process_groups import is_initialized
+from moe_ep.generation.token_ids import check_token_ids, vocabulary_of
+from moe_ep.hf.divided import steps_of
+from moe_ep.hf.parallelize import serving
+
+
+@torch.inference_mode()
+def perplexity(model: Any, texts: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, float]:
+    """exp of the mean negative log-likelihood of each token but a text's first, by kind of text.
+
+    A collective step of all ranks, which are given the same texts and return the same.
+
+    Args:
+        model: as `parallelize` returns it.
+        texts: token ids `[length]` of each text, by kind.
+
+    Raises:
+        ValueError: a text that the model cannot read, a kind without a text of two tokens, or a model that
+            `parallelize` did not make. On every rank, before the first text is read.
+        TypeError: texts that are not by kind.
+    """
+    steps_of(model)
+    _check(texts, vocabulary_of(model))
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_initialized() else (0, 1)
+    sums = torch.zeros(len(texts), 2, dtype=torch.float64, device="cpu")
+    tasks = [(kind, ids) for kind, several in enumerate(texts.values()) for ids in several]
+    with serving(model):
+        for kind, ids in tasks[rank::num_ranks]:
+            if ids.numel() < 2:
+                continue
+            tokens = ids.to(model.device, torch.int64)
+            logits = model(input_ids=tokens[None]).logits[0, :-1].float()
+            sums[kind, 0] += float(cross_entropy(logits, tokens[1:], reduction="sum"))
+            sums[kind, 1] += tokens.numel() - 1
+    if num_ranks > 1:
+        dist.all_reduce(sums)
+    return {name: math.exp(total / count) for name, (total, count) in zip(texts, sums.tolist(), strict=True)}
+
+
+def _check(texts: Mapping[str, Sequence[torch.Tensor]], vocabulary: int) -> None:
+    if not isinstance(texts, Mapping):
+        raise TypeError(f"texts is a {type(texts).__name__}; it must be a dict of each kind's texts")
+    for kind, several in texts.items():
+        for number, ids in enumerate(several):
+            check_token_ids(f"text {number} of {kind}", ids, vocabulary)
+        if all(ids.numel() < 2 for ids in several):
+            raise ValueError(f"texts has none of two tokens in {kind}; a text's first token is not predicted")

@@ -1,0 +1,199 @@
+"""A key-value cache of fixed size for sequences that come and go: each slot holds one, at a position of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+from moe_ep.errors import ConfigError
+from moe_ep.generation.slot_attention import SequenceTable
+
+# With the keys of an indexer that chooses which tokens are seen; not in every version.
+_IndexedLayer: Any = getattr(cache_utils, "DynamicIndexedLayer", None)
+# Of layers that keep nothing.
+_DummyLayer: Any = getattr(cache_utils, "DummyLayer", Cache)
+
+
+class SlotCache(Cache):
+    """The caches of `num_slots` sequences of one model, which decode together, one token each in a step.
+
+    Keys and values `[num_slots, heads, max_length, head_dim]` stay where they are, so a CUDA graph can hold a step. A
+    slot's token is written at `positions[slot]`; `attention_mask` hides what is behind it, and what was left there by
+    sequences before. States of linear attention are `[num_slots, ...]`.
+
+    Args:
+        prefilled: the cache of any sequences, for shapes and dtypes.
+        layer_types: what the model calls the kinds of its layers, one each; None where it has no names for them.
+        positions: int64 `[num_slots]`, where each slot's next token goes; the caller advances it.
+        by_table: whether the model's attention takes tables of sequences, as `slot_attention` has them, for masks.
+
+    Raises:
+        ConfigError: layers that keep something else than keys and values, or states of linear attention.
+    """
+
+    def __init__(
+        self,
+        prefilled: Cache,
+        layer_types: Sequence[str] | None,
+        num_slots: int,
+        max_length: int,
+        positions: torch.Tensor,
+        *,
+        by_table: bool = False,
+    ) -> None:
+        # As Qwen4-Exp in older versions of transformers.
+        if hasattr(prefilled, "position_ids"):
+            raise _no_slots_like(f"{type(prefilled).__name__} with positions")
+        self.positions = positions
+        super().__init__(layers=[_slots_like(layer, num_slots, max_length, positions) for layer in prefilled.layers])
+        self._columns = torch.arange(max_length, device=positions.device)
+        self._table = SequenceTable.of_slots(num_slots, max_length, positions.device) if by_table else None
+        kinds = layer_types or [type(layer).__name__ for layer in prefilled.layers]
+        # Whether a kind has masks, and the tokens that it sees at most; not its layers, which hold the prefilled past.
+        self._kinds: dict[str, tuple[bool, int | None]] = {}
+        for kind, layer in zip(kinds, prefilled.layers, strict=False):
+            masked = not isinstance(layer, LinearAttentionLayer | _DummyLayer)
+            # Layers without a past of their own may read that of another of their kind.
+            if masked or kind not in self._kinds:
+                self._kinds[kind] = masked, getattr(layer, "sliding_window", None)
+
+    def put(self, slots: torch.Tensor, prefilled: Cache, positions: torch.Tensor) -> None:
+        """Gives slots to the sequences of `prefilled`, which are packed in one row or have a row each.
+
+        Args:
+            slots: int64 `[rows, columns]`, of each token that was read.
+            positions: int64 `[rows, columns]`, of the tokens in their sequences; negative for padding, which stands on
+                the left. It goes to the end of a slot, where nothing sees it before it is overwritten.
+        """
+        layers: list[Any] = self.layers
+        columns = positions % self._columns.numel()
+        for ours, theirs in zip(layers, prefilled.layers, strict=True):
+            ours.put(slots, theirs, columns)
+
+    def attention_mask(self, dtype: torch.dtype) -> Any:
+        """What each slot's next token sees, added to scores: `[num_slots, 1, 1, max_length]`, by kind of layer where
+        there are several kinds."""
+        if self._table is not None:
+            table = self._table.at(self.positions)
+            return as_models_take({kind: table if has else None for kind, (has, _) in self._kinds.items()})
+        return as_models_take(
+            {kind: self._mask(window, dtype) if has else None for kind, (has, window) in self._kinds.items()}
+        )
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        last = self.positions[:, None]
+        seen = self._columns <= last
+        if window is not None:
+            seen &= self._columns > last - window
+        hidden = torch.finfo(dtype).min
+        return torch.where(seen, 0.0, hidden).to(dtype)[:, None, None, :]
+
+
+def as_models_take(masks: dict[str, torch.Tensor | None]) -> Any:
+    """Masks by kind of layer as models take those that are made already."""
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+class _AttentionSlots(DynamicLayer):
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, prefilled: Any, num_slots: int, max_length: int, positions: torch.Tensor) -> None:
+        super().__init__()
+        # In memory the heads of a token lie side by side. Some layers have an indexer and read another layer's keys.
+        self._has_keys = prefilled.keys is not None
+        if self._has_keys:
+            self.keys, self.values = (
+                tensor.new_zeros(num_slots, max_length, tensor.size(1), tensor.size(3)).transpose(1, 2)
+                for tensor in (prefilled.keys, prefilled.values)
+            )
+        self.is_initialized = True
+        self._positions = positions
+        self._rows = torch.arange(num_slots, device=positions.device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes one token of each slot, `[num_slots, heads, 1, head_dim]`; returns all that is held."""
+        self.keys[self._rows, :, self._positions] = key_states.squeeze(2)
+        self.values[self._rows, :, self._positions] = value_states.squeeze(2)
+        return self.keys, self.values
+
+    def put(self, slots: torch.Tensor, prefilled: Any, columns: torch.Tensor) -> None:
+        if not self._has_keys:
+            return
+        # A sliding window keeps its last columns alone.
+        kept = slice(-prefilled.keys.size(2), None)
+        self.keys[slots[:, kept], :, columns[:, kept]] = prefilled.keys.transpose(1, 2)
+        self.values[slots[:, kept], :, columns[:, kept]] = prefilled.values.transpose(1, 2)
+
+
+class _IndexedSlots(_AttentionSlots):
+    indexer_keys: torch.Tensor
+
+    def __init__(self, prefilled: Any, num_slots: int, max_length: int, positions: torch.Tensor) -> None:
+        super().__init__(prefilled, num_slots, max_length, positions)
+        keys = prefilled.indexer_keys
+        self.indexer_keys = keys.new_zeros(num_slots, max_length, keys.size(2))
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Writes one token of each slot, `[num_slots, 1, index_head_dim]`; returns all that is held."""
+        self.indexer_keys[self._rows, self._positions] = indexer_key_states.squeeze(1)
+        return self.indexer_keys
+
+    def put(self, slots: torch.Tensor, prefilled: Any, columns: torch.Tensor) -> None:
+        super().put(slots, prefilled, columns)
+        self.indexer_keys[slots, columns] = prefilled.indexer_keys
+
+
+class _LinearAttentionSlots(LinearAttentionLayer):
+    _STATES = ("conv_states", "recurrent_states")
+
+    @classmethod
+    def like(cls, prefilled: LinearAttentionLayer, num_slots: int) -> _LinearAttentionSlots:
+        """The same settings and flags, with states for every slot."""
+        layer = copy.copy(prefilled)
+        layer.__class__ = cls
+        for name in cls._STATES:
+            states = {
+                index: None if state is None else state.new_zeros(num_slots, *state.shape[1:])
+                for index, state in getattr(prefilled, name).items()
+            }
+            setattr(layer, name, states)
+        return layer  # type: ignore[return-value]
+
+    def put(self, slots: torch.Tensor, prefilled: LinearAttentionLayer, columns: torch.Tensor) -> None:
+        for name in self._STATES:
+            for index, state in getattr(prefilled, name).items():
+                if state is not None:
+                    getattr(self, name)[index][slots[:, 0]] = state
+
+
+class _NoSlots(_DummyLayer):
+    def put(self, slots: torch.Tensor, prefilled: Any, columns: torch.Tensor) -> None:
+        return
+
+
+def _slots_like(layer: Any, num_slots: int, max_length: int, positions: torch.Tensor) -> Any:
+    if type(layer) is LinearAttentionLayer:
+        return _LinearAttentionSlots.like(layer, num_slots)
+    if type(layer) is _DummyLayer:
+        return _NoSlots()
+    if type(layer) is _IndexedLayer and getattr(layer, "indexer_position_ids", None) is None:
+        indexed = layer.indexer_keys is not None
+        return (_IndexedSlots if indexed else _AttentionSlots)(layer, num_slots, max_length, positions)
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise _no_slots_like(type(layer).__name__)
+    return _AttentionSlots(layer, num_slots, max_length, positions)
+
+
+def _no_slots_like(what: str) -> ConfigError:
+    return ConfigError(
+        f"the model keeps its past in a {what}; sequences can share a batch only where layers keep keys and values, or "
+        f"states of linear attention, of every token alike; run it with transformers' generate"
+    )

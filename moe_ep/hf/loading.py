@@ -1,0 +1,211 @@
+"""A transformers model without its experts, from a checkpoint: everything that every rank holds whole.
+
+The experts are taken out before transformers allocates anything, so that no rank ever holds those of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING
+from transformers.core_model_loading import WeightRenaming
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from moe_ep.checkpoint import CheckpointReader, model_spec
+from moe_ep.checkpoint.directory import read_config
+from moe_ep.checkpoint.formats.layout import FLOATS
+from moe_ep.checkpoint.matrices import read_linear
+from moe_ep.errors import CheckpointError, ConfigError, MoeEpError
+from moe_ep.hf.experts import ExpertsShape, check_one_in_a_layer, experts_shape, find_experts
+
+# Families that are another of transformers by another name.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
+# The part of a configuration that is the language model's, where transformers has a class for that part alone.
+_PARTS = {"qwen3_omni_moe": "thinker_config"}
+
+
+class ExpertsPlace(nn.Module):
+    """Stands where the experts of a layer will be; some blocks initialize theirs, whose weights are empty here."""
+
+    gate_up_proj = down_proj = torch.empty(0)
+
+
+def load_without_experts(
+    reader: CheckpointReader, dtype: torch.dtype | None, attn_implementation: str | None, device: torch.device | str
+) -> tuple[Any, list[ExpertsShape]]:
+    """The causal language model of a checkpoint, and the shapes of the experts that it lacks.
+
+    A family that transformers has only with eyes comes with them. Linear layers that are quantized on disk are
+    dequantized, on the device.
+
+    Args:
+        reader: of the checkpoint. Nothing is fetched, and no code of the checkpoint is run.
+        dtype: of weights and activations; None for the config's.
+        attn_implementation: of transformers; None for its choice.
+        device: where the model goes.
+
+    Raises:
+        CheckpointError: tensors that are missing.
+        ConfigError: a model without experts that moe_ep can take.
+    """
+    path = reader.directory
+    kind, config = _kind_and_config(path)
+    # The experts read their own quantization; transformers would want a quantizer for it.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    shapes: list[ExpertsShape] = []
+    # A model that sees may say it of its language model alone.
+    options: dict[str, Any] = {"dtype": dtype or config.dtype or config.get_text_config().dtype or torch.float32}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    with _quiet(), _refusals_of_transformers(path):
+        model, info = _without_experts(kind, shapes).from_pretrained(
+            path,
+            config=config,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    model.__class__ = kind
+    model.to(device)
+    unread = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
+    _fill_dequantized(model, reader, unread)
+    return model, shapes
+
+
+def text_config(path: Path) -> Any:
+    """transformers' configuration of the checkpoint's language model; ConfigError where it knows none."""
+    return _kind_and_config(path)[1].get_text_config()
+
+
+def context_length(config: Any) -> int | None:
+    """Tokens that a language model reads at most, as far as its rotary embedding is stretched; None if nothing says."""
+    known = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Some have one for each kind of attention.
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    stretched = [
+        int(part["factor"] * part.get("original_max_position_embeddings", 0)) for part in kinds if part.get("factor")
+    ]
+    return max([known, *stretched]) if isinstance(known, int) else None
+
+
+def _kind_and_config(path: Path) -> tuple[Any, Any]:
+    """transformers' class of the checkpoint's language model, and its configuration."""
+    model_type = str(read_config(path).get("model_type"))
+    known = _SAME_AS.get(model_type, model_type)
+    kind: Any = None
+    # These mappings import as they are asked, and know nothing by `get`.
+    if known in CONFIG_MAPPING:
+        with _quiet(), _refusals_of_transformers(path):
+            config = CONFIG_MAPPING[known].from_pretrained(path, local_files_only=True)
+        if known in _PARTS:
+            config = getattr(config, _PARTS[known])
+        kinds = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+        kind = next((mapping[type(config)] for mapping in kinds if type(config) in mapping), None)
+    if kind is None:
+        raise ConfigError(
+            f"{path}: transformers {transformers.__version__} has no causal language model of model_type "
+            f"{model_type!r}; install one that has"
+        )
+    return kind, config if isinstance(config, kind.config_class) else config.get_text_config()
+
+
+def _without_experts(kind: Any, shapes: list[ExpertsShape]) -> Any:
+    """The model class `kind`, made without its experts, whose shapes are put into `shapes`."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        found = list(find_experts(self))
+        if not found:
+            raise ConfigError(
+                f"{kind.__name__} of transformers {transformers.__version__} has no experts that can be taken out: it "
+                f"computes all of them for every token; moe-ep run takes the layers of its checkpoint"
+            )
+        check_one_in_a_layer(name for name, _ in found)
+        for name, module in found:
+            shapes.append(experts_shape(name, module))
+            self.set_submodule(name, ExpertsPlace())
+
+    return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
+
+
+@contextmanager
+def _refusals_of_transformers(path: Path) -> Iterator[None]:
+    """ConfigError, in one sentence, for whatever comes up where a configuration has numbers that cannot be: most of
+    them transformers does not look at before it makes the model."""
+    try:
+        yield
+    except (ImportError, MoeEpError):
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"{path}: transformers {transformers.__version__} makes no model of it: {type(error).__name__}: "
+            f"{said}; correct its JSON files or the arguments, or fetch it again"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers warns of every expert that it finds in the files and not in the model, and draws a bar a rank."""
+    logging = transformers.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _fill_dequantized(model: Any, reader: CheckpointReader, unread: set[str]) -> None:
+    """Reads the weights that transformers did not find, or took for what they are not: those quantized on disk."""
+    on_disk = _names_on_disk(model, reader)
+    is_plain = reader.quantization is None
+    for name, param in model.named_parameters():
+        stored = on_disk.get(name, name)
+        quantized = stored in reader and reader.info(stored).dtype not in FLOATS
+        if name not in unread and not quantized:
+            continue
+        module = stored.removesuffix(".weight")
+        found = stored in reader or (not is_plain and reader.names(module + "."))
+        if param.dim() != 2 or not found:
+            raise _nothing_fits(reader, name, param)
+        with torch.no_grad():
+            param.copy_(read_linear(reader, module, (param.size(0), param.size(1)), param.device))
+    may_miss = ".e_score_correction_bias" if model_spec(reader.config).correction_bias_may_miss else None
+    # Such as the biases of a router's choice, which transformers leaves at zero with a word in its log.
+    for name, buffer in model.named_buffers():
+        if name in unread and not (may_miss and name.endswith(may_miss)):
+            raise _nothing_fits(reader, name, buffer)
+
+
+def _names_on_disk(model: Any, reader: CheckpointReader) -> dict[str, str]:
+    """What modules' weights are called in the files, where transformers renamed them while it loaded, by their names
+    in the model; experts aside. Files need not have them by that name: those of quantized modules are several."""
+    renamings = [each for each in getattr(model, "_weight_conversions", ()) if isinstance(each, WeightRenaming)]
+    names: dict[str, str] = {}
+    for module in {name.rpartition(".")[0] for name in reader.names() if ".experts." not in name}:
+        name = stored = f"{module}.weight"
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        names[name] = stored
+    return names
+
+
+def _nothing_fits(reader: CheckpointReader, name: str, tensor: torch.Tensor) -> CheckpointError:
+    return CheckpointError(
+        f"{reader.index_file}: expected {name}, as transformers calls it, of shape {tuple(tensor.shape)}, found none "
+        f"that fits"
+    )

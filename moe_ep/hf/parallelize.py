@@ -1,0 +1,316 @@
+"""Expert parallelism for models of transformers 5: experts divided over the ranks, everything else data-parallel.
+
+    model = moe_ep.parallelize("Qwen3-30B-A3B", device="cuda:0")    # on every rank
+    with moe_ep.serving(model):
+        model.generate(**requests_of_this_rank)
+
+Each rank holds its share of the experts and all of the rest, and has requests of its own. Every pass of the model is a
+step that all ranks make together; `serving` says what a rank does that has nothing to compute.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ep import env
+from moe_ep.checkpoint import CheckpointReader, check_experts, load_moe_layer, model_spec
+from moe_ep.checkpoint.formats.layout import FLOATS
+from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.distributed.process_groups import check_member, is_initialized
+from moe_ep.eplb.config import EplbConfig
+from moe_ep.errors import ConfigError, check_whole, missing_extra, one_of
+from moe_ep.hf.divided import make_divided, steps_of
+from moe_ep.hf.experts import (
+    ExpertsShape,
+    check_not_wrapped,
+    check_one_in_a_layer,
+    experts_shape,
+    find_experts,
+)
+from moe_ep.hf.limits import as_trained
+from moe_ep.hf.routed_experts import RoutedExperts
+from moe_ep.hf.sharding import PREFILL_MAX_NUM_TOKENS, load_shard, make_routed_experts
+from moe_ep.hf.steps import StepCoordinator
+from moe_ep.modular_kernel.backend_choice import DECODE_MAX_NUM_TOKENS
+from moe_ep.registry import ALL2ALL_BACKENDS
+from moe_ep.stack import expert_quantization, layer_quant_config
+
+try:
+    from moe_ep.hf import loading as hf_loading
+    from moe_ep.hf import registration as hf_registration
+except ModuleNotFoundError as error:
+    if error.name and error.name.partition(".")[0] == "transformers":
+        raise missing_extra("transformers", "hf", "moe_ep.parallelize") from None
+    raise
+
+hf_registration.register()
+
+# What configurations call the number of experts that a token goes to.
+_TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+# (layers loaded, layers)
+OnLayer = Callable[[int, int], None]
+
+
+def parallelize(
+    model_or_path: Any,
+    ep_size: int | None = None,
+    backend: str = "auto",
+    quantize: str = "none",
+    eplb: EplbConfig | bool | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    attn_implementation: str | None = None,
+    num_redundant_experts: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    max_num_tokens: int | None = None,
+    decode_max_num_tokens: int | None = None,
+    on_layer: OnLayer | None = None,
+) -> Any:
+    """A transformers model whose experts are divided over the ranks; a collective step of them.
+
+    From a path no rank ever holds experts of others: the model is built without them, and each rank reads the bytes of
+    its own, in whatever format they are. A model that is there already is changed in place, and the memory of experts
+    that are elsewhere is given back. The model is for inference.
+
+    Args:
+        model_or_path: a causal language model of transformers, or the folder of its checkpoint.
+        ep_size: ranks to divide over; None for all of the process group.
+        backend: a name of the dispatch registry, or "auto".
+        quantize: "int4", "int8" or "fp8" quantizes plain experts on load; "none" leaves them as they are.
+        eplb: balances the experts while the model runs, as `EplbConfig` says; True for its defaults.
+        dtype: from a path: of activations and weights that are not quantized; None for the config's.
+        device: where the model goes; None leaves it where it is, on the CPU from a path.
+        attn_implementation: from a path, of transformers; None for its choice.
+        num_redundant_experts: physical experts beyond the model's, replicas for `eplb`.
+        process_group: the EP ranks; None for the default group, or this process alone.
+        max_num_tokens: capacity of a fixed-capacity backend, tokens per rank of one pass; larger batches take several.
+            None lets "auto" choose one without, and is 256 for one that is named.
+        decode_max_num_tokens: with it, steps of at most as many tokens on every rank travel by a backend of that
+            capacity (`RoutedExperts`).
+        on_layer: called with (layers loaded, layers) as loading goes on.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ConfigError: a model without experts that moe_ep can take, or settings that do not fit together.
+        CheckpointError: a checkpoint that does not hold what it says.
+        TypeError: neither a model nor a path, or an argument of another type.
+        ValueError: sizes that cannot be divided, unknown names.
+    """
+    ALL2ALL_BACKENDS.check(backend, also=("auto",))
+    if not isinstance(eplb, (EplbConfig, bool, NoneType)):
+        raise TypeError(f"eplb is {eplb!r}; it must be an EplbConfig, True, False or None")
+    if isinstance(dtype, torch.dtype) and dtype not in FLOATS:
+        raise ValueError(one_of("dtype", dtype, list(map(str, FLOATS))))
+    if on_layer is not None and not callable(on_layer):
+        raise TypeError(f"on_layer is {on_layer!r}; it must be a function of (layers loaded, layers)")
+    device = None if device is None else _known_device(device)
+    if max_num_tokens is None:
+        named = backend != "auto" or env.ALL2ALL_BACKEND.get() != "auto"
+        max_num_tokens = DECODE_MAX_NUM_TOKENS if named else PREFILL_MAX_NUM_TOKENS
+    parallel, group = _ranks(ep_size, backend, process_group)
+    steps = StepCoordinator(group)
+    options: dict[str, Any] = {
+        "parallel_config": parallel,
+        "process_group": group,
+        "max_num_tokens": max_num_tokens,
+        "coordinator": steps,
+        "decode_max_num_tokens": decode_max_num_tokens,
+        "decode_backend": backend,
+        "enable_eplb": bool(eplb),
+        "num_redundant_experts": num_redundant_experts,
+    }
+    with torch.no_grad():
+        if isinstance(model_or_path, (str, os.PathLike)):
+            model = _from_path(
+                Path(model_or_path), dtype, device, attn_implementation, quantize, options, on_layer or _nobody
+            )
+        else:
+            given = {"dtype": dtype, "attn_implementation": attn_implementation}
+            _check_only_paths_have(model_or_path, **given)
+            model = _from_model(model_or_path, device, quantize, options, on_layer or _nobody)
+    model.requires_grad_(False).eval()
+    decoder = make_divided(model, steps)
+    if eplb:
+        from moe_ep.eplb.manager import EPLBManager
+
+        steps.eplb = EPLBManager(steps.layers, eplb if isinstance(eplb, EplbConfig) else None)
+        # It keeps the layers, which keep the steps: nobody else lets go of it with the model.
+        weakref.finalize(decoder, setattr, steps, "eplb", None).atexit = False
+    return model
+
+
+def serve(model: Any) -> int:
+    """Computes this rank's experts for the other ranks' tokens until every rank has called it; a meeting point.
+
+    Also in the passes of other models that are divided over the same ranks.
+
+    Returns:
+        The steps that were served.
+
+    Raises:
+        ValueError: a model that `parallelize` did not make.
+    """
+    return steps_of(model).serve()
+
+
+@contextmanager
+def serving(model: Any) -> Iterator[None]:
+    """Runs this rank's requests in the block, and serves the others' from its end until they are through too.
+
+    In the block a rank calls the model as often as it likes, or never. Each call is a step in which every rank takes
+    part: with a pass of its own, in its own block, or without tokens, behind it. A rank that does neither for longer
+    than MOE_EP_DISPATCH_TIMEOUT_S holds up the others until they fail. An error in the block is raised at once. Several
+    threads of a rank may have a block each: the last one to end serves for all, also where it raises.
+    """
+    steps = steps_of(model)
+    try:
+        with steps.line.requests():
+            yield
+    except Exception as error:
+        if steps.line.is_owed():
+            try:
+                steps.serve_behind_requests()
+            except Exception as another:
+                error.add_note(f"after that this rank could not serve the other ranks: {another}")
+        raise
+    steps.serve_behind_requests()
+
+
+def _known_device(device: torch.device | str) -> torch.device:
+    try:
+        known = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device is {device!r}; it must be a torch.device or the name of one, as cpu or cuda:0"
+        ) from None
+    if known.type == "meta":
+        raise ConfigError("device is meta, which keeps no values; pass the device that the model is to run on")
+    if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {known} and this machine has {torch.cuda.device_count()} GPUs; pass one of those")
+    return known
+
+
+def _ranks(
+    ep_size: int | None, backend: str, process_group: dist.ProcessGroup | None
+) -> tuple[FusedMoEParallelConfig, dist.ProcessGroup | None]:
+    check_member(process_group)
+    group = process_group or (dist.group.WORLD if is_initialized() else None)
+    if ep_size is not None:
+        check_whole(ep_size=ep_size)
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    ep_size = num_ranks if ep_size is None else ep_size
+    if ep_size not in (1, num_ranks):
+        raise ValueError(
+            f"ep_size is {ep_size} and the process group has {num_ranks} ranks; leave it out, or pass the group of "
+            f"exactly those ranks as process_group"
+        )
+    group = group if ep_size > 1 else None
+    rank = 0 if group is None else dist.get_rank(group)
+    return FusedMoEParallelConfig.make(ep_size=ep_size, rank=rank, world_size=ep_size, all2all_backend=backend), group
+
+
+def _from_path(
+    path: Path,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    attn_implementation: str | None,
+    quantize: str,
+    options: dict[str, Any],
+    on_layer: OnLayer,
+) -> Any:
+    with CheckpointReader(path) as reader:
+        spec = model_spec(reader.config, reader)
+        check_experts(reader, spec)
+        quantization = expert_quantization(reader.config, quantize)
+        device = torch.device(device or "cpu")
+        model, shapes = hf_loading.load_without_experts(reader, dtype, attn_implementation, device)
+        for count, shape in enumerate(shapes):
+            on_layer(count, len(shapes))
+            quant_config = layer_quant_config(quantization, spec, shape.layer_index)
+            shape = as_trained(model, shape, spec)
+            layer = make_routed_experts(shape, _top_k(model), device=device, quant_config=quant_config, **options)
+            load_moe_layer(reader, spec, shape.layer_index, layer)
+            _put(model, shape, layer, options["coordinator"])
+        on_layer(len(shapes), len(shapes))
+    return model
+
+
+def _from_model(
+    model: Any, device: torch.device | str | None, quantize: str, options: dict[str, Any], on_layer: OnLayer
+) -> Any:
+    kind = type(model).__name__
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model_or_path is a {kind}; it must be a model of transformers or a checkpoint's folder")
+    found = list(find_experts(model))
+    if not found and any(isinstance(part, RoutedExperts) for part in model.modules()):
+        raise ConfigError(f"the experts of this {kind} are divided already; use it as it is")
+    if type(model).forward is torch.nn.Module.forward:
+        raise ConfigError(f"model is a {kind}, which makes no passes itself; pass the part of it that does")
+    if not found:
+        way_out = "pass one"
+        if getattr(model, "hf_quantizer", None) is not None:
+            way_out = "transformers has quantized it, so pass the folder of its checkpoint"
+        raise ConfigError(f"model is a {kind} and has no experts module of transformers 5; {way_out}")
+    if not isinstance(getattr(model, "base_model", None), torch.nn.Module):
+        raise ConfigError(
+            f"model is a {kind}, which is no model of transformers; pass the one that it is a part of, or the one in it"
+        )
+    check_not_wrapped(model, (name for name, _ in found))
+    check_one_in_a_layer(name for name, _ in found)
+    if any(param.is_meta for _, module in found for param in module.parameters()):
+        raise ConfigError("model is on the meta device; pass the folder of its checkpoint in its place")
+    # All of them before the first one is divided: what is refused stays as it was.
+    shapes = [experts_shape(name, module) for name, module in found]
+    quant_config, top_k = expert_quantization({}, quantize), _top_k(model)
+    for count, (shape, (_, module)) in enumerate(zip(shapes, found, strict=True)):
+        on_layer(count, len(found))
+        where: Any = device or module.down_proj.device
+        layer = make_routed_experts(shape, top_k, device=where, quant_config=quant_config, **options)
+        load_shard(layer, module)
+        _put(model, shape, layer, options["coordinator"])
+    on_layer(len(found), len(found))
+    return model if device is None else model.to(device)
+
+
+def _check_only_paths_have(model: Any, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} is {value} and model_or_path a {type(model).__name__}, which has its own; give the model that "
+                f"before, or pass the folder of its checkpoint"
+            )
+
+
+def _put(model: Any, shape: ExpertsShape, layer: RoutedExperts, steps: StepCoordinator) -> None:
+    model.set_submodule(shape.name, layer)
+    steps.add(layer)
+
+
+def _top_k(model: Any) -> int:
+    config = model.config.get_text_config()
+    for name in _TOP_K:
+        found = getattr(config, name, None)
+        # Hunyuan has one for each layer.
+        numbers = set(found) if isinstance(found, list) else {found}
+        if len(numbers) == 1 and isinstance(number := numbers.pop(), int):
+            return number
+    raise ConfigError(
+        f"the {type(config).__name__} of the model has one number in none of {', '.join(_TOP_K)}; set one of them"
+    )
+
+
+def _nobody(done: int, total: int) -> None:
+    return

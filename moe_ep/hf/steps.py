@@ -1,0 +1,264 @@
+"""How ranks with requests of their own make their steps together.
+
+Every pass of the model through its layers is one step of all ranks. Before it they tell each other, on the CPU, what
+they bring: tokens, or nothing. A rank that has no more requests calls `serve`: it computes its experts for the others'
+tokens until nobody has any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.errors import ConfigError
+from moe_ep.hf.step_scheduler import Line
+
+if TYPE_CHECKING:
+    from moe_ep.eplb.manager import EPLBManager
+    from moe_ep.hf.routed_experts import RoutedExperts
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the ranks agreed on for one pass.
+
+    Attributes:
+        num_tokens: of each rank, by rank.
+        can_replay: whether every rank has a CUDA graph of this pass.
+    """
+
+    num_tokens: tuple[int, ...]
+    can_replay: bool
+
+    @property
+    def most_tokens(self) -> int:
+        return max(self.num_tokens)
+
+
+class StepCoordinator:
+    """One model's steps over its EP ranks, which make the models of their group in one order.
+
+    Args:
+        process_group: the EP ranks; None for this process alone.
+
+    Attributes:
+        current: the step under way, None between steps.
+        line: of the models that are divided over the same ranks.
+        eplb: balances the experts between steps, or None.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.line = Line.of(process_group)
+        self._number = self.line.join(self)
+        # Not kept: they keep this, and a model that is dropped gives its memory back at once.
+        self._layers: list[weakref.ref[RoutedExperts]] = []
+        self.current: Step | None = None
+        self.eplb: EPLBManager | None = None
+        # Layers that the pass under way has yet to call, and whether it is inside of one.
+        self._due: deque[RoutedExperts] | None = None
+        self._inside = False
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "a model with divided experts cannot be pickled, nor saved by torch.save: a rank holds its own experts "
+            "alone; save the model before parallelize"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepCoordinator:
+        if self.size > 1:
+            raise ConfigError("a model with divided experts cannot be copied; copy the whole one before parallelize")
+        return StepCoordinator(None)  # of other layers, which whoever copies them adds; nothing balances them
+
+    @property
+    def layers(self) -> list[RoutedExperts]:
+        """The model's MoE layers in the order in which a pass reaches them."""
+        return [layer for there in self._layers if (layer := there()) is not None]
+
+    def add(self, layer: RoutedExperts) -> None:
+        """The layer that a pass reaches next."""
+        self._layers.append(weakref.ref(layer))
+
+    @property
+    def rank(self) -> int:
+        return self.line.channel.rank
+
+    @property
+    def size(self) -> int:
+        return self.line.channel.size
+
+    def begin(self, num_tokens: int | None, *, can_replay: bool = False) -> Step | None:
+        """Agrees on the next step; None, and no step, where no rank has tokens. `end` ends it. Until it is this model's
+        turn, this rank serves in the steps of others.
+
+        Args:
+            num_tokens: that this rank brings; None where it only serves.
+            can_replay: whether this rank has a CUDA graph of its pass.
+
+        Raises:
+            DispatchTimeoutError: a rank did not come to the step before the deadline, or as `check` says.
+            ConfigError: it is the turn of a model that this rank has dropped.
+        """
+        while (agreed := self._agree(num_tokens, can_replay)) is not None:
+            model, step = agreed
+            if model is self:
+                self.current = step
+                return step
+            model.serve_in(step)
+        return None
+
+    def _agree(self, num_tokens: int | None, can_replay: bool) -> tuple[StepCoordinator, Step] | None:
+        """The next step of the ranks and the model that it is of; None where no rank has tokens."""
+        self.check()
+        table = self.line.exchange(0 if num_tokens is None else self._number, num_tokens or 0, int(can_replay))
+        number = self.line.next_of(row[0] for row in table)
+        if number == 0:
+            return None
+        brought = tuple(row[1] * (row[0] == number) for row in table)
+        return self.line.model(number), Step(num_tokens=brought, can_replay=all(row[2] for row in table))
+
+    def check(self) -> None:
+        """DispatchTimeoutError where a step that has ended on this rank's GPU waited for another rank in vain."""
+        for layer in self.layers:
+            layer.check()
+
+    def end(self) -> None:
+        """Ends the step under way; experts that have arrived are taken over here."""
+        self.current = None
+        if self.eplb is not None:
+            self.eplb.step()
+
+    def begin_pass(self, num_tokens: int) -> None:
+        """`begin` for a pass of the model as a user calls it, which may leave layers out and may fail.
+
+        Until `end_pass` or `fail_pass` this rank serves in the layers that the pass does not call: the other ranks call
+        every layer once, in their order.
+
+        Raises:
+            ConfigError: the pass is captured in a CUDA graph.
+        """
+        if self.size > 1 and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "a pass of a model over several ranks is captured in a CUDA graph, whose replays would not agree with "
+                "the other ranks; run it eagerly (generate_batch: use_cuda_graph=False in its configuration), and "
+                "moe_ep captures what it can itself"
+            )
+        self.begin(num_tokens)
+        self._due, self._inside = deque(self.layers) if self.size > 1 else None, False
+
+    def end_pass(self) -> None:
+        """Ends the step of a pass."""
+        try:
+            while self._due:
+                self._due[0].serve()
+        finally:
+            self._due = self.current = None
+        self.end()
+
+    def fail_pass(self, error: BaseException) -> None:
+        """Ends the step of a pass that has raised: as a step in which this rank served from there on, so that whoever
+        catches the error may go on. Where a layer has failed, or the user wants no more, the ranks are apart."""
+        if isinstance(error, Exception) and not self._inside:
+            try:
+                self.end_pass()
+            except Exception as another:
+                error.add_note(f"after that this rank could not serve the other ranks: {another}")
+        else:
+            self._due = self.current = None
+
+    @contextlib.contextmanager
+    def calling(self, layer: RoutedExperts) -> Iterator[None]:
+        """A block in which this rank computes a layer, in a pass of its own or to serve.
+
+        Raises:
+            ConfigError: the other ranks do not call the layer now.
+        """
+        if self._due is None:
+            yield
+            return
+        if layer not in self._due:
+            raise ConfigError(
+                f"a pass calls the experts of {layer.layer_name} twice, or after those of a later layer; the other "
+                f"ranks call those of each layer once, in the layers' order, and so must every pass"
+            )
+        while self._due[0] is not layer:
+            self._due[0].serve()
+        self._inside = True
+        yield
+        self._inside = False
+        self._due.popleft()
+
+    def end_balancing(self) -> None:
+        """Leaves the experts where they are; a second time does no harm."""
+        eplb, self.eplb = self.eplb, None
+        if eplb is not None:
+            eplb.close()
+
+    @contextlib.contextmanager
+    def step(self, num_tokens: int | None, *, can_replay: bool = False) -> Iterator[Step | None]:
+        """`begin` and `end` around a block that is this rank's pass."""
+        with self.planned(self.begin(num_tokens, can_replay=can_replay)) as step:
+            yield step
+
+    @contextlib.contextmanager
+    def planned(self, step: Step | None) -> Iterator[Step | None]:
+        """A block that is this rank's pass of a step that all ranks know; None for a block without a step."""
+        self.current = step
+        try:
+            yield step
+        except BaseException:
+            self.current = None
+            raise
+        if step is not None:
+            self.end()
+
+    @contextlib.contextmanager
+    def pretending(self, num_tokens: int) -> Iterator[None]:
+        """A block in which layers take it that a step of `num_tokens` on every rank is under way."""
+        before = self.current
+        self.current = Step(num_tokens=(num_tokens,) * self.size, can_replay=False)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def pass_without_tokens(self) -> None:
+        """This rank's part of a step in which it has no tokens."""
+        for layer in self.layers:
+            layer.serve()
+
+    def serve_in(self, step: Step) -> None:
+        """This rank's part of a step in which it serves."""
+        self.check()
+        with self.planned(step):
+            self.pass_without_tokens()
+
+    def serve(self) -> int:
+        """Serves the other ranks until every rank serves; returns the steps it took part in, of any model."""
+        num_steps = 0
+        while self._serve_once():
+            num_steps += 1
+        return num_steps
+
+    def serve_behind_requests(self) -> None:
+        """The same at the end of a block of requests. Where other threads of this rank have such blocks, the last one
+        serves for all; where one begins meanwhile, its end does."""
+        goes_on = True
+        while goes_on:
+            with self.line.serving() as mine:
+                goes_on = mine and self._serve_once()
+
+    def _serve_once(self) -> bool:
+        """Takes part in the ranks' next step; False where every rank serves."""
+        with self.line.turn:
+            agreed = self._agree(None, False)
+            if agreed is not None:
+                model, step = agreed
+                model.serve_in(step)
+        return agreed is not None

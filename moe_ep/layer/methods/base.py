@@ -1,0 +1,208 @@
+"""The contract of quantization methods, and the steps that they have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_ep.activation import MoEActivation
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.layer.weight_loading import ParamLayout, bias_layout
+from moe_ep.modular_kernel import (
+    FusedMoEActivationFormat,
+    FusedMoEPermuteExpertsUnpermute,
+    FusedMoEPrepareAndFinalize,
+    make_experts,
+    make_prepare_finalize,
+)
+from moe_ep.modular_kernel.experts_choice import ExpertsNames, choose_experts
+from moe_ep.registry import QUANT_METHODS
+
+if TYPE_CHECKING:
+    from moe_ep.layer import FusedMoE
+    from moe_ep.layer.expert_shard import ExpertShard
+
+# The mean |difference| / mean |reference| of two correct results that rounding and the order of sums can cause.
+_TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+_FP8_DISPATCH_TOLERANCE = 5e-2
+_FP8_INPUT_TOLERANCE = 8e-2
+
+
+def tolerance(
+    dtype: torch.dtype, dispatch_dtype: torch.dtype | None = None, input_dtype: torch.dtype | None = None
+) -> float:
+    """The largest `relative_error` of two layers with the same weights, for these dtypes of activations and wire, and
+    what experts may round rows to."""
+    wire = 0.0 if dispatch_dtype is None else _FP8_DISPATCH_TOLERANCE
+    return max(_TOLERANCES[dtype], wire + (0.0 if input_dtype is None else _FP8_INPUT_TOLERANCE))
+
+
+def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
+    """mean |output - reference| / mean |reference| in f32; 0 for tensors without elements."""
+    if not reference.numel():
+        return 0.0
+    difference = (output.float() - reference.float()).abs().mean()
+    return float(difference / reference.float().abs().mean().clamp(min=torch.finfo(torch.float32).tiny))
+
+
+class FusedMoEMethodBase(ABC):
+    """Creates the parameters of one kind of experts, and chooses the implementation that computes them.
+
+    Args:
+        moe_config: the layer's shapes on this rank.
+        quant_config: how the checkpoint is quantized, or None.
+    """
+
+    def __init__(self, moe_config: FusedMoEConfig, quant_config: Any = None) -> None:
+        self.moe_config = moe_config
+        self.quant_config = quant_config
+
+    @property
+    def supports_eplb(self) -> bool:
+        """Whether experts can be moved while serving, for which `expert_tensors` must be everything that belongs to
+        one."""
+        return True
+
+    def uses_weight_scale_2_pattern(self) -> bool:
+        """Whether second scales are called `weight_scale_2`, as in modelopt's nvfp4."""
+        return False
+
+    @abstractmethod
+    def create_weights(
+        self,
+        layer: ExpertShard,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Adds the parameters `[num_experts, ...]` to the layer; ValueError for unsuitable sizes."""
+
+    def process_weights_after_loading(self, layer: ExpertShard) -> None:
+        """Converts loaded parameters to the form that the experts read. Nothing to do for plain weights.
+
+        Called once, and again after each `begin_reload`, when the slots that were loaded
+        (`layer.loader.slots_loaded_again`) must be written in place into the tensors in use.
+        """
+        return
+
+    def begin_reload(self, layer: ExpertShard) -> None:
+        """Prepares the layer for loading checkpoint tensors again; plain weights are always ready for that."""
+        return
+
+    @abstractmethod
+    def gemm_weights(self, layer: ExpertShard) -> tuple[torch.Tensor, torch.Tensor]:
+        """w1 and w2 in the experts' layout."""
+
+    @abstractmethod
+    def get_fused_moe_quant_config(self, layer: ExpertShard) -> FusedMoEQuantConfig:
+        """The configuration with the processed scales, zero points and biases."""
+
+    def expert_kwargs(self, layer: ExpertShard) -> dict[str, Any]:
+        """What the experts' constructor needs in addition to the two configurations."""
+        return {}
+
+    @abstractmethod
+    def weight_tensors(self, layer: ExpertShard) -> list[torch.Tensor]:
+        """All processed tensors `[El, ...]` except biases."""
+
+    def maybe_make_prepare_finalize(
+        self, process_group: dist.ProcessGroup | None = None, dispatch_dtype: torch.dtype | None = None
+    ) -> FusedMoEPrepareAndFinalize:
+        """Creates the layer's backend: the one that it names if tokens must travel between ranks, otherwise no_ep."""
+        parallel = self.moe_config.moe_parallel_config
+        backend = parallel.all2all_backend if parallel.use_all2all else "no_ep"
+        quant_config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(dispatch_dtype)
+        return make_prepare_finalize(backend, self.moe_config, quant_config, process_group)
+
+    def select_gemm_impl(
+        self, prepare_finalize: FusedMoEPrepareAndFinalize, layer: FusedMoE
+    ) -> FusedMoEPermuteExpertsUnpermute:
+        """Creates the experts for the backend's format: those that the layer names, or the default ones."""
+        activation_format = prepare_finalize.activation_format()
+        name = self.experts_names(layer)[activation_format]
+        kwargs = self.expert_kwargs(layer)
+        if activation_format is FusedMoEActivationFormat.BatchedExperts:
+            kwargs |= {
+                "max_num_tokens": prepare_finalize.max_num_tokens_per_rank(),
+                "num_dispatchers": prepare_finalize.num_dispatchers(),
+            }
+        quant_config = self.get_fused_moe_quant_config(layer).with_dispatch_dtype(layer.dispatch_dtype)
+        quant_config = quant_config.with_input_dtype(layer.input_dtype)
+        return make_experts(name, self.moe_config, quant_config, **kwargs)
+
+    def experts_names(self, layer: ExpertShard) -> ExpertsNames:
+        """The registry names of the experts that compute this layer, by activation format."""
+        return choose_experts(layer.experts, self.moe_config, (), self.gemm_weights(layer)[0].device)
+
+    def apply(
+        self, layer: FusedMoE, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Runs the modular kernel; returns `[T, K]`, or (shared, `[T, K]`) with shared experts."""
+        kernel = layer.modular_kernel
+        w1, w2 = self.gemm_weights(layer)
+        return kernel(
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            activation=layer.activation,
+            global_num_experts=self.moe_config.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+        )
+
+    @staticmethod
+    def add_parameter(layer: ExpertShard, name: str, data: torch.Tensor, layout: ParamLayout) -> None:
+        """Registers an expert parameter that `weight_loader` fills."""
+        layer.register_parameter(name, nn.Parameter(data, requires_grad=False))
+        layer.loader.declare(name, layout)
+
+    def add_biases(self, layer: ExpertShard, num_experts: int, w13_rows: int, w2_rows: int, dtype: torch.dtype) -> None:
+        """Adds `w13_bias` `[El, 2N]` and `w2_bias` `[El, K]`, if the layer has biases."""
+        if self.moe_config.has_bias:
+            self.add_parameter(layer, "w13_bias", torch.zeros(num_experts, w13_rows, dtype=dtype), bias_layout("w13"))
+            self.add_parameter(layer, "w2_bias", torch.zeros(num_experts, w2_rows, dtype=dtype), bias_layout("w2"))
+
+    def bias(self, layer: ExpertShard, gemm: str) -> torch.Tensor | None:
+        """The bias of "w13" or "w2", if the layer has biases."""
+        return cast(torch.Tensor, getattr(layer, f"{gemm}_bias")).data if self.moe_config.has_bias else None
+
+    def expert_tensors(self, layer: ExpertShard) -> list[torch.Tensor]:
+        """Everything `[El, ...]` that must move with an expert; the same list on every rank."""
+        biases = [self.bias(layer, "w13"), self.bias(layer, "w2")]
+        return [*self.weight_tensors(layer), *(bias for bias in biases if bias is not None)]
+
+    def rebuild_derived_state(self, layer: ExpertShard, slots: Sequence[int]) -> None:
+        """Updates what the method keeps besides `expert_tensors` after other experts have moved into local slots.
+
+        Called between two steps, in stream order; must work in place and not wait for the device. Nothing to do if
+        everything that is derived from an expert moves with it.
+        """
+        return
+
+
+def w13_rows(moe_config: FusedMoEConfig) -> int:
+    """The rows of w13 on this rank: 2N, gate then up, or N if the activation is ungated."""
+    rows = moe_config.intermediate_size_per_partition
+    return 2 * rows if MoEActivation.parse(moe_config.activation).is_gated else rows
+
+
+def make_method(moe_config: FusedMoEConfig, quant_config: Any = None) -> FusedMoEMethodBase:
+    """Creates the method that `quant_config.quant_method` names in the registry; for None, that of plain weights.
+
+    Raises:
+        TypeError: a quant_config without a quant_method.
+        ValueError: an unknown method; the known ones are listed.
+    """
+    if quant_config is not None and not hasattr(quant_config, "quant_method"):
+        raise TypeError(f"quant_config is {quant_config!r}; it must be None or an object with a quant_method")
+    name = "none" if quant_config is None else quant_config.quant_method
+    return QUANT_METHODS.load(name)(moe_config, quant_config)

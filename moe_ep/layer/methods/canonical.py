@@ -1,0 +1,178 @@
+"""The steps between loaded weights and experts that all quantized weights share, whether they come quantized or not.
+
+A subclass unpacks the loaded parameters to `CanonicalWeights`, and the chosen experts convert those to their own
+layout. The layer holds the fields `[El, ...]` of that layout (`ExpertWeights`) for each GEMM as buffers
+`w13_processed_weight`, `w13_processed_scales` and so on; a field that is None has no buffer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.layer.methods.base import FusedMoEMethodBase
+from moe_ep.modular_kernel.contracts import ExpertWeights, FusedMoEActivationFormat
+from moe_ep.modular_kernel.experts_choice import ExpertsNames, choose_experts
+from moe_ep.quantization.canonical_weights import CanonicalWeights, agree_on_type
+from moe_ep.registry import EXPERTS
+
+if TYPE_CHECKING:
+    from moe_ep.layer.expert_shard import ExpertShard
+
+_GEMMS = ("w13", "w2")
+
+
+class CanonicalFusedMoEMethod(FusedMoEMethodBase):
+    """Base of methods whose weights pass through `CanonicalWeights`; subclasses create parameters and unpack them."""
+
+    _packed_on: torch.device | None = None
+    _experts_names: ExpertsNames | None = None
+
+    def __init__(self, moe_config: FusedMoEConfig, quant_config: Any = None) -> None:
+        super().__init__(moe_config, quant_config)
+        # (quant_type_id, group_size) of each GEMM.
+        self._types: dict[str, tuple[int, int]] = {}
+
+    @abstractmethod
+    def unpack(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
+        """The loaded parameters of "w13" or "w2", with the leading dimension El."""
+
+    def process_weights_after_loading(self, layer: ExpertShard) -> None:
+        """Unpacks both GEMMs, brings them to one number type, packs them for the experts, and frees what was loaded.
+
+        Raises:
+            RuntimeError: torch.export is tracing the layer, with tensors without values.
+        """
+        if any(is_fake(param) for param in layer.parameters(recurse=False)):
+            raise RuntimeError(
+                f"the weights of {layer.layer_name} are not processed yet, which torch.export cannot trace; call its "
+                f"process_weights_after_loading() before"
+            )
+        params = {name: param for name, param in layer.named_parameters(recurse=False) if not name.endswith("_bias")}
+        again = layer.loader.slots_loaded_again
+        if again is not None:
+            for param in params.values():
+                param.data = param.data[again]
+        unpacked = () if again == [] else agree_on_type(self.unpack(layer, "w13"), self.unpack(layer, "w2"))
+        for name in params:
+            delattr(layer, name)
+        layer.loader.close()
+        if again is None:
+            for gemm, weights in zip(_GEMMS, unpacked, strict=True):
+                self._types[gemm] = (weights.quant_type_id, weights.group_size)
+            self._pack(layer, *unpacked)
+        elif unpacked:
+            self._pack_again(layer, *unpacked, again)
+
+    def begin_reload(self, layer: ExpertShard) -> None:
+        """Creates the checkpoint's parameters again, except for the biases, which the experts read directly."""
+        biases = {name: param for name, param in layer.named_parameters(recurse=False) if name.endswith("_bias")}
+        config = self.moe_config
+        self.create_weights(
+            layer,
+            num_experts=layer.slots.num_local,
+            hidden_size=config.hidden_dim,
+            intermediate_size_per_partition=config.intermediate_size_per_partition,
+            params_dtype=config.in_dtype,
+        )
+        for name, bias in biases.items():
+            layer.register_parameter(name, bias)
+
+    def _pack(self, layer: ExpertShard, w13: CanonicalWeights, w2: CanonicalWeights) -> None:
+        """Chooses experts for the weights' device, and stores the weights in their layout in the layer."""
+        self._packed_on = w13.codes.device
+        self._experts_names = choose_experts(layer.experts, self.moe_config, (w13, w2), self._packed_on)
+        experts = EXPERTS.load(self._experts_names[FusedMoEActivationFormat.Standard])
+        for gemm, packed in zip(_GEMMS, experts.pack_weights(w13, w2, self.moe_config), strict=True):
+            for field, tensor in packed._asdict().items():
+                if tensor is not None:
+                    layer.register_buffer(f"{gemm}_processed_{field}", tensor)
+                elif _held(layer, gemm, field) is not None:  # from a previous layout, for another device
+                    delattr(layer, f"{gemm}_processed_{field}")
+
+    def _pack_again(self, layer: ExpertShard, w13: CanonicalWeights, w2: CanonicalWeights, slots: list[int]) -> None:
+        """Overwrites the weights in use of some slots, in the same layout."""
+        experts = EXPERTS.load(self.experts_names(layer)[FusedMoEActivationFormat.Standard])
+        device = self.gemm_weights(layer)[0].device
+        parts = [
+            CanonicalWeights._make(value.to(device) if isinstance(value, torch.Tensor) else value for value in part)
+            for part in (w13, w2)
+        ]
+        types = {gemm: (part.quant_type_id, part.group_size) for gemm, part in zip(_GEMMS, parts, strict=True)}
+        packed = dict(zip(_GEMMS, experts.pack_weights(*parts, self.moe_config), strict=True))
+        for gemm, field in itertools.product(_GEMMS, ExpertWeights._fields):
+            new, held = getattr(packed[gemm], field), _held(layer, gemm, field)
+            if types != self._types or (new is None) != (held is None):
+                raise ValueError(
+                    f"the weights that {layer.layer_name} was given again have another number type, or zero points or "
+                    f"an order of columns where those in use have none; load them into a new layer"
+                )
+            if held is not None:
+                with torch.inference_mode():  # can write to tensors whether or not they were created in it
+                    for slot, expert in zip(slots, new, strict=True):
+                        held[slot].copy_(expert)
+        self.rebuild_derived_state(layer, slots)
+
+    def experts_names(self, layer: ExpertShard) -> ExpertsNames:
+        """The experts that the weights were packed for; unpacked ones that moved to another device are packed there."""
+        if self._experts_names is None:
+            raise RuntimeError(
+                f"the weights of {layer.layer_name} are not processed; call process_weights_after_loading"
+            )
+        w1, _ = self.gemm_weights(layer)
+        if w1.dtype is torch.uint8 and w1.device != self._packed_on:
+            self._pack(layer, self._canonical(layer, "w13"), self._canonical(layer, "w2"))
+        return self._experts_names
+
+    def _canonical(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
+        """The weights, if they are still in the canonical form: one code per byte."""
+        return CanonicalWeights(
+            codes=layer.get_buffer(f"{gemm}_processed_weight"),
+            scales=layer.get_buffer(f"{gemm}_processed_scales"),
+            zero_points=_held(layer, gemm, "zero_points"),
+            g_idx=_held(layer, gemm, "g_idx"),
+            quant_type_id=self._types[gemm][0],
+            group_size=self._types[gemm][1],
+            global_scales=_held(layer, gemm, "global_scales"),
+        )
+
+    def gemm_weights(self, layer: ExpertShard) -> tuple[torch.Tensor, torch.Tensor]:
+        return cast(torch.Tensor, layer.w13_processed_weight), cast(torch.Tensor, layer.w2_processed_weight)
+
+    def get_fused_moe_quant_config(self, layer: ExpertShard) -> FusedMoEQuantConfig:
+        return FusedMoEQuantConfig(
+            quant_type_id=self._types["w13"][0],
+            group_size=self._types["w13"][1],
+            w2_quant_type_id=self._types["w2"][0],
+            w2_group_size=self._types["w2"][1],
+            w1_scale=_held(layer, "w13", "scales"),
+            w2_scale=_held(layer, "w2", "scales"),
+            w1_zp=_held(layer, "w13", "zero_points"),
+            w2_zp=_held(layer, "w2", "zero_points"),
+            w1_bias=self.bias(layer, "w13"),
+            w2_bias=self.bias(layer, "w2"),
+            g1_alphas=_held(layer, "w13", "global_scales"),
+            g2_alphas=_held(layer, "w2", "global_scales"),
+        )
+
+    def expert_kwargs(self, layer: ExpertShard) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {}
+        for gemm in _GEMMS:
+            kwargs[f"{gemm}_g_idx"] = _held(layer, gemm, "g_idx")
+            # Only experts that sort columns know this argument.
+            if (order := _held(layer, gemm, "g_idx_sort_indices")) is not None:
+                kwargs[f"{gemm}_g_idx_sort_indices"] = order
+        return kwargs
+
+    def weight_tensors(self, layer: ExpertShard) -> list[torch.Tensor]:
+        held = [_held(layer, gemm, field) for gemm in _GEMMS for field in ExpertWeights._fields]
+        return [tensor for tensor in held if tensor is not None]
+
+
+def _held(layer: ExpertShard, gemm: str, field: str) -> torch.Tensor | None:
+    return dict(layer.named_buffers(recurse=False)).get(f"{gemm}_processed_{field}")

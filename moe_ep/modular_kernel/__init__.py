@@ -1,0 +1,31 @@
+"""The contracts of dispatch backends and experts, and the modular kernel that joins one with the other."""
+
+from moe_ep.modular_kernel.contracts import (
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    FusedMoEPermuteExpertsUnpermute,
+    FusedMoEPrepareAndFinalize,
+)
+from moe_ep.modular_kernel.kernel import FusedMoEModularKernel, make_experts, make_prepare_finalize
+from moe_ep.modular_kernel.weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNaiveBatched,
+    TopKWeightAndReduceNoOP,
+)
+
+__all__ = [
+    "ExpertTokensMetadata",
+    "FusedMoEActivationFormat",
+    "FusedMoEModularKernel",
+    "FusedMoEPermuteExpertsUnpermute",
+    "FusedMoEPrepareAndFinalize",
+    "TopKWeightAndReduce",
+    "TopKWeightAndReduceContiguous",
+    "TopKWeightAndReduceDelegate",
+    "TopKWeightAndReduceNaiveBatched",
+    "TopKWeightAndReduceNoOP",
+    "make_experts",
+    "make_prepare_finalize",
+]

@@ -1,0 +1,332 @@
+"""Joins a dispatch backend with experts, and creates either by name.
+
+`FusedMoEModularKernel` runs prepare -> experts -> finalize and owns the scratch in between. The contracts of the two
+sides are in `moe_ep.modular_kernel.contracts`, the reduce strategies in `moe_ep.modular_kernel.weight_and_reduce`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_ep import env
+from moe_ep.activation import MoEActivation
+from moe_ep.arguments import check_local_experts, check_no_gradients, check_tensors
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.distributed.process_groups import check_member
+from moe_ep.errors import check_router_weight_on_input
+from moe_ep.modular_kernel.backend_choice import choose_backend
+from moe_ep.modular_kernel.contract_checks import check_backend, checked_backend, checked_experts
+from moe_ep.modular_kernel.contracts import (
+    ExpertTokensMetadata,
+    ExpertWeights,
+    FusedMoEActivationFormat,
+    FusedMoEPermuteExpertsUnpermute,
+    FusedMoEPrepareAndFinalize,
+    PrepareResult,
+)
+from moe_ep.modular_kernel.weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNaiveBatched,
+    TopKWeightAndReduceNoOP,
+)
+from moe_ep.modular_kernel.workspace import Request, num_bytes, workspace_manager
+from moe_ep.observability.stages import stage
+from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
+
+__all__ = [
+    "ExpertTokensMetadata",
+    "ExpertWeights",
+    "FusedMoEActivationFormat",
+    "FusedMoEConfig",
+    "FusedMoEModularKernel",
+    "FusedMoEPermuteExpertsUnpermute",
+    "FusedMoEPrepareAndFinalize",
+    "FusedMoEQuantConfig",
+    "PrepareResult",
+    "TopKWeightAndReduce",
+    "TopKWeightAndReduceContiguous",
+    "TopKWeightAndReduceDelegate",
+    "TopKWeightAndReduceNaiveBatched",
+    "TopKWeightAndReduceNoOP",
+    "make_experts",
+    "make_prepare_finalize",
+]
+
+
+class FusedMoEModularKernel(nn.Module):
+    """Joins a prepare/finalize backend with experts of the same activation format.
+
+    What those of somebody's own return is checked against their contracts in every pass; the error names the one that
+    does not keep to its.
+
+    Raises:
+        ValueError: their formats differ.
+        TypeError: one of them is no instance of its contract, or its answers are of other types.
+    """
+
+    def __init__(
+        self,
+        prepare_finalize: FusedMoEPrepareAndFinalize,
+        fused_experts: FusedMoEPermuteExpertsUnpermute,
+        shared_experts: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self._backend, self._experts = checked_backend(prepare_finalize), checked_experts(fused_experts)
+        ours, theirs = prepare_finalize.activation_format(), fused_experts.activation_format()
+        if ours is not theirs:
+            raise ValueError(
+                f"prepare_finalize is {type(prepare_finalize).__name__} with activation format {ours.name} and "
+                f"fused_experts is {type(fused_experts).__name__} with {theirs.name}; choose two of the same format"
+            )
+        if fused_experts.supports_row_ids():
+            prepare_finalize.hand_over_row_ids()
+        self.prepare_finalize = prepare_finalize
+        self.fused_experts = fused_experts
+        self.shared_experts = shared_experts
+        self._standard = ours is FusedMoEActivationFormat.Standard
+        reduce_impl = fused_experts.finalize_weight_and_reduce_impl()
+        self._finished_rows = prepare_finalize.finalize_only_copies() and reduce_impl == TopKWeightAndReduceNoOP()
+        # Rows computed at a time; None for all at once.
+        self._chunk_size = env.CHUNK_SIZE.get() if self._standard and fused_experts.supports_chunking() else None
+        self._most_rows = prepare_finalize.most_rows()
+        # Size of the scratch for that many rows, by the shapes that determine it.
+        self._least_bytes: dict[tuple[object, ...], int] = {}
+        self._side_stream: torch.cuda.Stream | None = None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        inplace: bool = False,
+        activation: MoEActivation | str = "silu",
+        global_num_experts: int = -1,
+        expert_map: torch.Tensor | None = None,
+        apply_router_weight_on_input: bool = False,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Runs the layer's experts on this rank's tokens; all ranks of the backend's group must call it.
+
+        Args:
+            hidden_states: `[T, K]`; T may be 0.
+            w1, w2: local weights, in the experts' layout.
+            topk_weights: f32 `[T, topk]`.
+            topk_ids: `[T, topk]`, global physical ids, -1 for no expert.
+            inplace: write the result over hidden_states.
+            global_num_experts: number of ids that can occur; -1 means all experts are local.
+            expert_map: int32 `[global_num_experts]`, global -> local, -1 if not local; None means all experts are
+                local, or in the batched format that the backend knows where they are.
+            shared_experts_input: the input of the shared experts; None means hidden_states.
+
+        Returns:
+            `[T, K]`, contiguous unless inplace, or (shared output, `[T, K]`) if there are shared experts.
+
+        Raises:
+            ValueError: more ids than w1 has experts, and no expert_map; a map on the host that names other experts than
+                w1 has.
+            RuntimeError: hidden_states or topk_weights requires a gradient, and gradients are enabled.
+        """
+        check_tensors(hidden_states=hidden_states, w1=w1, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids)
+        check_no_gradients("the experts of the modular kernel", hidden_states, topk_weights)
+        if apply_router_weight_on_input:
+            check_router_weight_on_input(topk_ids.size(-1))
+        if global_num_experts == -1:
+            global_num_experts = w1.size(0)
+        if expert_map is None and self._standard and global_num_experts > w1.size(0):
+            raise ValueError(
+                f"global_num_experts is {global_num_experts}, w1 has {w1.size(0)} experts and expert_map is None, that "
+                f"is, all are local; pass the map of this rank's experts"
+            )
+        if expert_map is not None:
+            check_local_experts(expert_map, w1.size(0))
+        # A tensor of this pass alone: backends find by it what they keep, also of a pass that failed.
+        topk_ids = topk_ids.detach()
+        shared_input = hidden_states if shared_experts_input is None else shared_experts_input
+        shared_output = self._start_shared_experts(shared_input)
+        if inplace:
+            self._join_shared_experts(shared_output)
+        output = hidden_states if inplace else hidden_states.new_empty(hidden_states.shape)
+
+        with stage("dispatch"):
+            rows, row_scales, meta, ids, weights = self._backend.prepare(
+                hidden_states,
+                topk_weights,
+                topk_ids,
+                global_num_experts,
+                expert_map,
+                apply_router_weight_on_input,
+                self.fused_experts.quant_config,
+            )
+        ids = topk_ids if ids is None else ids
+        weights = topk_weights if weights is None else weights
+        with stage("experts"):
+            expert_output = self._run_experts(
+                None if inplace else output, hidden_states.dtype, rows, row_scales, meta, ids, weights, w1, w2,
+                activation, global_num_experts, expert_map, apply_router_weight_on_input,
+            )  # fmt: skip
+        with stage("combine"):
+            self._backend.finalize(
+                output,
+                expert_output,
+                weights,
+                ids,
+                apply_router_weight_on_input,
+                self.fused_experts.finalize_weight_and_reduce_impl(),
+            )
+        if shared_output is None:
+            return output
+        self._join_shared_experts(shared_output)
+        return shared_output, output
+
+    @torch.no_grad()  # weights may require gradients, and scratch must not keep a graph
+    def _run_experts(
+        self,
+        target: torch.Tensor | None,
+        act_dtype: torch.dtype,
+        rows: torch.Tensor,
+        row_scales: torch.Tensor | None,
+        meta: ExpertTokensMetadata | None,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        activation: MoEActivation | str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        """Runs the experts on all rows that arrived, in chunks of at most MOE_EP_CHUNK_SIZE rows where they allow it.
+
+        Args:
+            target: the layer's output, if it may be written before all rows were read; written directly if it fits.
+        """
+        experts = self._experts
+        E, M, N, K, topk = experts.moe_problem_size(rows, w1, w2, ids)
+        dtype, limit = experts.workspace_dtype(act_dtype), self._chunk_size
+        if target is not None and not (self._finished_rows and target.dtype == dtype and target.is_contiguous()):
+            target = None
+
+        def requests(num_rows: int) -> tuple[Request, ...]:
+            """Scratch for one chunk of that many rows, and the output for all of them."""
+            sizes = (N, K, topk, global_num_experts, E, meta, activation)
+            rows_at_once = num_rows if limit is None else min(num_rows, limit)
+            scratch13, scratch2, shape = experts.workspace_shapes(rows_at_once, *sizes)
+            if rows_at_once < num_rows:
+                shape = experts.workspace_shapes(num_rows, *sizes)[2]
+            return (scratch13, dtype), (scratch2, dtype), (shape if target is None else (0,), dtype)
+
+        least_bytes = 0
+        if self._most_rows is not None:
+            key = (E, N, K, topk, dtype, activation)
+            if key not in self._least_bytes:
+                self._least_bytes[key] = num_bytes(*requests(self._most_rows))
+            least_bytes = self._least_bytes[key]
+        workspace13, workspace2, scratch = workspace_manager().get(rows.device, *requests(M), least_bytes=least_bytes)
+        output = scratch if target is None else target
+        if self._standard and M == 0:
+            return output
+        whole = (output, rows, weights, ids, row_scales)
+        chunks = [(*whole, meta)] if limit is None or limit >= M else _chunks(M, limit, *whole)
+        for part_output, part_rows, part_weights, part_ids, part_scales, part_meta in chunks:
+            experts.apply(
+                part_output,
+                part_rows,
+                w1,
+                w2,
+                part_weights,
+                part_ids,
+                activation,
+                global_num_experts,
+                expert_map,
+                part_scales,
+                experts.quant_config.a2_scale,
+                workspace13,
+                workspace2,
+                part_meta,
+                apply_router_weight_on_input,
+            )
+        return output
+
+    def _start_shared_experts(self, shared_input: torch.Tensor) -> torch.Tensor | None:
+        """Runs the shared experts; on a GPU on a separate stream, in parallel with the rest."""
+        if self.shared_experts is None:
+            return None
+        if not shared_input.is_cuda:
+            return self.shared_experts(shared_input)
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(shared_input.device)
+        self._side_stream.wait_stream(torch.cuda.current_stream(shared_input.device))
+        shared_input.record_stream(self._side_stream)
+        with torch.cuda.stream(self._side_stream):
+            return self.shared_experts(shared_input)
+
+    def _join_shared_experts(self, shared_output: torch.Tensor | None) -> None:
+        if shared_output is None or self._side_stream is None:
+            return
+        current = torch.cuda.current_stream(shared_output.device)
+        current.wait_stream(self._side_stream)
+        shared_output.record_stream(current)
+
+
+def _chunks(num_rows: int, size: int, *tensors: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Yields `size` rows of the tensors at a time, and None for the metadata, which describes all rows together."""
+    for start in range(0, num_rows, size):
+        yield *(None if tensor is None else tensor[start : start + size] for tensor in tensors), None
+
+
+def make_prepare_finalize(
+    backend: str,
+    moe_config: FusedMoEConfig,
+    quant_config: FusedMoEQuantConfig | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> FusedMoEPrepareAndFinalize:
+    """Creates a dispatch backend by name, with a capacity of `moe_config.max_num_tokens` per rank.
+
+    Args:
+        backend: a name from `moe_ep.registry.ALL2ALL_BACKENDS`, or "auto".
+        process_group: the EP group, in ep_rank order; None for the default group.
+
+    Raises:
+        ValueError: an unknown name (the known ones are listed), a group whose size is not ep_size, or one that this
+            process is not in.
+        BackendUnavailableError: it cannot run on this machine; with the pip line where a package is missing.
+        TypeError: moe_config is no configuration, or process_group no group.
+    """
+    _check_moe_config(moe_config)
+    check_member(process_group)
+    name = choose_backend(backend, moe_config, process_group)
+    made: FusedMoEPrepareAndFinalize = ALL2ALL_BACKENDS.load(name)(
+        moe_config=moe_config, quant_config=quant_config, process_group=process_group
+    )
+    check_backend(made)
+    return made
+
+
+def make_experts(
+    name: str,
+    moe_config: FusedMoEConfig,
+    quant_config: FusedMoEQuantConfig | None = None,
+    **kwargs: Any,
+) -> FusedMoEPermuteExpertsUnpermute:
+    """Creates experts by their name in `moe_ep.registry.EXPERTS`; keyword arguments are passed to the class.
+
+    Raises:
+        ValueError: an unknown name; the known ones are listed.
+        TypeError: moe_config is no configuration.
+    """
+    _check_moe_config(moe_config)
+    return EXPERTS.load(name)(moe_config, quant_config, **kwargs)
+
+
+def _check_moe_config(moe_config: FusedMoEConfig) -> None:
+    if not isinstance(moe_config, FusedMoEConfig):
+        raise TypeError(f"moe_config is {moe_config!r}; it must be a FusedMoEConfig, as the moe_config of a layer")

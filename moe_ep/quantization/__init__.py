@@ -1,0 +1,1 @@
+"""The canonical form of quantized weights, and quantization of plain weights."""
