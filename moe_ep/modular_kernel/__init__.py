@@ -1,5 +1,6 @@
 """The contracts of dispatch backends and experts, and the modular kernel that joins one with the other."""
 
+from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.modular_kernel.contracts import (
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
@@ -18,9 +19,11 @@ from moe_ep.modular_kernel.weight_and_reduce import (
 __all__ = [
     "ExpertTokensMetadata",
     "FusedMoEActivationFormat",
+    "FusedMoEConfig",
     "FusedMoEModularKernel",
     "FusedMoEPermuteExpertsUnpermute",
     "FusedMoEPrepareAndFinalize",
+    "FusedMoEQuantConfig",
     "TopKWeightAndReduce",
     "TopKWeightAndReduceContiguous",
     "TopKWeightAndReduceDelegate",

@@ -300,9 +300,9 @@ def test_a_model_that_was_not_divided_is_refused() -> None:
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(moe_ep, "parallelize")
-    for name in ("transformers", "hf_loading"):
+    for name in ("parallelize", "loading"):
         monkeypatch.delitem(sys.modules, f"moe_ep.hf.{name}")
-    monkeypatch.delattr(moe_ep.hf, "hf_loading")
+    monkeypatch.delattr(moe_ep.hf, "loading")
     # None is how Python says that a module cannot be imported.
     monkeypatch.setitem(sys.modules, "transformers", None)
     message = r"moe_ep\.parallelize needs transformers, which is not installed; run: pip install 'moe_ep\[hf\]'"

@@ -45,7 +45,7 @@ time.sleep(60)
 # sleeps, which a signal does end, and takes longer to leave than a block with a limit may.
 _STUCK = """
 import contextlib, ctypes, sys, time
-from moe_ep.launch import interrupts
+from moe_ep.launch.gangs import interrupts
 limit = interrupts.ending_after(2, "waiting") if sys.argv[1] == "limit" else contextlib.nullcontext()
 with interrupts.raised_as_interrupt():
     try:
