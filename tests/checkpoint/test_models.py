@@ -153,22 +153,22 @@ EXPECTED = {
 }
 
 
-# In a part of their config; in tests/integrations, test_models_that_see.py and test_language_parts.py.
+# In a part of their config; in tests/hf, test_models_that_see.py and test_language_parts.py.
 SEEING = {"qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "llama4", "kimi_k25"}
 SEEING |= {"minimax_m3_vl", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen4_exp", "gemma4"}
 SEEING |= {"llama4_text", "minimax_m3_vl_text", "aria", "deepseek_ocr2", "unlimited_ocr", "inkling_mm_model"}
 SEEING |= {"mistral3", "mistral_large4", "mistral_large4_text", "dots3_note", "glm5_next"}
 
 
-# In tests/integrations: test_limited_gates.py, test_families.py.
+# In tests/hf: test_limited_gates.py, test_families.py.
 SEEING |= {"deepseek_v41", "mimo_v2"}
 
 
-# Whose routers moe_ep does not compute; in tests/integrations/test_families.py.
+# Whose routers moe_ep does not compute; in tests/hf/test_families.py.
 EXPERTS_ALONE = {"gemma4_text", "inkling_text", "kolibri1", "zaya", "axk2"}
-# Whose shared experts transformers saves under other names; in tests/integrations/test_limited_gates.py.
+# Whose shared experts transformers saves under other names; in tests/hf/test_limited_gates.py.
 RENAMED = {"hy_v4"}
-# In tests/integrations: test_step_and_ling.py, test_latent_experts.py, test_inkling2.py.
+# In tests/hf: test_step_and_ling.py, test_latent_experts.py, test_inkling2.py.
 NEWER = {"step3p5", "step3p7", "bailing_moe", "bailing_moe_v2", "bailing_moe_linear", "kimi_k3"}
 NEWER |= {"inkling2_text", "inkling2"}
 
@@ -190,7 +190,7 @@ def test_spec_of_a_config_that_transformers_writes(family: str) -> None:
 
 @pytest.mark.parametrize("family", SAME_AS)
 def test_families_that_are_others_by_another_name(family: str) -> None:
-    """Those that transformers has run in tests/integrations/test_families.py."""
+    """Those that transformers has run in tests/hf/test_families.py."""
     other = SAME_AS[family]
     spec = model_spec(config_of(other) | {"model_type": family})
     assert dataclasses.replace(spec, family=other) == model_spec(config_of(other))

@@ -98,7 +98,7 @@ def test_the_moving_thread_may_be_the_one_that_collects_what_closes_it() -> None
 
 def test_a_model_of_transformers_is_let_go_with_its_balancing() -> None:
     pytest.importorskip("transformers")
-    from tests.integrations.hf_models import make_model as make_transformers_model
+    from tests.hf.hf_models import make_model as make_transformers_model
 
     model = moe_ep.parallelize(make_transformers_model("Qwen3Moe"), eplb=True)
     steps = steps_of(model)

@@ -23,7 +23,7 @@ from moe_ep.hf.divided import steps_of
 from moe_ep.hf.replay import EAGER_CALLS, _Place
 from moe_ep.layer.methods import relative_error, tolerance
 from tests.gpu.test_transformers_gpu import PACKED, make
-from tests.integrations.hf_models import SIZES
+from tests.hf.hf_models import SIZES
 from tests.ranks import num_gpu_ranks, ranks
 
 pytestmark = pytest.mark.gpu2

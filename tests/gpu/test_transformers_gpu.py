@@ -20,8 +20,8 @@ from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.quantization.canonical_weights import dequantize
 from moe_ep.quantization.quantize_weights import quantize_int
 from moe_ep.registry import EXPERTS
-from tests.integrations.hf_models import SIZES, make_model
-from tests.integrations.test_slot_attention import decoded
+from tests.generation.test_slot_attention import decoded
+from tests.hf.hf_models import SIZES, make_model
 from tests.ranks import ranks
 
 WORLD_SIZES = [

@@ -15,9 +15,9 @@ import moe_ep
 from moe_ep.checkpoint import model_spec
 from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.errors import CheckpointError, ConfigError
-from tests.integrations.hf_models import EYES, FAMILIES, SIZES
-from tests.integrations.moe_layers import check_layers
-from tests.integrations.test_families import check, in_slots
+from tests.hf.hf_models import EYES, FAMILIES, SIZES
+from tests.hf.moe_layers import check_layers
+from tests.hf.test_families import check, in_slots
 from tests.of_transformers import known, random_model
 
 SEEING = EYES | {"num_hidden_layers": 2, "image_size": 16}

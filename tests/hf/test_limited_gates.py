@@ -21,10 +21,10 @@ from moe_ep.launch.workers import verify
 from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
 from tests.checkpoint.format_encoders import e2m1
-from tests.integrations.hf_models import GROUPED, MLA, SIZES, make_model
-from tests.integrations.moe_layers import check_layers
-from tests.integrations.test_families import INDEXER, V4, check
-from tests.integrations.test_models_that_see import VISION
+from tests.hf.hf_models import GROUPED, MLA, SIZES, make_model
+from tests.hf.moe_layers import check_layers
+from tests.hf.test_families import INDEXER, V4, check
+from tests.hf.test_models_that_see import VISION
 from tests.of_transformers import known, random_model
 
 KINDS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}

@@ -20,8 +20,8 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
-from tests.integrations.hf_models import EYES, GROUPED, MLA, SIZES, make_model
-from tests.integrations.test_families import INDEXER, OTHERS, check, in_slots
+from tests.hf.hf_models import EYES, GROUPED, MLA, SIZES, make_model
+from tests.hf.test_families import INDEXER, OTHERS, check, in_slots
 from tests.of_transformers import known, random_model
 
 PIXTRAL = {**EYES, "model_type": "pixtral", "image_size": 16, "head_dim": 16}

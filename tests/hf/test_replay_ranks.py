@@ -17,8 +17,8 @@ from moe_ep.eplb.config import EplbConfig
 from moe_ep.hf import replay, routed_experts
 from moe_ep.hf.divided import steps_of
 from moe_ep.hf.replay import EAGER_CALLS
-from tests.integrations.hf_models import SIZES, make_model
-from tests.integrations.test_replay import Place
+from tests.hf.hf_models import SIZES, make_model
+from tests.hf.test_replay import Place
 from tests.ranks import ranks
 
 CALLS = EAGER_CALLS + 3

@@ -22,7 +22,7 @@ from moe_ep.errors import ConfigError
 from moe_ep.hf.divided import steps_of
 from moe_ep.hf.step_scheduler import Line
 from moe_ep.layer.methods import relative_error, tolerance
-from tests.integrations.hf_models import SIZES, make_model
+from tests.hf.hf_models import SIZES, make_model
 from tests.of_transformers import known
 from tests.ranks import ranks
 

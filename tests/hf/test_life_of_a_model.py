@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import moe_ep
 from moe_ep.hf.divided import steps_of
 from moe_ep.hf.routed_experts import RoutedExperts
-from tests.integrations.hf_models import make_model
+from tests.hf.hf_models import make_model
 
 TOKENS = torch.ones(2, 3, dtype=torch.int64)
 

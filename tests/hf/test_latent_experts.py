@@ -19,9 +19,9 @@ from moe_ep.checkpoint import CheckpointReader, load_moe_layer, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError
 from tests.checkpoint.format_encoders import e2m1
-from tests.integrations.hf_models import make_model
-from tests.integrations.moe_layers import check_layers
-from tests.integrations.test_families import check, in_slots
+from tests.hf.hf_models import make_model
+from tests.hf.moe_layers import check_layers
+from tests.hf.test_families import check, in_slots
 
 NUMBERS = torch.tensor([e2m1(code) for code in range(16)])
 K, LATENT, N, EXPERTS, TOP_K = 64, 32, 96, 6, 2

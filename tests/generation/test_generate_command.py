@@ -31,7 +31,7 @@ from moe_ep.launch.workers.generate_worker import (
     _tokenizer,
     _told,
 )
-from tests.integrations.alone import continue_alone, load_alone
+from tests.generation.alone import continue_alone, load_alone
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ import moe_ep
 from moe_ep.checkpoint import CheckpointReader, model_spec
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError
-from tests.integrations.hf_models import EYES, SIZES
-from tests.integrations.moe_layers import check_layers
-from tests.integrations.test_families import check
-from tests.integrations.ungrouped_models import UNGROUPED
+from tests.hf.hf_models import EYES, SIZES
+from tests.hf.moe_layers import check_layers
+from tests.hf.test_families import check
+from tests.hf.ungrouped_models import UNGROUPED
 from tests.of_transformers import known, random_model
 
 # All of its layers have experts, unlike those of the first Inkling.

@@ -14,8 +14,8 @@ import moe_ep
 from moe_ep.generation import slot_attention
 from moe_ep.generation.decoder import SlotDecoder
 from moe_ep.layer.methods import relative_error, tolerance
-from tests.integrations.hf_models import FAMILIES, SIZES, make_model
-from tests.integrations.test_families import OTHERS, OWN_PAST
+from tests.hf.hf_models import FAMILIES, SIZES, make_model
+from tests.hf.test_families import OTHERS, OWN_PAST
 
 SLOTS = 3
 # Keys of another width than values, an indexer, or attention that no other function may take the place of.

@@ -25,8 +25,8 @@ from moe_ep.generation.sampling import Sampling, next_tokens
 from moe_ep.hf.divided import steps_of
 from moe_ep.hf.loading import context_length
 from tests.checkpoint.test_real_layer import text_moe
-from tests.integrations.alone import continue_alone, load_alone
-from tests.integrations.hf_models import SIZES, make_model
+from tests.generation.alone import continue_alone, load_alone
+from tests.hf.hf_models import SIZES, make_model
 from tests.ranks import ranks
 
 STOP = 5

@@ -24,7 +24,7 @@ from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.hf.divided import steps_of
 from moe_ep.hf.experts import find_experts
 from moe_ep.hf.routed_experts import RoutedExperts
-from tests.integrations.hf_models import SIZES, make_model
+from tests.hf.hf_models import SIZES, make_model
 
 
 def test_experts_that_a_pass_has_divided_are_not_saved(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError
 from moe_ep.hf.routed_experts import RoutedExperts
 from moe_ep.layer.methods import relative_error, tolerance
-from tests.integrations.hf_models import EYES, SIZES, make_model
-from tests.integrations.moe_layers import check_layers
-from tests.integrations.test_families import HYBRID, check, in_slots
+from tests.hf.hf_models import EYES, SIZES, make_model
+from tests.hf.moe_layers import check_layers
+from tests.hf.test_families import HYBRID, check, in_slots
 from tests.of_transformers import known, random_model
 
 STEP = {

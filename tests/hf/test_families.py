@@ -23,9 +23,9 @@ from moe_ep.generation.prompt_queue import Request
 from moe_ep.hf.experts import find_experts
 from moe_ep.layer.methods import relative_error, tolerance
 from tests.checkpoint.format_encoders import e2m1
-from tests.integrations.hf_models import GROUPED, MLA, SIZES, make_model
-from tests.integrations.moe_layers import check_layers
-from tests.integrations.ungrouped_models import UNGROUPED
+from tests.hf.hf_models import GROUPED, MLA, SIZES, make_model
+from tests.hf.moe_layers import check_layers
+from tests.hf.ungrouped_models import UNGROUPED
 from tests.of_transformers import random_model
 
 # Of few heads an indexer's scores are often zero, and which of them are taken then is nobody's promise.

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from moe_ep.generation import fused_modules, fused_rotary
 from moe_ep.generation.fused_modules import FusedModules
-from tests.integrations.hf_models import SIZES, make_model
+from tests.hf.hf_models import SIZES, make_model
 from tests.kernels.rotary_cases import plain_rotary
 
 # Norms of the two layers' inputs, of what comes after attention and of the last layer's output, and of queries and keys

@@ -23,8 +23,8 @@ from moe_ep.launch.workers import verify
 from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.stack import MoEStack
 from tests.checkpoint.format_cases import CASES, make_experts
-from tests.integrations.hf_models import FAMILIES, GROUPED, MLA, SIZES
-from tests.integrations.test_families import check, in_slots
+from tests.hf.hf_models import FAMILIES, GROUPED, MLA, SIZES
+from tests.hf.test_families import check, in_slots
 from tests.of_transformers import known, random_model
 
 VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
