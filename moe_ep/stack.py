@@ -23,6 +23,7 @@ from moe_ep.checkpoint import (
     MoEModelSpec,
     check_beside_experts,
     check_experts,
+    layer_options,
     layer_quantization,
     load_latent,
     load_moe_layer,
@@ -89,19 +90,7 @@ class MoEBlock(FixedTensors):
         self.register_buffer("output_norm_weight", output_norm, persistent=False)
         self.register_buffer("router_weight", router.weight.float().to(device), persistent=False)
         self.register_buffer("router_bias", bias, persistent=False)
-        correction = None if router.correction_bias is None else router.correction_bias.float().to(device)
-        self._routing: dict[str, Any] = {
-            "top_k": spec.top_k,
-            "renormalize": spec.routing.renormalize,
-            "use_grouped_topk": spec.routing.use_grouped_topk,
-            "num_expert_group": spec.routing.num_expert_group,
-            "topk_group": spec.routing.topk_group,
-            "scoring_func": spec.routing.scoring_func,
-            "routed_scaling_factor": spec.routing.routed_scaling_factor,
-            "custom_routing_function": spec.routing.custom_routing_function,
-            "zero_expert_num": spec.routing.zero_expert_num,
-            "zero_expert_type": spec.routing.zero_expert_type,
-        }
+        self._routing = spec.select_experts_options()
         # Parameters are created on their final device: a shard may not fit into host memory twice.
         with torch.device(device):
             shared_experts = _shared_experts(reader, spec, layer_index, dtype)
@@ -109,24 +98,15 @@ class MoEBlock(FixedTensors):
             self.latent = None if latent is None else LatentProjections(latent, spec.rms_norm_eps, dtype)
             # Beside experts of another width they read what those do not.
             self.shared_experts = None if latent is None else shared_experts
+            options = layer_options(reader, spec, layer_index, dtype)
             self.moe = FusedMoE(
-                num_experts=spec.num_experts,
-                hidden_size=spec.expert_hidden_size,
-                intermediate_size=spec.moe_intermediate_size,
-                params_dtype=dtype,
-                quant_config=layer_quant_config(quant_config, spec, layer_index),
-                has_bias=spec.has_bias,
-                prefix=spec.moe_prefix(layer_index),
-                **spec.gate(layer_index)._asdict(),
+                **options | {"quant_config": layer_quant_config(quant_config, spec, layer_index)},
                 shared_experts=shared_experts if latent is None else None,
                 process_group=process_group,
                 parallel_config=parallel_config,
                 max_num_tokens=max_num_tokens,
                 enable_eplb=num_redundant_experts is not None,
                 num_redundant_experts=num_redundant_experts or 0,
-                e_score_correction_bias=correction,
-                apply_router_weight_on_input=spec.routing.apply_router_weight_on_input,
-                **self._routing,
             )
         load_moe_layer(reader, spec, layer_index, self.moe)
 

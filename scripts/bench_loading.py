@@ -33,10 +33,9 @@ from loading_checkpoints import FORMATS, GEOMETRIES, make_checkpoint
 
 from moe_ep.checkpoint import MoEModelSpec, model_spec
 from moe_ep.checkpoint.formats import LayerQuantization, quantization_config
-from moe_ep.checkpoint.loader import load_moe_layer
-from moe_ep.checkpoint.plan import plan_layer
+from moe_ep.checkpoint.loading import load_moe_layer
+from moe_ep.checkpoint.plan import layer_quantization, plan_layer
 from moe_ep.checkpoint.reader import CheckpointReader
-from moe_ep.checkpoint.stored import layer_quantization
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.layer import FusedMoE
 

@@ -248,7 +248,7 @@ def _dtype_of(wire: str) -> torch.dtype | None:
 def _geometries(config: ScalingConfig, device: torch.device) -> list[Geometry]:
     if config.model is not None:
         from moe_ep.checkpoint import model_spec
-        from moe_ep.checkpoint.directory import read_json
+        from moe_ep.checkpoint.reader import read_json
 
         return [of_model(model_spec(read_json(config.model / "config.json")), config.model.name)]
     names = config.geometry or (("deepseek-v3",) if device.type == "cuda" else ("small",))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from moe_ep.checkpoint.described import model_spec
-from moe_ep.checkpoint.loader import (
+from moe_ep.checkpoint.loading import (
+    ExpertMatrices,
     LatentWeights,
     RouterWeights,
     SharedExpertsWeights,
     check_beside_experts,
     embed_rows,
+    layer_from_checkpoint,
+    layer_options,
     load_latent,
     load_moe_layer,
     load_norm,
@@ -16,11 +18,13 @@ from moe_ep.checkpoint.loader import (
     load_output_norm,
     load_router,
     load_shared_experts,
+    read_expert,
+    read_linear,
 )
-from moe_ep.checkpoint.matrices import ExpertMatrices, check_experts, expert_tensors, read_expert, read_linear
+from moe_ep.checkpoint.model_spec import model_spec
+from moe_ep.checkpoint.plan import check_experts, expert_tensors, layer_quantization
 from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
 from moe_ep.checkpoint.spec import MoEModelSpec, RoutingSpec, SharedExpertsSpec
-from moe_ep.checkpoint.stored import layer_quantization
 
 __all__ = [
     "CheckpointReader",
@@ -36,6 +40,8 @@ __all__ = [
     "check_experts",
     "embed_rows",
     "expert_tensors",
+    "layer_from_checkpoint",
+    "layer_options",
     "layer_quantization",
     "load_latent",
     "load_moe_layer",

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_ep.checkpoint.described import model_spec
-from moe_ep.checkpoint.directory import INDEX_NAME
 from moe_ep.checkpoint.formats.pack_quantized import pack_quantized
-from moe_ep.checkpoint.reader import CheckpointReader, TensorInfo
+from moe_ep.checkpoint.model_spec import model_spec
+from moe_ep.checkpoint.plan import ExpertTensors, StoredTensor
+from moe_ep.checkpoint.reader import INDEX_NAME, CheckpointReader, TensorInfo
 from moe_ep.checkpoint.spec import MoEModelSpec
-from moe_ep.checkpoint.stored import ExpertTensors, Stored
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.errors import CheckpointError, ConfigError, one_of
 from moe_ep.files import naming
@@ -42,7 +41,7 @@ class _Part(NamedTuple):
 
     module: str
     suffix: str
-    stored: Stored
+    stored: StoredTensor
 
 
 class _ExpertParts(NamedTuple):

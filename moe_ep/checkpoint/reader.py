@@ -6,11 +6,12 @@ into large buffers by a few threads that run ahead of the consumer.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,10 +21,263 @@ from typing import Any
 
 import torch
 
-from moe_ep.checkpoint.directory import INDEX_NAME, SINGLE_NAME, find_tensors, read_config
 from moe_ep.checkpoint.formats import ModelQuantization, quantization_config
-from moe_ep.checkpoint.safetensors_header import TensorInfo
 from moe_ep.errors import CheckpointError
+from moe_ep.files import parse_json
+
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies.
+
+    Attributes:
+        file: the shard that holds it.
+        offset: first byte, counted from the start of the file.
+        nbytes: its size; the bytes are row-major and little-endian.
+    """
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of the leading dimension."""
+        return self.nbytes // self.shape[0] if self.shape and self.shape[0] else 0
+
+    def row(self, index: int) -> TensorInfo:
+        """One index of the leading dimension as a tensor of its own."""
+        name, offset = f"{self.name}[{index}]", self.offset + index * self.row_bytes
+        return TensorInfo(name, self.file, self.dtype, self.shape[1:], offset, self.row_bytes)
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file by name.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or longer than its header says, or the header is not JSON of
+            this form, repeats a name, has an unknown dtype, or ranges that overlap, leave a hole or do not fit a shape.
+    """
+    try:
+        with file.open("rb") as stream:
+            file_bytes = os.fstat(stream.fileno()).st_size
+            prefix = stream.read(_LENGTH_BYTES)
+            header_bytes = int.from_bytes(prefix, "little")
+            if len(prefix) < _LENGTH_BYTES or header_bytes > min(file_bytes - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{file}: the header should have {header_bytes} bytes and the file has {file_bytes}; "
+                    f"it is truncated or no safetensors file; fetch it again"
+                )
+            raw = stream.read(header_bytes)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: expected a safetensors file, found none; fetch it again") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: expected a readable safetensors file, found {error.strerror}") from error
+    entries = parse_json_object(raw, f"{file}: header")
+    entries.pop("__metadata__", None)
+    data_start = _LENGTH_BYTES + header_bytes
+    tensors = [_tensor_info(file, name, entry, data_start) for name, entry in entries.items()]
+    _check_ranges(file, tensors, data_start, file_bytes)
+    return {info.name: info for info in tensors}
+
+
+def parse_json_object(raw: bytes, what: str) -> dict[str, Any]:
+    """A JSON object; CheckpointError, which starts with `what`, for anything else and for a key given twice."""
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise CheckpointError(f"{what}: expected every name once, found {twice!r} twice")
+        return result
+
+    try:
+        value = parse_json(raw, object_pairs_hook=without_duplicates)
+    except ValueError as error:
+        raise CheckpointError(f"{what}: expected JSON, found bytes that do not parse: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what}: expected a JSON object, found a {type(value).__name__}")
+    return value
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _tensor_info(file: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if (
+        not isinstance(shape, list)
+        or not isinstance(offsets, list)
+        or len(offsets) != 2
+        or not all(map(_is_size, shape + offsets))
+    ):
+        raise CheckpointError(
+            f"{file}: tensor {name}: expected a header entry with dtype, shape and data_offsets, found {entry!r}"
+        )
+    if entry.get("dtype") not in tuple(DTYPES):
+        raise CheckpointError(
+            f"{file}: tensor {name}: expected a dtype among {', '.join(DTYPES)}, found {entry.get('dtype')!r}"
+        )
+    dtype = DTYPES[entry["dtype"]]
+    begin, end = offsets
+    # Without a size of zero, which would hide that torch cannot have such sizes.
+    if math.prod(size or 1 for size in shape) * dtype.itemsize >= 2**63:
+        raise CheckpointError(f"{file}: tensor {name}: expected a shape that 64 bits hold, found {shape}")
+    expected = math.prod(shape) * dtype.itemsize
+    if end - begin != expected:
+        raise CheckpointError(
+            f"{file}: tensor {name}: expected {expected} bytes for {entry['dtype']} {shape}, "
+            f"found data_offsets {offsets} ({end - begin} bytes)"
+        )
+    return TensorInfo(name, file, dtype, tuple(shape), data_start + begin, expected)
+
+
+def _check_ranges(file: Path, tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:
+    """Tensors must follow one another without overlap or hole, from the end of the header to the end of the file."""
+    position = data_start
+    for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
+        if info.offset != position:
+            kind = "an overlap with the tensor before it" if info.offset < position else "a hole before it"
+            raise CheckpointError(
+                f"{file}: tensor {info.name}: expected its data at byte {position}, found byte {info.offset}, {kind}"
+            )
+        position += info.nbytes
+        if position > file_bytes:
+            raise CheckpointError(
+                f"{file}: tensor {info.name}: expected data up to byte {position}, found a file of {file_bytes} bytes; "
+                f"it is truncated; fetch it again"
+            )
+    if position != file_bytes:
+        raise CheckpointError(f"{file}: expected {position} bytes as its header says, found {file_bytes}")
+
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MODELOPT_NAME = "hf_quant_config.json"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; CheckpointError where the file is missing, cannot be read or holds something else."""
+    if not os.path.isfile(file):
+        raise CheckpointError(f"{file}: expected the checkpoint's {file.name}, found {_instead_of(file)}")
+    try:
+        return parse_json_object(file.read_bytes(), str(file))
+    except OSError as error:
+        raise CheckpointError(f"{file}: expected a readable file, found {error.strerror}") from error
+
+
+def _instead_of(file: Path) -> str:
+    """What there is where a plain file was expected."""
+    if os.path.exists(file):
+        return "no plain file"
+    return "a link that leads nowhere" if os.path.islink(file) else "no such file"
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json, with a quantization that stands elsewhere under quantization_config: where NVIDIA's tool leaves it,
+    in a file beside it, or under the name that compressed-tensors had for it first.
+
+    Raises:
+        CheckpointError: a file that is missing or holds no JSON object.
+    """
+    config, beside = read_json(directory / "config.json"), directory / MODELOPT_NAME
+    if config.get("quantization_config") is None and "compression_config" in config:
+        config["quantization_config"] = config.pop("compression_config")
+    if config.get("quantization_config") is None and beside.is_file():
+        found = read_json(beside).get("quantization")
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{beside}: expected an object named quantization, found {found!r}")
+        config["quantization_config"] = {"quant_method": "modelopt", **found}
+    return config
+
+
+def find_tensors(directory: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a checkpoint directory by name.
+
+    Raises:
+        CheckpointError: no safetensors, an index that names files or tensors that are not there, a tensor in two files.
+    """
+    index, single = directory / INDEX_NAME, directory / SINGLE_NAME
+    # In transformers' order, which leaves the index of shards that a single file has replaced.
+    if single.is_file():
+        return read_header(single)
+    if index.is_file():
+        return _tensors_of_index(index)
+    for file in (single, index):
+        if os.path.lexists(file):
+            raise CheckpointError(f"{file}: expected a file, found {_instead_of(file)}; fetch it again")
+    ways_out = {
+        "*.safetensors": f"; one file must be called {single.name}, and several need the index",
+        "*.bin": "; pickled weights are never loaded, convert them to safetensors",
+        "*.pt": "; pickled weights are never loaded, convert them to safetensors",
+        "*.pth": "; pickled weights are never loaded, convert them to safetensors",
+        "*.gguf": "; GGUF is not read, take the model in safetensors",
+    }
+    found = next(
+        ((file.name, way_out) for kind, way_out in ways_out.items() for file in sorted(directory.glob(kind))),
+        ("neither", ""),
+    )
+    raise CheckpointError(f"{directory}: expected {single.name} or {index.name}, found {''.join(found)}")
+
+
+def _tensors_of_index(index: Path) -> dict[str, TensorInfo]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: expected a weight_map of tensor names to file names, found {weight_map!r}")
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    owners: dict[str, str] = {}
+    for tensor, file_name in weight_map.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise CheckpointError(
+                f"{index}: tensor {tensor}: expected the name of a file beside it, found {file_name!r}"
+            )
+        if file_name in headers:
+            continue
+        file = index.parent / file_name
+        if not os.path.isfile(file):
+            raise CheckpointError(
+                f"{index}: tensor {tensor}: expected in {file_name}, found {_instead_of(file)}; fetch it again"
+            )
+        headers[file_name] = read_header(file)
+        for name in headers[file_name]:
+            if name in owners:
+                raise CheckpointError(f"{file}: tensor {name}: expected in one shard, found in {owners[name]} too")
+            owners[name] = file_name
+    for name, file_name in weight_map.items():
+        if name not in headers[file_name]:
+            found = f"in {owners[name]}" if name in owners else "in no shard"
+            raise CheckpointError(
+                f"{index.parent / file_name}: tensor {name}: expected here by the index, found {found}"
+            )
+    return {name: headers[file_name][name] for name, file_name in weight_map.items()}
+
 
 BATCH_BYTES = 8 << 20
 READ_THREADS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -225,6 +225,22 @@ class MoEModelSpec:
     def output_norm_weight(self, layer: int) -> str | None:
         """Name of the weight of the norm behind the MoE block, `[K]`, or None without one."""
         return None if self.output_norm is None else f"{self.layers_module}.{layer}.{self.output_norm}.weight"
+
+    def select_experts_options(self) -> dict[str, Any]:
+        """The keyword arguments of `select_experts` that the model decides; the correction bias is in the files."""
+        routing = self.routing
+        return {
+            "top_k": self.top_k,
+            "renormalize": routing.renormalize,
+            "use_grouped_topk": routing.use_grouped_topk,
+            "num_expert_group": routing.num_expert_group,
+            "topk_group": routing.topk_group,
+            "scoring_func": routing.scoring_func,
+            "routed_scaling_factor": routing.routed_scaling_factor,
+            "custom_routing_function": routing.custom_routing_function,
+            "zero_expert_num": routing.zero_expert_num,
+            "zero_expert_type": routing.zero_expert_type,
+        }
 
     def gate(self, layer: int) -> Gate:
         """The activation of a layer's routed experts."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moe_ep.checkpoint.models import FAMILIES
+from moe_ep.checkpoint.families.models import FAMILIES
 
 _NAME = "moe_ep_slots"
 _MAX_HEAD_DIM = 256

@@ -18,9 +18,9 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from moe_ep.checkpoint import CheckpointReader, model_spec
-from moe_ep.checkpoint.directory import read_config
 from moe_ep.checkpoint.formats.layout import FLOATS
-from moe_ep.checkpoint.matrices import read_linear
+from moe_ep.checkpoint.loading import read_linear
+from moe_ep.checkpoint.reader import read_config
 from moe_ep.errors import CheckpointError, ConfigError, MoeEpError
 from moe_ep.hf.experts import ExpertsShape, check_one_in_a_layer, experts_shape, find_experts
 

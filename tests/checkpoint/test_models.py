@@ -12,7 +12,7 @@ import transformers
 
 from moe_ep.activation import MoEActivation
 from moe_ep.checkpoint import model_spec
-from moe_ep.checkpoint.models import FAMILIES
+from moe_ep.checkpoint.families.models import FAMILIES
 from moe_ep.checkpoint.spec import RoutingSpec
 from moe_ep.errors import CheckpointError
 from moe_ep.routing.sparse_mixer import sparse_mixer

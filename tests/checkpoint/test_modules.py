@@ -18,11 +18,11 @@ from moe_ep.checkpoint import (
     read_expert,
     read_linear,
 )
-from moe_ep.checkpoint.directory import read_config
 from moe_ep.checkpoint.formats import ModuleSchemes, PerGemm, quantization_config
 from moe_ep.checkpoint.formats.awq import AWQConfig
 from moe_ep.checkpoint.formats.modules import ModulePatterns
-from moe_ep.checkpoint.stored import layer_quantization
+from moe_ep.checkpoint.plan import layer_quantization
+from moe_ep.checkpoint.reader import read_config
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_ep.checkpoint import reader as reader_module
-from moe_ep.checkpoint.reader import CheckpointReader
-from moe_ep.checkpoint.safetensors_header import DTYPES
+from moe_ep.checkpoint.reader import DTYPES, CheckpointReader
 from moe_ep.errors import CheckpointError
 from tests.checkpoint.checkpoints import entry, make_checkpoint, write_raw
 

@@ -18,8 +18,8 @@ from moe_ep.checkpoint.formats.gptq import GPTQConfig
 from moe_ep.checkpoint.formats.int_quantized import IntQuantizedConfig
 from moe_ep.checkpoint.formats.scales import ScaleShape
 from moe_ep.checkpoint.formats.w4afp8 import W4AFP8Config
-from moe_ep.checkpoint.safetensors_header import TensorInfo
-from moe_ep.checkpoint.stored import Stored, check_tensor
+from moe_ep.checkpoint.plan import StoredTensor, check_tensor
+from moe_ep.checkpoint.reader import TensorInfo
 from moe_ep.errors import CheckpointError
 from moe_ep.layer.weight_loading import FusedMoeWeightScaleSupported as Kind
 from moe_ep.quantization.canonical_weights import dequantize
@@ -234,7 +234,7 @@ def test_scales_of_blocks_as_model_optimizer_shapes_them() -> None:
     scales = torch.rand(2, 1, 3, 1)
     info = TensorInfo("weight_scale", Path("x"), scales.dtype, tuple(scales.shape), 0, 24)
     check_tensor(info, layout["weight_scale"])
-    assert torch.equal(Stored(info, layout["weight_scale"]).tensor(scales), scales.view(2, 3))
+    assert torch.equal(StoredTensor(info, layout["weight_scale"]).tensor(scales), scales.view(2, 3))
 
 
 @pytest.mark.parametrize("key", ["kv_cache_quant_algo", "kv_cache_scheme"])

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from moe_ep.checkpoint import CheckpointReader
-from moe_ep.checkpoint.matrices import read_linear
+from moe_ep.checkpoint.loading import read_linear
 
 
 def load_alone(folder: Path) -> Any:

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 import moe_ep
 from moe_ep.checkpoint import CheckpointReader, load_router, load_shared_experts, model_spec
-from moe_ep.checkpoint.matrices import check_experts
+from moe_ep.checkpoint.plan import check_experts
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError, ConfigError

@@ -1,25 +1,41 @@
-"""Feeds one MoE layer from a checkpoint: the experts this rank holds, and of the others not a byte.
+"""Loads one MoE layer from a checkpoint, reading only the byte ranges of this rank's experts.
 
-The plan (plan.py) is checked against the files' headers first; then data is read in file order and handed to the
-layer's `weight_loader`; and the layer is finished only when everything it needs has arrived.
+A layer is planned first (plan.py), which checks every tensor against the files' headers. Then the data is read in file
+order and handed to the layer's `weight_loader`, and the layer is finished when everything that it needs has arrived.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from moe_ep.activation import gate_limit
+from moe_ep.checkpoint.formats import QuantizationConfig
 from moe_ep.checkpoint.formats.layout import FLOATS, Role, TensorLayout
-from moe_ep.checkpoint.matrices import find_module, read_linear
-from moe_ep.checkpoint.plan import Slot, Source, plan_layer
+from moe_ep.checkpoint.model_spec import model_spec
+from moe_ep.checkpoint.plan import (
+    ExpertTensors,
+    Slot,
+    Source,
+    StoredTensor,
+    check_tensor,
+    find_module,
+    layer_quantization,
+    missing,
+    none_of_that_name,
+    plan_layer,
+    projection_size,
+)
 from moe_ep.checkpoint.reader import CheckpointReader
 from moe_ep.checkpoint.spec import Gate, MoEModelSpec
-from moe_ep.checkpoint.stored import check_tensor, layer_quantization, projection_size
 from moe_ep.errors import CheckpointError
+from moe_ep.quantization.canonical_weights import dequantize
+
+Layer = TypeVar("Layer")
 
 
 class RouterWeights(NamedTuple):
@@ -51,6 +67,68 @@ class LatentWeights(NamedTuple):
     down: torch.Tensor
     up: torch.Tensor
     norm: torch.Tensor | None
+
+
+def layer_from_checkpoint(
+    make: Callable[..., Layer],
+    source: str | os.PathLike[str] | CheckpointReader,
+    layer_index: int,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Layer:
+    """Makes one layer of a checkpoint and loads this rank's experts into it.
+
+    Args:
+        make: `FusedMoE`, or what takes the same keyword arguments.
+        source: the checkpoint's folder, or a reader of it.
+        layer_index: counted over all layers of the model, dense ones included.
+        dtype: of activations and plain weights; None for the config's.
+        options: arguments of `make` that take the place of the checkpoint's.
+
+    Returns:
+        The layer, finished for use. Shared experts and the router are not in it: see `load_shared_experts` and
+        `load_router`.
+
+    Raises:
+        CheckpointError: a checkpoint that does not hold what its config says.
+        ValueError: a layer without experts, or options that do not fit.
+    """
+    with contextlib.ExitStack() as stack:
+        reader = source if isinstance(source, CheckpointReader) else stack.enter_context(CheckpointReader(source))
+        spec = model_spec(reader.config, reader)
+        layer = make(**layer_options(reader, spec, layer_index, dtype) | options)
+        load_moe_layer(reader, spec, layer_index, layer)
+    return layer
+
+
+def layer_options(
+    reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """The keyword arguments of `FusedMoE` for one layer: sizes, activation, routing, quantization, correction bias.
+
+    Args:
+        dtype: of activations and plain weights; None for the config's.
+
+    Raises:
+        CheckpointError: experts that are quantized in ways that one layer cannot combine, or a correction bias that is
+            missing.
+        ValueError: a layer without experts.
+    """
+    prefix = spec.moe_prefix(layer_index)
+    correction = _read_correction_bias(reader, spec, layer_index)
+    return {
+        "num_experts": spec.num_experts,
+        "hidden_size": spec.expert_hidden_size,
+        "intermediate_size": spec.moe_intermediate_size,
+        "params_dtype": dtype or spec.dtype,
+        "quant_config": layer_quantization(reader.quantization, spec, layer_index),
+        "has_bias": spec.has_bias,
+        "prefix": prefix,
+        "apply_router_weight_on_input": spec.routing.apply_router_weight_on_input,
+        "e_score_correction_bias": None if correction is None else correction.float().to(torch.get_default_device()),
+        **spec.gate(layer_index)._asdict(),
+        **spec.select_experts_options(),
+    }
 
 
 def load_moe_layer(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int, layer: Any) -> None:
@@ -139,9 +217,9 @@ def load_output_norm(reader: CheckpointReader, spec: MoEModelSpec, layer_index: 
 
 
 def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> SharedExpertsWeights | None:
-    """The shared experts of one layer as plain weights, dequantized where they are quantized; None without any.
+    """The shared experts of one layer in f32, dequantized where they are quantized; None without any.
 
-    What their output is multiplied by is in the weights of down.
+    The factor of their output is multiplied into the weights of down.
 
     Raises:
         CheckpointError: a tensor that is missing or has another shape.
@@ -150,14 +228,14 @@ def load_shared_experts(reader: CheckpointReader, spec: MoEModelSpec, layer_inde
     if prefix is None or shared is None:
         return None
     linears = _shared_linears(spec, layer_index)
-    read = {role: read_linear(reader, *linear).to(spec.dtype) for role, linear in linears.items()}
+    read = {role: read_linear(reader, *linear) for role, linear in linears.items()}
     gate, up = (read["gate"], read.get("up")) if shared.fused is None else read["gate"].chunk(2)
     expert_gate = _read_gate(reader, f"{prefix}_gate.weight", (1, spec.hidden_size)) if shared.has_gate else None
     return SharedExpertsWeights(gate, up, read["down"] * shared.factor, expert_gate)
 
 
 def load_latent(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) -> LatentWeights | None:
-    """What is before and behind the routed experts of one layer; None where they are as wide as the model.
+    """The projections around routed experts of another width than the model, in f32; None where they have its width.
 
     Raises:
         CheckpointError: a tensor that is missing or has another shape.
@@ -165,7 +243,7 @@ def load_latent(reader: CheckpointReader, spec: MoEModelSpec, layer_index: int) 
     linears, norm = _latent_linears(spec, layer_index), spec.latent_norm_weight(layer_index)
     if spec.latent is None:
         return None
-    down, up = (read_linear(reader, *linears[role]).to(spec.dtype) for role in ("down", "up"))
+    down, up = (read_linear(reader, *linears[role]) for role in ("down", "up"))
     return LatentWeights(down, up, None if norm is None else _read_plain(reader, norm, (spec.latent.size,)))
 
 
@@ -312,3 +390,74 @@ def _read_gate(reader: CheckpointReader, name: str, size: tuple[int, int], besid
 
 def _is_plain(reader: CheckpointReader, name: str) -> bool:
     return name in reader and reader.info(name).dtype in FLOATS
+
+
+class ExpertMatrices(NamedTuple):
+    """One expert in f32, whatever it is on disk: gate and up `[N, K]`, down `[K, N]`, biases or None.
+
+    up is None where the expert is ungated.
+    """
+
+    gate: torch.Tensor
+    up: torch.Tensor | None
+    down: torch.Tensor
+    gate_bias: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+def read_expert(reader: CheckpointReader, tensors: ExpertTensors, expert: int) -> ExpertMatrices:
+    """One expert of a layer, dequantized: `read_expert(reader, expert_tensors(reader, spec, layer), 3)`.
+
+    Raises:
+        CheckpointError: a tensor that is missing.
+    """
+    matrices: dict[str, torch.Tensor] = {}
+    biases: dict[str, torch.Tensor | None] = {}
+    for role in tensors.roles:
+        found = tensors.find(expert, role)
+        for suffix in missing(tensors.layouts(role), found):
+            raise none_of_that_name(reader, tensors.name(expert, role, suffix))
+        matrices[role], biases[role] = _read_matrix(reader, tensors.scheme(role), found)
+    return ExpertMatrices(
+        matrices["gate"], matrices.get("up"), matrices["down"], biases["gate"], biases.get("up"), biases["down"]
+    )
+
+
+def _read_matrix(
+    reader: CheckpointReader,
+    scheme: QuantizationConfig | None,
+    found: dict[str, StoredTensor],
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The values in f32 and the bias of a linear layer, from its tensors on disk; unpacked on the device."""
+    used = {suffix: stored for suffix, stored in found.items() if stored.layout.role not in (Role.CHECKED, Role.UNUSED)}
+    by_info = {stored.info.name: stored.info for stored in used.values()}
+    raw = {name: tensor.clone() for name, tensor in reader.read_many(by_info.values())}
+    tensors = {suffix: stored.tensor(raw[stored.info.name]) for suffix, stored in used.items()}
+    bias = tensors.pop("bias", None)
+    if scheme is None:
+        return tensors["weight"].to(device).float(), bias
+    held = {suffix: used[suffix].layout.as_held(tensor).to(device) for suffix, tensor in tensors.items()}
+    return dequantize(scheme.unpack(held)), bias
+
+
+def read_linear(
+    reader: CheckpointReader,
+    module: str,
+    size: tuple[int, int],
+    device: torch.device | str = "cpu",
+    beside: str | None = None,
+) -> torch.Tensor:
+    """The weight of a linear layer in f32, by the module's name; parts of a quantized model may be plain.
+
+    Args:
+        size: (out_features, in_features).
+        device: where it is unpacked and stays.
+        beside: a tensor of the module that is no part of the linear layer.
+
+    Raises:
+        CheckpointError: a tensor that is missing, of another shape or dtype than its format says.
+    """
+    scheme, found = find_module(reader, module, size, beside)
+    return _read_matrix(reader, scheme, found, device)[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_ep.activation import SITU_BETA, SITU_LINEAR_BETA, SWIGLUOAI_ALPHA, MoEActivation
 from moe_ep.checkpoint.config_values import Config, number, one_known, positive, required, whole
-from moe_ep.checkpoint.family_routing import cohere_factor
+from moe_ep.checkpoint.families.routing import cohere_factor
 from moe_ep.checkpoint.spec import Latent, SharedExpertsSpec
 from moe_ep.errors import CheckpointError
 

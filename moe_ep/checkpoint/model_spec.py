@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from moe_ep.checkpoint import family_routing as routing
-from moe_ep.checkpoint import family_rules as rules
 from moe_ep.checkpoint.config_values import LANGUAGE_PARTS, Config, number, one_known, positive
-from moe_ep.checkpoint.family_configs import part_of
-from moe_ep.checkpoint.models import FAMILIES
+from moe_ep.checkpoint.families import routing, rules
+from moe_ep.checkpoint.families.configs import part_of
+from moe_ep.checkpoint.families.models import FAMILIES
 from moe_ep.checkpoint.reader import CheckpointReader
 from moe_ep.checkpoint.spec import MoEModelSpec
 from moe_ep.errors import CheckpointError

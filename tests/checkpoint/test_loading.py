@@ -12,6 +12,7 @@ from moe_ep.checkpoint import (
     CheckpointReader,
     check_beside_experts,
     embed_rows,
+    layer_from_checkpoint,
     load_moe_layer,
     load_norm,
     load_router,
@@ -22,6 +23,7 @@ from moe_ep.checkpoint.formats import GPTQConfig, pack_gptq, unpack_gptq
 from moe_ep.checkpoint.writer import write_checkpoint
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.errors import CheckpointError
+from moe_ep.layer import FusedMoE
 from moe_ep.quantization.canonical_weights import dequantize
 from moe_ep.quantization.quantize_weights import quantize_int
 from moe_ep.stack import MoEStack
@@ -160,9 +162,9 @@ def test_router_norm_embeddings_and_shared_experts(tmp_path: Path, quantized: st
         stem = f"{MLP}.shared_experts.{projection}_proj"
         if not shared_are_plain:
             parts = [tensors[f"{stem}.{suffix}"] for suffix in ("qweight", "qzeros", "scales", "g_idx")]
-            expected = dequantize(unpack_gptq(*parts, GPTQConfig.from_dict(GPTQ))).bfloat16()
+            expected = dequantize(unpack_gptq(*parts, GPTQConfig.from_dict(GPTQ)))
         else:
-            expected = tensors[f"{stem}.weight"]
+            expected = tensors[f"{stem}.weight"].float()
         assert torch.equal(getattr(shared, projection), expected)
     assert shared.expert_gate is None
 
@@ -350,3 +352,19 @@ def test_router_of_another_size_is_refused(tmp_path: Path) -> None:
     reader = CheckpointReader(tmp_path)
     with pytest.raises(CheckpointError, match=rf"tensor {MLP}.gate.weight: expected shape \(4, 64\), found \(5, 64\)"):
         load_router(reader, model_spec(reader.config), 1)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_one_call_makes_and_loads_a_layer(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    make_checkpoint(tmp_path, config_of("gptq" if dtype is None else None))
+    by_path = layer_from_checkpoint(FusedMoE, tmp_path, 1, dtype)
+    with CheckpointReader(tmp_path) as reader:
+        spec = model_spec(reader.config, reader)
+        by_reader = layer_from_checkpoint(FusedMoE, reader, 1, dtype, prefix="another")
+        logits_of = load_router(reader, spec, 1).weight.float()
+        with pytest.raises(ValueError, match="99"):
+            layer_from_checkpoint(FusedMoE, reader, 99)
+    assert by_path.moe_config.in_dtype == (dtype or torch.bfloat16)
+    x = torch.randn(5, spec.hidden_size).to(by_path.moe_config.in_dtype)
+    logits = x.float() @ logits_of.T
+    assert torch.equal(by_path(x, logits), by_reader(x, logits))

@@ -1,0 +1,1 @@
+"""Model families: the registry (models.py) and the rules that its entries are made of."""
