@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.dispatch.batch import Batch, Pending, check_tensor
+from moe_ep.dispatch.batch import Batch, Pending, check_tensor, wire_dtype
 from moe_ep.dispatch.payload import make_send_plan
 from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
@@ -89,7 +89,11 @@ class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
             weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
         )
         check_tensor(
-            "fused_expert_output (reduced)", rows, (sum(handle.received), output.size(1)), output.dtype, output.device
+            "fused_expert_output (reduced)",
+            rows,
+            (sum(handle.received), output.size(1)),
+            wire_dtype(output.dtype),
+            output.device,
         )
         returned = rows.new_empty((sum(handle.sent), rows.size(1)))
         steps = self.ranks.steps("combine", output.device)

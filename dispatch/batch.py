@@ -192,5 +192,19 @@ def check_tensor(
         raise ValueError(f"{name} does not begin at a multiple of {_ALIGNMENT} bytes; pass a copy of it")
 
 
+def wire_dtype(act_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of results on the wire. Beside f16 activations it is f32: a rank's part of a token's sum may exceed
+    65504 although the sum does not."""
+    return torch.float32 if act_dtype is torch.float16 else act_dtype
+
+
+def check_results(results: torch.Tensor, shape: tuple[int, ...], output: torch.Tensor) -> None:
+    """ValueError for expert outputs of another shape than `shape`, or that are neither of the output's dtype nor of
+    that on the wire."""
+    check_tensors(fused_expert_output=results)
+    wire = wire_dtype(output.dtype)
+    check_tensor("fused_expert_output", results, shape, wire if results.dtype == wire else output.dtype, output.device)
+
+
 def _unfit(name: str, tensor: torch.Tensor, rule: str) -> ValueError:
     return ValueError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be {rule}")

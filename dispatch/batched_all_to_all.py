@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.dispatch.batch import Batch, Pending, check_tensor
+from moe_ep.dispatch.batch import Batch, Pending, check_results, wire_dtype
 from moe_ep.dispatch.messages import MessageLayout, OpenedMessages, open_messages, pack_messages
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import sum_rows, weighted_rows
@@ -79,9 +79,9 @@ class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
             )
         capacity, hidden_size = self.ranks.size * self.moe_config.max_num_tokens, output.size(1)
         shape = (self.moe_config.num_local_experts, capacity, hidden_size)
-        check_tensor("fused_expert_output", fused_expert_output, shape, output.dtype, output.device)
+        check_results(fused_expert_output, shape, output)
         weights = None if apply_router_weight_on_input else handle.opened.weights
-        outgoing = fused_expert_output.new_empty((capacity, hidden_size))
+        outgoing = output.new_empty((capacity, hidden_size), dtype=wire_dtype(output.dtype))
         weighted_rows(fused_expert_output.reshape(-1, hidden_size), handle.opened.slots, weights, outgoing)
         incoming = torch.empty_like(outgoing)
         steps = self.ranks.steps("combine", output.device)

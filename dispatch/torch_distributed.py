@@ -30,6 +30,7 @@ from moe_ep.dispatch.batch import (
     check_tensor,
     keep_for,
     side_by_side,
+    wire_dtype,
 )
 from moe_ep.dispatch.placement import Placement, owners_of
 from moe_ep.dispatch.rank_group import RankGroup
@@ -98,6 +99,9 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
         return self.ranks.size
 
     def output_is_reduced(self) -> bool:
+        return True
+
+    def accepts_f32_output(self) -> bool:
         return True
 
     def supports_async(self) -> bool:
@@ -229,7 +233,10 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
             args: the others of finalize, topk_weights and topk_ids first.
         """
         with self._open.taken(args[1]) as sent, self.ranks.notes:
-            check_tensor("output", output, sent.shape, sent.dtype, sent.device)
+            # Two-level dispatch adds up a host's results in f32.
+            wire = wire_dtype(sent.dtype) if self.accepts_f32_output() else sent.dtype
+            is_wide = isinstance(output, torch.Tensor) and output.dtype == wire
+            check_tensor("output", output, sent.shape, wire if is_wide else sent.dtype, sent.device)
             if _stream_of(output) != sent.stream:
                 keep_for(torch.cuda.current_stream(sent.device), sent.handle)
             return self._combine(sent.handle, output, fused_expert_output, *args)

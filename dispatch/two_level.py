@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
-from moe_ep.dispatch.batch import OpenBatches, check_arguments, check_tensor
+from moe_ep.dispatch.batch import OpenBatches, check_arguments, check_tensor, wire_dtype
 from moe_ep.dispatch.placement import owners_of
 from moe_ep.distributed.process_groups import answers_of_ranks, hosts_of, subgroup
 from moe_ep.errors import ConfigError
@@ -186,6 +186,9 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
     def output_is_reduced(self) -> bool:
         return True
 
+    def accepts_f32_output(self) -> bool:
+        return self._within.accepts_f32_output()
+
     def check(self) -> None:
         for level in (self._across, self._within):
             level.check()
@@ -223,7 +226,9 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
     ) -> None:
         with self._open.taken(topk_ids) as came, self._across.ranks.notes:
             check_tensor("output", output, *came.output)
-            of_host = output.new_empty((came.num_rows, output.size(1)))
+            is_wide = all(level.accepts_f32_output() for level in (self._within, self._across))
+            dtype = wire_dtype(output.dtype) if is_wide else output.dtype
+            of_host = output.new_empty((came.num_rows, output.size(1)), dtype=dtype)
             args = (of_host, fused_expert_output, topk_weights, topk_ids)
             self._within.finalize(*args, apply_router_weight_on_input, weight_and_reduce_impl)
         self._across.finalize(

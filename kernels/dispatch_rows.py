@@ -69,7 +69,7 @@ def weighted_rows(
         expert_output: `[X, K]`.
         slots: int32 `[M, topk]`.
         weights: f32 `[M, topk]`; None for a plain sum.
-        send_rows: `[M, K]` of expert_output's dtype.
+        send_rows: `[M, K]`, rounded once from f32.
     """
     form = _form_for(weighted_rows_reference, "triton_dispatch_rows.triton_weighted_rows", expert_output, send_rows)
     form(expert_output, slots, weights, send_rows)

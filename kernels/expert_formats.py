@@ -30,8 +30,8 @@ class Step(NamedTuple):
     """What experts are given to compute.
 
     Attributes:
-        output: to be written. Standard: `[M, K]`, the weighted sums of the experts on this rank. Batched:
-            `[El, max_rows, K]`, the results of the rows that count, unweighted.
+        output: to be written, of the activations' dtype or f32. Standard: `[M, K]`, the weighted sums of the experts
+            on this rank. Batched: `[El, max_rows, K]`, the results of the rows that count, unweighted.
         hidden_states: `[M, K]`; batched `[El, max_rows, K]`, or `[num_rows, K]` if rows come by reference.
         w1, w2: as the experts read them.
         topk_weights: f32 `[M, topk]`; 1 where the rows were weighted before they were dispatched. Batched experts leave
@@ -64,6 +64,14 @@ class Step(NamedTuple):
         return self.meta
 
 
+def wide_dtype(act_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of results that are not the layer's own: f32 beside f16, whose range ends at 65504, else act_dtype.
+
+    An expert's own output may exceed that range although the weighted sum does not, and gate times up may too.
+    """
+    return torch.float32 if act_dtype is torch.float16 else act_dtype
+
+
 def check_weights(step: Step) -> None:
     """ValueError for weights that are not w1 `[El, 2N, K]` (`[El, N, K]` if ungated) and w2 `[El, K, N]` beside the
     rows."""
@@ -81,6 +89,9 @@ class _AnyFormat(FusedMoEPermuteExpertsUnpermute):
     """What does not depend on the format."""
 
     def supports_expert_map(self) -> bool:
+        return True
+
+    def supports_f32_output(self) -> bool:
         return True
 
     def apply(

@@ -75,6 +75,10 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
     def max_num_tokens_per_rank(self) -> int | None:
         return self.moe_config.max_num_tokens
 
+    def accepts_f32_output(self) -> bool:
+        # Results are 16-bit numbers in the symmetric buffers.
+        return False
+
     def check(self) -> None:
         """DispatchTimeoutError where a wait of a kernel that has ended was in vain; waits for nothing."""
         self._meeting.record.check()

@@ -13,7 +13,7 @@ import torch
 from moe_ep.activation import MoEActivation, gate_limit
 from moe_ep.config import FusedMoEConfig
 from moe_ep.kernels.align import batched_moe_align_block_size, moe_align_block_size
-from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat, Step, check_weights
+from moe_ep.kernels.expert_formats import BatchedFormat, StandardFormat, Step, check_weights, wide_dtype
 from moe_ep.kernels.grouped import torch_form as grouped_torch
 from moe_ep.kernels.grouped.products import Activation, Blocks, multiply_into_order, multiply_into_places
 from moe_ep.kernels.grouped.tiles import rows_of_blocks
@@ -86,7 +86,7 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
         name = MoEActivation.parse(step.activation)
         activation = Activation(name, gate_limit(name, self.moe_config.swiglu_limit))
         w1, w2, quant = step.w1.contiguous(), step.w2.contiguous(), self.quant_config
-        hidden = rows.new_empty(blocks.most, w2.size(2))
+        hidden = rows.new_empty(blocks.most, w2.size(2), dtype=wide_dtype(rows.dtype))
         multiply_into_order(rows, row_ids, places_per_row, w1, quant.w1_bias, activation, blocks, hidden)
         multiply_into_places(hidden, w2, quant.w2_bias, blocks, output)
 
@@ -99,7 +99,7 @@ class GroupedExperts(StandardFormat, _GroupedExpertsBase):
         ids, num_experts, K = step.topk_ids, step.w1.size(0), step.hidden_states.size(1)
         num_ids = num_experts if step.expert_map is None else step.expert_map.numel()
         rows_per_expert = ids.numel() / num_ids
-        results = step.hidden_states.new_empty(ids.numel(), K)
+        results = step.hidden_states.new_empty(ids.numel(), K, dtype=wide_dtype(step.hidden_states.dtype))
         if rows_per_expert >= _MANY_ROWS and grouped_torch.can_multiply(step.hidden_states, step.w2):
             grouped_torch.compute_slots(step, self.quant_config, self.moe_config.swiglu_limit, results)
         else:

@@ -89,7 +89,7 @@ def multiply_into_places(
     """output[p] = weights[e] @ rows[j] + bias[e] for position j of expert e and place p, in f32 and rounded once.
 
     Args:
-        rows: `[most or more, N]`, as multiply_into_order writes them.
+        rows: `[most or more, N]`, as multiply_into_order writes them; f32 beside f16 weights keeps their range.
         weights: `[El, K, N]`, contiguous.
         bias: `[El, K]`, or None.
         output: `[num_places, K]`; places that are not listed are not written.

@@ -34,8 +34,8 @@ class Tiles:
     num_stages: int
     group: int = 1
 
-    def bytes_per_stage(self, gated: bool) -> int:
-        return (self.rows + self.columns * (1 + gated)) * self.inner * _ITEM_BYTES
+    def bytes_per_stage(self, gated: bool, has_f32_rows: bool = False) -> int:
+        return (self.rows * (1 + has_f32_rows) + self.columns * (1 + gated)) * self.inner * _ITEM_BYTES
 
 
 # Up to how many rows an expert has on average, and the tile that was fastest there on an H200
@@ -54,9 +54,9 @@ def rows_of_blocks(rows_per_expert: float) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def tiles_for(block_rows: int, gated: bool, device_index: int) -> Tiles:
+def tiles_for(block_rows: int, gated: bool, device_index: int, has_f32_rows: bool = False) -> Tiles:
     """The tiles for blocks of so many rows that fit a GPU's shared memory."""
-    return fitting(block_rows, gated, shared_bytes(device_index))
+    return fitting(block_rows, gated, shared_bytes(device_index), has_f32_rows)
 
 
 def shared_bytes(device_index: int) -> int:
@@ -68,10 +68,10 @@ def shared_bytes(device_index: int) -> int:
     return int(getattr(device, "shared_memory_per_block_optin", device.shared_memory_per_block))
 
 
-def fitting(block_rows: int, gated: bool, num_bytes: int) -> Tiles:
+def fitting(block_rows: int, gated: bool, num_bytes: int, has_f32_rows: bool = False) -> Tiles:
     """The tiles for blocks of so many rows, with columns and stages for so much shared memory."""
     tiles = next(tiles for _, tiles in _BY_ROWS if tiles.rows == block_rows)
     room = num_bytes - _OTHER_BYTES
-    while tiles.bytes_per_stage(gated) * _LEAST_STAGES > room:
+    while tiles.bytes_per_stage(gated, has_f32_rows) * _LEAST_STAGES > room:
         tiles = replace(tiles, columns=tiles.columns // 2)
-    return replace(tiles, num_stages=min(tiles.num_stages, room // tiles.bytes_per_stage(gated)))
+    return replace(tiles, num_stages=min(tiles.num_stages, room // tiles.bytes_per_stage(gated, has_f32_rows)))

@@ -41,6 +41,7 @@ def _product_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_ROW_IDS: tl.constexpr,
     INTO_ORDER: tl.constexpr,
+    RANGED: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -53,7 +54,8 @@ def _product_kernel(
     Before: rows `[*, num_inner]`, weights `[El, num_columns, num_inner]` (GATED: gate, then up, so twice the rows),
     bias `[El, num_columns]` or twice that, the lists of Blocks. INTO_ORDER, position j stands for a place's row and is
     written to row j of the output; otherwise it stands for row j and is written to the place's. Tiles of GROUP blocks
-    of rows by one block of columns follow each other. EVEN where BLOCK_INNER divides num_inner.
+    of rows by one block of columns follow each other. EVEN where BLOCK_INNER divides num_inner. RANGED: rows are f32
+    and weights f16; a step's part of a row beyond f16's range is scaled into it by a power of two.
 
     Example: INTO_ORDER, BLOCK_ROWS 2, places [3, 9] of 8, places_per_row 2, experts [1]: output[0] is row 1 by
     expert 1, and nothing else is written.
@@ -93,7 +95,11 @@ def _product_kernel(
                 is_inner = start + inner[None, :] < num_inner
                 of_rows = tl.load(row_ptrs, mask=is_inner, other=0.0)
                 of_weights = tl.load(weight_ptrs, mask=is_inner, other=0.0)
-            total = tl.dot(of_rows, tl.trans(of_weights), total)
+            if RANGED:
+                scaled, scale = _into_f16(of_rows)
+                total += tl.dot(scaled, tl.trans(of_weights)) * scale[:, None]
+            else:
+                total = tl.dot(of_rows, tl.trans(of_weights), total)
             if GATED:
                 of_up = tl.load(up_ptrs) if EVEN else tl.load(up_ptrs, mask=is_inner, other=0.0)
                 up = tl.dot(of_rows, tl.trans(of_up), up)
@@ -109,6 +115,20 @@ def _product_kernel(
         output_ptrs = output_ptr + target.to(tl.int64)[:, None] * output_stride + column[None, :]
         is_output = is_row[:, None] & (column < num_columns)[None, :]
         tl.store(output_ptrs, total.to(output_ptr.dtype.element_ty), mask=is_output)
+
+
+@triton.jit
+def _into_f16(rows):
+    """f32 `[R, C]` as f16 codes, and the power of two f32 `[R]` that they are to be multiplied by: 1 in f16's range.
+
+    Example: rows [[65536, 2]]: codes [[16384, .5]], factor [4]. Rows with inf keep it.
+    """
+    largest = tl.max(tl.abs(rows), axis=1)
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
+    is_over = largest > 65504.0
+    down = tl.where(is_over, (268 - exponent) << 23, 127 << 23).to(tl.float32, bitcast=True)
+    up = tl.where(is_over, (exponent - 14) << 23, 127 << 23).to(tl.float32, bitcast=True)
+    return (rows * down[:, None]).to(tl.float16), up
 
 
 def triton_multiply_into_order(
@@ -152,7 +172,8 @@ def _multiply(
     """With an activation into order, without one into places."""
     gated = activation is not None and activation.name.is_gated
     num_inner, num_columns = weights.size(2), weights.size(1) // (1 + gated)
-    tiles = tiles or tiles_for(blocks.size, gated, rows.get_device())
+    is_ranged = rows.dtype is torch.float32 and weights.dtype is torch.float16
+    tiles = tiles or tiles_for(blocks.size, gated, rows.get_device(), is_ranged)
     most_tiles = cdiv(blocks.most, blocks.size) * cdiv(num_columns, tiles.columns)
     early = comes_early(rows.device)
     _product_kernel[(min(most_tiles, _MOST_PROGRAMS),)](
@@ -177,6 +198,7 @@ def _multiply(
         HAS_BIAS=bias is not None,
         HAS_ROW_IDS=row_ids is not None,
         INTO_ORDER=activation is not None,
+        RANGED=is_ranged,
         EVEN=num_inner % tiles.inner == 0,
         BLOCK_ROWS=blocks.size,
         BLOCK_COLUMNS=tiles.columns,

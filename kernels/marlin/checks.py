@@ -142,12 +142,14 @@ def batched_shape(pair: WeightPair, hidden_states: torch.Tensor, row_ids: torch.
     return pair.num_experts, max_rows, pair.w13.num_columns
 
 
-def check_output(output: torch.Tensor, shape: tuple[int, ...], hidden_states: torch.Tensor) -> None:
-    """Raises ValueError unless the results of these rows can be written to `output`."""
-    if output.shape != shape or output.dtype != hidden_states.dtype or not output.is_contiguous():
+def check_output(
+    output: torch.Tensor, shape: tuple[int, ...], hidden_states: torch.Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Raises ValueError unless the results of these rows can be written to `output`, of `dtype` or the rows' own."""
+    dtype = dtype or hidden_states.dtype
+    if output.shape != shape or output.dtype != dtype or not output.is_contiguous():
         raise ValueError(
-            f"output is {output.dtype} {tuple(output.shape)}; it must be {hidden_states.dtype} {tuple(shape)}, "
-            f"contiguous"
+            f"output is {output.dtype} {tuple(output.shape)}; it must be {dtype} {tuple(shape)}, contiguous"
         )
     check_same_device("hidden_states", hidden_states.device, output=output)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from moe_ep.kernels.align import sort_slots_by_expert
+from moe_ep.kernels.expert_formats import wide_dtype
 from moe_ep.kernels.marlin import e4m3
 from moe_ep.kernels.marlin.gemm import partials_numel, run_experts, takes_e4m3
 from moe_ep.kernels.marlin.pair import WeightPair
@@ -65,20 +66,22 @@ def compute_tokens(
     if num_tokens == 0:
         return
     slots_numel = num_tokens * topk * pair.w13.num_columns
-    slots = _scratch(intermediate_cache13, slots_numel, hidden_states).view(num_tokens, topk, -1)
     if activation_func is None and hidden_states.is_cuda:
+        slots = _scratch(intermediate_cache13, slots_numel, hidden_states).view(num_tokens, topk, -1)
         rows = sort_by_expert(topk_ids, pair.num_experts, expert_map)
         hidden = _scratch(intermediate_cache2, num_tokens * topk * pair.w2.num_columns, hidden_states)
         numbers = None if not takes_e4m3(pair, rows) else -(-e4m3.scratch_bytes(pair, rows.max_rows) // 4)
         partials = _partials(intermediate_cache13, num_tokens * topk, hidden_states, slots_numel, numbers)
         run_experts(slots, hidden_states, pair, rows, hidden, partials)
     else:
+        wide = wide_dtype(hidden_states.dtype)
+        slots = hidden_states.new_empty((num_tokens, topk, pair.w13.num_columns), dtype=wide)
         _plain_slots(slots, hidden_states, to_local_ids(topk_ids, expert_map), pair, activation_func)
     if moe_sum is None:
         mul_sum(slots, topk_weights, output, topk_ids, expert_map)
     else:
         is_local = to_local_ids(topk_ids, expert_map)[..., None] >= 0
-        moe_sum(torch.where(is_local, slots.float() * topk_weights[..., None], 0.0).to(slots.dtype), output)
+        moe_sum(torch.where(is_local, slots.float() * topk_weights[..., None], 0.0).to(hidden_states.dtype), output)
 
 
 def sort_by_expert(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None = None) -> Rows:

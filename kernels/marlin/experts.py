@@ -14,7 +14,7 @@ import torch
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.kernels import jit
-from moe_ep.kernels.expert_formats import BatchedFormat, Shape, StandardFormat, Step
+from moe_ep.kernels.expert_formats import BatchedFormat, Shape, StandardFormat, Step, wide_dtype
 from moe_ep.kernels.marlin import e4m3
 from moe_ep.kernels.marlin.checks import (
     batched_shape,
@@ -138,6 +138,11 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
                 pair.input_dtype = torch.float8_e4m3fn
         return pair
 
+    def _output_dtype(self, step: Step) -> torch.dtype:
+        """What the output must be: f32 is accepted where the modular kernel may ask for it."""
+        wide = wide_dtype(step.hidden_states.dtype)
+        return wide if self.supports_f32_output() and step.output.dtype == wide else step.hidden_states.dtype
+
     def _partials(self, max_rows: int) -> int:
         """The scratch for shared tiles, in numbers of the activations' dtype."""
         return 2 * partials_numel(max_rows, self._device) if self._device.type == "cuda" else 0
@@ -182,6 +187,9 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
             is_k_full=is_k_full,
         )
 
+    def supports_f32_output(self) -> bool:
+        return self._device.type != "cuda"  # the kernels write 16-bit rows
+
     def scratch_shapes(self, num_experts: int, max_rows: int, N: int) -> tuple[Shape, Shape]:
         return (self._partials(max_rows),), (num_experts * max_rows, N)
 
@@ -189,7 +197,8 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
         counts, row_ids = step.batch.expert_num_tokens, step.batch.expert_row_ids
         pair = self._weights(step.w1, step.w2, step.activation, step.hidden_states.dtype)
         check_batch(pair, step.hidden_states, counts, row_ids)
-        check_output(step.output, batched_shape(pair, step.hidden_states, row_ids), step.hidden_states)
+        shape = batched_shape(pair, step.hidden_states, row_ids)
+        check_output(step.output, shape, step.hidden_states, self._output_dtype(step))
         check_scratch(step.hidden_states, workspace13=step.scratch[0], workspace2=step.scratch[1])
         # Tokens of all ranks choose top-k experts of all. A backend's buffers may have room for fewer tokens than come.
         most_rows = max(step.output.size(1), self._max_rows) * step.topk_ids.size(-1)
@@ -223,6 +232,6 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase):
         rows, weights, ids = step.hidden_states, step.topk_weights, step.topk_ids
         pair = self._weights(step.w1, step.w2, step.activation, rows.dtype)
         check_tokens(pair, rows, weights, ids, step.expert_map)
-        check_output(step.output, rows.shape, rows)
+        check_output(step.output, rows.shape, rows, self._output_dtype(step))
         check_scratch(rows, workspace13=step.scratch[0], workspace2=step.scratch[1])
         compute_tokens(pair, step.output, rows, weights, ids, step.expert_map, *step.scratch)

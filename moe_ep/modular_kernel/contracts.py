@@ -142,6 +142,14 @@ class FusedMoEPrepareAndFinalize(ABC):
         returns in eager mode; scratch is always allocated for this many. None if the two do not differ."""
         return None
 
+    def accepts_f32_output(self) -> bool:
+        """Whether finalize takes expert outputs in f32 beside f16 activations, and keeps them in range up to the sum.
+
+        An expert's own output, or one rank's part of a sum, may exceed 65504 although the layer's result does not. So
+        in f16 layers rows are combined in f32. A backend that returns False gets f16 rows.
+        """
+        return False
+
     def check(self) -> None:
         """Raises DispatchTimeoutError if a wait on the device has timed out; does not wait for the device itself.
 
@@ -308,8 +316,15 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
         """Shapes of workspace13 (for the outputs of both GEMMs), workspace2 (for the activation's) and the output."""
 
     def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the two workspaces and the output."""
+        """The dtype of the two workspaces and, unless it is f32 (`supports_f32_output`), of the output."""
         return act_dtype
+
+    def supports_f32_output(self) -> bool:
+        """Whether `apply` can write an f32 output beside f16 activations (see `accepts_f32_output` of the backends).
+
+        Experts keep what lies between their GEMMs in f16's range in any case.
+        """
+        return False
 
     def activation(self, activation: MoEActivation | str, output: torch.Tensor, input: torch.Tensor) -> None:
         """Applies the activation: input `[..., 2N]` (or N), output `[..., N]`."""

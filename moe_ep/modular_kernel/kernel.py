@@ -93,6 +93,8 @@ class FusedMoEModularKernel(nn.Module):
         self._standard = ours is FusedMoEActivationFormat.Standard
         reduce_impl = fused_experts.finalize_weight_and_reduce_impl()
         self._finished_rows = prepare_finalize.finalize_only_copies() and reduce_impl == TopKWeightAndReduceNoOP()
+        # Of f16 layers: an expert's own output may exceed f16 although the weighted sum does not.
+        self._f32_output = fused_experts.supports_f32_output() and prepare_finalize.accepts_f32_output()
         # Rows computed at a time; None for all at once.
         self._chunk_size = env.CHUNK_SIZE.get() if self._standard and fused_experts.supports_chunking() else None
         self._most_rows = prepare_finalize.most_rows()
@@ -212,7 +214,8 @@ class FusedMoEModularKernel(nn.Module):
         experts = self._experts
         E, M, N, K, topk = experts.moe_problem_size(rows, w1, w2, ids)
         dtype, limit = experts.workspace_dtype(act_dtype), self._chunk_size
-        if target is not None and not (self._finished_rows and target.dtype == dtype and target.is_contiguous()):
+        output_dtype = torch.float32 if act_dtype is torch.float16 and self._f32_output else dtype
+        if target is not None and not (self._finished_rows and target.dtype == output_dtype and target.is_contiguous()):
             target = None
 
         def requests(num_rows: int) -> tuple[Request, ...]:
@@ -222,7 +225,7 @@ class FusedMoEModularKernel(nn.Module):
             scratch13, scratch2, shape = experts.workspace_shapes(rows_at_once, *sizes)
             if rows_at_once < num_rows:
                 shape = experts.workspace_shapes(num_rows, *sizes)[2]
-            return (scratch13, dtype), (scratch2, dtype), (shape if target is None else (0,), dtype)
+            return (scratch13, dtype), (scratch2, dtype), (shape if target is None else (0,), output_dtype)
 
         least_bytes = 0
         if self._most_rows is not None:

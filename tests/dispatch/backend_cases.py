@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
+from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.kernels.quantize import GROUP_SIZE
 from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
@@ -177,8 +178,10 @@ def expert(expert_id: int, row: torch.Tensor) -> torch.Tensor:
     return (row.float() * (1.0 + expert_id / 8.0) + expert_id).to(row.dtype)
 
 
-def rank_sum(setting: Setting, source: int, token: int, rank: int) -> torch.Tensor | None:
-    """The weighted sum of a token's experts on one rank, as it travels back; None where there are none."""
+def rank_sum(
+    setting: Setting, source: int, token: int, rank: int, dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
+    """The weighted sum of a token's experts on one rank in the wire's dtype; None where there are none."""
     _, ids, weights = setting.inputs[source]
     total = None
     for slot, expert_id in enumerate(ids[token].tolist()):
@@ -187,16 +190,17 @@ def rank_sum(setting: Setting, source: int, token: int, rank: int) -> torch.Tens
             if not setting.case.on_input:
                 value = value * weights[token, slot]
             total = value if total is None else total + value
-    return None if total is None else total.to(setting.case.dtype)
+    return None if total is None else total.to(dtype or setting.case.dtype)
 
 
-def expected_output(setting: Setting, world_size: int) -> torch.Tensor:
+def expected_output(setting: Setting, world_size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The sum over ranks in order; results are of `dtype` on the wire, or of the rows' own."""
     rows = setting.inputs[setting.rank].rows
     output = torch.zeros_like(rows)
     for token in range(len(rows)):
         total = torch.zeros(rows.size(1))
         for rank in range(world_size):
-            part = rank_sum(setting, setting.rank, token, rank)
+            part = rank_sum(setting, setting.rank, token, rank, dtype)
             if part is not None:
                 total = total + part.float()
         output[token] = total.to(rows.dtype)
@@ -250,8 +254,11 @@ def check_batched(setting: Setting, result: PrepareResult) -> None:
             assert torch.equal(rows[local, index].cpu(), row)
 
 
-def run_experts(setting: Setting, result: PrepareResult, kind: str) -> tuple[torch.Tensor, TopKWeightAndReduce]:
-    """What experts would leave, with NaN wherever nothing is owned; `kind` is contiguous, noop or batched."""
+def run_experts(
+    setting: Setting, result: PrepareResult, kind: str, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, TopKWeightAndReduce]:
+    """What experts would leave, with NaN wherever nothing is owned; `kind` is contiguous, noop or batched; `dtype` is
+    that of sums, the rows' own if None."""
     rows, _, meta, ids, weights = result
     global_of = {local: expert_id for expert_id, local in setting.local.items()}
     if kind == "batched":
@@ -264,7 +271,8 @@ def run_experts(setting: Setting, result: PrepareResult, kind: str) -> tuple[tor
         per_slot[index, slot] = expert(int(ids[index, slot]), rows[index])
     if kind == "contiguous" or not len(rows):
         return per_slot, TopKWeightAndReduceContiguous()
-    reduced = TopKWeightAndReduceContiguous().apply(None, per_slot, weights, ids, setting.case.on_input)
+    reduced = torch.empty_like(rows, dtype=dtype)
+    TopKWeightAndReduceContiguous().apply(reduced, per_slot, weights, ids, setting.case.on_input)
     reduced[(ids < 0).all(dim=1)] = float("nan")
     return reduced, TopKWeightAndReduceNoOP()
 
@@ -307,11 +315,12 @@ def check_case(rank: int, world_size: int, case: Case, name: str, device: str = 
             check_batched(setting, result)
         else:
             check_standard(setting, result, padded=name == "allgather_reducescatter")
-        expert_output, reduce_impl = run_experts(setting, result, kind)
+        dtype = wire_dtype(case.dtype) if backend.accepts_f32_output() else case.dtype
+        expert_output, reduce_impl = run_experts(setting, result, kind, dtype)
         output = torch.full_like(args[0], float("nan"))
         weights, ids = finalize_ids(args, result)
         backend.finalize(output, expert_output, weights, ids, case.on_input, reduce_impl)
-        assert torch.equal(output.cpu(), expected_output(setting, world_size))
+        assert torch.equal(output.cpu(), expected_output(setting, world_size, dtype))
 
 
 def check_cases(rank: int, world_size: int, cases: list[Case], names: tuple[str, ...], device: str = "cpu") -> int:

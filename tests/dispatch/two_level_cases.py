@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 from tests.dispatch.backend_cases import (
     Case,
@@ -24,18 +25,18 @@ RANKS_PER_HOST = 2
 Handed = tuple[torch.Tensor, TopKWeightAndReduce]
 
 
-def expected_output(setting: Setting, world_size: int) -> torch.Tensor:
-    """Ranks of a host are added up and rounded, then hosts."""
+def expected_output(setting: Setting, world_size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Ranks of a host are added up and rounded to `dtype` or the rows' own, then hosts."""
     rows = setting.inputs[setting.rank].rows
     output = torch.zeros_like(rows)
     for token in range(len(rows)):
         total = torch.zeros(rows.size(1))
         for first in range(0, world_size, RANKS_PER_HOST):
-            parts = [rank_sum(setting, setting.rank, token, first + place) for place in range(RANKS_PER_HOST)]
+            parts = [rank_sum(setting, setting.rank, token, first + place, dtype) for place in range(RANKS_PER_HOST)]
             of_host = torch.zeros(rows.size(1))
             for part in parts:
                 of_host = of_host if part is None else of_host + part.float()
-            total = total + of_host.to(rows.dtype).float()
+            total = total + of_host.to(dtype or rows.dtype).float()
         output[token] = total.to(rows.dtype)
     return output
 
@@ -68,10 +69,11 @@ def check_two_level(
             for _ in range(2):
                 result = backend.prepare(*args)
                 check_arrived(setting, world_size, result[0], result[3])
-                results, reduce_impl = run_experts(setting, result, "noop")
+                dtype = wire_dtype(case.dtype) if backend.accepts_f32_output() else case.dtype
+                results, reduce_impl = run_experts(setting, result, "noop", dtype)
                 output = torch.full_like(args[0], float("nan"))
                 backend.finalize(output, results, result[4], result[3], case.on_input, reduce_impl)
-                assert torch.equal(output.cpu(), expected_output(setting, world_size)), case
+                assert torch.equal(output.cpu(), expected_output(setting, world_size, dtype)), case
             backend.check()
     finally:
         del os.environ["MOE_EP_RANKS_PER_HOST"]

@@ -72,6 +72,27 @@ def check_products(device: str, into_order: Callable[..., None], into_places: Ca
         assert torch.equal(found[0][1].isnan().all(1).cpu(), ids.flatten() < 0)
 
 
+def check_f16_range(device: str, into_order: Callable[..., None], into_places: Callable[..., None]) -> None:
+    """f16 weights and f32 rows between the products: activations of 1e-3 and of 1e7 beside each other in one batch."""
+    T, K, N, size = 8, 128, 96, 16
+    generator = torch.Generator().manual_seed(5)
+    w1 = (torch.randn(2, 2 * N, K, generator=generator) / K**0.5).half().to(device)
+    w2 = (torch.randn(2, K, N, generator=generator) / N**0.5).half().to(device)
+    rows = torch.randn(T, K, generator=generator) * torch.logspace(-1.5, 3.5, T)[:, None]
+    ids = (torch.arange(T)[:, None] % 2).int().to(device)
+    places, experts, used = moe_align_block_size(ids, size, 2, pad_sorted_ids=True)
+    blocks = Blocks(places, experts, used, size, T, places.numel())
+    hidden = torch.zeros(places.numel(), N, device=device)
+    output = torch.empty(T, K, device=device)
+    into_order(rows.half().to(device), None, 1, w1, None, Activation(MoEActivation.SILU, None), blocks, hidden)
+    into_places(hidden, w2, None, blocks, output)
+    assert hidden.abs().max() > 1e6
+    for token, expert in enumerate(ids[:, 0].tolist()):
+        gate, up = (rows[token].half().double() @ w1[expert].cpu().double().T).split(N)
+        expected = (torch.nn.functional.silu(gate) * up) @ w2[expert].cpu().double().T
+        assert relative_error(output[token].cpu(), expected) < 1e-3, token
+
+
 def check_moves(device: str, move: Callable[..., None]) -> None:
     """Rows in and out of an order, with the bits of indexing, and nothing written behind the count."""
     for num_rows, columns, length, used in MOVES:
@@ -113,5 +134,6 @@ def check_triton(device: str) -> None:
     from moe_ep.kernels.grouped.triton_rows import triton_activate_rows, triton_move_rows
 
     check_products(device, triton_multiply_into_order, triton_multiply_into_places)
+    check_f16_range(device, triton_multiply_into_order, triton_multiply_into_places)
     check_moves(device, triton_move_rows)
     check_activations(device, triton_activate_rows)

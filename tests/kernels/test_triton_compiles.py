@@ -99,14 +99,16 @@ SHARED = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 
 
 @pytest.mark.parametrize("arch", SHARED)
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("gated", "ranged"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
-def test_products_of_plain_experts(arch: int, gated: bool, rows: int) -> None:
-    tiles = fitting(rows, gated, SHARED[arch])
+def test_products_of_plain_experts(arch: int, gated: bool, ranged: bool, rows: int) -> None:
+    tiles = fitting(rows, gated, SHARED[arch], ranged)
     floats, integers = ("rows", "weights", "bias", "output"), ("places", "row_ids", "experts", "used")
     types = {f"{name}_ptr": "*bf16" for name in floats} | {f"{name}_ptr": "*i32" for name in integers}
+    if ranged:
+        types |= {"rows_ptr": "*fp32", "weights_ptr": "*fp16", "output_ptr": "*fp32"}
     constants = {
-        "ACTIVATION": "silu" if gated else None, "GATED": gated, "LIMIT": None, "HAS_BIAS": False,
+        "RANGED": ranged, "ACTIVATION": "silu" if gated else None, "GATED": gated, "LIMIT": None, "HAS_BIAS": False,
         "HAS_ROW_IDS": False, "INTO_ORDER": gated, "EVEN": True, "BLOCK_ROWS": rows, "BLOCK_COLUMNS": tiles.columns,
         "BLOCK_INNER": tiles.inner, "GROUP": tiles.group, "EARLY": arch == 90,
     }  # fmt: skip
