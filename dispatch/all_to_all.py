@@ -6,23 +6,22 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.dispatch.batch import Batch, Pending, check_tensor, wire_dtype
+from moe_ep.dispatch.batch import Batch
 from moe_ep.dispatch.payload import make_send_plan
-from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import pack_rows, sum_rows
 from moe_ep.kernels.quantize import dequantize_rows
-from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, PrepareResult
+from moe_ep.modular_kernel.contracts import Dispatched, FusedMoEActivationFormat, Pending
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 
-class _Handle(NamedTuple):
+class _Sent(NamedTuple):
     slots: torch.Tensor
     sent: list[int]
     received: list[int]
 
 
-class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
+class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
     """Standard format, any number of tokens; for prefill, and across hosts.
 
     The ranks tell each other how many rows they send, the one thing the host waits for (in prepare_async too); packing
@@ -38,7 +37,7 @@ class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
     def max_num_tokens_per_rank(self) -> int | None:
         return None
 
-    def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, _Handle]]:
+    def _send(self, batch: Batch) -> Pending[Dispatched]:
         device = batch.rows.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -64,43 +63,29 @@ class AllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
         steps.all_to_all(received_rows, send_rows[: sum(sent)], received, sent)
         steps.all_to_all(received_meta, send_meta[: sum(sent)], received, sent)
 
-        def receive() -> tuple[PrepareResult, _Handle]:
-            steps.wait()
-            arrived = received_rows
+        def arrived() -> Dispatched:
+            plain = received_rows
             if batch.quantized:
-                arrived = dequantize_rows(received_rows, batch.rows.size(1), batch.rows.dtype)
-            ids = received_meta[:, :topk].contiguous()
-            weights = received_meta[:, topk:].contiguous().view(torch.float32)
-            return (arrived, None, None, ids, weights), _Handle(slots, sent, received)
+                plain = dequantize_rows(received_rows, batch.rows.size(1), batch.rows.dtype)
+            return Dispatched(
+                rows=plain,
+                topk_ids=received_meta[:, :topk].contiguous(),
+                topk_weights=received_meta[:, topk:].contiguous().view(torch.float32),
+                handle=_Sent(slots, sent, received),
+            )
 
-        return Pending(steps.wait, receive)
+        return steps.then(arrived)
 
-    def _combine(
+    def _return(
         self,
-        handle: _Handle,
+        sent: _Sent,
         output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
     ) -> Pending[None]:
-        rows = reduced_rows(
-            weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
-        )
-        check_tensor(
-            "fused_expert_output (reduced)",
-            rows,
-            (sum(handle.received), output.size(1)),
-            wire_dtype(output.dtype),
-            output.device,
-        )
-        returned = rows.new_empty((sum(handle.sent), rows.size(1)))
+        rows = self._reduced(expert_output, dispatched, reduce_impl, sum(sent.received), output)
+        returned = rows.new_empty((sum(sent.sent), rows.size(1)))
         steps = self.ranks.steps("combine", output.device)
-        steps.all_to_all(returned, rows, handle.sent, handle.received)
-
-        def receive() -> None:
-            steps.wait()
-            sum_rows(returned, handle.slots, output)
-
-        return Pending(steps.wait, receive)
+        steps.all_to_all(returned, rows, sent.sent, sent.received)
+        return steps.then(lambda: sum_rows(returned, sent.slots, output))

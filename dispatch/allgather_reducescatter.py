@@ -6,22 +6,21 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.dispatch.batch import Batch, Pending, check_tensor, wire_dtype
+from moe_ep.dispatch.batch import Batch
 from moe_ep.dispatch.payload import ids_for_rank, make_send_plan
-from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
 from moe_ep.kernels.dispatch_rows import sum_rows
 from moe_ep.kernels.quantize import dequantize_rows
-from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, PrepareResult
+from moe_ep.modular_kernel.contracts import Dispatched, FusedMoEActivationFormat, Pending
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 
-class _Handle(NamedTuple):
+class _Sent(NamedTuple):
     slots: torch.Tensor
     num_rows: int
 
 
-class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize):
+class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
     """Standard format; the simplest thing that works on any transport.
 
     Rows, ids and weights of all ranks are gathered, padded to the largest T of the step, which the hosts agree on;
@@ -41,7 +40,7 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize):
     def max_num_tokens_per_rank(self) -> int | None:
         return None
 
-    def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, _Handle]]:
+    def _send(self, batch: Batch) -> Pending[Dispatched]:
         num_tokens, topk = batch.topk_ids.shape
         num_ranks, hidden_size = self.ranks.size, batch.rows.size(1)
         steps = self.ranks.steps("dispatch", batch.rows.device)
@@ -57,45 +56,30 @@ class AllGatherReduceScatterPrepareFinalize(TorchDistributedPrepareFinalize):
             steps.all_gather(all_meta, meta)
         slots = make_send_plan(batch.topk_ids, batch.owners, num_ranks, padded_tokens).slots
 
-        def receive() -> tuple[PrepareResult, _Handle]:
-            steps.wait()
-            arrived = dequantize_rows(all_rows, hidden_size, batch.rows.dtype) if batch.quantized else all_rows
-            ids = self._ids_for_this_rank(all_meta[:, :topk], batch.owners)
-            weights = all_meta[:, topk:].contiguous().view(torch.float32)
-            return (arrived, None, None, ids, weights), _Handle(slots, len(all_rows))
+        def arrived() -> Dispatched:
+            return Dispatched(
+                rows=dequantize_rows(all_rows, hidden_size, batch.rows.dtype) if batch.quantized else all_rows,
+                topk_ids=self._ids_for_this_rank(all_meta[:, :topk], batch.owners),
+                topk_weights=all_meta[:, topk:].contiguous().view(torch.float32),
+                handle=_Sent(slots, len(all_rows)),
+            )
 
-        return Pending(steps.wait, receive)
+        return steps.then(arrived)
 
-    def _combine(
+    def _return(
         self,
-        handle: _Handle,
+        sent: _Sent,
         output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
     ) -> Pending[None]:
-        rows = reduced_rows(
-            weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
-        )
-        check_tensor(
-            "fused_expert_output (reduced)",
-            rows,
-            (handle.num_rows, output.size(1)),
-            wire_dtype(output.dtype),
-            output.device,
-        )
+        rows = self._reduced(expert_output, dispatched, reduce_impl, sent.num_rows, output)
         returned = torch.empty_like(rows)
         steps = self.ranks.steps("combine", output.device)
         if rows.size(0):
             steps.all_to_all(returned, rows)
-
-        def receive() -> None:
-            steps.wait()
-            sum_rows(returned, handle.slots, output)
-
-        return Pending(steps.wait, receive)
+        return steps.then(lambda: sum_rows(returned, sent.slots, output))
 
     def _largest_num_tokens(self, num_tokens: int, device: torch.device) -> int:
         """The rows that every rank's part has room for."""

@@ -1,11 +1,9 @@
-"""A batch on its way: what goes in, what is under way, and what is remembered until it comes home."""
+"""The input of one dispatch, its checks, and the lifetime of its memory on several streams."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import is_dataclass
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import fields, is_dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,24 +11,8 @@ from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_ids, check_tensors
 from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig
 from moe_ep.kernels.quantize import quantize_rows
 
-Result = TypeVar("Result")
-Handle = TypeVar("Handle")
-
 MAX_TOPK = 32
-# Batches between prepare and finalize that are remembered; a program that never finalises some does not grow.
-MAX_OPEN_BATCHES = 8
 _ALIGNMENT = 16  # bytes that kernels read at once
-
-
-class Pending(NamedTuple, Generic[Result]):
-    """Something under way: `wait()` until the data is there, `receive()` to have it (which waits too).
-
-    What is not under way yet is started by `start()`, or by whichever of the two comes first.
-    """
-
-    wait: Callable[[], None]
-    receive: Callable[[], Result]
-    start: Callable[[], None] = lambda: None
 
 
 class Batch(NamedTuple):
@@ -42,7 +24,7 @@ class Batch(NamedTuple):
         topk_weights: f32 `[T, topk]`, contiguous.
         owners: int32 `[E]`.
         expert_map: int32 `[E]`: index of each id on this rank, -1 where it is on another.
-        quantized: rows travel in e4m3.
+        quantized: rows are transferred in e4m3.
     """
 
     rows: torch.Tensor
@@ -53,45 +35,8 @@ class Batch(NamedTuple):
     quantized: bool
 
     def wire_rows(self) -> torch.Tensor:
-        """Rows as they travel: `[T, K]`, or uint8 with codes and scales (`moe_ep.kernels.quantize`)."""
+        """Rows as they are transferred: `[T, K]`, or uint8 with codes and scales (`moe_ep.kernels.quantize`)."""
         return quantize_rows(self.rows) if self.quantized else self.rows
-
-
-class OpenBatches(Generic[Handle]):
-    """What prepare keeps for finalize, by the topk_ids that finalize is given for the batch: the tensor itself, not its
-    values. Another tensor is accepted where only one batch is open."""
-
-    def __init__(self) -> None:
-        self._open: list[tuple[torch.Tensor, Handle]] = []
-
-    def put(self, topk_ids: torch.Tensor, handle: Handle) -> None:
-        self._open = [*self._open[-MAX_OPEN_BATCHES + 1 :], (topk_ids, handle)]
-
-    def clear(self) -> None:
-        self._open = []
-
-    @contextmanager
-    def taken(self, topk_ids: torch.Tensor) -> Iterator[Handle]:
-        """As `take`; the batch stays open where the results are refused with a ValueError."""
-        handle = self.take(topk_ids)
-        try:
-            yield handle
-        except ValueError:
-            self.put(topk_ids, handle)
-            raise
-
-    def take(self, topk_ids: torch.Tensor) -> Handle:
-        """RuntimeError where it cannot be told which batch is meant."""
-        for index, (key, handle) in enumerate(self._open):
-            if key is topk_ids:
-                del self._open[index]
-                return handle
-        if len(self._open) == 1:
-            return self._open.pop()[1]
-        raise RuntimeError(
-            f"topk_ids is not the tensor of one of the {len(self._open)} batches between prepare and finalize; pass "
-            f"the one that prepare returned, or where it returned none the one it was given"
-        )
 
 
 def keep_for(stream: torch.cuda.Stream, value: object) -> None:
@@ -99,14 +44,16 @@ def keep_for(stream: torch.cuda.Stream, value: object) -> None:
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             value.record_stream(stream)
-    elif is_dataclass(value) or isinstance(value, (tuple, list)):
-        for part in vars(value).values() if is_dataclass(value) else value:
+    elif isinstance(value, (tuple, list)):
+        for part in value:
             keep_for(stream, part)
+    elif is_dataclass(value):
+        for field in fields(value):
+            keep_for(stream, getattr(value, field.name))
 
 
 def side_by_side(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of two dimensions as kernels read them, 16 bytes at a time: one behind the other, from a multiple of that
-    on."""
+    """Rows of two dimensions as kernels read them: contiguous, and aligned to 16 bytes."""
     rows = rows.contiguous()
     # Where there are no rows, or one column, torch calls any strides contiguous.
     if rows.stride(1) == 1 and rows.data_ptr() % _ALIGNMENT == 0:
@@ -122,7 +69,7 @@ def check_arguments(
     known_ids: int,
     capacity: int | None = None,
 ) -> None:
-    """ValueError for a batch that would not survive the journey; shapes and dtypes only, no values on a GPU.
+    """ValueError for a batch that cannot be dispatched; looks at shapes and dtypes, and never at values on a GPU.
 
     Args:
         known_ids: ids are below this.

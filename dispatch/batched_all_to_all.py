@@ -6,20 +6,20 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ep.dispatch.batch import Batch, Pending, check_results, wire_dtype
+from moe_ep.dispatch.batch import Batch, check_results, wire_dtype
 from moe_ep.dispatch.messages import MessageLayout, OpenedMessages, open_messages, pack_messages
-from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize
+from moe_ep.dispatch.torch_distributed import TorchDistributedPrepareFinalize, check_delegated
 from moe_ep.kernels.dispatch_rows import sum_rows, weighted_rows
-from moe_ep.modular_kernel.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
-from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
+from moe_ep.modular_kernel.contracts import Dispatched, ExpertTokensMetadata, FusedMoEActivationFormat, Pending
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 
-class _Handle(NamedTuple):
+class _Sent(NamedTuple):
     slots: torch.Tensor
     opened: OpenedMessages
 
 
-class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
+class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize, unchecked=True):
     """BatchedExperts format with room for max_num_tokens of every rank; for decode, and captured in CUDA graphs.
 
     One message of fixed size goes to every rank (`dispatch.messages`), so that a dispatch is two kernels around one
@@ -40,7 +40,7 @@ class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
     def max_num_tokens_per_rank(self) -> int | None:
         return self.moe_config.max_num_tokens
 
-    def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, _Handle]]:
+    def _send(self, batch: Batch) -> Pending[Dispatched]:
         capacity, num_ranks = self.moe_config.max_num_tokens, self.ranks.size
         device, hidden_size = batch.rows.device, batch.rows.size(1)
         rows = batch.wire_rows()
@@ -52,43 +52,31 @@ class BatchedAllToAllPrepareFinalize(TorchDistributedPrepareFinalize):
         steps = self.ranks.steps("dispatch", device)
         steps.all_to_all(incoming, outgoing)
 
-        def receive() -> tuple[PrepareResult, _Handle]:
-            steps.wait()
+        def arrived() -> Dispatched:
             shape = (self.moe_config.num_local_experts, num_ranks * capacity, hidden_size)
             expert_rows = torch.empty(shape, dtype=batch.rows.dtype, device=device)
             opened = open_messages(incoming, layout, batch.expert_map, expert_rows, batch.quantized)
             meta = ExpertTokensMetadata(opened.expert_num_tokens)
-            return (expert_rows, None, meta, None, None), _Handle(slots, opened)
+            return Dispatched(rows=expert_rows, expert_tokens_meta=meta, handle=_Sent(slots, opened))
 
-        return Pending(steps.wait, receive)
+        return steps.then(arrived)
 
-    def _combine(
+    def _return(
         self,
-        handle: _Handle,
+        sent: _Sent,
         output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
     ) -> Pending[None]:
-        if not isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
-            raise ValueError(
-                f"weight_and_reduce_impl is {weight_and_reduce_impl!r}; batched_all_to_all weights and reduces itself, "
-                f"so batched experts must leave it to it (TopKWeightAndReduceDelegate)"
-            )
+        check_delegated("batched_all_to_all", reduce_impl)
         capacity, hidden_size = self.ranks.size * self.moe_config.max_num_tokens, output.size(1)
         shape = (self.moe_config.num_local_experts, capacity, hidden_size)
-        check_results(fused_expert_output, shape, output)
-        weights = None if apply_router_weight_on_input else handle.opened.weights
+        check_results(expert_output, shape, output)
+        weights = None if dispatched.rows_are_weighted else sent.opened.weights
         outgoing = output.new_empty((capacity, hidden_size), dtype=wire_dtype(output.dtype))
-        weighted_rows(fused_expert_output.reshape(-1, hidden_size), handle.opened.slots, weights, outgoing)
+        weighted_rows(expert_output.reshape(-1, hidden_size), sent.opened.slots, weights, outgoing)
         incoming = torch.empty_like(outgoing)
         steps = self.ranks.steps("combine", output.device)
         steps.all_to_all(incoming, outgoing)
-
-        def receive() -> None:
-            steps.wait()
-            sum_rows(incoming, handle.slots, output)
-
-        return Pending(steps.wait, receive)
+        return steps.then(lambda: sum_rows(incoming, sent.slots, output))

@@ -1,6 +1,8 @@
-"""The backend where nothing travels: one rank, or ranks that all hold the same tokens."""
+"""The backend without communication: one rank, or ranks that all hold the same tokens."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,15 +11,15 @@ from moe_ep.arguments import check_expert_map, check_same_device
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import check_arguments, check_made_for
 from moe_ep.errors import check_at_least
-from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
+from moe_ep.modular_kernel.contracts import Dispatched, Dispatcher, FusedMoEActivationFormat, Routing
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, undelegated
 
 
-class NoEPPrepareFinalize(FusedMoEPrepareAndFinalize):
+class NoEPPrepareFinalize(Dispatcher, unchecked=True):
     """Passes this rank's rows to its own experts, and returns their sum.
 
-    Standard format, any number of tokens. Rows are not quantized, since they do not travel. With an expert_map, ids of
-    experts on other ranks become -1, and the output is this rank's partial sum.
+    Standard format, any number of tokens. Rows are not quantized, since they stay where they are. With an expert_map,
+    ids of experts on other ranks become -1, and the output is this rank's partial sum.
     """
 
     def __init__(
@@ -50,41 +52,35 @@ class NoEPPrepareFinalize(FusedMoEPrepareAndFinalize):
     def output_is_reduced(self) -> bool:
         return False
 
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> PrepareResult:
+    def dispatch(self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig) -> Dispatched:
+        rows, weights, ids = hidden_states, routing.topk_weights, routing.topk_ids
+        num_experts, expert_map, is_weighted = (
+            routing.num_experts, routing.expert_map, routing.apply_router_weight_on_input
+        )  # fmt: skip
         check_at_least(1, num_experts=num_experts)
-        check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, num_experts)
-        check_made_for(self._moe_config, a1, topk_ids)
-        if apply_router_weight_on_input:
-            a1 = (a1 * topk_weights).to(a1.dtype)
+        check_arguments(rows, weights, ids, is_weighted, num_experts)
+        check_made_for(self._moe_config, rows, ids)
+        if is_weighted:
+            rows = (rows * weights).to(rows.dtype)
         if expert_map is not None:
             check_expert_map(expert_map)
-            check_same_device("a1", a1.device, expert_map=expert_map)
+            check_same_device("a1", rows.device, expert_map=expert_map)
             if expert_map.shape != (num_experts,):
                 raise ValueError(
                     f"expert_map has shape {tuple(expert_map.shape)}; it must have one entry for each of "
                     f"num_experts ({num_experts})"
                 )
             # An id of -1 looks up the last expert, and stays -1 whether that is local or not.
-            topk_ids = torch.where(expert_map[topk_ids.long()] >= 0, topk_ids, -1)
-        return a1, None, None, topk_ids, topk_weights
+            ids = torch.where(expert_map[ids.long()] >= 0, ids, -1)
+        return Dispatched(rows=rows, topk_ids=ids, topk_weights=weights, rows_are_weighted=is_weighted)
 
-    def finalize(
+    def combine(
         self,
         output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
     ) -> None:
-        reduce_impl = undelegated(weight_and_reduce_impl)
-        reduce_impl.apply(output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
+        ids: Any = dispatched.topk_ids
+        weights: Any = dispatched.topk_weights
+        undelegated(reduce_impl).apply(output, expert_output, weights, ids, dispatched.rows_are_weighted)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,9 @@ from moe_ep.dispatch.notes import Notes, watch
 from moe_ep.distributed.failure_detection import Roll
 from moe_ep.distributed.process_groups import GroupReference, deadline_of
 from moe_ep.errors import ConfigError, DispatchTimeoutError, rank_list
+from moe_ep.modular_kernel.contracts import Pending
+
+Result = TypeVar("Result")
 
 
 class RankGroup:
@@ -103,6 +108,16 @@ class RankGroup:
                 )
         self.have_agreed = True
 
+    def taking_part(self) -> AbstractContextManager[None]:
+        """Around the start of a collective step: peers are told what this rank refuses in it with a ValueError, and
+        otherwise that it takes part (again)."""
+        return self.notes
+
+    def report(self, error: Exception) -> None:
+        """Tells the peers that this rank does not take part in the step that they wait for, and why."""
+        if not isinstance(error, DispatchTimeoutError):
+            self.notes.leave(f"{type(error).__name__}: {error}")
+
     def steps(self, name: str, device: torch.device) -> Steps:
         """The collective steps of one dispatch or combine."""
         if device.type == "cuda" and self.size > 1:
@@ -141,6 +156,7 @@ class Steps:
         self._ranks, self._name = ranks, name
         self._on_cuda = device.type == "cuda"
         self._works: list[dist.Work] = []
+        self._error: DispatchTimeoutError | None = None
 
     def all_to_all(
         self,
@@ -160,14 +176,32 @@ class Steps:
 
     def wait(self) -> None:
         """Raises DispatchTimeoutError where a peer did not take part; may be called again."""
+        if self._error is not None:
+            raise self._error
         deadline = time.monotonic() + self._ranks.timeout_s
         while self._works:
             try:
                 self._ranks.roll.wait_for(self._works[0], deadline - time.monotonic())
             except RuntimeError as error:
                 self._works.clear()
-                raise self._ranks.failed(self._name, str(error)) from error
+                self._error = self._ranks.failed(self._name, str(error))
+                raise self._error from error
             self._works.pop(0)
+
+    def then(self, finish: Callable[[], Result]) -> Pending[Result]:
+        """What `finish` makes of the data; it runs once, after the steps."""
+        results: list[Result] = []
+
+        def wait() -> None:
+            if not results:
+                self.wait()
+                results.append(finish())
+
+        def receive() -> Result:
+            wait()
+            return results[0]
+
+        return Pending(wait, receive)
 
     def on_host(self, numbers: torch.Tensor) -> HostCopy:
         """Starts a copy to the host, after the steps so far."""

@@ -1,30 +1,29 @@
-"""The frame of the backends on torch.distributed: what is checked, what is remembered, and the asynchronous forms.
+"""What the backends on torch.distributed share: checks, the handle of a batch, and the asynchronous forms.
 
-A backend says how a batch is dispatched and how it is combined, each as a `Pending`: the collective steps are under way
-when it is made, `wait()` waits for the data and `receive()` gives the result. prepare and finalize do all of it at
-once; prepare_async and finalize_async hand the two halves to the caller.
+A backend says how a batch is dispatched and how it is combined, each as a `Pending`: the collective steps are in flight
+when it is made, `wait()` waits for the data and queues what is left to do with it, and `receive()` returns the result.
+`dispatch` and `combine` do all of it at once, `dispatch_async` and `combine_async` hand the `Pending` to the caller.
 
-On CUDA the asynchronous forms run on a stream of the backend's own, which waits for the caller's stream when they are
-called; `hook()` makes the stream that is current then wait for them. On the CPU they are asynchronous collectives.
-Several batches may be under way; what finalize needs of each is kept by prepare and found again by the topk_ids that
-finalize is given (`OpenBatches`). All ranks must make the calls of all batches in one order. Tensors handed to an
-asynchronous form must not be written before its hook() was called.
+On the CPU these are asynchronous collectives. On CUDA the asynchronous forms run on a stream of the backend's own,
+which waits for the caller's stream when they are called; `wait()` makes the stream that is current then wait for them.
+Several batches may be in flight; all ranks must make the calls of all batches in one order. Tensors handed to an
+asynchronous form must not be written before `wait()` was called.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from moe_ep.arguments import check_tensors
 from moe_ep.config import ACTIVATION_DTYPES, FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.dispatch.batch import (
     Batch,
-    OpenBatches,
-    Pending,
     check_arguments,
     check_made_for,
     check_tensor,
@@ -34,25 +33,39 @@ from moe_ep.dispatch.batch import (
 )
 from moe_ep.dispatch.placement import Placement, owners_of
 from moe_ep.dispatch.rank_group import RankGroup
-from moe_ep.dispatch.side_stream import SideStream
-from moe_ep.modular_kernel.contracts import FusedMoEPrepareAndFinalize, PrepareResult
-from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
+from moe_ep.modular_kernel.contracts import Dispatched, Dispatcher, Pending, Routing
+from moe_ep.modular_kernel.weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+    undelegated,
+)
 from moe_ep.modular_kernel.workspace import current_stream
 
+Result = TypeVar("Result")
 
-class _Sent(NamedTuple):
-    """A batch between prepare and finalize: what the combine needs, the stream that its memory belongs to (0 on the
-    CPU), and what the output must be."""
 
-    handle: Any
+@dataclass(slots=True)
+class Handle:
+    """What a combine needs of its dispatch.
+
+    Attributes:
+        sent: the backend's own part.
+        stream: the stream that the batch's memory belongs to; 0 on the CPU.
+        shape, dtype, device: of the output.
+        is_combined: the handle was used.
+    """
+
+    sent: Any
     stream: int
     shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
+    is_combined: bool = False
 
 
-class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
-    """Everything of a backend but how rows travel.
+class TorchDistributedPrepareFinalize(Dispatcher):
+    """Everything of a backend but how rows are transferred.
 
     Args:
         moe_config: shapes, placement and, in max_num_tokens, the capacity per rank; the same on every rank.
@@ -82,8 +95,7 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
                 f"{moe_config.num_fused_shared_experts} shared experts EP rank {moe_config.ep_rank} of "
                 f"{moe_config.ep_size} holds {self.placement.num_local}"
             )
-        self._open: OpenBatches[_Sent] = OpenBatches()
-        self._side = SideStream()
+        self._side_stream: torch.cuda.Stream | None = None
 
     @classmethod
     def unusable_reason(cls) -> str | None:
@@ -107,139 +119,191 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
     def supports_async(self) -> bool:
         return True
 
-    @abstractmethod
-    def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, Any]]:
-        """Sends a batch; receives what prepare returns, and what the combine will need."""
+    def report_failure(self, error: Exception) -> None:
+        self.ranks.report(error)
 
-    @abstractmethod
-    def _combine(
-        self,
-        handle: Any,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
-    ) -> Pending[None]:
-        """Sends results home; receiving them writes `output`."""
+    def dispatch(self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig) -> Dispatched:
+        return self._begin(hidden_states, routing, quant_config).receive()
 
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> PrepareResult:
-        return self._begin(
-            a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config
-        ).receive()
+    def dispatch_async(
+        self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig
+    ) -> Pending[Dispatched]:
+        return self._in_flight(
+            hidden_states.device,
+            lambda: self._begin(hidden_states, routing, quant_config),
+            (hidden_states, routing),
+        )
 
-    def prepare_async(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
-        args = (a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config)
-        if a1.is_cuda:
-            return self._side.run(a1.device, self.prepare, *args)
-        pending = self._begin(*args)
-        return pending.wait, pending.receive
-
-    def finalize(
+    def combine(
         self,
         output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
     ) -> None:
-        args = (output, fused_expert_output, topk_weights, topk_ids)
-        self._begin_combine(*args, apply_router_weight_on_input, weight_and_reduce_impl).receive()
+        self._begin_combine(output, expert_output, dispatched, reduce_impl).receive()
 
-    def finalize_async(
+    def combine_async(
         self,
         output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        args = (output, fused_expert_output, topk_weights, topk_ids)
-        if output.is_cuda:
-            return self._side.run(
-                output.device, self.finalize, *args, apply_router_weight_on_input, weight_and_reduce_impl
-            )
-        pending = self._begin_combine(*args, apply_router_weight_on_input, weight_and_reduce_impl)
-        return pending.wait, pending.receive
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
+    ) -> Pending[None]:
+        return self._in_flight(
+            output.device,
+            lambda: self._begin_combine(output, expert_output, dispatched, reduce_impl),
+            (output, expert_output, dispatched),
+        )
+
+    @abstractmethod
+    def _send(self, batch: Batch) -> Pending[Dispatched]:
+        """Sends a batch; the handle of what it receives is the backend's own."""
+
+    @abstractmethod
+    def _return(
+        self,
+        sent: Any,
+        output: torch.Tensor,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
+    ) -> Pending[None]:
+        """Sends results back to the tokens' ranks; receiving them writes `output`.
+
+        Args:
+            sent: the backend's handle.
+        """
+
+    def _in_flight(
+        self, device: torch.device, begin: Callable[[], Pending[Result]], inputs: Sequence[object]
+    ) -> Pending[Result]:
+        """What `begin` starts. On CUDA it runs on a stream of the backend's own, behind what the current stream has.
+
+        Args:
+            inputs: what `begin` reads and writes.
+        """
+        if device.type != "cuda":
+            return begin()
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(device)
+        side, caller = self._side_stream, torch.cuda.current_stream(device)
+        side.wait_stream(caller)
+        with torch.cuda.stream(side):
+            pending = begin()
+            pending.wait()
+            done = side.record_event()
+        # The inputs are read on a stream that their memory does not belong to. They live until `wait`, behind which
+        # the stream that it does belong to has waited, or else longer.
+        held, consumers = [inputs], []
+
+        def wait() -> None:
+            if held:
+                consumer = torch.cuda.current_stream(device)
+                consumer.wait_event(done)
+                consumers.append(consumer)
+                if consumer != caller:
+                    keep_for(side, held)
+                held.clear()
+
+        def receive() -> Result:
+            wait()
+            result = pending.receive()
+            for consumer in (*consumers, torch.cuda.current_stream(device)):
+                keep_for(consumer, result)
+            return result
+
+        return Pending(wait, receive)
 
     def _begin(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> Pending[PrepareResult]:
-        with self.ranks.notes:
+        self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig
+    ) -> Pending[Dispatched]:
+        weights, ids, is_weighted = routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input
+        with self.ranks.taking_part():
             known_ids = self.placement.num_ids
-            if num_experts != known_ids:
+            if routing.num_experts != known_ids:
                 raise ValueError(
-                    f"num_experts is {num_experts}; the backend was made for {known_ids} ids "
+                    f"num_experts is {routing.num_experts}; the backend was made for {known_ids} ids "
                     f"({self.moe_config.num_experts} routed, {self.moe_config.num_fused_shared_experts} shared)"
                 )
-            if expert_map is not None:
-                self.placement.check(expert_map)
+            if routing.expert_map is not None:
+                self.placement.check(routing.expert_map)
             capacity = self.max_num_tokens_per_rank()
-            check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, known_ids, capacity)
-            check_made_for(self.moe_config, a1, topk_ids)
-            self._must_agree(quant_config, a1.device)
-            rows = (a1 * topk_weights).to(a1.dtype) if apply_router_weight_on_input else a1
+            check_arguments(hidden_states, weights, ids, is_weighted, known_ids, capacity)
+            check_made_for(self.moe_config, hidden_states, ids)
+            self._must_agree(quant_config, hidden_states.device)
+            rows = (hidden_states * weights).to(hidden_states.dtype) if is_weighted else hidden_states
             batch = Batch(
                 rows=side_by_side(rows),
-                topk_ids=side_by_side(topk_ids.to(torch.int32)),
-                topk_weights=topk_weights.contiguous(),
-                owners=self.placement.owners(a1.device),
-                expert_map=self.placement.expert_map(a1.device),
+                topk_ids=side_by_side(ids.to(torch.int32)),
+                topk_weights=weights.contiguous(),
+                owners=self.placement.owners(rows.device),
+                expert_map=self.placement.expert_map(rows.device),
                 quantized=self._wire(quant_config).dispatch_dtype is not None,
             )
-            pending = self._dispatch(batch)
+            pending = self._send(batch)
 
-        what = (_stream_of(rows), (rows.size(0), rows.size(1)), rows.dtype, rows.device)
+        stream, shape = _stream_of(rows), (rows.size(0), rows.size(1))
 
-        def receive() -> PrepareResult:
-            result, handle = pending.receive()
-            self._open.put(topk_ids if result[3] is None else result[3], _Sent(handle, *what))
-            return result
+        def receive() -> Dispatched:
+            dispatched = pending.receive()
+            dispatched.rows_are_weighted = is_weighted
+            dispatched.handle = Handle(dispatched.handle, stream, shape, rows.dtype, rows.device)
+            return dispatched
 
         return Pending(pending.wait, receive, pending.start)
 
-    def _begin_combine(self, output: torch.Tensor, fused_expert_output: torch.Tensor, *args: Any) -> Pending[None]:
-        """Sends results home; a batch whose results are refused stays open.
-
-        Args:
-            args: the others of finalize, topk_weights and topk_ids first.
-        """
-        with self._open.taken(args[1]) as sent, self.ranks.notes:
+    def _begin_combine(
+        self,
+        output: torch.Tensor,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
+    ) -> Pending[None]:
+        handle: Handle = dispatched.handle
+        with self.ranks.taking_part():
+            if handle.is_combined:
+                raise RuntimeError("this batch was combined already; dispatch it again to combine it again")
             # Two-level dispatch adds up a host's results in f32.
-            wire = wire_dtype(sent.dtype) if self.accepts_f32_output() else sent.dtype
-            is_wide = isinstance(output, torch.Tensor) and output.dtype == wire
-            check_tensor("output", output, sent.shape, wire if is_wide else sent.dtype, sent.device)
-            if _stream_of(output) != sent.stream:
-                keep_for(torch.cuda.current_stream(sent.device), sent.handle)
-            return self._combine(sent.handle, output, fused_expert_output, *args)
+            is_wide = isinstance(output, torch.Tensor) and output.dtype == self._results_dtype(handle.dtype)
+            dtype = output.dtype if is_wide else handle.dtype
+            check_tensor("output", output, handle.shape, dtype, handle.device)
+            if _stream_of(output) != handle.stream:
+                keep_for(torch.cuda.current_stream(handle.device), handle.sent)
+            pending = self._return(handle.sent, output, expert_output, dispatched, reduce_impl)
+            handle.is_combined = True
+            return pending
+
+    def _reduced(
+        self,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
+        num_rows: int,
+        output: torch.Tensor,
+        contiguous: bool = False,
+    ) -> torch.Tensor:
+        """The sum of this rank's experts for every received row, `[num_rows, K]`, contiguous; Standard format.
+
+        Experts that reduced already (NoOP) are not copied if the dtype is right; experts that delegate left one row for
+        each slot.
+        """
+        check_tensors(fused_expert_output=expert_output)
+        reduce_impl, dtype, rows = undelegated(reduce_impl), self._results_dtype(output.dtype), None
+        ids: Any = dispatched.topk_ids  # which every backend of this format returns
+        weights: Any = dispatched.topk_weights
+        if expert_output.dtype != dtype and not isinstance(reduce_impl, TopKWeightAndReduceNoOP):
+            rows = expert_output.new_empty((len(dispatched.rows), expert_output.size(-1)), dtype=dtype)
+        rows = reduce_impl.apply(rows, expert_output, weights, ids, dispatched.rows_are_weighted)
+        if rows.dtype == output.dtype:
+            rows = rows.to(dtype)
+        rows, shape = rows.contiguous(), (num_rows, output.size(1))
+        check_tensor("fused_expert_output (reduced)", rows, shape, dtype, output.device, contiguous)
+        return rows
+
+    def _results_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of results in flight, for an output of this one."""
+        return wire_dtype(dtype) if self.accepts_f32_output() else dtype
 
     def _wire(self, quant_config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
         return quant_config if self.quant_config is None else self.quant_config
@@ -265,3 +329,12 @@ class TorchDistributedPrepareFinalize(FusedMoEPrepareAndFinalize):
 def _stream_of(tensor: torch.Tensor) -> int:
     """The handle of the current stream of its GPU; 0 on the CPU."""
     return current_stream(tensor.device) if tensor.is_cuda else 0
+
+
+def check_delegated(backend: str, reduce_impl: TopKWeightAndReduce) -> None:
+    """ValueError unless the experts leave weighting and reducing to the backend, as batched experts must."""
+    if not isinstance(reduce_impl, TopKWeightAndReduceDelegate):
+        raise ValueError(
+            f"weight_and_reduce_impl is {reduce_impl!r}; {backend} weights and reduces itself, so batched experts must "
+            f"leave it to it (TopKWeightAndReduceDelegate)"
+        )

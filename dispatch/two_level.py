@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
-from moe_ep.dispatch.batch import OpenBatches, check_arguments, check_tensor, wire_dtype
+from moe_ep.dispatch.batch import check_arguments, check_tensor, wire_dtype
 from moe_ep.dispatch.placement import owners_of
 from moe_ep.distributed.process_groups import answers_of_ranks, hosts_of, subgroup
 from moe_ep.errors import ConfigError
-from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
+from moe_ep.modular_kernel.contracts import Dispatched, Dispatcher, FusedMoEActivationFormat, Routing
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOP
 from moe_ep.registry import ALL2ALL_BACKENDS
 
@@ -109,15 +109,13 @@ def _groups_of(group: dist.ProcessGroup) -> _Groups:
 
 
 class _Handle(NamedTuple):
-    """What came across, its ids and weights and how many rows, and what the output must be."""
+    """What arrived across hosts, and the handle of its dispatch within this one."""
 
-    ids: torch.Tensor
-    weights: torch.Tensor
-    num_rows: int
-    output: tuple[tuple[int, int], torch.dtype, torch.device]
+    across: Dispatched
+    within: Any
 
 
-class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
+class TwoLevelPrepareFinalize(Dispatcher, unchecked=True):
     """Standard format across hosts with the same number of ranks each; prefill.
 
     Rows arrive ordered by (place, host, token) of their sources. They are quantized, where asked, for the network
@@ -165,7 +163,6 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
         has_room_for_any = all(level.max_num_tokens_per_rank() is None for level in (self._across, self._within))
         self._capacity = None if has_room_for_any else config.max_num_tokens
         self._num_ranks, self.by_host = config.ep_size, grid.members
-        self._open: OpenBatches[_Handle] = OpenBatches()
 
     @classmethod
     def unusable_reason(cls) -> str | None:
@@ -193,47 +190,46 @@ class TwoLevelPrepareFinalize(FusedMoEPrepareAndFinalize):
         for level in (self._across, self._within):
             level.check()
 
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> PrepareResult:
-        with self._across.ranks.notes:
-            # Where the level across hosts takes any number, what comes of more would not fit the one within.
-            check_arguments(a1, topk_weights, topk_ids, apply_router_weight_on_input, num_experts, self._capacity)
-        rows, _, _, ids, weights = self._across.prepare(
-            a1, topk_weights, topk_ids, num_experts, None, apply_router_weight_on_input, quant_config
-        )
-        result = self._within.prepare(
-            rows, weights, ids, num_experts, expert_map, False, FusedMoEQuantConfig.unquantized()
-        )
-        self._open.put(result[3], _Handle(ids, weights, len(rows), ((a1.size(0), a1.size(1)), a1.dtype, a1.device)))
-        return result
+    def report_failure(self, error: Exception) -> None:
+        self._across.report_failure(error)
 
-    def finalize(
+    def dispatch(self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig) -> Dispatched:
+        with self._across.ranks.taking_part():
+            # Where the level across hosts takes any number, what arrives of more would not fit the one within.
+            check_arguments(
+                hidden_states, routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input,
+                routing.num_experts, self._capacity,
+            )  # fmt: skip
+        across = self._across.dispatch(hidden_states, replace(routing, expert_map=None), quant_config)
+        within = self._within.dispatch(
+            across.rows,
+            Routing(
+                topk_weights=across.topk_weights,
+                topk_ids=across.topk_ids,
+                num_experts=routing.num_experts,
+                expert_map=routing.expert_map,
+            ),
+            FusedMoEQuantConfig.unquantized(),
+        )
+        handle = _Handle(across, within.handle)
+        return replace(within, rows_are_weighted=across.rows_are_weighted, handle=handle)
+
+    def combine(
         self,
         output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
     ) -> None:
-        with self._open.taken(topk_ids) as came, self._across.ranks.notes:
-            check_tensor("output", output, *came.output)
+        across, within = dispatched.handle
+        with self._across.ranks.taking_part():
+            handle = across.handle
+            check_tensor("output", output, handle.shape, handle.dtype, handle.device)
             is_wide = all(level.accepts_f32_output() for level in (self._within, self._across))
             dtype = wire_dtype(output.dtype) if is_wide else output.dtype
-            of_host = output.new_empty((came.num_rows, output.size(1)), dtype=dtype)
-            args = (of_host, fused_expert_output, topk_weights, topk_ids)
-            self._within.finalize(*args, apply_router_weight_on_input, weight_and_reduce_impl)
-        self._across.finalize(
-            output, of_host, came.weights, came.ids, apply_router_weight_on_input, TopKWeightAndReduceNoOP()
-        )
+            of_host = output.new_empty((len(across.rows), output.size(1)), dtype=dtype)
+            self._within.combine(of_host, expert_output, replace(dispatched, handle=within), reduce_impl)
+        self._across.combine(output, of_host, across, TopKWeightAndReduceNoOP())
 
 
 def _choose(moe_config: FusedMoEConfig, num_ranks: int, group: dist.ProcessGroup) -> str:

@@ -1,22 +1,17 @@
-"""What all experts of one activation format have in common: their answers to the contract, and which of a pass's
-arguments they need at all."""
+"""What all experts of one activation format have in common: their answers to the contract."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from moe_ep.activation import MoEActivation
 from moe_ep.arguments import check_same_device
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.errors import check_at_least, check_router_weight_on_input
-from moe_ep.modular_kernel.contracts import (
-    ExpertTokensMetadata,
-    FusedMoEActivationFormat,
-    FusedMoEPermuteExpertsUnpermute,
-)
+from moe_ep.errors import check_at_least
+from moe_ep.modular_kernel.contracts import Experts, ExpertTokensMetadata, FusedMoEActivationFormat
+from moe_ep.modular_kernel.contracts import ExpertsCall as Step
 from moe_ep.modular_kernel.weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
@@ -24,44 +19,6 @@ from moe_ep.modular_kernel.weight_and_reduce import (
 )
 
 Shape = tuple[int, ...]
-
-
-class Step(NamedTuple):
-    """What experts are given to compute.
-
-    Attributes:
-        output: to be written, of the activations' dtype or f32. Standard: `[M, K]`, the weighted sums of the experts
-            on this rank. Batched: `[El, max_rows, K]`, the results of the rows that count, unweighted.
-        hidden_states: `[M, K]`; batched `[El, max_rows, K]`, or `[num_rows, K]` if rows come by reference.
-        w1, w2: as the experts read them.
-        topk_weights: f32 `[M, topk]`; 1 where the rows were weighted before they were dispatched. Batched experts leave
-            them to the backend.
-        topk_ids: `[M, topk]`, global ids, -1 for no expert.
-        expert_map: int32, global -> local, -1 if not local; None if the ids are local.
-        scratch: workspace13 and workspace2, of `scratch_shapes` or larger.
-        meta: the number of rows of each expert, and where they are; batched rows have it.
-    """
-
-    output: torch.Tensor
-    hidden_states: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
-    expert_map: torch.Tensor | None
-    activation: MoEActivation | str
-    scratch: tuple[torch.Tensor, torch.Tensor]
-    meta: ExpertTokensMetadata | None
-
-    @property
-    def batch(self) -> ExpertTokensMetadata:
-        """The metadata of batched rows; ValueError without it."""
-        if self.meta is None:
-            raise ValueError(
-                "expert_tokens_meta is None; batched experts need the number of rows of each expert, as the "
-                "prepare step returns it"
-            )
-        return self.meta
 
 
 def wide_dtype(act_dtype: torch.dtype) -> torch.dtype:
@@ -85,51 +42,17 @@ def check_weights(step: Step) -> None:
     check_same_device("hidden_states", step.hidden_states.device, w1=w1, w2=w2)
 
 
-class _AnyFormat(FusedMoEPermuteExpertsUnpermute):
-    """What does not depend on the format."""
+class StandardFormat(Experts):
+    """Experts that find the rows of each expert themselves, and weight and sum the results."""
+
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.Standard
 
     def supports_expert_map(self) -> bool:
         return True
 
     def supports_f32_output(self) -> bool:
         return True
-
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation | str,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        weights = topk_weights
-        if apply_router_weight_on_input and self.activation_format() is FusedMoEActivationFormat.Standard:
-            check_router_weight_on_input(topk_ids.size(-1))
-            weights = torch.ones_like(topk_weights)
-        scratch = (workspace13, workspace2)
-        step = (output, hidden_states, w1, w2, weights, topk_ids, expert_map, activation, scratch, expert_tokens_meta)
-        self.run(Step(*step))
-
-    @abstractmethod
-    def run(self, step: Step) -> None:
-        """Writes the output of a step."""
-
-
-class StandardFormat(_AnyFormat):
-    """Experts that find the rows of each expert themselves, and weight and sum the results."""
-
-    def activation_format(self) -> FusedMoEActivationFormat:
-        return FusedMoEActivationFormat.Standard
 
     def supports_chunking(self) -> bool:
         return True
@@ -155,7 +78,7 @@ class StandardFormat(_AnyFormat):
         return (0,), (0,)
 
 
-class BatchedFormat(_AnyFormat):
+class BatchedFormat(Experts):
     """Experts that are given the rows of each expert, in place or by reference, and leave weighting to the backend.
 
     Args:
@@ -183,6 +106,12 @@ class BatchedFormat(_AnyFormat):
 
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.BatchedExperts
+
+    def supports_expert_map(self) -> bool:
+        return True
+
+    def supports_f32_output(self) -> bool:
+        return True
 
     def supports_chunking(self) -> bool:
         return False

@@ -79,7 +79,7 @@ class _ReferenceExpertsBase(FusedMoEPermuteExpertsUnpermute):
             return F.linear(hidden, w2, None if bias2 is None else bias2[expert].float())
 
 
-class ReferenceExperts(StandardFormat, _ReferenceExpertsBase):
+class ReferenceExperts(StandardFormat, _ReferenceExpertsBase, unchecked=True):
     """Standard format: finds the rows of each local expert, computes them, and sums them weighted in expert order."""
 
     def supports_cuda_graph(self) -> bool:
@@ -98,7 +98,7 @@ class ReferenceExperts(StandardFormat, _ReferenceExpertsBase):
         step.output.copy_(total)
 
 
-class BatchedReferenceExperts(BatchedFormat, _ReferenceExpertsBase):
+class BatchedReferenceExperts(BatchedFormat, _ReferenceExpertsBase, unchecked=True):
     """BatchedExperts format, rows in place or by reference; static shapes and no host synchronisation on a GPU."""
 
     def run(self, step: Step) -> None:

@@ -91,7 +91,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         Batches between prepare and finalize are given up, also those of other layers of this shape, which share what
         this mends.
         """
-        self._open.clear()
+        self._forget_batches()
         self._meeting.recover(dead)
 
     def tokens_hit(self, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ class NvshmemPrepareFinalize(TorchDistributedPrepareFinalize):
         layer `recover` is called of."""
         meeting, number = self._meeting, self._meeting.recoveries
         if self._recoveries != number:
-            self._open.clear()
+            self._forget_batches()
             self._recoveries = number
 
         def check() -> None:

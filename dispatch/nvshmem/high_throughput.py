@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from moe_ep import env
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.dispatch.batch import Batch, Pending, check_tensor
+from moe_ep.dispatch.batch import Batch, check_tensor
 from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, facts_of
 from moe_ep.dispatch.nvshmem.high_throughput_block import (
@@ -29,9 +29,8 @@ from moe_ep.dispatch.nvshmem.high_throughput_block import (
     Layout,
     kernel_source,
 )
-from moe_ep.dispatch.standard import reduced_rows
 from moe_ep.kernels import jit
-from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, PrepareResult
+from moe_ep.modular_kernel.contracts import Dispatched, FusedMoEActivationFormat, Pending
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 # Within 5 % of the best on 4 H200 (docs/benchmarks/high_throughput.md); e4m3 rows are made and read by instructions.
@@ -45,7 +44,7 @@ _FEW_SMS = 32
 _CODES = 0.4
 
 
-class _Handle(NamedTuple):
+class _Sent(NamedTuple):
     parts: BatchParts
     number: int
     num_tokens: int
@@ -53,7 +52,7 @@ class _Handle(NamedTuple):
     check: Callable[[], None]
 
 
-class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
+class HighThroughputPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     """Standard format over NVLink for up to max_num_tokens of every rank; prefill.
 
     Rows, ids and weights are those of `all_to_all`, bit for bit and always in one order, and so is what the combine
@@ -146,27 +145,7 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
     def most_rows(self) -> int | None:
         return self._layout.max_rows
 
-    def prepare_async(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
-        """As the contract says; everything is queued at once on a stream of its own, and the receiver waits for the
-        number of rows."""
-        args = (a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config)
-        hook, pending = self._side.run(a1.device, self._begin, *args)
-
-        def receive() -> PrepareResult:
-            return pending().receive()
-
-        return hook, receive
-
-    def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, _Handle]]:
+    def _send(self, batch: Batch) -> Pending[Dispatched]:
         self.check()
         self._check_batch(batch)
         exact = self.exact_rows and not torch.cuda.is_current_stream_capturing()
@@ -180,44 +159,40 @@ class HighThroughputPrepareFinalize(NvshmemPrepareFinalize):
             senders = senders_of(layout, self.num_sms)
             self._launch("dispatch", parts, tensors, [num_ids, num_tokens, 0 if exact else layout.max_rows, *senders])
 
-        def receive() -> tuple[PrepareResult, _Handle]:
+        def receive() -> Dispatched:
             check()
             rows = self._arrived(parts, number) if exact else layout.max_rows
-            result = (parts.rows[:rows], None, None, parts.ids[:rows], parts.weights[:rows])
-            return result, _Handle(parts, number, num_tokens, rows, check)
+            return Dispatched(
+                rows=parts.rows[:rows],
+                topk_ids=parts.ids[:rows],
+                topk_weights=parts.weights[:rows],
+                handle=_Sent(parts, number, num_tokens, rows, check),
+            )
 
         return Pending(lambda: None, receive)
 
-    def _combine(
+    def _return(
         self,
-        handle: _Handle,
+        sent: _Sent,
         output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
     ) -> Pending[None]:
         self.check()
-        handle.check()
-        if handle.number != handle.parts.number:
+        sent.check()
+        if sent.number != sent.parts.number:
             raise RuntimeError(
                 f"another batch was dispatched before this one was finalized and {NAME} has room for "
                 f"{self._layout.batches_in_flight}; finalize each before, or make the backend with more "
                 f"batches_in_flight"
             )
-        rows = reduced_rows(
-            weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
-        )
-        for name, tensor, num_rows in (
-            ("fused_expert_output (reduced)", rows, handle.rows),
-            ("output", output, handle.num_tokens),
-        ):
-            shape = (num_rows, self._layout.hidden_size)
-            check_tensor(name, tensor, shape, self.moe_config.in_dtype, output.device, contiguous=True)
+        rows = self._reduced(expert_output, dispatched, reduce_impl, sent.rows, output, contiguous=True)
+        shape = (sent.num_tokens, self._layout.hidden_size)
+        check_tensor("output", output, shape, self.moe_config.in_dtype, output.device, contiguous=True)
         with self._block.order:
-            self._launch("combine", handle.parts, [rows, handle.parts.slots, output], [handle.num_tokens])
-        handle.parts.is_open = False
+            self._launch("combine", sent.parts, [rows, sent.parts.slots, output], [sent.num_tokens])
+        sent.parts.is_open = False
         return Pending(lambda: None, lambda: None)
 
     def _arrived(self, parts: BatchParts, number: int) -> int:

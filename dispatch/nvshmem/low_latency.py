@@ -7,7 +7,7 @@ what they do; `channel` has the protocol.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -15,19 +15,20 @@ import torch
 import torch.distributed as dist
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.dispatch.batch import Batch, Pending, check_tensor
+from moe_ep.dispatch.batch import Batch, check_tensor
 from moe_ep.dispatch.nvshmem import arena
 from moe_ep.dispatch.nvshmem.backend import NvshmemPrepareFinalize, facts_of
 from moe_ep.dispatch.nvshmem.channel import Channel
 from moe_ep.dispatch.nvshmem.kernels import KERNELS, WARPS, Halves, combine_type, dispatch_type, kernel_source
 from moe_ep.dispatch.nvshmem.layout import BATCHES_IN_FLIGHT, BatchLayout
 from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning, layout_of, local_indices
+from moe_ep.dispatch.torch_distributed import Result, check_delegated
 from moe_ep.kernels import jit
-from moe_ep.modular_kernel.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, PrepareResult
-from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate
+from moe_ep.modular_kernel.contracts import Dispatched, ExpertTokensMetadata, FusedMoEActivationFormat, Pending
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 
-class _Handle(NamedTuple):
+class _Sent(NamedTuple):
     batch: int
     topk_ids: torch.Tensor
     positions: torch.Tensor
@@ -35,7 +36,7 @@ class _Handle(NamedTuple):
     check: Callable[[], None]
 
 
-class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
+class LowLatencyPrepareFinalize(NvshmemPrepareFinalize, unchecked=True):
     """BatchedExperts format over NVLink with room for max_num_tokens of every rank; captured in CUDA graphs.
 
     Experts that say supports_row_ids() get their rows by reference: `[R * C, K]`, where the senders put them, with the
@@ -125,38 +126,15 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
     def hand_over_row_ids(self) -> None:
         self.by_reference = True
 
-    def prepare_async(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
-        """As the contract says; the hook launches the receiving half on the stream that is current then."""
-        pending = self._begin(
-            a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config
-        )
+    def _in_flight(
+        self, device: torch.device, begin: Callable[[], Pending[Result]], inputs: Sequence[object]
+    ) -> Pending[Result]:
+        """The sending half of the kernel is launched at once, the receiving half on the stream that waits."""
+        pending = begin()
         pending.start()
-        return pending.wait, pending.receive
+        return pending
 
-    def finalize_async(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        args = (output, fused_expert_output, topk_weights, topk_ids)
-        pending = self._begin_combine(*args, apply_router_weight_on_input, weight_and_reduce_impl)
-        pending.start()
-        return pending.wait, pending.receive
-
-    def _dispatch(self, batch: Batch) -> Pending[tuple[PrepareResult, _Handle]]:
+    def _send(self, batch: Batch) -> Pending[Dispatched]:
         self.check()
         self._check_batch(batch)
         layout, config, device = self._layout, self.moe_config, batch.rows.device
@@ -199,43 +177,46 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
             self._channel.order, check, [batch.rows, batch.topk_ids, batch.topk_weights, counts, positions, *made],
         )  # fmt: skip
         meta = ExpertTokensMetadata(counts, None, row_ids)
-        handle = _Handle(index, batch.topk_ids, positions, (El, max_rows), check)
+        sent = _Sent(index, batch.topk_ids, positions, (El, max_rows), check)
 
-        def receive() -> tuple[PrepareResult, _Handle]:
+        def receive() -> Dispatched:
             launch.receive()
-            return (rows, None, meta, None, None), handle
+            return Dispatched(rows=rows, expert_tokens_meta=meta, handle=sent)
 
         return Pending(launch.receive, receive, launch.send)
 
-    def _combine(
+    def _return(
         self,
-        handle: _Handle,
+        sent: _Sent,
         output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
     ) -> Pending[None]:
         self.check()
-        handle.check()
-        self._check_results(handle, output, fused_expert_output, weight_and_reduce_impl)
-        layout, num_tokens = self._layout, handle.topk_ids.size(0)
+        sent.check()
+        check_delegated(self.NAME, reduce_impl)
+        layout, num_tokens = self._layout, sent.topk_ids.size(0)
+        for name, tensor, shape in (
+            ("fused_expert_output", expert_output, (*sent.expert_rows, layout.hidden_size)),
+            ("output", output, (num_tokens, layout.hidden_size)),
+        ):
+            check_tensor(name, tensor, shape, self.moe_config.in_dtype, output.device, contiguous=True)
         params = combine_type(layout.num_ranks)(
-            common=self._common(handle.batch, handle.topk_ids),
-            results=fused_expert_output.data_ptr(),
-            positions=handle.positions.data_ptr(),
+            common=self._common(sent.batch, sent.topk_ids),
+            results=expert_output.data_ptr(),
+            positions=sent.positions.data_ptr(),
             output=output.data_ptr(),
-            weighted=int(not apply_router_weight_on_input),
+            weighted=int(not dispatched.rows_are_weighted),
             output_parts=self.tuning.output_parts,
         )
         to_send = max(num_tokens, self.tuning.expected_tokens) * layout.num_ranks * self.tuning.packet_parts
         to_receive = num_tokens * self.tuning.output_parts
-        held = (handle.topk_ids, handle.positions, output, fused_expert_output)
+        held = (sent.topk_ids, sent.positions, output, expert_output)
         launch = Halves(
             self._kernels["low_latency_combine"], params, to_send, to_receive, self.tuning.blocks,
-            self._channel.order, handle.check, held,
-            lambda: self._channel.give_back(handle.batch),
+            self._channel.order, sent.check, held,
+            lambda: self._channel.give_back(sent.batch),
         )  # fmt: skip
         return Pending(launch.receive, launch.receive, launch.send)
 
@@ -251,18 +232,3 @@ class LowLatencyPrepareFinalize(NvshmemPrepareFinalize):
         common.num_tokens = topk_ids.size(0)
         common.packet_parts, common.packet_tasks = self.tuning.packet_parts, self.tuning.packet_tasks
         return common
-
-    def _check_results(
-        self, handle: _Handle, output: torch.Tensor, results: torch.Tensor, reduce_impl: TopKWeightAndReduce
-    ) -> None:
-        if not isinstance(reduce_impl, TopKWeightAndReduceDelegate):
-            raise ValueError(
-                f"weight_and_reduce_impl is {reduce_impl!r}; nvshmem_low_latency weights and reduces itself, so "
-                f"batched experts must leave it to it (TopKWeightAndReduceDelegate)"
-            )
-        expected = (*handle.expert_rows, self._layout.hidden_size)
-        for name, tensor, shape in (
-            ("fused_expert_output", results, expected),
-            ("output", output, (handle.topk_ids.size(0), self._layout.hidden_size)),
-        ):
-            check_tensor(name, tensor, shape, self.moe_config.in_dtype, output.device, contiguous=True)

@@ -91,7 +91,7 @@ class _GroupedExpertsBase(FusedMoEPermuteExpertsUnpermute):
         multiply_into_places(hidden, w2, quant.w2_bias, blocks, output)
 
 
-class GroupedExperts(StandardFormat, _GroupedExpertsBase):
+class GroupedExperts(StandardFormat, _GroupedExpertsBase, unchecked=True):
     """Standard format: computes each slot of the local experts, and sums the slots of a token weighted in order."""
 
     def run(self, step: Step) -> None:
@@ -112,7 +112,7 @@ class GroupedExperts(StandardFormat, _GroupedExpertsBase):
         moe_fused_mul_sum(results.view(*ids.shape, K), step.topk_weights, step.output, ids, step.expert_map)
 
 
-class BatchedGroupedExperts(BatchedFormat, _GroupedExpertsBase):
+class BatchedGroupedExperts(BatchedFormat, _GroupedExpertsBase, unchecked=True):
     """BatchedExperts format, rows in place or by reference."""
 
     def run(self, step: Step) -> None:

@@ -148,7 +148,7 @@ class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
         return 2 * partials_numel(max_rows, self._device) if self._device.type == "cuda" else 0
 
 
-class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
+class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
     """BatchedExperts format, rows in place or by reference; no host synchronisation, CUDA-graph capturable.
 
     Args:
@@ -206,7 +206,7 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase):
         compute_batch(pair, step.output, step.hidden_states, counts, row_ids, *step.scratch, expected_m, most_rows)
 
 
-class MarlinExperts(StandardFormat, _MarlinExpertsBase):
+class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
     """Standard format: gathers the rows of each local expert, computes them, and sums them weighted in slot order.
 
     If `quant_config.input_dtype` is float8_e4m3fn and weights and shapes allow it, rows may be rounded to e4m3, as

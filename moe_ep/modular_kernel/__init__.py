@@ -2,10 +2,16 @@
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.modular_kernel.contracts import (
+    Dispatched,
+    Dispatcher,
+    Experts,
+    ExpertsCall,
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
     FusedMoEPermuteExpertsUnpermute,
     FusedMoEPrepareAndFinalize,
+    Pending,
+    Routing,
 )
 from moe_ep.modular_kernel.kernel import FusedMoEModularKernel, make_experts, make_prepare_finalize
 from moe_ep.modular_kernel.weight_and_reduce import (
@@ -17,13 +23,19 @@ from moe_ep.modular_kernel.weight_and_reduce import (
 )
 
 __all__ = [
+    "Dispatched",
+    "Dispatcher",
     "ExpertTokensMetadata",
+    "Experts",
+    "ExpertsCall",
     "FusedMoEActivationFormat",
     "FusedMoEConfig",
     "FusedMoEModularKernel",
     "FusedMoEPermuteExpertsUnpermute",
     "FusedMoEPrepareAndFinalize",
     "FusedMoEQuantConfig",
+    "Pending",
+    "Routing",
     "TopKWeightAndReduce",
     "TopKWeightAndReduceContiguous",
     "TopKWeightAndReduceDelegate",

@@ -1,27 +1,36 @@
-"""The two contracts of a MoE layer, and the two formats in which rows pass between them.
+"""The two contracts of a MoE layer, the structs that travel between them, and the two activation formats.
 
-A prepare/finalize backend knows how rows travel, experts know how to compute them, and neither knows the other.
-`moe_ep.modular_kernel` joins one of each; everything here can be imported from there too.
+A dispatch backend moves rows between ranks, experts compute them, and neither knows the other. Each contract has two
+forms. `Dispatcher` and `Experts` take and return structs, and what the combine needs travels in an explicit handle:
+`Dispatched`. `FusedMoEPrepareAndFinalize` and `FusedMoEPermuteExpertsUnpermute` are the same contracts in the
+signatures that this field knows; a class may implement either form, and the modular kernel runs both
+(`moe_ep.modular_kernel.adapters`). A `Dispatcher` answers `prepare` and `finalize` too, and `Experts` answer `apply`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from moe_ep.activation import MoEActivation, apply_activation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.errors import check_at_least
+from moe_ep.errors import check_at_least, check_router_weight_on_input
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 if TYPE_CHECKING:
     from moe_ep.quantization.canonical_weights import CanonicalWeights
+
+Result = TypeVar("Result")
+
+# Batches between prepare and finalize that a backend remembers for callers without handles; the oldest is forgotten.
+MAX_OPEN_BATCHES = 8
 
 
 class FusedMoEActivationFormat(Enum):
@@ -74,6 +83,64 @@ class ExpertWeights(NamedTuple):
     global_scales: torch.Tensor | None = None
 
 
+@dataclass(slots=True, kw_only=True)
+class Routing:
+    """Which experts compute this rank's tokens.
+
+    Attributes:
+        topk_weights: f32 `[T, topk]`.
+        topk_ids: `[T, topk]`, global (physical) ids; -1 is sent nowhere.
+        num_experts: number of ids that can occur, over all ranks.
+        expert_map: int32 `[num_experts]`, global -> local, -1 if not local; None if all are local, or if the backend
+            knows where they are.
+        apply_router_weight_on_input: multiply rows by their weight before they are sent; topk must be 1.
+    """
+
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    num_experts: int
+    expert_map: torch.Tensor | None = None
+    apply_router_weight_on_input: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Dispatched:
+    """The rows that arrived on this rank in one dispatch, and the handle that the combine of the same batch needs.
+
+    Attributes:
+        rows: Standard `[num_recv, K]`; BatchedExperts `[El, capacity, K]`, or `[num_rows, K]` if batched by reference.
+        row_scales: the scales of quantized rows.
+        expert_tokens_meta: how many rows each local expert has; always given with BatchedExperts.
+        topk_ids: `[num_recv, topk]`, Standard only: global ids of the rows, -1 where the expert is not on this rank.
+            None leaves this rank's own.
+        topk_weights: f32 `[num_recv, topk]`, Standard only.
+        rows_are_weighted: rows were multiplied by their weight before they were sent.
+        handle: what the backend keeps for the combine; opaque to everything else, and good for one combine.
+    """
+
+    rows: torch.Tensor
+    row_scales: torch.Tensor | None = None
+    expert_tokens_meta: ExpertTokensMetadata | None = None
+    topk_ids: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    rows_are_weighted: bool = False
+    handle: Any = None
+
+
+class Pending(NamedTuple, Generic[Result]):
+    """An exchange in flight.
+
+    Attributes:
+        wait: waits for the data, on a GPU in stream order of the stream that is current then; may be called again.
+        receive: returns the result, after waiting if nobody did; may be called once.
+        start: sends what was not sent yet. `wait` and `receive` do so too.
+    """
+
+    wait: Callable[[], None]
+    receive: Callable[[], Result]
+    start: Callable[[], None] = lambda: None
+
+
 # (rows, their scales, metadata, global physical ids of the rows or None, their weights or None)
 PrepareResult = tuple[
     torch.Tensor, torch.Tensor | None, ExpertTokensMetadata | None, torch.Tensor | None, torch.Tensor | None
@@ -81,10 +148,23 @@ PrepareResult = tuple[
 
 
 class FusedMoEPrepareAndFinalize(ABC):
-    """Moves rows to the ranks that hold their experts, and the results back."""
+    """Moves rows to the ranks that hold their experts, and the results back.
+
+    Subclasses written against these signatures run in the modular kernel as they are. New backends are easier to write
+    as a `Dispatcher`.
+
+    Class arguments:
+        unchecked: the modular kernel does not check what this class returns, because tests of its own do; not
+            inherited.
+    """
 
     # The number of columns must be a multiple of this.
     hidden_size_multiple: ClassVar[int] = 1
+    is_unchecked: ClassVar[bool] = False
+
+    def __init_subclass__(cls, *, unchecked: bool = False, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.is_unchecked = unchecked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedMoEPrepareAndFinalize:
         """Returns the backend itself: like the process group that it belongs to, it is shared between layers."""
@@ -161,6 +241,11 @@ class FusedMoEPrepareAndFinalize(ABC):
         """Called if the experts accept rows by reference (expert_row_ids): pass them that way if it saves a copy."""
         return
 
+    def report_failure(self, error: Exception) -> None:
+        """Called when a pass fails on this rank between or before its collective steps, so that ranks which wait for it
+        end with an error that names it. Does nothing by default."""
+        return
+
     def supports_async(self) -> bool:
         """Whether prepare_async and finalize_async are implemented."""
         return False
@@ -208,39 +293,192 @@ class FusedMoEPrepareAndFinalize(ABC):
     ) -> None:
         """Weights and sums the results and returns them to the tokens' ranks; writes `output` `[T, K]` in place."""
 
-    def prepare_async(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
-        """prepare in two halves: starts sending and returns (hook, receiver). `hook()` waits for the data, `receiver()`
-        returns what prepare would have returned."""
+    def prepare_async(self, *args: Any, **kwargs: Any) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
+        """prepare in two halves: takes its arguments, starts sending and returns (hook, receiver). `hook()` waits for
+        the data, `receiver()` returns what prepare would have returned.
+
+        Raises:
+            RuntimeError: the backend has no asynchronous form.
+        """
+        self._refuse_async()
+
+    def finalize_async(self, *args: Any, **kwargs: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+        """finalize in two halves: takes its arguments, starts sending and returns (hook, receiver); `receiver()` writes
+        `output`.
+
+        Raises:
+            RuntimeError: the backend has no asynchronous form.
+        """
+        self._refuse_async()
+
+    def _refuse_async(self) -> NoReturn:
         raise RuntimeError(
-            f"{type(self).__name__} has no asynchronous form; call prepare, or ask supports_async() first"
+            f"{type(self).__name__} has no asynchronous form; call the synchronous one, or ask supports_async() first"
         )
 
-    def finalize_async(
+
+class Dispatcher(FusedMoEPrepareAndFinalize):
+    """A dispatch backend whose combine takes the handle that its dispatch returned.
+
+    `prepare` and `finalize` are thin entry points over the two. Their signatures have no place for a handle, so the
+    backend remembers what it dispatched for them, by the topk_ids that `finalize` will be given: the tensor itself, not
+    its values. Where a single batch is open, any tensor will do.
+    """
+
+    @abstractmethod
+    def dispatch(self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig) -> Dispatched:
+        """Sends this rank's rows to the ranks of their experts; a collective step of the ranks.
+
+        Args:
+            hidden_states: `[T, K]`, this rank's tokens; T may differ between ranks and be 0.
+            quant_config: of the experts; its dispatch_dtype is the wire's where the backend was made without one.
+
+        Raises:
+            ValueError: T above the capacity, before anything is sent; wrong shapes or dtypes.
+            DispatchTimeoutError: a peer failed, or did not take part before the deadline.
+        """
+
+    @abstractmethod
+    def combine(
         self,
         output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """finalize in two halves: starts sending and returns (hook, receiver); `receiver()` writes `output`."""
-        raise RuntimeError(
-            f"{type(self).__name__} has no asynchronous form; call finalize, or ask supports_async() first"
-        )
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
+    ) -> None:
+        """Weights and sums the experts' results and returns them to the tokens' ranks; a collective step.
+
+        Args:
+            output: `[T, K]` of the tokens that were dispatched, written in place.
+            expert_output: of all rows that arrived, as `reduce_impl` expects it.
+            dispatched: what `dispatch` returned for the batch.
+
+        Raises:
+            ValueError: tensors that do not belong to the batch; it can be combined again with others.
+            DispatchTimeoutError: a peer failed, or did not take part before the deadline.
+        """
+
+    def dispatch_async(
+        self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig
+    ) -> Pending[Dispatched]:
+        """`dispatch` in two halves, so that a caller can compute between sending and receiving. Tensors that are handed
+        over must not be written before `wait` was called; RuntimeError unless `supports_async`."""
+        self._refuse_async()
+
+    def combine_async(
+        self,
+        output: torch.Tensor,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
+    ) -> Pending[None]:
+        """`combine` in two halves; RuntimeError unless `supports_async`."""
+        self._refuse_async()
+
+    def prepare(self, *args: Any, **kwargs: Any) -> PrepareResult:
+        call = _prepare_call(*args, **kwargs)
+        return self._remember(call[1], self.dispatch(*call))
+
+    def finalize(self, *args: Any, **kwargs: Any) -> None:
+        call = _FinalizeCall(*args, **kwargs)
+        with self._remembered(call) as dispatched:
+            self.combine(call.output, call.fused_expert_output, dispatched, call.weight_and_reduce_impl)
+
+    def prepare_async(self, *args: Any, **kwargs: Any) -> tuple[Callable[[], None], Callable[[], PrepareResult]]:
+        call = _prepare_call(*args, **kwargs)
+        pending = self.dispatch_async(*call)
+        return pending.wait, lambda: self._remember(call[1], pending.receive())
+
+    def finalize_async(self, *args: Any, **kwargs: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+        call = _FinalizeCall(*args, **kwargs)
+        with self._remembered(call) as dispatched:
+            pending = self.combine_async(call.output, call.fused_expert_output, dispatched, call.weight_and_reduce_impl)
+        return pending.wait, pending.receive
+
+    # What `prepare` has dispatched and `finalize` has not combined, by the topk_ids that finalize will be given.
+    _remembered_batches: tuple[tuple[torch.Tensor, Dispatched], ...] = ()
+
+    def _remember(self, routing: Routing, dispatched: Dispatched) -> PrepareResult:
+        key = routing.topk_ids if dispatched.topk_ids is None else dispatched.topk_ids
+        self._remembered_batches = (*self._remembered_batches[1 - MAX_OPEN_BATCHES :], (key, dispatched))
+        rows, scales, meta = dispatched.rows, dispatched.row_scales, dispatched.expert_tokens_meta
+        return rows, scales, meta, dispatched.topk_ids, dispatched.topk_weights
+
+    def _forget_batches(self) -> None:
+        """What `prepare` has dispatched and `finalize` has not combined was given up."""
+        self._remembered_batches = ()
+
+    @contextmanager
+    def _remembered(self, call: _FinalizeCall) -> Iterator[Dispatched]:
+        """The batch that is finalized; it stays open if its results are refused with a ValueError."""
+        open_batches = self._remembered_batches
+        found = next((pair for pair in open_batches if pair[0] is call.topk_ids), None)
+        if found is None and len(open_batches) == 1:
+            found = open_batches[0]
+        if found is None:
+            raise RuntimeError(
+                f"topk_ids is not the tensor of one of the {len(open_batches)} batches between prepare and finalize; "
+                f"pass the one that prepare returned, or where it returned none the one it was given"
+            )
+        self._remembered_batches = tuple(pair for pair in open_batches if pair is not found)
+        own: dict[str, Any] = {"rows_are_weighted": call.apply_router_weight_on_input}
+        if found[1].topk_ids is not None:
+            own |= {"topk_ids": call.topk_ids, "topk_weights": call.topk_weights}
+        try:
+            yield dataclasses.replace(found[1], **own)
+        except ValueError:
+            self._remembered_batches = (*self._remembered_batches, found)
+            raise
+
+
+def _prepare_call(
+    a1: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    expert_map: torch.Tensor | None,
+    apply_router_weight_on_input: bool,
+    quant_config: FusedMoEQuantConfig,
+) -> tuple[torch.Tensor, Routing, FusedMoEQuantConfig]:
+    """The arguments of prepare, as dispatch takes them."""
+    routing = Routing(
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        num_experts=num_experts,
+        expert_map=expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+    )
+    return a1, routing, quant_config
+
+
+@dataclass(slots=True)
+class _FinalizeCall:
+    """The arguments of finalize."""
+
+    output: torch.Tensor
+    fused_expert_output: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    apply_router_weight_on_input: bool
+    weight_and_reduce_impl: TopKWeightAndReduce
 
 
 class FusedMoEPermuteExpertsUnpermute(ABC):
-    """Computes this rank's experts: w13, activation, w2."""
+    """Computes this rank's experts: w13, activation, w2.
+
+    Subclasses written against the signature of `apply` run in the modular kernel as they are. New experts are easier to
+    write as `Experts`.
+
+    Class arguments:
+        unchecked: the modular kernel does not check what this class returns, because tests of its own do; not
+            inherited.
+    """
+
+    is_unchecked: ClassVar[bool] = False
+
+    def __init_subclass__(cls, *, unchecked: bool = False, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.is_unchecked = unchecked
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig | None = None) -> None:
         self.moe_config = moe_config
@@ -359,3 +597,85 @@ class FusedMoEPermuteExpertsUnpermute(ABC):
     ) -> None:
         """Computes the experts and writes `output` in place; of batched input only the rows that count are read and
         written."""
+
+
+class ExpertsCall(NamedTuple):
+    """What experts are given to compute.
+
+    Attributes:
+        output: written, of the activations' dtype or f32. Standard: `[M, K]`, the weighted sums of the experts on this
+            rank. BatchedExperts: `[El, max_rows, K]`, the results of the rows that count, unweighted.
+        hidden_states: `[M, K]`; batched `[El, max_rows, K]`, or `[num_rows, K]` if rows come by reference.
+        w1, w2: in the experts' layout.
+        topk_weights: f32 `[M, topk]`, Standard only; 1 where the rows were weighted before they were dispatched.
+        topk_ids: `[M, topk]`, global ids, -1 for no expert.
+        expert_map: int32, global -> local, -1 if not local; None if the ids are local.
+        scratch: workspace13 and workspace2, of the shapes that `workspace_shapes` asked for, or larger.
+        meta: the number of rows of each expert, and where they are; batched rows have it.
+        row_scales: the scales of quantized rows.
+        global_num_experts: number of ids that can occur.
+        rows_are_weighted: as in `Dispatched`.
+    """
+
+    output: torch.Tensor
+    hidden_states: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    expert_map: torch.Tensor | None
+    activation: MoEActivation | str
+    scratch: tuple[torch.Tensor, torch.Tensor]
+    meta: ExpertTokensMetadata | None
+    row_scales: torch.Tensor | None = None
+    global_num_experts: int = -1
+    rows_are_weighted: bool = False
+
+    @property
+    def batch(self) -> ExpertTokensMetadata:
+        """The metadata of batched rows; ValueError without it."""
+        if self.meta is None:
+            raise ValueError(
+                "expert_tokens_meta is None; batched experts need the number of rows of each expert, as the "
+                "prepare step returns it"
+            )
+        return self.meta
+
+
+class Experts(FusedMoEPermuteExpertsUnpermute):
+    """Experts that take their arguments as one struct; `apply` is the entry point with all of them."""
+
+    @abstractmethod
+    def run(self, call: ExpertsCall) -> None:
+        """Writes `call.output`; of batched input only the rows that count are read and written."""
+
+    def apply(self, *args: Any, **kwargs: Any) -> None:
+        self.run(_experts_call(self.activation_format(), *args, **kwargs))
+
+
+def _experts_call(
+    activation_format: FusedMoEActivationFormat,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: MoEActivation | str,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
+    a1q_scale: torch.Tensor | None,
+    a2_scale: torch.Tensor | None,
+    workspace13: torch.Tensor,
+    workspace2: torch.Tensor,
+    expert_tokens_meta: ExpertTokensMetadata | None,
+    apply_router_weight_on_input: bool,
+) -> ExpertsCall:
+    """The arguments of apply, as run takes them; a2_scale is part of the experts' quant_config."""
+    if apply_router_weight_on_input and activation_format is FusedMoEActivationFormat.Standard:
+        check_router_weight_on_input(topk_ids.size(-1))
+        topk_weights = torch.ones_like(topk_weights)
+    return ExpertsCall(
+        output, hidden_states, w1, w2, topk_weights, topk_ids, expert_map, activation, (workspace13, workspace2),
+        expert_tokens_meta, a1q_scale, global_num_experts, apply_router_weight_on_input,
+    )  # fmt: skip

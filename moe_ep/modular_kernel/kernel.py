@@ -1,12 +1,11 @@
 """Joins a dispatch backend with experts, and creates either by name.
 
-`FusedMoEModularKernel` runs prepare -> experts -> finalize and owns the scratch in between. The contracts of the two
+`FusedMoEModularKernel` runs dispatch -> experts -> combine and owns the scratch in between. The contracts of the two
 sides are in `moe_ep.modular_kernel.contracts`, the reduce strategies in `moe_ep.modular_kernel.weight_and_reduce`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,52 +18,27 @@ from moe_ep.arguments import check_local_experts, check_no_gradients, check_tens
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
 from moe_ep.distributed.process_groups import check_member
 from moe_ep.errors import check_router_weight_on_input
+from moe_ep.modular_kernel.adapters import as_dispatcher, as_experts, check_backend
 from moe_ep.modular_kernel.backend_choice import choose_backend
-from moe_ep.modular_kernel.contract_checks import check_backend, checked_backend, checked_experts
 from moe_ep.modular_kernel.contracts import (
-    ExpertTokensMetadata,
-    ExpertWeights,
+    Dispatched,
+    ExpertsCall,
     FusedMoEActivationFormat,
     FusedMoEPermuteExpertsUnpermute,
     FusedMoEPrepareAndFinalize,
-    PrepareResult,
+    Routing,
 )
-from moe_ep.modular_kernel.weight_and_reduce import (
-    TopKWeightAndReduce,
-    TopKWeightAndReduceContiguous,
-    TopKWeightAndReduceDelegate,
-    TopKWeightAndReduceNaiveBatched,
-    TopKWeightAndReduceNoOP,
-)
+from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceNoOP
 from moe_ep.modular_kernel.workspace import Request, num_bytes, workspace_manager
 from moe_ep.observability.stages import stage
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
-
-__all__ = [
-    "ExpertTokensMetadata",
-    "ExpertWeights",
-    "FusedMoEActivationFormat",
-    "FusedMoEConfig",
-    "FusedMoEModularKernel",
-    "FusedMoEPermuteExpertsUnpermute",
-    "FusedMoEPrepareAndFinalize",
-    "FusedMoEQuantConfig",
-    "PrepareResult",
-    "TopKWeightAndReduce",
-    "TopKWeightAndReduceContiguous",
-    "TopKWeightAndReduceDelegate",
-    "TopKWeightAndReduceNaiveBatched",
-    "TopKWeightAndReduceNoOP",
-    "make_experts",
-    "make_prepare_finalize",
-]
 
 
 class FusedMoEModularKernel(nn.Module):
     """Joins a prepare/finalize backend with experts of the same activation format.
 
-    What those of somebody's own return is checked against their contracts in every pass; the error names the one that
-    does not keep to its.
+    What a user-defined backend or experts return is checked against the contract in every pass, and the error names the
+    class (`moe_ep.modular_kernel.adapters`).
 
     Raises:
         ValueError: their formats differ.
@@ -78,19 +52,19 @@ class FusedMoEModularKernel(nn.Module):
         shared_experts: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self._backend, self._experts = checked_backend(prepare_finalize), checked_experts(fused_experts)
-        ours, theirs = prepare_finalize.activation_format(), fused_experts.activation_format()
-        if ours is not theirs:
+        self._dispatcher, self._experts = as_dispatcher(prepare_finalize), as_experts(fused_experts)
+        rows_as, experts_as = prepare_finalize.activation_format(), fused_experts.activation_format()
+        if rows_as is not experts_as:
             raise ValueError(
-                f"prepare_finalize is {type(prepare_finalize).__name__} with activation format {ours.name} and "
-                f"fused_experts is {type(fused_experts).__name__} with {theirs.name}; choose two of the same format"
+                f"prepare_finalize is {type(prepare_finalize).__name__} with activation format {rows_as.name} and "
+                f"fused_experts is {type(fused_experts).__name__} with {experts_as.name}; choose two of the same format"
             )
         if fused_experts.supports_row_ids():
             prepare_finalize.hand_over_row_ids()
         self.prepare_finalize = prepare_finalize
         self.fused_experts = fused_experts
         self.shared_experts = shared_experts
-        self._standard = ours is FusedMoEActivationFormat.Standard
+        self._standard = rows_as is FusedMoEActivationFormat.Standard
         reduce_impl = fused_experts.finalize_weight_and_reduce_impl()
         self._finished_rows = prepare_finalize.finalize_only_copies() and reduce_impl == TopKWeightAndReduceNoOP()
         # Of f16 layers: an expert's own output may exceed f16 although the weighted sum does not.
@@ -137,80 +111,72 @@ class FusedMoEModularKernel(nn.Module):
                 w1 has.
             RuntimeError: hidden_states or topk_weights requires a gradient, and gradients are enabled.
         """
-        check_tensors(hidden_states=hidden_states, w1=w1, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids)
-        check_no_gradients("the experts of the modular kernel", hidden_states, topk_weights)
-        if apply_router_weight_on_input:
-            check_router_weight_on_input(topk_ids.size(-1))
-        if global_num_experts == -1:
-            global_num_experts = w1.size(0)
-        if expert_map is None and self._standard and global_num_experts > w1.size(0):
-            raise ValueError(
-                f"global_num_experts is {global_num_experts}, w1 has {w1.size(0)} experts and expert_map is None, that "
-                f"is, all are local; pass the map of this rank's experts"
+        try:
+            check_tensors(hidden_states=hidden_states, w1=w1, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids)
+            check_no_gradients("the experts of the modular kernel", hidden_states, topk_weights)
+            if apply_router_weight_on_input:
+                check_router_weight_on_input(topk_ids.size(-1))
+            routing = Routing(
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                num_experts=w1.size(0) if global_num_experts == -1 else global_num_experts,
+                expert_map=expert_map,
+                apply_router_weight_on_input=apply_router_weight_on_input,
             )
-        if expert_map is not None:
-            check_local_experts(expert_map, w1.size(0))
-        # A tensor of this pass alone: backends find by it what they keep, also of a pass that failed.
-        topk_ids = topk_ids.detach()
-        shared_input = hidden_states if shared_experts_input is None else shared_experts_input
-        shared_output = self._start_shared_experts(shared_input)
-        if inplace:
-            self._join_shared_experts(shared_output)
-        output = hidden_states if inplace else hidden_states.new_empty(hidden_states.shape)
-
-        with stage("dispatch"):
-            rows, row_scales, meta, ids, weights = self._backend.prepare(
-                hidden_states,
-                topk_weights,
-                topk_ids,
-                global_num_experts,
-                expert_map,
-                apply_router_weight_on_input,
-                self.fused_experts.quant_config,
+            self._check_map(routing, w1.size(0))
+            shared_output = self._start_shared_experts(
+                hidden_states if shared_experts_input is None else shared_experts_input
             )
-        ids = topk_ids if ids is None else ids
-        weights = topk_weights if weights is None else weights
-        with stage("experts"):
-            expert_output = self._run_experts(
-                None if inplace else output, hidden_states.dtype, rows, row_scales, meta, ids, weights, w1, w2,
-                activation, global_num_experts, expert_map, apply_router_weight_on_input,
-            )  # fmt: skip
-        with stage("combine"):
-            self._backend.finalize(
-                output,
-                expert_output,
-                weights,
-                ids,
-                apply_router_weight_on_input,
-                self.fused_experts.finalize_weight_and_reduce_impl(),
-            )
+            if inplace:
+                self._join_shared_experts(shared_output)
+            output = hidden_states if inplace else hidden_states.new_empty(hidden_states.shape)
+            experts = self.fused_experts
+            with stage("dispatch"):
+                dispatched = self._dispatcher.dispatch(hidden_states, routing, experts.quant_config)
+            with stage("experts"):
+                target = None if inplace else output
+                expert_output = self._run_experts(target, hidden_states.dtype, routing, dispatched, w1, w2, activation)
+            with stage("combine"):
+                reduce_impl = experts.finalize_weight_and_reduce_impl()
+                self._dispatcher.combine(output, expert_output, dispatched, reduce_impl)
+        except Exception as error:
+            self.prepare_finalize.report_failure(error)
+            raise
         if shared_output is None:
             return output
         self._join_shared_experts(shared_output)
         return shared_output, output
+
+    def _check_map(self, routing: Routing, num_local_experts: int) -> None:
+        if routing.expert_map is not None:
+            check_local_experts(routing.expert_map, num_local_experts)
+        elif self._standard and routing.num_experts > num_local_experts:
+            raise ValueError(
+                f"global_num_experts is {routing.num_experts}, w1 has {num_local_experts} experts and expert_map is "
+                f"None, that is, all are local; pass the map of this rank's experts"
+            )
 
     @torch.no_grad()  # weights may require gradients, and scratch must not keep a graph
     def _run_experts(
         self,
         target: torch.Tensor | None,
         act_dtype: torch.dtype,
-        rows: torch.Tensor,
-        row_scales: torch.Tensor | None,
-        meta: ExpertTokensMetadata | None,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
+        routing: Routing,
+        dispatched: Dispatched,
         w1: torch.Tensor,
         w2: torch.Tensor,
         activation: MoEActivation | str,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
         """Runs the experts on all rows that arrived, in chunks of at most MOE_EP_CHUNK_SIZE rows where they allow it.
 
         Args:
             target: the layer's output, if it may be written before all rows were read; written directly if it fits.
         """
+        rows, meta = dispatched.rows, dispatched.expert_tokens_meta
+        ids = routing.topk_ids if dispatched.topk_ids is None else dispatched.topk_ids
+        weights = routing.topk_weights if dispatched.topk_weights is None else dispatched.topk_weights
+        if dispatched.rows_are_weighted and self._standard:
+            weights = torch.ones_like(weights)
         experts = self._experts
         E, M, N, K, topk = experts.moe_problem_size(rows, w1, w2, ids)
         dtype, limit = experts.workspace_dtype(act_dtype), self._chunk_size
@@ -220,7 +186,7 @@ class FusedMoEModularKernel(nn.Module):
 
         def requests(num_rows: int) -> tuple[Request, ...]:
             """Scratch for one chunk of that many rows, and the output for all of them."""
-            sizes = (N, K, topk, global_num_experts, E, meta, activation)
+            sizes = (N, K, topk, routing.num_experts, E, meta, activation)
             rows_at_once = num_rows if limit is None else min(num_rows, limit)
             scratch13, scratch2, shape = experts.workspace_shapes(rows_at_once, *sizes)
             if rows_at_once < num_rows:
@@ -233,29 +199,29 @@ class FusedMoEModularKernel(nn.Module):
             if key not in self._least_bytes:
                 self._least_bytes[key] = num_bytes(*requests(self._most_rows))
             least_bytes = self._least_bytes[key]
-        workspace13, workspace2, scratch = workspace_manager().get(rows.device, *requests(M), least_bytes=least_bytes)
-        output = scratch if target is None else target
+        workspace13, workspace2, made = workspace_manager().get(rows.device, *requests(M), least_bytes=least_bytes)
+        output = made if target is None else target
         if self._standard and M == 0:
             return output
-        whole = (output, rows, weights, ids, row_scales)
-        chunks = [(*whole, meta)] if limit is None or limit >= M else _chunks(M, limit, *whole)
-        for part_output, part_rows, part_weights, part_ids, part_scales, part_meta in chunks:
-            experts.apply(
-                part_output,
-                part_rows,
-                w1,
-                w2,
-                part_weights,
-                part_ids,
-                activation,
-                global_num_experts,
-                expert_map,
-                part_scales,
-                experts.quant_config.a2_scale,
-                workspace13,
-                workspace2,
-                part_meta,
-                apply_router_weight_on_input,
+        call = ExpertsCall(
+            output, rows, w1, w2, weights, ids, routing.expert_map, activation, (workspace13, workspace2), meta,
+            dispatched.row_scales, routing.num_experts, dispatched.rows_are_weighted,
+        )  # fmt: skip
+        if limit is None or limit >= M:
+            experts.run(call)
+            return output
+        scales = dispatched.row_scales
+        for part in (slice(start, start + limit) for start in range(0, M, limit)):
+            # The metadata describes all rows together.
+            experts.run(
+                call._replace(
+                    output=output[part],
+                    hidden_states=rows[part],
+                    topk_weights=weights[part],
+                    topk_ids=ids[part],
+                    meta=None,
+                    row_scales=None if scales is None else scales[part],
+                )
             )
         return output
 
@@ -278,12 +244,6 @@ class FusedMoEModularKernel(nn.Module):
         current = torch.cuda.current_stream(shared_output.device)
         current.wait_stream(self._side_stream)
         shared_output.record_stream(current)
-
-
-def _chunks(num_rows: int, size: int, *tensors: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Yields `size` rows of the tensors at a time, and None for the metadata, which describes all rows together."""
-    for start in range(0, num_rows, size):
-        yield *(None if tensor is None else tensor[start : start + size] for tensor in tensors), None
 
 
 def make_prepare_finalize(

@@ -7,6 +7,7 @@ prepare/finalize backends apply it, or use their own if it is delegated to them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
@@ -89,14 +90,7 @@ def _deliver(total: torch.Tensor, output: torch.Tensor | None, dtype: torch.dtyp
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
     """Leaves it to the prepare/finalize backend, which does it in its own way while it moves the rows."""
 
-    def apply(
-        self,
-        output: torch.Tensor | None,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-    ) -> torch.Tensor:
+    def apply(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise RuntimeError(
             "weight_and_reduce_impl is TopKWeightAndReduceDelegate, which leaves the reduction to the prepare/finalize "
             "backend; the backend must replace it by a strategy of its own before applying it"
@@ -107,12 +101,7 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
     """For experts that do it themselves: their output is `[T, K]`, and is copied if `output` is another tensor."""
 
     def apply(
-        self,
-        output: torch.Tensor | None,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
+        self, output: torch.Tensor | None, fused_expert_output: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         if output is fused_expert_output:
             return output
@@ -120,8 +109,8 @@ class TopKWeightAndReduceNoOP(TopKWeightAndReduce):
         return _deliver(fused_expert_output, output, fused_expert_output.dtype)
 
 
-class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
-    """For one row per slot, `[T, topk, K]` or `[T * topk, K]`: weights and sums them in slot order, in f32."""
+class _SlotSum(TopKWeightAndReduce):
+    """Adds up a token's slots in f32."""
 
     def apply(
         self,
@@ -132,24 +121,36 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
         _check_slots(fused_expert_output, topk_weights, topk_ids)
+        weights = None if apply_router_weight_on_input else topk_weights
+        return _deliver(self._sum(fused_expert_output, weights, topk_ids), output, fused_expert_output.dtype)
+
+    @abstractmethod
+    def _sum(self, results: torch.Tensor, weights: torch.Tensor | None, topk_ids: torch.Tensor) -> torch.Tensor:
+        """f32 `[T, K]`; a plain sum without weights. Slots of id -1 were never written and may hold NaN, so they are
+        left out and not multiplied by zero."""
+
+
+class TopKWeightAndReduceContiguous(_SlotSum):
+    """For one row per slot, `[T, topk, K]` or `[T * topk, K]`: weights and sums them in slot order, in f32."""
+
+    def _sum(self, results: torch.Tensor, weights: torch.Tensor | None, topk_ids: torch.Tensor) -> torch.Tensor:
         num_tokens, topk = topk_ids.shape
-        if fused_expert_output.shape[:-1] not in ((num_tokens, topk), (num_tokens * topk,)):
+        if results.shape[:-1] not in ((num_tokens, topk), (num_tokens * topk,)):
             raise ValueError(
-                f"fused_expert_output has shape {tuple(fused_expert_output.shape)}; with topk_ids of shape "
+                f"fused_expert_output has shape {tuple(results.shape)}; with topk_ids of shape "
                 f"{tuple(topk_ids.shape)} it must be ({num_tokens}, {topk}, K) or ({num_tokens * topk}, K)"
             )
-        rows = fused_expert_output.view(num_tokens, topk, fused_expert_output.size(-1))
+        rows = results.view(num_tokens, topk, results.size(-1))
         total = _accumulator(rows, num_tokens)
         for slot in range(topk):
             row = rows[:, slot].float()
-            if not apply_router_weight_on_input:
-                row = row * topk_weights[:, slot, None]
-            # Skipped slots were never written and may hold NaN, so multiplying them by zero is not enough.
+            if weights is not None:
+                row = row * weights[:, slot, None]
             total += torch.where(topk_ids[:, slot, None] >= 0, row, 0.0)
-        return _deliver(total, output, fused_expert_output.dtype)
+        return total
 
 
-class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
+class TopKWeightAndReduceNaiveBatched(_SlotSum):
     """For `[El, T, K]`, each expert's rows in token order: sums the results of one rank's experts.
 
     Example: ids [[0, 2], [2, 1]], rank 0 with El = 2: output[0] = w[0,0] * y[0,0], output[1] = w[1,1] * y[1,0].
@@ -168,32 +169,24 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank})"
 
-    def apply(
-        self,
-        output: torch.Tensor | None,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-    ) -> torch.Tensor:
-        _check_slots(fused_expert_output, topk_weights, topk_ids)
-        if fused_expert_output.dim() != 3:
-            raise ValueError(f"fused_expert_output has shape {tuple(fused_expert_output.shape)}; it must be (El, T, K)")
-        num_local_experts = fused_expert_output.shape[0]
-        total = _accumulator(fused_expert_output, topk_ids.shape[0])
+    def _sum(self, results: torch.Tensor, weights: torch.Tensor | None, topk_ids: torch.Tensor) -> torch.Tensor:
+        if results.dim() != 3:
+            raise ValueError(f"fused_expert_output has shape {tuple(results.shape)}; it must be (El, T, K)")
+        num_local_experts = results.shape[0]
+        total = _accumulator(results, topk_ids.shape[0])
         for local in range(num_local_experts):
             chosen = topk_ids == self.rank * num_local_experts + local
             has_expert = chosen.any(dim=1)
             row_index = (has_expert.cumsum(0) - 1).clamp_(min=0)
-            rows = fused_expert_output[local].index_select(0, row_index).float()
-            if not apply_router_weight_on_input:
-                rows = rows * torch.where(chosen, topk_weights, 0.0).sum(dim=1, keepdim=True)
+            rows = results[local].index_select(0, row_index).float()
+            if weights is not None:
+                rows = rows * torch.where(chosen, weights, 0.0).sum(dim=1, keepdim=True)
             total += torch.where(has_expert[:, None], rows, 0.0)
-        return _deliver(total, output, fused_expert_output.dtype)
+        return total
 
 
 def undelegated(weight_and_reduce_impl: TopKWeightAndReduce) -> TopKWeightAndReduce:
-    """The strategy for a backend that leaves it to the experts; those that delegate left one row a slot.
+    """The strategy that a backend without one of its own applies: experts that delegate left one row for each slot.
 
     Raises:
         ValueError: it is none.

@@ -16,7 +16,13 @@ from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantC
 from moe_ep.dispatch.batch import wire_dtype
 from moe_ep.expert_map import determine_expert_map
 from moe_ep.kernels.quantize import GROUP_SIZE
-from moe_ep.modular_kernel.contracts import FusedMoEActivationFormat, FusedMoEPrepareAndFinalize, PrepareResult
+from moe_ep.modular_kernel.contracts import (
+    Dispatched,
+    FusedMoEActivationFormat,
+    FusedMoEPrepareAndFinalize,
+    PrepareResult,
+    Routing,
+)
 from moe_ep.modular_kernel.weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceContiguous,
@@ -291,6 +297,25 @@ def prepare_args(setting: Setting, device: str) -> tuple:
     return (
         rows.to(device), weights.to(device), ids.to(device), num_ids, expert_map, setting.case.on_input, quant_config
     )  # fmt: skip
+
+
+def dispatch_args(args: tuple) -> tuple[torch.Tensor, Routing, FusedMoEQuantConfig]:
+    """The same, as `dispatch` takes them."""
+    rows, weights, ids, num_ids, expert_map, on_input, quant_config = args
+    routing = Routing(
+        topk_weights=weights,
+        topk_ids=ids,
+        num_experts=num_ids,
+        expert_map=expert_map,
+        apply_router_weight_on_input=on_input,
+    )
+    return rows, routing, quant_config
+
+
+def as_tuple(dispatched: Dispatched) -> PrepareResult:
+    """What prepare returns of it."""
+    rows, scales, meta = dispatched.rows, dispatched.row_scales, dispatched.expert_tokens_meta
+    return rows, scales, meta, dispatched.topk_ids, dispatched.topk_weights
 
 
 def finalize_ids(args: tuple, result: PrepareResult) -> tuple[torch.Tensor, torch.Tensor]:

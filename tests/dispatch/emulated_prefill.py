@@ -15,18 +15,19 @@ from unittest.mock import patch
 import torch
 
 from moe_ep.config import FusedMoEQuantConfig
-from moe_ep.dispatch.batch import OpenBatches
 from moe_ep.dispatch.nvshmem import arena, high_throughput
 from moe_ep.dispatch.nvshmem.high_throughput_block import KERNELS, Block, Layout
 from moe_ep.dispatch.placement import Placement
 from moe_ep.dispatch.torch_distributed import owners_of
 from moe_ep.errors import DispatchTimeoutError
-from moe_ep.modular_kernel.contracts import PrepareResult
+from moe_ep.modular_kernel.contracts import Dispatched
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceNoOP
 from tests.dispatch.backend_cases import (
     Case,
     Setting,
+    as_tuple,
     check_standard,
+    dispatch_args,
     expected_output,
     make_setting,
     prepare_args,
@@ -119,6 +120,7 @@ class Prefill(Session):
         )
         config = make_setting(self.draw_case(), rank, self.num_ranks).config
         ranks: Any = SimpleNamespace(rank=rank, size=self.num_ranks, ep_ranks=range(self.num_ranks), notes=NoNotes())
+        ranks.taking_part = nullcontext
         ranks.wait_for_sizes = lambda name, have_come: None  # programs wait, so that others may run meanwhile
         order: Any = nullcontext()
         order.device = torch.device("cpu")
@@ -132,7 +134,7 @@ class Prefill(Session):
             parts.slots.fill_(1)  # not where anything lies, but in bounds
             parts.rows.view(torch.uint8).fill_(_POISON)
         backend.moe_config, backend.quant_config, backend.ranks = config, None, ranks
-        backend.placement, backend._open = Placement(owners_of(config), rank), OpenBatches()
+        backend.placement = Placement(owners_of(config), rank)
         backend._block = backend._meeting = block
         backend._layout, backend.num_sms, backend.exact_rows = self.layout, self.num_sms, not self.replays
         backend._kernels = {name: SimpleNamespace(launch=self._launch(rank, name)) for name in KERNELS}
@@ -198,10 +200,10 @@ class Prefill(Session):
                     return
             yield
 
-    def _dispatch(self, rank: int, case: Case) -> Generator[None, None, tuple[Any, Step, PrepareResult]]:
+    def _dispatch(self, rank: int, case: Case) -> Generator[None, None, tuple[Any, Step, Dispatched]]:
         backend, setting = self.backends[rank], make_setting(case, rank, self.num_ranks)
         config = FusedMoEQuantConfig.unquantized().with_dispatch_dtype(torch.float8_e4m3fn if self.fp8 else None)
-        pending = backend._begin(*prepare_args(setting, "cpu")[:-1], config)
+        pending = backend._begin(*dispatch_args((*prepare_args(setting, "cpu")[:-1], config)))
         parts = max(backend._block.batches, key=lambda parts: parts.number)
         step = Step(setting, torch.full_like(setting.inputs[rank].rows, float("nan")))
         self.steps[rank].append(step)
@@ -209,11 +211,11 @@ class Prefill(Session):
             yield
         return backend, step, pending.receive()
 
-    def _combine(self, backend: Any, step: Step, received: PrepareResult) -> None:
-        results = torch.full_like(received[0], float("nan"))
+    def _combine(self, backend: Any, step: Step, received: Dispatched) -> None:
+        results = torch.full_like(received.rows, float("nan"))
 
         def experts() -> bool:
-            rows, _, _, ids, weights = received
+            rows, _, _, ids, weights = as_tuple(received)
             count = int((ids >= 0).any(dim=1).sum())
             arrived = (rows[:count], None, None, ids[:count], weights[:count])
             try:
@@ -227,7 +229,7 @@ class Prefill(Session):
             return True
 
         self.queue_host(step.setting.rank, experts)
-        backend._begin_combine(step.output, results, received[4], received[3], False, TopKWeightAndReduceNoOP())
+        backend._begin_combine(step.output, results, received, TopKWeightAndReduceNoOP())
 
 
 def _unpinned(zeros: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -17,6 +17,7 @@ import torch
 from moe_ep.dispatch import torch_distributed
 from moe_ep.dispatch.rank_group import HostCopy, RankGroup
 from moe_ep.distributed.failure_detection import Roll
+from moe_ep.modular_kernel.contracts import Pending
 
 _TIMEOUT_S = 120.0
 
@@ -82,6 +83,10 @@ class Steps:
 
     def wait(self) -> None:
         pass
+
+    def then(self, finish: Callable[[], Any]) -> Pending[Any]:
+        result = finish()
+        return Pending(lambda: None, lambda: result)
 
     def on_host(self, numbers: torch.Tensor) -> HostCopy:
         return HostCopy(numbers, self._ranks, "")

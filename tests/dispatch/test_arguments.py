@@ -9,17 +9,20 @@ import pytest
 import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
-from moe_ep.dispatch.batch import MAX_OPEN_BATCHES, OpenBatches, check_tensor, keep_for, side_by_side
+from moe_ep.dispatch.batch import check_tensor, keep_for, side_by_side
 from moe_ep.modular_kernel import make_prepare_finalize
-from moe_ep.modular_kernel.contracts import ExpertTokensMetadata
+from moe_ep.modular_kernel.contracts import MAX_OPEN_BATCHES, ExpertTokensMetadata
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP
 from moe_ep.registry import ALL2ALL_BACKENDS
 from tests.dispatch.backend_cases import (
     BACKENDS,
     Case,
     Setting,
+    as_tuple,
     check_batched,
     check_case,
+    dispatch_args,
+    expected_output,
     finalize_ids,
     kinds,
     make_backend,
@@ -73,22 +76,6 @@ def check_bad_arguments(rank: int, world_size: int) -> int:
 
 def test_bad_arguments() -> None:
     assert ranks(1).run(check_bad_arguments) == [14]
-
-
-def check_ids_elsewhere_in_memory(rank: int, world_size: int) -> None:
-    setting = make_setting(Case(tokens=(3,)), rank, world_size)
-    rows, weights, ids, *more = prepare_args(setting, "cpu")
-    given = torch.cat([ids.flatten()[:1], ids.flatten()]).to(torch.int32)[1:].view(ids.shape)
-    backend, dispatched = make_backend(setting, "all_to_all"), []
-    dispatch = backend._dispatch
-    backend._dispatch = lambda batch: dispatched.append(batch) or dispatch(batch)
-    backend.prepare(rows, weights, given, *more)
-    assert given.data_ptr() % 16 and dispatched[0].topk_ids.data_ptr() % 16 == 0
-    assert torch.equal(dispatched[0].topk_ids, ids.to(torch.int32))
-
-
-def test_ids_are_handed_on_as_kernels_read_them() -> None:
-    ranks(1).run(check_ids_elsewhere_in_memory)
 
 
 def check_wrong_tensors(rank: int, world_size: int) -> int:
@@ -210,22 +197,52 @@ def test_rows_as_kernels_read_them(rows: torch.Tensor) -> None:
     assert side_by_side(read) is read
 
 
-def test_open_batches() -> None:
-    open_batches: OpenBatches[int] = OpenBatches()
-    keys = [torch.zeros(1) for _ in range(MAX_OPEN_BATCHES + 2)]
-    for index, key in enumerate(keys):
-        open_batches.put(key, index)
-    assert open_batches.take(keys[4]) == 4
+def check_batches_by_signature(rank: int, world_size: int, name: str) -> None:
+    """Without handles a batch is found by the ids that finalize is given, or where it is the only one."""
+    setting = make_setting(Case(), rank, world_size)
+    args, backend = prepare_args(setting, "cpu"), make_backend(setting, name)
+    inputs = [(*args[:2], args[2].clone(), *args[3:]) for _ in range(MAX_OPEN_BATCHES + 2)]
+    batches = [backend.prepare(*given) for given in inputs]
+
+    def finalize(index: int, ids: torch.Tensor | None = None) -> bool:
+        results, reduce_impl = run_experts(setting, batches[index], kinds(backend)[0])
+        weights, own = finalize_ids(inputs[index], batches[index])
+        output = torch.empty_like(args[0])
+        backend.finalize(output, results, weights, own if ids is None else ids, False, reduce_impl)
+        return torch.equal(output, expected_output(setting, world_size))
+
+    assert finalize(4)
     with pytest.raises(RuntimeError, match=f"one of the {MAX_OPEN_BATCHES - 1} batches"):
-        open_batches.take(keys[1])
-    for index in (9, 2, 3, 5, 6, 8):
-        assert open_batches.take(keys[index]) == index
-    with pytest.raises(ValueError), open_batches.taken(torch.zeros(1)) as taken:
-        open_batches.put(keys[0], 0)
-        assert taken == 7
-        raise ValueError
-    assert open_batches.take(keys[0]) == 0
-    assert open_batches.take(torch.zeros(1)) == 7
+        finalize(1)  # as it was forgotten
+    assert all(finalize(index) for index in (9, 2, 3, 5, 6, 8))
+    assert finalize(7, finalize_ids(inputs[7], batches[7])[1].clone())
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "batched_all_to_all"])
+def test_open_batches(name: str) -> None:
+    ranks(2).run(check_batches_by_signature, name)
+
+
+def check_handles(rank: int, world_size: int) -> None:
+    """A handle is good for one combine, in any order, however often its results were refused before."""
+    setting = make_setting(Case(), rank, world_size)
+    args = dispatch_args(prepare_args(setting, "cpu"))
+    for name in BACKENDS:
+        backend: Any = make_backend(setting, name)
+        batches = [backend.dispatch(*args) for _ in range(3)]
+        for batch in (batches[1], batches[0], batches[2]):
+            results, reduce_impl = run_experts(setting, as_tuple(batch), kinds(backend)[0])
+            output = torch.empty_like(args[0])
+            with pytest.raises(ValueError, match="output"):
+                backend.combine(output[:, 1:], results, batch, reduce_impl)
+            backend.combine(output, results, batch, reduce_impl)
+            assert torch.equal(output, expected_output(setting, world_size))
+            with pytest.raises(RuntimeError, match="combined already"):
+                backend.combine(output, results, batch, reduce_impl)
+
+
+def test_handles() -> None:
+    ranks(2).run(check_handles)
 
 
 class OnGpu(torch.Tensor):

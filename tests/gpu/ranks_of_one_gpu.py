@@ -22,7 +22,7 @@ from moe_ep.dispatch.nvshmem.low_latency_setup import Tuning
 from moe_ep.dispatch.nvshmem.order import Order
 from moe_ep.dispatch.rank_group import RankGroup
 from moe_ep.distributed.failure_detection import Roll
-from tests.dispatch.backend_cases import Case, Setting, make_backend, make_setting, prepare_args
+from tests.dispatch.backend_cases import Case, Setting, dispatch_args, make_backend, make_setting, prepare_args
 from tests.dispatch.ranks_of_threads import NoNotes
 
 LOW_LATENCY = "nvshmem_low_latency"
@@ -122,10 +122,11 @@ class Ranks:
         self.args = [prepare_args(setting, "cuda") for setting in self.settings]
 
     def prepare(self) -> list[Any]:
-        pending = self._together(lambda rank: self.backends[rank]._begin(*self.args[rank]))
+        calls = [dispatch_args(args) for args in self.args]
+        pending = self._together(lambda rank: self.backends[rank]._begin(*calls[rank]))
         if self.in_halves:
             self._together(lambda rank: pending[rank].start())
-        return self._together(lambda rank: pending[rank].receive())
+        return self._together(lambda rank: self.backends[rank]._remember(calls[rank][1], pending[rank].receive()))
 
     def finalize(
         self, results: Sequence[torch.Tensor], weights_and_ids: Sequence[tuple], reduce_impl: Any

@@ -1,4 +1,4 @@
-"""A backend or experts of somebody's own that do not keep to their contract: the error names them and what is wrong."""
+"""User-defined backends and experts, by signatures or by structs: they run, and what breaks their contract is named."""
 
 import copy
 from dataclasses import replace
@@ -10,14 +10,20 @@ import torch
 
 from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
 from moe_ep.kernels.reference import BatchedReferenceExperts, ReferenceExperts
-from moe_ep.modular_kernel import FusedMoEModularKernel, make_experts, make_prepare_finalize
-from moe_ep.modular_kernel.contract_checks import (
-    check_backend,
-    check_workspace_shapes,
-    checked_backend,
-    checked_experts,
+from moe_ep.modular_kernel import (
+    FusedMoEModularKernel,
+    make_experts,
+    make_prepare_finalize,
 )
-from moe_ep.modular_kernel.contracts import ExpertTokensMetadata, FusedMoEActivationFormat, FusedMoEPrepareAndFinalize
+from moe_ep.modular_kernel.adapters import check_backend, check_workspace_shapes
+from moe_ep.modular_kernel.contracts import (
+    Dispatched,
+    Dispatcher,
+    Experts,
+    ExpertTokensMetadata,
+    FusedMoEActivationFormat,
+    FusedMoEPrepareAndFinalize,
+)
 from moe_ep.registry import ALL2ALL_BACKENDS
 
 E, K, N, T, TOPK = 4, 8, 16, 5, 2
@@ -177,14 +183,86 @@ def test_what_experts_say(answers: dict[str, Any], words: str) -> None:
         run(Own(), varied(ReferenceExperts, **answers))
 
 
-def test_those_of_moe_ep_are_called_without_checks() -> None:
-    backend, experts = make_prepare_finalize("no_ep", CONFIG), ReferenceExperts(CONFIG)
-    assert checked_backend(backend) is backend and checked_experts(experts) is experts
+class Handed(Dispatcher):
+    """By structs; the handle is what `combine` needs."""
+
+    activation_format, topk_indices_dtype = Own.activation_format, Own.topk_indices_dtype
+    max_num_tokens_per_rank, num_dispatchers = Own.max_num_tokens_per_rank, Own.num_dispatchers
+    output_is_reduced = Own.output_is_reduced
+
+    def __init__(self, **options: Any) -> None:
+        self.handles: list[object] = []
+
+    def dispatch(self, hidden_states, routing, quant_config):
+        handle = object()
+        return Dispatched(
+            rows=hidden_states, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights, handle=handle
+        )
+
+    def combine(self, output, expert_output, dispatched, reduce_impl):
+        self.handles.append(dispatched.handle)
+        reduce_impl.apply(output, expert_output, dispatched.topk_weights, dispatched.topk_ids, False)
 
 
-def test_a_kernel_with_somebodys_own_can_be_copied() -> None:
+def test_a_backend_by_structs_runs_and_answers_the_signatures_too() -> None:
+    backend = Handed()
+    assert torch.equal(run(backend), run(Own()))
+    rows, scales, meta, ids, weights = backend.prepare(ROWS, WEIGHTS, IDS, E, None, False, None)
+    assert rows is ROWS and scales is None and meta is None
+    backend.finalize(
+        torch.empty_like(ROWS), ROWS, weights, ids, False, ReferenceExperts(CONFIG).finalize_weight_and_reduce_impl()
+    )
+    assert len(backend.handles) == 2 and backend.handles[0] is not backend.handles[1]
+
+
+@pytest.mark.parametrize(
+    ("dispatched", "words"),
+    [
+        ((ROWS, None, None, IDS, WEIGHTS), "a tuple; it must be a Dispatched"),
+        (Dispatched(rows=ROWS[:, :4], topk_ids=IDS, topk_weights=WEIGHTS), r"rows of torch.float32 \(5, 4\)"),
+        (Dispatched(rows=ROWS[:3]), "3 rows for 5 tokens"),
+    ],
+)
+def test_what_dispatch_returns(dispatched: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^Odd.dispatch returned {words}"):
+        run(varied(Handed, dispatch=dispatched))
+
+
+class Doubled(ReferenceExperts):
+    """By the struct; what our own do, twice."""
+
+    def run(self, call):
+        super().run(call)
+        call.output.mul_(2)
+
+
+class DoubledBySignature(ReferenceExperts):
+    def apply(self, output, *args):
+        super().apply(output, *args)
+        output.mul_(2)
+
+
+class Late(type(make_prepare_finalize("no_ep", CONFIG))):  # type: ignore[misc]
+    """One of ours, of which `prepare` is overridden."""
+
+    def prepare(self, *args):
+        rows, *more = super().prepare(*args)
+        return (rows * 2, *more)
+
+
+def test_the_most_derived_form_of_a_contract_runs() -> None:
+    plain = run(make_prepare_finalize("no_ep", CONFIG))
+    for experts in (Doubled(CONFIG), DoubledBySignature(CONFIG)):
+        assert torch.equal(run(Own(), experts), 2 * plain)
+    assert not torch.equal(run(Late(moe_config=CONFIG)), plain)
+    # What our own classes promise does not pass to those that are derived from them.
+    with pytest.raises(TypeError, match="Odd.run returned a tensor"):
+        run(Own(), varied(ReferenceExperts, run=ROWS))
+    assert issubclass(ReferenceExperts, Experts) and not Doubled.is_unchecked
+
+
+def test_a_kernel_with_user_defined_parts_can_be_copied() -> None:
     kernel = FusedMoEModularKernel(Own(), varied(ReferenceExperts))
-    assert copy.deepcopy(kernel)._experts.activation_format() is FusedMoEActivationFormat.Standard
     assert torch.equal(run(copy.deepcopy(kernel).prepare_finalize), run(Own()))
 
 

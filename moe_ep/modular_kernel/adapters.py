@@ -1,89 +1,161 @@
-"""Whether a backend and experts of somebody's own keep to their contracts; the error names the one that does not.
+"""How the modular kernel calls a backend and experts: by their structs, whichever form of the contract they implement.
 
-Those of moe_ep itself are used as they are: its tests check them, and a layer's pass has no time for it. Only what the
-host knows is looked at, so that nothing waits for the device.
+What a class returns is checked against its contract in every pass, and the error names the class, unless the class says
+`unchecked=True`, as those of moe_ep do. Only what the host knows is looked at, so that nothing waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from moe_ep.arguments import INTEGERS
+from moe_ep.config import FusedMoEQuantConfig
 from moe_ep.modular_kernel.contracts import (
+    Dispatched,
+    ExpertsCall,
     ExpertTokensMetadata,
     FusedMoEActivationFormat,
     FusedMoEPermuteExpertsUnpermute,
     FusedMoEPrepareAndFinalize,
-    PrepareResult,
+    Routing,
 )
 from moe_ep.modular_kernel.weight_and_reduce import TopKWeightAndReduce
 
 _PREPARED = "(rows, scales or None, metadata or None, ids or None, weights or None)"
-_OURS = "moe_ep."
 
 
-def checked_backend(backend: Any) -> FusedMoEPrepareAndFinalize:
-    """What to call the backend by: itself, or around somebody's own, checks of what it returns.
+def as_dispatcher(backend: FusedMoEPrepareAndFinalize) -> Any:
+    """What has `dispatch` and `combine` for this backend.
 
     Raises:
         TypeError, ValueError: as `check_backend`.
     """
     check_backend(backend)
-    if type(backend).__module__.startswith(_OURS):
-        return cast(FusedMoEPrepareAndFinalize, backend)
-    return cast(FusedMoEPrepareAndFinalize, _CheckedBackend(backend))
+    if not _implements(type(backend), "dispatch", ("prepare", "finalize")):
+        return _Preparing(backend)
+    return backend if backend.is_unchecked else _CheckedDispatcher(backend)
 
 
-def checked_experts(experts: Any) -> FusedMoEPermuteExpertsUnpermute:
-    """As `checked_backend`, of experts.
+def as_experts(experts: FusedMoEPermuteExpertsUnpermute) -> Any:
+    """What has `run`, and the questions about sizes and scratch, for these experts.
 
     Raises:
         TypeError: as `check_experts`.
     """
     check_experts(experts)
-    if type(experts).__module__.startswith(_OURS):
-        return cast(FusedMoEPermuteExpertsUnpermute, experts)
-    return cast(FusedMoEPermuteExpertsUnpermute, _CheckedExperts(experts))
+    if not _implements(type(experts), "run", ("apply",)):
+        return _Applying(experts)
+    return experts if experts.is_unchecked else _CheckedExperts(experts)
 
 
-class _Checked:
-    """Has everything that the checked one has."""
-
-    def __init__(self, checked: Any) -> None:
-        self._checked = checked
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_checked" or name.startswith("__"):  # what a copy that is being made asks for
-            raise AttributeError(name)
-        return getattr(self._checked, name)
+def _implements(kind: type, method: str, others: tuple[str, ...]) -> bool:
+    """Whether the class implements the contract by this method; of several forms the most derived class decides."""
+    for base in kind.__mro__:
+        if method in vars(base):
+            return True
+        if any(name in vars(base) for name in others):
+            return False
+    return False
 
 
-class _CheckedBackend(_Checked):
-    def prepare(self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *args: Any) -> Any:
-        return check_prepared(
-            self._checked, self._checked.prepare(a1, topk_weights, topk_ids, *args), a1, topk_ids.size(-1)
+class _Preparing:
+    """Calls `prepare` and `finalize` of a backend that implements those."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def dispatch(self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig) -> Dispatched:
+        weights, ids, is_weighted = routing.topk_weights, routing.topk_ids, routing.apply_router_weight_on_input
+        prepared = self._backend.prepare(
+            hidden_states, weights, ids, routing.num_experts, routing.expert_map, is_weighted, quant_config
         )
+        if not isinstance(prepared, (tuple, list)) or len(prepared) != 5:
+            held = f" of {len(prepared)}" if isinstance(prepared, (tuple, list)) else ""
+            raise TypeError(
+                f"{_of(self._backend, 'prepare')} a {type(prepared).__name__}{held}; it must be {_PREPARED}"
+            )
+        rows, scales, meta, its_ids, its_weights = prepared
+        dispatched = Dispatched(
+            rows=rows, row_scales=scales, expert_tokens_meta=meta, topk_ids=its_ids, topk_weights=its_weights,
+            rows_are_weighted=is_weighted,
+            handle=(weights if its_weights is None else its_weights, ids if its_ids is None else its_ids),
+        )  # fmt: skip
+        if not self._backend.is_unchecked:
+            check_dispatched(self._backend, "prepare", dispatched, hidden_states)
+        return dispatched
 
-    def finalize(self, output: torch.Tensor, *args: Any) -> None:
-        check_wrote(self._checked, "finalize", self._checked.finalize(output, *args), output)
+    def combine(
+        self,
+        output: torch.Tensor,
+        expert_output: torch.Tensor,
+        dispatched: Dispatched,
+        reduce_impl: TopKWeightAndReduce,
+    ) -> None:
+        returned = self._backend.finalize(
+            output, expert_output, *dispatched.handle, dispatched.rows_are_weighted, reduce_impl
+        )
+        check_wrote(self._backend, "finalize", returned, output)
 
 
-class _CheckedExperts(_Checked):
+class _CheckedDispatcher:
+    """Checks what a user-defined `Dispatcher` returns."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def dispatch(self, hidden_states: torch.Tensor, routing: Routing, quant_config: FusedMoEQuantConfig) -> Dispatched:
+        dispatched = self._backend.dispatch(hidden_states, routing, quant_config)
+        return check_dispatched(self._backend, "dispatch", dispatched, hidden_states)
+
+    def combine(self, output: torch.Tensor, *args: Any) -> None:
+        returned = self._backend.combine(output, *args)
+        check_wrote(self._backend, "combine", returned, output)
+
+
+class _CheckedExperts:
+    """Checks what user-defined experts return."""
+
+    def __init__(self, experts: Any) -> None:
+        self._experts = experts
+
     def moe_problem_size(self, *args: Any) -> tuple[int, int, int, int, int]:
-        return check_problem_size(self._checked, self._checked.moe_problem_size(*args))
+        return check_problem_size(self._experts, self._experts.moe_problem_size(*args))
 
     def workspace_dtype(self, act_dtype: torch.dtype) -> torch.dtype:
-        return check_workspace_dtype(self._checked, self._checked.workspace_dtype(act_dtype))
+        return check_workspace_dtype(self._experts, self._experts.workspace_dtype(act_dtype))
 
     def workspace_shapes(self, *args: Any) -> list[tuple[int, ...]]:
-        return check_workspace_shapes(self._checked, self._checked.workspace_shapes(*args))
+        return check_workspace_shapes(self._experts, self._experts.workspace_shapes(*args))
 
-    def apply(self, output: torch.Tensor, *args: Any) -> None:
-        check_wrote(self._checked, "apply", self._checked.apply(output, *args), output)
+    def run(self, call: ExpertsCall) -> None:
+        check_wrote(self._experts, "run", self._experts.run(call), call.output)
+
+
+class _Applying(_CheckedExperts):
+    """Calls `apply` of experts that implement that, and checks what they return."""
+
+    def run(self, call: ExpertsCall) -> None:
+        returned = self._experts.apply(
+            call.output,
+            call.hidden_states,
+            call.w1,
+            call.w2,
+            call.topk_weights,
+            call.topk_ids,
+            call.activation,
+            call.global_num_experts,
+            call.expert_map,
+            call.row_scales,
+            self._experts.quant_config.a2_scale,
+            *call.scratch,
+            call.meta,
+            call.rows_are_weighted,
+        )
+        check_wrote(self._experts, "apply", returned, call.output)
 
 
 def check_backend(backend: Any) -> None:
@@ -126,19 +198,19 @@ def check_experts(experts: Any) -> None:
         )
 
 
-def check_prepared(
-    backend: FusedMoEPrepareAndFinalize, prepared: Any, hidden_states: torch.Tensor, num_topk: int
-) -> PrepareResult:
-    """Returns what `prepare` returned for this rank's tokens.
+def check_dispatched(
+    backend: FusedMoEPrepareAndFinalize, method: str, dispatched: Any, hidden_states: torch.Tensor
+) -> Dispatched:
+    """Returns what a backend dispatched for this rank's tokens.
 
     Raises:
-        TypeError: something that is no such tuple.
+        TypeError: something that is no such struct.
         ValueError: tensors of other shapes and dtypes than the backend's format has.
     """
-    if not isinstance(prepared, (tuple, list)) or len(prepared) != 5:
-        held = f" of {len(prepared)}" if isinstance(prepared, (tuple, list)) else ""
-        raise TypeError(f"{_of(backend, 'prepare')} a {type(prepared).__name__}{held}; it must be {_PREPARED}")
-    rows, scales, meta, ids, weights = prepared
+    if not isinstance(dispatched, Dispatched):
+        raise TypeError(f"{_of(backend, method)} a {type(dispatched).__name__}; it must be a Dispatched")
+    rows, scales, meta = dispatched.rows, dispatched.row_scales, dispatched.expert_tokens_meta
+    ids, weights = dispatched.topk_ids, dispatched.topk_weights
     if (
         not isinstance(rows, torch.Tensor)
         or not (scales is None or isinstance(scales, torch.Tensor))
@@ -146,26 +218,26 @@ def check_prepared(
         or not (ids is None or isinstance(ids, torch.Tensor))
         or not (weights is None or isinstance(weights, torch.Tensor))
     ):
-        kinds = ", ".join(type(part).__name__ for part in prepared)
-        raise TypeError(f"{_of(backend, 'prepare')} ({kinds}); it must be {_PREPARED}")
+        kinds = ", ".join(type(part).__name__ for part in (rows, scales, meta, ids, weights))
+        raise TypeError(f"{_of(backend, method)} ({kinds}); it must be {_PREPARED}")
     standard = backend.activation_format() is FusedMoEActivationFormat.Standard
     by_reference = meta is not None and meta.expert_row_ids is not None
     K, dims = hidden_states.size(-1), 2 if standard or by_reference else 3
     if rows.dim() != dims or rows.size(-1) != K or (scales is None and rows.dtype != hidden_states.dtype):
         shape = f"(rows, {K})" if dims == 2 else f"(local experts, rows, {K})"
         raise ValueError(
-            f"{_of(backend, 'prepare')} rows of {rows.dtype} {tuple(rows.shape)}; they must be {shape} of "
+            f"{_of(backend, method)} rows of {rows.dtype} {tuple(rows.shape)}; they must be {shape} of "
             f"{hidden_states.dtype}, or of another dtype with scales"
         )
     if not standard and (meta is None or ids is not None or weights is not None):
         raise ValueError(
-            f"{_of(backend, 'prepare')} rows in the BatchedExperts format {'without' if meta is None else 'with'} "
+            f"{_of(backend, method)} rows in the BatchedExperts format {'without' if meta is None else 'with'} "
             f"{'metadata' if meta is None else 'ids or weights'}; they come with expert_num_tokens, and the backend "
             f"keeps ids and weights for finalize"
         )
     if standard:
-        _check_choices(backend, rows.size(0), ids, weights, (hidden_states.size(0), num_topk))
-    return rows, scales, meta, ids, weights
+        _check_choices(_of(backend, method), rows.size(0), ids, weights, hidden_states.size(0))
+    return dispatched
 
 
 def check_workspace_shapes(experts: FusedMoEPermuteExpertsUnpermute, shapes: Any) -> list[tuple[int, ...]]:
@@ -219,17 +291,13 @@ def _check_format(part: Any) -> None:
 
 
 def _check_choices(
-    backend: Any,
-    num_rows: int,
-    ids: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    given: tuple[int, int],
+    returned: str, num_rows: int, ids: torch.Tensor | None, weights: torch.Tensor | None, num_tokens: int
 ) -> None:
-    """Ids and weights of the received rows; None for both leaves this rank's own, of the shape `given`."""
+    """Ids and weights of the received rows; None for both leaves this rank's own."""
     if ids is None and weights is None:
-        if num_rows != given[0]:
+        if num_rows != num_tokens:
             raise ValueError(
-                f"{_of(backend, 'prepare')} {num_rows} rows for {given[0]} tokens and no ids; return ids and weights "
+                f"{returned} {num_rows} rows for {num_tokens} tokens and no ids; return ids and weights "
                 f"of the rows that arrived"
             )
         return
@@ -244,6 +312,6 @@ def _check_choices(
     ):
         described = [None if part is None else f"{part.dtype} {tuple(part.shape)}" for part in (ids, weights)]
         raise ValueError(
-            f"{_of(backend, 'prepare')} ids {described[0]} and weights {described[1]} of {num_rows} rows; ids must be "
+            f"{returned} ids {described[0]} and weights {described[1]} of {num_rows} rows; ids must be "
             f"integers ({num_rows}, topk), and weights floats of the same shape"
         )
