@@ -67,6 +67,11 @@ def moe_align_block_size(
             f"expert_map has shape {tuple(expert_map.shape)}; it must have one entry for each of num_experts "
             f"({num_experts})"
         )
+    if expert_map is not None and not expert_map.is_cuda and int(expert_map.max()) >= num_experts:
+        raise ValueError(
+            f"expert_map names local expert {int(expert_map.max())}; there are fewer local experts than num_experts "
+            f"({num_experts})"
+        )
     numel = topk_ids.numel()
     length = numel + num_experts * (block_size - 1)
     if numel < num_experts:
@@ -130,6 +135,13 @@ def batched_moe_align_block_size(
     check_integers(expert_num_tokens=expert_num_tokens)
     if expert_num_tokens.dim() != 1:
         raise ValueError(f"expert_num_tokens has shape {tuple(expert_num_tokens.shape)}; it must be (El,)")
+    if not expert_num_tokens.is_cuda and expert_num_tokens.numel():
+        least, most = (int(bound) for bound in expert_num_tokens.aminmax())
+        if least < 0 or most > max_tokens_per_batch:
+            raise ValueError(
+                f"expert_num_tokens holds {least} to {most}; it must be at least 0 and at most "
+                f"max_tokens_per_batch ({max_tokens_per_batch})"
+            )
     align = form_for(batched_align_reference, "triton_align.triton_batched_align", expert_num_tokens)
     return align(max_tokens_per_batch, block_size, expert_num_tokens)
 

@@ -30,7 +30,8 @@ def moe_fused_mul_sum(
         topk_weights: `[T, topk]`, any real dtype, converted to f32.
         outputs: `[T, K]`, f32, f16 or bf16, written in place; None creates one of the inputs' dtype.
         topk_ids: integer `[T, topk]`, -1 for no expert; None means that every slot counts.
-        expert_map: integer `[E]`, global -> local, -1 if not local; ids are below E, which is not checked on a GPU.
+        expert_map: integer `[E]`, global -> local, -1 if not local; ids are below E; on a GPU, where that
+            is not checked, others do not count.
 
     Returns:
         `outputs`, rounded once from f32.
@@ -78,7 +79,8 @@ def _counting_slots(topk_ids: torch.Tensor | None, expert_map: torch.Tensor | No
         return None
     counts = topk_ids >= 0
     if expert_map is not None:
-        counts &= expert_map[topk_ids.long().clamp(min=0)] >= 0
+        counts &= topk_ids < expert_map.numel()
+        counts &= expert_map[torch.where(counts, topk_ids, 0).long()] >= 0
     return counts
 
 

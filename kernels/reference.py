@@ -119,8 +119,10 @@ class BatchedReferenceExperts(BatchedFormat, _ReferenceExpertsBase, unchecked=Tr
 
 
 def to_local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """Converts global ids to local indices, int64 `[T, topk]`; -1, and every expert that is not local, becomes -1."""
+    """Converts global ids to local indices, int64 `[T, topk]`; -1, ids beyond the map, and every expert that is not
+    local become -1."""
     ids = topk_ids.long()
     if expert_map is None:
         return ids
-    return torch.where(ids >= 0, expert_map.long()[ids.clamp(min=0)], -1)
+    exists = (ids >= 0) & (ids < expert_map.numel())
+    return torch.where(exists, expert_map.long()[torch.where(exists, ids, 0)], -1)

@@ -46,6 +46,7 @@ def _mul_sum_kernel(
     map_ptr,
     outputs_ptr,
     hidden_size,
+    map_size,
     input_token_stride,
     input_slot_stride,
     input_column_stride,
@@ -85,7 +86,8 @@ def _mul_sum_kernel(
             expert = tl.load(ids_ptr + token * id_token_stride + slot * id_slot_stride)
             counts = expert >= 0
             if HAS_MAP:
-                counts &= tl.load(map_ptr + tl.maximum(expert, 0)) >= 0
+                counts &= expert < map_size
+                counts &= tl.load(map_ptr + expert, mask=counts, other=-1) >= 0
             num_columns = tl.where(counts, hidden_size, 0)
             row = tl.load(source, mask=column < num_columns, other=0.0).to(tl.float32)
             total += tl.where(counts, row * weight, 0.0)
@@ -117,6 +119,7 @@ def triton_mul_sum(
         None if expert_map is None else expert_map.contiguous(),
         outputs,
         hidden_size,
+        0 if expert_map is None else expert_map.numel(),
         *inputs.stride(),
         *topk_weights.stride(),
         *(topk_ids.stride() if topk_ids is not None else (0, 0)),

@@ -13,7 +13,9 @@ from moe_ep.arguments import (
     check_same_device,
     check_tensors,
 )
+from moe_ep.errors import check_whole
 from moe_ep.kernels.marlin import e4m3
+from moe_ep.kernels.marlin.gemm import partials_numel
 from moe_ep.kernels.marlin.pair import WeightPair
 from moe_ep.kernels.marlin.types import WeightType
 from moe_ep.kernels.marlin.weights import check_activation_dtype, check_weights
@@ -102,6 +104,22 @@ def check_batch(
         )
     _check_rows(pair, hidden_states)
     check_same_device("hidden_states", hidden_states.device, expert_num_tokens=counts, expert_row_ids=row_ids)
+    if hidden_states.is_cuda or torch.compiler.is_compiling() or not num_experts:
+        return
+    max_rows = hidden_states.size(1) if row_ids is None else row_ids.size(1)
+    least, most = (int(bound) for bound in counts.aminmax())
+    if least < 0 or most > max_rows:
+        raise ValueError(
+            f"expert_num_tokens holds {least} to {most}; it must be at least 0 and at most max_tokens ({max_rows})"
+        )
+    if row_ids is not None and most:
+        named = row_ids[torch.arange(max_rows) < counts[:, None]]
+        least, most = (int(bound) for bound in named.aminmax())
+        if least < 0 or most >= hidden_states.size(0):
+            raise ValueError(
+                f"expert_row_ids holds {least} to {most}; row ids must be at least 0 and below the rows of "
+                f"hidden_states ({hidden_states.size(0)})"
+            )
 
 
 def check_tokens(
@@ -110,9 +128,12 @@ def check_tokens(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
+    global_num_experts: int = -1,
 ) -> None:
-    """Raises ValueError unless tokens, ids, router weights and map fit the experts' weights and each other; on a GPU
-    the ids themselves are not looked at."""
+    """Raises ValueError unless tokens, ids, router weights and map fit the experts' weights and each other.
+
+    On a GPU the ids themselves are not looked at; those that the map or w1 does not have are no expert.
+    """
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; it must be [T, K]")
     _check_rows(pair, hidden_states)
@@ -128,9 +149,13 @@ def check_tokens(
             f"{tuple(topk_ids.shape)}"
         )
     check_same_device("hidden_states", hidden_states.device, topk_ids=topk_ids, topk_weights=topk_weights)
-    if expert_map is not None:
-        check_expert_map(expert_map)
-        check_same_device("hidden_states", hidden_states.device, expert_map=expert_map)
+    check_map_length(expert_map, global_num_experts, pair.num_experts)
+    check_same_device("hidden_states", hidden_states.device, expert_map=expert_map)
+    if expert_map is None and global_num_experts not in (-1, pair.num_experts):
+        raise ValueError(
+            f"global_num_experts is {global_num_experts}, w1 has {pair.num_experts} experts and expert_map is None, "
+            f"that is, all are local; pass the map of this rank's experts"
+        )
     # While a graph is traced there are no values; its node comes here again.
     if not torch.compiler.is_compiling():
         _check_values(topk_ids, expert_map, pair.num_experts)
@@ -154,9 +179,24 @@ def check_output(
     check_same_device("hidden_states", hidden_states.device, output=output)
 
 
-def check_scratch(hidden_states: torch.Tensor, **buffers: torch.Tensor | None) -> None:
-    """Raises ValueError for scratch that rows of this dtype and device cannot use; it may be missing or too small."""
-    for name, buffer in buffers.items():
+def check_scratch(
+    pair: WeightPair,
+    hidden_states: torch.Tensor,
+    num_rows: int,
+    is_batched: bool,
+    names: tuple[str, str],
+    *buffers: torch.Tensor | None,
+) -> None:
+    """Raises ValueError for scratch that these rows cannot use.
+
+    It may be missing or too small: memory is allocated in its place, but not under CUDA-graph capture, where a buffer
+    that was meant to be used is refused.
+
+    Args:
+        num_rows: rows of all experts together, with the room that batched ones have.
+        names: of the buffer for both GEMMs' results, and of that for the activation's.
+    """
+    for name, buffer in zip(names, buffers, strict=True):
         if buffer is None:
             continue
         check_tensors(**{name: buffer})
@@ -166,6 +206,49 @@ def check_scratch(hidden_states: torch.Tensor, **buffers: torch.Tensor | None) -
                 f"{name} is {buffer.dtype} on {buffer.device}; it must be {hidden_states.dtype} on "
                 f"{hidden_states.device}, contiguous"
             )
+    K, N = pair.w13.num_columns, pair.w2.num_columns
+    for name, buffer, least in zip(names, buffers, (num_rows * K, num_rows * N), strict=True):
+        if buffer is None or buffer.numel() >= least or not _is_capturing(hidden_states):
+            continue
+        if name == names[0] and is_batched:
+            # Batched results need none of it, only the sums of tiles that several blocks share.
+            least = min(num_rows * max(K, pair.w13.num_rows), 2 * partials_numel(num_rows, pair.device))
+        if buffer.numel() < least:
+            raise ValueError(
+                f"{name} has {buffer.numel()} numbers under CUDA-graph capture and {least} are needed; pass a larger "
+                f"one, or None to take the graph's own memory"
+            )
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+
+
+def check_map_length(expert_map: torch.Tensor | None, global_num_experts: int, num_local_experts: int) -> None:
+    """Raises ValueError unless the map, if any, has one entry for each global expert.
+
+    Args:
+        global_num_experts: -1 if the map's length says it.
+    """
+    check_whole(global_num_experts=global_num_experts)
+    if global_num_experts != -1 and global_num_experts < num_local_experts:
+        raise ValueError(
+            f"global_num_experts is {global_num_experts}; it must be -1, or at least w1's experts ({num_local_experts})"
+        )
+    if expert_map is None:
+        return
+    check_expert_map(expert_map)
+    length = expert_map.numel()
+    if global_num_experts not in (-1, length):
+        raise ValueError(
+            f"expert_map has {length} entries; it must have one for each global expert (global_num_experts is "
+            f"{global_num_experts})"
+        )
+    if length < num_local_experts:
+        raise ValueError(
+            f"expert_map has {length} entries; it must have one for each global expert, and w1 alone has "
+            f"{num_local_experts}"
+        )
 
 
 def _check_values(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int) -> None:

@@ -33,6 +33,8 @@ from moe_ep.modular_kernel.contracts import ExpertWeights, FusedMoEPermuteExpert
 from moe_ep.quantization.canonical_weights import CanonicalWeights
 from moe_ep.scalar_type import ScalarType, scalar_types
 
+_SCRATCH = ("workspace13", "workspace2")
+
 
 class _MarlinExpertsBase(FusedMoEPermuteExpertsUnpermute):
     """What both formats share: the tensors that belong to the weights, and the problem size."""
@@ -199,7 +201,7 @@ class BatchedMarlinExperts(BatchedFormat, _MarlinExpertsBase, unchecked=True):
         check_batch(pair, step.hidden_states, counts, row_ids)
         shape = batched_shape(pair, step.hidden_states, row_ids)
         check_output(step.output, shape, step.hidden_states, self._output_dtype(step))
-        check_scratch(step.hidden_states, workspace13=step.scratch[0], workspace2=step.scratch[1])
+        check_scratch(pair, step.hidden_states, shape[0] * shape[1], True, _SCRATCH, *step.scratch)
         # Tokens of all ranks choose top-k experts of all. A backend's buffers may have room for fewer tokens than come.
         most_rows = max(step.output.size(1), self._max_rows) * step.topk_ids.size(-1)
         expected_m = most_rows / self.moe_config.global_num_experts
@@ -233,5 +235,5 @@ class MarlinExperts(StandardFormat, _MarlinExpertsBase, unchecked=True):
         pair = self._weights(step.w1, step.w2, step.activation, rows.dtype)
         check_tokens(pair, rows, weights, ids, step.expert_map)
         check_output(step.output, rows.shape, rows, self._output_dtype(step))
-        check_scratch(rows, workspace13=step.scratch[0], workspace2=step.scratch[1])
+        check_scratch(pair, rows, ids.numel(), False, _SCRATCH, *step.scratch)
         compute_tokens(pair, step.output, rows, weights, ids, step.expert_map, *step.scratch)

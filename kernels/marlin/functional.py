@@ -18,6 +18,7 @@ from moe_ep.errors import check_router_weight_on_input
 from moe_ep.kernels.marlin.checks import (
     batched_shape,
     check_batch,
+    check_map_length,
     check_output,
     check_scratch,
     check_tokens,
@@ -28,6 +29,7 @@ from moe_ep.kernels.marlin.plain import ActivationFunction
 from moe_ep.kernels.marlin.types import weight_type
 
 _SILU = MoEActivation.SILU
+_SCRATCH = ("intermediate_cache13", "intermediate_cache2")
 
 
 def batched_fused_marlin_moe(
@@ -72,7 +74,9 @@ def batched_fused_marlin_moe(
         w1_scale, w2_scale, w1_zeros, w2_zeros: as packed.
         global_scale1, global_scale2: f32 `[El]`; `[El, 2]` for w1 if gate and up differ.
         global_num_experts, expert_map, workspace: not used; rows lie with their local experts already.
-        intermediate_cache13, intermediate_cache2: scratch, allocated if missing or too small.
+        intermediate_cache13, intermediate_cache2: scratch of the rows' dtype. `El * max_tokens` (or `T * topk`) rows of
+            max(K, 2N) and of N numbers are enough. If one is missing or too small memory is allocated, except that
+            one that is too small is refused under CUDA-graph capture.
         output: `[El, max_tokens, K]`, allocated if missing; with inplace results are written over hidden_states.
         g_idx1, g_idx2, sort_indices1, sort_indices2: act-order, int32 `[El, K]` and `[El, N]`, as packed: the group of
             each packed column, and the input column that it multiplies. sort_indices alone if sorted columns have their
@@ -113,8 +117,12 @@ def batched_fused_marlin_moe(
         clamp_limit,
     )  # fmt: skip
     check_batch(pair, hidden_states, expert_num_tokens, expert_row_ids)
-    check_scratch(hidden_states, intermediate_cache13=intermediate_cache13, intermediate_cache2=intermediate_cache2)
-    output = _output(output, batched_shape(pair, hidden_states, expert_row_ids), hidden_states, inplace)
+    shape = batched_shape(pair, hidden_states, expert_row_ids)
+    check_scratch(pair, hidden_states, shape[0] * shape[1], True, _SCRATCH, intermediate_cache13, intermediate_cache2)
+    check_map_length(expert_map, global_num_experts, pair.num_experts)
+    if workspace is not None:
+        check_tensors(workspace=workspace)
+    output = _output(output, shape, hidden_states, inplace)
     if torch.compiler.is_compiling() and output.numel():
         torch.ops.moe_ep.batched_marlin_experts(
             output, hidden_states, expert_num_tokens, w1, w2, bias1, bias2, w1_scale, w2_scale, quant_type_id,
@@ -171,7 +179,8 @@ def fused_marlin_moe(
         hidden_states: bf16 or f16 `[T, K]`.
         topk_weights: f32 `[T, topk]`.
         topk_ids: integer `[T, topk]`, global ids, -1 for no expert; whether they exist is checked on the CPU alone.
-        expert_map: integer `[global experts]`, global -> local ids; None if ids are local.
+        global_num_experts: entries of expert_map; -1 if its length says it.
+        expert_map: integer `[global_num_experts]`, global -> local ids; None if ids are local.
         apply_router_weight_on_input: multiply the rows instead of the results by the weights (topk must be 1).
         input_dtype: torch.float8_e4m3fn lets rows and the activation's output be rounded to it, beside weights of that
             type (a gated activation, K and N multiples of 128), where that is faster: on Hopper with many rows an
@@ -196,8 +205,13 @@ def fused_marlin_moe(
         (w2, w2_scale, w2_zeros, bias2, global_scale2, g_idx2, sort_indices2),
         clamp_limit, input_dtype,
     )  # fmt: skip
-    check_tokens(pair, hidden_states, topk_weights, topk_ids, expert_map)
-    check_scratch(hidden_states, intermediate_cache13=intermediate_cache13, intermediate_cache2=intermediate_cache2)
+    check_tokens(pair, hidden_states, topk_weights, topk_ids, expert_map, global_num_experts)
+    check_scratch(pair, hidden_states, topk_ids.numel(), False, _SCRATCH, intermediate_cache13, intermediate_cache2)
+    if workspace is not None:
+        check_tensors(workspace=workspace)
+    for name, function in (("activation_func", activation_func), ("moe_sum", moe_sum)):
+        if function is not None and not callable(function):
+            raise ValueError(f"{name} is {function!r}; it must be a function, or None for the built-in one")
     if apply_router_weight_on_input:
         check_router_weight_on_input(topk_ids.size(1))
     output = _output(output, tuple(hidden_states.shape), hidden_states, inplace)

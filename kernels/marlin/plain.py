@@ -29,7 +29,7 @@ def dequantize_packed(weights: Weights, kind: WeightType, expert: int) -> torch.
         weights.qweight[expert : expert + 1],
         weights.scales[expert : expert + 1],
         None if weights.zeros is None else weights.zeros[expert : expert + 1],
-        None,
+        None if weights.g_idx is None else weights.g_idx[expert : expert + 1],
         None if weights.sort_indices is None else weights.sort_indices[expert : expert + 1],
     )
     size = group_size_of(kind, weights.num_columns, weights.scales.size(1)) or kind.group_sizes[0]

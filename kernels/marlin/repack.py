@@ -95,7 +95,8 @@ def pack_marlin(
         g_idx: int32 `[E, in]`, the group of every column in the checkpoint's order (act-order).
 
     Raises:
-        ValueError: a wrong dtype, shape, type id or group size; zero points missing or not wanted.
+        ValueError: a wrong dtype, shape, type id or group size; zero points missing or not wanted; codes or zero points
+            above the type's maximum, or groups that scales does not have.
     """
     kind = weight_type(quant_type_id)
     _check(kind, codes, scales, group_size, zero_points, gated, g_idx)
@@ -127,15 +128,34 @@ def unpack_marlin(
     """The exact inverse of pack_marlin: returns the (codes, scales, zero_points) that were packed.
 
     Raises:
-        ValueError: an unknown type id, a group size that the type does not take, or no packed weights.
+        ValueError: an unknown type id, a group size that the type does not take, or weights that were not packed so.
     """
     kind = weight_type(quant_type_id)
     if not isinstance(packed, PackedWeights):
         raise ValueError(f"packed is a {type(packed).__name__}; it must be what pack_marlin returned")
-    num_columns = packed.qweight.size(1) * 16
-    check_group_size(kind, group_size, None if packed.g_idx is not None else num_columns)
-    num_rows = packed.qweight.size(2) * kind.pack // 16
-    device = packed.qweight.device
+    qweight, packed_scales = packed.qweight, packed.scales
+    check_tensors(qweight=qweight, scales=packed_scales)
+    if qweight.dtype != torch.int32 or qweight.dim() != 3 or qweight.size(2) * kind.pack % 16:
+        raise ValueError(
+            f"packed.qweight is {qweight.dtype} {tuple(qweight.shape)}; it must be int32 [E, in/16, out*16/pack]"
+        )
+    num_columns, num_rows = qweight.size(1) * 16, qweight.size(2) * kind.pack // 16
+    if num_columns % 32 or num_rows % (64 if gated else 32):
+        raise ValueError(
+            f"packed.qweight holds {num_rows} rows and {num_columns} columns of {kind.scalar_type}; they come in "
+            f"multiples of 32, and the rows of 64 where gated, so pass the quant_type_id and gated that it was packed "
+            f"with"
+        )
+    groups = check_group_size(kind, group_size, None if packed.g_idx is not None else num_columns)
+    if packed_scales.dim() != 3 or packed_scales.size(2) != num_rows or groups not in (None, packed_scales.size(1)):
+        wanted = (qweight.size(0), "groups" if groups is None else groups, num_rows)
+        raise ValueError(f"packed.scales has shape {tuple(packed_scales.shape)}; group_size asks for {wanted}")
+    if (packed.zeros is not None) != kind.has_zero_points:
+        raise ValueError(
+            f"packed.zeros is {'missing' if packed.zeros is None else 'given'}; {kind.scalar_type} "
+            f"{'needs zero points' if kind.has_zero_points else 'takes none'}"
+        )
+    device = qweight.device
     rows = row_order(num_rows, gated, device)
     back = torch.argsort(rows)
     words = packed.qweight.contiguous()
@@ -268,5 +288,13 @@ def _check(
         raise ValueError(
             f"zero_points is {zero_points.dtype} {tuple(zero_points.shape)}; it must be uint8 {tuple(scales.shape)}"
         )
+    most = (1 << kind.bits) - 1
+    for name, values in (("codes", codes), ("zero_points", zero_points)):
+        if most < 255 and values is not None and values.numel() and (largest := int(values.max())) > most:
+            raise ValueError(f"{name} holds {largest}; {kind.scalar_type} has {kind.bits} bits, that is, 0 to {most}")
     if g_idx is not None and (g_idx.dtype != torch.int32 or g_idx.shape != (num_experts, num_columns)):
         raise ValueError(f"g_idx is {g_idx.dtype} {tuple(g_idx.shape)}; it must be int32 {(num_experts, num_columns)}")
+    if g_idx is not None and g_idx.numel():
+        least, most = (int(bound) for bound in g_idx.aminmax())
+        if least < 0 or most >= scales.size(2):
+            raise ValueError(f"g_idx holds {least} to {most}; scales has groups 0 to {scales.size(2) - 1}")

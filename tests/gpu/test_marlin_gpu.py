@@ -28,6 +28,7 @@ from tests.gpu.marlin_cases import (
     reference,
 )
 from tests.gpu.marlin_grid import KINDS, Case, case_of, grid
+from tests.kernels import marlin_cases as cases
 
 __all__ = ["KINDS", "UINT4B8", "arguments", "check_batched", "make", "reference"]
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
@@ -259,3 +260,23 @@ def test_kernel_sources_are_installed_beside_the_code() -> None:
 
     installed = {path.name for path in Path(params.__file__).parent.glob("cuda/*")}
     assert {"decode_sm90.cu", "prefill_sm90.cu", "ampere_gemm.cu", "ptx.cuh"} <= installed
+
+
+@pytest.mark.parametrize("name", ["intermediate_cache13", "intermediate_cache2"])
+def test_scratch_that_is_too_small_is_refused_under_capture(name: str) -> None:
+    kind = UINT4B8
+    first, second = cases.pair(kind, 32, MoEActivation.SILU)
+    weights = {
+        key: value.cuda() if isinstance(value, torch.Tensor) else value
+        for key, value in cases.arguments(first, second, kind, MoEActivation.SILU).items()
+    }
+    rows = torch.randn(cases.ROWS, cases.K, device="cuda").bfloat16()
+    topk = {
+        "topk_weights": torch.rand(cases.ROWS, 1, device="cuda"),
+        "topk_ids": torch.zeros(cases.ROWS, 1).cuda().int(),
+    }
+    small = {name: torch.empty(16, dtype=rows.dtype, device="cuda")}
+    eager = fused_marlin_moe(rows, **topk, **weights, **small)
+    assert torch.equal(eager, fused_marlin_moe(rows, **topk, **weights))
+    with pytest.raises(ValueError, match=name), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        fused_marlin_moe(rows, **topk, **weights, **small)

@@ -175,6 +175,9 @@ def test_sizes_depend_on_shapes_alone(num_tokens: int) -> None:
         (lambda ids: moe_align_block_size(ids, 4, 4, ids[0]), r"expert_map has shape \(2,\).*num_experts \(4\)"),
         (lambda ids: batched_moe_align_block_size(0, 4, ids[0]), "max_tokens_per_batch is 0"),
         (lambda ids: batched_moe_align_block_size(4, 0, ids[0]), "block_size is 0"),
+        (lambda ids: batched_moe_align_block_size(4, 2, ids[0] + 5), "expert_num_tokens"),
+        (lambda ids: batched_moe_align_block_size(4, 2, ids[0] - 1), "expert_num_tokens"),
+        (lambda ids: moe_align_block_size(ids, 4, 2, ids[0] + 2), "expert_map"),
     ],
 )
 def test_bad_arguments(call, message: str) -> None:

@@ -308,3 +308,42 @@ def test_what_kernels_could_not_read_at_once_is_refused(name: str) -> None:
             given["output"], given["hidden_states"], weights, Rows(ints(E), ROWS), given["intermediate_cache2"],
             given["intermediate_cache13"],
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"expert_map": ints(E - 1)}, "expert_map"),
+        ({"expert_map": ints(E + 2), "global_num_experts": E + 3}, "expert_map"),
+        ({"expert_map": ints(E + 2), "global_num_experts": E + 1}, "expert_map"),
+        ({"expert_map": None, "global_num_experts": E + 1}, "global_num_experts"),
+        ({"global_num_experts": E - 1}, "global_num_experts"),
+        ({"workspace": [1]}, "workspace"),
+        ({"moe_sum": 3}, "moe_sum"),
+        ({"activation_func": "silu"}, "activation_func"),
+    ],
+)
+def test_maps_and_functions_that_do_not_fit(change: dict[str, Any], named: str) -> None:
+    check_refused(fused_marlin_moe, WEIGHTS | TOKENS | change, named)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"expert_num_tokens": ints(E) - 1}, "expert_num_tokens"),
+        ({"expert_num_tokens": ints(E) + ROWS + 1}, "expert_num_tokens"),
+        ({"expert_map": ints(E - 1)}, "expert_map"),
+        ({"expert_map": ints(9), "global_num_experts": 8}, "expert_map"),
+        ({"expert_num_tokens": ints(E) + 1, "expert_row_ids": ints(E, ROWS) + 9} | {"output": None}, "expert_row_ids"),
+        ({"expert_num_tokens": ints(E) + 1, "expert_row_ids": ints(E, ROWS) - 1} | {"output": None}, "expert_row_ids"),
+    ],
+)
+def test_counts_and_row_ids_out_of_range(change: dict[str, Any], named: str) -> None:
+    base = BY_REFERENCE if "expert_row_ids" in change else BATCHED
+    check_refused(batched_fused_marlin_moe, WEIGHTS | base | change, named)
+
+
+def test_row_ids_behind_the_counts_are_not_looked_at() -> None:
+    given = BY_REFERENCE | {"expert_num_tokens": ints(E), "expert_row_ids": ints(E, ROWS) + (1 << 30)}
+    with pytest.raises(RuntimeError, match="it ran"):
+        batched_fused_marlin_moe(**WEIGHTS, **given)

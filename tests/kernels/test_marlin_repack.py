@@ -176,6 +176,20 @@ def test_scales_and_zero_points_follow_their_rows_in_pairs() -> None:
         ({"quant_type_id": scalar_types.uint4.id}, "zero_points"),
         ({"zero_points": torch.zeros(2, 64, 2, dtype=torch.uint8)}, "zero_points"),
         ({"g_idx": torch.zeros(64, dtype=torch.int32)}, "g_idx"),
+        ({"g_idx": torch.full((2, 64), 2, dtype=torch.int32)}, "g_idx"),
+        ({"g_idx": torch.full((2, 64), -1, dtype=torch.int32)}, "g_idx"),
+        ({"codes": torch.full((2, 64, 64), 16, dtype=torch.uint8)}, "codes"),
+        (
+            {"codes": torch.full((2, 64, 64), 255, dtype=torch.uint8), "quant_type_id": scalar_types.float4_e2m1f.id},
+            "codes",
+        ),
+        (
+            {
+                "quant_type_id": scalar_types.uint4.id,
+                "zero_points": torch.full((2, 64, 2), 16, dtype=torch.uint8),
+            },
+            "zero_points",
+        ),
     ],
 )
 def test_a_wrong_argument_is_named(change: dict, names: str) -> None:
@@ -188,6 +202,27 @@ def test_a_wrong_argument_is_named(change: dict, names: str) -> None:
     }
     with pytest.raises(ValueError, match=f"^{names} "):
         pack_marlin(**arguments)
+
+
+FITTING = pack_marlin(torch.zeros(2, 64, 64, dtype=torch.uint8), torch.ones(2, 64, 2), scalar_types.uint4b8.id, 32)
+
+
+@pytest.mark.parametrize(
+    ("packed", "type_id", "group_size", "gated", "named"),
+    [
+        (FITTING._replace(qweight=FITTING.qweight.float()), scalar_types.uint4b8.id, 32, False, "packed.qweight"),
+        (FITTING._replace(scales=FITTING.scales[:, :1]), scalar_types.uint4b8.id, 32, False, "packed.scales"),
+        (FITTING, scalar_types.uint4b8.id, -1, False, "packed.scales"),
+        (FITTING, scalar_types.uint8b128.id, 32, True, "packed.qweight"),
+        (FITTING, scalar_types.uint4.id, 32, False, "packed.zeros"),
+        (FITTING._replace(zeros=FITTING.scales), scalar_types.uint4b8.id, 32, False, "packed.zeros"),
+    ],
+)
+def test_packed_weights_of_another_kind_are_refused(
+    packed: PackedWeights, type_id: int, group_size: int, gated: bool, named: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{named} "):
+        unpack_marlin(packed, type_id, group_size, gated)
 
 
 @pytest.mark.parametrize("packed", [None, torch.zeros(2, 4, 4)])
