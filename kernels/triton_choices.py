@@ -1,4 +1,4 @@
-"""Packing and counting choices, one Triton kernel each, called through `moe_ep.hf.choices`."""
+"""The choices of a model's router: cleaning them (`moe_ep.routing.router`) and counting them (`moe_ep.hf.choices`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import triton.language as tl
 from moe_ep.kernels.triton_kernel import TritonKernel, cdiv
 
 _BLOCK = 256
+# Numbers: 256 bytes, so that ids start where kernels may read many at once.
+_ALIGNMENT = 64
 
 
 @TritonKernel
@@ -61,29 +63,30 @@ def _count_kernel(ids_ptr, counts_ptr, num_slots, BLOCK: tl.constexpr):
     tl.atomic_add(counts_ptr + expert, tl.full([BLOCK], 1, tl.int64), mask=expert >= 0, sem="relaxed")
 
 
-def triton_pack_choices(
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    num_experts: int,
-    row_mask: torch.Tensor | None,
-    choices: torch.Tensor,
-) -> None:
-    """`pack_choices` of at least one slot into `empty_choices`."""
+def triton_known_choices(
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, row_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`moe_ep.routing.router.known_choices` of at least one slot; weights and ids share one allocation."""
     num_tokens, top_k = topk_ids.shape
-    _pack_kernel[(cdiv(num_tokens * top_k, _BLOCK),)](
+    num_slots = num_tokens * top_k
+    plane = cdiv(num_slots, _ALIGNMENT) * _ALIGNMENT
+    memory = torch.empty(2, plane, dtype=torch.int32, device=topk_ids.device)
+    _pack_kernel[(cdiv(num_slots, _BLOCK),)](
         topk_ids,
         topk_weights,
         None if row_mask is None else row_mask.contiguous(),
-        choices,
-        num_tokens * top_k,
+        memory,
+        num_slots,
         num_experts,
         *topk_ids.stride(),
         *topk_weights.stride(),
-        choices.stride(1),
+        plane,
         TOP_K=top_k,
         HAS_MASK=row_mask is not None,
         BLOCK=_BLOCK,
     )
+    weights, ids = memory[:, :num_slots].unbind()
+    return weights.view(torch.float32).view(num_tokens, top_k), ids.view(num_tokens, top_k)
 
 
 def triton_count_choices(topk_ids: torch.Tensor, counts: torch.Tensor) -> None:

@@ -5,16 +5,26 @@ They hold plain values and tensors, know nothing about backends, and check their
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
 
 import torch
 
 from moe_ep.activation import MoEActivation, gate_limit
-from moe_ep.errors import check_at_least, check_below, check_whole, one_of
-from moe_ep.registry import ALL2ALL_BACKENDS
+from moe_ep.arguments import check_tensors
+from moe_ep.errors import ConfigError, check_at_least, check_below, check_whole, one_of
+from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 
 EXPERT_PLACEMENT_STRATEGIES = ("linear", "round_robin")
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SCORING_FUNCS = ("softmax", "sigmoid", "sqrtsoftplus")
+ZERO_EXPERT_TYPES = ("identity",)
+
+# custom_routing_function(hidden_states=, gating_output=, topk=, renormalize=) -> (weights, ids)
+RoutingFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +106,8 @@ class FusedMoEParallelConfig:
                 f"tp_size ({tp_size}) * dp_size ({dp_size}) asks for {ranks} ranks and there are {world_size}; "
                 f"start {ranks} processes or lower the sizes"
             )
+        if ranks == 1:  # every rank holds a whole layer of its own
+            rank = 0
         if not 0 <= rank < ranks:
             raise ValueError(
                 f"rank is {rank}; it must be at least 0 and below tp_size * dp_size ({ranks}); make the layer on its "
@@ -134,9 +146,169 @@ class FusedMoEParallelConfig:
         return self.ep_rank if self.use_all2all else 0
 
     @property
+    def spans_ranks(self) -> bool:
+        """Whether a pass needs other ranks."""
+        return self.use_ep or self.tp_size > 1
+
+    @property
     def shards_experts(self) -> bool:
         """Whether the tensor-parallel ranks divide the intermediate size N of every expert."""
         return not self.use_ep and self.tp_size > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """How a layer's router chooses experts; `moe_ep.routing.select_experts` says what each setting means.
+
+    Raises:
+        ValueError: settings that do not fit together.
+        TypeError: a count that is not a whole number, or a routing function that is none.
+    """
+
+    top_k: int
+    renormalize: bool = True
+    use_grouped_topk: bool = False
+    num_expert_group: int | None = None
+    topk_group: int | None = None
+    custom_routing_function: RoutingFunction | None = None
+    scoring_func: str = "softmax"
+    routed_scaling_factor: float = 1.0
+    zero_expert_num: int = 0
+    zero_expert_type: str | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(1, top_k=self.top_k)
+        check_at_least(0, zero_expert_num=self.zero_expert_num)
+        if self.scoring_func not in SCORING_FUNCS:
+            raise ValueError(one_of("scoring_func", self.scoring_func, SCORING_FUNCS))
+        factor = self.routed_scaling_factor
+        if not isinstance(factor, Real) or isinstance(factor, bool) or not math.isfinite(factor):
+            raise ValueError(f"routed_scaling_factor is {factor!r}; it must be a finite number")
+        if self.zero_expert_num and self.zero_expert_type not in ZERO_EXPERT_TYPES:
+            raise ValueError(one_of("zero_expert_type", self.zero_expert_type, ZERO_EXPERT_TYPES))
+        if self.custom_routing_function is not None:
+            if not callable(self.custom_routing_function):
+                raise TypeError(f"custom_routing_function is {self.custom_routing_function!r}; it must be a function")
+            if self.use_grouped_topk:
+                raise ValueError(
+                    "custom_routing_function is given together with use_grouped_topk, which it replaces; leave one out"
+                )
+        if self.use_grouped_topk:
+            if self.num_expert_group is None or self.topk_group is None:
+                raise ValueError(
+                    f"use_grouped_topk needs num_expert_group and topk_group, which are {self.num_expert_group} and "
+                    f"{self.topk_group}; pass both"
+                )
+            check_at_least(1, num_expert_group=self.num_expert_group)
+            check_whole(topk_group=self.topk_group)
+            if not 1 <= self.topk_group <= self.num_expert_group:
+                raise ValueError(
+                    f"topk_group is {self.topk_group}; it must be at least 1 and at most num_expert_group "
+                    f"({self.num_expert_group})"
+                )
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """(number of groups, groups to keep); (1, 1) if experts are not grouped."""
+        if not self.use_grouped_topk or self.num_expert_group is None or self.topk_group is None:
+            return 1, 1
+        return self.num_expert_group, self.topk_group
+
+    def check(self, num_columns: int, e_score_correction_bias: torch.Tensor | None) -> None:
+        """Raises ValueError unless the settings and the bias fit router logits of so many columns."""
+        if self.top_k > num_columns:
+            raise ValueError(
+                f"top_k is {self.top_k}; it must be at least 1 and at most the columns of router_logits ({num_columns})"
+            )
+        if self.zero_expert_num >= num_columns:
+            raise ValueError(
+                f"zero_expert_num is {self.zero_expert_num}; it must be at least 0 and below the columns of "
+                f"router_logits ({num_columns})"
+            )
+        num_groups, kept_groups = self.groups
+        if num_columns % num_groups:
+            raise ValueError(
+                f"num_expert_group is {num_groups}; it must divide the columns of router_logits ({num_columns})"
+            )
+        available = kept_groups * (num_columns // num_groups)
+        if self.use_grouped_topk and self.top_k > available:
+            raise ValueError(
+                f"top_k is {self.top_k}; it must be at most the {available} experts of topk_group ({kept_groups}) "
+                f"groups"
+            )
+        if e_score_correction_bias is not None:
+            self.check_bias(num_columns, e_score_correction_bias)
+
+    def check_bias(self, num_columns: int, bias: torch.Tensor) -> None:
+        """Raises ValueError unless the bias has a value for each column, and no routing function replaces it."""
+        check_tensors(e_score_correction_bias=bias)
+        if bias.shape != (num_columns,) or not bias.is_floating_point():
+            raise ValueError(
+                f"e_score_correction_bias has shape {tuple(bias.shape)} of {bias.dtype}; it must have one value of a "
+                f"float dtype for each column of router_logits, ({num_columns},)"
+            )
+        if self.custom_routing_function is not None:
+            raise ValueError(
+                "custom_routing_function is given together with e_score_correction_bias, which it replaces; leave one "
+                "out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a layer over all its ranks, as `moe_ep.FusedMoE` takes them.
+
+    Raises:
+        ValueError: counts out of range, or unknown names.
+        TypeError: a count that is not a whole number.
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    params_dtype: torch.dtype
+    activation: MoEActivation | str = "silu"
+    swiglu_limit: float | None = None
+    has_bias: bool = False
+    quant_config: Any = None
+    num_redundant_experts: int = 0
+    enable_eplb: bool = False
+    num_fused_shared_experts: int = 0
+    implementation: str = "auto"
+    input_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(1, num_experts=self.num_experts, hidden_size=self.hidden_size)
+        check_at_least(1, intermediate_size=self.intermediate_size)
+        redundant, shared = self.num_redundant_experts, self.num_fused_shared_experts
+        check_at_least(0, num_redundant_experts=redundant, n_shared_experts=shared)
+        if redundant and not self.enable_eplb:
+            raise ConfigError(
+                f"num_redundant_experts is {redundant} and enable_eplb is not set, so no token would use them; set it, "
+                f"or leave the redundant experts out"
+            )
+        EXPERTS.check(self.implementation, also=("auto",))
+        check_wire_dtype(input_dtype=self.input_dtype)
+        object.__setattr__(self, "activation", MoEActivation.parse(self.activation))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchConfig:
+    """How a layer's tokens reach their experts and come back, as `moe_ep.FusedMoE` takes it.
+
+    Raises:
+        ValueError: a capacity below 1, or an unknown dtype.
+        TypeError: a capacity that is not a whole number.
+    """
+
+    max_num_tokens: int = 256
+    dispatch_dtype: torch.dtype | None = None
+    reduce_results: bool = False
+    apply_router_weight_on_input: bool = False
+
+    def __post_init__(self) -> None:
+        check_at_least(1, max_num_tokens=self.max_num_tokens)
+        check_wire_dtype(dispatch_dtype=self.dispatch_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +383,13 @@ class FusedMoEConfig:
         return self.num_experts + self.num_fused_shared_experts
 
 
+def check_wire_dtype(**dtypes: torch.dtype | None) -> None:
+    """Raises ValueError for a dtype that rows are not rounded to."""
+    for name, dtype in dtypes.items():
+        if dtype not in (None, torch.float8_e4m3fn):
+            raise ValueError(f"{name} is {dtype}; it must be None (the activations' dtype) or torch.float8_e4m3fn")
+
+
 def input_dtype_of(name: str) -> torch.dtype | None:
     """The dtype that experts may round rows to, of MOE_EP_INPUT_DTYPE's value: none or fp8."""
     return torch.float8_e4m3fn if name == "fp8" else None
@@ -252,11 +431,7 @@ class FusedMoEQuantConfig:
     input_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dispatch_dtype", "input_dtype"):
-            if getattr(self, name) not in (None, torch.float8_e4m3fn):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; it must be None (the activations' dtype) or torch.float8_e4m3fn"
-                )
+        check_wire_dtype(dispatch_dtype=self.dispatch_dtype, input_dtype=self.input_dtype)
 
     @classmethod
     def unquantized(cls) -> FusedMoEQuantConfig:

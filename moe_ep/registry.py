@@ -7,8 +7,9 @@ chosen, so a missing optional package affects only those who chose it, and the c
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from moe_ep.errors import one_of
@@ -99,6 +100,17 @@ def _find(target: str) -> Any:
     if not hasattr(imported, attribute):
         raise ImportError(f"{module} has no {attribute!r}; register the name of a class that it has")
     return getattr(imported, attribute)
+
+
+@cache
+def optional_kernel(target: str) -> Callable[..., Any] | None:
+    """The function "module:name" of a kernel, or None if a package that its module needs is not installed."""
+    module, name = target.split(":")
+    try:
+        imported = importlib.import_module(module)
+    except ImportError:
+        return None
+    return getattr(imported, name)
 
 
 ALL2ALL_BACKENDS = Registry(

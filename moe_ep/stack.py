@@ -37,8 +37,8 @@ from moe_ep.checkpoint.formats import quantization_config
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.distributed.passes import one_pass
 from moe_ep.errors import ConfigError, one_of
+from moe_ep.fixed_tensors import FixedTensors
 from moe_ep.layer import FusedMoE
-from moe_ep.layer.fixed_tensors import FixedTensors
 from moe_ep.layer.latent_experts import LatentProjections
 from moe_ep.layer.methods.online import ONLINE, OnlineConfig
 from moe_ep.layer.shared_experts import SharedExperts

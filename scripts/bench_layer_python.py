@@ -21,7 +21,7 @@ import torch
 from moe_ep import FusedMoE
 from moe_ep.bench.results import facts
 from moe_ep.kernels.reference import ReferenceExperts
-from moe_ep.routing import select as routing
+from moe_ep.routing import router as routing
 
 E, K, N, TOP_K = 8, 32, 32, 2
 

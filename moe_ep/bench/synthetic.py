@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from moe_ep.activation import apply_activation
 from moe_ep.bench.geometries import WeightFormat
 from moe_ep.config import FusedMoEConfig
+from moe_ep.layer.interface import MoELayer
 from moe_ep.layer.methods.base import w13_rows
 from moe_ep.layer.methods.canonical import CanonicalFusedMoEMethod
 from moe_ep.modular_kernel.experts_choice import ExpertsNames
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
-
-if TYPE_CHECKING:
-    from moe_ep.layer.expert_shard import ExpertShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ class SyntheticFusedMoEMethod(CanonicalFusedMoEMethod):
 
     def create_weights(
         self,
-        layer: ExpertShard,
+        layer: MoELayer,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -60,7 +58,7 @@ class SyntheticFusedMoEMethod(CanonicalFusedMoEMethod):
     ) -> None:
         self.add_biases(layer, num_experts, w13_rows(self.moe_config), hidden_size, params_dtype)
 
-    def process_weights_after_loading(self, layer: ExpertShard) -> None:
+    def process_weights_after_loading(self, layer: MoELayer) -> None:
         key = tuple(local_logical_experts(layer))
         packed = self.quant_config.packed
         if key not in packed:
@@ -72,7 +70,7 @@ class SyntheticFusedMoEMethod(CanonicalFusedMoEMethod):
         for name, data in buffers.items():
             layer.register_buffer(name, data)
 
-    def unpack(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
+    def unpack(self, layer: MoELayer, gemm: str) -> CanonicalWeights:
         experts = local_logical_experts(layer)
         made = draw_expert(experts[0], gemm, self.quant_config, self.moe_config)
         codes = made.codes.new_empty(len(experts), *made.codes.shape)
@@ -83,7 +81,7 @@ class SyntheticFusedMoEMethod(CanonicalFusedMoEMethod):
         return made._replace(codes=codes, scales=scales)
 
 
-def local_logical_experts(layer: ExpertShard) -> list[int]:
+def local_logical_experts(layer: MoELayer) -> list[int]:
     """The logical expert of each of this rank's routed slots, at the start."""
     by_slot = {
         slot: physical % layer.num_experts

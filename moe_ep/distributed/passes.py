@@ -9,24 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from moe_ep.distributed.agreement import largest_over_ranks
 from moe_ep.errors import check_at_least
-from moe_ep.layer.layer_parts import moe_layers
-
-if TYPE_CHECKING:
-    from moe_ep.layer import FusedMoE
+from moe_ep.layer.interface import MoELayer, moe_layers
 
 # The most tokens of any rank, by EP group.
 _agreed: ContextVar[Mapping[dist.ProcessGroup, int] | None] = ContextVar("moe_ep_agreed_tokens", default=None)
 
 
 @contextmanager
-def one_pass(layers: Iterable[FusedMoE], num_tokens: int) -> Iterator[None]:
+def one_pass(layers: Iterable[MoELayer], num_tokens: int) -> Iterator[None]:
     """A block in which these layers get at most num_tokens tokens at a time, and need not ask the other ranks.
 
     All ranks of the layers must enter it, each with its own number of tokens, either for every pass of a model or once

@@ -34,7 +34,7 @@ from moe_ep.eplb.rearrangement import Job, Rearrangement
 from moe_ep.eplb.recorder import ExpertLoadRecorder
 from moe_ep.eplb.step_gate import StepGate
 from moe_ep.errors import EplbError
-from moe_ep.layer.layer_parts import moe_layers
+from moe_ep.layer.interface import moe_layers
 
 if TYPE_CHECKING:
     from moe_ep.layer import FusedMoE

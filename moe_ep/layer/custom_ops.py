@@ -11,30 +11,13 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from moe_ep.arguments import check_same_device
-
-
-class MoELayer(Protocol):
-    """What a node runs of its layer; each operator calls one of the two forwards."""
-
-    def forward_impl(
-        self, hidden_states: torch.Tensor, router_logits: torch.Tensor
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The routed experts' output `[T, K]`, or (shared, routed), from `[T, K]` and `[T, E]`."""
-
-    def forward_routed(
-        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """The output `[T, K]` of a layer whose model has made the choices, ids and weights `[T, top_k]`."""
-
-    def supports_cuda_graph(self) -> bool:
-        """Whether a CUDA graph can capture the layer."""
-
+from moe_ep.layer.interface import MoELayer
 
 _layers: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -66,28 +49,45 @@ def find_layer(name: str) -> MoELayer:
 
 def moe_forward(hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str) -> torch.Tensor:
     """`FusedMoE.forward_impl` of a layer without shared experts: `[T, K]` from `[T, K]` and `[T, E]`."""
-    output = find_layer(layer_name).forward_impl(hidden_states, router_logits)
-    if isinstance(output, tuple):
-        raise RuntimeError(f"layer {layer_name!r} has shared experts; call torch.ops.moe_ep.moe_forward_shared")
-    return output
+    return _routed_alone(find_layer(layer_name).forward_impl(hidden_states, router_logits), "moe_forward", layer_name)
 
 
 def moe_forward_shared(
     hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`FusedMoE.forward_impl` of a layer with shared experts: (shared, routed), both `[T, K]`."""
-    output = find_layer(layer_name).forward_impl(hidden_states, router_logits)
-    if not isinstance(output, tuple):
-        raise RuntimeError(f"layer {layer_name!r} has no shared experts; call torch.ops.moe_ep.moe_forward")
-    return output
+    return _with_shared(find_layer(layer_name).forward_impl(hidden_states, router_logits), "moe_forward", layer_name)
 
 
 def moe_forward_routed(
-    hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer_name: str
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
 ) -> torch.Tensor:
-    """`RoutedExperts.forward_routed` of a layer whose model has made the choices: `[T, K]` from `[T, K]` and ids and
-    weights `[T, top_k]`."""
-    return find_layer(layer_name).forward_routed(hidden_states, topk_ids, topk_weights)
+    """`FusedMoE.forward_routed` of a layer without shared experts: `[T, K]` from `[T, K]` and choices `[T, top_k]`."""
+    output = find_layer(layer_name).forward_routed(hidden_states, topk_weights, topk_ids)
+    return _routed_alone(output, "moe_forward_routed", layer_name)
+
+
+def moe_forward_routed_shared(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`FusedMoE.forward_routed` of a layer with shared experts: (shared, routed), both `[T, K]`."""
+    output = find_layer(layer_name).forward_routed(hidden_states, topk_weights, topk_ids)
+    return _with_shared(output, "moe_forward_routed", layer_name)
+
+
+_Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def _routed_alone(output: _Output, name: str, layer_name: str) -> torch.Tensor:
+    if isinstance(output, tuple):
+        raise RuntimeError(f"layer {layer_name!r} has shared experts; call torch.ops.moe_ep.{name}_shared")
+    return output
+
+
+def _with_shared(output: _Output, name: str, layer_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(output, tuple):
+        raise RuntimeError(f"layer {layer_name!r} has no shared experts; call torch.ops.moe_ep.{name}")
+    return output
 
 
 def operator(name: str, layer_name: str) -> Callable[..., Any]:
@@ -106,23 +106,16 @@ def _can_capture(layer_name: str) -> bool:
 _can_capture._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _moe_forward_fake(hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str) -> torch.Tensor:
-    # Also called for real hidden_states where the logits are on the meta device.
-    check_same_device("hidden_states", hidden_states.device, router_logits=router_logits)
+def _fake(hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor:
+    # Also called for real hidden_states where others are on the meta device.
+    for tensor in rest[:-1]:
+        check_same_device("hidden_states", hidden_states.device, router_logits=tensor)
     return hidden_states.new_empty(hidden_states.shape)
 
 
-def _moe_forward_shared_fake(
-    hidden_states: torch.Tensor, router_logits: torch.Tensor, layer_name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    output = _moe_forward_fake(hidden_states, router_logits, layer_name)
+def _fake_shared(hidden_states: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    output = _fake(hidden_states, *rest)
     return torch.empty_like(output), output
-
-
-def _moe_forward_routed_fake(
-    hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer_name: str
-) -> torch.Tensor:
-    return _moe_forward_fake(hidden_states, topk_ids, layer_name)
 
 
 def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -159,18 +152,10 @@ _AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _AUTOCAST |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 _library = torch.library.Library("moe_ep", "FRAGMENT")
-_define(
-    "moe_forward(Tensor hidden_states, Tensor router_logits, str layer_name) -> Tensor",
-    moe_forward,
-    _moe_forward_fake,
-)
-_define(
-    "moe_forward_shared(Tensor hidden_states, Tensor router_logits, str layer_name) -> (Tensor, Tensor)",
-    moe_forward_shared,
-    _moe_forward_shared_fake,
-)
-_define(
-    "moe_forward_routed(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, str layer_name) -> Tensor",
-    moe_forward_routed,
-    _moe_forward_routed_fake,
-)
+for _name, _inputs in (
+    ("moe_forward", "Tensor router_logits"),
+    ("moe_forward_routed", "Tensor topk_weights, Tensor topk_ids"),
+):
+    _signature = f"(Tensor hidden_states, {_inputs}, str layer_name)"
+    _define(f"{_name}{_signature} -> Tensor", globals()[_name], _fake)
+    _define(f"{_name}_shared{_signature} -> (Tensor, Tensor)", globals()[f"{_name}_shared"], _fake_shared)

@@ -13,7 +13,7 @@ import torch
 
 from moe_ep.arguments import check_integers, check_tensors
 from moe_ep.errors import check_whole
-from moe_ep.layer.fixed_tensors import FixedTensors, table_device
+from moe_ep.fixed_tensors import FixedTensors, table_device
 
 # Returns the physical experts that currently hold a logical one, first replica first.
 Replicas = Callable[[int], list[int]]

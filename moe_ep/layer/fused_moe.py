@@ -1,38 +1,91 @@
 """The MoE layer: routes tokens and runs their experts, whichever rank holds them.
 
-A forward pass, from top to bottom: forward -> torch.ops.moe_ep.moe_forward -> forward_impl -> forward_impl_chunked
--> select_experts -> quant_method.apply -> modular kernel -> dispatch.prepare, experts, dispatch.finalize.
+A layer is composed of parts that can be replaced and tested alone: a router (`moe_ep.routing.router`), a dispatcher
+(`moe_ep.layer.dispatcher`), a quantization method that makes, loads and computes the experts (`moe_ep.layer.methods`),
+and shared experts. A pass, from top to bottom: forward -> torch.ops.moe_ep.moe_forward -> forward_impl -> router ->
+modular kernel -> dispatch.prepare, experts, dispatch.finalize.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_ep import env
 from moe_ep.activation import MoEActivation
-from moe_ep.arguments import check_no_gradients, check_same_device, check_tensors
-from moe_ep.config import FusedMoEParallelConfig, FusedMoEQuantConfig, input_dtype_of
-from moe_ep.distributed.passes import most_tokens
-from moe_ep.distributed.process_groups import resolve_parallel_config
-from moe_ep.errors import check_at_least, check_router_weight_on_input
-from moe_ep.layer.custom_ops import operator
-from moe_ep.layer.layer_parts import LayerParts
-from moe_ep.layer.methods import FusedMoEMethodBase, UnquantizedFusedMoEMethod
-from moe_ep.layer.weight_loading import ExpertMapping, FusedMoeWeightScaleSupported
+from moe_ep.arguments import check_id_range, check_no_gradients, check_tensors
+from moe_ep.config import (
+    DispatchConfig,
+    ExpertsConfig,
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingConfig,
+    RoutingFunction,
+    input_dtype_of,
+)
+from moe_ep.distributed.process_groups import LayerGroups, resolve_parallel_config
+from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
+from moe_ep.errors import ConfigError, check_router_weight_on_input
+from moe_ep.expert_map import determine_expert_map
+from moe_ep.fixed_tensors import table_device
+from moe_ep.layer.custom_ops import operator, register_layer, without_autocast
+from moe_ep.layer.dispatcher import LayerDispatcher
+from moe_ep.layer.expert_slots import ExpertSlots, LayerEplbState
+from moe_ep.layer.interface import MoELayer
+from moe_ep.layer.methods.base import make_method
+from moe_ep.layer.weight_loading import ExpertMapping, ExpertWeightLoader, expert_params_mapping, matching_rows
+from moe_ep.modular_kernel import FusedMoEModularKernel, FusedMoEPrepareAndFinalize
 from moe_ep.observability.stages import stage, tell_routing
-from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
-from moe_ep.routing import select_experts
-from moe_ep.routing.checks import check_routing
+from moe_ep.routing.router import PrecomputedRouter, Router, TopKRouter, append_shared_experts
 
-__all__ = ["FusedMoE", "FusedMoEMethodBase", "FusedMoeWeightScaleSupported", "UnquantizedFusedMoEMethod"]
+# Held by the thread that prepares a layer for its first pass; the passes of other threads wait for it.
+_FIRST_USE = threading.RLock()
 
 
-class FusedMoE(LayerParts):
+class ModularKernels:
+    """The modular kernels of a layer, one for each of its backends.
+
+    Their experts keep references to the layer's scales and biases, so they are dropped when those are replaced. A copy
+    of the layer makes its own.
+    """
+
+    def __init__(self) -> None:
+        # By the identity of the backend, which the kernel keeps.
+        self._by_backend: dict[int, FusedMoEModularKernel] = {}
+        # The addresses of the tensors that they were made for.
+        self._made_for: tuple[int, ...] = ()
+
+    def get(self, backend: FusedMoEPrepareAndFinalize) -> FusedMoEModularKernel | None:
+        return self._by_backend.get(id(backend))
+
+    def keep(self, kernel: FusedMoEModularKernel, addresses: tuple[int, ...]) -> None:
+        if self.are_stale(addresses):
+            self.clear()
+        self._made_for = addresses
+        self._by_backend[id(kernel.prepare_finalize)] = kernel
+
+    def are_stale(self, addresses: tuple[int, ...]) -> bool:
+        """Whether there are kernels that were made for tensors at other addresses."""
+        return bool(self._by_backend) and self._made_for != addresses
+
+    def clear(self) -> None:
+        self._by_backend = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModularKernels:
+        return ModularKernels()
+
+    def __reduce__(self) -> Any:
+        return ModularKernels, ()
+
+
+class FusedMoE(MoELayer):
     """A MoE layer with E routed experts, divided over the ranks of a process group; every token uses top_k of them.
 
     If no sizes are given, they come from torch.distributed: all ranks are data-parallel and form one EP group. With EP,
@@ -53,7 +106,7 @@ class FusedMoE(LayerParts):
             pass and may thus be replaced, as by `load_state_dict(assign=True)`. It is not saved with the layer.
         apply_router_weight_on_input: multiply the rows by their weights before they are sent; needs top_k 1.
         activation: a `MoEActivation` or its name.
-        swiglu_limit: where gate and up end in a gated activation (`moe_ep.activation.gate_limit`); None for the
+        swiglu_limit: clamp limit of gate and up in a gated activation (`moe_ep.activation.gate_limit`); None for the
             activation's own limit, if it has one.
         tp_size, dp_size, ep_size, is_sequence_parallel: how the ranks divide the layer (`FusedMoEParallelConfig.make`).
         enable_eplb: map ids to replicas and record the load, for an `EPLBManager`.
@@ -71,6 +124,8 @@ class FusedMoE(LayerParts):
         parallel_config: all sizes and this rank's place, instead of the separate arguments.
         max_num_tokens: capacity of a fixed-capacity backend, in tokens per rank and pass.
         dispatch_dtype: dtype of rows on the wire: None for that of the activations, or torch.float8_e4m3fn.
+        router: replaces the router that the routing arguments describe, which must then be left out; a model that
+            routes by itself needs none (`forward`).
         experts: a name from the experts registry that fits the backend's format; "auto" chooses.
         input_dtype: torch.float8_e4m3fn lets experts with weights of that type round rows to it where that is faster
             (Hopper, many rows an expert); None takes it from MOE_EP_INPUT_DTYPE, which does not by default.
@@ -97,7 +152,7 @@ class FusedMoE(LayerParts):
         ep_size: int | None = None,
         dp_size: int | None = None,
         prefix: str = "",
-        custom_routing_function: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+        custom_routing_function: RoutingFunction | None = None,
         scoring_func: str = "softmax",
         routed_scaling_factor: float = 1.0,
         e_score_correction_bias: torch.Tensor | nn.Module | None = None,
@@ -122,92 +177,192 @@ class FusedMoE(LayerParts):
         experts: str = "auto",
         swiglu_limit: float | None = None,
         input_dtype: torch.dtype | None = None,
+        router: Router | None = None,
     ) -> None:
-        if apply_router_weight_on_input:
-            check_router_weight_on_input(top_k + (n_shared_experts or 0))
-        check_at_least(0, zero_expert_num=zero_expert_num)
-        if shared_experts is not None and not callable(shared_experts):
-            raise TypeError(f"shared_experts is {shared_experts!r}; it must be a module from [T, K] to [T, K]")
-        EXPERTS.check(experts, also=("auto",))
-        FusedMoEQuantConfig(dispatch_dtype=dispatch_dtype, input_dtype=input_dtype)  # which checks both
-        ALL2ALL_BACKENDS.check(all2all_backend, also=("auto",))
-        super().__init__(
-            num_experts=num_experts,
+        routing = RoutingConfig(
             top_k=top_k,
+            renormalize=renormalize,
+            use_grouped_topk=use_grouped_topk,
+            num_expert_group=num_expert_group,
+            topk_group=topk_group,
+            custom_routing_function=custom_routing_function,
+            scoring_func=scoring_func,
+            routed_scaling_factor=routed_scaling_factor,
+            zero_expert_num=zero_expert_num,
+            zero_expert_type=zero_expert_type,
+        )
+        experts_config = ExpertsConfig(
+            num_experts=num_experts,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             params_dtype=params_dtype or torch.get_default_dtype(),
-            parallel_config=resolve_parallel_config(
-                parallel_config,
-                process_group,
-                tp_size=tp_size,
-                dp_size=dp_size,
-                ep_size=ep_size,
-                is_sequence_parallel=is_sequence_parallel,
-                all2all_backend=all2all_backend,
-                expert_placement_strategy=expert_placement_strategy,
-            ),
             activation=activation,
             swiglu_limit=swiglu_limit,
-            quant_config=quant_config,
-            enable_eplb=enable_eplb,
-            num_redundant_experts=num_redundant_experts,
-            num_fused_shared_experts=n_shared_experts or 0,
             has_bias=has_bias,
-            max_num_tokens=max_num_tokens,
-            expert_mapping=expert_mapping,
-            prefix=prefix,
+            quant_config=quant_config,
+            num_redundant_experts=num_redundant_experts,
+            enable_eplb=enable_eplb,
+            num_fused_shared_experts=n_shared_experts or 0,
+            implementation=experts,
+            input_dtype=input_dtype,
         )
-        routing: dict[str, Any] = {
-            "top_k": top_k,
-            "use_grouped_topk": use_grouped_topk,
-            "num_expert_group": num_expert_group,
-            "topk_group": topk_group,
-            "custom_routing_function": custom_routing_function,
-            "scoring_func": scoring_func,
-            "routed_scaling_factor": routed_scaling_factor,
-            "zero_expert_num": zero_expert_num,
-            "zero_expert_type": zero_expert_type,
-        }
-        self.e_score_correction_bias = e_score_correction_bias
-        check_routing(num_experts + zero_expert_num, e_score_correction_bias=self.e_score_correction_bias, **routing)
-        self.reduce_results = reduce_results
-        self.apply_router_weight_on_input = apply_router_weight_on_input
-        self.num_router_columns = num_experts + zero_expert_num
+        dispatch = DispatchConfig(
+            max_num_tokens=max_num_tokens,
+            dispatch_dtype=dispatch_dtype,
+            reduce_results=reduce_results,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
+        if apply_router_weight_on_input:
+            check_router_weight_on_input(top_k + experts_config.num_fused_shared_experts)
+        if shared_experts is not None and not callable(shared_experts):
+            raise TypeError(f"shared_experts is {shared_experts!r}; it must be a module from [T, K] to [T, K]")
+        if router is not None:
+            _check_router(router, routing, e_score_correction_bias)
+        parallel_config = resolve_parallel_config(
+            parallel_config,
+            process_group,
+            tp_size=tp_size,
+            dp_size=dp_size,
+            ep_size=ep_size,
+            is_sequence_parallel=is_sequence_parallel,
+            all2all_backend=all2all_backend,
+            expert_placement_strategy=expert_placement_strategy,
+        )
+        super().__init__()
+        self._kernels = ModularKernels()
+        # The wrapper of torch that was found not to touch the layer.
+        self._wrapper = 0
+        self.layer_name = register_layer(self, prefix)
+        self.parallel_config = parallel_config
+        self._make_experts(experts_config, routing.top_k, dispatch.max_num_tokens, expert_mapping)
+        self.router = TopKRouter(routing, num_experts, e_score_correction_bias) if router is None else router
+        self.precomputed = router if isinstance(router, PrecomputedRouter) else PrecomputedRouter(num_experts, top_k)
         self.shared_experts = shared_experts
+        self.dispatch_config = dispatch
+        self.apply_router_weight_on_input = apply_router_weight_on_input
         self.dispatch_dtype = dispatch_dtype
-        self.input_dtype = input_dtype or input_dtype_of(env.INPUT_DTYPE.get())
-        self.experts = experts
-        self._routing = routing | {
-            "renormalize": renormalize,
-            "num_fused_shared_experts": self.num_fused_shared_experts,
-            "global_num_experts": self.moe_config.num_experts,
-            "ep_rank": self.parallel_config.token_rank,
-            "ep_size": self.parallel_config.ep_size,
-        }
-        self._join(process_group)
+        self.dispatcher = LayerDispatcher(self.layer_name, dispatch, self.quant_method, process_group)
 
-    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+    @torch.inference_mode(False)  # passes count in its tensors, in whatever mode they run
+    def _make_experts(
+        self, config: ExpertsConfig, top_k: int, max_num_tokens: int, expert_mapping: ExpertMapping | None
+    ) -> None:
+        """Places the experts on the ranks and creates the parameters of this rank's."""
+        parallel, redundant, num_shared = (
+            self.parallel_config,
+            config.num_redundant_experts,
+            config.num_fused_shared_experts,
+        )
+        self.num_experts, self.num_redundant_experts = config.num_experts, redundant
+        self.num_fused_shared_experts = num_shared
+        self.activation = MoEActivation.parse(config.activation)
+        self.experts = config.implementation
+        self.input_dtype = config.input_dtype or input_dtype_of(env.INPUT_DTYPE.get())
+        self.expert_mapping = expert_mapping
+        _check_redundancy(config, parallel.ep_size)
+        self.eplb_state = LayerEplbState(config.num_experts, redundant) if config.enable_eplb else None
+        num_physical = config.num_experts + redundant
+        check_id_range(num_physical + num_shared, torch.int32)
+        _, expert_map, _ = determine_expert_map(
+            parallel.ep_size,
+            parallel.ep_rank,
+            num_physical,
+            parallel.expert_placement_strategy,
+            num_shared,
+            return_expert_mask=True,  # and with it the shared experts' part of the map
+        )
+        there = None if expert_map is None else expert_map.to(table_device())
+        self.register_buffer("expert_map", there, persistent=False)
+        self.slots = ExpertSlots(
+            num_experts=config.num_experts,
+            num_redundant_experts=redundant,
+            num_fused_shared_experts=num_shared,
+            expert_map=expert_map,
+            replicas=None if self.eplb_state is None else self.eplb_state.replicas,
+        )
+        num_parts = parallel.tp_size if parallel.shards_experts else 1
+        if config.intermediate_size % num_parts:
+            raise ValueError(
+                f"intermediate_size is {config.intermediate_size}; without expert parallelism it must be a multiple of "
+                f"tp_size ({num_parts})"
+            )
+        self.moe_config = FusedMoEConfig(
+            num_experts=num_physical,
+            experts_per_token=top_k,
+            hidden_dim=config.hidden_size,
+            intermediate_size_per_partition=config.intermediate_size // num_parts,
+            num_local_experts=self.slots.num_local,
+            moe_parallel_config=parallel,
+            in_dtype=config.params_dtype,
+            max_num_tokens=max_num_tokens,
+            activation=self.activation,
+            swiglu_limit=config.swiglu_limit,
+            has_bias=config.has_bias,
+            num_fused_shared_experts=num_shared,
+        )
+        self.loader = ExpertWeightLoader(
+            name=self.layer_name,
+            slots=self.slots,
+            gated=self.activation.is_gated,
+            tp_rank=parallel.tp_rank if parallel.shards_experts else 0,
+            tp_size=num_parts,
+        )
+        self.quant_method = make_method(self.moe_config, config.quant_config)
+        if config.enable_eplb and not self.quant_method.supports_eplb:
+            raise ConfigError(
+                f"enable_eplb is set and {type(self.quant_method).__name__} cannot move experts; unset it"
+            )
+        self.quant_method.create_weights(
+            self,
+            num_experts=self.slots.num_local,
+            hidden_size=config.hidden_size,
+            intermediate_size_per_partition=self.moe_config.intermediate_size_per_partition,
+            params_dtype=config.params_dtype,
+        )
+        self._processed = self._reloading = False
+        self._refused = ""
+
+    # ---- A pass
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor | None = None,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        topk_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Returns the layer's output `[T, K]`. All ranks of the layer must call it; T may differ between them and be 0.
 
-        A layer on a single rank may be called by several threads at once.
+        A model that routes by itself passes topk_weights and topk_ids in place of router_logits. A layer on a single
+        rank may be called by several threads at once.
 
         Args:
             hidden_states: `[T, K]` of params_dtype, any strides; the output is contiguous.
             router_logits: `[T, E + zero_expert_num]`, f32, f16 or bf16.
+            topk_weights: `[T, top_k]`, any float dtype.
+            topk_ids: integer `[T, top_k]`, logical; ids outside of [0, E) mean no expert.
 
         Raises:
-            ValueError: shapes or dtypes that do not fit the layer; under CUDA-graph capture, T above the capacity.
+            ValueError: shapes or dtypes that do not fit the layer, or neither or both of logits and choices; under
+                CUDA-graph capture, T above the capacity.
             RuntimeError: the weights are only partly loaded, or an input requires a gradient.
         """
-        check_tensors(hidden_states=hidden_states, router_logits=router_logits)
-        check_no_gradients(f"the experts of {self.layer_name}", hidden_states, router_logits)
+        inputs: Any
+        if topk_weights is None and topk_ids is None:
+            name, inputs = "moe_forward", (router_logits,)
+            check_tensors(hidden_states=hidden_states, router_logits=router_logits)
+        elif router_logits is not None:
+            raise ValueError("router_logits is given together with topk_weights or topk_ids; pass one or the other")
+        else:
+            name, inputs = "moe_forward_routed", (topk_weights, topk_ids)
+            check_tensors(hidden_states=hidden_states, topk_weights=topk_weights, topk_ids=topk_ids)
+        check_no_gradients(f"the experts of {self.layer_name}", hidden_states, *inputs[:1])
         if self.shared_experts is None:
-            return operator("moe_forward", self.layer_name)(hidden_states, router_logits, self.layer_name)
-        run = operator("moe_forward_shared", self.layer_name)
-        shared, routed = run(hidden_states, router_logits, self.layer_name)
+            return operator(name, self.layer_name)(hidden_states, *inputs, self.layer_name)
+        shared, routed = operator(f"{name}_shared", self.layer_name)(hidden_states, *inputs, self.layer_name)
         # If the caller still has to sum over the TP ranks, only one of them may add the shared output.
-        if self.reduce_results or self._takes_complete_terms:
+        if self.dispatch_config.reduce_results or self.dispatcher.takes_complete_terms:
             routed = routed + shared
         return routed
 
@@ -216,14 +371,29 @@ class FusedMoE(LayerParts):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The body of the graph node: the routed output, all-reduced if asked for; with shared experts, (shared,
         routed)."""
+        return self._run(self.router, hidden_states, router_logits)
+
+    def forward_routed(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """As `forward_impl`, for choices that the model's own router made."""
+        return self._run(self.precomputed, hidden_states, topk_weights, topk_ids)
+
+    def _run(
+        self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         self.check_loaded()
-        self.check_own_experts()
-        self._forget_kernels_of_others()
-        self._check_inputs(hidden_states, router_logits)
-        hidden_states = hidden_states.contiguous()
-        shared, routed = self.forward_impl_chunked(hidden_states, router_logits)
-        if self.reduce_results:
-            routed = self.maybe_all_reduce_tensor_model_parallel(routed)
+        if self.parallel_config.spans_ranks:
+            self._check_not_broadcast()
+        self._drop_stale_kernels()
+        self.check_rows("hidden_states", hidden_states)
+        try:
+            router.check(hidden_states, *inputs)
+        except ValueError as error:
+            raise ValueError(f"{error}, of the layer {self.layer_name}") from None
+        shared, routed = self._in_chunks(router, hidden_states.contiguous(), *inputs)
+        if self.dispatch_config.reduce_results:
+            routed = self.dispatcher.all_reduce(routed)
         return routed if shared is None else (shared.contiguous(), routed)
 
     def forward_impl_chunked(
@@ -236,60 +406,59 @@ class FusedMoE(LayerParts):
         Returns:
             (shared output or None, routed output), both `[T, K]`.
         """
-        num_tokens, capacity = full_hidden_states.size(0), self.prepare_finalize.max_num_tokens_per_rank()
-        if capacity is None:
-            return self._forward_tokens(full_hidden_states, full_router_logits)
-        num_chunks = self._num_chunks(num_tokens, capacity, full_hidden_states.device)
+        return self._in_chunks(self.router, full_hidden_states, full_router_logits)
+
+    def _in_chunks(
+        self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        num_tokens = hidden_states.size(0)
+        num_chunks = self.dispatcher.num_chunks(num_tokens, hidden_states.device)
         if num_chunks == 1:
-            return self._forward_tokens(full_hidden_states, full_router_logits)
+            return self._forward_tokens(router, hidden_states, *inputs)
+        capacity = self.prepare_finalize.max_num_tokens_per_rank() or num_tokens
         chunks = []
         for start in range(0, num_chunks * capacity, capacity):
             part = slice(min(start, num_tokens), min(start + capacity, num_tokens))
-            chunks.append(self._forward_tokens(full_hidden_states[part], full_router_logits[part]))
+            chunks.append(self._forward_tokens(router, hidden_states[part], *(tensor[part] for tensor in inputs)))
         shared = [shared for shared, _ in chunks if shared is not None]
         return torch.cat(shared) if shared else None, torch.cat([routed for _, routed in chunks])
 
-    def _num_chunks(self, num_tokens: int, capacity: int, device: torch.device) -> int:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if num_tokens > capacity:
-                raise ValueError(
-                    f"hidden_states has {num_tokens} tokens under CUDA-graph capture and the capacity is {capacity}; "
-                    f"capture at most {capacity}, or make the layer with a larger max_num_tokens"
-                )
-            return 1
-        return max(1, -(-most_tokens(num_tokens, self.groups.ep) // capacity))
-
     def _forward_tokens(
-        self, hidden_states: torch.Tensor, router_logits: torch.Tensor
+        self, router: Router, hidden_states: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Returns (shared output, routed output) of one pass."""
-        eplb = self.eplb_state
         with stage("route"):
-            topk_weights, topk_ids, zero_expert_result = self._select_experts(
-                hidden_states,
-                router_logits,
-                e_score_correction_bias=self._bias_on(hidden_states.device),
-                indices_type=self.prepare_finalize.topk_indices_dtype(),
-                enable_eplb=eplb is not None,
-                expert_load_view=None if eplb is None else eplb.expert_load_view,
-                logical_to_physical_map=None if eplb is None else eplb.logical_to_physical_map,
-                logical_replica_count=None if eplb is None else eplb.logical_replica_count,
-            )
-            self._divide_fused_shared_experts(topk_ids)
+            topk_weights, topk_ids, zero_expert_result = router.route(hidden_states, *inputs)
+            topk_weights, topk_ids = self.to_physical(topk_weights, topk_ids)
         tell_routing(self, topk_ids)
         result = self.quant_method.apply(self, hidden_states, topk_weights, topk_ids)
         shared, routed = result if isinstance(result, tuple) else (None, result)
         if self.shared_experts is not None:
             self._check_shared(shared, routed)
-        if zero_expert_result is not None and self._takes_complete_terms:
+        if zero_expert_result is not None and self.dispatcher.takes_complete_terms:
             routed += zero_expert_result
         return shared, routed
 
-    def _select_experts(
-        self, hidden_states: torch.Tensor, router_logits: torch.Tensor, **state: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """`select_experts` with the layer's settings; a subclass whose model does its own routing overrides it."""
-        return select_experts(hidden_states, router_logits.contiguous(), **self._routing, **state)
+    def to_physical(self, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turns logical ids into those of physical experts, recording the load, and appends fused shared experts."""
+        parallel, eplb, num_shared = self.parallel_config, self.eplb_state, self.num_fused_shared_experts
+        if eplb is not None:
+            topk_ids = eplb_map_to_physical_and_record(
+                topk_ids,
+                eplb.expert_load_view,
+                eplb.logical_to_physical_map,
+                eplb.logical_replica_count,
+                ep_rank=parallel.token_rank,
+                ep_size=parallel.ep_size,
+            )
+        if num_shared:
+            first_id = self.moe_config.num_experts
+            topk_weights, topk_ids = append_shared_experts(topk_weights, topk_ids, first_id, num_shared)
+            if parallel.use_ep and not parallel.use_all2all:
+                # TP ranks hold the same tokens and whole experts: each gives only its share of rows to shared experts.
+                rows = torch.arange(topk_ids.size(0), device=topk_ids.device)
+                topk_ids[:, -num_shared:].masked_fill_((rows % parallel.tp_size != parallel.tp_rank)[:, None], -1)
+        return topk_weights, topk_ids.to(self.prepare_finalize.topk_indices_dtype() or torch.int32)
 
     def _check_shared(self, shared: object, routed: torch.Tensor) -> None:
         if not isinstance(shared, torch.Tensor) or shared.shape != routed.shape:
@@ -309,18 +478,11 @@ class FusedMoE(LayerParts):
                 f"{dtype}; cast them, or make the layer with another params_dtype"
             )
 
-    def _check_inputs(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> None:
-        self.check_rows("hidden_states", hidden_states)
-        if router_logits.shape != (hidden_states.size(0), self.num_router_columns):
-            raise ValueError(
-                f"router_logits has shape {tuple(router_logits.shape)}; with these hidden_states the layer "
-                f"{self.layer_name} takes ({hidden_states.size(0)}, {self.num_router_columns})"
-            )
-        check_same_device("hidden_states", hidden_states.device, router_logits=router_logits)
-
     def extra_repr(self) -> str:
-        sizes, parallel, kernel = self.moe_config, self.parallel_config, self._modular_kernel
-        chosen = {"backend": self._prepare_finalize, "experts": None if kernel is None else kernel.fused_experts}
+        sizes, parallel = self.moe_config, self.parallel_config
+        backend = next(self.dispatcher.backends(), None)
+        kernel = None if backend is None else self._kernels.get(backend)
+        chosen = {"backend": backend, "experts": None if kernel is None else kernel.fused_experts}
         return (
             f"num_experts={self.num_experts}, num_redundant_experts={self.num_redundant_experts}, "
             f"num_local_experts={sizes.num_local_experts}, top_k={sizes.experts_per_token}, "
@@ -331,9 +493,388 @@ class FusedMoE(LayerParts):
             + "".join(f", {name}={type(part).__name__}" for name, part in chosen.items() if part is not None)
         )
 
-    def _divide_fused_shared_experts(self, topk_ids: torch.Tensor) -> None:
-        """If TP ranks hold the same tokens and whole experts, each gives only its share of rows to shared experts."""
-        parallel, num_shared = self.parallel_config, self.num_fused_shared_experts
-        if num_shared and parallel.use_ep and not parallel.use_all2all:
-            rows = torch.arange(topk_ids.size(0), device=topk_ids.device)
-            topk_ids[:, -num_shared:].masked_fill_((rows % parallel.tp_size != parallel.tp_rank)[:, None], -1)
+    # ---- The parts
+
+    @property
+    def groups(self) -> LayerGroups:
+        """The process groups of the layer's ranks."""
+        return self.dispatcher.groups
+
+    @property
+    def reduce_results(self) -> bool:
+        """Whether the output is all-reduced over the TP ranks."""
+        return self.dispatch_config.reduce_results
+
+    @property
+    def num_router_columns(self) -> int:
+        """The columns of router_logits, identity experts included."""
+        return self.router.num_columns if isinstance(self.router, TopKRouter) else self.num_experts
+
+    @property
+    def e_score_correction_bias(self) -> torch.Tensor | None:
+        """The router's bias, `[E]`, or None; it can be assigned (`TopKRouter.e_score_correction_bias`)."""
+        return self.router.e_score_correction_bias if isinstance(self.router, TopKRouter) else None
+
+    @e_score_correction_bias.setter
+    def e_score_correction_bias(self, bias: torch.Tensor | nn.Module | None) -> None:
+        if not isinstance(self.router, TopKRouter):
+            raise ValueError(
+                f"e_score_correction_bias is assigned and the router of {self.layer_name} is a "
+                f"{type(self.router).__name__}, which has none"
+            )
+        self.router.e_score_correction_bias = bias
+
+    @property
+    def asks_for_tokens(self) -> bool:
+        """Whether the ranks must know each other's number of tokens."""
+        return self.dispatcher.asks_for_tokens
+
+    @property
+    def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
+        """The backend that moves this layer's rows."""
+        return self.dispatcher.prepare_finalize
+
+    @property
+    def modular_kernel(self) -> FusedMoEModularKernel:
+        """The backend joined with the experts; created once the weights are ready."""
+        backend = self.dispatcher.prepare_finalize
+        kernel = self._kernels.get(backend)
+        if kernel is None:
+            with _FIRST_USE:
+                kernel = self._kernels.get(backend)
+                if kernel is None:
+                    kernel = self._make_kernel(backend)
+        return kernel
+
+    def _make_kernel(self, backend: FusedMoEPrepareAndFinalize) -> FusedMoEModularKernel:
+        try:
+            self.process_weights_after_loading()
+            experts = self.quant_method.select_gemm_impl(backend, self)
+            kernel = FusedMoEModularKernel(backend, experts, self.shared_experts)
+        except AttributeError as error:
+            # nn.Module would report it as a missing attribute of the layer.
+            raise RuntimeError(f"the experts of {self.layer_name} cannot be made: {error}") from error
+        try:
+            addresses = tuple(self.tensor_addresses())
+        except RuntimeError:  # as of torch.export, which asks here and does not run the kernel
+            addresses = (0,)
+        self._kernels.keep(kernel, addresses)
+        return kernel
+
+    def forget_kernels(self) -> None:
+        """Drops the modular kernels, whose experts keep references to scales and biases that are being replaced."""
+        self._kernels.clear()
+
+    def _drop_stale_kernels(self) -> None:
+        """Drops the modular kernels that were made for other tensors: `torch.func.functional_call`, an assignment to
+        `.data`, and wrappers that write to `_parameters` replace them without telling the layer.
+
+        Raises:
+            RuntimeError: a transform of torch.func is over the layer's own tensors.
+        """
+        try:
+            addresses = tuple(self.tensor_addresses())
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a transform of torch.func is over tensors of {self.layer_name}; its experts are for inference, so "
+                f"take grad, jvp and vmap over others, and pass plain tensors for these"
+            ) from error
+        if self._kernels.are_stale(addresses):
+            self.forget_kernels()
+
+    def tensor_addresses(self) -> Iterator[int]:
+        """The addresses of the layer's tensors, some of which modular kernels keep references to."""
+        for tensor in (*self._parameters.values(), *self._buffers.values()):
+            if tensor is not None:
+                yield tensor.data_ptr()
+
+    def supports_cuda_graph(self) -> bool:
+        """Whether a pass can be captured in a CUDA graph while other ranks run eagerly; makes backend and experts
+        ready."""
+        # A captured dispatch asks no rank for its number of tokens.
+        return not self.parallel_config.use_all2all and self.parts_support_cuda_graph()
+
+    def parts_support_cuda_graph(self) -> bool:
+        """Whether a pass can be captured where all ranks replay it together."""
+        return self.prepare_finalize.supports_cuda_graph() and self.modular_kernel.fused_experts.supports_cuda_graph()
+
+    def check(self) -> None:
+        """Raises DispatchTimeoutError if a finished kernel of this rank waited for another rank in vain; never waits.
+
+        Eager passes begin with it. Whoever replays a CUDA graph calls it after waiting for the results."""
+        for backend in self.dispatcher.backends():
+            backend.check()
+
+    @property
+    def rounds_rows_to(self) -> torch.dtype | None:
+        """What the layer's experts may round rows to; None if they do not."""
+        return self.input_dtype if self.modular_kernel.fused_experts.may_round_rows() else None
+
+    def must_reduce_shared_expert_outputs(self) -> bool:
+        """Whether the combine step returns complete sums. No all-reduce follows it then, so partial sums of shared
+        experts must be reduced separately."""
+        return self.prepare_finalize.output_is_reduced()
+
+    def maybe_all_reduce_tensor_model_parallel(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums `x` over the TP ranks, in place, if the layer's outputs are partial sums; otherwise returns `x`."""
+        return self.dispatcher.all_reduce(x)
+
+    # ---- Weights
+
+    @staticmethod
+    def make_expert_params_mapping(
+        ckpt_gate_proj_name: str,
+        ckpt_down_proj_name: str,
+        ckpt_up_proj_name: str,
+        num_experts: int,
+        num_redundant_experts: int = 0,
+    ) -> ExpertMapping:
+        """Returns (param_name, weight_name, expert_id, shard_id) for each physical expert and shard w1, w2 and w3.
+
+        Replacing weight_name by param_name in a checkpoint's tensor name gives the parameter's name. Redundant expert p
+        is loaded from expert p mod E. Ungated experts, whose up name is empty, have no w3.
+        """
+        return expert_params_mapping(
+            ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name, num_experts, num_redundant_experts
+        )
+
+    def weight_loader(
+        self,
+        param: nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Copies a checkpoint tensor into every local slot that currently holds its expert.
+
+        Args:
+            param: one of the layer's expert parameters.
+            loaded_weight: the full tensor of one expert (this rank's TP part is cut out of it), or of all experts with
+                a leading dimension E, in which case expert_id is ignored. It is not read if the expert is not local.
+            weight_name: its name, for messages.
+            shard_id: w1 (gate, or all of an ungated w13), w3 (up) or w2 (down).
+            expert_id: physical expert; fused shared experts follow the redundant ones. After EPLB has moved experts,
+                the tensor goes to the expert's current slots.
+
+        Returns:
+            Whether a local expert took it, if return_success is set; None otherwise.
+
+        Raises:
+            ValueError: an unknown parameter, id or shard, a tensor of another shape or dtype or without values, or what
+                is none.
+            RuntimeError: the parameters were already processed and freed, or experts are moving.
+        """
+        self._check_at_rest()
+        # By identity and not by an attribute, so that another layer's parameter of the same name is refused.
+        param_name = next((name for name, own in self._parameters.items() if own is param), "")
+        taken = self.loader.load(param_name, param, loaded_weight, weight_name, shard_id, expert_id)
+        return taken if return_success else None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Loads tensors by their checkpoint names; returns the names of the parameters that received data.
+
+        Raises:
+            ValueError: the layer was made without expert_mapping, or has no parameter for a name.
+            TypeError: a dict in place of its items().
+            RuntimeError: as `weight_loader`.
+        """
+        self._check_at_rest()
+        if self.expert_mapping is None:
+            raise ValueError(
+                "load_weights needs expert_mapping; make the layer with make_expert_params_mapping's result"
+            )
+        params = dict(self.named_parameters())
+        taken = set()
+        for name, tensor, param_name, shard_id, expert_id in matching_rows(weights, self.expert_mapping):
+            if param_name not in params:
+                raise ValueError(f"{name}: the layer {self.layer_name} has no parameter {param_name} to load it into")
+            if self.loader.load(param_name, params[param_name], tensor, name, shard_id, expert_id):
+                taken.add(param_name)
+        return taken
+
+    def is_local_expert(self, physical_expert_id: int) -> bool:
+        """Whether this physical expert is loaded into a local slot; ValueError for an id that does not exist."""
+        return bool(self.slots.of_id(physical_expert_id))
+
+    def process_weights_after_loading(self) -> None:
+        """Converts loaded weights to the form that the experts read. The first pass does this if nobody did before.
+
+        Raises:
+            RuntimeError: loading has begun and tensors are missing, or they are on the meta device.
+        """
+        self._check_complete()
+        with _FIRST_USE:
+            held = self.quant_method.expert_tensors(self) if self._processed else self.parameters(recurse=False)
+            if any(tensor.is_meta for tensor in held):
+                raise RuntimeError(
+                    f"the weights of {self.layer_name} are on the meta device and have no values; call "
+                    f"to_empty(device=...), and load them"
+                )
+            if not self._processed:
+                # Ordinary tensors of the checkpoint's dtypes, whatever mode the first pass runs in.
+                with torch.inference_mode(False), torch.no_grad(), without_autocast():
+                    self.quant_method.process_weights_after_loading(self)
+                self._processed, self._reloading = True, False
+
+    def begin_reload(self) -> None:
+        """Prepares for loading all or some of the experts again, with room for them beside the weights in use.
+
+        Load as the first time, then call `process_weights_after_loading`. The weights are written in place into the
+        experts' current slots, so CUDA graphs stay valid; experts that are not loaded keep theirs. Parameters that are
+        not packed, such as plain weights and biases, change while they are loaded. No pass may run in between.
+
+        Raises:
+            RuntimeError: loading has begun and tensors are missing, or experts are moving: those that were fetched
+                before would overwrite what is loaded now.
+        """
+        self._check_at_rest()
+        self.process_weights_after_loading()
+        self.quant_method.begin_reload(self)
+        self.loader.reopen()
+        self._processed, self._reloading = False, True
+
+    def _check_at_rest(self) -> None:
+        """RuntimeError where experts are moving."""
+        if self.eplb_state is not None and self.eplb_state.is_moving():
+            raise RuntimeError(
+                f"experts are still moving, and the weights of {self.layer_name} cannot be loaded again meanwhile; "
+                f"call finish of the EPLBManager on every rank first"
+            )
+
+    def check_open(self, what: str) -> None:
+        """Raises RuntimeError, naming what was to be loaded, if the parameters were processed and freed already."""
+        self.loader.check_open(what)
+
+    def refuse(self, why: str) -> None:
+        """Lets nothing run any more with weights that would give wrong results."""
+        self._refused = why
+
+    def check_loaded(self) -> None:
+        """Raises RuntimeError, naming what is missing, if loading has begun and is not complete, or after `refuse`."""
+        if self._refused:
+            raise RuntimeError(f"{self.layer_name} cannot run: {self._refused}; make and load the model again")
+        if self.eplb_state is not None and self.eplb_state.in_doubt:
+            raise RuntimeError(
+                f"{self.layer_name} cannot run: a rearrangement failed before all ranks had said that they moved its "
+                f"experts; make an EPLBManager on every rank, which compares where they are"
+            )
+        self._check_complete()
+        if self._reloading:
+            raise RuntimeError(
+                f"the weights of {self.layer_name} are being loaded again; call process_weights_after_loading first"
+            )
+
+    def _check_complete(self) -> None:
+        missing = self.loader.missing()
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise RuntimeError(f"the weights of {self.layer_name} are not complete: {missing[0]}{more} were not loaded")
+
+    def expert_weights(self) -> list[torch.Tensor]:
+        """Views `[local routed slots, ...]` of everything that must move with a routed expert."""
+        self.process_weights_after_loading()
+        return [tensor[: self.slots.num_local_routed] for tensor in self.quant_method.expert_tensors(self)]
+
+    def set_eplb_state(
+        self,
+        moe_layer_idx: int,
+        expert_load_view: torch.Tensor,
+        logical_to_physical_map: torch.Tensor,
+        logical_replica_count: torch.Tensor,
+    ) -> None:
+        """Replaces the layer's own EPLB tensors by views of row moe_layer_idx of the model's.
+
+        Args:
+            expert_load_view: int32 `[L, num_physical]`.
+            logical_to_physical_map: int `[L, E, max_replicas]`, -1 padded.
+            logical_replica_count: int `[L, E]`.
+
+        Raises:
+            ValueError: the layer was made without enable_eplb, or shapes that do not fit.
+        """
+        if self.eplb_state is None:
+            raise ValueError(f"the layer {self.layer_name} was made without EPLB; make it with enable_eplb=True")
+        self.eplb_state.set(moe_layer_idx, expert_load_view, logical_to_physical_map, logical_replica_count)
+
+    # ---- Tensors that are moved, replaced or copied
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self.forget_kernels()
+        return super()._apply(fn, recurse)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "e_score_correction_bias":  # nn.Module would register it
+            object.__setattr__(self, name, value)
+            return
+        if name in self._parameters and self.parallel_config.spans_ranks:
+            self._check_not_sharded(name, value)
+        # load_state_dict(assign=True) does this.
+        if isinstance(value, torch.Tensor) and (name in self._parameters or name in self._buffers):
+            self.forget_kernels()
+        super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if self.parallel_config.spans_ranks:
+            self._check_not_sharded(name, param)
+        super().register_parameter(name, param)
+
+    @staticmethod
+    def _check_not_sharded(name: str, tensor: object) -> None:
+        """Raises ConfigError if `fully_shard` would make one tensor of what each rank has of its own."""
+        # Whoever makes such a tensor has imported the module.
+        tensors = sys.modules.get("torch.distributed.tensor")
+        if tensors is not None and isinstance(tensor, tensors.DTensor):
+            raise ConfigError(
+                f"{name} of a layer over several ranks would become a DTensor, and each rank has experts of its own "
+                f"there; leave the layer out, as by fully_shard(model, ignored_params=set(layer.parameters()))"
+            )
+
+    def _check_not_broadcast(self) -> None:
+        """Raises ConfigError in a pass of a DistributedDataParallel that broadcasts rank 0's experts to every rank."""
+        wrapper = DistributedDataParallel._active_ddp_module
+        if wrapper is None or id(wrapper) == self._wrapper:
+            return
+        for path, part in wrapper.module.named_modules():
+            if part is not self:
+                continue
+            held = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+            names = {f"{path}.{name}" if path else name for name, _ in held}
+            if names - wrapper.parameters_to_ignore:
+                raise ConfigError(
+                    f"DistributedDataParallel has given every rank what rank 0 holds of {self.layer_name}, where each "
+                    f"has experts of its own; name the layer's parameters and buffers to DistributedDataParallel."
+                    f"_set_params_and_buffers_to_ignore_for_model before it is made, and load the layer again"
+                )
+        self._wrapper = id(wrapper)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a separate layer and gets a name of its own."""
+        super().__setstate__(state)
+        self.layer_name = self.loader.name = self.dispatcher.layer_name = register_layer(self, self.layer_name)
+
+
+def _check_router(router: Router, routing: RoutingConfig, bias: object) -> None:
+    """Raises unless `router` is one, and no argument describes another."""
+    if not isinstance(router, Router):
+        raise TypeError(f"router is {router!r}; it must be a moe_ep.routing.Router")
+    if routing != RoutingConfig(top_k=routing.top_k) or bias is not None:
+        raise ValueError(
+            f"router is a {type(router).__name__} and other routing arguments are given, which it would ignore; pass "
+            f"one or the other"
+        )
+
+
+def _check_redundancy(config: ExpertsConfig, ep_size: int) -> None:
+    E, redundant = config.num_experts, config.num_redundant_experts
+    if config.enable_eplb and (E + redundant) % ep_size:
+        raise ConfigError(
+            f"num_experts ({E}) + redundant ({redundant}) must be a multiple of ep_size ({ep_size}); "
+            f"pass num_redundant_experts={redundant + -(E + redundant) % ep_size}"
+        )
+    if redundant > E * ep_size:
+        raise ConfigError(
+            f"num_redundant_experts is {redundant}; with {E} experts on {ep_size} ranks it may be {E * ep_size} at "
+            f"most, which is more than every rank needs to hold all of them"
+        )

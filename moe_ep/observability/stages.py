@@ -15,12 +15,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from moe_ep.layer import FusedMoE
 
 STAGES = ("route", "dispatch", "experts", "combine")
 
@@ -34,8 +31,8 @@ class Listener:
         """A context manager that is entered around each stage."""
         return _NOTHING
 
-    def routed(self, layer: FusedMoE, topk_ids: torch.Tensor) -> None:
-        """Called between stages with the physical ids `[T, top_k]` of a layer's tokens, -1 for no expert."""
+    def routed(self, layer: Any, topk_ids: torch.Tensor) -> None:
+        """Called between stages with a `FusedMoE` and the physical ids `[T, top_k]` of its tokens, -1 for no expert."""
         return
 
 
@@ -79,7 +76,7 @@ def stage(name: str) -> AbstractContextManager[None]:
     return _listeners[0].span(name) if len(_listeners) == 1 else _spans(name)
 
 
-def tell_routing(layer: FusedMoE, topk_ids: torch.Tensor) -> None:
+def tell_routing(layer: Any, topk_ids: torch.Tensor) -> None:
     """Tells the listeners which experts the tokens of a pass use."""
     for listener in _listeners:
         listener.routed(layer, topk_ids)

@@ -1,21 +1,19 @@
-"""Routing: which experts each token uses, and with what weights.
+"""Routing as one function: `select_experts`.
 
 The steps, in order: scores -> choice -> grouped mask -> top-k -> weights -> identity (zero) experts -> physical ids and
-load record (EPLB) -> slots of fused shared experts. None of them synchronises with the host, so routing can be captured
-in a CUDA graph. The steps up to the weights are in `moe_ep.routing.topk`; on CUDA tensors they are one Triton kernel.
+load record (EPLB) -> slots of fused shared experts. The steps up to the weights are in `moe_ep.routing.topk`; on CUDA
+tensors they are one Triton kernel.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
-from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_id_range, check_same_device, check_tensors
+from moe_ep.arguments import check_id_range, check_same_device, check_tensors
+from moe_ep.config import RoutingConfig, RoutingFunction
 from moe_ep.eplb.mapping import eplb_map_to_physical_and_record
 from moe_ep.errors import check_at_least, check_whole, one_of
-from moe_ep.routing.checks import TopK, check_routing
-from moe_ep.routing.topk import topk_reference
+from moe_ep.routing.router import append_shared_experts, choose
 
 INDICES_TYPES = (torch.int16, torch.int32, torch.int64)
 
@@ -28,7 +26,7 @@ def select_experts(
     renormalize: bool,
     topk_group: int | None = None,
     num_expert_group: int | None = None,
-    custom_routing_function: TopK | None = None,
+    custom_routing_function: RoutingFunction | None = None,
     scoring_func: str = "softmax",
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
@@ -82,19 +80,19 @@ def select_experts(
         TypeError: a count that is not a whole number.
     """
     num_columns = _check_logits(hidden_states, router_logits)
-    groups = check_routing(
-        num_columns,
-        top_k,
+    config = RoutingConfig(
+        top_k=top_k,
+        renormalize=renormalize,
         use_grouped_topk=use_grouped_topk,
         num_expert_group=num_expert_group,
         topk_group=topk_group,
         custom_routing_function=custom_routing_function,
         scoring_func=scoring_func,
         routed_scaling_factor=routed_scaling_factor,
-        e_score_correction_bias=e_score_correction_bias,
         zero_expert_num=zero_expert_num,
         zero_expert_type=zero_expert_type,
     )
+    config.check(num_columns, e_score_correction_bias)
     check_same_device("router_logits", router_logits.device, e_score_correction_bias=e_score_correction_bias)
     num_experts = num_columns - zero_expert_num
     num_physical = _check_num_physical(global_num_experts, num_experts, expert_load_view if enable_eplb else None)
@@ -107,92 +105,12 @@ def select_experts(
         maps = logical_to_physical_map, logical_replica_count
         eplb_state = _check_eplb_state(num_experts, expert_load_view, *maps)
 
-    if custom_routing_function is not None:
-        topk_weights, topk_ids = _custom_topk(
-            custom_routing_function, hidden_states, router_logits, top_k, renormalize, routed_scaling_factor
-        )
-    else:
-        topk = (_fused_topk() if router_logits.is_cuda else None) or topk_reference
-        topk_weights, topk_ids = topk(
-            router_logits,
-            top_k,
-            scoring_func=scoring_func,
-            renormalize=renormalize,
-            num_expert_group=groups[0],
-            topk_group=groups[1],
-            e_score_correction_bias=e_score_correction_bias,
-            routed_scaling_factor=routed_scaling_factor,
-        )
-
-    zero_expert_result = None
-    if zero_expert_num:
-        topk_weights, topk_ids, zero_expert_result = _apply_zero_experts(
-            hidden_states, topk_weights, topk_ids, num_experts
-        )
+    topk_weights, topk_ids, zero_expert_result = choose(config, hidden_states, router_logits, e_score_correction_bias)
     if eplb_state is not None:
         topk_ids = eplb_map_to_physical_and_record(topk_ids, *eplb_state, ep_rank=ep_rank, ep_size=ep_size)
     if num_fused_shared_experts:
-        topk_weights, topk_ids = _append_shared_experts(topk_weights, topk_ids, num_physical, num_fused_shared_experts)
+        topk_weights, topk_ids = append_shared_experts(topk_weights, topk_ids, num_physical, num_fused_shared_experts)
     return topk_weights, topk_ids.to(indices_type or torch.int32), zero_expert_result
-
-
-@cache
-def _fused_topk() -> TopK | None:
-    """The Triton kernel, or None if Triton is not installed."""
-    try:
-        from moe_ep.kernels.routing import fused_topk
-    except ImportError:
-        return None
-    return fused_topk
-
-
-def _custom_topk(
-    function: TopK,
-    hidden_states: torch.Tensor,
-    router_logits: torch.Tensor,
-    top_k: int,
-    renormalize: bool,
-    routed_scaling_factor: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    found = function(hidden_states=hidden_states, gating_output=router_logits, topk=top_k, renormalize=renormalize)
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-        raise ValueError(f"custom_routing_function returned a {type(found).__name__}; it must be (weights, ids)")
-    weights, ids = found
-    check_tensors(**{"custom_routing_function's weights": weights, "custom_routing_function's ids": ids})
-    expected = (hidden_states.size(0), top_k)
-    if weights.shape != expected or ids.shape != expected:
-        raise ValueError(
-            f"custom_routing_function returned weights {tuple(weights.shape)} and ids {tuple(ids.shape)}; both must "
-            f"have shape (T, top_k) = {expected}"
-        )
-    if ids.dtype not in INTEGERS:
-        raise ValueError(f"custom_routing_function returned ids of {ids.dtype}; they must be {INTEGER_NAMES}")
-    exists = (ids >= 0) & (ids < router_logits.size(1))
-    return torch.where(exists, weights.float() * routed_scaling_factor, 0.0), torch.where(exists, ids.long(), -1)
-
-
-def _apply_zero_experts(
-    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Clears the slots of identity experts; returns weights, ids and their part of the output, `[T, K]`.
-
-    That is zero for a token that chose none of them, also where its row is not finite.
-    """
-    is_identity = topk_ids >= num_experts
-    identity_weight = torch.where(is_identity, topk_weights, 0.0).sum(dim=-1, keepdim=True)
-    has_identity = is_identity.any(dim=-1, keepdim=True)
-    result = torch.where(has_identity, hidden_states.float() * identity_weight, 0.0).to(hidden_states.dtype)
-    return topk_weights.masked_fill(is_identity, 0.0), topk_ids.masked_fill(is_identity, -1), result
-
-
-def _append_shared_experts(
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, first_id: int, num_shared: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Appends num_shared slots of weight 1 to every token, with ids first_id, first_id + 1, ..."""
-    num_tokens = topk_ids.size(0)
-    shared_ids = torch.arange(first_id, first_id + num_shared, dtype=topk_ids.dtype, device=topk_ids.device)
-    weights = torch.cat([topk_weights, topk_weights.new_ones(num_tokens, num_shared)], dim=1)
-    return weights, torch.cat([topk_ids, shared_ids.expand(num_tokens, num_shared)], dim=1)
 
 
 def _check_logits(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from moe_ep.checkpoint import model_spec
 from moe_ep.checkpoint.families.models import FAMILIES
 from moe_ep.checkpoint.spec import RoutingSpec
 from moe_ep.errors import CheckpointError
-from moe_ep.routing.sparse_mixer import sparse_mixer
+from moe_ep.routing.topk import sparse_mixer
 from tests.checkpoint.model_cases import EXPERTS, MODELS, config_of
 from tests.of_transformers import known
 

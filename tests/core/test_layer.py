@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from moe_ep.config import FusedMoEParallelConfig
+from moe_ep.errors import ConfigError
 from moe_ep.hf.routed_experts import RoutedExperts
 from moe_ep.hf.steps import StepCoordinator
 from moe_ep.layer import FusedMoE
@@ -97,7 +98,8 @@ def test_identity_experts_return_the_token() -> None:
 @pytest.mark.parametrize("redundant", [0, 2])
 def test_fused_shared_experts(redundant: int) -> None:
     weights = make_weights(E + 2, K, N)
-    check(load(make_layer(n_shared_experts=2, num_redundant_experts=redundant), weights), weights, num_routed=E)
+    layer = make_layer(n_shared_experts=2, num_redundant_experts=redundant, enable_eplb=redundant > 0)
+    check(load(layer, weights), weights, num_routed=E)
 
 
 @pytest.mark.parametrize("expert_gate", [False, True])
@@ -265,21 +267,27 @@ def test_refuses_bad_arguments(options: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "redundant", "enable_eplb", "way_out"),
-    [(130, 0, True, 2), (130, 1, True, 2), (128, 3, True, 4), (128, 3, False, 4)],
+    ("num_experts", "redundant", "way_out"),
+    [(130, 0, 2), (130, 1, 2), (128, 3, 4)],
 )
-def test_physical_experts_must_divide_evenly(num_experts: int, redundant: int, enable_eplb: bool, way_out: int) -> None:
-    with pytest.raises(ValueError) as error:
+def test_physical_experts_must_divide_evenly(num_experts: int, redundant: int, way_out: int) -> None:
+    with pytest.raises(ConfigError, match=f"num_redundant_experts={way_out}$"):
         make_layer(
             num_experts=num_experts,
             num_redundant_experts=redundant,
-            enable_eplb=enable_eplb,
+            enable_eplb=True,
             parallel_config=FusedMoEParallelConfig.make(ep_size=4),
         )
-    assert str(error.value) == (
-        f"num_experts ({num_experts}) + redundant ({redundant}) must be a multiple of ep_size (4); "
-        f"pass num_redundant_experts={way_out}"
-    )
+
+
+@pytest.mark.parametrize(("redundant", "ep_size"), [(2, 1), (1, 1), (4, 4)])
+def test_redundant_experts_without_eplb_are_refused(redundant: int, ep_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"num_redundant_experts is {redundant} and enable_eplb"):
+        make_layer(
+            num_experts=128,
+            num_redundant_experts=redundant,
+            parallel_config=FusedMoEParallelConfig.make(ep_size=ep_size),
+        )
 
 
 def test_more_redundant_experts_than_anybody_needs() -> None:

@@ -16,7 +16,7 @@ from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.distributed import process_groups
 from moe_ep.distributed.passes import one_pass
 from moe_ep.errors import ConfigError
-from moe_ep.layer import FusedMoE, layer_parts
+from moe_ep.layer import FusedMoE, dispatcher
 from moe_ep.layer.methods import OnlineIntConfig, relative_error, tolerance
 from moe_ep.layer.shared_experts import SharedExperts
 from moe_ep.modular_kernel import make_prepare_finalize
@@ -278,7 +278,7 @@ def made_before_the_ranks_met(rank: int, world_size: int, sizes: dict[str, int],
     parallel = FusedMoEParallelConfig.make(**sizes, rank=rank, all2all_backend="batched_all_to_all")
     options = {"reduce_results": True, "max_num_tokens": 2}
     with pytest.MonkeyPatch.context() as before:
-        for module in (layer_parts, process_groups):
+        for module in (dispatcher, process_groups):
             before.setattr(module, "is_initialized", lambda: False)
         layer, alone = make_pair(options, parallel_config=parallel)
     inputs = inputs_of(layer, tokens[rank], seed=tokens[rank])

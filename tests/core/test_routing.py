@@ -90,7 +90,7 @@ def test_worked_example_without_bias() -> None:
 def test_one_group_is_as_none() -> None:
     grouped = GROUPED | {"num_expert_group": 1, "topk_group": 1}
     assert select_experts(**grouped, renormalize=False)[1].tolist() == [[7, 0]]
-    with pytest.raises(ValueError, match="num_expert_group is 0; it must divide"):
+    with pytest.raises(ValueError, match="num_expert_group is 0"):
         select_experts(**grouped | {"num_expert_group": 0}, renormalize=False)
 
 

@@ -157,7 +157,7 @@ BAD: list[tuple[dict, str]] = [
     ({"e_score_correction_bias": [0.0] * 8}, "e_score_correction_bias is a list; it must be a tensor"),
     ({"e_score_correction_bias": torch.zeros(8, dtype=torch.int32)}, r"\(8,\) of torch.int32; it must have one value"),
     ({"custom_routing_function": no_ids}, "custom_routing_function returned ids of torch.float32; they must be uint8"),
-    ({"top_k": 0}, r"top_k is 0; it must be at least 1 and at most the columns of router_logits \(8\)"),
+    ({"top_k": 0}, "top_k is 0; it must be at least 1"),
     ({"top_k": 9}, "top_k is 9"),
     ({"scoring_func": "tanh"}, "scoring_func is 'tanh'; it must be one of softmax, sigmoid"),
     ({"scoring_func": ["softmax"]}, r"scoring_func is \[.softmax.\]; it must be one of softmax, sigmoid"),

@@ -1,4 +1,4 @@
-"""Choices packed for the way and unpacked: the plain forms against loops, the Triton ones against the plain ones."""
+"""Choices of a model's router, cleaned and counted: plain forms against loops, Triton forms against plain ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep.hf import choices, routed_experts
-from moe_ep.layer import FusedMoE
-from moe_ep.observability.stages import Listener, listening
+from moe_ep.hf import routed_experts
+from moe_ep.hf.choices import count_choices
+from moe_ep.routing.router import known_choices
 
 E, TOP_K = 5, 3
 
@@ -23,13 +23,6 @@ def made(num_tokens: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor
     return ids.to(device), weights.to(device), (torch.arange(num_tokens) % 3 != 1).to(device)
 
 
-def test_every_choice_has_a_weight() -> None:
-    ids, weights, _ = made(7, "cpu", torch.float32)
-    for wrong in ((ids, weights[:1]), (ids, weights[:, :1]), (ids[:, :1], weights), (ids.flatten(), weights.flatten())):
-        with pytest.raises(ValueError, match=r"both must be \(T, top_k\)"):
-            choices.pack_choices(*wrong, E)
-
-
 @pytest.mark.parametrize(
     ("position", "wrong", "words"),
     [
@@ -39,8 +32,8 @@ def test_every_choice_has_a_weight() -> None:
         (0, lambda x: x[0], r"hidden_states is \(32,\)"),
         (1, lambda ids: None, "topk_ids is None"),
         (1, lambda ids: ids.float(), "topk_ids is torch.float32"),
-        (1, lambda ids: ids[:, :2], r"takes \(7, 3\) of both"),
-        (2, lambda weights: weights[:2], r"takes \(7, 3\) of both"),
+        (1, lambda ids: ids[:, :2], r"takes .*\(7, 3\) of both"),
+        (2, lambda weights: weights[:2], r"takes .*\(7, 3\) of both"),
         (2, lambda weights: weights.int(), "topk_weights is torch.int32; it must be of a float dtype"),
     ],
 )
@@ -57,7 +50,7 @@ def test_tensors_that_do_not_fit_are_named(position: int, wrong: Any, words: str
 @pytest.mark.parametrize("masked", [False, True])
 def test_by_hand(num_tokens: int, masked: bool) -> None:
     ids, weights, mask = made(num_tokens, "cpu", torch.bfloat16)
-    packed = choices.pack_choices(ids, weights, E, mask if masked else None)
+    found_weights, found_ids = known_choices(weights, ids, E, mask if masked else None)
     counts = torch.full((E,), 10)
     expected_ids, expected_bits, expected_counts = [], [], [10] * E
     for row, values, counted in zip(ids.tolist(), weights.tolist(), mask.tolist(), strict=True):
@@ -72,40 +65,11 @@ def test_by_hand(num_tokens: int, masked: bool) -> None:
         for expert in expected_ids[-1]:
             if expert >= 0:
                 expected_counts[expert] += 1
-    assert packed.tolist() == [[bits, row] for bits, row in zip(expected_bits, expected_ids, strict=True)]
-    assert packed.dtype == torch.int32 and packed.shape == (num_tokens, 2, TOP_K)
-    found_weights, found_ids = choices.unpack_choices(packed)
-    # Nothing is copied, and the ids begin where 16 bytes may be read at once.
-    assert found_ids.data_ptr() - found_weights.data_ptr() == packed.stride(1) * 4
-    assert packed.stride(1) % 4 == 0
+    assert found_ids.dtype == torch.int32 and found_weights.dtype == torch.float32
+    assert found_ids.shape == found_weights.shape == (num_tokens, TOP_K)
     assert found_ids.tolist() == expected_ids and found_weights.view(torch.int32).tolist() == expected_bits
-    choices.count_choices(found_ids, counts)
+    count_choices(found_ids, counts)
     assert counts.tolist() == expected_counts
-
-
-class Routed(Listener):
-    """Keeps the ids that layers went by."""
-
-    def __init__(self) -> None:
-        self.ids: list[torch.Tensor] = []
-
-    def routed(self, layer: FusedMoE, topk_ids: torch.Tensor) -> None:
-        self.ids.append(topk_ids)
-
-
-def test_a_layer_copies_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = routed_experts.RoutedExperts(
-        num_experts=E, top_k=TOP_K, hidden_size=32, intermediate_size=32, params_dtype=torch.float32
-    )
-    for param in layer.parameters():
-        torch.nn.init.normal_(param)
-    ids, weights, _ = made(4, "cpu", torch.float32)
-    packed = choices.pack_choices(ids, weights, E)
-    monkeypatch.setattr(routed_experts, "pack_choices", lambda *args: packed)
-    routed = Routed()
-    with torch.no_grad(), listening(routed):
-        layer(torch.randn(4, 32), ids, weights)
-    assert [found.data_ptr() for found in routed.ids] == [packed[:, 1].data_ptr()]
 
 
 def test_a_layer_made_in_inference_mode_counts_outside_of_it() -> None:
@@ -139,15 +103,16 @@ def check_triton(device: str) -> None:
         ids, weights, mask = made(num_tokens, device, dtype)
         for row_mask in (None, mask, torch.stack([mask, ~mask], dim=1)[:, 0]):
             plain = [tensor.cpu() if tensor is not None else None for tensor in (ids, weights, row_mask)]
-            expected = choices.pack_choices(plain[0], plain[1], E, plain[2])
+            expected = known_choices(plain[1], plain[0], E, plain[2])
             # Strides as a router's slice has them.
             strided = torch.cat([weights, weights], dim=1)[:, :TOP_K]
-            packed = choices.empty_choices(num_tokens, TOP_K, torch.device(device))
-            fused.triton_pack_choices(ids.int(), strided, E, row_mask, packed)
-            assert torch.equal(packed.cpu(), expected)
+            found = fused.triton_known_choices(strided, ids.int(), E, row_mask)
+            # Ids start where 16 bytes may be read at once.
+            assert (found[1].data_ptr() - found[0].data_ptr()) % 16 == 0
+            assert all(torch.equal(own.cpu(), plain) for own, plain in zip(found, expected, strict=True))
             counts, expected_counts = (torch.zeros(E, dtype=torch.int64, device=at) for at in (device, "cpu"))
-            fused.triton_count_choices(choices.unpack_choices(packed)[1], counts)
-            choices.count_choices(choices.unpack_choices(expected)[1], expected_counts)
+            fused.triton_count_choices(found[1], counts)
+            count_choices(expected[1], expected_counts)
             assert torch.equal(counts.cpu(), expected_counts)
 
 

@@ -43,7 +43,7 @@ def test_a_copy_of_a_model_of_one_process_has_steps_and_layers_of_its_own() -> N
     )
     steps, own = steps_of(model), steps_of(copied)
     assert own is not steps and own is steps_of(copied.model) and own.layers == of_copy and steps.layers == of_model
-    assert all(layer._coordinator is own for layer in of_copy) and own.eplb is None
+    assert all(layer.dispatcher.coordinator is own for layer in of_copy) and own.eplb is None
     seen = []
     of_copy[0].register_forward_pre_hook(lambda layer, args: seen.append((own.current, steps.current)))
     tokens = torch.ones(1, 3, dtype=torch.int64)

@@ -13,8 +13,7 @@ from typing import Any
 from moe_ep.checkpoint.config_values import Config, number, one_known, positive, whole
 from moe_ep.checkpoint.spec import RoutingSpec
 from moe_ep.errors import CheckpointError, one_of
-from moe_ep.routing.sparse_mixer import sparse_mixer
-from moe_ep.routing.topk import SCORING_FUNCS
+from moe_ep.routing.topk import SCORING_FUNCS, sparse_mixer
 
 
 def top_k(config: Config) -> int:

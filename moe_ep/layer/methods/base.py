@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import nn
 
 from moe_ep.activation import MoEActivation
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.layer.interface import MoELayer
 from moe_ep.layer.weight_loading import ParamLayout, bias_layout
 from moe_ep.modular_kernel import (
     FusedMoEActivationFormat,
@@ -22,10 +23,6 @@ from moe_ep.modular_kernel import (
 )
 from moe_ep.modular_kernel.experts_choice import ExpertsNames, choose_experts
 from moe_ep.registry import QUANT_METHODS
-
-if TYPE_CHECKING:
-    from moe_ep.layer import FusedMoE
-    from moe_ep.layer.expert_shard import ExpertShard
 
 # The mean |difference| / mean |reference| of two correct results that rounding and the order of sums can cause.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -75,7 +72,7 @@ class FusedMoEMethodBase(ABC):
     @abstractmethod
     def create_weights(
         self,
-        layer: ExpertShard,
+        layer: MoELayer,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -84,7 +81,7 @@ class FusedMoEMethodBase(ABC):
     ) -> None:
         """Adds the parameters `[num_experts, ...]` to the layer; ValueError for unsuitable sizes."""
 
-    def process_weights_after_loading(self, layer: ExpertShard) -> None:
+    def process_weights_after_loading(self, layer: MoELayer) -> None:
         """Converts loaded parameters to the form that the experts read. Nothing to do for plain weights.
 
         Called once, and again after each `begin_reload`, when the slots that were loaded
@@ -92,24 +89,24 @@ class FusedMoEMethodBase(ABC):
         """
         return
 
-    def begin_reload(self, layer: ExpertShard) -> None:
+    def begin_reload(self, layer: MoELayer) -> None:
         """Prepares the layer for loading checkpoint tensors again; plain weights are always ready for that."""
         return
 
     @abstractmethod
-    def gemm_weights(self, layer: ExpertShard) -> tuple[torch.Tensor, torch.Tensor]:
+    def gemm_weights(self, layer: MoELayer) -> tuple[torch.Tensor, torch.Tensor]:
         """w1 and w2 in the experts' layout."""
 
     @abstractmethod
-    def get_fused_moe_quant_config(self, layer: ExpertShard) -> FusedMoEQuantConfig:
+    def get_fused_moe_quant_config(self, layer: MoELayer) -> FusedMoEQuantConfig:
         """The configuration with the processed scales, zero points and biases."""
 
-    def expert_kwargs(self, layer: ExpertShard) -> dict[str, Any]:
+    def expert_kwargs(self, layer: MoELayer) -> dict[str, Any]:
         """What the experts' constructor needs in addition to the two configurations."""
         return {}
 
     @abstractmethod
-    def weight_tensors(self, layer: ExpertShard) -> list[torch.Tensor]:
+    def weight_tensors(self, layer: MoELayer) -> list[torch.Tensor]:
         """All processed tensors `[El, ...]` except biases."""
 
     def maybe_make_prepare_finalize(
@@ -122,7 +119,7 @@ class FusedMoEMethodBase(ABC):
         return make_prepare_finalize(backend, self.moe_config, quant_config, process_group)
 
     def select_gemm_impl(
-        self, prepare_finalize: FusedMoEPrepareAndFinalize, layer: FusedMoE
+        self, prepare_finalize: FusedMoEPrepareAndFinalize, layer: MoELayer
     ) -> FusedMoEPermuteExpertsUnpermute:
         """Creates the experts for the backend's format: those that the layer names, or the default ones."""
         activation_format = prepare_finalize.activation_format()
@@ -137,12 +134,12 @@ class FusedMoEMethodBase(ABC):
         quant_config = quant_config.with_input_dtype(layer.input_dtype)
         return make_experts(name, self.moe_config, quant_config, **kwargs)
 
-    def experts_names(self, layer: ExpertShard) -> ExpertsNames:
+    def experts_names(self, layer: MoELayer) -> ExpertsNames:
         """The registry names of the experts that compute this layer, by activation format."""
         return choose_experts(layer.experts, self.moe_config, (), self.gemm_weights(layer)[0].device)
 
     def apply(
-        self, layer: FusedMoE, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+        self, layer: MoELayer, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Runs the modular kernel; returns `[T, K]`, or (shared, `[T, K]`) with shared experts."""
         kernel = layer.modular_kernel
@@ -160,27 +157,27 @@ class FusedMoEMethodBase(ABC):
         )
 
     @staticmethod
-    def add_parameter(layer: ExpertShard, name: str, data: torch.Tensor, layout: ParamLayout) -> None:
+    def add_parameter(layer: MoELayer, name: str, data: torch.Tensor, layout: ParamLayout) -> None:
         """Registers an expert parameter that `weight_loader` fills."""
         layer.register_parameter(name, nn.Parameter(data, requires_grad=False))
         layer.loader.declare(name, layout)
 
-    def add_biases(self, layer: ExpertShard, num_experts: int, w13_rows: int, w2_rows: int, dtype: torch.dtype) -> None:
+    def add_biases(self, layer: MoELayer, num_experts: int, w13_rows: int, w2_rows: int, dtype: torch.dtype) -> None:
         """Adds `w13_bias` `[El, 2N]` and `w2_bias` `[El, K]`, if the layer has biases."""
         if self.moe_config.has_bias:
             self.add_parameter(layer, "w13_bias", torch.zeros(num_experts, w13_rows, dtype=dtype), bias_layout("w13"))
             self.add_parameter(layer, "w2_bias", torch.zeros(num_experts, w2_rows, dtype=dtype), bias_layout("w2"))
 
-    def bias(self, layer: ExpertShard, gemm: str) -> torch.Tensor | None:
+    def bias(self, layer: MoELayer, gemm: str) -> torch.Tensor | None:
         """The bias of "w13" or "w2", if the layer has biases."""
         return cast(torch.Tensor, getattr(layer, f"{gemm}_bias")).data if self.moe_config.has_bias else None
 
-    def expert_tensors(self, layer: ExpertShard) -> list[torch.Tensor]:
+    def expert_tensors(self, layer: MoELayer) -> list[torch.Tensor]:
         """Everything `[El, ...]` that must move with an expert; the same list on every rank."""
         biases = [self.bias(layer, "w13"), self.bias(layer, "w2")]
         return [*self.weight_tensors(layer), *(bias for bias in biases if bias is not None)]
 
-    def rebuild_derived_state(self, layer: ExpertShard, slots: Sequence[int]) -> None:
+    def rebuild_derived_state(self, layer: MoELayer, slots: Sequence[int]) -> None:
         """Updates what the method keeps besides `expert_tensors` after other experts have moved into local slots.
 
         Called between two steps, in stream order; must work in place and not wait for the device. Nothing to do if

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from moe_ep.config import FusedMoEConfig, FusedMoEQuantConfig
+from moe_ep.layer.interface import MoELayer
 from moe_ep.layer.methods.base import FusedMoEMethodBase
 from moe_ep.modular_kernel.contracts import ExpertWeights, FusedMoEActivationFormat
 from moe_ep.modular_kernel.experts_choice import ExpertsNames, choose_experts
 from moe_ep.quantization.canonical_weights import CanonicalWeights, agree_on_type
 from moe_ep.registry import EXPERTS
-
-if TYPE_CHECKING:
-    from moe_ep.layer.expert_shard import ExpertShard
 
 _GEMMS = ("w13", "w2")
 
@@ -39,10 +37,10 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         self._types: dict[str, tuple[int, int]] = {}
 
     @abstractmethod
-    def unpack(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
+    def unpack(self, layer: MoELayer, gemm: str) -> CanonicalWeights:
         """The loaded parameters of "w13" or "w2", with the leading dimension El."""
 
-    def process_weights_after_loading(self, layer: ExpertShard) -> None:
+    def process_weights_after_loading(self, layer: MoELayer) -> None:
         """Unpacks both GEMMs, brings them to one number type, packs them for the experts, and frees what was loaded.
 
         Raises:
@@ -69,7 +67,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         elif unpacked:
             self._pack_again(layer, *unpacked, again)
 
-    def begin_reload(self, layer: ExpertShard) -> None:
+    def begin_reload(self, layer: MoELayer) -> None:
         """Creates the checkpoint's parameters again, except for the biases, which the experts read directly."""
         biases = {name: param for name, param in layer.named_parameters(recurse=False) if name.endswith("_bias")}
         config = self.moe_config
@@ -83,7 +81,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
         for name, bias in biases.items():
             layer.register_parameter(name, bias)
 
-    def _pack(self, layer: ExpertShard, w13: CanonicalWeights, w2: CanonicalWeights) -> None:
+    def _pack(self, layer: MoELayer, w13: CanonicalWeights, w2: CanonicalWeights) -> None:
         """Chooses experts for the weights' device, and stores the weights in their layout in the layer."""
         self._packed_on = w13.codes.device
         self._experts_names = choose_experts(layer.experts, self.moe_config, (w13, w2), self._packed_on)
@@ -95,7 +93,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
                 elif _held(layer, gemm, field) is not None:  # from a previous layout, for another device
                     delattr(layer, f"{gemm}_processed_{field}")
 
-    def _pack_again(self, layer: ExpertShard, w13: CanonicalWeights, w2: CanonicalWeights, slots: list[int]) -> None:
+    def _pack_again(self, layer: MoELayer, w13: CanonicalWeights, w2: CanonicalWeights, slots: list[int]) -> None:
         """Overwrites the weights in use of some slots, in the same layout."""
         experts = EXPERTS.load(self.experts_names(layer)[FusedMoEActivationFormat.Standard])
         device = self.gemm_weights(layer)[0].device
@@ -118,7 +116,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
                         held[slot].copy_(expert)
         self.rebuild_derived_state(layer, slots)
 
-    def experts_names(self, layer: ExpertShard) -> ExpertsNames:
+    def experts_names(self, layer: MoELayer) -> ExpertsNames:
         """The experts that the weights were packed for; unpacked ones that moved to another device are packed there."""
         if self._experts_names is None:
             raise RuntimeError(
@@ -129,7 +127,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             self._pack(layer, self._canonical(layer, "w13"), self._canonical(layer, "w2"))
         return self._experts_names
 
-    def _canonical(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
+    def _canonical(self, layer: MoELayer, gemm: str) -> CanonicalWeights:
         """The weights, if they are still in the canonical form: one code per byte."""
         return CanonicalWeights(
             codes=layer.get_buffer(f"{gemm}_processed_weight"),
@@ -141,10 +139,10 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             global_scales=_held(layer, gemm, "global_scales"),
         )
 
-    def gemm_weights(self, layer: ExpertShard) -> tuple[torch.Tensor, torch.Tensor]:
+    def gemm_weights(self, layer: MoELayer) -> tuple[torch.Tensor, torch.Tensor]:
         return cast(torch.Tensor, layer.w13_processed_weight), cast(torch.Tensor, layer.w2_processed_weight)
 
-    def get_fused_moe_quant_config(self, layer: ExpertShard) -> FusedMoEQuantConfig:
+    def get_fused_moe_quant_config(self, layer: MoELayer) -> FusedMoEQuantConfig:
         return FusedMoEQuantConfig(
             quant_type_id=self._types["w13"][0],
             group_size=self._types["w13"][1],
@@ -160,7 +158,7 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
             g2_alphas=_held(layer, "w2", "global_scales"),
         )
 
-    def expert_kwargs(self, layer: ExpertShard) -> dict[str, Any]:
+    def expert_kwargs(self, layer: MoELayer) -> dict[str, Any]:
         kwargs: dict[str, Any] = {}
         for gemm in _GEMMS:
             kwargs[f"{gemm}_g_idx"] = _held(layer, gemm, "g_idx")
@@ -169,10 +167,10 @@ class CanonicalFusedMoEMethod(FusedMoEMethodBase):
                 kwargs[f"{gemm}_g_idx_sort_indices"] = order
         return kwargs
 
-    def weight_tensors(self, layer: ExpertShard) -> list[torch.Tensor]:
+    def weight_tensors(self, layer: MoELayer) -> list[torch.Tensor]:
         held = [_held(layer, gemm, field) for gemm in _GEMMS for field in ExpertWeights._fields]
         return [tensor for tensor in held if tensor is not None]
 
 
-def _held(layer: ExpertShard, gemm: str, field: str) -> torch.Tensor | None:
+def _held(layer: MoELayer, gemm: str, field: str) -> torch.Tensor | None:
     return dict(layer.named_buffers(recurse=False)).get(f"{gemm}_processed_{field}")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moe_ep.checkpoint.formats.layout import FLOATS, QuantizationConfig, Role, TensorLayout
 from moe_ep.checkpoint.formats.modules import LayerQuantization
 from moe_ep.config import FusedMoEConfig
+from moe_ep.layer.interface import MoELayer
 from moe_ep.layer.methods.base import w13_rows
 from moe_ep.layer.methods.canonical import CanonicalFusedMoEMethod
 from moe_ep.layer.weight_loading import ParamLayout
 from moe_ep.quantization.canonical_weights import CanonicalWeights, concatenate_rows, with_g_idx, with_zero_points
-
-if TYPE_CHECKING:
-    from moe_ep.layer.expert_shard import ExpertShard
 
 
 class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
@@ -53,7 +51,7 @@ class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
 
     def create_weights(
         self,
-        layer: ExpertShard,
+        layer: MoELayer,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -74,7 +72,7 @@ class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
 
     def _add(
         self,
-        layer: ExpertShard,
+        layer: MoELayer,
         gemm: str,
         name: str,
         whole: TensorLayout,
@@ -106,7 +104,7 @@ class CheckpointFusedMoEMethod(CanonicalFusedMoEMethod):
         param_layout = ParamLayout(gemm=gemm, halves_dim=halves_dim, tp_dim=tp_dim, optional=optional)
         self.add_parameter(layer, f"{gemm}_{name}", data, param_layout)
 
-    def unpack(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
+    def unpack(self, layer: MoELayer, gemm: str) -> CanonicalWeights:
         scheme = self.quant_config.of_gemm(gemm)
         layouts = scheme.tensors(self.moe_config.intermediate_size_per_partition, self.moe_config.hidden_dim)
         held = {

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from moe_ep.config import FusedMoEConfig
 from moe_ep.errors import one_of
+from moe_ep.layer.interface import MoELayer
 from moe_ep.layer.methods.canonical import CanonicalFusedMoEMethod
 from moe_ep.layer.methods.unquantized import UnquantizedFusedMoEMethod
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.quantization.quantize_weights import quantize_fp8, quantize_int
-
-if TYPE_CHECKING:
-    from moe_ep.layer.expert_shard import ExpertShard
 
 GROUP_SIZES = (128, 64, 32)
 
@@ -101,7 +99,7 @@ class OnlineFusedMoEMethod(CanonicalFusedMoEMethod):
 
     def create_weights(
         self,
-        layer: ExpertShard,
+        layer: MoELayer,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -110,7 +108,7 @@ class OnlineFusedMoEMethod(CanonicalFusedMoEMethod):
     ) -> None:
         self._plain.create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype)
 
-    def unpack(self, layer: ExpertShard, gemm: str) -> CanonicalWeights:
+    def unpack(self, layer: MoELayer, gemm: str) -> CanonicalWeights:
         return self.quant_config.quantize(layer.get_parameter(f"{gemm}_weight").data, self.group_size)
 
     def as_quantized(self, weight: torch.Tensor) -> torch.Tensor:

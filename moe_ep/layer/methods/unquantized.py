@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from moe_ep.config import FusedMoEQuantConfig
+from moe_ep.layer.interface import MoELayer
 from moe_ep.layer.methods.base import FusedMoEMethodBase, w13_rows
 from moe_ep.layer.weight_loading import weight_layout
-
-if TYPE_CHECKING:
-    from moe_ep.layer.expert_shard import ExpertShard
 
 
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
@@ -20,7 +18,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
 
     def create_weights(
         self,
-        layer: ExpertShard,
+        layer: MoELayer,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -32,11 +30,11 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
             self.add_parameter(layer, f"{gemm}_weight", torch.empty(shape, dtype=params_dtype), weight_layout(gemm))
         self.add_biases(layer, num_experts, rows, K, params_dtype)
 
-    def gemm_weights(self, layer: ExpertShard) -> tuple[torch.Tensor, torch.Tensor]:
+    def gemm_weights(self, layer: MoELayer) -> tuple[torch.Tensor, torch.Tensor]:
         return cast(nn.Parameter, layer.w13_weight).data, cast(nn.Parameter, layer.w2_weight).data
 
-    def get_fused_moe_quant_config(self, layer: ExpertShard) -> FusedMoEQuantConfig:
+    def get_fused_moe_quant_config(self, layer: MoELayer) -> FusedMoEQuantConfig:
         return FusedMoEQuantConfig(w1_bias=self.bias(layer, "w13"), w2_bias=self.bias(layer, "w2"))
 
-    def weight_tensors(self, layer: ExpertShard) -> list[torch.Tensor]:
+    def weight_tensors(self, layer: MoELayer) -> list[torch.Tensor]:
         return list(self.gemm_weights(layer))

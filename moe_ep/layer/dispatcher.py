@@ -1,0 +1,106 @@
+"""How one layer's tokens reach the ranks of their experts: process groups, backend, capacity and the last reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.config import DispatchConfig, FusedMoEParallelConfig
+from moe_ep.distributed.passes import most_tokens
+from moe_ep.distributed.process_groups import LayerGroups, is_initialized, layer_groups
+from moe_ep.layer.methods.base import FusedMoEMethodBase
+from moe_ep.modular_kernel import FusedMoEPrepareAndFinalize
+
+
+class LayerDispatcher:
+    """Makes the dispatch backend of a layer, at once if its ranks have met, and otherwise in the first pass.
+
+    Args:
+        method: makes the backend (`maybe_make_prepare_finalize`).
+        process_group: the layer's ranks; None for the default group.
+
+    Attributes:
+        groups: the layer's process groups.
+    """
+
+    def __init__(
+        self,
+        layer_name: str,
+        config: DispatchConfig,
+        method: FusedMoEMethodBase,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.layer_name, self.config, self.method = layer_name, config, method
+        self.parallel: FusedMoEParallelConfig = method.moe_config.moe_parallel_config
+        self.groups: LayerGroups = layer_groups(self.parallel, process_group)
+        self._backend: FusedMoEPrepareAndFinalize | None = None
+        if is_initialized() or not self.parallel.spans_ranks:
+            self._backend = self._make()
+
+    @property
+    def prepare_finalize(self) -> FusedMoEPrepareAndFinalize:
+        """The backend of the present pass."""
+        if self._backend is None:
+            try:
+                self._backend = self._make()
+            except AttributeError as error:
+                # nn.Module would report it as a missing attribute of the layer.
+                raise RuntimeError(f"the backend of {self.layer_name} cannot be made: {error}") from error
+        return self._backend
+
+    def _make(self) -> FusedMoEPrepareAndFinalize:
+        if self.parallel.spans_ranks and not is_initialized():
+            raise RuntimeError(
+                f"the layer {self.layer_name} is one of {self.parallel.tp_size * self.parallel.dp_size} ranks and "
+                f"torch.distributed is not initialised; call init_process_group before making the layer"
+            )
+        if self.groups.are_none:  # also where the layer was made before its ranks met
+            self.groups = layer_groups(self.parallel)
+        with torch.device("cpu"):  # Its tables need values even if the layer is created on the meta device.
+            return self.method.maybe_make_prepare_finalize(self.groups.ep, self.config.dispatch_dtype)
+
+    def backends(self) -> Iterator[FusedMoEPrepareAndFinalize]:
+        """The backends that have been made."""
+        if self._backend is not None:
+            yield self._backend
+
+    def num_chunks(self, num_tokens: int, device: torch.device) -> int:
+        """The passes that every rank makes: as many as the rank with the most tokens needs.
+
+        Raises:
+            ValueError: more tokens than the capacity under CUDA-graph capture.
+        """
+        capacity = self.prepare_finalize.max_num_tokens_per_rank()
+        if capacity is None:
+            return 1
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if num_tokens > capacity:
+                raise ValueError(
+                    f"hidden_states has {num_tokens} tokens under CUDA-graph capture and the capacity is {capacity}; "
+                    f"capture at most {capacity}, or make the layer with a larger max_num_tokens"
+                )
+            return 1
+        return max(1, -(-self.most_tokens(num_tokens) // capacity))
+
+    def most_tokens(self, num_tokens: int) -> int:
+        """The most tokens that any rank brings to this pass."""
+        return most_tokens(num_tokens, self.groups.ep)
+
+    @property
+    def asks_for_tokens(self) -> bool:
+        """Whether the ranks must know each other's number of tokens."""
+        return self.groups.ep is not None and self.prepare_finalize.max_num_tokens_per_rank() is not None
+
+    @property
+    def takes_complete_terms(self) -> bool:
+        """Whether this rank adds a term that every rank holds in full: all ranks add it to complete outputs, and only
+        the first TP rank to partial sums."""
+        return self.parallel.tp_rank == 0 or self.prepare_finalize.output_is_reduced()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums `x` over the TP ranks, in place, if the layer's outputs are partial sums; otherwise returns `x`."""
+        if not self.prepare_finalize.output_is_reduced() and self.groups.tp is not None:
+            dist.all_reduce(x, group=self.groups.tp)
+        return x

@@ -1,0 +1,97 @@
+"""A MoE layer as the modules around it see it: quantization methods, custom ops, EPLB and a model's passes.
+
+They take a `MoELayer`, so that they need not import `moe_ep.layer.fused_moe`, which imports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.config import FusedMoEConfig, FusedMoEParallelConfig
+from moe_ep.distributed.process_groups import LayerGroups
+from moe_ep.fixed_tensors import FixedTensors
+from moe_ep.layer.expert_slots import ExpertSlots, LayerEplbState
+from moe_ep.layer.weight_loading import ExpertWeightLoader
+from moe_ep.modular_kernel import FusedMoEModularKernel
+
+Layer = TypeVar("Layer", bound="MoELayer")
+
+
+class MoELayer(FixedTensors):
+    """What `FusedMoE` has; its parameters are the experts of this rank, `[El, ...]`.
+
+    Attributes:
+        layer_name: its name in graphs and messages.
+        num_experts: logical routed experts E.
+        slots: which local slot holds which expert.
+        loader: copies checkpoint tensors into the parameters.
+        expert_map: int32 `[physical + shared]`, global -> local, -1 if not local; None if every expert is local.
+        eplb_state: maps and loads of EPLB; None without EPLB.
+        experts: the registry name of the implementation that computes the experts, or "auto".
+    """
+
+    layer_name: str
+    num_experts: int
+    activation: MoEActivation
+    parallel_config: FusedMoEParallelConfig
+    moe_config: FusedMoEConfig
+    slots: ExpertSlots
+    loader: ExpertWeightLoader
+    expert_map: torch.Tensor | None
+    eplb_state: LayerEplbState | None
+    experts: str
+    dispatch_dtype: torch.dtype | None
+    input_dtype: torch.dtype | None
+    apply_router_weight_on_input: bool
+
+    @property
+    def groups(self) -> LayerGroups:
+        """The process groups of the layer's ranks."""
+        raise NotImplementedError
+
+    @property
+    def asks_for_tokens(self) -> bool:
+        """Whether the ranks must know each other's number of tokens before a pass."""
+        raise NotImplementedError
+
+    @property
+    def modular_kernel(self) -> FusedMoEModularKernel:
+        """The backend joined with the experts."""
+        raise NotImplementedError
+
+    @property
+    def enable_eplb(self) -> bool:
+        """Whether ids are mapped to replicas and loads are recorded."""
+        return self.eplb_state is not None
+
+    def forward_impl(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The routed experts' output `[T, K]`, or (shared, routed), from `[T, K]` and `[T, E]`."""
+        raise NotImplementedError
+
+    def forward_routed(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """As `forward_impl`, for choices `[T, top_k]` that the model's own router made."""
+        raise NotImplementedError
+
+    def supports_cuda_graph(self) -> bool:
+        """Whether a CUDA graph can capture a pass."""
+        raise NotImplementedError
+
+
+def moe_layers(layers: Iterable[Layer]) -> list[Layer]:
+    """The layers as a list, those inside what torch.compile made of one; TypeError where they are something else."""
+    wanted = "it must be a model's MoE layers, as [layer]"
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"layers is a {type(layers).__name__}; {wanted}")
+    found = [getattr(layer, "_orig_mod", layer) for layer in layers]
+    for layer in found:
+        if not isinstance(layer, MoELayer):
+            raise TypeError(f"layers has a {type(layer).__name__}; {wanted}")
+    return found

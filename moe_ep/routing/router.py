@@ -1,0 +1,244 @@
+"""The router of a layer: chooses the experts of every token, or hands over what the model's own router chose.
+
+Routing has three steps. A router finds weights and logical ids; the layer turns ids into those of physical experts
+where experts have replicas (EPLB); fused shared experts get slots behind them. `moe_ep.routing.select_experts` is all
+three in one function. None of them synchronizes with the host, so a CUDA graph can hold them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from moe_ep.arguments import INTEGER_NAMES, INTEGERS, check_integers, check_same_device, check_tensors
+from moe_ep.config import RoutingConfig
+from moe_ep.fixed_tensors import FixedTensors
+from moe_ep.registry import optional_kernel
+from moe_ep.routing.topk import topk_reference
+
+
+class Routed(NamedTuple):
+    """What a router chose.
+
+    Attributes:
+        topk_weights: f32 `[T, top_k]`, 0 where there is no expert.
+        topk_ids: integer `[T, top_k]`, logical, -1 for no expert.
+        zero_expert_result: `[T, K]`, what identity experts add to the layer's output; None without such experts.
+    """
+
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    zero_expert_result: torch.Tensor | None = None
+
+
+class Router(ABC):
+    """Chooses experts from hidden states and whatever the layer is called with beside them."""
+
+    @abstractmethod
+    def check(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> None:
+        """Raises ValueError for inputs of a call that do not fit, before it is cut into chunks of tokens."""
+
+    @abstractmethod
+    def route(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Routed:
+        """Chooses the experts of tokens `[T, K]`; the inputs `[T, ...]` have been checked."""
+
+
+class TopKRouter(FixedTensors, Router):
+    """Chooses the top_k experts of router logits `[T, E + zero_expert_num]`, as `moe_ep.routing.select_experts` does.
+
+    Args:
+        bias: see `e_score_correction_bias`.
+
+    Raises:
+        ValueError, TypeError: settings that do not fit each other, or that many experts.
+    """
+
+    _bias_owner: nn.Module | None
+    _bias_parameter: nn.Parameter | None
+
+    def __init__(self, config: RoutingConfig, num_experts: int, bias: torch.Tensor | nn.Module | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.num_columns = num_experts + config.zero_expert_num
+        self.e_score_correction_bias = bias
+        config.check(self.num_columns, self.e_score_correction_bias)
+
+    @property
+    def e_score_correction_bias(self) -> torch.Tensor | None:
+        """The bias of the scores, `[E + zero_expert_num]`, or None. It can be assigned: as a tensor, as a parameter of
+        the model, whose values may be loaded later, or as the module that has an attribute of this name, which is read
+        in every pass. It is not saved with the layer."""
+        if self._bias_owner is not None:
+            return cast(torch.Tensor, self._bias_owner.e_score_correction_bias)
+        return self._buffers["_own_bias"] if self._bias_parameter is None else self._bias_parameter
+
+    @e_score_correction_bias.setter
+    def e_score_correction_bias(self, bias: torch.Tensor | nn.Module | None) -> None:
+        if not (bias is None or isinstance(bias, torch.Tensor) or hasattr(bias, "e_score_correction_bias")):
+            raise TypeError(
+                f"e_score_correction_bias is a {type(bias).__name__}; it must be a tensor, a router that has an "
+                f"attribute e_score_correction_bias, or None"
+            )
+        # Not registered: module and parameter belong to the model, and would be saved twice.
+        self.__dict__["_bias_owner"] = bias if isinstance(bias, nn.Module) else None
+        self.__dict__["_bias_parameter"] = bias if isinstance(bias, nn.Parameter) else None
+        own = bias.detach() if isinstance(bias, torch.Tensor) and not isinstance(bias, nn.Parameter) else None
+        self.register_buffer("_own_bias", own, persistent=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "e_score_correction_bias":  # nn.Module would register it
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def check(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> None:
+        (router_logits,) = inputs
+        expected = (hidden_states.size(0), self.num_columns)
+        if router_logits.shape != expected:
+            raise ValueError(
+                f"router_logits has shape {tuple(router_logits.shape)}; with these hidden_states the router takes "
+                f"{expected}"
+            )
+        if not router_logits.is_floating_point():
+            raise ValueError(f"router_logits is {router_logits.dtype}; it must be f32, f16 or bf16")
+        check_same_device("hidden_states", hidden_states.device, router_logits=router_logits)
+
+    def route(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Routed:
+        (router_logits,) = inputs
+        bias = self.e_score_correction_bias
+        if bias is not None:
+            if bias.is_meta:
+                raise RuntimeError(
+                    "e_score_correction_bias of the router has no values, as it was made on the meta device; assign "
+                    "one that has, layer.e_score_correction_bias = ..."
+                )
+            self.config.check_bias(self.num_columns, bias)
+            bias = bias.to(hidden_states.device)
+        return choose(self.config, hidden_states, router_logits.contiguous(), bias)
+
+
+class PrecomputedRouter(Router):
+    """Hands over weights and ids that the model's own router chose.
+
+    Its inputs are topk_weights `[T, top_k]`, of any float dtype, and topk_ids `[T, top_k]`, integer and logical. Ids
+    outside of [0, num_experts) mean no expert: they become -1 with weight 0.
+
+    Attributes:
+        row_mask: bool `[T]`, tokens that count; the others get no expert. None where all do.
+    """
+
+    def __init__(self, num_experts: int, top_k: int) -> None:
+        self.num_experts, self.top_k = num_experts, top_k
+        self.row_mask: torch.Tensor | None = None
+
+    def check(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> None:
+        if len(inputs) != 2:
+            raise ValueError("router_logits are given to a layer whose model routes; pass topk_weights and topk_ids")
+        topk_weights, topk_ids = inputs
+        check_integers(topk_ids=topk_ids)
+        if not topk_weights.is_floating_point():
+            raise ValueError(f"topk_weights is {topk_weights.dtype}; it must be of a float dtype")
+        expected = (hidden_states.size(0), self.top_k)
+        if topk_ids.shape != expected or topk_weights.shape != expected:
+            raise ValueError(
+                f"topk_ids has shape {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)}; with these "
+                f"hidden_states the router takes (T, top_k) = {expected} of both"
+            )
+        check_same_device("hidden_states", hidden_states.device, topk_weights=topk_weights, topk_ids=topk_ids)
+
+    def route(self, hidden_states: torch.Tensor, *inputs: torch.Tensor) -> Routed:
+        topk_weights, topk_ids = inputs
+        return Routed(*known_choices(topk_weights, topk_ids, self.num_experts, self.row_mask))
+
+
+def choose(
+    config: RoutingConfig, hidden_states: torch.Tensor, router_logits: torch.Tensor, bias: torch.Tensor | None
+) -> Routed:
+    """The choice of `config` for logits `[T, E + zero_expert_num]`, without checks; ids are logical."""
+    if config.custom_routing_function is not None:
+        weights, ids = _custom_topk(config, hidden_states, router_logits)
+    else:
+        fused = optional_kernel("moe_ep.kernels.routing:fused_topk") if router_logits.is_cuda else None
+        num_groups, kept_groups = config.groups
+        weights, ids = (fused or topk_reference)(
+            router_logits,
+            config.top_k,
+            scoring_func=config.scoring_func,
+            renormalize=config.renormalize,
+            num_expert_group=num_groups,
+            topk_group=kept_groups,
+            e_score_correction_bias=bias,
+            routed_scaling_factor=config.routed_scaling_factor,
+        )
+    if not config.zero_expert_num:
+        return Routed(weights, ids)
+    return _apply_zero_experts(hidden_states, weights, ids, router_logits.size(1) - config.zero_expert_num)
+
+
+def _custom_topk(
+    config: RoutingConfig, hidden_states: torch.Tensor, router_logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found = config.custom_routing_function(  # type: ignore[misc]
+        hidden_states=hidden_states, gating_output=router_logits, topk=config.top_k, renormalize=config.renormalize
+    )
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise ValueError(f"custom_routing_function returned a {type(found).__name__}; it must be (weights, ids)")
+    weights, ids = found
+    check_tensors(**{"custom_routing_function's weights": weights, "custom_routing_function's ids": ids})
+    expected = (hidden_states.size(0), config.top_k)
+    if weights.shape != expected or ids.shape != expected:
+        raise ValueError(
+            f"custom_routing_function returned weights {tuple(weights.shape)} and ids {tuple(ids.shape)}; both must "
+            f"have shape (T, top_k) = {expected}"
+        )
+    if ids.dtype not in INTEGERS:
+        raise ValueError(f"custom_routing_function returned ids of {ids.dtype}; they must be {INTEGER_NAMES}")
+    exists = (ids >= 0) & (ids < router_logits.size(1))
+    return torch.where(exists, weights.float() * config.routed_scaling_factor, 0.0), torch.where(exists, ids.long(), -1)
+
+
+def _apply_zero_experts(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int
+) -> Routed:
+    """Clears the slots of identity experts and computes their part of the output.
+
+    That is zero for a token that chose none of them, also where its row is not finite.
+    """
+    is_identity = topk_ids >= num_experts
+    identity_weight = torch.where(is_identity, topk_weights, 0.0).sum(dim=-1, keepdim=True)
+    has_identity = is_identity.any(dim=-1, keepdim=True)
+    result = torch.where(has_identity, hidden_states.float() * identity_weight, 0.0).to(hidden_states.dtype)
+    return Routed(topk_weights.masked_fill(is_identity, 0.0), topk_ids.masked_fill(is_identity, -1), result)
+
+
+def known_choices(
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, row_mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (weights f32, ids int32), both `[T, top_k]`, where only experts in [0, num_experts) are left; on CUDA
+    tensors in one kernel.
+
+    Example: weights [[.5, .25]], ids [[5, 2]], 4 experts: [[0, .25]] and [[-1, 2]].
+
+    Args:
+        row_mask: bool `[T]`, tokens that count; the others get no expert. None where all do.
+    """
+    fused = optional_kernel("moe_ep.kernels.triton_choices:triton_known_choices") if topk_ids.is_cuda else None
+    if fused is not None and topk_ids.numel():
+        return fused(topk_weights, topk_ids, num_experts, row_mask)
+    known = (topk_ids >= 0) & (topk_ids < num_experts)
+    if row_mask is not None:
+        known &= row_mask[:, None]
+    return torch.where(known, topk_weights.float(), 0.0), torch.where(known, topk_ids, -1).to(torch.int32)
+
+
+def append_shared_experts(
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, first_id: int, num_shared: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Appends num_shared slots of weight 1 to every token, with ids first_id, first_id + 1, ..."""
+    num_tokens = topk_ids.size(0)
+    shared_ids = torch.arange(first_id, first_id + num_shared, dtype=topk_ids.dtype, device=topk_ids.device)
+    weights = torch.cat([topk_weights, topk_weights.new_ones(num_tokens, num_shared)], dim=1)
+    return weights, torch.cat([topk_ids, shared_ids.expand(num_tokens, num_shared)], dim=1)
