@@ -109,7 +109,7 @@ def test_jobs_of_a_bare_checkout(head: Head, checkout: Path, tmp_path: Path) -> 
 
 
 def test_the_example_job_ends_with_the_job_s_exit_code(head: Head) -> None:
-    script = str(jobs.ROOT / "launch" / "ray_job.py")
+    script = str(jobs.ROOT / "examples" / "ray_job.py")
     done = head.call(sys.executable, script, head.dashboard, *RUN, "--ep-size", "99")
     assert done.returncode == 1
     assert "moe-ep run: the gang asks for 99 CPUs (one a worker) and there are 2 free of 2 in the Ray" in done.stdout

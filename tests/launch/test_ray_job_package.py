@@ -1,4 +1,4 @@
-"""What launch/ray_job.py sends to a cluster that has no moe_ep of its own."""
+"""What examples/ray_job.py sends to a cluster that has no moe_ep of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 
 ray = pytest.importorskip("ray")
-SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "ray_job.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ray_job.py"
 
 
 class Dashboard(BaseHTTPRequestHandler):
@@ -64,7 +64,7 @@ def packages_of(script: Path) -> list[bytes]:
 def test_the_package_holds_the_code() -> None:
     (package,) = packages_of(SCRIPT)
     names = zipfile.ZipFile(io.BytesIO(package)).namelist()
-    assert {"moe_ep/__init__.py", "launch/ray_job.py", "kernels/reference.py"} <= set(names)
+    assert {"moe_ep/__init__.py", "examples/ray_job.py", "kernels/reference.py"} <= set(names)
     assert not [name for name in names if name.startswith((".", "tests/", "docs/"))]
 
 

@@ -1,6 +1,6 @@
-"""An example of a Ray job: submits `moe-ep` to a cluster, follows its output, and ends with its exit code.
+"""Submits `moe-ep` to a Ray cluster as a job, follows its output, and ends with its exit code.
 
-    python launch/ray_job.py http://127.0.0.1:8265 run --ep-size 4
+    python examples/ray_job.py http://127.0.0.1:8265 run --ep-size 4
 
 From a checkout it does what this line does, from any folder and without packing what the job does not need; where
 moe_ep is installed, the cluster must have it installed too:
@@ -20,7 +20,7 @@ from pathlib import Path
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-NOT_NEEDED = [".?*", "build", "dist", "docs", "tests"]  # not ".*", which is "." too: all of the folder
+NOT_NEEDED = [".?*", "build", "dist", "docs", "tests"]  # ".*" would match "." and so the whole folder
 
 
 async def submit(address: str, arguments: list[str]) -> int:
@@ -38,9 +38,9 @@ async def submit(address: str, arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) < 3:
-        print("usage: python launch/ray_job.py DASHBOARD_ADDRESS COMMAND [OPTION ...]", file=sys.stderr)
+        print("usage: python examples/ray_job.py DASHBOARD_ADDRESS COMMAND [OPTION ...]", file=sys.stderr)
         sys.exit(2)
     try:
         sys.exit(asyncio.run(submit(sys.argv[1], sys.argv[2:])))
     except (ConnectionError, ValueError, RuntimeError) as error:  # what Ray raises for an address, a token or a refusal
-        sys.exit(f"launch/ray_job.py: {error}")
+        sys.exit(f"examples/ray_job.py: {error}")

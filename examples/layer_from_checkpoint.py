@@ -1,0 +1,37 @@
+"""Loads one MoE layer of a checkpoint, each rank its own experts, and runs it on random tokens.
+
+python examples/layer_from_checkpoint.py path/to/checkpoint 3
+torchrun --nproc-per-node 2 examples/layer_from_checkpoint.py path/to/checkpoint 3
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from moe_ep import FusedMoE
+
+
+def main(path: str, index: int, num_tokens: int = 16) -> None:
+    on_gpus = torch.cuda.is_available()
+    rank = int(os.environ.get("RANK", "0"))
+    if "RANK" in os.environ:  # under torchrun
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpus else torch.device("cpu")
+    layer = FusedMoE.from_checkpoint(path, layer=index, dtype=torch.bfloat16).to(device)
+
+    generator = torch.Generator().manual_seed(rank)  # every rank has tokens of its own
+    hidden_states = torch.randn(num_tokens, layer.hidden_size, generator=generator).bfloat16().to(device)
+    router_logits = torch.randn(num_tokens, layer.num_experts, generator=generator).to(device)
+    with torch.inference_mode():
+        output = layer(hidden_states, router_logits)  # a collective step: all ranks call it
+    print(f"rank {rank}: {layer.local_num_experts} of {layer.num_experts} experts, output {tuple(output.shape)}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
