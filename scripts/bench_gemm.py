@@ -13,7 +13,7 @@ Beside uniform rows: rows that follow Zipf's law with exponent 0.5 over three qu
 against the same number of rows spread evenly over the same experts; and DeepSeek-V3's experts of one of eight ranks
 when every rank has T tokens. Peers run in processes of their own (gemm_peers.py), without the activation. What they
 and our kernels compile is compiled first, side by side. scripts/gemm_tables.py makes the tables of
-docs/benchmarks/gemm.md.
+docs/benchmarks/experts.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks/gemm.md from the JSON lines of one run of bench_gemm.py.
+"""The tables of docs/benchmarks/experts.md from the JSON lines of one run of bench_gemm.py.
 
     python scripts/gemm_tables.py gemm.jsonl
 

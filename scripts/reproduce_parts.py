@@ -61,7 +61,7 @@ def _every(name: str, page: str, seconds: float, *commands: str, needs: str = ""
 
 
 def _tests(name: str, gpus: int, seconds: float, pytest: str, files: str) -> Part:
-    page = "nvshmem_checks.md" if "nvshmem" in name else "runtime.md"
+    page = "dispatch.md" if "nvshmem" in name else "runtime.md"
     return replace(_one(name, page, seconds, f"{pytest} {files}", needs="pytest"), gpus=gpus, shares=True)
 
 
@@ -122,7 +122,7 @@ PARTS = (
     *_TESTS,
     # The layer, and what it is made of.
     _every(
-        "scaling", "scaling/README.md", 130,
+        "scaling", "scaling.md", 130,
         f"{_SCALING} --geometry deepseek-v3,deepseek-v4-flash,qwen3-235b,qwen3-30b,gpt-oss-120b,mixtral-8x7b,kimi-k2 "
         "--scaling weak,strong --routing uniform,zipf:0.5{recorded} --eplb off,on --variant-tokens 128 "
         "--repeats 20 --repeat-seconds 0.1 {commit} --seconds {left} --json {rows}",
@@ -133,31 +133,31 @@ PARTS = (
         f"--backends {_NVSHMEM},all_to_all,batched_all_to_all,allgather_reducescatter",
     ),
     _one(
-        "gemm", "gemm.md", 230,
+        "gemm", "experts.md", 230,
         *(f"{{moe_ep}} tune --geometry {name} --ep-size 8" for name in _MODELS),
         "{python} scripts/bench_gemm.py --peers {peers} --peer-seconds 200 {commit} --jsonl {rows}",
         "{python} scripts/gemm_tables.py {rows}",
         headline="x in the geometric mean|reach their target",
     ),
     _every(
-        "soak", "nvshmem_checks.md", 50,
+        "soak", "dispatch.md", 50,
         "{torchrun} scripts/soak_nvshmem.py --hidden 2048 --delay-us 5 --pairs 1000000 --seconds {left}",
         headline="rows compared",
     ),
     replace(
         _one(
-            "sanitizers", "nvshmem_checks.md", 120, "sh scripts/sanitize.sh",
+            "sanitizers", "dispatch.md", 120, "sh scripts/sanitize.sh",
             needs="pytest compute-sanitizer", headline="^(memcheck|racecheck) ",
         ),
         shares=True,
     ),
     _every(
-        "eplb-moving", "eplb_moving.md", 45,
+        "eplb-moving", "balancing.md", 45,
         f"{_MOVING} --parts moving,bare,stall,transfer {{commit}} --json {{rows}}",
         f"{_MOVING} --parts skew {{commit}} --json {{rows}}",
     ),
     _every(
-        "eplb-run", "eplb_moving.md", 25,
+        "eplb-run", "balancing.md", 25,
         "{moe_ep} run --eplb --routing zipf:0.8 --launcher local --ep-size {gpus} --json {rows}",
         headline="^  (before|moving|after) |^verified",
     ),
@@ -195,20 +195,20 @@ PARTS = (
         "slots", "transformers.md", 40, "{python} scripts/bench_slots.py {commit} --json {rows}", needs="transformers",
     ),
     _one(
-        "index-kernels", "small_kernels.md", 12,
+        "index-kernels", "experts.md", 12,
         "{python} scripts/bench_index_kernels.py --markdown {commit} --json {rows}",
     ),
-    _one("plain-experts", "plain_experts.md", 40, "{python} scripts/bench_plain_experts.py {commit} --json {rows}"),
-    _one("plain-tiles", "plain_experts.md", 60, "{python} scripts/bench_plain_tiles.py {commit} --json {rows}"),
+    _one("plain-experts", "experts.md", 40, "{python} scripts/bench_plain_experts.py {commit} --json {rows}"),
+    _one("plain-tiles", "experts.md", 60, "{python} scripts/bench_plain_tiles.py {commit} --json {rows}"),
     _one(
-        "gemm-types", "gemm.md", 70,
+        "gemm-types", "experts.md", 70,
         "{python} scripts/bench_gemm.py --shapes deepseek-v3 qwen3-30b --no-skew --rows 1 8 16 32 64 128 256 1024 "
         "--weights int4 int4-g32 uint4 int8 fp8 mxfp4 nvfp4 {commit} --jsonl {rows}",
         "{python} scripts/gemm_tables.py {rows}",
     ),
-    _one("gemm-e4m3", "gemm_e4m3.md", 35, "{python} scripts/bench_e4m3_rows.py {commit} --json {rows}"),
-    _one("repack", "gemm.md", 8, "{python} scripts/bench_repack.py {commit} --json {rows}"),
-    _one("eplb-map", "eplb_planning.md", 9, "{python} scripts/bench_eplb.py map {commit}"),
+    _one("gemm-e4m3", "experts.md", 35, "{python} scripts/bench_e4m3_rows.py {commit} --json {rows}"),
+    _one("repack", "experts.md", 8, "{python} scripts/bench_repack.py {commit} --json {rows}"),
+    _one("eplb-map", "balancing.md", 9, "{python} scripts/bench_eplb.py map {commit}"),
     _every(
         "host", "runtime.md", 30,
         "{python} scripts/bench_host.py --launcher local --ep-size {gpus} {commit} --json {rows}",
@@ -230,13 +230,13 @@ PARTS = (
         "--json {rows}",
     ),
     _every(
-        "scaling-ray", "scaling/README.md", 50,
+        "scaling-ray", "scaling.md", 50,
         "{moe_ep} bench scaling --launcher ray --ep-size {gpus} --geometry deepseek-v3 --repeats 20 "
         "--repeat-seconds 0.1 {commit} --seconds {left} --json {rows}",
         needs="ray",
     ),
     _every(
-        "scaling-backends", "scaling/README.md", 50,
+        "scaling-backends", "scaling.md", 50,
         f"{_SCALING} --geometry deepseek-v3 --ep-sizes {{gpus}} --decode-tokens 128 --prefill-tokens 1024 "
         "--wire activations,fp8 --repeats 20 --repeat-seconds 0.1 "
         "--backend nvshmem_low_latency,nvshmem_high_throughput,all_to_all,batched_all_to_all,allgather_reducescatter "
@@ -251,13 +251,13 @@ PARTS = (
         "--eager-tokens 4096",
     ),
     _one(
-        "gemm-sm80", "gemm_sm80.md", 40,
+        "gemm-sm80", "experts.md", 40,
         "{python} scripts/bench_gemm.py --ampere-only --no-skew {commit} --jsonl {rows}",
     ),
     # On the host's processor alone.
     _one("layer-python", "runtime.md", 40, "{python} scripts/bench_layer_python.py", headline="a call takes"),
     _one(
-        "eplb-planning", "eplb_planning.md", 240,
+        "eplb-planning", "balancing.md", 240,
         *(f"{{python}} scripts/bench_eplb.py {name} {{commit}}" for name in ("time", "rules", "quality")),
     ),
 )  # fmt: skip

@@ -245,7 +245,7 @@ __device__ __forceinline__ void list_terms(const Params& p, u64 pair, int token,
     __syncthreads();
 }
 
-// What comes home of a number: the experts of a rank with their weights, and then the ranks.
+// The combined value of a number: the experts of a rank with their weights, and then the ranks.
 __device__ __forceinline__ u16 expected_output(float value, const Terms& terms) {
     float total = 0.0f, sum = 0.0f;
     for (int n = 0; n < terms.count; ++n) {
@@ -258,7 +258,7 @@ __device__ __forceinline__ u16 expected_output(float value, const Terms& terms) 
     return to_bf16(total);
 }
 
-// Compares what came home. Grid: tokens.
+// Compares the combined rows. Grid: tokens.
 extern "C" __global__ void __launch_bounds__(kThreads) soak_check(const __grid_constant__ Params p) {
     __shared__ int owners[TOPK];
     __shared__ Terms terms;

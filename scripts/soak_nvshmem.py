@@ -4,7 +4,7 @@
 
 Tokens of each rank, routing, rows and weights change with every pair, and ranks are late at random. Rounds of 16 pairs,
 captured in CUDA graphs, take turns between bf16 and fp8 rows and between both faces. Each row that an expert gets, each
-count and list, and each row that comes home are compared bit for bit with what a hash of (pair, rank, token, column)
+count and list, and each combined row are compared bit for bit with what a hash of (pair, rank, token, column)
 says they must be (scripts/soak_nvshmem.cu). Prints one line; ends with 1 where anything was wrong.
 """
 

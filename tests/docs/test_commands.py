@@ -17,10 +17,15 @@ from tests.checkpoint.checkpoints import make_checkpoint
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 SCALING = BENCHMARKS / "scaling"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "docs" / "deploy").iterdir()))
+MADE = {ROOT / "docs" / "api", ROOT / "docs" / "_build"}  # by `make docs`
+PAGES = (
+    ROOT / "README.md",
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if not MADE & set(page.parents)),
+    *sorted((ROOT / "docs" / "deploy").iterdir()),
+)
 # What starts our own command line, whatever launches it.
 OURS = re.compile(
-    r"(?:^|[\s`])(?:moe-ep|(?:-m )moe_ep\.launch|launch/ray_job\.py \S+|scripts/bench_ep_scaling\.py)(?= [a-z-])"
+    r"(?:^|[\s`])(?:moe-ep|(?:-m )moe_ep\.launch|examples/ray_job\.py \S+|scripts/bench_ep_scaling\.py)(?= [a-z-])"
 )
 SCRIPT = re.compile(r"(?:^|[\s`])scripts/(\w+\.py)([^`|]*)")
 
@@ -38,38 +43,38 @@ HERE = {
 # Run by tests of their own, with smaller sizes.
 ELSEWHERE = {
     "bench scaling --geometry qwen3-30b --routing uniform,zipf:0.5 --eplb off,on --json results.jsonl":
-        "bench/test_scaling.py::test_the_same_rows_from_every_launcher_and_their_pictures",
-    "bench scaling --json /tmp/r.jsonl": "launch/test_ray_job.py::test_jobs_of_a_bare_checkout",
+        "test_scaling.py::test_the_same_rows_from_every_launcher_and_their_pictures",
+    "bench scaling --json /tmp/r.jsonl": "test_ray_job.py::test_jobs_of_a_bare_checkout",
     "eplb plan trace.npz --model DIR --ep-size 16 --redundant 16 --out placement.json":
-        "launch/test_run_eplb.py::test_experts_move_and_everything_is_verified",
+        "test_run_eplb.py::test_experts_move_and_everything_is_verified",
     "eplb simulate --routing zipf:0.5 --ep-size 32 --redundant 32 --step-tokens 1024":
-        "launch/test_eplb_command.py::test_simulate_prints_a_row_for_each_policy_and_rule",
-    "generate --model DIR --prompts FILE": "integrations/test_generate_command.py::test_the_command",
-    'run "$@"': "launch/test_torchrun_gang.py::test_ranks_that_srun_started",
+        "test_eplb_command.py::test_simulate_prints_a_row_for_each_policy_and_rule",
+    "generate --model DIR --prompts FILE": "test_generate_command.py::test_the_command",
+    'run "$@"': "test_torchrun_gang.py::test_ranks_that_srun_started",
     "run --address auto --ep-size 16 --model /models/checkpoint --tokens-per-rank 128 --steps 50":
-        "launch/test_ray_job.py::test_jobs_of_a_bare_checkout",
-    "run --address auto --ep-size 16 --model DIR": "launch/test_ray_job.py::test_a_driver_joins_a_running_cluster",
-    "run --ep-size 4": "launch/test_ray_job.py::test_jobs_of_a_bare_checkout",
-    "run --eplb --routing zipf:0.8": "launch/test_run_eplb.py::test_experts_move_and_everything_is_verified",
+        "test_ray_job.py::test_jobs_of_a_bare_checkout",
+    "run --address auto --ep-size 16 --model DIR": "test_ray_job.py::test_a_driver_joins_a_running_cluster",
+    "run --ep-size 4": "test_ray_job.py::test_jobs_of_a_bare_checkout",
+    "run --eplb --routing zipf:0.8": "test_run_eplb.py::test_experts_move_and_everything_is_verified",
     "run --eplb --routing zipf:0.8 --device cpu --launcher local --ep-size 2 --tokens-per-rank 64":
-        "launch/test_run_eplb.py::test_experts_move_and_everything_is_verified",
-    "run --launcher local --ep-size 4": "launch/test_run.py::test_the_demo_checkpoint_is_verified",
+        "test_run_eplb.py::test_experts_move_and_everything_is_verified",
+    "run --launcher local --ep-size 4": "test_run.py::test_the_demo_checkpoint_is_verified",
     "run --launcher torchrun --nnodes 2 --rdzv-endpoint HOST:29500 --ep-size 16":
-        "launch/test_torchrun_gang.py::test_two_agents_restart_after_a_failure",
-    "run --model DIR": "launch/test_run.py::test_two_torchrun_agents",
+        "test_torchrun_gang.py::test_two_agents_restart_after_a_failure",
+    "run --model DIR": "test_run.py::test_two_torchrun_agents",
     "run --model DIR --ep-size 8 --text FILE --tokens-per-rank 128 --steps 50 --json out.jsonl":
-        "launch/test_run.py::test_text_becomes_tokens_and_short_text_goes_round",
-    "run --model DIR --metrics-port 9100": "observability/test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
+        "test_run.py::test_text_becomes_tokens_and_short_text_goes_round",
+    "run --model DIR --metrics-port 9100": "test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
     "run --model DIR --metrics-port 9100 --trace traces/":
-        "observability/test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
+        "test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
     "run --model DIR --steps 4 --trace traces/":
-        "observability/test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
+        "test_trace.py::test_a_run_writes_a_trace_and_serves_metrics",
 }  # fmt: skip
 # They need GPUs; what they gave is on these pages.
 ON_GPUS = {
-    "bench scaling --geometry deepseek-v3 --json results.jsonl": "scaling/README.md",
-    "bench scaling --launcher ray --ep-size 4 --geometry deepseek-v3": "scaling/README.md",
-    "tune --geometry deepseek-v3 --ep-size 8": "gemm.md",
+    "bench scaling --geometry deepseek-v3 --json results.jsonl": "scaling.md",
+    "bench scaling --launcher ray --ep-size 4 --geometry deepseek-v3": "scaling.md",
+    "tune --geometry deepseek-v3 --ep-size 8": "experts.md",
 }
 
 
@@ -133,7 +138,8 @@ def test_every_command_is_run_somewhere() -> None:
     assert shown - named - {"run --help"} == HERE | set(ELSEWHERE) | set(ON_GPUS)
     for test in ELSEWHERE.values():
         file, name = test.split("::")
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), test
+        (found,) = (ROOT / "tests").rglob(file)
+        assert f"def {name}(" in found.read_text(), test
     for command, page in ON_GPUS.items():
         said = (BENCHMARKS / page).read_text()
         assert command.split(" --")[0] in said.replace("scripts/bench_ep_scaling.py", "bench scaling"), command

