@@ -1,6 +1,7 @@
 # make run    the main job on this machine, after setting up .venv
 # make test   the tests, after the same set-up      (TESTS="tests/core -k routing" narrows them)
 # make lint   ruff and mypy
+# make docs   the site in docs/_build, with an API reference from the docstrings; a warning is an error
 # make bench  dispatch benchmark on the GPUs of this machine
 PYTHON ?= python3
 VENV   ?= .venv
@@ -18,7 +19,7 @@ EXTRAS ?= test$(if $(wildcard /dev/nvidia[0-9]*),$(comma)cuda)
 # Modules stay compiled: every worker that a test starts imports torch, which takes twice as long from source.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test lint bench clean
+.PHONY: run test lint docs docs-packages bench clean
 .DEFAULT_GOAL := run
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -45,8 +46,17 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs-packages: $(VENV)/.docs
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
 bench: $(VENV)/.installed
 	$(BIN)/python scripts/bench_dispatch.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info docs/api docs/_build
