@@ -47,7 +47,7 @@ REPLACED = re.compile(
     r"|homec[o]ming|d[e]ar(er|est|ly)?|rehe[a]rs(e|es|ed|ing|al|als)|jo[u]rney(s|ed|ing)?)\b"
 )
 TEXT = {".py", ".cu", ".cuh", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".json", ".in", ""}
-NOT_OURS = {"tests", "build", "dist", "site", "reproduced", "__pycache__"}
+NOT_OURS = {"tests", "build", "dist", "_build", "api", "reproduced", "__pycache__"}
 
 
 @dataclass
