@@ -3,21 +3,63 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from moe_ep.files import parse_json
+from moe_ep.generation.conversation import TEMPLATE_FIELDS, Conversation
 from moe_ep.launch.cli.model_options import ModelConfig
 from moe_ep.launch.cli.option_values import input_file, output_file
 from moe_ep.launch.cli.options import OptionError, at_least, number, option
 
-# A text, or the messages of a conversation.
-Prompt = str | list[dict[str, Any]]
+_STDIN = Path("-")
+# Settings of a chat request that every prompt of a command has alike, with the option for each. Their values where they
+# change nothing are taken.
+_SETTINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "temperature": ("--temperature", ()),
+    "top_p": ("--top-p", (1,)),
+    "top_k": ("--top-k", (-1, 0)),
+    "seed": ("--seed", ()),
+    "stop": ("--stop", ([],)),
+    "max_tokens": ("--max-new-tokens", ()),
+    "max_completion_tokens": ("--max-new-tokens", ()),
+    "n": ("", (1,)),
+    "min_p": ("", (0,)),
+    "frequency_penalty": ("", (0,)),
+    "presence_penalty": ("", (0,)),
+    "repetition_penalty": ("", (1,)),
+    "logit_bias": ("", ({},)),
+    "logprobs": ("", (False,)),
+    "top_logprobs": ("", (0,)),
+    "response_format": ("", ({"type": "text"},)),
+    "tool_choice": ("", ("auto",)),
+    "functions": ("", ([],)),
+    "function_call": ("", ("auto",)),
+}
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """A prompt, or what keeps it from being one.
+
+    Attributes:
+        index: its number among all prompts.
+        where: where it was read, for messages.
+        prompt: None where `error` says what is wrong with it.
+    """
+
+    index: int
+    where: str
+    prompt: str | Conversation | None
+    error: str = ""
 
 
 def _prompts_file(raw: str) -> Path:
-    return input_file(raw, "it must be a file with a prompt a line").absolute()
+    return (
+        _STDIN if raw == "-" else input_file(raw, "it must be a file with a prompt a line, or - for stdin").absolute()
+    )
 
 
 def _some_text(raw: str) -> str:
@@ -35,13 +77,19 @@ class GenerateConfig(ModelConfig):
         default=None,
         metadata=option(
             _prompts_file,
-            'prompts, one on each line (required); in a .jsonl file, a string or an object with "prompt" or "messages"',
+            "prompts, one on each line, - for stdin (this or --prompt is required); in a .jsonl file, a string or an "
+            'object with "prompt" or "messages"',
             "FILE",
         ),
     )
+    prompt: str | None = field(default=None, metadata=option(_some_text, "a single prompt", "TEXT"))
     output: Path | None = field(
         default=None,
         metadata=option(output_file, "write the JSON lines here instead of printing them", "FILE"),
+    )
+    resume: bool = field(
+        default=False,
+        metadata=option(None, "go on behind the lines that --output has already, of an interrupted run"),
     )
     max_new_tokens: int = field(
         default=64, metadata=option(at_least(1), "continue each prompt by at most this many tokens")
@@ -86,63 +134,108 @@ class GenerateConfig(ModelConfig):
         default=True, metadata=option(None, "decode in CUDA graphs, where the backend and the experts allow it")
     )
 
-    def check_sampling(self) -> None:
-        """Raises OptionError for settings of drawn tokens where none are drawn."""
+    def check(self) -> None:
+        """Raises OptionError for options that do not fit together."""
+        if (self.prompts is None) == (self.prompt is None):
+            problem = "is missing" if self.prompt is None else "and --prompt are both given"
+            raise OptionError(f"--prompts {problem}; give a file with a prompt a line, or --prompt TEXT")
+        if self.resume and self.output is None:
+            raise OptionError("--resume is given without --output; name the file that the interrupted run wrote")
+        if self.num_redundant_experts and not self.eplb:
+            raise OptionError(f"--num-redundant-experts is {self.num_redundant_experts} without --eplb; add it")
+        self.check_quantize()
         for flag, value, default in (("--top-k", self.top_k, 0), ("--top-p", self.top_p, 1.0)):
             if self.temperature == 0 and value != default:
                 raise OptionError(f"{flag} is {value} and --temperature is 0, where nothing is drawn; raise it")
 
+    def read_prompts(self) -> tuple[list[PromptLine], list[dict[str, Any]]]:
+        """The prompts, and the fields of each one's line, which come back in the output.
 
-def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The prompts of a file, each an object with "prompt" or "messages"; blank lines are none.
+        Raises:
+            ValueError: there are none, or none that could be one; the message says what is wrong with the first.
+        """
+        found: list[tuple[str, dict[str, Any] | ValueError]]
+        if self.prompts is None:
+            found = [("--prompt", {"prompt": self.prompt})]
+        elif self.prompts == _STDIN:
+            found = _lines_of("stdin", sys.stdin.buffer.read(), are_json=None)
+        else:
+            found = _lines_of(str(self.prompts), self.prompts.read_bytes(), are_json=self.prompts.suffix == ".jsonl")
+        lines, fields = [], []
+        for index, (where, line) in enumerate(found):
+            try:
+                if isinstance(line, ValueError):
+                    raise line
+                lines.append(PromptLine(index, where, self.prompt_of(line)))
+            except ValueError as error:
+                lines.append(PromptLine(index, where, None, f"{where}: {error}"))
+            fields.append({} if isinstance(line, ValueError) else line)
+        if all(line.prompt is None for line in lines):
+            raise ValueError(lines[0].error)
+        return lines, fields
 
-    Raises:
-        ValueError: a line of a .jsonl file that holds no prompt, or a file without any; the message names it. A .json
-            file, whose lines are parts of one value.
-    """
-    if path.suffix == ".json":
-        raise ValueError(f"{path}: expected a prompt a line, found one JSON value; write each on a line of a .jsonl")
-    # Not splitlines: what it also takes for ends of lines may stand within a prompt.
-    lines = path.read_text(encoding="utf-8-sig").split("\n")
-    numbered = [(at, line) for at, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise ValueError(f"{path}: expected a prompt a line, found none")
-    if path.suffix != ".jsonl":
-        return [{"prompt": line} for _, line in numbered]
-    prompts = []
-    for at, line in numbered:
-        try:
-            value = parse_json(line)
-            json.dumps(value, allow_nan=False)  # it comes back in the output
-        except ValueError:
-            value = None
-        if isinstance(value, str):
-            value = {"prompt": value}
-        if not _holds_a_prompt(value):
+    def prompt_of(self, line: dict[str, Any]) -> str | Conversation:
+        """What the model is given for an object; ValueError where it holds no prompt, or settings without effect."""
+        if "prompt" in line:
+            if not isinstance(line["prompt"], str) or not line["prompt"]:
+                raise ValueError(f"prompt is {_shown(line['prompt'])}; it must be a text")
+            if self.chat:
+                line = {**line, "messages": [{"role": "user", "content": line["prompt"]}]}
+            elif given := [name for name in TEMPLATE_FIELDS if line.get(name) is not None]:
+                raise ValueError(f"{given[0]} is for conversations; give messages, or --chat")
+            else:
+                return line["prompt"]
+        elif "messages" not in line:
             raise ValueError(
-                f'{path}: line {at}: expected a string or an object with "prompt" (a text) or "messages" (each with '
-                f"role and content), and finite numbers, found {line[:80]!r}"
+                f'expected "prompt" (a text) or "messages" (each with role and content), found {_shown(line)}'
             )
-        prompts.append(value)
-    return prompts
+        applied = {
+            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "seed": self.seed,
+            "stop": self.stop, "max_tokens": self.max_new_tokens, "max_completion_tokens": self.max_new_tokens,
+        }  # fmt: skip
+        for name, (flag, neutral) in _SETTINGS.items():
+            value = line.get(name)
+            if value is not None and value not in (*neutral, applied.get(name)):
+                way_out = f"give {flag} for all prompts" if flag else "leave it out"
+                raise ValueError(f"{name} is {_shown(value)}, which is not applied to one prompt; {way_out}")
+        return replace(Conversation.from_line(line), is_text="prompt" in line)
 
 
-def prompt_of(line: dict[str, Any], chat: bool) -> Prompt:
-    """What the model is given for an object of `read_prompts`."""
-    if "prompt" not in line:
-        return line["messages"]
-    return [{"role": "user", "content": line["prompt"]}] if chat else line["prompt"]
+def _lines_of(name: str, data: bytes, *, are_json: bool | None) -> list[tuple[str, dict[str, Any] | ValueError]]:
+    """The lines that are not blank, each with where it stands: an object, or what is wrong with it.
+
+    Args:
+        are_json: whether lines are JSON, not texts; None where the first one tells.
+    """
+    if name.endswith(".json"):
+        raise ValueError(f"{name}: expected a prompt a line, found one JSON value; write each on a line of a .jsonl")
+    # Not splitlines: what it also takes for ends of lines may stand within a prompt.
+    raw = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    numbered = [(f"line {at}", line) for at, line in enumerate(raw, start=1) if line.strip()]
+    if not numbered:
+        raise ValueError(f"{name}: expected a prompt a line, found none")
+    if are_json is None:
+        are_json = numbered[0][1].lstrip()[:1] in (b"{", b'"')
+    return [(where, _object_of(line, is_json=are_json)) for where, line in numbered]
 
 
-def _holds_a_prompt(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    if "prompt" in value:
-        return isinstance(value["prompt"], str) and bool(value["prompt"])
-    messages = value.get("messages")
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
-        and all("content" in message for message in messages)
-    )
+def _object_of(raw: bytes, *, is_json: bool) -> dict[str, Any] | ValueError:
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        return ValueError("it must be text in UTF-8")
+    if not is_json:
+        return {"prompt": text.removesuffix("\r")}
+    try:
+        value = parse_json(text)
+        json.dumps(value, allow_nan=False)  # it comes back in the output
+    except ValueError:
+        return ValueError(f"expected JSON with finite numbers, found {_shown(text)}")
+    if isinstance(value, str):
+        value = {"prompt": value}
+    return value if isinstance(value, dict) else ValueError(f"expected a string or an object, found {_shown(text)}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

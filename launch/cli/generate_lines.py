@@ -7,13 +7,62 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from moe_ep.files import naming, write_whole
+from moe_ep.files import naming, parse_json, write_whole
 from moe_ep.launch.cli.outputs import show
 from moe_ep.launch.gangs import progress
+
+# Fields of an output line that may replace those of its prompt.
+_OUTPUT_FIELDS = frozenset(
+    ("kind", "index", "text", "num_prompt_tokens", "num_tokens", "finish", "error", "rank", "logprobs")
+)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What an output has already.
+
+    Attributes:
+        lines: of prompts, from the first one on.
+        size: bytes of these lines.
+        failures: those of them that have no completion.
+    """
+
+    lines: int = 0
+    size: int = 0
+    failures: int = 0
+
+    @classmethod
+    def read(cls, output: Path, prompts: Sequence[dict[str, Any]]) -> Finished:
+        """The whole lines of prompts in an output, without its summary.
+
+        Raises:
+            ValueError: a line is not that of its prompt.
+        """
+        lines = size = failures = 0
+        for raw in output.read_bytes().splitlines(keepends=True) if output.is_file() else ():
+            try:
+                found = parse_json(raw)
+            except ValueError:
+                found = None
+            if not raw.endswith(b"\n") or (isinstance(found, dict) and found.get("kind") == "summary"):
+                break
+            if not _is_line_of(found, lines, prompts):
+                raise ValueError(f"its line {lines + 1} is not that of prompt {lines}; write to another file")
+            failures += found.get("finish") in ("refused", "failed")
+            lines, size = lines + 1, size + len(raw)
+        return cls(lines, size, failures)
+
+
+def _is_line_of(found: Any, index: int, prompts: Sequence[dict[str, Any]]) -> bool:
+    if index >= len(prompts) or not isinstance(found, dict):
+        return False
+    wanted = {name: value for name, value in prompts[index].items() if name not in _OUTPUT_FIELDS}
+    return (found.get("kind"), found.get("index")) == ("completion", index) and wanted.items() <= found.items()
 
 
 class CompletionLines:
@@ -23,17 +72,17 @@ class CompletionLines:
 
     Args:
         prompts: what each line of the prompts' file said; it comes back.
-        output: the file; written anew from the first line on. None for stdout.
+        output: the file, or None for stdout.
+        finished: lines of the file that stay; the others are replaced.
 
     Attributes:
         num_written: lines that are in the file.
     """
 
-    def __init__(self, prompts: Sequence[dict[str, Any]], output: Path | None) -> None:
-        self.num_written = 0
-        self._prompts, self._output = prompts, output
+    def __init__(self, prompts: Sequence[dict[str, Any]], output: Path | None, finished: Finished = Finished()) -> None:
+        self.num_written = self._num_told = finished.lines
+        self._prompts, self._output, self._finished = prompts, output, finished
         self._waiting: dict[int, dict[str, Any]] = {}
-        self._num_told = 0
         self._file: FileIO | None = None
         # An output that lacks letters gets JSON's escapes of them.
         self._in_ascii = output is None and codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8"
@@ -78,7 +127,10 @@ class CompletionLines:
     def _to_file(self, output: Path, line: str) -> None:
         if self._file is None:
             # Open till the end: the reader of a pipe would take a close for it.
-            self._file = output.open("wb", buffering=0)
+            self._file = output.open("r+b" if self._finished.lines else "wb", buffering=0)
+            if self._finished.lines:
+                self._file.truncate(self._finished.size)
+                self._file.seek(self._finished.size)
         with naming(output):
             write_whole(self._file, f"{line}\n")
         self.num_written += 1

@@ -17,7 +17,8 @@ class RankGeneration:
     """One rank's account, of plain values.
 
     Attributes:
-        completions: index, text, num_prompt_tokens, num_tokens, finish and rank of each of its prompts.
+        completions: index, text, num_prompt_tokens, num_tokens, finish and rank of each of its prompts, and the error
+            of those that failed.
         refused: index, finish, error and rank of those that the model does not take.
         not_applied: settings of the model's generation_config.json that change which token is the likeliest, and are
             left out.
@@ -60,6 +61,7 @@ class GenerationReport:
         self.config, self.command, self.ranks = config, command, list(ranks)
         self.elapsed_s = max(rank.elapsed_s for rank in ranks)
         self.refused = [told for rank in ranks for told in rank.refused]
+        self.failed = [told for rank in ranks for told in rank.completions if told["finish"] == "failed"]
 
     def step_ms(self, kind: str) -> dict[str, float] | None:
         """Median and p99 over ranks and steps; None where there were none."""
@@ -86,6 +88,7 @@ class GenerationReport:
             "batch_size": self.config.batch_size,
             "prompts_per_rank": [len(rank.completions) for rank in self.ranks],
             "prompts_refused": len(self.refused),
+            "prompts_failed": len(self.failed),
             "not_applied": first.not_applied,
             "tokens_per_rank": num_tokens,
             "elapsed_s": self.elapsed_s,
@@ -131,10 +134,11 @@ class GenerationReport:
         if summary["not_applied"]:
             settings = ", ".join(f"{name} ({value})" for name, value in summary["not_applied"].items())
             yield f"not applied, of generation_config.json: {settings}"
-        if self.refused:
-            first = min(self.refused, key=lambda told: told["index"])["error"]
-            total = len(self.refused) + sum(summary["prompts_per_rank"])
-            yield f"refused {len(self.refused)} of {total} prompts: {first}"
+        total = len(self.refused) + sum(summary["prompts_per_rank"])
+        for what, several in (("refused", self.refused), ("failed at", self.failed)):
+            if several:
+                first = min(several, key=lambda told: told["index"])["error"]
+                yield f"{what} {len(several)} of {total} prompts: {first}"
 
     @staticmethod
     def _times(step_ms: dict[str, dict[str, float] | None]) -> Iterator[str]:

@@ -132,6 +132,11 @@ class SlotDecoder:
         self._active[slot] = False
         self._positions[slot] = 0
 
+    def clear(self, slot: int) -> None:
+        """Forgets what a slot's sequence has left in the cache."""
+        if self._cache is not None:
+            self._cache.clear(slot)
+
     def close(self) -> None:
         """Gives up the graphs. NCCL does not leave a process group while graphs with its collectives exist."""
         self._decode.close()

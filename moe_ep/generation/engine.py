@@ -20,6 +20,8 @@ from moe_ep.hf.divided import steps_of
 from moe_ep.hf.sharding import PREFILL_MAX_NUM_TOKENS
 from moe_ep.hf.steps import Step
 
+# In the place of a token id.
+_NO_TOKEN = -1
 # Whether a sequence ends with the last of these tokens, all that it has been continued by.
 Ends = Callable[[list[int]], bool]
 # (sequences that each rank has finished, by rank)
@@ -32,13 +34,15 @@ class Completion:
 
     Attributes:
         token_ids: without the token that ended it.
-        finish: "stop" where the model ended it, "length" where the limit did.
+        finish: "stop" where the model ended it, "length" where the limit did, "failed" as `error` says.
+        error: why it failed; empty where it did not.
     """
 
     index: int
     num_prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
     finish: str = ""
+    error: str = ""
 
 
 @dataclass
@@ -67,7 +71,7 @@ class Generation:
         requests: the prompts of all ranks, the same on each; whichever rank has slots free continues the next.
         max_new_tokens: where a sequence ends if the model does not end it.
         num_slots: sequences that decode together, the same on every rank.
-        stop_ids: tokens that end a sequence.
+        stop_ids: tokens that end a sequence; a request may have more.
         ends: says after each other token whether it ends its sequence.
         sampling: how tokens are chosen; the likeliest unless it says otherwise.
         max_length: where a sequence ends at the latest, prompt and continuation; None for no such end.
@@ -110,7 +114,7 @@ class Generation:
         self._sampling = sampling or Sampling()
         self._randoms = {request.index: SequenceRandom(self._sampling, request.index) for request in requests}
         self._max_new_tokens = max_new_tokens
-        self._stop_ids = frozenset(stop_ids)
+        self._stop_ids = {request.index: frozenset((*stop_ids, *request.stop_ids)) for request in requests}
         self._ends = ends or (lambda token_ids: False)
         self._on_progress = on_progress or (lambda finished: None)
         self._on_completion = on_completion or (lambda completion: None)
@@ -176,21 +180,26 @@ class Generation:
         logits = self._decoder.prefill(slots, [prompt.token_ids for prompt in prompts])
         tokens = next_tokens(logits, self._sampling, [self._randoms[prompt.index].draw() for prompt in prompts])
         self._decoder.append(slots, tokens)
-        for slot, prompt, token in zip(slots, prompts, self._on_host(tokens), strict=True):
+        for slot, prompt, token in zip(slots, prompts, self._on_host(tokens, logits), strict=True):
             self._running[slot] = Completion(prompt.index, prompt.length)
             self._take(slot, token)
 
     def _decode(self) -> None:
         draws = [0.0 if sequence is None else self._randoms[sequence.index].draw() for sequence in self._running]
-        tokens = next_tokens(self._decoder.decode(), self._sampling, draws)
+        logits = self._decoder.decode()
+        tokens = next_tokens(logits, self._sampling, draws)
         self._decoder.append(slice(None), tokens)
-        for slot, token in enumerate(self._on_host(tokens)):
+        for slot, token in enumerate(self._on_host(tokens, logits)):
             if self._running[slot] is not None:
                 self._take(slot, token)
 
-    def _on_host(self, tokens: torch.Tensor) -> list[int]:
-        """The tokens, which are what the model says: no kernel of their step has waited in vain."""
-        values = tokens.tolist()
+    def _on_host(self, tokens: torch.Tensor, logits: torch.Tensor) -> list[int]:
+        """The tokens, or `_NO_TOKEN` for a row whose logits choose none: they have NaN or inf, or are -inf throughout.
+
+        They are what the model says: no kernel of their step has waited in vain.
+        """
+        # One more reduction on the device, and no more transfers. The largest of a row with NaN is NaN.
+        values = torch.where(logits.amax(dim=-1).isfinite(), tokens, _NO_TOKEN).tolist()
         self._decoder.steps.check()
         return values
 
@@ -199,21 +208,33 @@ class Generation:
         sequence = self._running[slot]
         if sequence is None:
             return
-        if token in self._stop_ids:
-            sequence.finish = "stop"
-        else:
-            sequence.token_ids.append(token)
-            num_tokens = len(sequence.token_ids)
-            if self._ends(sequence.token_ids):
-                sequence.finish = "stop"
-            elif num_tokens < self._max_new_tokens and sequence.num_prompt_tokens + num_tokens < self._max_length:
-                return
-            else:
-                sequence.finish = "length"
+        sequence.finish = self._finish(sequence, token)
+        if not sequence.finish:
+            return
+        if sequence.finish == "failed":
+            sequence.error = (
+                f"the model's logits are not finite behind {len(sequence.token_ids)} new tokens; its weights, or its "
+                f"activations in this dtype, have NaN or infinity"
+            )
+            # What a later sequence does not overwrite, it multiplies by 0, which NaN stays NaN under.
+            self._decoder.clear(slot)
         self._on_completion(sequence)
         self.completions.append(sequence)
         self._running[slot] = None
         self._decoder.free(slot)
+
+    def _finish(self, sequence: Completion, token: int) -> str:
+        """How the token ends its sequence, which it is added to unless it stops it; empty where it does not."""
+        if token == _NO_TOKEN:
+            return "failed"
+        if token in self._stop_ids[sequence.index]:
+            return "stop"
+        sequence.token_ids.append(token)
+        if self._ends(sequence.token_ids):
+            return "stop"
+        num_tokens = len(sequence.token_ids)
+        goes_on = num_tokens < self._max_new_tokens and sequence.num_prompt_tokens + num_tokens < self._max_length
+        return "" if goes_on else "length"
 
 
 def _check_requests(requests: Sequence[Request], max_length: int | None, vocabulary: int) -> None:

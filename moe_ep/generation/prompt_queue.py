@@ -14,10 +14,17 @@ FREE_SHARE = 1 / 4
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt `[length]` and its number among all prompts."""
+    """A prompt.
+
+    Attributes:
+        index: its number among all prompts.
+        token_ids: integer `[length]`.
+        stop_ids: tokens that end its continuation, beside those that end all.
+    """
 
     index: int
     token_ids: torch.Tensor
+    stop_ids: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:

@@ -75,6 +75,12 @@ class SlotCache(Cache):
         for ours, theirs in zip(layers, prefilled.layers, strict=True):
             ours.put(slots, theirs, columns)
 
+    def clear(self, slot: int) -> None:
+        """Sets to 0 what a slot holds."""
+        layers: list[Any] = self.layers
+        for layer in layers:
+            layer.clear(slot)
+
     def attention_mask(self, dtype: torch.dtype) -> Any:
         """What each slot's next token sees, added to scores: `[num_slots, 1, 1, max_length]`, by kind of layer where
         there are several kinds."""
@@ -132,6 +138,11 @@ class _AttentionSlots(DynamicLayer):
         self.keys[slots[:, kept], :, columns[:, kept]] = prefilled.keys.transpose(1, 2)
         self.values[slots[:, kept], :, columns[:, kept]] = prefilled.values.transpose(1, 2)
 
+    def clear(self, slot: int) -> None:
+        if self._has_keys:
+            self.keys[slot] = 0
+            self.values[slot] = 0
+
 
 class _IndexedSlots(_AttentionSlots):
     indexer_keys: torch.Tensor
@@ -149,6 +160,10 @@ class _IndexedSlots(_AttentionSlots):
     def put(self, slots: torch.Tensor, prefilled: Any, columns: torch.Tensor) -> None:
         super().put(slots, prefilled, columns)
         self.indexer_keys[slots, columns] = prefilled.indexer_keys
+
+    def clear(self, slot: int) -> None:
+        super().clear(slot)
+        self.indexer_keys[slot] = 0
 
 
 class _LinearAttentionSlots(LinearAttentionLayer):
@@ -173,9 +188,18 @@ class _LinearAttentionSlots(LinearAttentionLayer):
                 if state is not None:
                     getattr(self, name)[index][slots[:, 0]] = state
 
+    def clear(self, slot: int) -> None:
+        for name in self._STATES:
+            for state in getattr(self, name).values():
+                if state is not None:
+                    state[slot] = 0
+
 
 class _NoSlots(_DummyLayer):
     def put(self, slots: torch.Tensor, prefilled: Any, columns: torch.Tensor) -> None:
+        return
+
+    def clear(self, slot: int) -> None:
         return
 
 

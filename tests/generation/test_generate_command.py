@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
@@ -19,19 +18,15 @@ import transformers
 
 from moe_ep.checkpoint.demo import make_demo_checkpoint
 from moe_ep.errors import ConfigError
-from moe_ep.generation.engine import Completion
-from moe_ep.launch.cli.generate_config import prompt_of, read_prompts
+from moe_ep.generation.conversation import Conversation
+from moe_ep.generation.tokenizer import ModelTokenizer
+from moe_ep.launch.cli.generate_config import GenerateConfig, PromptLine
+from moe_ep.launch.cli.generate_report import RankGeneration
 from moe_ep.launch.cli.main import main
-from moe_ep.launch.workers.generate_worker import (
-    _has_come_to,
-    _not_applied,
-    _requests,
-    _stop_ids,
-    _token_ids,
-    _tokenizer,
-    _told,
-)
+from moe_ep.launch.gangs.rank_env import RankEnv
+from moe_ep.launch.workers.generate_worker import run_generate
 from tests.generation.alone import continue_alone, load_alone
+from tests.ranks import ranks
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +79,7 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert (line["kind"], line["index"], line["id"]) == ("completion", index, f"p{index}")
         assert line["prompt"] == prompt if index < 4 else line["messages"][0]["content"] == prompt
         if index == 3:
-            assert line["finish"] == "refused" and "the tokenizer does not read it" in line["error"]
+            assert line["finish"] == "refused" and "line 4" in line["error"]
         else:
             assert line["text"] == continue_alone(alone, tokenizer, prompt, 10)
     assert summary["kind"] == "summary"
@@ -94,28 +89,170 @@ def test_the_command(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (sorted(summary["prompts_per_rank"]), summary["prompts_refused"]) == ([2, 2], 1)
     assert summary["tokens_per_s"] == pytest.approx(sum(summary["tokens_per_s_per_rank"]))
     assert 0 < summary["balancedness"] <= 1
-    assert "refused 1 of 5 prompts: prompt 3 is '# \\ud800' and the tokenizer" in captured.err
+    assert "refused 1 of 5 prompts: line 4" in captured.err
     assert summary["not_applied"] == {"repetition_penalty": 1.5}
     assert "not applied, of generation_config.json: repetition_penalty (1.5)" in captured.err
     assert " tokens/s (" in captured.err and re.search(r"^ +1 +2 +\d+ .* MiB  .*, cpu$", captured.err, re.MULTILINE)
 
 
+CHAT = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if think %}<think>{% endif %}"
+)
+
+
+def answer(rank: int, world_size: int, config: GenerateConfig, prompts: list[PromptLine]) -> RankGeneration:
+    """What a worker of the command does."""
+    place = {"rank": rank, "world_size": world_size, "local_rank": rank, "local_world_size": world_size}
+    return run_generate(RankEnv(**place, source="local"), config, prompts)
+
+
+def answers(folder: Path, num_ranks: int = 1, **settings: Any) -> list[dict[str, Any]]:
+    """The lines of the prompts, in their order; prompts are a file, or one text."""
+    config = GenerateConfig(**{"model": folder, "max_new_tokens": 6, **settings})
+    results = ranks(num_ranks).run(answer, config, config.read_prompts()[0])
+    told = [line for result in results for line in (*result.refused, *result.completions)]
+    return sorted(told, key=lambda line: line["index"])
+
+
+def with_template(demo: Path, folder: Path, template: str = CHAT) -> Path:
+    shutil.copytree(demo, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def test_bad_lines_do_not_keep_the_others_from_being_answered(demo: Path, tmp_path: Path) -> None:
+    folder = with_template(demo, tmp_path / "model")
+    good = {"messages": [{"role": "user", "content": "def read("}], "id": "good"}
+    bad = [
+        b"{",
+        b'"\xff"',
+        b"3",
+        b'{"id": "none"}',
+        b'{"prompt": ""}',
+        b'{"prompt": "x", "score": NaN}',
+        b'{"prompt": "x", "score": 1e999}',
+        b'{"messages": []}',
+        b'{"messages": [{"role": "user"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": 0.5}',
+        b'{"prompt": "x", "tools": [{"type": "function"}]}',
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"no_such": true}}',
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(b"\n\n".join([json.dumps(good).encode(), *bad, b'"import"']))
+    lines = answers(folder, num_ranks=2, prompts=prompts)
+    assert [line["finish"] == "refused" for line in lines] == [False, *[True] * len(bad), False]
+    assert all(f"line {2 * at + 1}:" in line["error"] for at, line in enumerate(lines) if "error" in line)
+    fields = GenerateConfig(prompts=prompts).read_prompts()[1]
+    assert (fields[0]["id"], fields[4]["id"]) == ("good", "none")
+
+
+def test_settings_of_a_line_reach_the_template(demo: Path, tmp_path: Path) -> None:
+    folder = with_template(demo, tmp_path / "model")
+    tokenizer = ModelTokenizer(folder).tokenizer
+    ask = {"messages": [{"role": "user", "content": "def read("}]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    settings: list[dict[str, Any]] = [{}, {"tools": tools}, {"chat_template_kwargs": {"think": True}}]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({**ask, **more}) + "\n" for more in settings))
+    lines = answers(folder, prompts=prompts)
+    expected = [
+        tokenizer.apply_chat_template(
+            ask["messages"],
+            tools=more.get("tools"),
+            add_generation_prompt=True,
+            return_dict=False,
+            **more.get("chat_template_kwargs", {}),
+        )
+        for more in settings
+    ]
+    assert [line["num_prompt_tokens"] for line in lines] == [len(ids) for ids in expected]
+    assert len({len(ids) for ids in expected}) == 3
+
+
+@pytest.mark.parametrize("named_by", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_conversation_ends_at_the_tokenizer_s_end_too(demo: Path, tmp_path: Path, named_by: str) -> None:
+    folder = with_template(demo, tmp_path / "model")
+    prompts = tmp_path / "prompts.jsonl"
+    ask = [{"messages": [{"role": "user", "content": "import"}]}, {"prompt": "import"}]
+    prompts.write_text("\n".join(map(json.dumps, ask)))
+    free, _ = answers(folder, prompts=prompts, max_new_tokens=12)
+    tokenizer = ModelTokenizer(demo)
+    ids = tokenizer.tokenizer(free["text"])["input_ids"]
+    # The first token of the continuation becomes the end token.
+    end = tokenizer.tokenizer.convert_ids_to_tokens(ids[0])
+    config = folder / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    settings.pop("eos_token", None)
+    settings["added_tokens_decoder"] = {}
+    if named_by == config.name:
+        settings["eos_token"] = end
+    else:
+        (folder / named_by).write_text(json.dumps({"eos_token": {"content": end}}))
+    config.write_text(json.dumps(settings))
+    conversation, text = answers(folder, prompts=prompts, max_new_tokens=12)
+    assert (conversation["finish"], conversation["num_tokens"]) == ("stop", 0)
+    assert (text["finish"], text["num_tokens"]) == ("length", 12)
+    lines = answers(folder, prompts=prompts, max_new_tokens=12, chat=True)
+    assert [line["num_tokens"] for line in lines] == [0, 0]
+
+
+def test_an_interrupted_run_is_resumed(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "import" + " os" * n, "id": n}) + "\n" for n in range(5)))
+    drawn = answers(demo, prompts=prompts, temperature=0.8)
+    command = ["generate", "--model", str(demo), "--prompts", str(prompts), "--output", str(out), "--resume"]
+    command += ["--launcher", "local", "--ep-size", "1", "--device", "cpu", "--max-new-tokens", "6"]
+    whole = [
+        json.dumps({"prompt": "import" + " os" * n, "id": n, "kind": "completion"} | line).encode() + b"\n"
+        for n, line in enumerate(drawn)
+    ]
+    # The third line was cut off.
+    out.write_bytes(b"".join(whole[:2]) + whole[2][:20])
+    assert main([*command, "--temperature", "0.8"]) == 0
+    lines = out.read_bytes().splitlines(keepends=True)
+    assert lines[:5] == whole and json.loads(lines[5])["prompts_per_rank"] == [3]
+    capsys.readouterr()
+    assert main(command) == 0 and "all 5" in capsys.readouterr().err
+    assert out.read_bytes().splitlines(keepends=True) == lines
+    prompts.write_text(prompts.read_text().replace(" os", " re"))
+    assert main(command) == 2 and "line 2" in capsys.readouterr().err
+    assert out.read_bytes().splitlines(keepends=True) == lines
+
+
+def test_prompts_from_stdin_and_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(data: bytes) -> list[str | Conversation | None]:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return [line.prompt for line in GenerateConfig(prompts=Path("-")).read_prompts()[0]]
+
+    assert read(b"import\n\nos\n") == ["import", "os"]
+    assert read(b'\n{"prompt": "import", "id": 1}\n"os"') == ["import", "os"]
+    (line,), fields = GenerateConfig(prompt="import").read_prompts()
+    assert (line.prompt, line.where, fields) == ("import", "--prompt", [{"prompt": "import"}])
+
+
+def test_a_model_without_a_chat_template(demo: Path) -> None:
+    tokenizer, asked = ModelTokenizer(demo), {"messages": [{"role": "user", "content": "x"}]}
+    for line, way_out in ((asked, "give it as text"), ({"prompt": "x"}, "leave --chat out")):
+        prompt = GenerateConfig(chat=True).prompt_of(line)
+        with pytest.raises(ConfigError, match=way_out):
+            tokenizer.token_ids(prompt)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("prompts.txt", "\n\n", "prompts.txt: expected a prompt a line, found none"),
-        ("prompts.json", '[\n"one"\n]\n', "prompts.json: expected a prompt a line, found one JSON value; write each"),
-        (
-            "prompts.jsonl",
-            '"one"\n{"text": "two"}\n',
-            'or "messages" (each with role and content), and finite numbers, found \'{"text": "two"}\'',
-        ),
+        ("prompts.txt", "\n\n", "found none"),
+        ("prompts.json", '[\n"one"\n]\n', "write each on a line of a .jsonl"),
+        ("prompts.jsonl", '3\n{"text": "two"}\n', "line 1: expected a string or an object"),
+        ("prompts.txt", b"\xff\xfe\n", "line 1: it must be text in UTF-8"),
     ],
 )
 def test_prompts_that_are_none(
-    name: str, content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, content: str | bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(["generate", "--prompts", str(tmp_path / name)]) == 2
     assert message in capsys.readouterr().err
 
@@ -124,108 +261,74 @@ def test_what_ends_a_line_elsewhere_may_stand_in_a_prompt(tmp_path: Path) -> Non
     text, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     text.write_bytes("\ufeffone\u2028 two\x0c\r\n\nthree".encode())
     objects.write_text('"one\u2028 two"\n\n{"prompt": "three", "id": 3}\n', encoding="utf-8")
-    assert [prompt["prompt"] for prompt in read_prompts(text)] == ["one\u2028 two\x0c", "three"]
-    assert read_prompts(objects) == [{"prompt": "one\u2028 two"}, {"prompt": "three", "id": 3}]
-    # What JSON has no word for could not be returned.
-    for content in ('"one"\n\n{"prompt": "three", "score": NaN}\n', '"one"\n\n{"prompt": "three", "score": 1e999}\n'):
-        objects.write_text(content)
-        with pytest.raises(ValueError, match="line 3: .* and finite numbers, found"):
-            read_prompts(objects)
-    objects.write_text('"one"\n\n{}\n')
-    with pytest.raises(ValueError, match="line 3: expected a string"):
-        read_prompts(objects)
+    assert [line.prompt for line in GenerateConfig(prompts=text).read_prompts()[0]] == ["one\u2028 two\x0c", "three"]
+    lines, fields = GenerateConfig(prompts=objects).read_prompts()
+    assert [(line.index, line.where, line.prompt) for line in lines] == [
+        (0, "line 1", "one\u2028 two"),
+        (1, "line 3", "three"),
+    ]
+    assert fields == [{"prompt": "one\u2028 two"}, {"prompt": "three", "id": 3}]
 
 
-def test_prompts_that_the_model_cannot_take(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SimpleNamespace(vocab_size=3, max_position_embeddings=4)
-
-    def ids(*found: int) -> Any:
-        return _token_ids(lambda prompt, **_: {"input_ids": list(found)}, config, 7, "x")
-
-    assert ids(1, 2, 1).tolist() == [1, 2, 1]
-    for found, message in {
-        (): "prompt 7 is 'x' and has no tokens; give it some text",
-        (1, 5): "prompt 7 has the token 5 and the model knows 3; the tokenizer is another",
-        (1, 2, 1, 2): "prompt 7 has 4 tokens and the model reads 4, continuation included; shorten it",
-    }.items():
+def test_prompts_that_the_model_cannot_take(demo: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(demo, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4}))
+    tokenizer = ModelTokenizer(folder)
+    assert len(tokenizer.token_ids("import")) < 4
+    for text, message in {"import os, sys, re, json": "shorten it", "\ud800": "does not read"}.items():
         with pytest.raises(ConfigError, match=message):
-            ids(*found)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda everybody, mine: everybody.append(mine))
-    alone = SimpleNamespace(rank=0, world_size=1)
-    one, two = {"input_ids": [1]}, {"input_ids": []}
-    requests, refused = _requests(lambda prompt, **_: one if prompt else two, config, alone, ["", "x", ""])
-    assert [request.index for request in requests] == [1] and [told["index"] for told in refused] == [0, 2]
-    with pytest.raises(ConfigError, match="prompt 0 is '' and has no tokens"):
-        _requests(lambda prompt, **_: two, config, alone, ["", ""])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(demo)
-    messages = prompt_of({"prompt": "x"}, chat=True)
-    assert messages == [{"role": "user", "content": "x"}]
-    with pytest.raises(ConfigError, match="prompt 7 is a conversation and the model's tokenizer has no chat template"):
-        _token_ids(tokenizer, config, 7, messages)
-    tokenizer.chat_template = "{{ raise_exception('no users here') }}"
-    with pytest.raises(ConfigError, match="prompt 7: the model's chat template does not take it: no users here"):
-        _token_ids(tokenizer, config, 7, messages)
+            tokenizer.token_ids(text)
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 3}))
+    with pytest.raises(ConfigError, match="another model's"):
+        ModelTokenizer(folder).token_ids("import")
 
 
-def test_what_ends_an_answer() -> None:
-    tokens = ["<unknown>", "<end>", "two"]
-    tokenizer = SimpleNamespace(
-        eos_token_id=9,
-        convert_tokens_to_ids=lambda token: tokens.index(token) if token in tokens else 0,
-        convert_ids_to_tokens=tokens.__getitem__,
-        decode=lambda ids, skip_special_tokens: "".join(tokens[index] for index in ids if index == 2),
-    )
-    for ids, expected in {None: [], 4: [4], (4, 5): [4, 5]}.items():
-        ended = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=list(ids) if ids == (4, 5) else ids))
-        for stop, found in {None: [], "<end>": [1], "two": [], "no token": []}.items():
-            assert _stop_ids(ended, tokenizer, False, stop) == expected + found
-            assert _stop_ids(ended, tokenizer, True, stop) == [*expected, 9, *found]
-
-
-def test_settings_that_are_not_applied_are_told() -> None:
-    settings = transformers.GenerationConfig(
-        repetition_penalty=1.05, num_beams=1, suppress_tokens=[], min_new_tokens=2, do_sample=True, top_k=20
-    )
-    assert _not_applied(settings) == {"repetition_penalty": 1.05, "min_new_tokens": 2}
-    assert _not_applied(transformers.GenerationConfig()) == {}
+def test_settings_that_are_not_applied_are_told(demo: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(demo, tmp_path / "model")
+    file = folder / "generation_config.json"
+    settings = {"repetition_penalty": 1.05, "num_beams": 1, "suppress_tokens": [], "min_new_tokens": 2}
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings | {"do_sample": True, "top_k": 20}))
+    config = GenerateConfig(model=folder, prompt="import", max_new_tokens=1)
+    (result,) = ranks(1).run(answer, config, config.read_prompts()[0])
+    assert result.not_applied == {"repetition_penalty": 1.05, "min_new_tokens": 2}
 
 
 def test_a_special_token_stops_a_text_that_is_shown_without_it(demo: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(demo)
-    tokenizer.add_tokens(["<end>"], special_tokens=True)
-    (stop_id,) = tokenizer("<end>")["input_ids"]
-    assert "<end>" not in _told(tokenizer, Completion(0, 1, [5, stop_id, 6], "stop"), 0, "<end>")["text"]
-    never = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
-    assert _stop_ids(never, tokenizer, False, "<end>") == [stop_id]
+    tokenizer = ModelTokenizer(demo)
+    tokenizer.tokenizer.add_tokens(["<end>"], special_tokens=True)
+    (stop_id,) = tokenizer.tokenizer("<end>")["input_ids"]
+    assert "<end>" not in tokenizer.text([5, stop_id, 6], "<end>")
+    assert tokenizer.special_token("<end>") == [stop_id]
+    assert tokenizer.special_token("import") == tokenizer.special_token("no token at all") == []
 
 
 def test_a_text_that_ends_before_what_stops_it(demo: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(demo)
-    ids = tokenizer("one, two;;\n three;;\n")["input_ids"]
+    tokenizer = ModelTokenizer(demo)
+    ids = tokenizer.tokenizer("one, two;;\n three;;\n")["input_ids"]
     for stop in (";;\n", "two", "e"):
-        first = next(end for end in range(1, len(ids)) if stop in tokenizer.decode(ids[:end]))
-        assert [_has_come_to(tokenizer, stop, ids[:end]) for end in range(1, first + 1)] == [False] * (first - 1) + [
-            True
-        ]
-        told = _told(tokenizer, Completion(0, 1, ids, "stop"), 0, stop)
-        assert told["text"] == "one, two;;\n three;;\n".split(stop)[0]
+        first = next(end for end in range(1, len(ids)) if stop in tokenizer.text(ids[:end]))
+        assert [tokenizer.ends_with(stop, ids[:end]) for end in range(1, first + 1)] == [False] * (first - 1) + [True]
+        assert tokenizer.text(ids, stop) == "one, two;;\n three;;\n".split(stop)[0]
 
 
 def test_a_tokenizer_of_no_model(demo: Path, tmp_path: Path) -> None:
     shutil.copy(demo / "config.json", tmp_path)
     with pytest.raises(ConfigError, match="(expected a|cannot read its) tokenizer"):
-        _tokenizer(tmp_path)
+        ModelTokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([], "--prompts is missing"),
-        (["--stop", ""], "--stop is ''; it must be some text"),
-        (["--stop", "\udcff"], "; it must be some text, in UTF-8"),
-        (["--top-p", "1.5"], "--top-p is '1.5'; it must be above 0 and at most 1"),
-        (["--temperature", "-1"], "--temperature is '-1'; it must be a number of at least 0"),
-        (["--top-k", "5"], "--top-k is 5 and --temperature is 0, where nothing is drawn; raise it"),
+        (["--prompt", "x", "--prompts", "-"], "--prompts and --prompt"),
+        (["--prompt", "x", "--resume"], "--resume is given without --output"),
+        (["--stop", ""], "--stop is ''"),
+        (["--stop", "\udcff"], "--stop is"),
+        (["--top-p", "1.5"], "--top-p is '1.5'"),
+        (["--temperature", "-1"], "--temperature is '-1'"),
+        (["--prompt", "x", "--top-k", "5"], "--top-k is 5 and --temperature is 0"),
     ],
 )
 def test_flags_that_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from moe_ep.errors import missing_extra
-from moe_ep.launch.cli.generate_config import GenerateConfig, Prompt, prompt_of, read_prompts
-from moe_ep.launch.cli.generate_lines import CompletionLines
+from moe_ep.launch.cli.generate_config import GenerateConfig, PromptLine
+from moe_ep.launch.cli.generate_lines import CompletionLines, Finished
 from moe_ep.launch.cli.generate_report import GenerationReport, RankGeneration
 from moe_ep.launch.cli.option_values import check_apart, check_backends
 from moe_ep.launch.cli.options import OptionError, Parser, add_flags, from_args
@@ -36,23 +38,30 @@ def main(args: argparse.Namespace) -> int:
     set_up_logging()
     if importlib.util.find_spec("transformers") is None:
         raise missing_extra("transformers", "hf", "generating text")
-    config.check_quantize()
-    config.check_sampling()
+    config.check()
     check_apart({"--output": config.output}, {"--prompts": config.prompts})
-    prompts = _prompts(config)
+    prompts, fields = _prompts(config)
+    finished = _finished(config, fields)
+    if finished.lines == len(prompts):
+        print(f"{config.output} has all {len(prompts)} prompts", file=sys.stderr)
+        return 1 if finished.failures else 0
     config, gang = start_gang(config, lambda *found: check_backends([config.backend], *found))
-    lines = CompletionLines(prompts, config.output)
+    lines = CompletionLines(fields, config.output, finished)
     try:
         if config.model is None:
             from moe_ep.checkpoint.demo import demo_checkpoint
 
             # Here for its progress bar; workers of other nodes make their own.
             demo_checkpoint()
-        results = gang.run(_work, config, [prompt_of(line, config.chat) for line in prompts], on_item=lines.take)
+        results = gang.run(_work, config, prompts[finished.lines :], on_item=lines.take)
     except BaseException:
         lines.close()
         if lines.num_written:
-            print(f"{config.output} has the first {lines.num_written} of {len(prompts)} prompts", file=sys.stderr)
+            print(
+                f"{config.output} has the first {lines.num_written} of {len(prompts)} prompts; the same command with "
+                f"--resume goes on there",
+                file=sys.stderr,
+            )
         raise
     finally:
         gang.close()
@@ -60,27 +69,33 @@ def main(args: argparse.Namespace) -> int:
         return 0
     report = GenerationReport(config, args.shown, results)
     _tell(lines, report)
-    return 1 if report.refused else 0
+    return 1 if report.refused or report.failed or finished.failures else 0
 
 
-def _work(rank_env: RankEnv, config: GenerateConfig, prompts: list[Prompt]) -> RankGeneration:
+def _work(rank_env: RankEnv, config: GenerateConfig, prompts: Sequence[PromptLine]) -> RankGeneration:
     """The worker's part; what it needs is imported there, so that the driver starts without torch."""
+    # Read when the hub's library is imported. transformers asks it for kernels of some families.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from moe_ep.launch.workers.generate_worker import run_generate
 
     return run_generate(rank_env, config, prompts)
 
 
-def _prompts(config: GenerateConfig) -> list[dict[str, Any]]:
-    if config.prompts is None:
-        raise OptionError("--prompts is missing; give a file with a prompt a line")
-    if config.num_redundant_experts and not config.eplb:
-        raise OptionError(f"--num-redundant-experts is {config.num_redundant_experts} without --eplb; add it")
+def _prompts(config: GenerateConfig) -> tuple[list[PromptLine], list[dict[str, Any]]]:
     try:
-        return read_prompts(config.prompts)
-    except UnicodeDecodeError:
-        raise OptionError(f"--prompts is {str(config.prompts)!r}; it must be text in UTF-8") from None
+        return config.read_prompts()
     except ValueError as error:
         raise OptionError(f"--prompts: {error}") from None
+
+
+def _finished(config: GenerateConfig, fields: Sequence[dict[str, Any]]) -> Finished:
+    """What --output has already, where it is to be gone on with."""
+    if not config.resume or config.output is None:
+        return Finished()
+    try:
+        return Finished.read(config.output, fields)
+    except ValueError as error:
+        raise OptionError(f"--output is {str(config.output)!r} and --resume is given; {error}") from None
 
 
 def _tell(lines: CompletionLines, report: GenerationReport) -> None:

@@ -1,0 +1,147 @@
+"""The tokenizer of a checkpoint, as generation needs it: prompts to token ids, token ids to text, and what ends one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from moe_ep.errors import ConfigError
+from moe_ep.files import parse_json
+from moe_ep.generation.conversation import Conversation, ConversationRenderer, processor_templates
+from moe_ep.hf.loading import context_length, text_config
+
+# A text, or a conversation.
+Prompt = str | Conversation
+
+
+class ModelTokenizer:
+    """Reads the tokenizer of a checkpoint's folder; nothing is fetched, and no code of the checkpoint is run.
+
+    `close` ends the process that renders chat templates.
+
+    Attributes:
+        tokenizer: of transformers.
+
+    Raises:
+        ConfigError: there is none that can be read without code of its own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        of_text = text_config(folder)
+        self.context_length = context_length(of_text)
+        self._vocab_size = of_text.vocab_size
+        self.tokenizer = _read_tokenizer(folder)
+        self._renderer = ConversationRenderer(self.tokenizer)
+
+    def close(self) -> None:
+        self._renderer.close()
+
+    def token_ids(self, prompt: Prompt) -> torch.Tensor:
+        """int64 `[length]` of a prompt; ConfigError for one that the model cannot take."""
+        is_text = isinstance(prompt, str)
+        text = prompt if isinstance(prompt, str) else self._render(prompt)
+        try:
+            # A chat template writes special tokens itself.
+            ids = self.tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"]
+        except (TypeError, UnicodeError) as error:  # half of a surrogate pair
+            raise ConfigError(f"the tokenizer does not read {text[:80]!r}: {error}") from None
+        if not ids:
+            raise ConfigError(f"{text[:80]!r} has no tokens; give it some text")
+        if max(ids) >= self._vocab_size:
+            raise ConfigError(
+                f"it has the token {max(ids)} and the model knows {self._vocab_size}; the tokenizer is another model's"
+            )
+        if self.context_length is not None and len(ids) >= self.context_length:
+            raise ConfigError(
+                f"it has {len(ids)} tokens and the model reads {self.context_length}, continuation included; shorten it"
+            )
+        return torch.tensor(ids)
+
+    def _render(self, conversation: Conversation) -> str:
+        tokenizer = self.tokenizer
+        if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            return _render_by_itself(tokenizer, conversation)
+        if tokenizer.chat_template is None and conversation.chat_template is None:
+            way_out = "leave --chat out" if conversation.is_text else "give it as text"
+            raise ConfigError(f"it is a conversation and the model's tokenizer has no chat template; {way_out}")
+        return self._renderer.render(conversation)
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The token that ends an answer, if the tokenizer has one."""
+        own = self.tokenizer.eos_token_id
+        return [] if own is None else [own]
+
+    def special_token(self, text: str) -> list[int]:
+        """The id of the special token that `text` is: decoded text lacks it, so it would never come up there.
+
+        Only what all tokenizers have tells: those of mistral_common do not list the tokens that were added.
+        """
+        index = self.tokenizer.convert_tokens_to_ids(text)
+        # A text that is no token may be given the id of the token for unknown ones.
+        if index is None or self.tokenizer.convert_ids_to_tokens(index) != text:
+            return []
+        return [] if self.text([index]) else [index]
+
+    def text(self, token_ids: list[int], stop: str | None = None) -> str:
+        """The text of token ids, without special tokens, up to where `stop` comes up."""
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text if stop is None else text.partition(stop)[0]
+
+    def ends_with(self, stop: str, token_ids: list[int]) -> bool:
+        """Whether the last of these tokens completes `stop`."""
+        # A token is a byte at least; a few more tokens, so that the first of these is whole.
+        return stop in self.text(token_ids[-len(stop.encode()) - 4 :])
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: transformers cannot read its tokenizer: {str(error).splitlines()[0]}") from None
+    # Without any of its files transformers makes an empty one of the model's kind.
+    names = sorted(tokenizer.vocab_files_names.values())
+    if not any((folder / name).is_file() for name in names):
+        raise ConfigError(
+            f"{folder}: expected a tokenizer ({' or '.join(names)}), found none; put it beside config.json"
+        )
+    # transformers reads this file only where tokenizer_config.json does not list the tokens.
+    for name, token in _special_tokens(folder / "special_tokens_map.json").items():
+        if name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES and getattr(tokenizer, name, None) is None:
+            setattr(tokenizer, name, token)
+    if getattr(tokenizer, "chat_template", None) is None:
+        tokenizer.chat_template = processor_templates(folder)
+    return tokenizer
+
+
+def _special_tokens(file: Path) -> dict[str, str]:
+    """The special tokens that a special_tokens_map.json names; none where there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        found = parse_json(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file}: expected a JSON object, found none: {error}") from None
+    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: content for name, content in contents.items() if isinstance(content, str)}
+
+
+def _render_by_itself(tokenizer: Any, conversation: Conversation) -> str:
+    """For tokenizers that render conversations without a template, as those of mistral_common do."""
+    begins = conversation.add_generation_prompt
+    try:
+        return tokenizer.apply_chat_template(
+            conversation.messages,
+            tools=conversation.tools,
+            tokenize=False,
+            add_generation_prompt=not conversation.continue_final_message if begins is None else begins,
+            continue_final_message=conversation.continue_final_message,
+            **{name: value for name, value in {"documents": conversation.documents}.items() if value},
+            **conversation.variables,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the model's tokenizer does not take the conversation: {error}") from None
