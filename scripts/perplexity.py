@@ -14,11 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_ep.errors import ConfigError, MoeEpError
+from moe_ep.files import parse_json
 from moe_ep.launch.cli.model_options import DTYPES, torch_dtype
-from moe_ep.launch.cli.option_values import checkpoint_folder
+from moe_ep.launch.cli.option_values import checkpoint_folder, input_file
 from moe_ep.launch.cli.options import OptionError, Parser, add_flags, at_least, from_args, one_of, option
 from moe_ep.launch.gangs.gang_choice import GangConfig, start_gang
 from moe_ep.launch.gangs.rank_env import RankEnv
+
+
+def texts_file(raw: str) -> Path:
+    """A file that is there."""
+    return input_file(raw, "it must be a JSON file with an object of lists of strings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +33,9 @@ class PerplexityConfig(GangConfig):
     """The settings of one measurement."""
 
     model: Path | None = field(default=None, metadata=option(checkpoint_folder, "checkpoint folder, needed", "DIR"))
-    texts: Path | None = field(default=None, metadata=option(Path, "JSON object of lists of strings, needed", "FILE"))
+    texts: Path | None = field(
+        default=None, metadata=option(texts_file, "JSON object of lists of strings, needed", "FILE")
+    )
     max_tokens: int = field(default=1024, metadata=option(at_least(2), "tokens of each text (1024)"))
     backend: str = field(default="auto", metadata=option(str, "dispatch backend, or auto (the default)"))
     quantize: str = field(
@@ -44,11 +53,12 @@ def measure(rank_env: RankEnv, config: PerplexityConfig, texts: dict[str, list[s
 
     import moe_ep
     from moe_ep.generation.perplexity import perplexity
+    from moe_ep.generation.tokenizer import ModelTokenizer
     from moe_ep.hf.divided import steps_of
 
     device = torch.device(rank_env.device)
     dtype = torch_dtype(config.dtype, device)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
+    tokenizer = ModelTokenizer(Path(config.model or "")).tokenizer
     tokens = {
         kind: [torch.tensor(tokenizer(text)["input_ids"][: config.max_tokens]) for text in several]
         for kind, several in texts.items()
@@ -75,20 +85,41 @@ def main() -> int:
     args: argparse.Namespace = parser.parse_args()
     try:
         config = from_args(PerplexityConfig, args)
-        if config.model is None or config.texts is None:
-            raise OptionError("--model and --texts are needed; give both")
-        texts = json.loads(config.texts.read_text(encoding="utf-8"))
+        texts = read_texts(config)
         config, gang = start_gang(config)
-    except OptionError as error:
+        try:
+            results = gang.run(measure, config, texts)
+        finally:
+            gang.close()
+    except (OptionError, ConfigError) as error:
         print(f"perplexity.py: {error}", file=sys.stderr)
         return 2
-    try:
-        results = gang.run(measure, config, texts)
-    finally:
-        gang.close()
+    except (MoeEpError, ImportError, OSError) as error:
+        print(f"perplexity.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("perplexity.py: interrupted", file=sys.stderr)
+        return 130
     if gang.is_driver:
-        print(json.dumps(results[0]))
+        print(json.dumps(results[0], allow_nan=False))
     return 0
+
+
+def read_texts(config: PerplexityConfig) -> dict[str, list[str]]:
+    """The texts by kind; OptionError for options that are missing, or a file that holds something else."""
+    if config.model is None or config.texts is None:
+        raise OptionError("--model and --texts are needed; give both")
+    try:
+        texts = parse_json(config.texts.read_bytes())
+    except ValueError as error:
+        raise OptionError(f"--texts is {str(config.texts)!r}, which is no JSON: {error}") from None
+    is_object = isinstance(texts, dict) and texts
+    if not is_object or not all(isinstance(several, list) and several for several in texts.values()):
+        raise OptionError(f"--texts is {str(config.texts)!r}; it must hold an object of lists of strings")
+    for kind, several in texts.items():
+        if not all(isinstance(text, str) for text in several):
+            raise OptionError(f"--texts is {str(config.texts)!r}, whose {kind!r} has something else than strings")
+    return texts
 
 
 if __name__ == "__main__":

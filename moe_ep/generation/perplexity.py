@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from moe_ep.distributed.process_groups import is_initialized
+from moe_ep.errors import MoeEpError
 from moe_ep.generation.token_ids import check_token_ids, vocabulary_of
 from moe_ep.hf.divided import steps_of
 from moe_ep.hf.parallelize import serving
@@ -30,6 +32,7 @@ def perplexity(model: Any, texts: Mapping[str, Sequence[torch.Tensor]]) -> dict[
         ValueError: a text that the model cannot read, a kind without a text of two tokens, or a model that
             `parallelize` did not make. On every rank, before the first text is read.
         TypeError: texts that are not by kind.
+        MoeEpError: a kind whose perplexity is no number, as with NaN in the model's weights. On every rank.
     """
     steps_of(model)
     _check(texts, vocabulary_of(model))
@@ -46,7 +49,17 @@ def perplexity(model: Any, texts: Mapping[str, Sequence[torch.Tensor]]) -> dict[
             sums[kind, 1] += tokens.numel() - 1
     if num_ranks > 1:
         dist.all_reduce(sums)
-    return {name: math.exp(total / count) for name, (total, count) in zip(texts, sums.tolist(), strict=True)}
+    return {name: _exp(name, total / count) for name, (total, count) in zip(texts, sums.tolist(), strict=True)}
+
+
+def _exp(kind: str, mean: float) -> float:
+    if math.isfinite(mean):
+        with contextlib.suppress(OverflowError):
+            return math.exp(mean)
+    raise MoeEpError(
+        f"the negative log-likelihood of the texts of {kind} is {mean} a token, whose perplexity is no number; the "
+        f"model's weights, or its activations in this dtype, have NaN or infinity"
+    )
 
 
 def _check(texts: Mapping[str, Sequence[torch.Tensor]], vocabulary: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import moe_ep
-from moe_ep.errors import ConfigError, DispatchTimeoutError
+from moe_ep.errors import ConfigError, DispatchTimeoutError, MoeEpError
 from moe_ep.generation.decoder import SlotDecoder
 from moe_ep.generation.engine import Completion, Generation
 from moe_ep.generation.perplexity import perplexity
@@ -218,8 +219,59 @@ def test_what_a_model_cannot_read_is_refused_before_any_step() -> None:
         generate(torch.tensor([1]), of=headless)
     with pytest.raises(TypeError, match="temperature is '1'; it must be a number"):
         Sampling(temperature="1")
-    several = {"plain": [torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([5])]}
+    several: dict[str, Any] = {"plain": [torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([5])]}
     assert perplexity(model, several) == perplexity(model, {"plain": [torch.tensor([1, 2, 3])]})
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen3Next", "DeepseekV3", "GptOss"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_prompt_whose_logits_are_not_finite_fails_and_no_other_does(family: str, temperature: float) -> None:
+    model = make_model(family)
+    model.get_input_embeddings().weight[77] = torch.nan
+    model = moe_ep.parallelize(model)
+    prompts = [[5, 6, 7], [8, 77, 9, 10, 11, 12, 13, 14], [15, 16], [77], [17, 18, 19]]
+
+    def run(*indices: int) -> dict[int, Completion]:
+        requests = [Request(index, torch.tensor(prompts[index])) for index in indices]
+        settings = {"max_new_tokens": 6, "stop_ids": [77], "sampling": Sampling(temperature=temperature)}
+        # One slot: what a failed sequence has left there does not reach the next one.
+        return {done.index: done for done in Generation(model, requests, num_slots=1, **settings).run()}
+
+    found = run(0, 1, 2, 3, 4)
+    assert [found[index].finish for index in (1, 3)] == ["failed"] * 2
+    assert all("not finite" in found[index].error and not found[index].token_ids for index in (1, 3))
+    assert {index: found[index] for index in (0, 2, 4)} == run(0, 2, 4)
+
+
+def test_logits_that_choose_no_token() -> None:
+    """Masked tokens are -inf, and a model may have some; NaN, inf and nothing but -inf are of no use."""
+    model = make_model("Qwen3Moe")
+    requests = [Request(0, torch.tensor([5, 6]))]
+    for value, finish in ((-torch.inf, "length"), (torch.inf, "failed"), (torch.nan, "failed")):
+        for rows in (slice(3, 9), slice(None)):
+            changed = copy.deepcopy(model)
+            head = changed.lm_head
+            head.register_forward_hook(
+                lambda module, args, logits, rows=rows, value=value: _filled(logits, rows, value)
+            )
+            generation = Generation(moe_ep.parallelize(changed), requests, max_new_tokens=2, num_slots=1, stop_ids=[])
+            (done,) = generation.run()
+            assert done.finish == ("failed" if rows == slice(None) else finish)
+
+
+def _filled(columns: slice, value: float, module: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
+    logits[..., columns] = value
+    return logits
+
+
+def test_a_perplexity_that_is_no_number_is_an_error() -> None:
+    model = make_model("Qwen3Moe")
+    model.get_input_embeddings().weight[77] = torch.nan
+    model = moe_ep.parallelize(model)
+    fine = torch.tensor([1, 2, 3])
+    assert perplexity(model, {"plain": [fine]})["plain"] > 1
+    with pytest.raises(MoeEpError, match="broken"):
+        perplexity(model, {"plain": [fine], "broken": [fine, torch.tensor([77, 1])]})
 
 
 def test_next_tokens() -> None:
