@@ -1,7 +1,9 @@
 """Loads one MoE layer of a checkpoint, each rank its own experts, and runs it on random tokens.
 
-python examples/layer_from_checkpoint.py path/to/checkpoint 3
-torchrun --nproc-per-node 2 examples/layer_from_checkpoint.py path/to/checkpoint 3
+    python examples/layer_from_checkpoint.py path/to/checkpoint 3
+    torchrun --nproc-per-node 2 examples/layer_from_checkpoint.py path/to/checkpoint 3
+
+The number is that of a decoder layer with experts.
 """
 
 from __future__ import annotations

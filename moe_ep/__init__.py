@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from moe_ep._version import __version__
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from moe_ep.activation import MoEActivation

@@ -14,7 +14,7 @@ Definitions:
   from a package's `__init__` is an import of that `__init__` and of the module that defines the name.
 - A module has one importer if exactly one other module imports it. An `__init__` that re-exports a name in `__all__` is
   no importer. Not counted are `__init__` and `__main__`, commands (launch/cli/commands), entries of a registry (modules
-  named in a string "module:Name"), the stable module paths, and modules whose names an `__init__` re-exports.
+  that a string of moe_ep/registry.py names), the stable module paths, and modules whose names an `__init__` re-exports.
 - A cycle is a strongly connected set of two or more modules under imports at module level and under
   `if TYPE_CHECKING`; the number is the modules in such sets. An import of a name from a package is an edge to the
   package's `__init__`, so a module that imports from the facade of its own package closes a cycle; that importing
@@ -160,7 +160,8 @@ def defining_module(target: str, modules: dict[str, Module]) -> str:
 def single_importers(modules: dict[str, Module]) -> list[str]:
     """The modules with one importer that are neither commands, nor registry entries, nor public; each with it."""
     importers: dict[str, set[str]] = defaultdict(set)
-    public = STABLE | {target.partition(":")[0] for module in modules.values() for target in module.strings}
+    entries = modules["moe_ep.registry"].strings if "moe_ep.registry" in modules else set()
+    public = STABLE | {target.partition(":")[0] for target in entries}
     for module in modules.values():
         for target in module.top | module.typing | module.in_functions | module.strings:
             if module.is_facade and target.partition(":")[2] in module.exported:

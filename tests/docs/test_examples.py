@@ -46,7 +46,7 @@ def inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 @mock.patch.dict(EXPERTS._entries)
 def run_examples(rank: int, world_size: int) -> list[torch.Tensor]:
     sys.path.insert(0, str(EXAMPLES))
-    ALL2ALL_BACKENDS.register("broadcast", "broadcast_backend:BroadcastPrepareFinalize", "the example of the docs")
+    ALL2ALL_BACKENDS.register("broadcast", "broadcast_backend:BroadcastDispatcher", "the example of the docs")
     EXPERTS.register("squared_relu", "squared_relu_experts:SquaredReluExperts", "the example of the docs")
     own: tuple[dict[str, Any], ...] = ({"all2all_backend": "broadcast"}, {"experts": "squared_relu"})
     group = dist.new_group()
