@@ -39,7 +39,7 @@ def main() -> None:
     torch.set_num_threads(1)
     choice = torch.full((1, TOP_K), 1 / TOP_K), torch.arange(TOP_K, dtype=torch.int32)[None]
     routing.topk_reference = lambda *_, **__: choice  # type: ignore[assignment]
-    ReferenceExperts.apply = write_nothing  # type: ignore[method-assign]
+    ReferenceExperts.run = write_nothing  # type: ignore[method-assign]
     with torch.inference_mode():
         layer = FusedMoE(E, TOP_K, K, N, experts="reference")
         inputs = torch.randn(1, K), torch.randn(1, E)

@@ -21,9 +21,9 @@ from moe_ep.kernels.marlin.types import WEIGHT_TYPES
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import OnlineFp8Config, relative_error, tolerance
 from moe_ep.scalar_type import scalar_types
-from tests.core.moe_oracle import load, make_inputs, make_weights
 from tests.gpu.captured import capture
 from tests.gpu.marlin_cases import RELATIVE_ERROR, SILU, arguments, pair
+from tests.layer.moe_oracle import load, make_inputs, make_weights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from moe_ep.hf.replay import EAGER_CALLS
 from moe_ep.hf.routed_experts import RoutedExperts
 from moe_ep.layer.methods import OnlineIntConfig
 from moe_ep.observability import stages
-from tests.core.moe_oracle import load, make_weights
+from tests.layer.moe_oracle import load, make_weights
 
 pytestmark = pytest.mark.gpu
 

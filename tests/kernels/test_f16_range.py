@@ -18,9 +18,9 @@ from moe_ep.layer.methods import OnlineIntConfig, relative_error, tolerance
 from moe_ep.modular_kernel import FusedMoEModularKernel, make_experts, make_prepare_finalize
 from moe_ep.registry import ALL2ALL_BACKENDS
 from moe_ep.scalar_type import scalar_types
-from tests.core.moe_oracle import Weights, load, make_weights, run_expert
 from tests.kernels.grouped_cases import check_f16_range
 from tests.kernels.marlin_cases import ROWS, E, K, N, arguments, configs, moe_config, pair, reference
+from tests.layer.moe_oracle import Weights, load, make_weights, run_expert
 from tests.ranks import ranks
 
 F16 = torch.float16

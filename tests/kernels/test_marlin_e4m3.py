@@ -23,8 +23,8 @@ from moe_ep.kernels.marlin.types import WEIGHT_TYPES, WeightType
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods.base import relative_error
 from moe_ep.scalar_type import scalar_types
-from tests.core.moe_oracle import load, make_weights
 from tests.kernels.marlin_cases import E, arguments, make
+from tests.layer.moe_oracle import load, make_weights
 
 FP8 = torch.float8_e4m3fn
 E4M3, UINT4B8 = (WEIGHT_TYPES[kind.id] for kind in (scalar_types.float8_e4m3fn, scalar_types.uint4b8))

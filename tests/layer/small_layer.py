@@ -6,7 +6,7 @@ import torch
 
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import relative_error, tolerance
-from tests.core.moe_oracle import Weights, make_inputs, run_moe
+from tests.layer.moe_oracle import Weights, make_inputs, run_moe
 
 E, K, N, TOP_K, T = 6, 32, 48, 2, 9
 F32 = tolerance(torch.float32)

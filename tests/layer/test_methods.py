@@ -18,7 +18,7 @@ from moe_ep.modular_kernel.experts_choice import PACKED
 from moe_ep.quantization.canonical_weights import CanonicalWeights, dequantize
 from moe_ep.quantization.quantize_weights import quantize_int
 from moe_ep.scalar_type import scalar_types
-from tests.core.moe_oracle import Weights, load, make_inputs, make_weights, run_moe
+from tests.layer.moe_oracle import Weights, load, make_inputs, make_weights, run_moe
 
 E, K, N, TOP_K, T = 3, 64, 128, 2, 7
 F32 = tolerance(torch.float32)

@@ -9,7 +9,7 @@ import torch
 
 from moe_ep.routing import select_experts
 from moe_ep.routing.topk import SCORING_FUNCS
-from tests.core.routing_rules import Rule, route_by_hand
+from tests.routing.routing_rules import Rule, route_by_hand
 
 # f32 arithmetic of a softmax over at most 64 columns against Python's f64.
 WEIGHT_RTOL, WEIGHT_ATOL = 1e-5, 1e-7

@@ -7,7 +7,7 @@ import torch
 
 from moe_ep.errors import check_router_weight_on_input
 from moe_ep.routing import select_experts
-from tests.core.routing_rules import Rule
+from tests.routing.routing_rules import Rule
 
 
 def swap_best_two(hidden_states, gating_output, topk, renormalize):

@@ -17,8 +17,8 @@ from torch import nn
 from moe_ep.config import FusedMoEParallelConfig
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import OnlineIntConfig
-from tests.core.moe_oracle import load, make_inputs, make_weights
-from tests.core.small_layer import TOP_K, E, K, N, T, check, make_layer
+from tests.layer.moe_oracle import load, make_inputs, make_weights
+from tests.layer.small_layer import TOP_K, E, K, N, T, check, make_layer
 
 
 def test_loading_after_eplb_goes_to_the_current_slots() -> None:

@@ -11,8 +11,8 @@ from moe_ep.layer import FusedMoE
 from moe_ep.layer.shared_experts import SharedExperts
 from moe_ep.observability.stages import Listener, listening
 from moe_ep.routing import PrecomputedRouter, Routed, Router, select_experts
-from tests.core.moe_oracle import load, make_inputs, make_weights
-from tests.core.small_layer import TOP_K, E, K, N, T, make_layer
+from tests.layer.moe_oracle import load, make_inputs, make_weights
+from tests.layer.small_layer import TOP_K, E, K, N, T, make_layer
 from tests.ranks import ranks
 
 

@@ -21,7 +21,7 @@ from moe_ep.layer.methods import OnlineIntConfig, relative_error, tolerance
 from moe_ep.layer.shared_experts import SharedExperts
 from moe_ep.modular_kernel import make_prepare_finalize
 from moe_ep.registry import ALL2ALL_BACKENDS
-from tests.core.moe_oracle import Weights, load, make_inputs, make_weights, run_moe
+from tests.layer.moe_oracle import Weights, load, make_inputs, make_weights, run_moe
 from tests.ranks import ranks
 
 E, K, N, TOP_K = 8, 128, 32, 3

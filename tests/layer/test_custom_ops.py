@@ -15,7 +15,7 @@ from moe_ep.kernels.reference import ReferenceExperts
 from moe_ep.layer import FusedMoE
 from moe_ep.layer.custom_ops import find_layer
 from moe_ep.layer.shared_experts import SharedExperts
-from tests.core.moe_oracle import load, make_inputs, make_weights
+from tests.layer.moe_oracle import load, make_inputs, make_weights
 from tests.ranks import ranks
 
 E, K, N, TOP_K = 4, 32, 32, 2
@@ -133,12 +133,9 @@ def test_rows_reach_experts_contiguous() -> None:
     layer = make_layer()
     hidden_states, router_logits = make_inputs(6, K, E)
     expected = layer(hidden_states, router_logits)
-    seen = []
-    apply = layer.modular_kernel.fused_experts.apply
-    layer.modular_kernel.fused_experts.apply = lambda output, rows, *rest: (
-        seen.append(rows),
-        apply(output, rows, *rest),
-    )
+    seen, experts = [], layer.modular_kernel.fused_experts
+    run = experts.run
+    experts.run = lambda call: (seen.append(call.hidden_states), run(call))
     sliced = torch.stack([hidden_states, hidden_states], dim=1)[:, 1]
     for given in (hidden_states.t().contiguous().t(), sliced):
         output = layer(given, router_logits.t().contiguous().t())

@@ -18,8 +18,8 @@ from moe_ep.layer import FusedMoE
 from moe_ep.layer.methods import relative_error, tolerance
 from moe_ep.layer.shared_experts import SharedExperts
 from moe_ep.observability.stages import STAGES, Listener, listening, record
-from tests.core.moe_oracle import load, make_inputs, make_weights, run_moe
-from tests.core.small_layer import F32, TOP_K, E, K, N, T, check, make_layer
+from tests.layer.moe_oracle import load, make_inputs, make_weights, run_moe
+from tests.layer.small_layer import F32, TOP_K, E, K, N, T, check, make_layer
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
