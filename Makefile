@@ -1,5 +1,5 @@
 # make run    the main job on this machine, after setting up .venv
-# make test   the tests, after the same set-up      (TESTS="tests/core -k routing" narrows them)
+# make test   the tests, after the same set-up      (TESTS="tests/routing -k groups"  narrows them)
 # make lint   ruff and mypy
 # make docs   the site in docs/_build, with an API reference from the docstrings; a warning is an error
 # make bench  dispatch benchmark on the GPUs of this machine
