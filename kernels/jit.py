@@ -194,13 +194,18 @@ def _cubin(source: KernelSource, arch: str) -> bytes:
         return bytes(found)
 
 
+def object_code(source: KernelSource, arch: str, log: io.StringIO | None = None) -> Any:
+    """Compiles a kernel, without linking it with its archive; the output of ptxas goes into the log."""
+    program = _cuda_core().Program(source.path.read_text(), "c++", _options(source, arch, report=log is not None))
+    return program.compile("cubin", logs=log)
+
+
 def _compile(source: KernelSource, arch: str, log: io.StringIO | None = None) -> Any:
-    """Compiles a cubin, and links it if the kernel has an archive; the output of ptxas goes into the log."""
-    core = _cuda_core()
-    program = core.Program(source.path.read_text(), "c++", _options(source, arch, report=log is not None))
-    code = program.compile("cubin", logs=log)
+    """Compiles a cubin, and links it if the kernel has an archive."""
+    code = object_code(source, arch, log)
     if source.archive is None:
         return code
+    core = _cuda_core()
     archived = core.ObjectCode.from_library(str(source.archive.path))
     return core.Linker(code, archived, options=core.LinkerOptions(arch=arch)).link("cubin")
 
