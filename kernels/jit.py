@@ -58,7 +58,7 @@ class KernelSource:
     """A kernel to compile.
 
     Attributes:
-        path: the .cu file; our headers are the .cuh files next to it.
+        path: the .cu file; our headers are the .cuh files next to it and in kernels/cuda.
         entry: name of the `extern "C" __global__` function.
         defines: (name, value) pairs, passed as -D.
         archive: device code that it is linked with, or None.
@@ -217,18 +217,24 @@ def _options(source: KernelSource, arch: str, report: bool = False) -> Any:
         name=source.path.name,
         arch=arch,
         std="c++17",
-        include_path=[str(source.path.parent), *map(str, () if archive is None else archive.include_paths)],
+        include_path=[str(path) for path in (*_header_folders(source), *(archive.include_paths if archive else ()))],
         define_macro=list(source.defines),
         ptxas_options=["-v"] if report else None,
         **linked,
     )
 
 
+def _header_folders(source: KernelSource) -> tuple[Path, Path]:
+    """The source's own, and that of the headers that all kernels share."""
+    return source.path.parent, Path(__file__).parent / "cuda"
+
+
 def _surroundings(source: KernelSource) -> bytes:
     """A digest of our headers, the archive, and the version of cuda.core; the key itself covers NVRTC's version."""
     digest = hashlib.sha256(_cuda_core().__version__.encode())
-    for header in sorted(source.path.parent.glob("*.cuh")):
-        digest.update(header.name.encode() + b"\0" + header.read_bytes())
+    for folder in _header_folders(source):
+        for header in sorted(folder.glob("*.cuh")):
+            digest.update(header.name.encode() + b"\0" + header.read_bytes())
     if source.archive is not None:
         path, status = source.archive.path, source.archive.path.stat()
         digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}".encode())

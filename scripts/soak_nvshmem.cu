@@ -3,9 +3,7 @@
 // Rows are multiples of 1/16 that e4m3 codes hold exactly, with the same largest magnitude in each group of 128
 // columns, and expert e multiplies by (8 + e % 8) / 8: dispatched rows and experts' results have no rounding, in fp8
 // as in bf16.
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "ptx.cuh"
 
 struct Params {
     const u64* round;  // counted on the device, so that a graph may be replayed
@@ -36,34 +34,34 @@ __host__ __device__ __forceinline__ u32 mix(u64 a, u64 b) {
     return static_cast<u32>((x ^ x >> 31) >> 32);
 }
 
-__device__ __forceinline__ u64 pair_of(const Params& p) { return p.seed + *p.round * STEPS + p.step; }
+DEVICE u64 pair_of(const Params& p) { return p.seed + *p.round * STEPS + p.step; }
 
-__device__ __forceinline__ int tokens_of(const Params& p, int rank) {
+DEVICE int tokens_of(const Params& p, int rank) {
     return kTokens[mix(p.seed + *p.round, 1000 + rank) % kNumTokens];
 }
 
-__device__ __forceinline__ u64 token_key(u64 pair, int source, int token) {
+DEVICE u64 token_key(u64 pair, int source, int token) {
     return (pair * RANKS + source) * CAPACITY + token;
 }
 
 // Now and then all tokens go to few experts.
-__device__ __forceinline__ u32 experts_of(u64 pair) { return mix(pair, 7) % 64 == 0 ? 8 : EXPERTS; }
+DEVICE u32 experts_of(u64 pair) { return mix(pair, 7) % 64 == 0 ? 8 : EXPERTS; }
 
 // Some slots are -1.
-__device__ __forceinline__ int id_of(u64 pair, u32 experts, int source, int token, int slot) {
+DEVICE int id_of(u64 pair, u32 experts, int source, int token, int slot) {
     const u32 drawn = mix(token_key(pair, source, token), 100 + slot);
     return drawn % 16 == 0 ? -1 : static_cast<int>(drawn / 16 % experts);
 }
 
-__device__ __forceinline__ float weight_of(u64 pair, int source, int token, int slot) {
+DEVICE float weight_of(u64 pair, int source, int token, int slot) {
     return static_cast<float>(mix(token_key(pair, source, token), 200 + slot) & 0xff) / 128.0f;
 }
 
-__device__ __forceinline__ u32 seed_of(u64 pair, int source, int token) {
+DEVICE u32 seed_of(u64 pair, int source, int token) {
     return mix(token_key(pair, source, token), 1000);
 }
 
-__device__ __forceinline__ float value_of(u32 row_seed, int column) {
+DEVICE float value_of(u32 row_seed, int column) {
     if (column % 128 == 0) {
         return 28.0f;
     }
@@ -79,26 +77,26 @@ struct alignas(16) Bits {
     u16 v[kColumns];
 };
 
-__device__ __forceinline__ Bits& bits_at(const u16* rows, u64 row, int column) {
+DEVICE Bits& bits_at(const u16* rows, u64 row, int column) {
     return *reinterpret_cast<Bits*>(const_cast<u16*>(rows + row * HIDDEN + column));
 }
 
-__device__ __forceinline__ float factor_of(int expert) { return static_cast<float>(8 + expert % 8) / 8.0f; }
+DEVICE float factor_of(int expert) { return static_cast<float>(8 + expert % 8) / 8.0f; }
 
-__device__ __forceinline__ u16 to_bf16(float x) {
+DEVICE u16 to_bf16(float x) {
     u16 bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
     return bits;
 }
 
-__device__ __forceinline__ float from_bf16(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
+DEVICE float from_bf16(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
 
 // Experts are placed in one piece, the first EXPERTS % RANKS ranks have one more.
-__device__ __forceinline__ int first_expert_of(int rank) {
+DEVICE int first_expert_of(int rank) {
     return rank * (EXPERTS / RANKS) + min(rank, EXPERTS % RANKS);
 }
 
-__device__ __forceinline__ int owner_of(int expert) {
+DEVICE int owner_of(int expert) {
     int rank = 0;
     while (rank + 1 < RANKS && expert >= first_expert_of(rank + 1)) {
         ++rank;
@@ -106,7 +104,7 @@ __device__ __forceinline__ int owner_of(int expert) {
     return rank;
 }
 
-__device__ __forceinline__ void report(const Params& p, u32 wrong, u32 rows) {
+DEVICE void report(const Params& p, u32 wrong, u32 rows) {
     if (wrong) {
         atomicAdd(p.counts, static_cast<u64>(wrong));
     }
@@ -148,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) soak_make(const __grid_co
 }
 
 // The rows that expert `expert` must have, in order, as numbers source * CAPACITY + token; a block's. Returns how many.
-__device__ __forceinline__ int expected_rows(const Params& p, u64 pair, int expert, int* list, int* counts) {
+DEVICE int expected_rows(const Params& p, u64 pair, int expert, int* list, int* counts) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 experts = experts_of(pair);
     int before_source[RANKS + 1] = {};
@@ -224,7 +222,7 @@ struct Terms {
     float factors[TOPK], weights[TOPK];
 };
 
-__device__ __forceinline__ void list_terms(const Params& p, u64 pair, int token, int* owners, Terms& terms) {
+DEVICE void list_terms(const Params& p, u64 pair, int token, int* owners, Terms& terms) {
     const int slot = threadIdx.x, id = slot < TOPK ? id_of(pair, experts_of(pair), p.rank, token, slot) : -1;
     if (slot < TOPK) {
         owners[slot] = id < 0 ? RANKS : owner_of(id);
@@ -245,8 +243,8 @@ __device__ __forceinline__ void list_terms(const Params& p, u64 pair, int token,
     __syncthreads();
 }
 
-// The combined value of a number: the experts of a rank with their weights, and then the ranks.
-__device__ __forceinline__ u16 expected_output(float value, const Terms& terms) {
+// What comes home of a number: the experts of a rank with their weights, and then the ranks.
+DEVICE u16 expected_output(float value, const Terms& terms) {
     float total = 0.0f, sum = 0.0f;
     for (int n = 0; n < terms.count; ++n) {
         sum = __fadd_rn(sum, __fmul_rn(from_bf16(to_bf16(value * terms.factors[n])), terms.weights[n]));
@@ -258,7 +256,7 @@ __device__ __forceinline__ u16 expected_output(float value, const Terms& terms) 
     return to_bf16(total);
 }
 
-// Compares the combined rows. Grid: tokens.
+// Compares what came home. Grid: tokens.
 extern "C" __global__ void __launch_bounds__(kThreads) soak_check(const __grid_constant__ Params p) {
     __shared__ int owners[TOPK];
     __shared__ Terms terms;

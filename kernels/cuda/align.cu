@@ -12,6 +12,8 @@
 // Example: ids [1, 0, 1, -1], 3 experts, block size 2: counts 1, 2, 0, lists from 0, 2 and 4: sorted [1, 4, 0, 2, 4...],
 // expert_ids [0, 1, -1...], used 4.
 
+#include "ptx.cuh"
+
 #if IDS_64
 typedef long long Id;
 #else
@@ -34,20 +36,12 @@ struct AlignParams {
     int key_bits;  // experts - 1 has no more
 };
 
-// Waits for the kernels before this one, and lets the next come up while it runs (programmatic dependent launch).
-__device__ __forceinline__ void take_over() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // What another block of the cluster has at this place of its shared memory.
-__device__ __forceinline__ int read_peer(const int* place, int block) {
+DEVICE int read_peer(const int* place, int block) {
     unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(place));
     int value;
     asm volatile(
@@ -104,7 +98,7 @@ struct Slots {
 };
 
 // Writes value into list[0, length), with every thread of the grid; the list begins at a multiple of 16 bytes.
-__device__ __forceinline__ void fill(int* list, int length, int value) {
+DEVICE void fill(int* list, int length, int value) {
     int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
     for (int i = thread; i < length / 4; i += threads) {
         reinterpret_cast<int4*>(list)[i] = make_int4(value, value, value, value);
@@ -113,7 +107,7 @@ __device__ __forceinline__ void fill(int* list, int length, int value) {
 }
 
 // Inclusive sums of one number a thread, and the sum of all; those of threads from `count` on are zero.
-__device__ __forceinline__ int block_scan(int value, int count, int* warp_sums, int& total) {
+DEVICE int block_scan(int value, int count, int* warp_sums, int& total) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = min((count + 31) / 32, (int)blockDim.x / 32);
     for (int step = 1; step < 32; step *= 2) {
         int below = __shfl_up_sync(kAll, value, step);
@@ -133,7 +127,7 @@ __device__ __forceinline__ int block_scan(int value, int count, int* warp_sums, 
 }
 
 // Tokens of an expert in all blocks; `before` gets those in the blocks before this one.
-__device__ __forceinline__ int sum_over_blocks(const int* own, int& before) {
+DEVICE int sum_over_blocks(const int* own, int& before) {
     before = 0;
     if (BLOCKS == 1) return *own;
     int part[BLOCKS], total = 0;
@@ -148,7 +142,7 @@ __device__ __forceinline__ int sum_over_blocks(const int* own, int& before) {
 }
 
 // Turns the counts of an expert in each warp into those in the warps before it, and returns their sum.
-__device__ __forceinline__ int sum_over_warps(int* counts, int warps, int experts) {
+DEVICE int sum_over_warps(int* counts, int warps, int experts) {
     int total = 0;
     for (int first = 0; first < warps; first += 8) {  // warps is a multiple of 8
         int part[8];
@@ -164,7 +158,7 @@ __device__ __forceinline__ int sum_over_warps(int* counts, int warps, int expert
 }
 
 // Puts every expert's first place, for this block, into `places`; the cluster's blocks have their counts in `own`.
-__device__ __forceinline__ void find_places(const AlignParams& p, const int* own, int* places, int* warp_sums) {
+DEVICE void find_places(const AlignParams& p, const int* own, int* places, int* warp_sums) {
     int used = 0;
     for (int base = 0; base < p.experts; base += blockDim.x) {
         int expert = base + threadIdx.x, total = 0, before = 0, all;
@@ -180,7 +174,7 @@ __device__ __forceinline__ void find_places(const AlignParams& p, const int* own
     if (blockIdx.x == 0 && threadIdx.x == 0 && p.used != nullptr) *p.used = used;
 }
 
-__device__ __forceinline__ void put(const AlignParams& p, int slot, int key, int place) {
+DEVICE void put(const AlignParams& p, int slot, int key, int place) {
     p.sorted[place] = slot;
     if (p.expert_ids != nullptr && place % p.block_size == 0) {
         p.expert_ids[place / p.block_size] = p.names == nullptr ? key : p.names[key];
@@ -188,7 +182,7 @@ __device__ __forceinline__ void put(const AlignParams& p, int slot, int key, int
 }
 
 // Writes every slot of the warp's run to its place.
-__device__ __forceinline__ void put_run(
+DEVICE void put_run(
     const AlignParams& p, Slots& slots, int (&place)[kRounds], int* mine, const int* places, int first, int last) {
     for (int base = first; base < last; base += 32 * kRounds) {
         // A run of more than the registers hold is gone through once more, `mine` growing from the warps before on.
@@ -213,7 +207,7 @@ struct Gathered {
     int* starts;
     int count;
 
-    __device__ __forceinline__ void find_starts(const AlignParams& p, const int* totals, int* warp_sums) {
+    DEVICE void find_starts(const AlignParams& p, const int* totals, int* warp_sums) {
         count = 0;
         for (int base = 0; base < p.experts; base += blockDim.x) {
             int expert = base + threadIdx.x, total = expert < p.experts ? totals[expert] : 0, all;
@@ -224,7 +218,7 @@ struct Gathered {
         __syncthreads();
     }
 
-    __device__ __forceinline__ void add(
+    DEVICE void add(
         const AlignParams& p, const Slots& slots, const int (&place)[kRounds], const int* mine, int first_in_block) {
 #pragma unroll
         for (int i = 0; i < kRounds; i++) {
@@ -233,7 +227,7 @@ struct Gathered {
         }
     }
 
-    __device__ __forceinline__ void put_all(const AlignParams& p, const int* places, int first_of_block) const {
+    DEVICE void put_all(const AlignParams& p, const int* places, int first_of_block) const {
         for (int i = threadIdx.x; i < count; i += blockDim.x) {
             int key = entries[i] >> 16, slot = entries[i] & 0xFFFF;
             put(p, first_of_block + slot, key, places[key] + i - starts[key]);
@@ -257,7 +251,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     bool gathers = BLOCKS > 1 && p.run <= 32 * kRounds;
     for (int expert = lane; expert < p.experts; expert += 32) mine[expert] = 0;
 
-    take_over();
+    grid_dependency_wait();
+    grid_dependency_launch();
     Slots slots(p, first, last);
     fill(p.sorted, p.length, p.numel);
     if (p.expert_ids != nullptr) fill(p.expert_ids, p.num_blocks, -1);

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from moe_ep.dispatch.nvshmem import kernels
+from moe_ep.kernels import jit
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 SOURCES = Path(__file__).parent / "emulated"
@@ -26,17 +27,12 @@ MOST_TURNS = 10_000_000
 # Bodies of the functions that are a GPU's instructions; compiling fails where one that is called is missing.
 BODIES = {
     "protocol.cuh": {
-        "void store_release(u32* at, u32 value)": "__threadfence_system(); emulated::store(at, value);",
-        "u64 load_acquire(const u64* at)": "return emulated::load(at);",
-        "Vec load_shared_vec(const void* at)": "return emulated::load(static_cast<const Vec*>(at));",
-        "void store_shared_vec(void* at, Vec v)": "emulated::store(static_cast<Vec*>(at), v);",
-        "void store_shared_u64(u64* at, u64 value)": "emulated::store(at, value);",
-        "u64 now_ns()": "return emulated::now_ns();",
+        "Vec load_volatile(const void* at)": "return emulated::load(static_cast<const Vec*>(at));",
+        "void store_volatile(void* at, Vec v)": "emulated::store(static_cast<Vec*>(at), v);",
+        "void store_volatile(u64* at, u64 value)": "emulated::store(at, value);",
         "Vec load_packets(const void* at)": "return emulated::load_whole(static_cast<const Vec*>(at));",
         "void store_packets(void* at, Vec v)": "emulated::store_whole(static_cast<Vec*>(at), v);",
         "static void sync()": "emulated::barrier(kBarrier, kSize);",
-        "void wait_for_kernels_before()": "emulated::wait_for_kernel_before();",
-        "void let_next_kernel_come_up()": "emulated::running->block->lets_next_come_up = true;",
     },
     "numbers.cuh": {
         "u32 pack_halves(float low, float high)": "return emulated::bf16(low) | emulated::bf16(high) << 16;",
@@ -45,6 +41,14 @@ BODIES = {
     "high_throughput.cuh": {
         "bool failed() const": "return emulated::load_of_warp(&limits.status->failed);",
     },
+}
+# Of ptx.cuh these are all that the kernels call.
+INSTRUCTIONS = {
+    "void store_release_sys(u32* at, u32 value)": "__threadfence_system(); emulated::store(at, value);",
+    "u64 load_acquire_sys(const u64* at)": "return emulated::load(at);",
+    "u64 global_timer_ns()": "return emulated::now_ns();",
+    "void grid_dependency_wait()": "emulated::wait_for_kernel_before();",
+    "void grid_dependency_launch()": "emulated::running->block->lets_next_come_up = true;",
 }
 REPLACED = {
     "low_latency.cuh": ("constexpr int kThreads = 256;", "constexpr int kThreads = THREADS;"),
@@ -75,10 +79,22 @@ def for_cpu(name: str, text: str) -> str:
     return re.sub(shared, r"auto& \2 = emulated::shared<\1\3, __COUNTER__>();", text)
 
 
+def instructions_for_cpu() -> str:
+    """What stands for ptx.cuh: its names of types, and INSTRUCTIONS."""
+    text = (Path(jit.__file__).parent / "cuda" / "ptx.cuh").read_text()
+    functions = []
+    for signature, body in INSTRUCTIONS.items():
+        assert text.count(signature) == 1, signature
+        functions.append(f"DEVICE {signature} {{ {body} }}\n")
+    types = re.findall("^typedef .*\n", text, re.MULTILINE)
+    return "#pragma once\n#define DEVICE inline\n" + "".join([*types, *functions])
+
+
 def compile_kernels(folder: Path, threads: Mapping[str, int], **defines: int) -> ctypes.CDLL:
     """Kernels, each with so many threads, and what runs them, in bf16, without the device library."""
     for path in CUDA.glob("*.cu*"):
         (folder / path.name).write_text(for_cpu(path.name, path.read_text()))
+    (folder / "ptx.cuh").write_text(instructions_for_cpu())
     command = [
         str(COMPILER),
         "-std=c++17",

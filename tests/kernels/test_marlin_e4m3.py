@@ -189,7 +189,7 @@ def test_structures_are_those_of_the_kernels(tmp_path: Path) -> None:
     path = tmp_path / "structures.cu"
     asserts = "".join(f'static_assert({check}, "{check}");\n' for check in checks)
     asserts = f"#if __has_builtin(__builtin_offsetof)  // in newer compilers\n{asserts}#endif\n"
-    path.write_text(f'#include "{CUDA / "e4m3_stage.cuh"}"\n{asserts}extern "C" __global__ void nothing() {{}}\n')
+    path.write_text(f'#include "{CUDA / "e4m3_sm90.cu"}"\n{asserts}extern "C" __global__ void nothing() {{}}\n')
     jit.compile_only(jit.KernelSource(path, "nothing", (("ACT_BF16", "1"),)), "sm_90a")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_ep.kernels import jit
 from moe_ep.kernels.marlin.params import CUDA
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
@@ -19,14 +20,18 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compil
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Headers beside each other; of the one of a GPU's instructions only its types."""
+    """The kernel's section of that name and the headers it needs; of a GPU's instructions only the names of types."""
     folder = tmp_path_factory.mktemp("schedule")
-    for name in ("decode_schedule.cuh", "threshold.cuh", "params.cuh"):
+    for name in ("select_kernel.cuh", "params.cuh"):
         shutil.copy(CUDA / name, folder)
+    kernel = (CUDA / "decode_sm90.cu").read_text()
+    section = kernel[kernel.index("// ==== Schedule ====") : kernel.index("// ==== Raw codes ====")]
+    (folder / "decode_schedule.cuh").write_text(f'#pragma once\n#include "select_kernel.cuh"\n{section}')
     params = (folder / "params.cuh").read_text()
     assert params.count(RECIPROCAL) == 1
     (folder / "params.cuh").write_text(params.replace(RECIPROCAL, "inverse = reciprocal((float)b);"))
-    types = re.findall("^typedef .*\n", (CUDA / "ptx.cuh").read_text(), re.MULTILINE)
+    ptx = Path(jit.__file__).parent / "cuda" / "ptx.cuh"
+    types = re.findall("^typedef .*\n", ptx.read_text(), re.MULTILINE)
     (folder / "ptx.cuh").write_text("#pragma once\n" + "".join(types))
     for source in SOURCES.iterdir():
         shutil.copy(source, folder)

@@ -67,26 +67,26 @@ struct Common {
     int rank;
     int pes[RANKS];  // NVSHMEM's numbers of the ranks
 
-    __device__ __forceinline__ u8* at(int peer, u64 offset) const {
+    DEVICE u8* at(int peer, u64 offset) const {
         return reinterpret_cast<u8*>(peers[peer]) + offset;
     }
-    __device__ __forceinline__ u8* counts_of(int peer, int source, int line, u32 epoch) const {
+    DEVICE u8* counts_of(int peer, int source, int line, u32 epoch) const {
         return at(peer, counts + 16ull * ((epoch % 2 * RANKS + source) * kLinesOfCounts + line));
     }
-    __device__ __forceinline__ u8* done_of(int peer, int source) const { return at(peer, done + 16ull * source); }
-    __device__ __forceinline__ u64* flag_of(int peer, u64 flags, u64 index) const {
+    DEVICE u8* done_of(int peer, int source) const { return at(peer, done + 16ull * source); }
+    DEVICE u64* flag_of(int peer, u64 flags, u64 index) const {
         return reinterpret_cast<u64*>(at(peer, flags + 8 * index));
     }
-    __device__ __forceinline__ bool failed() const { return *reinterpret_cast<volatile u32*>(&limits.status->failed); }
-    __device__ __forceinline__ u32 all_alive() const { return *reinterpret_cast<volatile u32*>(&limits.status->alive); }
-    __device__ __forceinline__ bool alive(int peer) const { return all_alive() >> peer & 1; }
-    __device__ __forceinline__ u64 current_epoch() const { return *reinterpret_cast<volatile u64*>(epoch); }
+    DEVICE bool failed() const { return *reinterpret_cast<volatile u32*>(&limits.status->failed); }
+    DEVICE u32 all_alive() const { return *reinterpret_cast<volatile u32*>(&limits.status->alive); }
+    DEVICE bool alive(int peer) const { return all_alive() >> peer & 1; }
+    DEVICE u64 current_epoch() const { return *reinterpret_cast<volatile u64*>(epoch); }
 };
 
 // Waits for a row's flag here, which mostly is there; called by any threads, each for its own.
 template <u32 kPhase>
-__device__ __forceinline__ bool await_flag(Wait<kPhase>& wait, u64* flag, u64 epoch, int peer) {
-    const bool came = load_acquire(flag) == epoch || wait.for_flag(flag, epoch, peer);
+DEVICE bool await_flag(Wait<kPhase>& wait, u64* flag, u64 epoch, int peer) {
+    const bool came = load_acquire_sys(flag) == epoch || wait.for_flag(flag, epoch, peer);
 #if DEVICE_API
     if (came) {
         settle(flag, epoch);
@@ -96,7 +96,7 @@ __device__ __forceinline__ bool await_flag(Wait<kPhase>& wait, u64* flag, u64 ep
 }
 
 // A warp's copy of the first kVectors vectors.
-__device__ __forceinline__ void copy_row(const u8* row, u8* target) {
+DEVICE void copy_row(const u8* row, u8* target) {
     const Vec* from = reinterpret_cast<const Vec*>(row);
     Vec* to = reinterpret_cast<Vec*>(target);
     for (int start = threadIdx.x % 32; start < kVectors; start += 32 * kAtOnce) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void copy_row(const u8* row, u8* target) {
 
 #if DEVICE_API
 // A warp's: a staged row to where `offset` is at another rank, and its flag behind it.
-__device__ __forceinline__ void put_row(
+DEVICE void put_row(
     const Common& c, int peer, u64 offset, const u8* staged, u64 bytes, u64* own_flag, u64 epoch) {
     __threadfence_system();
     __syncwarp();
@@ -127,16 +127,16 @@ __device__ __forceinline__ void put_row(
 // A warp's numbers out of a counter that the batch's first kernel has set to 0; the one after next is on its way.
 class Turns {
 public:
-    __device__ __forceinline__ explicit Turns(u32* counter) : counter_(counter) { draw(); }
+    DEVICE explicit Turns(u32* counter) : counter_(counter) { draw(); }
 
-    __device__ __forceinline__ int next() {
+    DEVICE int next() {
         const u32 number = __shfl_sync(kAllLanes, ahead_, 0);
         draw();
         return static_cast<int>(number);
     }
 
 private:
-    __device__ __forceinline__ void draw() {
+    DEVICE void draw() {
         if (threadIdx.x % 32 == 0) {
             ahead_ = atomicAdd(counter_, 1u);
         }
@@ -145,3 +145,88 @@ private:
     u32* counter_;
     u32 ahead_ = 0;
 };
+
+// ==== Flags ====
+
+// Flags of rows that a block sends are released by one of its warps for all others: the fence before a flag takes until
+// the links have taken what is on its way, and the warps that send go on meanwhile.
+//
+// A warp that has stored a row leaves the flags' addresses in shared memory, a place of its own for each rank, where it
+// waits for the place to be empty. The releasing warp takes what lies there and behind one fence sets those flags. It
+// waits for nobody, so nobody waits for long.
+
+template <int kMostSenders>
+struct FlagsDue {
+    u64 flags[kMostSenders][RANKS];  // addresses, 0 where there is none
+    u32 through;                     // warps that leave no more
+};
+
+// By the whole block, before it sends.
+template <int kMostSenders>
+DEVICE void clear_flags(FlagsDue<kMostSenders>& due) {
+    for (int i = threadIdx.x; i < kMostSenders * RANKS; i += kThreads) {
+        due.flags[i / RANKS][i % RANKS] = 0;
+    }
+    if (threadIdx.x == 0) {
+        due.through = 0;
+    }
+    __syncthreads();
+}
+
+// Of a row that the warp has stored; a lane below RANKS may have a flag, null for none.
+template <int kMostSenders>
+DEVICE void leave_flags(FlagsDue<kMostSenders>& due, u64* flag) {
+    __syncwarp();
+    if (flag != nullptr) {
+        __threadfence_block();
+        u64* place = &due.flags[threadIdx.x / 32][threadIdx.x % 32];
+        while (atomicCAS(place, 0ull, reinterpret_cast<u64>(flag)) != 0) {
+            __nanosleep(kPauseNs);
+        }
+    }
+    __syncwarp();
+}
+
+// By each warp that sends, behind its last row.
+template <int kMostSenders>
+DEVICE void leave_no_more(FlagsDue<kMostSenders>& due) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        __threadfence_block();
+        atomicAdd(&due.through, 1u);
+    }
+}
+
+// The releasing warp, until all `senders` are through.
+template <int kMostSenders>
+DEVICE void release_flags(FlagsDue<kMostSenders>& due, int senders, u64 epoch) {
+    constexpr int kOfLane = (kMostSenders * RANKS + 31) / 32;
+    const int places = senders * RANKS;
+    for (;;) {
+        // Read before the places are: what the others left before they were through is found then.
+        const bool is_last = __any_sync(kAllLanes, atomicAdd(&due.through, 0u) == static_cast<u32>(senders));
+        __threadfence_block();
+        __syncwarp();
+        u64 flags[kOfLane];
+        bool found = false;
+#pragma unroll
+        for (int i = 0; i < kOfLane; ++i) {
+            const int place = threadIdx.x % 32 + 32 * i;
+            flags[i] = place < places ? atomicExch(&due.flags[place / RANKS][place % RANKS], 0ull) : 0;
+            found |= flags[i] != 0;
+        }
+        if (__any_sync(kAllLanes, found)) {
+            __threadfence_system();
+#pragma unroll
+            for (int i = 0; i < kOfLane; ++i) {
+                if (flags[i] != 0) {
+                    store_volatile(reinterpret_cast<u64*>(flags[i]), epoch);
+                }
+            }
+        } else if (is_last) {
+            return;
+        } else {
+            __nanosleep(kPauseNs);
+        }
+    }
+}

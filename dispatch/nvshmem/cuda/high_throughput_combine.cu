@@ -2,7 +2,7 @@
 //
 // Before: results [received rows, HIDDEN] of this rank's experts. After: output [T, HIDDEN], the sum over ranks in
 // their order, in f32, rounded once; zeros for a token without any. This rank's own results are read where they are.
-#include "high_throughput_flags.cuh"
+#include "high_throughput.cuh"
 
 struct Params {
     Common common;
@@ -19,7 +19,7 @@ constexpr int kPartVectors = 128;
 constexpr int kParts = (kVectors + kPartVectors - 1) / kPartVectors;
 
 // Other ranks take turns, and each rank begins with the one behind it, so that no rank's links are everybody's target.
-__device__ __forceinline__ void send_results(const Params& p, FlagsDue<kSenders>& due, int first, int warps, u64 epoch) {
+DEVICE void send_results(const Params& p, FlagsDue<kSenders>& due, int first, int warps, u64 epoch) {
     const Common& c = p.common;
     int most = 0;
     for (int source = 0; source < RANKS; ++source) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void send_results(const Params& p, FlagsDue<kSenders>
 
 // A part of the sum of the rows at the addresses that lanes hold, those of `ranks`, in order; some are on their way at a
 // time.
-__device__ __forceinline__ void sum_rows(u32 ranks, u64 address, int begin, int end, u8* output) {
+DEVICE void sum_rows(u32 ranks, u64 address, int begin, int end, u8* output) {
     constexpr int kSums = 2, kRows = 3;
     for (int start = begin + threadIdx.x % 32; start < begin + kPartVectors; start += 32 * kSums) {
         Floats sum[kSums] = {};
@@ -83,7 +83,7 @@ __device__ __forceinline__ void sum_rows(u32 ranks, u64 address, int begin, int 
     }
 }
 
-__device__ __forceinline__ void take_tokens(const Params& p, u64 epoch) {
+DEVICE void take_tokens(const Params& p, u64 epoch) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;
     Wait<PHASE_COMBINE> wait(c.limits, epoch);

@@ -3,8 +3,149 @@
 // Before: rows [T, HIDDEN]. After: at each rank the rows of its tokens, by (source, token), with their ids and weights.
 // Plain rows are read where they arrive. Quantized ones, and such as were put, are turned into plain ones in `out` as
 // they come, and a rank's own go there at once.
-#include "high_throughput_flags.cuh"
-#include "high_throughput_wire.cuh"
+#include "high_throughput.cuh"
+
+// ==== Wire ====
+
+// Rows of a prefill batch that do not stay where they arrive, since they come as e4m3 codes or are put: how they look
+// on the wire, and how each side makes them.
+//
+//   columns   HIDDEN codes, or HIDDEN columns of 16 bits
+//   largest   of codes: the largest magnitude of each 128 columns in 16 bits, which the scale is made of again
+//   ids       TOPK, each with its rank in the upper bits, -1 for none
+//   weights   TOPK, f32
+//
+// Rows begin at multiples of 128 bytes, and all but the last of a warp's stores fill such lines, which is what links
+// carry best: what is behind the columns is put together in shared memory.
+
+constexpr int kTailVectors = (kScaleWords + 2 * TOPK + 3) / 4;
+constexpr int kIdBits = 24;
+constexpr int kIdMask = (1 << kIdBits) - 1;
+
+// What is behind a row's columns.
+struct alignas(16) Tail {
+    u32 words[4 * kTailVectors];
+};
+
+// Ids and weights of a row of the batch, as the experts read them: of this rank's alone. A thread has a slot.
+DEVICE void keep_slot(const Common& c, u64 row, u32 id, u32 weight) {
+    const bool is_here = static_cast<int>(id) >> kIdBits == c.rank;
+    const u64 at = 4 * (row * TOPK + threadIdx.x % 32);
+    *reinterpret_cast<u32*>(c.at(c.rank, c.ids + at)) = is_here ? id & kIdMask : ~0u;
+    *reinterpret_cast<u32*>(c.at(c.rank, c.weights + at)) = is_here ? weight : 0;
+}
+
+// The tail to the rows at the addresses that the lanes of `ranks` hold.
+DEVICE void store_tail(const Tail& tail, u32 ranks, u64 target) {
+    for (int i = threadIdx.x % 32; i < (kTailVectors + 31) / 32 * 32; i += 32) {
+        const Vec v = i < kTailVectors ? reinterpret_cast<const Vec*>(tail.words)[i] : Vec{};
+        for (u32 left = ranks; left; left &= left - 1) {
+            u8* to = reinterpret_cast<u8*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
+            if (i < kTailVectors) {
+                reinterpret_cast<Vec*>(to + kColumnBytes)[i] = v;
+            }
+        }
+    }
+}
+
+#if FP8
+// Of a thread's codes of two vectors, 32 apart, and its neighbour's: the sixteen bytes of the first two vectors in even
+// threads, of the others in odd ones.
+DEVICE Vec put_together(Codes first, Codes second) {
+    const bool is_odd = threadIdx.x % 2;
+    const Codes kept = is_odd ? second : first, given = is_odd ? first : second;
+    const u32 low = __shfl_xor_sync(kAllLanes, given.low, 1), high = __shfl_xor_sync(kAllLanes, given.high, 1);
+    return is_odd ? Vec{low, high, kept.low, kept.high} : Vec{kept.low, kept.high, low, high};
+}
+
+// A warp's row to the addresses that the lanes of `ranks` hold, and as the experts read it to `plain` where that is not
+// null.
+DEVICE void store_row(const u8* row, Tail& tail, u32 ranks, u64 target, u8* plain) {
+    constexpr int kPairs = kAtOnce / 2;
+    const Vec* from = reinterpret_cast<const Vec*>(row);
+    const int is_odd = threadIdx.x % 2;
+    for (int start = threadIdx.x % 32; start < (kVectors + 31) / 32 * 32; start += 32 * kAtOnce) {
+        Vec v[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            v[i] = start + 32 * i < kVectors ? from[start + 32 * i] : Vec{};
+        }
+        Vec pairs[kPairs];
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            Codes codes[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int vector = start + 32 * (2 * i + j);
+                float scale;
+                u32 largest;
+                codes[j] = quantize(v[2 * i + j], scale, largest);
+                if (vector < kVectors && vector % kScaleVectors == 0) {
+                    reinterpret_cast<u16*>(tail.words)[vector / kScaleVectors] = static_cast<u16>(largest);
+                }
+                if (vector < kVectors && plain) {
+                    reinterpret_cast<Vec*>(plain)[vector] = dequantize(codes[j], scale);
+                }
+            }
+            pairs[i] = put_together(codes[0], codes[1]);
+        }
+        for (u32 left = ranks; left; left &= left - 1) {
+            u64* to = reinterpret_cast<u64*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) {
+                const int vector = start + 32 * (2 * i + is_odd) - is_odd;
+                if (vector < kVectors) {
+                    *reinterpret_cast<Vec*>(to + vector) = pairs[i];
+                }
+            }
+        }
+    }
+    __syncwarp();
+    store_tail(tail, ranks, target);
+}
+
+// A warp's row from the wire to where the experts read it.
+DEVICE void load_row(const u8* row, u8* out) {
+    constexpr int kLoads = at_once(7);
+    const u64* from = reinterpret_cast<const u64*>(row);
+    const u16* largest = reinterpret_cast<const u16*>(row + kColumnBytes);
+    Vec* to = reinterpret_cast<Vec*>(out);
+    const int lane = threadIdx.x % 32;
+    for (int begin = 0; begin < kVectors; begin += 32 * kLoads) {
+        const int group = begin / kScaleVectors + lane;
+        const float all = scale_of(lane < 2 * kLoads && group < kGroups ? largest[group] : 0);
+        u64 v[kLoads];
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            v[i] = begin + 32 * i + lane < kVectors ? from[begin + 32 * i + lane] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            const float scale = __shfl_sync(kAllLanes, all, 2 * i + lane / kScaleVectors);
+            if (begin + 32 * i + lane < kVectors) {
+                to[begin + 32 * i + lane] =
+                    dequantize(Codes{static_cast<u32>(v[i]), static_cast<u32>(v[i] >> 32)}, scale);
+            }
+        }
+    }
+}
+
+#else
+DEVICE void store_row(const u8* row, Tail& tail, u32 ranks, u64 target, u8* plain) {
+    for (u32 left = ranks; left; left &= left - 1) {
+        copy_row(row, reinterpret_cast<u8*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1)));
+    }
+    if (plain) {
+        copy_row(row, plain);
+    }
+    __syncwarp();
+    store_tail(tail, ranks, target);
+}
+
+DEVICE void load_row(const u8* row, u8* out) { copy_row(row, out); }
+#endif
+
+// ==== Kernel ====
 
 struct Params {
     Common common;
@@ -28,14 +169,14 @@ struct Rows {
     u64 index;
 };
 
-__device__ __forceinline__ Rows rows_of(const Params& p, int token) {
+DEVICE Rows rows_of(const Params& p, int token) {
     const int lane = threadIdx.x % 32;
     const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
     const u64 index = slot >= 0 ? static_cast<u64>(slot + p.common.placement->send[lane]) : 0;
     return Rows{__ballot_sync(kAllLanes, slot >= 0), index};
 }
 
-__device__ __forceinline__ int owner_of(const Params& p, int id) {
+DEVICE int owner_of(const Params& p, int id) {
     return id >= 0 && id < p.num_ids ? p.owners[id] : -1;
 }
 
@@ -43,7 +184,7 @@ __device__ __forceinline__ int owner_of(const Params& p, int id) {
 constexpr int kMostSenders = kWarps - 1;  // of a block; one releases their flags
 
 // One token: for this rank it is made as the experts read it, the others get it where they take it from.
-__device__ __forceinline__ void send(const Params& p, Tail& tail, FlagsDue<kMostSenders>& due, int token) {
+DEVICE void send(const Params& p, Tail& tail, FlagsDue<kMostSenders>& due, int token) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;
     const Rows rows = rows_of(p, token);
@@ -84,7 +225,7 @@ __device__ __forceinline__ void send(const Params& p, Tail& tail, FlagsDue<kMost
 }
 
 // The row of the batch that has come, as the experts read it.
-__device__ __forceinline__ void take_row(const Params& p, u64 row) {
+DEVICE void take_row(const Params& p, u64 row) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;
     const u8* wire = c.at(c.rank, c.rows + kRowBytes * row);
@@ -96,7 +237,7 @@ __device__ __forceinline__ void take_row(const Params& p, u64 row) {
 }
 
 // The other sources take turns, as their rows come.
-__device__ __forceinline__ void take_rows(const Params& p) {
+DEVICE void take_rows(const Params& p) {
     const Common& c = p.common;
     constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
     const int lane = threadIdx.x % 32;
@@ -123,7 +264,7 @@ __device__ __forceinline__ void take_rows(const Params& p) {
 
 #else
 // A row of 16 bits to the addresses that the lanes of `ranks` hold.
-__device__ __forceinline__ void send_row(const u8* row, u32 ranks, u64 target) {
+DEVICE void send_row(const u8* row, u32 ranks, u64 target) {
     const Vec* from = reinterpret_cast<const Vec*>(row);
     for (int begin = 0; begin < kVectors; begin += 32 * kAtOnce) {
         const int start = begin + threadIdx.x % 32;
@@ -144,7 +285,7 @@ __device__ __forceinline__ void send_row(const u8* row, u32 ranks, u64 target) {
     }
 }
 
-__device__ __forceinline__ void send(const Params& p, int token) {
+DEVICE void send(const Params& p, int token) {
     const Common& c = p.common;
     const int lane = threadIdx.x % 32;
     const Rows rows = rows_of(p, token);
@@ -164,7 +305,7 @@ __device__ __forceinline__ void send(const Params& p, int token) {
 }
 
 // The block that finishes last tells all ranks, and waits for all of them: what comes behind the kernel may read.
-__device__ __forceinline__ void finish(const Common& c, u32 epoch) {
+DEVICE void finish(const Common& c, u32 epoch) {
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -200,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispat
     __shared__ FlagsDue<kMostSenders> due;
     clear_flags(due);
 #endif
-    wait_for_kernels_before();
+    grid_dependency_wait();
     const int warp = threadIdx.x / 32;
     int* ids = reinterpret_cast<int*>(c.at(c.rank, c.ids));
     const u64 begin = static_cast<u64>(c.placement->total) * TOPK, end = static_cast<u64>(p.max_rows) * TOPK;

@@ -26,7 +26,7 @@ struct Shared {
 };
 
 // The ranks that each of a thread's tokens goes to, as bits, of those in `alive`; the tokens are 32 apart.
-__device__ __forceinline__ void ranks_of(const Params& p, u32 alive, int first, int end, u32 (&ranks)[kTokensAtOnce]) {
+DEVICE void ranks_of(const Params& p, u32 alive, int first, int end, u32 (&ranks)[kTokensAtOnce]) {
     alignas(16) int ids[kTokensAtOnce][TOPK];
 #pragma unroll
     for (int i = 0; i < kTokensAtOnce; ++i) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void ranks_of(const Params& p, u32 alive, int first, 
 }
 
 // Leaves each token's ranks in its first slot, for write_slots.
-__device__ __forceinline__ void count_tokens(const Params& p, Shared& shared, u32 alive, int begin, int end) {
+DEVICE void count_tokens(const Params& p, Shared& shared, u32 alive, int begin, int end) {
     const int lane = threadIdx.x % 32;
     int count = 0;
     for (int first = begin + lane; first < end + lane; first += 32 * kTokensAtOnce) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void count_tokens(const Params& p, Shared& shared, u3
 }
 
 // A warp's: the tokens that each warp has for `rank` become those of the warps before it, and all of them the count.
-__device__ __forceinline__ void sum_before(Shared& shared, int own, int rank) {
+DEVICE void sum_before(Shared& shared, int own, int rank) {
     static_assert(kWarps == 32, "a lane has a warp's tokens");
     const int lane = threadIdx.x % 32, count = shared.before[lane][rank];
     int through = count;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void sum_before(Shared& shared, int own, int rank) {
 }
 
 // One SM writes all of them, and pays by stores.
-__device__ __forceinline__ void store_slots(int* to, const int (&slots)[RANKS]) {
+DEVICE void store_slots(int* to, const int (&slots)[RANKS]) {
     if (RANKS % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < RANKS / 4; ++i) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void store_slots(int* to, const int (&slots)[RANKS]) 
     }
 }
 
-__device__ __forceinline__ void write_slots(const Params& p, const Shared& shared, int begin, int end) {
+DEVICE void write_slots(const Params& p, const Shared& shared, int begin, int end) {
     const int lane = threadIdx.x % 32;
     int next[RANKS];
 #pragma unroll
@@ -143,7 +143,7 @@ __device__ __forceinline__ void write_slots(const Params& p, const Shared& share
 }
 
 // Tells this rank's counts to everybody that takes part.
-__device__ __forceinline__ void post_counts(const Common& c, const Shared& shared, u32 epoch) {
+DEVICE void post_counts(const Common& c, const Shared& shared, u32 epoch) {
     const int thread = static_cast<int>(threadIdx.x), peer = thread / kLinesOfCounts, line = thread % kLinesOfCounts;
     if (peer < RANKS && c.alive(peer)) {
         const u32 a = shared.counts[c.rank][2 * line], b = shared.counts[c.rank][2 * line + 1];
@@ -160,7 +160,7 @@ __device__ __forceinline__ void post_counts(const Common& c, const Shared& share
 }
 
 // Everybody's counts; zeros of those that take no part.
-__device__ __forceinline__ void await_counts(const Common& c, Shared& shared, u32 epoch) {
+DEVICE void await_counts(const Common& c, Shared& shared, u32 epoch) {
     const int thread = static_cast<int>(threadIdx.x), peer = thread / kLinesOfCounts, line = thread % kLinesOfCounts;
     if (peer < RANKS && peer != c.rank) {
         Wait<PHASE_DISPATCH> wait(c.limits, epoch);
@@ -174,7 +174,7 @@ __device__ __forceinline__ void await_counts(const Common& c, Shared& shared, u3
     }
 }
 
-__device__ __forceinline__ void place(const Params& p, const Shared& shared) {
+DEVICE void place(const Params& p, const Shared& shared) {
     const Common& c = p.common;
     const int other = static_cast<int>(threadIdx.x);
     int there = 0, sent = 0, here = 0, home = 0, total = 0;
@@ -200,7 +200,7 @@ __device__ __forceinline__ void place(const Params& p, const Shared& shared) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_plan(const __grid_constant__ Params p) {
     const Common& c = p.common;
-    let_next_kernel_come_up();
+    grid_dependency_launch();
     __shared__ Shared shared;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
     const u64 epoch = c.current_epoch() + 1;

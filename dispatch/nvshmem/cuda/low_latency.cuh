@@ -66,47 +66,47 @@ struct Buffers {
     int row_packet_tokens;
 
     // Of a rank with so many tokens. All of those in e4m3 do: they have to be made plain anyway.
-    __device__ __forceinline__ bool rows_are_packets(int tokens) const {
+    DEVICE bool rows_are_packets(int tokens) const {
         return !DEVICE_API && (FP8 || tokens <= row_packet_tokens);
     }
-    __device__ __forceinline__ bool reaches(int peer) const { return !DEVICE_API || (reachable >> peer & 1); }
-    __device__ __forceinline__ u8* at(int peer, u64 offset) const {
+    DEVICE bool reaches(int peer) const { return !DEVICE_API || (reachable >> peer & 1); }
+    DEVICE u8* at(int peer, u64 offset) const {
         return reinterpret_cast<u8*>(peers[peer]) + offset;
     }
-    __device__ __forceinline__ u64 index(int source, int token) const {
+    DEVICE u64 index(int source, int token) const {
         return static_cast<u64>(source) * capacity + token;
     }
-    __device__ __forceinline__ u64* header_of(int peer, int source, u32 epoch) const {
+    DEVICE u64* header_of(int peer, int source, u32 epoch) const {
         return reinterpret_cast<u64*>(at(peer, header + 8ull * (epoch % 2 * RANKS + source)));
     }
-    __device__ __forceinline__ u64 meta_at(int source, int token, u32 epoch) const {
+    DEVICE u64 meta_at(int source, int token, u32 epoch) const {
         return 16ull * kMetaLines * index(epoch % 2 * RANKS + source, token);
     }
-    __device__ __forceinline__ u8* meta_of(int peer, int source, int token, u32 epoch) const {
+    DEVICE u8* meta_of(int peer, int source, int token, u32 epoch) const {
         return at(peer, meta + meta_at(source, token, epoch));
     }
-    __device__ __forceinline__ u64* row_flags_of(int peer, int source, int token) const {
+    DEVICE u64* row_flags_of(int peer, int source, int token) const {
         return reinterpret_cast<u64*>(at(peer, row_flags + 8 * index(source, token)));
     }
-    __device__ __forceinline__ u64* result_flags_of(int peer, int source, int token) const {
+    DEVICE u64* result_flags_of(int peer, int source, int token) const {
         return reinterpret_cast<u64*>(at(peer, result_flags + 8 * index(source, token)));
     }
-    __device__ __forceinline__ u8* row(int peer, int source, int token) const {
+    DEVICE u8* row(int peer, int source, int token) const {
         return at(peer, rows + kRowBytes * index(source, token));
     }
-    __device__ __forceinline__ u8* result(int peer, int source, int token) const {
+    DEVICE u8* result(int peer, int source, int token) const {
         return at(peer, results + 2ull * HIDDEN * index(source, token));
     }
     // This thread's vector of a packet.
-    __device__ __forceinline__ u8* row_packet(int peer, int source, int token, int packet) const {
+    DEVICE u8* row_packet(int peer, int source, int token, int packet) const {
         const u64 row = static_cast<u64>(source) * row_packet_tokens + token;
         return at(peer, row_packets + kPacketBytes * (row * kRowPackets + packet) + sizeof(Vec) * packet_slot());
     }
-    __device__ __forceinline__ u8* result_packet(int peer, int source, int token, int packet) const {
+    DEVICE u8* result_packet(int peer, int source, int token, int packet) const {
         const u64 first = index(source, token) * kResultPackets;
         return at(peer, result_packets + kPacketBytes * (first + packet) + sizeof(Vec) * packet_slot());
     }
-    __device__ __forceinline__ u8* out_of(int part, int token) const {
+    DEVICE u8* out_of(int part, int token) const {
         return at(rank, outbox + 2ull * HIDDEN * index(part, token));
     }
 };
@@ -122,15 +122,15 @@ struct Common {
     int phases;
     int packet_parts, packet_tasks;  // parts of a row that is sent as packets, and tasks that all of them are about
 
-    __device__ __forceinline__ int packet_parts_of(int rows) const {
+    DEVICE int packet_parts_of(int rows) const {
         return max(1, min(packet_parts, packet_tasks / max(rows, 1)));
     }
 
-    __device__ __forceinline__ u32 alive() const { return limits.status->alive; }
+    DEVICE u32 alive() const { return limits.status->alive; }
 
     // The ranks of a token's experts as bits; owner_of gives that of an id.
     template <typename OwnerOf>
-    __device__ __forceinline__ u32 destinations(int token, u32 alive, const OwnerOf& owner_of) const {
+    DEVICE u32 destinations(int token, u32 alive, const OwnerOf& owner_of) const {
         const int lane = threadIdx.x % 32;
         const int id = lane < TOPK ? topk_ids[token * TOPK + lane] : -1;
         int owner = id >= 0 && id < num_ids ? owner_of(id) : -1;
@@ -147,21 +147,21 @@ struct Common {
 };
 
 // Where the part of a row begins that one group or warp moves, in vectors; a whole scale's group at least.
-__device__ __forceinline__ int part_begin(int part, int parts) {
+DEVICE int part_begin(int part, int parts) {
     return min(kVectors, (kGroups * part + parts - 1) / parts * kScaleVectors);
 }
 
 // The same in packets, in steps of kStep.
 template <int kStep>
-__device__ __forceinline__ int packet_begin(int part, int parts, int packets) {
+DEVICE int packet_begin(int part, int parts, int packets) {
     return min(packets, (packets + kStep - 1) / kStep * part / parts * kStep);
 }
 
-__device__ __forceinline__ u64 both(u32 epoch) { return static_cast<u64>(epoch) << 32 | epoch; }
+DEVICE u64 both(u32 epoch) { return static_cast<u64>(epoch) << 32 | epoch; }
 
 // Waits for the flags of a row or result from `source`.
 template <typename Waits>
-__device__ __forceinline__ bool wait_for_row(const Buffers& b, Waits& wait, u64* flags, int source) {
+DEVICE bool wait_for_row(const Buffers& b, Waits& wait, u64* flags, int source) {
     const bool came = wait.for_flag(flags, both(wait.epoch), source);
 #if DEVICE_API
     if (came && !b.reaches(source)) {
@@ -174,7 +174,7 @@ __device__ __forceinline__ bool wait_for_row(const Buffers& b, Waits& wait, u64*
 #if DEVICE_API
 // Puts what the group has just written to an outbox to the ranks of `ranks` that are out of reach, each with a warp.
 template <typename Sync>
-__device__ __forceinline__ void put_from_outbox(const Buffers& b, u32 ranks, void* there, const void* from, u64 bytes,
+DEVICE void put_from_outbox(const Buffers& b, u32 ranks, void* there, const void* from, u64 bytes,
                                                 u64* flags, u64 value) {
     __threadfence_system();
     Sync::sync();
@@ -186,3 +186,90 @@ __device__ __forceinline__ void put_from_outbox(const Buffers& b, u32 ranks, voi
     }
 }
 #endif
+
+// ==== Refresh ====
+
+// Flags that no batch has written for long are written with the number of the batch before.
+//
+// Lines, packets and flags hold 32 bits of their batch's number, which begins again behind 2^32 of them; what a batch of
+// that number left then would be taken for new. So in two batches of each 2^20 (headers and slots have two parts) a
+// rank writes an old number wherever its own parts get nothing of that batch. It may: what follows in its place is its
+// own as well, nobody reads there in this batch, and of earlier ones it had the answer (channel.py).
+
+constexpr u32 kBatchesRefreshed = 1u << 20;
+
+// A task for each of `capacity` slots is due, behind all others of a batch.
+DEVICE bool refresh_is_due(u32 epoch) { return epoch % kBatchesRefreshed < 2; }
+
+DEVICE Vec old_line(u32 epoch) { return Vec{0, epoch - 1, 0, epoch - 1}; }
+
+// The lines of all packets of a row, whose addresses at(packet) gives to each thread for its vector.
+template <typename At>
+DEVICE void refresh_packets(const At& at, int packets, u32 epoch) {
+    for (int packet = threadIdx.x / kPacketThreads; packet < packets; packet += kGroupPackets) {
+        if (packet_slot() == kPacketVectors) {
+            store_volatile(at(packet), old_line(epoch));
+        }
+    }
+}
+
+// A flag at `there` on a rank, which may be out of reach.
+DEVICE void refresh_flag(const Buffers& b, int peer, u64* there, u64* own, u32 epoch) {
+    if (threadIdx.x != 0) {
+        return;
+    }
+    if (b.reaches(peer)) {
+        store_volatile(there, both(epoch - 1));
+    }
+#if DEVICE_API
+    else {
+        put_flag(own, both(epoch - 1), b.pes[peer]);
+    }
+#endif
+}
+
+// Behind a task: nothing that it put can come behind what the next batch puts there.
+DEVICE void end_refresh() {
+#if DEVICE_API
+    if (threadIdx.x == 0) {
+        wait_for_puts();
+    }
+#endif
+}
+
+// Slots and row of a token that goes to `ranks`.
+DEVICE void refresh_row(const Common& c, int token, u32 ranks, u32 epoch, u32 alive) {
+    const Buffers& b = c.buffers;
+    const bool as_packets = b.rows_are_packets(c.num_tokens);
+    for (int peer = 0; peer < RANKS; ++peer) {
+        if (!(alive >> peer & 1)) {
+            continue;
+        }
+        const bool is_sent = ranks >> peer & 1;
+        if (!is_sent || as_packets) {
+            u64* there = b.row_flags_of(peer, b.rank, token);
+            refresh_flag(b, peer, there, b.row_flags_of(b.rank, b.rank, token), epoch);
+        }
+        if (!b.reaches(peer)) {
+            continue;  // slots come behind a flag that every batch has
+        }
+        if (token < b.row_packet_tokens && !(is_sent && as_packets)) {
+            const auto at = [&](int packet) { return b.row_packet(peer, b.rank, token, packet); };
+            refresh_packets(at, kRowPackets, epoch);
+        }
+        if (token >= c.num_tokens && threadIdx.x < kMetaLines) {
+            store_volatile(b.meta_of(peer, b.rank, token, epoch) + 16 * threadIdx.x, old_line(epoch));
+        }
+    }
+    end_refresh();
+}
+
+// A result that is not sent to `owner`.
+DEVICE void refresh_result(const Buffers& b, int owner, int token, u32 epoch) {
+#if DEVICE_API
+    u64* there = b.result_flags_of(owner, b.rank, token);
+    refresh_flag(b, owner, there, b.result_flags_of(b.rank, b.rank, token), epoch);
+#else
+    refresh_packets([&](int packet) { return b.result_packet(owner, b.rank, token, packet); }, kResultPackets, epoch);
+#endif
+}

@@ -5,7 +5,7 @@
 // the tokens' own ranks. Slots of one rank are summed in slot order and ranks in rank order, all in f32 without fused
 // multiply-add, with one rounding to the activations' dtype between: the same bits whatever arrives first.
 // Example: a token with slots of ranks 1, 0, 1 and weights a, b, c: out = r(b y0) + r(a y1 + c y1').
-#include "low_latency_refresh.cuh"
+#include "low_latency.cuh"
 
 using Waits = Wait<PHASE_COMBINE>;
 
@@ -24,7 +24,7 @@ struct Shared {
     u32 ranks[2];       // whose results of a token are there; two tokens take turns
 };
 
-__device__ __forceinline__ void add_weighted(Floats& sum, Vec v, float weight) {
+DEVICE void add_weighted(Floats& sum, Vec v, float weight) {
     const Floats f = unpack(v);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
@@ -40,7 +40,7 @@ struct Slots {
     float weight;
 };
 
-__device__ __forceinline__ Slots slots_of(const Params& p, int source, int token, u32 epoch) {
+DEVICE Slots slots_of(const Params& p, int source, int token, u32 epoch) {
     const Buffers& b = p.common.buffers;
     const int lane = threadIdx.x % 32;
     Slots slots{0, 0, 0, 1.0f};
@@ -48,8 +48,8 @@ __device__ __forceinline__ Slots slots_of(const Params& p, int source, int token
     if (lane < TOPK) {
         const int row = source * b.capacity + token;
         const u8* meta = b.meta_of(b.rank, source, token, epoch);
-        const Vec locals = load_shared_vec(meta + 16 * (lane / kLocalsOfLine));
-        const Vec weights = load_shared_vec(meta + 16 * (kLocalLines + lane / kWeightsOfLine));
+        const Vec locals = load_volatile(meta + 16 * (lane / kLocalsOfLine));
+        const Vec weights = load_volatile(meta + 16 * (kLocalLines + lane / kWeightsOfLine));
         const int position = p.positions[row * TOPK + lane];
         const u32 local = (lane % kLocalsOfLine < 2 ? locals.x : locals.z) >> (lane % 2 * 16) & 0xffff;
         present = is_of(locals, epoch) && local != kNotHere;
@@ -76,7 +76,7 @@ __device__ __noinline__ bool await_weights(const Params& p, int source, int toke
 }
 
 // The weighted sum of vector i; kDeep results are on their way at a time. To be called by whole warps.
-__device__ __forceinline__ Vec weighted_sum(const Params& p, const Slots& slots, int i, bool is_inside) {
+DEVICE Vec weighted_sum(const Params& p, const Slots& slots, int i, bool is_inside) {
     constexpr int kDeep = 4;
     Floats sum{};
     for (u32 left = slots.present; left;) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ Vec weighted_sum(const Params& p, const Slots& slots,
 
 #if DEVICE_API
 // A part of a result to where a flag, or a put, follows.
-__device__ __forceinline__ void store_part(const Params& p, const Slots& slots, int begin, int end, Vec* there) {
+DEVICE void store_part(const Params& p, const Slots& slots, int begin, int end, Vec* there) {
     for (int base = begin; base < end; base += kThreads) {
         const int i = base + threadIdx.x;
         const Vec v = weighted_sum(p, slots, i, i < end);
@@ -114,7 +114,7 @@ __device__ __forceinline__ void store_part(const Params& p, const Slots& slots, 
     }
 }
 
-__device__ __forceinline__ void send_result(const Params& p, const Slots& slots, int source, int token, int part, int,
+DEVICE void send_result(const Params& p, const Slots& slots, int source, int token, int part, int,
                                             u32 epoch) {
     const Buffers& b = p.common.buffers;
     if (!b.reaches(source)) {
@@ -132,12 +132,12 @@ __device__ __forceinline__ void send_result(const Params& p, const Slots& slots,
     Senders::sync();
     if (threadIdx.x == 0) {
         u64* flags = b.result_flags_of(source, b.rank, token);
-        store_release(reinterpret_cast<u32*>(flags) + part, epoch);
+        store_release_sys(reinterpret_cast<u32*>(flags) + part, epoch);
     }
 }
 #else
 // A part of a result as packets.
-__device__ __forceinline__ void send_result(const Params& p, const Slots& slots, int source, int token, int part,
+DEVICE void send_result(const Params& p, const Slots& slots, int source, int token, int part,
                                             int parts, u32 epoch) {
     const Buffers& b = p.common.buffers;
     const int end = packet_begin<kWarpPackets>(part + 1, parts, kResultPackets);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void send_result(const Params& p, const Slots& slots,
 }
 #endif
 
-__device__ __forceinline__ int parts_of(const Common& c, int tokens) {
+DEVICE int parts_of(const Common& c, int tokens) {
     return DEVICE_API ? kRowParts : c.packet_parts_of(tokens * RANKS);
 }
 
@@ -159,7 +159,7 @@ __device__ __forceinline__ int parts_of(const Common& c, int tokens) {
 struct Task {
     int source, token, part;
 
-    __device__ __forceinline__ Task(const Params& p, u32 number, int parts) {
+    DEVICE Task(const Params& p, u32 number, int parts) {
         const int rows = static_cast<int>(number) / parts;
         part = static_cast<int>(number) % parts;
         source = (p.common.buffers.rank + rows) % RANKS;
@@ -168,7 +168,7 @@ struct Task {
 };
 
 // Where no result of a slot is sent.
-__device__ __forceinline__ void refresh(const Params& p, const Shared& shared, int token, u32 epoch, u32 alive) {
+DEVICE void refresh(const Params& p, const Shared& shared, int token, u32 epoch, u32 alive) {
     for (int source = 0; source < RANKS; ++source) {
         if (alive >> source & 1) {
             const bool is_sent = token < shared.tokens[source] && slots_of(p, source, token, epoch).present;
@@ -182,7 +182,7 @@ __device__ __forceinline__ void refresh(const Params& p, const Shared& shared, i
 
 // The results of `ranks` added in rank order, as load(rank) gives them; of those alone for which came(rank, v) holds.
 template <typename Load, typename Came>
-__device__ __forceinline__ Vec sum_of(u32 ranks, const Load& load, const Came& came) {
+DEVICE Vec sum_of(u32 ranks, const Load& load, const Came& came) {
     constexpr int kAtOnce = RANKS < 4 ? RANKS : 4;  // on their way together
     Floats sum{};
 #pragma unroll 1
@@ -206,7 +206,7 @@ __device__ __forceinline__ Vec sum_of(u32 ranks, const Load& load, const Came& c
 
 #if DEVICE_API
 // A part of one token: one warp waits for the group. Tokens take turns with the two numbers of shared.ranks.
-__device__ __forceinline__ void receive(const Params& p, Waits& wait, Shared& shared, int turn, int token, int part,
+DEVICE void receive(const Params& p, Waits& wait, Shared& shared, int turn, int token, int part,
                                         u32 ranks) {
     const Buffers& b = p.common.buffers;
     const int thread = threadIdx.x % kThreads;
@@ -225,14 +225,14 @@ __device__ __forceinline__ void receive(const Params& p, Waits& wait, Shared& sh
     const int begin = part_begin(part, p.output_parts), end = part_begin(part + 1, p.output_parts);
     for (int i = begin + thread; i < end; i += kThreads) {
         output[i] = sum_of(
-            ranks, [&](int rank) { return load_shared_vec(b.result(b.rank, rank, token) + 16ull * i); },
+            ranks, [&](int rank) { return load_volatile(b.result(b.rank, rank, token) + 16ull * i); },
             [](int, const Vec&) { return true; });
     }
     __syncwarp();
 }
 #else
 // A part of one token: every warp waits for what it adds, in rank order.
-__device__ __forceinline__ void receive(const Params& p, Waits& wait, Shared&, int, int token, int part, u32 ranks) {
+DEVICE void receive(const Params& p, Waits& wait, Shared&, int, int token, int part, u32 ranks) {
     const Buffers& b = p.common.buffers;
     Vec* output = reinterpret_cast<Vec*>(p.output + 2ull * HIDDEN * token);
     const int end = packet_begin<kWarpPackets>(part + 1, p.output_parts, kResultPackets);
@@ -250,14 +250,14 @@ __device__ __forceinline__ void receive(const Params& p, Waits& wait, Shared&, i
 }
 #endif
 
-__device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
+DEVICE void send_all(const Params& p, Shared& shared) {
     const Common& c = p.common;
     const Buffers& b = c.buffers;
     Tickets<Senders> tickets(&c.counters->combine, &shared.ticket);
     const u32 alive = c.alive();
     u64 ticket = tickets.next();
     const u32 epoch = static_cast<u32>(ticket >> 32);
-    wait_for_kernels_before();
+    grid_dependency_wait();
     u64 header = 0;
     bool failed = false;
     if (threadIdx.x < RANKS) {  // the dispatch has waited for it; what one that gave up has left are no results
@@ -311,7 +311,7 @@ __device__ __forceinline__ void send_all(const Params& p, Shared& shared) {
     }
 }
 
-__device__ __forceinline__ void receive_all(const Params& p, Shared& shared) {
+DEVICE void receive_all(const Params& p, Shared& shared) {
     const Common& c = p.common;
     const int total = c.num_tokens * p.output_parts;
     const u32 epoch = static_cast<u32>(*reinterpret_cast<volatile u64*>(&c.counters->combine) >> 32);
@@ -333,9 +333,9 @@ extern "C" __global__ void __launch_bounds__(2 * kThreads, 2) low_latency_combin
             send_all(p, shared);
         }
     } else if (phases & RECEIVE) {
-        wait_for_kernels_before();
+        grid_dependency_wait();
         if (!(phases & SEND)) {
-            let_next_kernel_come_up();
+            grid_dependency_launch();
         }
         receive_all(p, shared);
     }

@@ -14,7 +14,7 @@ struct Floats {
     float v[kColumns];
 };
 
-__device__ __forceinline__ float low_half(u32 pair) {
+DEVICE float low_half(u32 pair) {
 #if ACT_BF16
     return __uint_as_float(pair << 16);
 #else
@@ -24,7 +24,7 @@ __device__ __forceinline__ float low_half(u32 pair) {
 #endif
 }
 
-__device__ __forceinline__ float high_half(u32 pair) {
+DEVICE float high_half(u32 pair) {
 #if ACT_BF16
     return __uint_as_float(pair & 0xffff0000u);
 #else
@@ -34,7 +34,7 @@ __device__ __forceinline__ float high_half(u32 pair) {
 #endif
 }
 
-__device__ __forceinline__ u32 pack_halves(float low, float high) {
+DEVICE u32 pack_halves(float low, float high) {
     u32 pair;
 #if ACT_BF16
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -44,17 +44,17 @@ __device__ __forceinline__ u32 pack_halves(float low, float high) {
     return pair;
 }
 
-__device__ __forceinline__ Floats unpack(Vec v) {
+DEVICE Floats unpack(Vec v) {
     return Floats{{low_half(v.x), high_half(v.x), low_half(v.y), high_half(v.y), low_half(v.z), high_half(v.z),
                    low_half(v.w), high_half(v.w)}};
 }
 
-__device__ __forceinline__ Vec pack(const Floats& f) {
+DEVICE Vec pack(const Floats& f) {
     return Vec{pack_halves(f.v[0], f.v[1]), pack_halves(f.v[2], f.v[3]), pack_halves(f.v[4], f.v[5]),
                pack_halves(f.v[6], f.v[7])};
 }
 
-__device__ __forceinline__ void add(Floats& sum, Vec v) {
+DEVICE void add(Floats& sum, Vec v) {
     const Floats f = unpack(v);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
@@ -64,13 +64,13 @@ __device__ __forceinline__ void add(Floats& sum, Vec v) {
 
 // Two codes, x in the lower byte; to nearest, ties to even; magnitudes are at most 448, or NaN.
 #if __CUDA_ARCH__ >= 890
-__device__ __forceinline__ u32 to_e4m3(float x, float y) {
+DEVICE u32 to_e4m3(float x, float y) {
     unsigned short pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
     return pair;
 }
 #else
-__device__ __forceinline__ u32 to_e4m3(float x) {
+DEVICE u32 to_e4m3(float x) {
     const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80;
     const float magnitude = fabsf(x);
     if (x != x) {
@@ -84,25 +84,25 @@ __device__ __forceinline__ u32 to_e4m3(float x) {
     return sign | ((m >> 20) - (120 << 3));
 }
 
-__device__ __forceinline__ u32 to_e4m3(float x, float y) { return to_e4m3(x) | to_e4m3(y) << 8; }
+DEVICE u32 to_e4m3(float x, float y) { return to_e4m3(x) | to_e4m3(y) << 8; }
 #endif
 
 // Two codes as floats, that in the lower byte first; exact.
 #if __CUDA_ARCH__ >= 890
-__device__ __forceinline__ void from_e4m3(u32 pair, float& low, float& high) {
+DEVICE void from_e4m3(u32 pair, float& low, float& high) {
     asm("{.reg .b32 both; .reg .b16 l, h; cvt.rn.f16x2.e4m3x2 both, %2; mov.b32 {l, h}, both;"
         " cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
         : "=f"(low), "=f"(high)
         : "h"(static_cast<unsigned short>(pair)));
 }
 #else
-__device__ __forceinline__ float from_e4m3(u32 code) {
+DEVICE float from_e4m3(u32 code) {
     const u32 magnitude = code & 0x7f;
     const float value = __uint_as_float(magnitude << 20) * 1.329227995784916e36f;  // 2^120 mends the exponent's bias
     return __uint_as_float((code & 0x80) << 24 | (magnitude == 0x7f ? 0x7fc00000 : __float_as_uint(value)));
 }
 
-__device__ __forceinline__ void from_e4m3(u32 pair, float& low, float& high) {
+DEVICE void from_e4m3(u32 pair, float& low, float& high) {
     low = from_e4m3(pair & 0xff);
     high = from_e4m3(pair >> 8 & 0xff);
 }
@@ -110,7 +110,7 @@ __device__ __forceinline__ void from_e4m3(u32 pair, float& low, float& high) {
 
 // x / y by the rounded inverse of y, refined once. Of y = 448 and 16-bit x, the scale made of it is that of the rounded
 // quotient.
-__device__ __forceinline__ float divide(float x, float y, float inverse) {
+DEVICE float divide(float x, float y, float inverse) {
     const float q = __fmul_rn(x, inverse);
     return __fmaf_rn(__fmaf_rn(-q, y, x), inverse, q);
 }
@@ -119,7 +119,7 @@ __device__ __forceinline__ float divide(float x, float y, float inverse) {
 struct Inverse {
     float most, rest;
 
-    __device__ __forceinline__ explicit Inverse(float y) {
+    DEVICE explicit Inverse(float y) {
         asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(most) : "f"(y));  // off by one unit in the last place at most
         most = __uint_as_float(__float_as_uint(most) - 2);
         rest = __fmul_rn(__fmaf_rn(-most, y, 1.0f), most);
@@ -127,11 +127,11 @@ struct Inverse {
 
     // x / y. Of 16-bit x and y = a 16-bit number / 448, rounded, the code made of it is that of the rounded quotient:
     // every pair of mantissas was tried with 22 exponents and with inverses that are up to five units too small.
-    __device__ __forceinline__ float times(float x) const { return __fmaf_rn(x, most, __fmul_rn(x, rest)); }
+    DEVICE float times(float x) const { return __fmaf_rn(x, most, __fmul_rn(x, rest)); }
 };
 
 // Of each half the larger number; NaN where both are.
-__device__ __forceinline__ u32 larger(u32 a, u32 b) {
+DEVICE u32 larger(u32 a, u32 b) {
     u32 c;
 #if ACT_BF16
     asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
@@ -148,7 +148,7 @@ struct Codes {
 constexpr u32 kMagnitude = 0x7fff, kMagnitudes = kMagnitude << 16 | kMagnitude;
 
 // The scale of a group by its largest magnitude, 16 bits, NaN where it has nothing but NaN.
-__device__ __forceinline__ float scale_of(u32 largest) {
+DEVICE float scale_of(u32 largest) {
     const float x = low_half(largest);
     const bool is_usual = x > kSmall && x < kLarge;  // nothing underflows
     // fmaxf passes over NaN.
@@ -157,7 +157,7 @@ __device__ __forceinline__ float scale_of(u32 largest) {
 
 // Codes of one vector, and its group's scale and largest magnitude; all 16 threads of a group call it together, with
 // zeros behind K.
-__device__ __forceinline__ Codes quantize(Vec v, float& scale, u32& largest) {
+DEVICE Codes quantize(Vec v, float& scale, u32& largest) {
     u32 pair = larger(larger(v.x & kMagnitudes, v.y & kMagnitudes), larger(v.z & kMagnitudes, v.w & kMagnitudes));
 #pragma unroll
     for (int step = kScaleVectors / 2; step > 0; step /= 2) {
@@ -183,12 +183,12 @@ __device__ __forceinline__ Codes quantize(Vec v, float& scale, u32& largest) {
     return Codes{to_e4m3(q[0], q[1]) | to_e4m3(q[2], q[3]) << 16, to_e4m3(q[4], q[5]) | to_e4m3(q[6], q[7]) << 16};
 }
 
-__device__ __forceinline__ Codes quantize(Vec v, float& scale) {
+DEVICE Codes quantize(Vec v, float& scale) {
     u32 largest;
     return quantize(v, scale, largest);
 }
 
-__device__ __forceinline__ Vec dequantize(Codes codes, float scale) {
+DEVICE Vec dequantize(Codes codes, float scale) {
     Floats f;
 #pragma unroll
     for (int i = 0; i < kColumns; i += 2) {

@@ -2,28 +2,14 @@
 // in a kernel.
 #pragma once
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "ptx.cuh"
 
 struct alignas(16) Vec {
     u32 x, y, z, w;
 };
 
-// A flag that orders what the block wrote before (after a barrier of the block) for whoever acquires it.
-__device__ __forceinline__ void store_release(u32* at, u32 value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ u64 load_acquire(const u64* at) {
-    u64 value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
-    return value;
-}
-
 // Sixteen bytes as one access that no cache of this SM answers.
-__device__ __forceinline__ Vec load_shared_vec(const void* at) {
+DEVICE Vec load_volatile(const void* at) {
     Vec v;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -32,28 +18,22 @@ __device__ __forceinline__ Vec load_shared_vec(const void* at) {
     return v;
 }
 
-__device__ __forceinline__ void store_shared_vec(void* at, Vec v) {
+DEVICE void store_volatile(void* at, Vec v) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
 
-__device__ __forceinline__ void store_shared_u64(u64* at, u64 value) {
+DEVICE void store_volatile(u64* at, u64 value) {
     asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
-}
-
-__device__ __forceinline__ u64 now_ns() {
-    u64 t;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-    return t;
 }
 
 // A line: eight bytes of data and, beside each four of them, the epoch. Sixteen bytes arrive whole, so a reader that
 // sees the epoch sees the data, and nobody waits for a fence.
-__device__ __forceinline__ void store_line(void* at, u32 a, u32 b, u32 epoch) {
-    store_shared_vec(at, Vec{a, epoch, b, epoch});
+DEVICE void store_line(void* at, u32 a, u32 b, u32 epoch) {
+    store_volatile(at, Vec{a, epoch, b, epoch});
 }
 
-__device__ __forceinline__ bool is_of(Vec line, u32 epoch) { return line.y == epoch && line.w == epoch; }
+DEVICE bool is_of(Vec line, u32 epoch) { return line.y == epoch && line.w == epoch; }
 
 // A packet: 128 bytes that eight neighbouring threads store with one instruction and load with one: a vector each of
 // seven, and of the eighth a line that holds two words more. Over NVLink between GPUs of one host such a store arrives
@@ -62,17 +42,17 @@ constexpr int kPacketBytes = 128;
 constexpr int kPacketVectors = 7;
 constexpr int kPacketThreads = 8;
 
-__device__ __forceinline__ int packet_slot() { return threadIdx.x % kPacketThreads; }
+DEVICE int packet_slot() { return threadIdx.x % kPacketThreads; }
 
 // Each thread's vector of four packets; for whole warps, which must not have come apart.
-__device__ __forceinline__ Vec load_packets(const void* at) {
+DEVICE Vec load_packets(const void* at) {
     __syncwarp();
-    return load_shared_vec(at);
+    return load_volatile(at);
 }
 
-__device__ __forceinline__ void store_packets(void* at, Vec v) {
+DEVICE void store_packets(void* at, Vec v) {
     __syncwarp();
-    store_shared_vec(at, v);
+    store_volatile(at, v);
 }
 
 // What a rank keeps to itself for all of its buffers.
@@ -95,17 +75,17 @@ struct Limits {
 template <u32 kPhase>
 class Wait {
 public:
-    __device__ __forceinline__ Wait(const Limits& limits, u32 epoch) : epoch(epoch), limits_(limits) {}
+    DEVICE Wait(const Limits& limits, u32 epoch) : epoch(epoch), limits_(limits) {}
 
     // A flag of 64 bits, or two of 32 side by side.
-    __device__ __forceinline__ bool for_flag(const u64* flag, u64 value, int peer) {
+    DEVICE bool for_flag(const u64* flag, u64 value, int peer) {
         // Acquiring empties this SM's cache, so that is done once, when it is there.
         return until(peer, [&] { return *reinterpret_cast<const volatile u64*>(flag) == value; }) &&
-               load_acquire(flag) == value;
+               load_acquire_sys(flag) == value;
     }
 
     // A number of 32 bits with its epoch above it.
-    __device__ __forceinline__ bool for_number(const u64* at, int peer, u32& number) {
+    DEVICE bool for_number(const u64* at, int peer, u32& number) {
         u64 both = 0;
         const bool came = until(peer, [&] {
             both = *reinterpret_cast<const volatile u64*>(at);
@@ -115,15 +95,15 @@ public:
         return came;
     }
 
-    __device__ __forceinline__ bool for_line(const void* at, int peer, Vec& line) {
+    DEVICE bool for_line(const void* at, int peer, Vec& line) {
         return until(peer, [&] {
-            line = load_shared_vec(at);
+            line = load_volatile(at);
             return is_of(line, epoch);
         });
     }
 
     // Each thread's vector of a packet, `v` where it was loaded before; for whole warps, whose threads get one answer.
-    __device__ __forceinline__ bool for_packets(const void* at, int peer, Vec& v) {
+    DEVICE bool for_packets(const void* at, int peer, Vec& v) {
         for (u32 spin = 1; !__all_sync(~0u, packet_slot() < kPacketVectors || is_of(v, epoch)); ++spin) {
             if (spin % kSpins == 0 && __any_sync(~0u, is_over(peer))) {
                 return false;
@@ -145,7 +125,7 @@ private:
     static constexpr u64 kNever = ~0ull;
 
     template <typename Ready>
-    __device__ __forceinline__ bool until(int peer, const Ready& ready) {
+    DEVICE bool until(int peer, const Ready& ready) {
         for (u32 spin = 1; !ready(); ++spin) {
             if (spin % kSpins == 0 && is_over(peer)) {
                 return false;
@@ -159,8 +139,8 @@ private:
 
     // True when the time is over, which is then on record with the rank that did not come, or when a kernel before this
     // one has failed: nothing is waited for any more then.
-    __device__ __forceinline__ bool is_over(int peer) {
-        const u64 now = now_ns();
+    DEVICE bool is_over(int peer) {
+        const u64 now = global_timer_ns();
         if (deadline_ == 0) {
             const bool hopeless = *reinterpret_cast<volatile u32*>(&limits_.status->failed);
             deadline_ = hopeless ? 1 : limits_.timeout_ns ? now + limits_.timeout_ns : kNever;
@@ -187,12 +167,12 @@ private:
 // One half of a block: the one sends and the other receives, so that waiting never keeps anything from being sent.
 template <int kBarrier, int kSize>
 struct Group {
-    __device__ __forceinline__ static void sync() {
+    DEVICE static void sync() {
         asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kSize) : "memory");
     }
 
     // The same, and whether it is true for all threads.
-    __device__ __forceinline__ static bool all(bool own) {
+    DEVICE static bool all(bool own) {
         u32 every;
         asm volatile(
             "{\n.reg .pred p, q;\n"
@@ -216,14 +196,14 @@ struct Group {
 template <typename Sync>
 class Tickets {
 public:
-    __device__ __forceinline__ Tickets(u64* counter, u64* shared) : counter_(counter), shared_(shared) {
+    DEVICE Tickets(u64* counter, u64* shared) : counter_(counter), shared_(shared) {
         if (threadIdx.x == 0) {
             ahead_ = atomicAdd(counter_, 1ull);
         }
     }
 
     // The next ticket, the same for all threads of the group.
-    __device__ __forceinline__ u64 next() {
+    DEVICE u64 next() {
         Sync::sync();
         if (threadIdx.x == 0) {
             *shared_ = ahead_ == kNone ? atomicAdd(counter_, 1ull) : ahead_;
@@ -234,7 +214,7 @@ public:
     }
 
     // Has the next ticket under way.
-    __device__ __forceinline__ void draw_ahead() {
+    DEVICE void draw_ahead() {
         if (threadIdx.x == 0) {
             ahead_ = atomicAdd(counter_, 1ull);
         }
@@ -248,25 +228,11 @@ private:
     u64 ahead_ = kNone;
 };
 
-// Programmatic launch: the next kernel of the stream may come up while this one runs, when a thread of each block has
-// let it, and waits for its end here.
-__device__ __forceinline__ void wait_for_kernels_before() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_kernel_come_up() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 // By one thread of each block that sends, once it has waited for the kernels before.
-__device__ __forceinline__ void hand_over(bool is_first, u64* counter, u32 epoch) {
+DEVICE void hand_over(bool is_first, u64* counter, u32 epoch) {
     if (is_first) {
         *reinterpret_cast<volatile u64*>(counter) = static_cast<u64>(epoch) << 32;
         __threadfence();
     }
-    let_next_kernel_come_up();
+    grid_dependency_launch();
 }

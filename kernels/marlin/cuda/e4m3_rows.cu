@@ -1,10 +1,10 @@
 // The rows of all experts as e4m3, side by side, each with one scale: what e4m3_sm90.cu multiplies with w13.
 //
 // code = row / scale, rounded, and scale = max |row| / 448, at least 2^-60. A warp takes a row, which it reads twice: for
-// its scale, then for its codes. Where rows and scales go, and in which order columns lie: e4m3_tables.cuh.
+// its scale, then for its codes. Where rows and scales go, and in which order columns lie: e4m3_layout.cuh.
 //
 // Example: a row of 1, 2, 3, ... 128: scale 128 / 448, codes of 3.5, 7, 10.5 (rounded to 10), ... 448.
-#include "e4m3_tables.cuh"
+#include "e4m3_layout.cuh"
 #include "number.cuh"
 
 constexpr int kThreads = 256;

@@ -10,9 +10,273 @@
 //   8          claims tiles and streams weights
 //   9          copies tokens, and waits for w13's tiles before it reads hidden
 // Rows are those of sorted ids (params.py). Sums are made in a fixed order: same input, same bits.
-#include "e4m3_producers.cuh"
-#include "e4m3_products.cuh"
-#include "store.cuh"
+#include "e4m3_layout.cuh"
+#include "epilogue.cuh"
+#include "number.cuh"
+#include "tile_queue.cuh"
+#include "wgmma.cuh"
+
+// ==== Pipeline ====
+
+// What the warps of a block share: a ring of stages of 128 columns, the segments ahead, tables, and what ends a tile.
+
+constexpr int kTileRows = 256;
+constexpr int kConsumerWarps = 8;
+constexpr int kConsumerThreads = 32 * kConsumerWarps;
+constexpr int kWeightWarp = kConsumerWarps, kTokenWarp = kConsumerWarps + 1;
+constexpr int kThreads = 384;  // whole warpgroups, of which registers are given and taken
+constexpr int kStages = 4;
+
+// Of a stage: codes of weights as repack.py draws them, of tokens as wgmma.cuh does, scales of rows and of tokens.
+constexpr int kPieceBytes = 512;  // codes of 16 rows x 32 columns
+constexpr int kStripBytes = 64 * kGroupColumns;
+constexpr int kTokensPlace = kTileRows * kGroupColumns;
+constexpr int kScalesPlace = kTokensPlace + kTileTokens * kGroupColumns;
+constexpr int kTokenScalesPlace = kScalesPlace + kTileRows * 2;
+constexpr int kStageBytes = kTokenScalesPlace + kTileTokens * 4;
+constexpr int kRingBytes = kStages * kStageBytes;
+static_assert(kStageBytes % 1024 == 0, "swizzled tokens begin at a multiple of 1024 bytes");
+
+constexpr int kBoxTokens = 32;  // rows of one tensor copy
+
+// What the tensor copies know about the tokens' codes: e4m3.py encodes it.
+struct alignas(64) TokensMap {
+  u8 bytes[128];
+};
+
+// The input of either GEMM in e4m3; w13's output is w2's input.
+struct E4m3Params {
+  TokensMap tokens[2];
+  ExpertsParams experts;
+  const float* row_scales;  // [capacity], of the input
+  u8* hidden;               // [capacity, columns of w2]
+  float* hidden_scales;     // [columns of w2 / 128, capacity]
+  int capacity;             // rows
+};
+
+struct Segment {
+  int phase, expert, first_row, first_token, tokens;  // which tile; phase -1: there are no more
+};
+
+struct Shared {
+  u64 full[kStages], empty[kStages];
+  u64 segment_full[kSegments], segment_empty[kSegments];
+  Segment segment[kSegments];
+  float largest[kConsumerWarps][kTileTokens];  // of a tile's results, by warp
+  float scale[kTileTokens];                    // of its tokens
+};
+
+static_assert(kRingBytes + sizeof(Shared) + 3 * (kMostExperts + 1) * sizeof(int) <= kSharedBytes,
+              "no room for experts' tables");
+
+// Behind the ring; tables of experts follow.
+DEVICE Shared& shared_of(u8* memory) { return *reinterpret_cast<Shared*>(memory + kRingBytes); }
+DEVICE Tables tables_of(u8* memory, int n) {
+  return Tables(reinterpret_cast<int*>(memory + kRingBytes + sizeof(Shared)), n);
+}
+
+// Where a warp is in the ring.
+struct Ring {
+  Shared& shared;
+  u32 address;
+  int stage = 0, parity = 0;
+  DEVICE explicit Ring(u8* memory) : shared(shared_of(memory)), address(shared_address(memory)) {}
+  DEVICE u32 place() const { return address + stage * kStageBytes; }
+  DEVICE u64* full() { return &shared.full[stage]; }
+  DEVICE void wait_full() { barrier_wait(full(), parity); }
+  DEVICE void wait_empty() { barrier_wait(&shared.empty[stage], parity ^ 1); }
+  DEVICE void release() { barrier_arrive(&shared.empty[stage]); }
+  DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+DEVICE int steps_of(const ExpertsParams& p, int phase) { return p.gemm[phase].columns / kGroupColumns; }
+DEVICE int row_tiles_of(const ExpertsParams& p, int phase) { return (p.gemm[phase].rows + kTileRows - 1) / kTileRows; }
+
+// sync: tickets, blocks done, tiles of every expert's w13 that are stored.
+DEVICE int* ready_flag(const ExpertsParams& p, int expert) { return p.sync + 2 + expert; }
+
+// ==== Producers ====
+
+// The two threads that fill the ring: one claims tiles and streams weights, the other copies tokens.
+//
+// Tiles are numbered expert by expert, then by weight rows, then by tokens, w13's before w2's, and claimed by tickets,
+// so a tile only waits for earlier tickets, whose blocks are running; nothing depends on how many blocks are resident.
+
+DEVICE Segment segment_of(const ExpertsParams& p, const Tables& tables, int ticket) {
+  int n = p.num_experts, first = tables.tiles[n] * row_tiles_of(p, 0);
+  Segment g;
+  g.phase = ticket >= first;
+  int tile = ticket - (g.phase ? first : 0), row_tiles = row_tiles_of(p, g.phase);
+  g.expert = expert_at(tables.tiles, n, quotient(tile, row_tiles));
+  int rest = tile - tables.tiles[g.expert] * row_tiles, rows = rows_of(p, g.expert);
+  TokenTiles tokens(rows);
+  int row_tile = quotient(rest, tokens.count);
+  g.first_row = row_tile * kTileRows;
+  g.first_token = (rest - row_tile * tokens.count) * tokens.each;
+  g.tokens = min(rows - g.first_token, tokens.each);
+  return g;
+}
+
+DEVICE void run_weight_thread(const ExpertsParams& p, const Tables& tables, Shared& shared, Ring ring) {
+  int total = tables.tiles[p.num_experts] * (row_tiles_of(p, 0) + row_tiles_of(p, 1));
+  u64 policy = policy_evict_normal();
+  int place = 0, parity = 1;
+  auto announce = [&](const Segment& g) { announce_segment(shared, g, place, parity); };
+  for (int ticket = atomicAdd(p.sync, 1); ticket < total; ticket = atomicAdd(p.sync, 1)) {
+    Segment g = segment_of(p, tables, ticket);
+    announce(g);
+    const GemmParams& gemm = p.gemm[g.phase];
+    int rows = min(gemm.rows - g.first_row, kTileRows);
+    const u8* codes = gemm.weights + (g.expert * (i64)gemm.rows + g.first_row) * gemm.columns;
+    const u8* scales = gemm.scales + (g.expert * (i64)gemm.groups * gemm.rows + g.first_row) * 2;
+    for (int step = 0; step < steps_of(p, g.phase); step++) {
+      ring.wait_empty();
+      barrier_arrive_expecting(ring.full(), rows * (kGroupColumns + 2));
+      for (int i = 0; i < rows / 64; i++) {
+        const u8* strip = codes + i * (i64)64 * gemm.columns + step * kStripBytes;
+        bulk_copy(ring.place() + i * kStripBytes, strip, kStripBytes, ring.full(), policy);
+      }
+      const u8* group = scales + (gemm.groups > 1 ? step * (i64)gemm.rows * 2 : 0);
+      bulk_copy(ring.place() + kScalesPlace, group, rows * 2, ring.full(), policy);
+      ring.advance();
+    }
+  }
+  Segment none;
+  none.phase = -1;
+  announce(none);
+}
+
+DEVICE void run_token_thread(const E4m3Params& params, const Tables& tables, const Segment& g, Ring& ring) {
+  const ExpertsParams& p = params.experts;
+  if (g.phase == 1) {
+    wait_at_least(ready_flag(p, g.expert), TokenTiles(rows_of(p, g.expert)).count * row_tiles_of(p, 0));
+    fence_proxy_async_global();
+  }
+  int row = tables.starts[g.expert] + g.first_token;
+  int boxes = (g.tokens + kBoxTokens - 1) / kBoxTokens;
+  int scale_bytes = g.phase == 1 ? (g.tokens + kStartMultiple - 1) / kStartMultiple * kStartMultiple * 4 : 0;
+  u64 policy = policy_evict_normal();
+  for (int step = 0; step < steps_of(p, g.phase); step++) {
+    ring.wait_empty();
+    barrier_arrive_expecting(ring.full(), boxes * kBoxTokens * kGroupColumns + scale_bytes);
+    for (int i = 0; i < boxes; i++) {
+      u32 to = ring.place() + kTokensPlace + i * kBoxTokens * kGroupColumns;
+      tensor_copy(to, &params.tokens[g.phase], step * kGroupColumns, row + i * kBoxTokens, ring.full());
+    }
+    if (scale_bytes > 0) {
+      const float* scales = params.hidden_scales + step * (i64)params.capacity + row;
+      bulk_copy(ring.place() + kTokenScalesPlace, scales, scale_bytes, ring.full(), policy);
+    }
+    ring.advance();
+  }
+}
+
+// ==== wgmma e4m3 ====
+
+// Hopper's matrix product of a warpgroup in e4m3: 64 weight rows (registers) x N tokens (shared memory) over 32 columns.
+//
+// Tokens lie K-major, 128 columns (128 bytes) a row, otherwise as in wgmma.cuh, and so do a lane's sums. Of the weights
+// a lane has rows g and g + 8, columns 4 t to 4 t + 3, then 16 columns further on.
+
+// d = a * b, or d + a * b.
+template <int kTokens, bool kAdd>
+DEVICE void wgmma_e4m3(float* d, const u32* a, u64 b);
+
+#define WGMMA_E4M3_FORM(n, adds, first, list, a0, a1, a2, a3, place, ...)                                           \
+  template <>                                                                                                       \
+  DEVICE void wgmma_e4m3<n, adds>(float* d, const u32* a, u64 b) {                                                  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" list "}, {" a0 ", " a1 ", " a2 ", " a3 \
+                 "}, " place ", " first ", 1, 1;"                                                                   \
+                 : __VA_ARGS__                                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
+  }
+#define WGMMA_E4M3(n, ...)                         \
+  WGMMA_E4M3_FORM(n, false, "0", __VA_ARGS__)      \
+  WGMMA_E4M3_FORM(n, true, "1", __VA_ARGS__)
+
+WGMMA_E4M3(32, LIST_16, "%16", "%17", "%18", "%19", "%20", SUMS_8(0), SUMS_8(8))
+WGMMA_E4M3(64, LIST_32, "%32", "%33", "%34", "%35", "%36", SUMS_32(0))
+WGMMA_E4M3(96, LIST_48, "%48", "%49", "%50", "%51", "%52", SUMS_32(0), SUMS_8(32), SUMS_8(40))
+WGMMA_E4M3(128, LIST_64, "%64", "%65", "%66", "%67", "%68", SUMS_32(0), SUMS_32(32))
+
+// ==== Products ====
+
+// A tile's sums: products of 128 columns in e4m3, times the scales of weights and tokens, added up in f32.
+
+// Sums of a lane: [16 of its warp's 32 rows][8 tokens][row g, row g + 8][two tokens].
+template <int kTokens>
+using SumsOf = float[2][kTokens / 2];
+
+// Operand A of 16 rows x 128 columns: a lane's codes as they are packed, those of either row together.
+DEVICE void load_weights(u32 from, u32 (&weights)[4][4]) {
+#pragma unroll
+  for (int n = 0; n < 4; n++) {
+    u32 w[4];
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "r"(from + n * 4 * kPieceBytes)
+                 : "memory");
+#pragma unroll
+    for (int i = 0; i < 4; i++) weights[n][i] = permute_bytes(w[i / 2 * 2], w[i / 2 * 2 + 1], i % 2 ? 0x7632 : 0x5410);
+  }
+}
+
+// sums += part, times the scales of its rows and, in w2, those of its tokens; w13's have one for all columns.
+template <int kTokens, int kPhase>
+DEVICE void add_scaled(float* sums, const float* part, float low, float high, u32 token_scales) {
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; j++) {
+    float own[2] = {1.0f, 1.0f};
+    if constexpr (kPhase == 1) {
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(own[0]), "=f"(own[1])
+                   : "r"(token_scales + 32 * j)
+                   : "memory");
+    }
+#pragma unroll
+    for (int i = 4 * j; i < 4 * j + 4; i++) sums[i] = fmaf(part[i], (i % 4 < 2 ? low : high) * own[i % 2], sums[i]);
+  }
+}
+
+// One half of a warp's rows after the other, so that the sums of products take half the registers.
+template <int kTokens, int kPhase>
+DEVICE void multiply_tile(SumsOf<kTokens>& sums, int steps, Ring& ring) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  u32 codes = warp / 2 * kStripBytes + warp % 2 * 2 * kPieceBytes + lane * 16;
+  u32 scales = kScalesPlace + (warp * 32 + lane / 4 * 2) * 2, token_scales = kTokenScalesPlace + lane % 4 * 8;
+#pragma unroll
+  for (int i = 0; i < kTokens; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
+  for (; steps > 0; steps--) {
+    ring.wait_full();
+    u32 place = ring.place();
+    u64 tokens = kDescriptorHigh << 32 | __shfl_sync(~0u, wgmma_descriptor(place + kTokensPlace), 0);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      u32 weights[4][4], pair;
+      float part[kTokens / 2];
+      load_weights(place + codes + half * kPieceBytes, weights);
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(place + scales + half * 32) : "memory");
+      wgmma_fence();
+      wgmma_e4m3<kTokens, false>(part, weights[0], tokens);
+#pragma unroll
+      for (int n = 1; n < 4; n++) wgmma_e4m3<kTokens, true>(part, weights[n], tokens + 2 * n);
+      wgmma_commit();
+      wgmma_wait<0>();
+      float low = to_float(pair & 0xffff), high = to_float(pair >> 16);
+      add_scaled<kTokens, kPhase>(sums[half], part, low, high, place + token_scales);
+    }
+    __syncwarp();
+    if (lane == 0) ring.release();
+    ring.advance();
+  }
+}
+
+// ==== Kernel ====
 
 static_assert(kGated, "a tile of w13 makes 128 columns of hidden where gate and up alternate");
 
@@ -95,7 +359,7 @@ DEVICE void store_hidden(const E4m3Params& params, const Tables& tables, Shared&
   }
   fence_proxy_async_global();
   named_barrier<1, kConsumerThreads>();
-  if (threadIdx.x == 0) add_release(ready_flag(p, g.expert), 1);
+  if (threadIdx.x == 0) add_release_gpu(ready_flag(p, g.expert), 1);
 }
 
 template <int kTokens>
@@ -157,7 +421,7 @@ DEVICE void init_barriers(Shared& shared) {
 // The last block to finish leaves all flags zero for the next launch.
 DEVICE void leave(const ExpertsParams& p) {
   __syncthreads();
-  bool is_last = threadIdx.x == 0 && add_acquire_release(p.sync + 1, 1) == (int)gridDim.x - 1;
+  bool is_last = threadIdx.x == 0 && add_acquire_release_gpu(p.sync + 1, 1) == (int)gridDim.x - 1;
   if (!__syncthreads_or(is_last)) return;
   for (int i = threadIdx.x; i < 2 + p.num_experts; i += blockDim.x) p.sync[i] = 0;
 }

@@ -142,34 +142,49 @@ DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;
 
 // ---- flags in global memory ----
 
-DEVICE int load_acquire(const int* p) {
+DEVICE int load_acquire_gpu(const int* p) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
   return value;
 }
 
-DEVICE void add_release(int* p, int value) {
+DEVICE void add_release_gpu(int* p, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
-DEVICE int add_acquire_release(int* p, int value) {
+DEVICE int add_acquire_release_gpu(int* p, int value) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(value) : "memory");
   return before;
 }
 
-DEVICE void store_release(int* p, int value) {
+DEVICE void store_release_gpu(int* p, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
-DEVICE void wait_for(const int* p, int value) {
-  while (load_acquire(p) != value) {
+DEVICE void wait_at_least(const int* p, int value) {
+  while (load_acquire_gpu(p) < value) {
   }
 }
 
-DEVICE void wait_at_least(const int* p, int value) {
-  while (load_acquire(p) < value) {
-  }
+// ---- the same between the GPUs of a system ----
+
+// Release-store: publishes the CTA's prior writes (after __syncthreads) to the acquirer, on whatever GPU.
+DEVICE void store_release_sys(u32* at, u32 value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+DEVICE u64 load_acquire_sys(const u64* at) {
+  u64 value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
+
+// Nanoseconds of a clock that all SMs share.
+DEVICE u64 global_timer_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
 }
 
 // ---- numbers in shared memory that warps wait for ----
@@ -182,6 +197,22 @@ DEVICE int read_shared(int* p) {
 
 DEVICE void count_shared(int* p) {
   asm volatile("red.relaxed.cta.shared.add.s32 [%0], 1;" ::"r"(shared_address(p)) : "memory");
+}
+
+// ---- programmatic dependent launch ----
+
+// Waits until the kernels before this one have ended and their stores are visible. Nothing before sm_90 overlaps them.
+DEVICE void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel of the stream start, once every block has called this or has ended.
+DEVICE void grid_dependency_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 // ---- registers ----
