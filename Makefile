@@ -1,6 +1,6 @@
 # make run    the main job on this machine, after setting up .venv
 # make test   the tests, after the same set-up      (TESTS="tests/routing -k groups"  narrows them)
-# make lint   ruff and mypy
+# make lint   ruff, mypy and clang-format
 # make docs   the site in docs/_build, with an API reference from the docstrings; a warning is an error
 # make bench  dispatch benchmark on the GPUs of this machine
 PYTHON ?= python3
@@ -45,6 +45,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	git ls-files -z '*.cu' '*.cuh' '*.cpp' '*.h' | xargs -0 $(BIN)/clang-format --dry-run --Werror
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[docs]'

@@ -27,7 +27,7 @@ _KEPT_SLOTS = 4 * _WARP
 MAX_EXPERTS = (_MAX_SHARED // 4 - _WARP - _MIN_WARPS * _KEPT_SLOTS) // (_MIN_WARPS + 3)
 
 
-class _AlignParams(ctypes.Structure):
+class AlignParams(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
@@ -62,7 +62,7 @@ def cuda_align(
     sizes = (length, -(-length // block_size), num_experts, 1)
     sorted_ids, expert_ids, num_tokens, used = (topk_ids.new_empty(size, dtype=torch.int32) for size in sizes)
     names = None if names is None else names.to(torch.int32).contiguous()
-    params = _AlignParams(
+    params = AlignParams(
         names=jit.pointer(names),
         expert_ids=expert_ids.data_ptr(),
         used=used.data_ptr(),
@@ -79,12 +79,12 @@ def cuda_sort(
     """The sorted ids of blocks of one, as many as there are ids, and the tokens of each expert; nothing else."""
     slots = topk_ids.new_empty(topk_ids.numel(), dtype=torch.int32)
     num_tokens = topk_ids.new_empty(num_experts, dtype=torch.int32)
-    _launch(_AlignParams(block_size=1), topk_ids, key_map, slots, num_tokens)
+    _launch(AlignParams(block_size=1), topk_ids, key_map, slots, num_tokens)
     return slots, num_tokens
 
 
 def _launch(
-    params: _AlignParams,
+    params: AlignParams,
     topk_ids: torch.Tensor,
     key_map: torch.Tensor | None,
     sorted_ids: torch.Tensor,

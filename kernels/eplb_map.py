@@ -22,7 +22,7 @@ _FEW_SLOTS, _MANY_SLOTS = 1, 2
 _MAX_SHARED = 96 * 1024
 
 
-class _MapParams(ctypes.Structure):
+class MapParams(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("ids", "num_counted_on_device", "load", "table", "counts", "out")),
         *((name, ctypes.c_int) for name in ("num_counted", "tokens", "slots", "rows_per_tile", "experts", "width")),
@@ -121,7 +121,7 @@ def map_and_record(
     load = expert_load_view if expert_load_view.is_contiguous() else expert_load_view.contiguous()
     on_device = num_counted.to(torch.int32) if isinstance(num_counted, torch.Tensor) else None
     out = torch.empty(num_tokens, top_k, dtype=dtype if dtype == torch.int64 else torch.int32, device=ids.device)
-    params = _MapParams(
+    params = MapParams(
         ids=ids.data_ptr(),
         num_counted_on_device=None if on_device is None else on_device.data_ptr(),
         load=load.data_ptr(),

@@ -212,15 +212,19 @@ def _hash(data: bytes, number: int) -> str:
 
 def record(path: Path, only: str, quick: bool, jobs: int) -> None:
     """Writes the digests of the selected builds."""
+    import cuda.core  # noqa: F401 - here, since threads must not import it at the same time
+
     chosen = [build for build in builds() if re.search(only, f"{build[0]} {build[2]}") and (build[3] or not quick)]
+    chosen.sort(key=lambda build: not build[3])  # quick ones first: the file is written as it grows
     with ThreadPoolExecutor(jobs) as pool:
         digests = pool.map(lambda build: digest(build[1], build[2]), chosen)
         found = {}
         for number, ((name, _, arch, _), each) in enumerate(zip(chosen, digests, strict=True), 1):
             found[f"{name} {arch}"] = each
+            if number % 20 == 0 or number == len(chosen):
+                path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
             print(f"\r{number} of {len(chosen)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 def compare(before: Path, after: Path) -> bool:

@@ -14,7 +14,9 @@ _WARP = 32
 SOURCE = jit.KernelSource(Path(__file__).with_suffix(".cu"), "step_stamp", (("WARP", str(_WARP)),))
 
 
-class _StampParams(ctypes.Structure):
+class StampParams(ctypes.Structure):
+    """`StampParams` of step_clock.cu."""
+
     _fields_ = (("out", ctypes.c_void_p),)
 
 
@@ -34,7 +36,7 @@ class StepClock:
     def mark(self) -> None:
         """Ends a step, or begins the first."""
         stamp = torch.empty(self._num_sms, 3, dtype=torch.int64, device=self._device)
-        self._kernel.launch(_StampParams(stamp.data_ptr()), (self._num_sms, 1, 1), _WARP)
+        self._kernel.launch(StampParams(stamp.data_ptr()), (self._num_sms, 1, 1), _WARP)
         self._stamps.append(stamp)
 
     def mhz(self) -> list[float]:

@@ -278,11 +278,11 @@ def common_type(num_ranks: int) -> Any:
     staged = ("staged_rows", "staged_results")
 
     class Common(ctypes.Structure):
+        _anonymous_ = ("limits",)
         _fields_ = (
             ("peers", ctypes.c_uint64 * num_ranks),
             *((name, ctypes.c_uint64) for name in (*offsets, *staged)),
-            *((name, ctypes.c_void_p) for name in ("status", "record")),
-            ("timeout_ns", ctypes.c_uint64),
+            ("limits", kernels.Limits),
             *((name, ctypes.c_void_p) for name in ("epoch", "finished", "taken", "placement")),
             ("rank", ctypes.c_int),
             ("pes", ctypes.c_int * num_ranks),

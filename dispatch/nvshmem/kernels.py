@@ -119,15 +119,21 @@ def buffers_type(num_ranks: int) -> Any:
     return Buffers
 
 
+class Limits(ctypes.Structure):
+    """`Limits` of cuda/protocol.cuh."""
+
+    _fields_ = (("status", ctypes.c_void_p), ("record", ctypes.c_void_p), ("timeout_ns", ctypes.c_uint64))
+
+
 @functools.cache
 def common_type(num_ranks: int) -> Any:
     """`Common` of cuda/low_latency.cuh."""
 
     class Common(ctypes.Structure):
+        _anonymous_ = ("limits",)
         _fields_ = (
             ("buffers", buffers_type(num_ranks)),
-            *((name, ctypes.c_void_p) for name in ("status", "record")),
-            ("timeout_ns", ctypes.c_uint64),
+            ("limits", Limits),
             *((name, ctypes.c_void_p) for name in ("counters", "topk_ids", "owners")),
             *((name, ctypes.c_int) for name in ("num_ids", "num_tokens", "phases", "packet_parts", "packet_tasks")),
         )

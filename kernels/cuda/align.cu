@@ -1,16 +1,16 @@
 // Slots by expert, each expert's list padded to whole blocks: a stable counting sort by one block of threads, or by a
 // cluster of BLOCKS of them.
 //
-// Before: ids [numel], key_map [experts] (the list of each id, -1 for none; null: its own), names [experts] (what stands
-// for an expert in expert_ids; null: its number). After: num_tokens [experts], sorted [length] with the sentinel numel
-// between and behind the lists, expert_ids [num_blocks] with -1 behind them, used [1] (both null: not wanted).
+// Before: ids [numel], key_map [experts] (the list of each id, -1 for none; null: its own), names [experts] (what
+// stands for an expert in expert_ids; null: its number). After: num_tokens [experts], sorted [length] with the sentinel
+// numel between and behind the lists, expert_ids [num_blocks] with -1 behind them, used [1] (both null: not wanted).
 //
 // Every warp has a run of the slots. It goes through it 32 at a time: one ballot for each bit of the keys shows a lane
 // who has the same, and so how many come before it. Sums over warps, blocks and experts turn counts into places. What
 // stands between the lists is written first and everywhere, meanwhile. No atomics: the same ids give the same lists.
 //
-// Example: ids [1, 0, 1, -1], 3 experts, block size 2: counts 1, 2, 0, lists from 0, 2 and 4: sorted [1, 4, 0, 2, 4...],
-// expert_ids [0, 1, -1...], used 4.
+// Example: ids [1, 0, 1, -1], 3 experts, block size 2: counts 1, 2, 0, lists from 0, 2 and 4: sorted [1, 4, 0, 2,
+// 4...], expert_ids [0, 1, -1...], used 4.
 
 #include "ptx.cuh"
 

@@ -1,10 +1,11 @@
 // Logical expert ids to physical ones, and the record of the load: the rule of moe_ep/eplb/levelling.py in one launch.
 //
-// Before: ids [tokens, slots] (logical, others than 0 to experts - 1 for none), table [experts, width] (replicas, -1 padded), counts [experts].
-// After: out [tokens, slots] (physical), load [physical] grown by the number of each id of a row that is counted.
+// Before: ids [tokens, slots] (logical, others than 0 to experts - 1 for none), table [experts, width] (replicas, -1
+// padded), counts [experts]. After: out [tokens, slots] (physical), load [physical] grown by the number of each id of a
+// row that is counted.
 //
-// A block does one tile of rows_per_tile rows. Some of its threads have the experts that have several replicas, some all
-// experts, some the slots. Who waits at a barrier stands in brackets:
+// A block does one tile of rows_per_tile rows. Some of its threads have the experts that have several replicas, some
+// all experts, some the slots. Who waits at a barrier stands in brackets:
 //
 //     divide                        experts                           slots
 //                                   read the maps, list the experts   read ids, count them
@@ -233,8 +234,8 @@ struct Division {
         }
     }
 
-    // The turns, together with the other `dividing` threads. In every kGroups of them an expert passes tokens between two
-    // of its candidates once, from the fuller rank to the other.
+    // The turns, together with the other `dividing` threads. In every kGroups of them an expert passes tokens between
+    // two of its candidates once, from the fuller rank to the other.
     template <bool kOneWarp>
     DEVICE void take_turns(int dividing) {
 #pragma unroll
@@ -280,7 +281,8 @@ private:
         }
     }
 
-    // A candidate of the pair of a visit (PAIRS in levelling.py), one digit for each visit: of four candidates, of three, of two.
+    // A candidate of the pair of a visit (PAIRS in levelling.py), one digit for each visit: of four candidates, of
+    // three, of two.
     DEVICE int of_pair(int visit, int of_four, int of_three, int of_two) const {
         return width == 4 ? of_four >> 4 * visit & 3 : width == 3 ? of_three >> 4 * visit & 3 : of_two;
     }

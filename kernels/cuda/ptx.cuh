@@ -1,4 +1,4 @@
-// The instructions that C++ has no words for: barriers, copies and matrix products of sm_80 and sm_90a.
+// PTX instructions that CUDA C++ has no functions for, of sm_80 and sm_90a, and the integer types of all kernels.
 #pragma once
 
 typedef unsigned char u8;
@@ -47,7 +47,7 @@ DEVICE void barrier_wait(u64* barrier, u32 parity) {
   }
 }
 
-// The same for a barrier that lies kOffset bytes behind an address: no instruction is spent on the sum.
+// The same for a barrier kOffset bytes behind an address: the offset is part of the instruction.
 template <int kOffset>
 DEVICE void barrier_arrive_at(u32 address) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0+%1];" ::"r"(address), "n"(kOffset) : "memory");
@@ -67,19 +67,19 @@ DEVICE void barrier_wait_at(u32 address, u32 parity) {
   } while (done == 0);
 }
 
-// Threads of some warps only; id 0 is __syncthreads.
+// bar.sync for some warps only; id 0 is __syncthreads.
 template <int kId, int kThreads>
 DEVICE void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
-// Counts this thread among those that named_barrier<kId, kThreads> waits for, and goes on.
+// Counts this thread among those that named_barrier<kId, kThreads> waits for, without waiting.
 template <int kId, int kThreads>
 DEVICE void named_arrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
-// True in one thread of the warp, always the same one; the compiler then knows that there is only one.
+// True in one thread of the warp, always the same; the compiler then knows that there is only one.
 DEVICE bool elected() {
   u32 chosen;
   asm volatile(
@@ -117,12 +117,12 @@ DEVICE void bulk_prefetch(const void* from, u32 num_bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
 }
 
-// 16 bytes; what lies behind valid_bytes (0 or 16) is written as zero.
+// 16 bytes; zeros behind the first valid_bytes (0 or 16).
 DEVICE void copy_async_16(u32 to, const void* from, u32 valid_bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid_bytes) : "memory");
 }
 
-// A box of a matrix in global memory, as its map says: the box's first column and first row in the matrix.
+// Copies a box of a matrix in global memory, described by its tensor map, from the given column and row on.
 DEVICE void tensor_copy(u32 to, const void* map, int column, int row, u64* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -131,16 +131,16 @@ DEVICE void tensor_copy(u32 to, const void* map, int column, int row, u64* barri
       : "memory");
 }
 
-// Arrives once all copies that this thread issued before have landed; the barrier counts this arrival itself.
+// Arrives once all earlier cp.async of this thread have landed; the barrier's count includes this arrival.
 DEVICE void barrier_arrive_on_copies(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Between ordinary stores and what bulk copies or the tensor cores read of them.
+// Between ordinary stores and reads of them through the async proxy (bulk copies, wgmma).
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ---- flags in global memory ----
+// ---- flags in global memory, within a GPU ----
 
 DEVICE int load_acquire_gpu(const int* p) {
   int value;
@@ -167,9 +167,9 @@ DEVICE void wait_at_least(const int* p, int value) {
   }
 }
 
-// ---- the same between the GPUs of a system ----
+// ---- flags in global memory, between GPUs ----
 
-// Release-store: publishes the CTA's prior writes (after __syncthreads) to the acquirer, on whatever GPU.
+// Release-store: publishes the CTA's prior writes (after __syncthreads) to the acquirer on any GPU.
 DEVICE void store_release_sys(u32* at, u32 value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
@@ -180,14 +180,14 @@ DEVICE u64 load_acquire_sys(const u64* at) {
   return value;
 }
 
-// Nanoseconds of a clock that all SMs share.
+// The GPU's global timer, which all SMs share.
 DEVICE u64 global_timer_ns() {
   u64 t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
   return t;
 }
 
-// ---- numbers in shared memory that warps wait for ----
+// ---- counters in shared memory that warps poll ----
 
 DEVICE int read_shared(int* p) {
   int value;
@@ -227,14 +227,14 @@ DEVICE void registers_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// An 8 x 8 matrix of 16-bit numbers, transposed across the warp: lane 4 r + c holds row r, columns 2 c and 2 c + 1.
+// Transposes an 8 x 8 matrix of 16-bit numbers across the warp: lane 4 r + c holds row r, columns 2 c and 2 c + 1.
 DEVICE u32 transpose_8x8(u32 pair) {
   u32 out;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
   return out;
 }
 
-// The sum of a number of this lane's and of all lanes below.
+// Inclusive prefix sum over the lanes.
 DEVICE int sum_of_lanes(int sum, int lane) {
   for (int d = 1; d < 32; d *= 2) {
     int below = __shfl_up_sync(~0u, sum, d);

@@ -40,7 +40,7 @@ _LOOKED_UP, _WHOLE_ROW = 0, -1
 
 
 class _Tile(NamedTuple):
-    """What depends on the tokens of a tile in cuda/ampere_loads.cuh; every team has so many stages."""
+    """What depends on the tokens of a tile in cuda/ampere_gemm.cu; every split-K group has so many stages."""
 
     tokens: int
     teams: int
@@ -51,11 +51,11 @@ _TILES = (_Tile(16, 4, 2), _Tile(32, 2, 3), _Tile(64, 1, 3))
 _UNKNOWN_ROWS = 32  # what an expert is taken to have if nobody says
 
 
-class _AmpereParams(ctypes.Structure):
+class AmpereParams(ctypes.Structure):
     _fields_ = (("experts", ExpertsParams), ("column_groups", ctypes.c_void_p), ("max_slices", ctypes.c_int))
 
 
-class _GatherParams(ctypes.Structure):
+class GatherParams(ctypes.Structure):
     _fields_ = (
         ("experts", ExpertsParams),
         ("order", ctypes.c_void_p),
@@ -134,7 +134,7 @@ def launch(
         shared = _shared_bytes(tile, pair.kind, weights, pair.num_experts)
         most = _BLOCKS_PER_SM if weights.has_regular_groups else _BLOCKS_THAT_LOOK_UP
         blocks = max(1, min(most, shared_of_sm // (shared + 1024)))
-        told = _AmpereParams(params, groups, max_slices)
+        told = AmpereParams(params, groups, max_slices)
         kernels[tile, phase].launch(told, (sms * blocks, 1, 1), _THREADS, shared)
 
 
@@ -188,7 +188,7 @@ def _gather(params: ExpertsParams, weights: Weights, phase: int, source: torch.T
     kernel = jit.load(gather_source(phase), target.device)
     kernel.allow_shared(shared)
     order = weights.sort_indices.data_ptr()  # type: ignore[union-attr]
-    gather = _GatherParams(params, order, source.data_ptr(), target.data_ptr(), columns, rows_at_once)
+    gather = GatherParams(params, order, source.data_ptr(), target.data_ptr(), columns, rows_at_once)
     sms, shared_of_sm = _sizes(target.device.index or 0)
     blocks = max(1, min(8, shared_of_sm // (shared + 1024)))
     kernel.launch(gather, (sms * blocks, 1, 1), _GATHER_THREADS, shared)

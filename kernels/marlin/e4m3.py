@@ -35,7 +35,7 @@ _HOPPER = (9, 0)
 _LEAST_ROWS, _LEAST_WAVES = 48, 3
 
 
-class _RowsParams(ctypes.Structure):
+class RowsParams(ctypes.Structure):
     """RowsParams of cuda/e4m3_rows.cu."""
 
     _fields_ = (
@@ -45,8 +45,8 @@ class _RowsParams(ctypes.Structure):
     )
 
 
-class _E4m3Params(ctypes.Structure):
-    """E4m3Params of cuda/e4m3_stage.cuh, as large as its alignment makes it."""
+class E4m3Params(ctypes.Structure):
+    """E4m3Params of cuda/e4m3_sm90.cu, as large as its alignment makes it."""
 
     _fields_ = (
         ("tokens", (ctypes.c_uint8 * tensor_map.NUM_BYTES) * 2),
@@ -130,7 +130,7 @@ def run(output: torch.Tensor, hidden_states: torch.Tensor, pair: WeightPair, row
     params.gemm[1].output = output.data_ptr()
     kernel = common.kernels["experts"]
     params.sync = stream_flags(pair.device, kernel.entry, 2 + pair.num_experts).data_ptr()
-    multiply = _E4m3Params(
+    multiply = E4m3Params(
         experts=params,
         row_scales=start + where.row_scales,
         hidden=start + where.hidden,
@@ -150,7 +150,7 @@ def quantize(
     common, start = pair.once(_Common), scratch.data_ptr()
     where = places(pair.num_experts, rows.max_rows, pair.w13.num_columns, pair.w2.num_columns)
     params = experts_params(hidden_states, scratch, hidden_states, pair, rows)
-    told = _RowsParams(experts=params, codes=start + where.codes, scales=start + where.row_scales)
+    told = RowsParams(experts=params, codes=start + where.codes, scales=start + where.row_scales)
     blocks = min(common.rows_blocks, -(-rows.max_rows * 32 // _ROWS_THREADS))
     common.kernels["rows"].launch(told, (blocks, 1, 1), _ROWS_THREADS, common.table_bytes)
     return params, where

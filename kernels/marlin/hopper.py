@@ -1,11 +1,12 @@
 """Launches Hopper's kernels: both GEMMs of the experts, with the activation between them, in one.
 
-Experts of few rows are one kernel's, those of more another's; how many are few is in tuning.py, and which expert is
-whose is decided on the device from the rows of all (cuda/threshold.cuh); the kernel for few rows takes one of more in
-several tiles. Where few rows of small weights are expected, it is launched alone: behind it a second kernel costs 0.3
-to 1.2 us without work. What a launch needs beside its inputs is small: flags (never cleared, or zero before and after:
-no memset), and room for the sums of tiles that several blocks share, at most 2 x blocks x 256 x tokens of a tile
-floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens. The kernel for few rows has its own, 9 MB, among the flags.
+Experts of few rows are the decode kernel's, those of more the prefill kernel's; how many are few is in tuning.py, and
+which expert is whose is decided on the device from the rows of all (cuda/select_kernel.cuh); the decode kernel takes
+one of more in several tiles. Where few rows of small weights are expected, it is launched alone: behind it a second
+kernel costs 0.3 to 1.2 us without work. What a launch needs beside its inputs is small: flags (never cleared, or zero
+before and after: no memset), and room for the sums of tiles that several blocks share, at most 2 x blocks x 256 x
+tokens of a tile floats: 35 MB on a GPU of 132 SMs for tiles of 128 tokens. The decode kernel has its own, 9 MB, among
+the flags.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _FEW_THREADS, _MANY_THREADS = 640, 384
 _TILE_ROWS = 256
 _MAX_BLOCKS = 256
 _MOST_FOR_ONE_WAVE = 128  # tiles: no more than Hopper's SMs
-MOST_EXPERTS = 768  # kMostExperts of cuda/params.cuh
+MOST_EXPERTS = 768  # kMaxExperts of cuda/params.cuh
 # Rows of an expert in the mean, up to which the kernel for few rows is launched alone, where up to 32 are few. With
 # uniform routing it is faster up to 24; with a trained model's choices, for some shapes no longer at 20
 # (docs/benchmarks/gemm_fixed_costs.md).
@@ -44,13 +45,13 @@ _TILE_TOKENS = (8, 16, 32, 64, 128)
 _LEFT_SUMS = 2  # where sums of the kernel for few rows begin in its flags, in 64 bits
 _FEW_TOKENS = 8  # of tiles whose activations go from block to block as words
 _READ_TOKENS = 64  # of a tile's sums that the kernel for many rows reads at once, there or not
-# What it costs to begin with the second kernel where both have rows, in few_cost() of cuda/threshold.cuh times steps of
-# a block: 25 us.
+# What it costs to begin with the second kernel where both have rows, in small_m_cost() of cuda/select_kernel.cuh times
+# steps of a block: 25 us.
 _BEGIN_ANEW = 200
 
 
-class _ManyParams(ctypes.Structure):
-    """PrefillParams of cuda/prefill_stage.cuh, as large as its alignment makes it."""
+class PrefillParams(ctypes.Structure):
+    """PrefillParams of cuda/prefill_sm90.cu, as large as its alignment makes it."""
 
     _fields_ = (
         ("tokens", (ctypes.c_uint8 * tensor_map.NUM_BYTES) * 2),
@@ -127,8 +128,8 @@ def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, rows
     for few_rows in _divide(params, common, rows):
         kernel = common.kernels[few_rows]
         params.sync = stream_flags(common.device, kernel.entry, common.num_flags[few_rows]).data_ptr()
-        params.left_sums = params.sync + 8 * _LEFT_SUMS
-        params.hidden_words = params.sync + 8 * common.hidden_words
+        params.fixup_sums = params.sync + 8 * _LEFT_SUMS
+        params.hidden_packets = params.sync + 8 * common.hidden_packets
         threads = _FEW_THREADS if few_rows else _MANY_THREADS
         told = params if few_rows else _many_params(params, pair.act_dtype)
         kernel.launch(told, (common.num_blocks, 1, 1), threads, common.shared_bytes, early=True)
@@ -136,18 +137,18 @@ def launch(params: ExpertsParams, pair: WeightPair, partials: torch.Tensor, rows
 
 def _divide(params: ExpertsParams, common: _Common, rows: Rows) -> tuple[bool, ...]:
     """Says in the parameters which kernel computes which experts; the kernels to launch, True the one for few rows."""
-    params.few_rows, params.second_kernel, params.most_tiles = tuning.MOST_FEW_ROWS, 0, params.num_experts
+    params.max_small_m, params.launch_overhead, params.max_tiles = tuning.MOST_FEW_ROWS, 0, params.num_experts
     if params.max_rows <= tuning.MOST_FEW_ROWS:
         return (True,)
     few_rows, is_forced = tuning.few_rows(common.device_name, common.problem), tuning.is_forced()
     most_expected = _MOST_EXPECTED * few_rows / tuning.MOST_FEW_ROWS
     expects_few = rows.expected_m is not None and rows.expected_m <= most_expected and not is_forced
     most_tiles = _most_tiles(params.num_experts, rows)
-    if expects_few and most_tiles <= _MOST_TILES and common.second_kernel >= _DEAR_SECOND_KERNEL:
-        params.few_rows, params.most_tiles = params.max_rows, most_tiles
+    if expects_few and most_tiles <= _MOST_TILES and common.launch_overhead >= _DEAR_SECOND_KERNEL:
+        params.max_small_m, params.max_tiles = params.max_rows, most_tiles
         return (True,)
-    params.most_tiles = max(params.num_experts, min(most_tiles, _MOST_TILES_OF_BOTH))
-    params.few_rows, params.second_kernel = few_rows, 0 if is_forced else common.second_kernel
+    params.max_tiles = max(params.num_experts, min(most_tiles, _MOST_TILES_OF_BOTH))
+    params.max_small_m, params.launch_overhead = few_rows, 0 if is_forced else common.launch_overhead
     return True, False
 
 
@@ -163,9 +164,9 @@ class _Common:
     """What all launches for the same weights have in common.
 
     Attributes:
-        second_kernel: what beginning with it costs, in times that an expert takes for one step of a tile.
+        launch_overhead: what beginning with it costs, in times that an expert takes for one step of a tile.
         num_flags: int32 numbers of `sync`, by whether it is the kernel for few rows.
-        hidden_words: where results begin in `sync` of the kernel for few rows, in 64 bits.
+        hidden_packets: where results begin in `sync` of the kernel for few rows, in 64 bits.
     """
 
     def __init__(self, pair: WeightPair) -> None:
@@ -175,22 +176,22 @@ class _Common:
         self.problem = tuning.problem_of(w13, w2, pair.kind)
         self.num_blocks, self.shared_bytes = _num_blocks(index), _max_shared_bytes(index)
         steps = sum(-(-w.num_rows // _TILE_ROWS) * -(-w.num_columns // _STEP_COLUMNS) for w in (w13, w2))
-        self.second_kernel = -(-_BEGIN_ANEW * self.num_blocks // steps)
+        self.launch_overhead = -(-_BEGIN_ANEW * self.num_blocks // steps)
         per_step = max(groups_per_step(w.num_columns, w.scales.size(1)) for w in (w13, w2))
         numbers = (pair.kind, pair.act_dtype, w13.scales.dtype, per_step, pair.activation)
         tall = may_be_tall(pair.num_experts, (w13.num_rows, w2.num_rows))
         self._sources = {
             few_rows: kernel_source(*numbers, few_rows, tall, pair.clamp_limit) for few_rows in (True, False)
         }
-        # In the kernel for few rows, words of 64 bits: the ticket counter, sums (cuda/decode_sums.cuh; in one place for
+        # In the kernel for few rows, words of 64 bits: the ticket counter, sums (cuda/decode_sm90.cu; in one place for
         # all weights, since they are zero between launches), a flag for each tile of any launch, so that a larger one
-        # under capture needs no others, and results (cuda/decode_words.cuh).
+        # under capture needs no others, and `hidden` as packets.
         row_tiles = -(-w13.num_rows // _TILE_ROWS)
         flags = _LEFT_SUMS + self.num_blocks * tuning.MOST_FEW_ROWS * _TILE_ROWS
-        self.hidden_words = (flags + max(_MOST_TILES, pair.num_experts) * row_tiles + 1) // 2 * 2
+        self.hidden_packets = (flags + max(_MOST_TILES, pair.num_experts) * row_tiles + 1) // 2 * 2
         hidden = pair.num_experts * -(-w2.num_columns // _STEP_COLUMNS) * _FEW_TOKENS * _STEP_COLUMNS // 2
         many_flags = 2 + 2 * _MAX_BLOCKS + pair.num_experts * row_tiles
-        self.num_flags = {True: 2 * (self.hidden_words + hidden), False: many_flags}
+        self.num_flags = {True: 2 * (self.hidden_packets + hidden), False: many_flags}
 
     @functools.cached_property
     def kernels(self) -> dict[bool, jit.Kernel]:
@@ -201,9 +202,9 @@ class _Common:
         return kernels
 
 
-def _many_params(params: ExpertsParams, act_dtype: torch.dtype) -> _ManyParams:
+def _many_params(params: ExpertsParams, act_dtype: torch.dtype) -> PrefillParams:
     """The parameters with the maps of w13's input, unless its rows are gathered, and of w2's."""
-    many = _ManyParams(experts=params)
+    many = PrefillParams(experts=params)
     num_rows = params.max_rows if params.sorted else params.num_experts * params.max_rows
     for phase, gemm in enumerate(params.gemm):
         if phase == 1 or params.row_ids is None:

@@ -1,4 +1,4 @@
-"""What a launch is told about the experts: the structures of cuda/params.cuh, and the rows to compute."""
+"""Host mirror of the kernel parameter structs of cuda/params.cuh, and the rows that a launch computes."""
 
 from __future__ import annotations
 
@@ -71,16 +71,16 @@ class ExpertsParams(ctypes.Structure):
         ("row_ids", ctypes.c_void_p),
         ("sync", ctypes.c_void_p),
         ("partials", ctypes.c_void_p),
-        ("left_sums", ctypes.c_void_p),
-        ("hidden_words", ctypes.c_void_p),
+        ("fixup_sums", ctypes.c_void_p),
+        ("hidden_packets", ctypes.c_void_p),
         ("num_experts", ctypes.c_int),
         ("max_rows", ctypes.c_int),
         ("ids_divisor", ctypes.c_int),
         ("sorted", ctypes.c_int),
         ("max_tile_tokens", ctypes.c_int),
-        ("few_rows", ctypes.c_int),
-        ("second_kernel", ctypes.c_int),
-        ("most_tiles", ctypes.c_int),
+        ("max_small_m", ctypes.c_int),
+        ("launch_overhead", ctypes.c_int),
+        ("max_tiles", ctypes.c_int),
     )
 
 
@@ -109,7 +109,7 @@ def rows_params(rows: Rows) -> ExpertsParams:
 
 
 def activation_defines(activation: MoEActivation, clamp_limit: float | None = None) -> dict[str, str]:
-    """ACTIVATION and CLAMP_LIMIT of cuda/activation.cuh."""
+    """ACTIVATION and CLAMP_LIMIT of cuda/epilogue.cuh."""
     limit = gate_limit(activation, clamp_limit)
     clamped = {} if limit is None else {"CLAMP_LIMIT": f"{limit!r}f"}
     return {"ACTIVATION": str(_ACTIVATION_NUMBERS[activation]), **clamped}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 TOLERANCE = 0.08  # mean |d| / mean |ref| of results, beside those of rows that are not rounded
-GROUP_COLUMNS = 128  # kGroupColumns of cuda/e4m3_tables.cuh
+GROUP_COLUMNS = 128  # kGroupColumns of cuda/e4m3_layout.cuh
 _LEAST_SCALE = 2.0**-60
 
 

@@ -23,7 +23,7 @@ from moe_ep.kernels.marlin.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-# kFewRows of cuda/params.cuh, and what is taken for a shape that nobody has measured.
+# kDecodeTileTokens of cuda/params.cuh, and what is taken for a shape that nobody has measured.
 MOST_FEW_ROWS = 32
 # One of the sizes that tiles of few rows have, or none.
 CANDIDATES = (0, 8, 16, 24, 32)

@@ -1,4 +1,4 @@
-"""Who computes what among experts of few rows: the kernel's own code, compiled for the CPU, on random row counts."""
+"""The decode kernel's schedule: its own code, compiled for the CPU, on random row counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(CUDA / name, folder)
     kernel = (CUDA / "decode_sm90.cu").read_text()
     section = kernel[kernel.index("// ==== Schedule ====") : kernel.index("// ==== Raw codes ====")]
-    (folder / "decode_schedule.cuh").write_text(f'#pragma once\n#include "select_kernel.cuh"\n{section}')
+    (folder / "schedule.cuh").write_text(f'#pragma once\n#include "select_kernel.cuh"\n{section}')
     params = (folder / "params.cuh").read_text()
     assert params.count(RECIPROCAL) == 1
     (folder / "params.cuh").write_text(params.replace(RECIPROCAL, "inverse = reciprocal((float)b);"))
@@ -35,9 +35,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "ptx.cuh").write_text("#pragma once\n" + "".join(types))
     for source in SOURCES.iterdir():
         shutil.copy(source, folder)
-    command = [str(COMPILER), "-std=c++17", "-O1", "few_rows.cpp", "-o", "few_rows"]
+    command = [str(COMPILER), "-std=c++17", "-O1", "decode_schedule.cpp", "-o", "decode_schedule"]
     subprocess.run(command, cwd=folder, check=True)
-    return folder / "few_rows"
+    return folder / "decode_schedule"
 
 
 @pytest.mark.parametrize("seed", range(1, 5))

@@ -1,8 +1,12 @@
-// Rows with their columns in the order in which one expert's packed weights have them (act-order):
-//   output[row, i] = input[row, order[e, i]]   for every row of expert e.
+// Reorders the columns of rows to the order of each expert's packed weights (act-order), for the sm_80 kernels and
+// Hopper.
 //
-// Outputs lie where the results of the experts will: `hidden`'s rows in place (PHASE 1), otherwise batched, or row `id`
-// of sorted ids. A block takes a few rows of one expert through shared memory, so input and output may be the same.
+//   output[row, i] = input[row, order[e, i]]      for every row of expert e
+//
+// Layout in:  PHASE 0: rows of x, wherever they lie; PHASE 1: rows of `hidden`.  Layout out: PHASE 0: where the
+//             experts' results will go (batched, or row `id` of sorted ids); PHASE 1: in place.
+// Blocks:     each takes a few rows of one expert through shared memory, so input and output may be the same.
+// Example:    order [2, 0, 1, 3]: row [a, b, c, d] becomes [c, a, b, d].
 #include "ampere_schedule.cuh"
 
 struct GatherParams {

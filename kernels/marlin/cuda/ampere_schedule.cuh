@@ -1,8 +1,9 @@
-// Which tiles of tokens there are, found on the device from the experts' row counts: blocks share them out evenly.
+// Tiles of tokens, found on the device from the experts' row counts, and the rows that they read; for the sm_80
+// kernels.
 #pragma once
 #include "params.cuh"
 
-// Behind one another in shared memory, for E experts and the end: rows of all experts before, tiles of them before.
+// Prefix sums over the experts in shared memory, E + 1 numbers each: rows, then tiles of rows, of all experts before.
 struct TokenTiles {
   int *row_start, *tile_start;
   int num_experts, tile_tokens;
@@ -12,7 +13,7 @@ struct TokenTiles {
 
 DEVICE constexpr int tables_ints(int num_experts) { return 2 * (num_experts + 1); }
 
-// All threads; one warp adds up the counts, 32 experts at a time.
+// By all threads; one warp sums up the counts, 32 experts at a time.
 DEVICE TokenTiles make_token_tiles(const ExpertsParams& p, int* memory, int tile_tokens) {
   TokenTiles tiles{memory, memory + p.num_experts + 1, p.num_experts, tile_tokens};
   int lane = threadIdx.x;
@@ -34,19 +35,23 @@ DEVICE TokenTiles make_token_tiles(const ExpertsParams& p, int* memory, int tile
   return tiles;
 }
 
-// The expert that has item `i` where a tile of tokens is `per_tile` items.
+// The expert that tile `i` belongs to if each tile of tokens counts as `per_tile` tiles.
 DEVICE int expert_of(const TokenTiles& tiles, int i, int per_tile) {
   int low = 0, high = tiles.num_experts;  // tile_start[low] * per_tile <= i < tile_start[high] * per_tile
   while (high - low > 1) {
     int middle = (low + high) / 2;
-    if (tiles.tile_start[middle] * per_tile <= i) low = middle; else high = middle;
+    if (tiles.tile_start[middle] * per_tile <= i) {
+      low = middle;
+    } else {
+      high = middle;
+    }
   }
   return low;
 }
 
-// The input row of row i of an expert; `first_row` is the number of rows of all experts before it.
+// Input row of row i of an expert; `first_row`: rows of all experts before it.
 DEVICE i64 input_row(const ExpertsParams& p, int phase, int expert, int first_row, int i) {
   if (phase == 1) return first_row + i;
-  i64 place = p.sorted ? first_row + i : (i64)expert * p.max_rows + i;
-  return p.row_ids == nullptr ? place : p.row_ids[place] / p.ids_divisor;
+  i64 position = p.sorted ? first_row + i : (i64)expert * p.max_rows + i;
+  return p.row_ids == nullptr ? position : p.row_ids[position] / p.ids_divisor;
 }

@@ -1,7 +1,8 @@
-// From packed codes to operand A of the tensor cores: four pairs a lane for 16 rows x 16 columns.
+// Dequantizes packed codes to operand A of the tensor cores: four pairs per lane for 16 rows x 16 columns.
 //
-// WEIGHT_TYPE selects the number type. `Scales` holds what one lane needs for its two rows g and g + 8 over one group
-// of columns, each number twice, so that one instruction serves both numbers of a pair.
+// WEIGHT_TYPE selects the number type, ACT_BF16 the activations' dtype. `Scales` holds what a lane needs for its rows g
+// and g + 8 (g = lane / 4) over one group of columns, each number twice, so that one instruction serves both halves of
+// a pair.
 #pragma once
 #include "number.cuh"
 
@@ -15,35 +16,37 @@
 constexpr int kBits = (WEIGHT_TYPE == UINT8B128 || WEIGHT_TYPE == FLOAT8_E4M3) ? 8 : 4;
 constexpr bool kHasZeros = WEIGHT_TYPE == UINT4;
 constexpr int kScaleBytes = (WEIGHT_TYPE == NVFP4 || WEIGHT_TYPE == MXFP4) ? 1 : 2;
-constexpr int kWords = kBits / 4;  // int32 a lane for 16 columns
+constexpr int kWords = kBits / 4;  // int32 per lane for 16 columns
 
 constexpr bool kIntegers = WEIGHT_TYPE <= UINT8B128;
 
 struct Scales {
   u32 scale[2];
-  u32 offset[2];  // minus the code's offset and zero point; only where there are zero points
+  u32 offset[2];  // minus the code's offset and zero point; only if there are zero points
 };
 
-// ---- small floats: their bits land in the wider number's fields, a power of two mends the exponent's bias ----
+// ---- small floats: their bits are moved into the fields of bf16 or f16; a power of two corrects the exponent bias
+// ----
 
-// Bytes 2 k and 2 k + 1 of a word of e4m3 numbers: the bits of bf16s 2^120 times smaller, or of f16s 2^8 times.
+// Bytes 2 k and 2 k + 1 of a word of e4m3 numbers, as the bits of bf16s that are 2^120 too small, or of f16s 2^8 too
+// small.
 DEVICE u32 e4m3_bits(u32 word, int k) {
-  u32 wide = permute_bytes(word, 0, k ? 0xb3a2 : 0x9180);  // each behind eight bits that are its sign
+  u32 wide = permute_bytes(word, 0, k ? 0xb3a2 : 0x9180);  // each byte under eight copies of its sign
   return ACT_BF16 ? wide << 4 & 0x87f087f0u : wide << 7 & 0xbf80bf80u;
 }
 
-// Those bits as numbers.
+// x 2^120 (or 2^8) corrects the exponent bias (e4m3 7 -> bf16 127, f16 15).
 DEVICE u32 e4m3_pair(u32 bits) { return mul_pair(bits, ACT_BF16 ? 0x7b807b80u : 0x5c005c00u); }
 
-// Four-bit e2m1 numbers j and j + 4 of a word, as repack.py spreads their bits: the bits of bf16s 2^126 times smaller.
-// Three pairs are a mask away once the word is turned; the last one's bits come by one multiplication.
+// Four-bit e2m1 numbers j and j + 4 of a word, whose bits repack.py has spread, as the bits of bf16s that are 2^126 too
+// small. A rotation and a mask make three of the pairs, a multiplication the last one.
 DEVICE u32 e2m1_bits(u32 word, int j) {
   constexpr u32 kBitsOfBf16 = 0x81c081c0u;
   if (j == 3) return (word & 0x001b001bu) * (1u << 3 | 1u << 8 | 1u << 14) & kBitsOfBf16;
   return (j == 0 ? word : __funnelshift_l(word, word, j == 1 ? 10 : 13)) & kBitsOfBf16;
 }
 
-// Those bits as numbers.
+// x 2^126 (or 2^14) corrects the exponent bias (e2m1 1 -> bf16 127, f16 15).
 DEVICE u32 e2m1_pair(u32 bits) {
 #if ACT_BF16
   return mul_pair(bits, 0x7e807e80u);  // 2^126
@@ -52,7 +55,7 @@ DEVICE u32 e2m1_pair(u32 bits) {
 #endif
 }
 
-// A power of two: 2^(byte - 127), for both bytes.
+// 2^(byte - 127) for both bytes, as a pair.
 DEVICE u32 e8m0_pair(u32 low, u32 high) {
   float a = __uint_as_float(low == 0 ? 0x00400000u : low << 23);
   float b = __uint_as_float(high == 0 ? 0x00400000u : high << 23);
@@ -61,20 +64,20 @@ DEVICE u32 e8m0_pair(u32 low, u32 high) {
 
 // ---- scales ----
 
-// `row` is the scale row in shared memory, `place` that of row g within it; row g + 8 comes next.
-DEVICE Scales load_scales(const u8* row, const u8* zeros, int place) {
+// `row` is the scale row in shared memory, `index` the position of row g in it; row g + 8 comes next.
+DEVICE Scales load_scales(const u8* row, const u8* zeros, int index) {
   Scales s;
   u32 pair;
   if constexpr (kScaleBytes == 2) {
-    pair = *reinterpret_cast<const u32*>(row + 2 * place);
+    pair = *reinterpret_cast<const u32*>(row + 2 * index);
   } else {
-    u32 bytes = *reinterpret_cast<const u16*>(row + place);
+    u32 bytes = *reinterpret_cast<const u16*>(row + index);
     pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(e4m3_bits(bytes, 0)) : e8m0_pair(bytes & 0xff, bytes >> 8);
   }
   s.scale[0] = permute_bytes(pair, 0, 0x1010);
   s.scale[1] = permute_bytes(pair, 0, 0x3232);
   if constexpr (kHasZeros) {
-    u32 zero = *reinterpret_cast<const u32*>(zeros + 2 * place) ^ 0x80008000u;
+    u32 zero = *reinterpret_cast<const u32*>(zeros + 2 * index) ^ 0x80008000u;
 #if ACT_BF16
     zero = add_pair(zero, 0xc300c300u);  // -128
 #else
@@ -88,7 +91,7 @@ DEVICE Scales load_scales(const u8* row, const u8* zeros, int place) {
 
 // ---- codes ----
 
-// One lane's codes of 16 rows x 32 columns.
+// A lane's codes of 16 rows x 32 columns.
 DEVICE void load_words(u32* words, const u8* from) {
   if constexpr (kBits == 4) {
     uint2 v = *reinterpret_cast<const uint2*>(from);
@@ -112,7 +115,7 @@ DEVICE void load_words_at(u32 from, u32* w) {
   }
 }
 
-// Four-bit codes number j and j + 4 of a word as numbers that are `offset` too large.
+// Four-bit codes j and j + 4 of a word as numbers that are 128 (bf16) or 1024 (f16) too large.
 DEVICE u32 four_bit_pair(u32 word, int j) {
 #if ACT_BF16
   return and_or(word >> (4 * j), 0x000f000fu, 0x43004300u);  // 128 + code
@@ -121,7 +124,7 @@ DEVICE u32 four_bit_pair(u32 word, int j) {
 #endif
 }
 
-// Bytes 2 k and 2 k + 1 of a word as numbers, 128 taken off.
+// Bytes 2 k and 2 k + 1 of a word as numbers, minus 128.
 DEVICE u32 eight_bit_pair(u32 word, int k) {
 #if ACT_BF16
   float low = __uint_as_float(permute_bytes(word, 0x4b000000u, 0x7650 + 2 * k)) - 8388736.0f;
@@ -132,7 +135,7 @@ DEVICE u32 eight_bit_pair(u32 word, int k) {
 #endif
 }
 
-// The four pairs of 16 columns: rows g, g + 8, then the same rows eight columns on.
+// The four pairs of 16 columns: rows g and g + 8, then the same rows eight columns further on.
 DEVICE void dequantize(const u32* words, const Scales& s, u32* a) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {
@@ -153,28 +156,27 @@ DEVICE void dequantize(const u32* words, const Scales& s, u32* a) {
 }
 
 // ==== Folded ====
-
-// From codes to operand A with few instructions: one multiplication or fma a pair where the type allows it.
 //
-// The bits of a small number, read as a bf16, are a tiny number proportional to it, for four-bit integers one place
-// higher alike. Multiplied by a scale that makes up for it all but 2^-26, it is the weight, rounded once, for scales
-// from 2^-91 up to 2^21; the sums are multiplied by 2^26 at the end. Of integers fma takes the offset off: 8 or 128
-// times a scale is exact. f16 lacks the exponents for this, and zero points times a scale are not exact: these become
-// numbers first and are multiplied by their scale then (which in f16 must be less than 128 for four bits).
+// The same with fewer instructions: one multiplication or fma per pair if the type allows it, with the scale folded in.
+//
+// The bits of a small code, read as a bf16, are a tiny number proportional to it; so are four-bit integers one nibble
+// higher. Multiplied by a scale that makes up for all of that but 2^-26, it is the weight, rounded once, for scales
+// from 2^-91 to 2^21; the sums are multiplied by 2^26 at the end. For integers an fma subtracts the offset: 8 or 128
+// times a scale is exact. f16 lacks the exponents for this, and zero points times a scale are not exact: those become
+// numbers first and are then multiplied by their scale (which must be below 128 for four bits in f16).
 
 // ---- numbers first, then their scale ----
 //
-// The bits of a small number, read as an activation, are a subnormal one that is proportional to it: for four bits and
-// for four bits one place higher alike. One fma makes it normal and takes the offset off, so two of a word's four pairs
-// need no shift. Rows g come out too small by 64, in f16 by 512, rows g + 8 by 4 or 32: units, which their scales make
-// up for.
+// The bits of a small code, read as an activation, are a subnormal number proportional to it. One fma makes it normal
+// and subtracts the offset, so two of a word's four pairs need no shift. Rows g come out too small by a factor of 64
+// (f16: 512), rows g + 8 by 4 (f16: 32): these units are multiplied into their scales.
 constexpr bool kHasUnits = kIntegers && kBits == 4;
-constexpr u32 kUnitPair = ACT_BF16 ? 0x40804280u : 0x50006000u;          // both units
-constexpr u32 kMinusPerUnit = ACT_BF16 ? 0xbe80bc80u : 0xa8009800u;      // -1 / each
+constexpr u32 kUnitPair = ACT_BF16 ? 0x40804280u : 0x50006000u;      // both units
+constexpr u32 kMinusPerUnit = ACT_BF16 ? 0xbe80bc80u : 0xa8009800u;  // -1 / each unit
 constexpr u32 kMinusEight[2] = {ACT_BF16 ? 0xbe00be00u : 0xa400a400u, ACT_BF16 ? 0xc000c000u : 0xb400b400u};
-constexpr u32 kMakeNormal = ACT_BF16 ? 0x7f007f00u : 0x78007800u;        // 2^127, 2^15
+constexpr u32 kMakeNormal = ACT_BF16 ? 0x7f007f00u : 0x78007800u;  // 2^127, 2^15
 
-// What goes with them: scales in those units, for both numbers of a pair, and minus the zero points.
+// Scales in those units, twice each, and minus the zero points.
 DEVICE Scales load_unit_scales(const u8* row, const u8* zeros) {
   if constexpr (!kHasUnits) return load_scales(row, zeros, 0);
   Scales s;
@@ -188,7 +190,7 @@ DEVICE Scales load_unit_scales(const u8* row, const u8* zeros) {
   return s;
 }
 
-// The pairs that dequantize() makes, not scaled; of integers in those units.
+// The pairs of dequantize() before scaling; integers in those units.
 DEVICE void unscaled(const u32* words, const Scales& s, u32* a) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {
@@ -210,14 +212,14 @@ DEVICE void unscaled(const u32* words, const Scales& s, u32* a) {
 constexpr bool kFolded = ACT_BF16 && !kHasZeros;
 constexpr float kUnfold = kFolded ? 67108864.0f : 1.0f;  // 2^26
 
-// Pairs of powers of two: what the scales of rows g (low) and g + 8 (high) are multiplied by.
-constexpr u32 kFold = WEIGHT_TYPE == UINT4B8 ? 0x73007500u         // 2^107, 2^103
-                      : WEIGHT_TYPE == UINT8B128 ? 0x75007500u     // 2^107
-                      : WEIGHT_TYPE == FLOAT8_E4M3 ? 0x6e806e80u   // 2^94
-                                                   : 0x71807180u;  // 2^100
+// Factors, as a pair, of the scales of rows g (low) and g + 8 (high).
+constexpr u32 kFold = WEIGHT_TYPE == UINT4B8       ? 0x73007500u                   // 2^107, 2^103
+                      : WEIGHT_TYPE == UINT8B128   ? 0x75007500u                   // 2^107
+                      : WEIGHT_TYPE == FLOAT8_E4M3 ? 0x6e806e80u                   // 2^94
+                                                   : 0x71807180u;                  // 2^100
 constexpr u32 kFoldedOffset = WEIGHT_TYPE == UINT4B8 ? 0xb400b400u : 0xb600b600u;  // -8 or -128 * 2^-26
 
-// The scales of rows g and g + 8 as one pair, scale[0], and alike what is added, offset[0].
+// The scales of rows g and g + 8 as one pair, scale[0], and the addends of the fma likewise, offset[0].
 DEVICE Scales load_folded_scales(const u8* row, const u8* zeros) {
   if constexpr (!kFolded) return load_unit_scales(row, zeros);
   u32 pair;
@@ -225,7 +227,7 @@ DEVICE Scales load_folded_scales(const u8* row, const u8* zeros) {
     pair = *reinterpret_cast<const u32*>(row);
   } else {
     u32 bytes = *reinterpret_cast<const u16*>(row);
-    // An e8m0 byte is a bf16's exponent, all but the least (2^-127), which becomes zero; up to 2^27 is room.
+    // An e8m0 byte is the exponent of a bf16, except the least (2^-127), which becomes zero; there is room up to 2^27.
     pair = WEIGHT_TYPE == NVFP4 ? e4m3_pair(e4m3_bits(bytes, 0)) : permute_bytes(bytes, 0, 0x4140) << 7;
   }
   Scales s;
@@ -238,7 +240,7 @@ DEVICE u32 fold(u32 bits, const Scales& s, bool high) {
   return high ? fma_high(bits, s.scale[0], s.offset[0]) : fma_low(bits, s.scale[0], s.offset[0]);
 }
 
-// The four pairs of 16 columns, as dequantize() orders them, too small by kUnfold.
+// The four pairs of 16 columns in the order of dequantize(), too small by kUnfold.
 DEVICE void dequantize_folded(const u32* words, const Scales& s, u32* a) {
   if constexpr (!kFolded) unscaled(words, s, a);
 #pragma unroll

@@ -1,9 +1,11 @@
-// The rows of all experts as e4m3, side by side, each with one scale: what e4m3_sm90.cu multiplies with w13.
+// Quantizes the rows of all experts to e4m3 with one scale per row: the input of e4m3_sm90.cu's w13.
 //
-// code = row / scale, rounded, and scale = max |row| / 448, at least 2^-60. A warp takes a row, which it reads twice: for
-// its scale, then for its codes. Where rows and scales go, and in which order columns lie: e4m3_layout.cuh.
+//   scale[r] = max(max|x[r]| / 448, 2^-60);  code[r, k] = round(x[r, k] / scale[r])      for every row r of sorted ids
 //
-// Example: a row of 1, 2, 3, ... 128: scale 128 / 448, codes of 3.5, 7, 10.5 (rounded to 10), ... 448.
+// Layout in:  rows of K 16-bit numbers, row ids sorted by expert.  Layout out: codes [capacity, K] and scales
+//             [capacity], by expert, with columns in the tensor cores' order (e4m3_layout.cuh).
+// Warps:      each takes a row, which it reads twice: for its scale, then (from L2) for its codes.
+// Example:    a row of 1, 2, 3, ... 128: scale 128 / 448, codes of 3.5, 7, 10.5 (rounded to 10), ... 448.
 #include "e4m3_layout.cuh"
 #include "number.cuh"
 
@@ -17,7 +19,7 @@ struct RowsParams {
   float* scales;  // [capacity]
 };
 
-// Sixteen columns of a row.
+// A lane's sixteen columns of a row.
 struct Columns {
   float x[kColumnsOfLane];
   DEVICE explicit Columns(const u16* from) {
@@ -35,7 +37,7 @@ struct Columns {
     return most;
   }
 
-  // Rounded like a division as far as codes of 16-bit numbers tell (triton_quantize.py says why).
+  // For 16-bit numbers, the code is that of the correctly rounded quotient (triton_quantize.py says why).
   DEVICE float code(int i, float scale, float inverse) const {
     float q = x[i] * inverse;
     return fmaf(fmaf(-q, scale, x[i]), inverse, q);
@@ -53,17 +55,17 @@ extern "C" __global__ void __launch_bounds__(kThreads) e4m3_rows(const __grid_co
   if (threadIdx.x < 32) tables.make(p, threadIdx.x);
   __syncthreads();
   constexpr int kWarps = kThreads / 32;
-  int columns = p.gemm[0].columns, total = tables.places[p.num_experts];
+  int columns = p.gemm[0].columns, total = tables.positions[p.num_experts];
   int first = threadIdx.x % 32 * kColumnsOfLane;
-  for (int place = blockIdx.x * kWarps + threadIdx.x / 32; place < total; place += gridDim.x * kWarps) {
-    int expert = expert_at(tables.places, p.num_experts, place);
-    i64 row = tables.starts[expert] + place - tables.places[expert];
-    const u16* from = p.gemm[0].input + (i64)(p.row_ids[place] / p.ids_divisor) * columns;
+  for (int position = blockIdx.x * kWarps + threadIdx.x / 32; position < total; position += gridDim.x * kWarps) {
+    int expert = expert_at(tables.positions, p.num_experts, position);
+    i64 row = tables.starts[expert] + position - tables.positions[expert];
+    const u16* from = p.gemm[0].input + (i64)(p.row_ids[position] / p.ids_divisor) * columns;
     float largest = 0.0f;
 #pragma unroll 4
     for (int c = first; c < columns; c += kColumnsOfWarp) largest = fmaxf(largest, Columns(from + c).largest());
     for (int d = 1; d < 32; d *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
-    float scale = fmaxf(__fdiv_rn(largest, kLargestCode), kLeastScale), inverse = __frcp_rn(scale);
+    float scale = fmaxf(__fdiv_rn(largest, kMaxCode), kMinScale), inverse = __frcp_rn(scale);
     if (threadIdx.x % 32 == 0) params.scales[row] = scale;
     u8* to = params.codes + row * columns;
 #pragma unroll 2

@@ -1,12 +1,12 @@
-// What a tile's sums become: global scale, bias, activation, rows of tokens.
+// Epilogue of all packed-expert kernels: global scale, bias, activation, rows of tokens.
 #pragma once
 #include "number.cuh"
 #include "params.cuh"
 
 // ==== Activation ====
-
-// The activation between the two GEMMs, in f32; ACTIVATION is its number. With CLAMP_LIMIT, gate and up end there: the
-// gate before the activation, or of SWIGLUSTEP, which always has one, behind silu.
+//
+// The activation between the two GEMMs, in f32. ACTIVATION is its number. CLAMP_LIMIT, if defined, clamps the gate from
+// above and up on both sides: the gate before the activation, or behind silu in SWIGLUSTEP, which always has a limit.
 
 #define SILU 0
 #define GELU 1
@@ -20,18 +20,18 @@
 
 constexpr bool kGated = ACTIVATION <= SITU;
 
-// Exponentials below 2^-126 vanish beside 1 either way, which saves three instructions.
+// Exponentials below 2^-126 vanish beside 1 anyway; flushing them to zero saves three instructions.
 DEVICE float sigmoid(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.44269504f * x));
   return __fdividef(1.0f, 1.0f + power);
 }
-// limit * tanh(x / limit), off by some 1e-7 of the limit: below 1e-3 of it, by more than what a 16-bit result rounds.
-// A choice of a series there spills 3.6 kB of the kernel for many rows.
+// limit * tanh(x / limit), with an error of about 1e-7 of the limit, which exceeds the rounding of a 16-bit result
+// below 1e-3 of the limit. Choosing a series there spills 3.6 kB in the prefill kernel.
 DEVICE float soft(float x, float limit) { return limit * (2.0f * sigmoid(x * (2.0f / limit)) - 1.0f); }
 DEVICE float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678f)); }
 
-// `up` is not looked at where the activation is not gated.
+// `up` is ignored by activations without a gate.
 DEVICE float activate(float gate, float up) {
 #ifdef CLAMP_LIMIT
   up = fminf(fmaxf(up, -CLAMP_LIMIT), CLAMP_LIMIT);
@@ -53,15 +53,15 @@ DEVICE float activate(float gate, float up) {
 }
 
 // ==== Rows ====
-
-// Where results of row i go: `first_row` rows lie before row 0, of all experts; `place` is that of row 0 among batched
-// rows, or in the list of sorted ones.
-DEVICE i64 output_row(const ExpertsParams& p, int phase, int first_row, i64 place, int i) {
+//
+// Output row of row i of an expert. `first_row`: rows of all experts before it; `first_output_row`: position of its row
+// 0 among the batched rows or in the list of sorted ids.
+DEVICE i64 output_row_of(const ExpertsParams& p, int phase, int first_row, i64 first_output_row, int i) {
   if (phase == 0) return first_row + i;
-  return p.sorted ? p.row_ids[place + i] : place + i;
+  return p.sorted ? p.row_ids[first_output_row + i] : first_output_row + i;
 }
 
-// A lane's sums of eight tokens, scaled, activated and transposed to token-major: one pair if gated, or two.
+// Scales, activates and transposes a lane's sums of eight tokens to token-major: one pair with a gate, otherwise two.
 template <bool kActivate>
 DEVICE void finish_sums(const float* sums, const float* alpha, const float* bias, u32* out) {
   float v[4];
@@ -79,24 +79,24 @@ DEVICE void finish_sums(const float* sums, const float* alpha, const float* bias
   }
 }
 
-// What the sums of rows g and of rows g + 8 are multiplied by at last.
-struct Units {
+// Factors of the sums of rows g and g + 8 (dequantized weights may be a power of two too small).
+struct SumScale {
   float low = 1.0f, high = 1.0f;
 };
 
-// 16 weight rows of a warp, the first of them `first`, for the expert's tokens from `first_token` up to `rows`; sums,
-// in that unit, as the tensor cores leave them. Calls put(token, pairs): two neighbouring results of its lane in the
-// warp, or four where nothing is gated.
+// Finishes 16 weight rows of a warp, from `first` on, for the expert's tokens from `first_token` up to `rows`. `sums`
+// are accumulators of the tensor cores. Calls put(token, pairs) with a lane's two neighbouring results, or four without
+// a gate.
 template <int kTokens, bool kActivate, typename Put>
 DEVICE void finish_rows(const ExpertsParams& p, int expert, int rows, int first, const float* sums, int first_token,
-                        Units unit, Put put) {
+                        SumScale sum_scale, Put put) {
   constexpr bool kGate = kActivate && kGated;
   const GemmParams& gemm = p.gemm[kActivate ? 0 : 1];
   int lane = threadIdx.x % 32, width = kGate ? gemm.rows / 2 : gemm.rows;
-  asm volatile("" : "+r"(lane));  // so that what follows from it is not kept where sums are made
+  asm volatile("" : "+r"(lane));  // opaque: nothing derived from it is kept across the main loop
   int row = lane / 4, low = kGate ? first / 2 + row : first + row / 2 * 4 + row % 2;
   int high = kGate ? width + low : low + 2;
-  float alpha[2] = {unit.low, unit.high}, bias[2] = {0.0f, 0.0f};
+  float alpha[2] = {sum_scale.low, sum_scale.high}, bias[2] = {0.0f, 0.0f};
   if (gemm.alphas != nullptr) {
     alpha[0] *= gemm.alphas[expert * gemm.alphas_per_expert];
     alpha[1] *= gemm.alphas[kGate ? (expert + 1) * gemm.alphas_per_expert - 1 : expert * gemm.alphas_per_expert];
@@ -115,14 +115,14 @@ DEVICE void finish_rows(const ExpertsParams& p, int expert, int rows, int first,
   }
 }
 
-// The same, stored where the expert's rows lie.
+// The same, stored to the expert's output rows.
 template <int kTokens, bool kActivate>
-DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, i64 place, int rows, int first,
-                       const float* sums, int first_token = 0, Units unit = {}) {
+DEVICE void store_rows(const ExpertsParams& p, int expert, int first_row, i64 first_output_row, int rows, int first,
+                       const float* sums, int first_token = 0, SumScale sum_scale = {}) {
   constexpr int kPhase = kActivate ? 0 : 1;
-  finish_rows<kTokens, kActivate>(p, expert, rows, first, sums, first_token, unit, [&](int token, const u32* out) {
+  finish_rows<kTokens, kActivate>(p, expert, rows, first, sums, first_token, sum_scale, [&](int token, const u32* out) {
     int lane = threadIdx.x % 32, width = kActivate && kGated ? p.gemm[0].rows / 2 : p.gemm[kPhase].rows;
-    u16* to = p.gemm[kPhase].output + output_row(p, kPhase, first_row, place, token) * width;
+    u16* to = p.gemm[kPhase].output + output_row_of(p, kPhase, first_row, first_output_row, token) * width;
     if constexpr (kActivate && kGated) {
       *reinterpret_cast<u32*>(to + first / 2 + lane % 4 * 2) = out[0];
     } else {

@@ -1,4 +1,4 @@
-// Arithmetic on pairs of activations: bf16 or f16, as ACT_BF16 says.
+// Arithmetic on pairs of 16-bit activations: bf16 if ACT_BF16 is 1, else f16.
 #pragma once
 #include "ptx.cuh"
 
@@ -17,8 +17,8 @@ DEVICE u32 fma_pair(u32 a, u32 b, u32 c) {
   return out;
 }
 
-// a * b + c where both numbers of a are multiplied by the same one of b's, and get the same one of c's: the low or the
-// high one. The instruction takes one half for both, so nobody has to make it a pair.
+// a * b + c with the low (or high) half of b and c for both halves of a. The instruction selects halves by itself, so
+// no pair has to be built.
 DEVICE u32 fma_low(u32 a, u32 b, u32 c) {
   u32 out;
   asm("{\n.reg .b16 l, h;\n.reg .b32 b, c;\n"
@@ -39,11 +39,11 @@ DEVICE u32 fma_high(u32 a, u32 b, u32 c) {
   return out;
 }
 
-// sm_80 has no add and no mul of bf16 pairs; these are exact stand-ins for them.
+// sm_80 cannot add or multiply bf16 pairs; these fmas give exactly the same.
 DEVICE u32 mul_pair(u32 a, u32 b) { return fma_pair(a, b, kMinusZeroPair); }
 DEVICE u32 add_pair(u32 a, u32 b) { return fma_pair(a, kOnePair, b); }
 
-// The first argument goes to the low half.
+// The first argument becomes the low half.
 DEVICE u32 to_pair(float low, float high) {
   u32 out;
   asm("cvt.rn." ACT_NAME "x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));

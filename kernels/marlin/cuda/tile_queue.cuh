@@ -1,33 +1,35 @@
-// What a block computes next: one warp claims it, and tells the others by a ring of segments in shared memory.
+// The queue of tile slices of a CTA: the scheduler warp claims work and passes it to the other warps through a ring of
+// slices in shared memory, guarded by mbarriers.
 //
-// `Shared` has Segment segment[kSegments], u64 segment_full[kSegments] and segment_empty[kSegments]; phase -1 is the end.
+// `Shared` has TileSlice slice[kQueuedSlices] and u64 slice_full[kQueuedSlices], slice_empty[kQueuedSlices]. A slice of
+// phase -1 ends the queue.
 #pragma once
 #include "ptx.cuh"
 
-constexpr int kSegments = 4;  // known ahead
+constexpr int kQueuedSlices = 4;  // that the scheduler is ahead
 
-// The one thread that claims tells a segment, once there is room; place and parity are 0 and 1 at first.
-template <typename Shared, typename Segment>
-DEVICE void announce_segment(Shared& shared, const Segment& g, int& place, int& parity) {
-  barrier_wait(&shared.segment_empty[place], parity);
-  shared.segment[place] = g;
-  barrier_arrive(&shared.segment_full[place]);
-  if (++place == kSegments) {
-    place = 0;
+// The scheduler thread appends a slice once there is room; index and parity are 0 and 1 at first.
+template <typename Shared, typename TileSlice>
+DEVICE void push_slice(Shared& shared, const TileSlice& g, int& index, int& parity) {
+  barrier_wait(&shared.slice_empty[index], parity);
+  shared.slice[index] = g;
+  barrier_arrive(&shared.slice_full[index]);
+  if (++index == kQueuedSlices) {
+    index = 0;
     parity ^= 1;
   }
 }
 
-// The segments of this block in their order, for one warp; calls work(segment) until there are none.
+// Calls work(slice) for the slices of this CTA in their order, in one warp, until there are no more.
 template <typename Shared, typename Work>
-DEVICE void for_each_segment(Shared& shared, Work work) {
+DEVICE void for_each_slice(Shared& shared, Work work) {
   for (int i = 0, parity = 0;;) {
-    barrier_wait(&shared.segment_full[i], parity);
-    if (shared.segment[i].phase < 0) return;
-    work(shared.segment[i]);
+    barrier_wait(&shared.slice_full[i], parity);
+    if (shared.slice[i].phase < 0) return;
+    work(shared.slice[i]);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.segment_empty[i]);
-    if (++i == kSegments) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.slice_empty[i]);
+    if (++i == kQueuedSlices) {
       i = 0;
       parity ^= 1;
     }

@@ -1,7 +1,9 @@
-// Hopper's matrix product of a warpgroup: 64 weight rows (registers) x N tokens (shared memory) over 16 columns.
+// wgmma: the matrix product of a warpgroup, 64 weight rows (registers) x N tokens (shared memory) over 16 columns;
+// sm_90a.
 //
-// Tokens lie K-major, 64 columns (128 bytes) a row, 8 rows an atom, 16-byte chunk c of row r at place c ^ (r % 8).
-// Accumulators of a lane: for every 8 tokens, (row g, tokens 2t, 2t + 1), then (row g + 8, the same).
+// Tokens are K-major with the 128-byte swizzle: 64 columns (128 bytes) a row, 8 rows an atom, 16-byte chunk c of row r
+// at position c ^ (r % 8). Accumulators of lane 4 g + t: for every 8 tokens, (row g, tokens 2 t and 2 t + 1), then (row
+// g + 8, the same tokens).
 #pragma once
 #include "number.cuh"
 
@@ -13,7 +15,7 @@ DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// Descriptor of a swizzled operand at a shared address, its low half; 16 columns further on is 2 more.
+// Low half of the descriptor of a swizzled operand at a shared address; 16 columns further on it is 2 more.
 constexpr u64 kDescriptorHigh = 0x40000040;
 DEVICE u32 wgmma_descriptor(u32 address) { return (address & 0x3ffff) >> 4 | 1u << 16; }
 
@@ -26,12 +28,12 @@ DEVICE void wgmma(float* d, const u32* a, u64 b);
 #define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
 #define LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define LIST_24 LIST_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define LIST_32                                                                                                 \
+#define LIST_32                                                                                               \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
   "%23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define LIST_48 LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define LIST_64                                                                                                  \
-  LIST_32                                                                                                        \
+#define LIST_64                                                                                                 \
+  LIST_32                                                                                                       \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
   "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 

@@ -1,0 +1,134 @@
+"""Every ctypes mirror of a kernel's parameters has the compiler's layout: sizes, and the offset of each field."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep.activation import MoEActivation
+from moe_ep.dispatch.nvshmem import high_throughput_block, kernels
+from moe_ep.dispatch.nvshmem.layout import BatchLayout
+from moe_ep.kernels import cuda_align, eplb_map, jit
+from moe_ep.kernels.marlin import ampere, e4m3, hopper
+from moe_ep.kernels.marlin.types import WEIGHT_TYPES
+from moe_ep.scalar_type import scalar_types
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+import sanitize_planted
+import soak_nvshmem
+import step_clock
+
+# Kernels become functions that nobody calls, since compiling them would take most of the time.
+WITHOUT_KERNELS = """
+extern "C" __global__ void nothing() {{}}
+#undef __global__
+#undef __grid_constant__
+#undef __launch_bounds__
+#undef __cluster_dims__
+#define __global__ __device__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#include "{path}"
+"""
+BF16, SILU = torch.bfloat16, MoEActivation.SILU
+UINT4B8 = WEIGHT_TYPES[scalar_types.uint4b8.id]
+RANKS = 3
+SHAPE: dict[str, Any] = {"num_ranks": RANKS, "capacity": 7, "hidden_size": 2880, "topk": 5, "fp8": True}
+# Pointers and ints of the prefill kernels' parameters, in the order in which high_throughput.py passes them.
+PREFILL = {
+    "plan": (("topk_ids", "owners", "slots", "arriving"), ("num_ids", "num_tokens", "batch")),
+    "dispatch": (
+        ("rows", "topk_ids", "weights", "owners", "slots", "out"),
+        ("num_ids", "num_tokens", "max_rows", "sending", "senders"),
+    ),
+    "combine": (("results", "slots", "output"), ("num_tokens",)),
+}
+
+
+def mirrors() -> Iterator[tuple[str, jit.KernelSource, Any, str]]:
+    """Name of the test, source, mirror, the struct's name."""
+    for small_m, mirror, name in (
+        (True, hopper.ExpertsParams, "ExpertsParams"),
+        (False, hopper.PrefillParams, "PrefillParams"),
+    ):
+        yield name, hopper.kernel_source(UINT4B8, BF16, BF16, 1, SILU, small_m), mirror, name
+    sources = e4m3.kernel_sources(BF16, SILU)
+    yield "RowsParams", sources["rows"], e4m3.RowsParams, "RowsParams"
+    yield "E4m3Params", sources["experts"], e4m3.E4m3Params, "E4m3Params"
+    gemm = ampere.kernel_source(UINT4B8, BF16, BF16, 128, 0, SILU, 32)
+    yield "AmpereParams", gemm, ampere.AmpereParams, "AmpereParams"
+    yield "GatherParams", ampere.gather_source(0), ampere.GatherParams, "GatherParams"
+    yield "AlignParams", cuda_align.kernel_source(torch.int64, 1), cuda_align.AlignParams, "AlignParams"
+    yield "eplb", eplb_map.kernel_source(torch.int32, torch.int64, torch.int64), eplb_map.MapParams, "Params"
+    small, large = BatchLayout(**SHAPE), high_throughput_block.Layout(**SHAPE)
+    for mirror, name in ((kernels.dispatch_type(RANKS), "dispatch"), (kernels.combine_type(RANKS), "combine")):
+        yield name, kernels.kernel_source(f"low_latency_{name}", small, BF16), mirror, "Params"
+    for name, (pointers, numbers) in PREFILL.items():
+        mirror = named(high_throughput_block.params_type(RANKS, len(pointers), len(numbers)), pointers, numbers)
+        yield f"high_throughput_{name}", high_throughput_block.kernel_source(name, large, BF16), mirror, "Params"
+    for module, name in ((sanitize_planted, "Params"), (soak_nvshmem, "Params"), (step_clock, "StampParams")):
+        defines = {
+            "THREADS": 64,
+            "HIDDEN": 128,
+            "TOPK": 2,
+            "RANKS": 2,
+            "CAPACITY": 4,
+            "EXPERTS": 8,
+            "STEPS": 4,
+            "TOKENS": 1,
+        }
+        pairs = tuple((key, str(value)) for key, value in defines.items())
+        source = jit.KernelSource(Path(module.__file__).with_suffix(".cu"), "nothing", pairs)
+        yield module.__name__, source, getattr(module, name), name
+
+
+def named(mirror: Any, pointers: tuple[str, ...], numbers: tuple[str, ...]) -> Any:
+    """The same structure with names instead of arrays of pointers and numbers."""
+
+    class Named(ctypes.Structure):
+        _fields_ = (
+            mirror._fields_[0],
+            *((name, ctypes.c_void_p) for name in pointers),
+            *((name, ctypes.c_int) for name in numbers),
+        )
+
+    assert ctypes.sizeof(Named) == ctypes.sizeof(mirror)
+    assert getattr(Named, pointers[0]).offset == mirror.pointers.offset
+    assert getattr(Named, numbers[0]).offset == mirror.numbers.offset
+    return Named
+
+
+def checks(mirror: Any, struct: str, path: str = "", start: int = 0) -> Iterator[str]:
+    """What must hold, of nested structures too; padding that only the mirror names is left out."""
+    for name, kind, *_ in mirror._fields_:
+        if name == "unused":
+            continue
+        member, offset = f"{path}{name}", start + getattr(mirror, name).offset
+        yield f"__builtin_offsetof({struct}, {member}) == {offset}"
+        yield f"sizeof((({struct}*)0)->{member}) == {ctypes.sizeof(kind)}"
+        if issubclass(kind, ctypes.Array) and issubclass(kind._type_, ctypes.Structure):
+            yield from checks(kind._type_, struct, f"{member}[0].", offset)
+        elif issubclass(kind, ctypes.Structure):
+            yield from checks(kind, struct, f"{member}.", offset)
+
+
+@pytest.mark.parametrize(("source", "mirror", "struct"), [pytest.param(*case[1:], id=case[0]) for case in mirrors()])
+def test_a_mirror_has_the_layout_of_the_struct(
+    tmp_path: Path, source: jit.KernelSource, mirror: Any, struct: str
+) -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the bindings of NVRTC are not installed")
+    told = [f"sizeof({struct}) == {ctypes.sizeof(mirror)}", *checks(mirror, struct)]
+    asserts = "".join(f'static_assert({check}, "{check}");\n' for check in told)
+    asserts = f"#if __has_builtin(__builtin_offsetof)  // in newer compilers\n{asserts}#endif\n"
+    path = tmp_path / "layouts.cu"
+    path.write_text(WITHOUT_KERNELS.format(path=source.path) + asserts)
+    arch = "sm_80" if source.path.name.startswith("ampere") else "sm_90a"
+    jit.compile_only(jit.KernelSource(path, "nothing", source.defines), arch)
