@@ -5,15 +5,15 @@
 // SM 7, 1600 MHz.
 
 struct StampParams {
-    long long* out;
+  long long* out;
 };
 
 extern "C" __global__ void step_stamp(const __grid_constant__ StampParams params) {
-    if (threadIdx.x != 0) return;
-    long long* row = params.out + 3 * blockIdx.x;
-    unsigned int sm;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(row[0]));
-    asm volatile("mov.u64 %0, %%clock64;" : "=l"(row[1]));
-    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-    row[2] = sm;
+  if (threadIdx.x != 0) return;
+  long long* row = params.out + 3 * blockIdx.x;
+  unsigned int sm;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(row[0]));
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(row[1]));
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  row[2] = sm;
 }

@@ -24,16 +24,16 @@ constexpr unsigned kAll = 0xFFFFFFFFu;
 constexpr int kRounds = 4;  // 32 slots each, which a warp has in registers
 
 struct AlignParams {
-    const Id* ids;
-    const int* key_map;
-    const int* names;
-    int* num_tokens;
-    int* sorted;
-    int* expert_ids;
-    int* used;
-    int numel, experts, length, num_blocks, block_size;
-    int run;       // slots of a warp, a multiple of 32
-    int key_bits;  // experts - 1 has no more
+  const Id* ids;
+  const int* key_map;
+  const int* names;
+  int* num_tokens;
+  int* sorted;
+  int* expert_ids;
+  int* used;
+  int numel, experts, length, num_blocks, block_size;
+  int run;       // slots of a warp, a multiple of 32
+  int key_bits;  // experts - 1 has no more
 };
 
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
@@ -42,197 +42,196 @@ DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "m
 
 // What another block of the cluster has at this place of its shared memory.
 DEVICE int read_peer(const int* place, int block) {
-    unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(place));
-    int value;
-    asm volatile(
-        "{.reg .u32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.s32 %0, [there];}"
-        : "=r"(value)
-        : "r"(address), "r"(block)
-        : "memory");
-    return value;
+  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(place));
+  int value;
+  asm volatile("{.reg .u32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.s32 %0, [there];}"
+               : "=r"(value)
+               : "r"(address), "r"(block)
+               : "memory");
+  return value;
 }
 
 // Rounds of slots from `first` on: their keys, experts where there is none.
 struct Slots {
-    int key[kRounds];
+  int key[kRounds];
 
-    __device__ Slots(const AlignParams& p, int first, int last) {
-        Id id[kRounds];
+  __device__ Slots(const AlignParams& p, int first, int last) {
+    Id id[kRounds];
 #pragma unroll
-        for (int i = 0; i < kRounds; i++) {
-            int slot = first + 32 * i + threadIdx.x % 32;
-            id[i] = slot < last ? p.ids[slot] : (Id)-1;
-        }
-#pragma unroll
-        for (int i = 0; i < kRounds; i++) {
-            bool valid = id[i] >= 0 && id[i] < p.experts;
-            int list = valid ? (p.key_map == nullptr ? (int)id[i] : p.key_map[id[i]]) : -1;
-            key[i] = list < 0 ? p.experts : list;
-        }
+    for (int i = 0; i < kRounds; i++) {
+      int slot = first + 32 * i + threadIdx.x % 32;
+      id[i] = slot < last ? p.ids[slot] : (Id)-1;
     }
+#pragma unroll
+    for (int i = 0; i < kRounds; i++) {
+      bool valid = id[i] >= 0 && id[i] < p.experts;
+      int list = valid ? (p.key_map == nullptr ? (int)id[i] : p.key_map[id[i]]) : -1;
+      key[i] = list < 0 ? p.experts : list;
+    }
+  }
 
-    // How many of the warp's slots of the same key came before each, those in `counts` included, which grow.
-    __device__ void rank(const AlignParams& p, int* counts, int (&place)[kRounds]) const {
-        unsigned same[kRounds];
+  // How many of the warp's slots of the same key came before each, those in `counts` included, which grow.
+  __device__ void rank(const AlignParams& p, int* counts, int (&place)[kRounds]) const {
+    unsigned same[kRounds];
 #pragma unroll
-        for (int i = 0; i < kRounds; i++) same[i] = __ballot_sync(kAll, key[i] < p.experts);
-        for (int bit = 0; bit < p.key_bits; bit++) {
+    for (int i = 0; i < kRounds; i++) same[i] = __ballot_sync(kAll, key[i] < p.experts);
+    for (int bit = 0; bit < p.key_bits; bit++) {
 #pragma unroll
-            for (int i = 0; i < kRounds; i++) {
-                bool one = key[i] >> bit & 1;
-                unsigned ones = __ballot_sync(kAll, one);
-                same[i] &= one ? ones : ~ones;
-            }
-        }
-        unsigned below = (1u << threadIdx.x % 32) - 1;
-#pragma unroll
-        for (int i = 0; i < kRounds; i++) {
-            bool valid = key[i] < p.experts;
-            int before = valid ? counts[key[i]] : 0;
-            place[i] = before + __popc(same[i] & below);
-            __syncwarp();
-            if (valid && (same[i] & below) == 0) counts[key[i]] = before + __popc(same[i]);
-            __syncwarp();
-        }
+      for (int i = 0; i < kRounds; i++) {
+        bool one = key[i] >> bit & 1;
+        unsigned ones = __ballot_sync(kAll, one);
+        same[i] &= one ? ones : ~ones;
+      }
     }
+    unsigned below = (1u << threadIdx.x % 32) - 1;
+#pragma unroll
+    for (int i = 0; i < kRounds; i++) {
+      bool valid = key[i] < p.experts;
+      int before = valid ? counts[key[i]] : 0;
+      place[i] = before + __popc(same[i] & below);
+      __syncwarp();
+      if (valid && (same[i] & below) == 0) counts[key[i]] = before + __popc(same[i]);
+      __syncwarp();
+    }
+  }
 };
 
 // Writes value into list[0, length), with every thread of the grid; the list begins at a multiple of 16 bytes.
 DEVICE void fill(int* list, int length, int value) {
-    int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
-    for (int i = thread; i < length / 4; i += threads) {
-        reinterpret_cast<int4*>(list)[i] = make_int4(value, value, value, value);
-    }
-    if (thread < length % 4) list[length / 4 * 4 + thread] = value;
+  int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  for (int i = thread; i < length / 4; i += threads) {
+    reinterpret_cast<int4*>(list)[i] = make_int4(value, value, value, value);
+  }
+  if (thread < length % 4) list[length / 4 * 4 + thread] = value;
 }
 
 // Inclusive sums of one number a thread, and the sum of all; those of threads from `count` on are zero.
 DEVICE int block_scan(int value, int count, int* warp_sums, int& total) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = min((count + 31) / 32, (int)blockDim.x / 32);
-    for (int step = 1; step < 32; step *= 2) {
-        int below = __shfl_up_sync(kAll, value, step);
-        if (lane >= step) value += below;
-    }
-    if (lane == 31) warp_sums[warp] = value;
-    __syncthreads();
-    int before = 0;
-    total = 0;
-    for (int i = 0; i < warps; i++) {
-        int part = warp_sums[i];
-        if (i < warp) before += part;
-        total += part;
-    }
-    __syncthreads();
-    return before + value;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = min((count + 31) / 32, (int)blockDim.x / 32);
+  for (int step = 1; step < 32; step *= 2) {
+    int below = __shfl_up_sync(kAll, value, step);
+    if (lane >= step) value += below;
+  }
+  if (lane == 31) warp_sums[warp] = value;
+  __syncthreads();
+  int before = 0;
+  total = 0;
+  for (int i = 0; i < warps; i++) {
+    int part = warp_sums[i];
+    if (i < warp) before += part;
+    total += part;
+  }
+  __syncthreads();
+  return before + value;
 }
 
 // Tokens of an expert in all blocks; `before` gets those in the blocks before this one.
 DEVICE int sum_over_blocks(const int* own, int& before) {
-    before = 0;
-    if (BLOCKS == 1) return *own;
-    int part[BLOCKS], total = 0;
+  before = 0;
+  if (BLOCKS == 1) return *own;
+  int part[BLOCKS], total = 0;
 #pragma unroll
-    for (int i = 0; i < BLOCKS; i++) part[i] = read_peer(own, i);
+  for (int i = 0; i < BLOCKS; i++) part[i] = read_peer(own, i);
 #pragma unroll
-    for (int i = 0; i < BLOCKS; i++) {
-        if (i < blockIdx.x) before += part[i];
-        total += part[i];
-    }
-    return total;
+  for (int i = 0; i < BLOCKS; i++) {
+    if (i < blockIdx.x) before += part[i];
+    total += part[i];
+  }
+  return total;
 }
 
 // Turns the counts of an expert in each warp into those in the warps before it, and returns their sum.
 DEVICE int sum_over_warps(int* counts, int warps, int experts) {
-    int total = 0;
-    for (int first = 0; first < warps; first += 8) {  // warps is a multiple of 8
-        int part[8];
+  int total = 0;
+  for (int first = 0; first < warps; first += 8) {  // warps is a multiple of 8
+    int part[8];
 #pragma unroll
-        for (int i = 0; i < 8; i++) part[i] = counts[(first + i) * experts];
+    for (int i = 0; i < 8; i++) part[i] = counts[(first + i) * experts];
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            counts[(first + i) * experts] = total;
-            total += part[i];
-        }
+    for (int i = 0; i < 8; i++) {
+      counts[(first + i) * experts] = total;
+      total += part[i];
     }
-    return total;
+  }
+  return total;
 }
 
 // Puts every expert's first place, for this block, into `places`; the cluster's blocks have their counts in `own`.
 DEVICE void find_places(const AlignParams& p, const int* own, int* places, int* warp_sums) {
-    int used = 0;
-    for (int base = 0; base < p.experts; base += blockDim.x) {
-        int expert = base + threadIdx.x, total = 0, before = 0, all;
-        if (expert < p.experts) total = sum_over_blocks(own + expert, before);
-        int padded = (total + p.block_size - 1) / p.block_size * p.block_size;
-        int end = used + block_scan(padded, p.experts - base, warp_sums, all);
-        if (expert < p.experts) {
-            places[expert] = end - padded + before;
-            if (blockIdx.x == 0) p.num_tokens[expert] = total;
-        }
-        used += all;
+  int used = 0;
+  for (int base = 0; base < p.experts; base += blockDim.x) {
+    int expert = base + threadIdx.x, total = 0, before = 0, all;
+    if (expert < p.experts) total = sum_over_blocks(own + expert, before);
+    int padded = (total + p.block_size - 1) / p.block_size * p.block_size;
+    int end = used + block_scan(padded, p.experts - base, warp_sums, all);
+    if (expert < p.experts) {
+      places[expert] = end - padded + before;
+      if (blockIdx.x == 0) p.num_tokens[expert] = total;
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0 && p.used != nullptr) *p.used = used;
+    used += all;
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0 && p.used != nullptr) *p.used = used;
 }
 
 DEVICE void put(const AlignParams& p, int slot, int key, int place) {
-    p.sorted[place] = slot;
-    if (p.expert_ids != nullptr && place % p.block_size == 0) {
-        p.expert_ids[place / p.block_size] = p.names == nullptr ? key : p.names[key];
-    }
+  p.sorted[place] = slot;
+  if (p.expert_ids != nullptr && place % p.block_size == 0) {
+    p.expert_ids[place / p.block_size] = p.names == nullptr ? key : p.names[key];
+  }
 }
 
 // Writes every slot of the warp's run to its place.
-DEVICE void put_run(
-    const AlignParams& p, Slots& slots, int (&place)[kRounds], int* mine, const int* places, int first, int last) {
-    for (int base = first; base < last; base += 32 * kRounds) {
-        // A run of more than the registers hold is gone through once more, `mine` growing from the warps before on.
-        bool kept = last - first <= 32 * kRounds;
-        if (!kept) {
-            slots = Slots(p, base, last);
-            slots.rank(p, mine, place);
-        }
-#pragma unroll
-        for (int i = 0; i < kRounds; i++) {
-            int key = slots.key[i];
-            if (key == p.experts) continue;
-            put(p, base + 32 * i + threadIdx.x % 32, key, places[key] + place[i] + (kept ? mine[key] : 0));
-        }
+DEVICE void put_run(const AlignParams& p, Slots& slots, int (&place)[kRounds], int* mine, const int* places, int first,
+                    int last) {
+  for (int base = first; base < last; base += 32 * kRounds) {
+    // A run of more than the registers hold is gone through once more, `mine` growing from the warps before on.
+    bool kept = last - first <= 32 * kRounds;
+    if (!kept) {
+      slots = Slots(p, base, last);
+      slots.rank(p, mine, place);
     }
+#pragma unroll
+    for (int i = 0; i < kRounds; i++) {
+      int key = slots.key[i];
+      if (key == p.experts) continue;
+      put(p, base + 32 * i + threadIdx.x % 32, key, places[key] + place[i] + (kept ? mine[key] : 0));
+    }
+  }
 }
 
 // The block's slots in their order, where the registers hold all: gathered in shared memory, so that neighbours are
 // written together. `starts` is where each expert's lie there.
 struct Gathered {
-    unsigned* entries;  // key and slot of the block, 16 bits each
-    int* starts;
-    int count;
+  unsigned* entries;  // key and slot of the block, 16 bits each
+  int* starts;
+  int count;
 
-    DEVICE void find_starts(const AlignParams& p, const int* totals, int* warp_sums) {
-        count = 0;
-        for (int base = 0; base < p.experts; base += blockDim.x) {
-            int expert = base + threadIdx.x, total = expert < p.experts ? totals[expert] : 0, all;
-            int end = count + block_scan(total, p.experts - base, warp_sums, all);
-            if (expert < p.experts) starts[expert] = end - total;
-            count += all;
-        }
-        __syncthreads();
+  DEVICE void find_starts(const AlignParams& p, const int* totals, int* warp_sums) {
+    count = 0;
+    for (int base = 0; base < p.experts; base += blockDim.x) {
+      int expert = base + threadIdx.x, total = expert < p.experts ? totals[expert] : 0, all;
+      int end = count + block_scan(total, p.experts - base, warp_sums, all);
+      if (expert < p.experts) starts[expert] = end - total;
+      count += all;
     }
+    __syncthreads();
+  }
 
-    DEVICE void add(
-        const AlignParams& p, const Slots& slots, const int (&place)[kRounds], const int* mine, int first_in_block) {
+  DEVICE void add(const AlignParams& p, const Slots& slots, const int (&place)[kRounds], const int* mine,
+                  int first_in_block) {
 #pragma unroll
-        for (int i = 0; i < kRounds; i++) {
-            int key = slots.key[i], slot = first_in_block + 32 * i + threadIdx.x % 32;
-            if (key < p.experts) entries[starts[key] + mine[key] + place[i]] = (unsigned)key << 16 | slot;
-        }
+    for (int i = 0; i < kRounds; i++) {
+      int key = slots.key[i], slot = first_in_block + 32 * i + threadIdx.x % 32;
+      if (key < p.experts) entries[starts[key] + mine[key] + place[i]] = (unsigned)key << 16 | slot;
     }
+  }
 
-    DEVICE void put_all(const AlignParams& p, const int* places, int first_of_block) const {
-        for (int i = threadIdx.x; i < count; i += blockDim.x) {
-            int key = entries[i] >> 16, slot = entries[i] & 0xFFFF;
-            put(p, first_of_block + slot, key, places[key] + i - starts[key]);
-        }
+  DEVICE void put_all(const AlignParams& p, const int* places, int first_of_block) const {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+      int key = entries[i] >> 16, slot = entries[i] & 0xFFFF;
+      put(p, first_of_block + slot, key, places[key] + i - starts[key]);
     }
+  }
 };
 
 extern "C" __global__ void __launch_bounds__(1024)
@@ -240,52 +239,52 @@ extern "C" __global__ void __launch_bounds__(1024)
     __cluster_dims__(BLOCKS, 1, 1)
 #endif
         align(const __grid_constant__ AlignParams p) {
-    extern __shared__ int memory[];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    int* warp_sums = memory;
-    int* places = warp_sums + 32;
-    int* totals = places + p.experts;
-    int* counts = totals + p.experts;
-    int* mine = counts + warp * p.experts;
-    int first = min(((int)blockIdx.x * warps + warp) * p.run, p.numel), last = min(first + p.run, p.numel);
-    bool gathers = BLOCKS > 1 && p.run <= 32 * kRounds;
-    for (int expert = lane; expert < p.experts; expert += 32) mine[expert] = 0;
+  extern __shared__ int memory[];
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  int* warp_sums = memory;
+  int* places = warp_sums + 32;
+  int* totals = places + p.experts;
+  int* counts = totals + p.experts;
+  int* mine = counts + warp * p.experts;
+  int first = min(((int)blockIdx.x * warps + warp) * p.run, p.numel), last = min(first + p.run, p.numel);
+  bool gathers = BLOCKS > 1 && p.run <= 32 * kRounds;
+  for (int expert = lane; expert < p.experts; expert += 32) mine[expert] = 0;
 
-    grid_dependency_wait();
-    grid_dependency_launch();
-    Slots slots(p, first, last);
-    fill(p.sorted, p.length, p.numel);
-    if (p.expert_ids != nullptr) fill(p.expert_ids, p.num_blocks, -1);
-    __syncwarp();
-    int place[kRounds];
-    slots.rank(p, mine, place);
-    for (int base = first + 32 * kRounds; base < last; base += 32 * kRounds) {
-        int unused[kRounds];
-        Slots(p, base, last).rank(p, mine, unused);
-    }
-    __syncthreads();
+  grid_dependency_wait();
+  grid_dependency_launch();
+  Slots slots(p, first, last);
+  fill(p.sorted, p.length, p.numel);
+  if (p.expert_ids != nullptr) fill(p.expert_ids, p.num_blocks, -1);
+  __syncwarp();
+  int place[kRounds];
+  slots.rank(p, mine, place);
+  for (int base = first + 32 * kRounds; base < last; base += 32 * kRounds) {
+    int unused[kRounds];
+    Slots(p, base, last).rank(p, mine, unused);
+  }
+  __syncthreads();
 
-    for (int expert = threadIdx.x; expert < p.experts; expert += blockDim.x) {
-        totals[expert] = sum_over_warps(counts + expert, warps, p.experts);
-    }
-    if (BLOCKS > 1) cluster_arrive();
-    Gathered gathered;
-    gathered.starts = counts + warps * p.experts;
-    gathered.entries = reinterpret_cast<unsigned*>(gathered.starts + p.experts);
-    if (gathers) {
-        gathered.find_starts(p, totals, warp_sums);
-        gathered.add(p, slots, place, mine, warp * p.run);
-    }
-    if (BLOCKS > 1) cluster_wait();
-    find_places(p, totals, places, warp_sums);
-    if (BLOCKS > 1) cluster_arrive();
-    __syncthreads();
+  for (int expert = threadIdx.x; expert < p.experts; expert += blockDim.x) {
+    totals[expert] = sum_over_warps(counts + expert, warps, p.experts);
+  }
+  if (BLOCKS > 1) cluster_arrive();
+  Gathered gathered;
+  gathered.starts = counts + warps * p.experts;
+  gathered.entries = reinterpret_cast<unsigned*>(gathered.starts + p.experts);
+  if (gathers) {
+    gathered.find_starts(p, totals, warp_sums);
+    gathered.add(p, slots, place, mine, warp * p.run);
+  }
+  if (BLOCKS > 1) cluster_wait();
+  find_places(p, totals, places, warp_sums);
+  if (BLOCKS > 1) cluster_arrive();
+  __syncthreads();
 
-    if (gathers) {
-        gathered.put_all(p, places, blockIdx.x * warps * p.run);
-    } else {
-        put_run(p, slots, place, mine, places, first, last);
-    }
-    // The counts stay until every block has read them.
-    if (BLOCKS > 1) cluster_wait();
+  if (gathers) {
+    gathered.put_all(p, places, blockIdx.x * warps * p.run);
+  } else {
+    put_run(p, slots, place, mine, places, first, last);
+  }
+  // The counts stay until every block has read them.
+  if (BLOCKS > 1) cluster_wait();
 }

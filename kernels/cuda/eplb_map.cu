@@ -55,136 +55,134 @@ constexpr int kNone = -1;
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
 struct Params {
-    const Id* ids;
-    const int* num_counted_on_device;  // null where the host knows num_counted
-    int* load;
-    const MapEntry* table;
-    const MapEntry* counts;
-    OutId* out;
-    int num_counted;
-    int tokens, slots, rows_per_tile;
-    int experts, width;
-    int row_stride, column_stride;  // of the table
-    int max_replicated;             // experts that can have several replicas
-    int stride;                     // max_replicated made odd
-    int words;                      // of 32 slots in a tile
-    int ranks, ep_rank;
-    unsigned rank_factor;  // ceil(2^32 / slots_per_rank), 0 where that is 1
-    int dividing;          // the first threads of a block: max_replicated rounded up to whole warps
-    int expert_threads;    // the threads behind them; the others have slots
-    int physical;          // experts of all ranks
+  const Id* ids;
+  const int* num_counted_on_device;  // null where the host knows num_counted
+  int* load;
+  const MapEntry* table;
+  const MapEntry* counts;
+  OutId* out;
+  int num_counted;
+  int tokens, slots, rows_per_tile;
+  int experts, width;
+  int row_stride, column_stride;  // of the table
+  int max_replicated;             // experts that can have several replicas
+  int stride;                     // max_replicated made odd
+  int words;                      // of 32 slots in a tile
+  int ranks, ep_rank;
+  unsigned rank_factor;  // ceil(2^32 / slots_per_rank), 0 where that is 1
+  int dividing;          // the first threads of a block: max_replicated rounded up to whole warps
+  int expert_threads;    // the threads behind them; the others have slots
+  int physical;          // experts of all ranks
 };
 
 // Where things lie in shared memory. X is max_replicated.
 struct Shared {
-    int4* candidates;        // [X] physical experts, -1 behind the last
-    uint2* ends;             // [X] tokens of the first candidate, of the first two, of the first three, 16 bits each
-    unsigned* mine;          // [words, stride] which slots are an expert's
-    int* spare;              // [32] where lanes add that have nothing to add
-    int* num_replicated;     // experts with several replicas
-    int* level;              // [ranks] tokens that this tile sends to each rank
-    int* num_tokens;         // [experts] counted tokens
-    int* load;               // [physical] tokens that this tile sends to each
-    int* entry;              // [experts] the only replica, kNone if there is none; of several, see `place_of`
-    unsigned short* before;  // [words, stride] an expert's slots in the words before
-    unsigned short* expert;  // [X]
+  int4* candidates;        // [X] physical experts, -1 behind the last
+  uint2* ends;             // [X] tokens of the first candidate, of the first two, of the first three, 16 bits each
+  unsigned* mine;          // [words, stride] which slots are an expert's
+  int* spare;              // [32] where lanes add that have nothing to add
+  int* num_replicated;     // experts with several replicas
+  int* level;              // [ranks] tokens that this tile sends to each rank
+  int* num_tokens;         // [experts] counted tokens
+  int* load;               // [physical] tokens that this tile sends to each
+  int* entry;              // [experts] the only replica, kNone if there is none; of several, see `place_of`
+  unsigned short* before;  // [words, stride] an expert's slots in the words before
+  unsigned short* expert;  // [X]
 
-    __device__ Shared(unsigned char* memory, const Params& p) {
-        candidates = reinterpret_cast<int4*>(memory);
-        ends = reinterpret_cast<uint2*>(candidates + p.max_replicated);
-        mine = reinterpret_cast<unsigned*>(ends + p.max_replicated);
-        spare = reinterpret_cast<int*>(mine + p.words * p.stride);
-        num_replicated = spare + 32;
-        level = num_replicated + 1;
-        num_tokens = level + p.ranks;
-        load = num_tokens + p.experts;
-        entry = load + p.physical;
-        before = reinterpret_cast<unsigned short*>(entry + p.experts);
-        expert = before + p.words * p.stride;
-    }
+  __device__ Shared(unsigned char* memory, const Params& p) {
+    candidates = reinterpret_cast<int4*>(memory);
+    ends = reinterpret_cast<uint2*>(candidates + p.max_replicated);
+    mine = reinterpret_cast<unsigned*>(ends + p.max_replicated);
+    spare = reinterpret_cast<int*>(mine + p.words * p.stride);
+    num_replicated = spare + 32;
+    level = num_replicated + 1;
+    num_tokens = level + p.ranks;
+    load = num_tokens + p.experts;
+    entry = load + p.physical;
+    before = reinterpret_cast<unsigned short*>(entry + p.experts);
+    expert = before + p.words * p.stride;
+  }
 
-    // What is counted in, `mine` to `load`, is one run of words.
-    DEVICE void clear(const Params& p) const {
+  // What is counted in, `mine` to `load`, is one run of words.
+  DEVICE void clear(const Params& p) const {
 #pragma unroll 1
-        for (int* at = reinterpret_cast<int*>(mine) + threadIdx.x; at < entry; at += blockDim.x) {
-            *at = 0;
-        }
-        for (int x = threadIdx.x; x < p.max_replicated; x += blockDim.x) {
-            candidates[x] = make_int4(-1, -1, -1, -1);
-            expert[x] = 0;
-        }
+    for (int* at = reinterpret_cast<int*>(mine) + threadIdx.x; at < entry; at += blockDim.x) {
+      *at = 0;
     }
+    for (int x = threadIdx.x; x < p.max_replicated; x += blockDim.x) {
+      candidates[x] = make_int4(-1, -1, -1, -1);
+      expert[x] = 0;
+    }
+  }
 };
 
 // The place in the lists of X of an expert with several replicas, and the entry for a place.
-DEVICE int place_of(int entry) {
-    return kNone - 1 - entry;
-}
+DEVICE int place_of(int entry) { return kNone - 1 - entry; }
 
 // Barriers of so many threads, whole warps. Whoever waits sees what all have written before they arrived.
 enum class Barrier { kListed = 1, kCounted, kLevelled, kTurn, kMarked, kDivided };
 
 DEVICE void wait_at(Barrier barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
 }
 
 DEVICE void arrive_at(Barrier barrier, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
+  asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
 }
 
 // Where a physical expert is.
 DEVICE int rank_of(const Params& p, int physical) {
-    return p.rank_factor == 0 ? physical : static_cast<int>(__umulhi(physical, p.rank_factor));
+  return p.rank_factor == 0 ? physical : static_cast<int>(__umulhi(physical, p.rank_factor));
 }
 
 // A row of the table as if it had at most kCandidates replicas, all loads under way at once.
 struct Row {
-    const MapEntry* entries;
-    int count;
-    int leading[kCandidates];
+  const MapEntry* entries;
+  int count;
+  int leading[kCandidates];
 
-    DEVICE void load(const Params& p, int expert) {
-        if (expert >= p.experts) return;
-        entries = p.table + static_cast<long long>(expert) * p.row_stride;
-        count = static_cast<int>(p.counts[expert]);
+  DEVICE void load(const Params& p, int expert) {
+    if (expert >= p.experts) return;
+    entries = p.table + static_cast<long long>(expert) * p.row_stride;
+    count = static_cast<int>(p.counts[expert]);
 #pragma unroll
-        for (int i = 0; i < kCandidates; ++i) {
-            leading[i] = i < p.width ? static_cast<int>(entries[i * p.column_stride]) : -1;
-        }
+    for (int i = 0; i < kCandidates; ++i) {
+      leading[i] = i < p.width ? static_cast<int>(entries[i * p.column_stride]) : -1;
     }
+  }
 };
 
 // Writes what the tile has to know of an expert; if it has several replicas, its candidates, one on this rank first. A
 // warp together, experts behind the last included.
 DEVICE void enter_expert(const Params& p, const Shared& s, int expert, const Row& row) {
-    const bool exists = expert < p.experts;
-    const int count = exists ? row.count : 0, lane = threadIdx.x % 32;
-    const unsigned replicated = __ballot_sync(kAll, count > 1);
-    int x = 0;
-    if (lane == 0 && replicated != 0) x = atomicAdd(s.num_replicated, __popc(replicated));
-    x = __shfl_sync(kAll, x, 0) + __popc(replicated & ((1u << lane) - 1));
-    if (exists) s.entry[expert] = count > 1 ? place_of(x) : max(row.leading[0], kNone);
-    if (count <= 1) return;
-    s.expert[x] = static_cast<unsigned short>(expert);
-    const int start = static_cast<int>((p.ep_rank + blockIdx.x + __umulhi(expert * kExpertStep, count)) % count);
-    int* list = reinterpret_cast<int*>(s.candidates + x);
-    int own = kCandidates, own_candidate = -1, first_candidate = -1;
+  const bool exists = expert < p.experts;
+  const int count = exists ? row.count : 0, lane = threadIdx.x % 32;
+  const unsigned replicated = __ballot_sync(kAll, count > 1);
+  int x = 0;
+  if (lane == 0 && replicated != 0) x = atomicAdd(s.num_replicated, __popc(replicated));
+  x = __shfl_sync(kAll, x, 0) + __popc(replicated & ((1u << lane) - 1));
+  if (exists) s.entry[expert] = count > 1 ? place_of(x) : max(row.leading[0], kNone);
+  if (count <= 1) return;
+  s.expert[x] = static_cast<unsigned short>(expert);
+  const int start = static_cast<int>((p.ep_rank + blockIdx.x + __umulhi(expert * kExpertStep, count)) % count);
+  int* list = reinterpret_cast<int*>(s.candidates + x);
+  int own = kCandidates, own_candidate = -1, first_candidate = -1;
 #pragma unroll
-    for (int i = 0; i < kCandidates; ++i) {
-        if (i >= count) continue;
-        int candidate = row.leading[i], place = i < start ? i - start + count : i - start;
-        if (count > kCandidates) {
-            const int column = start + i < count ? start + i : start + i - count;
-            candidate = static_cast<int>(row.entries[column * p.column_stride]);
-            place = i;
-        }
-        list[place] = candidate;
-        if (place == 0) first_candidate = candidate;
-        if (rank_of(p, candidate) == p.ep_rank && place < own) own = place, own_candidate = candidate;
+  for (int i = 0; i < kCandidates; ++i) {
+    if (i >= count) continue;
+    int candidate = row.leading[i], place = i < start ? i - start + count : i - start;
+    if (count > kCandidates) {
+      const int column = start + i < count ? start + i : start + i - count;
+      candidate = static_cast<int>(row.entries[column * p.column_stride]);
+      place = i;
     }
-    if (own == kCandidates) return;
-    list[own] = first_candidate;
-    list[0] = own_candidate;
+    list[place] = candidate;
+    if (place == 0) first_candidate = candidate;
+    if (rank_of(p, candidate) == p.ep_rank && place < own) own = place, own_candidate = candidate;
+  }
+  if (own == kCandidates) return;
+  list[own] = first_candidate;
+  list[0] = own_candidate;
 }
 
 // ==== Division ====
@@ -195,102 +193,102 @@ constexpr int kVisits = 4, kGroups = 3;
 
 // a / b for 0 <= a < 2^15 and 1 <= b <= 4.
 DEVICE int divide_by_few(int a, int b) {
-    const int factor = b == 3 ? 21846 : 65536 >> (b >> 1);
-    return a * factor >> 16;
+  const int factor = b == 3 ? 21846 : 65536 >> (b >> 1);
+  return a * factor >> 16;
 }
 
 // Thread x has the expert of place x in the lists; those behind the last take part and have no tokens.
 struct Division {
-    int expert, group, width;
-    int4 candidates;
-    int* spare;
-    int* level[kCandidates];  // of each candidate's rank, the spare word where there is no candidate
-    int share[kCandidates];
+  int expert, group, width;
+  int4 candidates;
+  int* spare;
+  int* level[kCandidates];  // of each candidate's rank, the spare word where there is no candidate
+  int share[kCandidates];
 
-    // What follows from the maps alone. Nothing here branches: lanes without work add to words of their own.
-    DEVICE Division(const Params& p, const Shared& s, int x) {
-        const bool exists = x < p.max_replicated;
-        expert = exists ? s.expert[x] : 0;
-        candidates = exists ? s.candidates[x] : make_int4(-1, -1, -1, -1);
-        const int candidate[kCandidates] = {candidates.x, candidates.y, candidates.z, candidates.w};
-        group = (kGroups - expert % kGroups) % kGroups;  // the first of its turns
-        spare = s.spare + x % 32;
-        width = 0;
+  // What follows from the maps alone. Nothing here branches: lanes without work add to words of their own.
+  DEVICE Division(const Params& p, const Shared& s, int x) {
+    const bool exists = x < p.max_replicated;
+    expert = exists ? s.expert[x] : 0;
+    candidates = exists ? s.candidates[x] : make_int4(-1, -1, -1, -1);
+    const int candidate[kCandidates] = {candidates.x, candidates.y, candidates.z, candidates.w};
+    group = (kGroups - expert % kGroups) % kGroups;  // the first of its turns
+    spare = s.spare + x % 32;
+    width = 0;
 #pragma unroll
-        for (int i = 0; i < kCandidates; ++i) {
-            width += candidate[i] >= 0;
-            level[i] = candidate[i] >= 0 ? s.level + rank_of(p, candidate[i]) : spare;
-        }
+    for (int i = 0; i < kCandidates; ++i) {
+      width += candidate[i] >= 0;
+      level[i] = candidate[i] >= 0 ? s.level + rank_of(p, candidate[i]) : spare;
     }
+  }
 
-    // Divides the tokens evenly, and adds that to the levels.
-    DEVICE void begin(const Shared& s) {
-        const int total = width > 0 ? s.num_tokens[expert] : 0;
-        const int even = divide_by_few(total, max(width, 1)), rest = total - even * width;
+  // Divides the tokens evenly, and adds that to the levels.
+  DEVICE void begin(const Shared& s) {
+    const int total = width > 0 ? s.num_tokens[expert] : 0;
+    const int even = divide_by_few(total, max(width, 1)), rest = total - even * width;
 #pragma unroll
-        for (int i = 0; i < kCandidates; ++i) {
-            share[i] = i < width ? even + (i < rest) : 0;
-            atomicAdd(level[i], share[i]);
-        }
+    for (int i = 0; i < kCandidates; ++i) {
+      share[i] = i < width ? even + (i < rest) : 0;
+      atomicAdd(level[i], share[i]);
     }
+  }
 
-    // The turns, together with the other `dividing` threads. In every kGroups of them an expert passes tokens between
-    // two of its candidates once, from the fuller rank to the other.
-    template <bool kOneWarp>
-    DEVICE void take_turns(int dividing) {
+  // The turns, together with the other `dividing` threads. In every kGroups of them an expert passes tokens between
+  // two of its candidates once, from the fuller rank to the other.
+  template <bool kOneWarp>
+  DEVICE void take_turns(int dividing) {
 #pragma unroll
-        for (int visit = 0; visit < kVisits; ++visit) {
-            const int one = of_pair(visit, 0x1020, 0x0010, 0), other = of_pair(visit, 0x3231, 0x1221, 1);
-            const int least = -pick(share, one), most = pick(share, other);
-            int* const here = pick(level, one);
-            int* const there = pick(level, other);
-            int passed = 0;
+    for (int visit = 0; visit < kVisits; ++visit) {
+      const int one = of_pair(visit, 0x1020, 0x0010, 0), other = of_pair(visit, 0x3231, 0x1221, 1);
+      const int least = -pick(share, one), most = pick(share, other);
+      int* const here = pick(level, one);
+      int* const there = pick(level, other);
+      int passed = 0;
 #pragma unroll
-            for (int turn = 0; turn < kGroups; ++turn) {
-                const bool on = group == turn;
-                const int change = min(max((*there - *here + 1) >> 1, least), most);
-                sync<kOneWarp>(dividing);
-                atomicAdd(on ? here : spare, change);
-                atomicAdd(on ? there : spare, -change);
-                if (on) passed = change;
-                sync<kOneWarp>(dividing);
-            }
+      for (int turn = 0; turn < kGroups; ++turn) {
+        const bool on = group == turn;
+        const int change = min(max((*there - *here + 1) >> 1, least), most);
+        sync<kOneWarp>(dividing);
+        atomicAdd(on ? here : spare, change);
+        atomicAdd(on ? there : spare, -change);
+        if (on) passed = change;
+        sync<kOneWarp>(dividing);
+      }
 #pragma unroll
-            for (int i = 0; i < kCandidates; ++i) share[i] += i == one ? passed : i == other ? -passed : 0;
-        }
+      for (int i = 0; i < kCandidates; ++i) share[i] += i == one ? passed : i == other ? -passed : 0;
     }
+  }
 
-    // For the slots of the expert to see, and what the tile adds to the load.
-    DEVICE void store(const Shared& s, int x) const {
-        const int second = share[0] + share[1], third = second + share[2];
-        s.ends[x] = make_uint2(share[0] | second << 16, third);
-        const int candidate[kCandidates] = {candidates.x, candidates.y, candidates.z, candidates.w};
+  // For the slots of the expert to see, and what the tile adds to the load.
+  DEVICE void store(const Shared& s, int x) const {
+    const int second = share[0] + share[1], third = second + share[2];
+    s.ends[x] = make_uint2(share[0] | second << 16, third);
+    const int candidate[kCandidates] = {candidates.x, candidates.y, candidates.z, candidates.w};
 #pragma unroll
-        for (int i = 0; i < kCandidates; ++i) {
-            if (share[i] > 0) s.load[candidate[i]] = share[i];
-        }
+    for (int i = 0; i < kCandidates; ++i) {
+      if (share[i] > 0) s.load[candidate[i]] = share[i];
     }
+  }
 
-private:
-    template <bool kOneWarp>
-    DEVICE static void sync(int threads) {
-        if (kOneWarp) {
-            __syncwarp();
-        } else {
-            wait_at(Barrier::kTurn, threads);
-        }
+ private:
+  template <bool kOneWarp>
+  DEVICE static void sync(int threads) {
+    if (kOneWarp) {
+      __syncwarp();
+    } else {
+      wait_at(Barrier::kTurn, threads);
     }
+  }
 
-    // A candidate of the pair of a visit (PAIRS in levelling.py), one digit for each visit: of four candidates, of
-    // three, of two.
-    DEVICE int of_pair(int visit, int of_four, int of_three, int of_two) const {
-        return width == 4 ? of_four >> 4 * visit & 3 : width == 3 ? of_three >> 4 * visit & 3 : of_two;
-    }
+  // A candidate of the pair of a visit (PAIRS in levelling.py), one digit for each visit: of four candidates, of
+  // three, of two.
+  DEVICE int of_pair(int visit, int of_four, int of_three, int of_two) const {
+    return width == 4 ? of_four >> 4 * visit & 3 : width == 3 ? of_three >> 4 * visit & 3 : of_two;
+  }
 
-    template <typename T>
-    DEVICE static T pick(const T (&values)[kCandidates], int i) {
-        return i < 2 ? (i == 0 ? values[0] : values[1]) : (i == 2 ? values[2] : values[3]);
-    }
+  template <typename T>
+  DEVICE static T pick(const T (&values)[kCandidates], int i) {
+    return i < 2 ? (i == 0 ? values[0] : values[1]) : (i == 2 ? values[2] : values[3]);
+  }
 };
 
 // ==== Kernel ====
@@ -298,149 +296,147 @@ private:
 constexpr int kSlots = SLOTS;  // of a thread, at most
 
 DEVICE void serve_division(const Params& p, const Shared& s, int thread) {
-    wait_at(Barrier::kListed, blockDim.x);
-    Division division(p, s, thread);
-    wait_at(Barrier::kCounted, blockDim.x);
-    division.begin(s);
-    wait_at(Barrier::kLevelled, p.dividing + p.expert_threads);
-    if (p.dividing == 32) {
-        division.take_turns<true>(p.dividing);
-    } else {
-        division.take_turns<false>(p.dividing);
-    }
-    if (thread < p.max_replicated) division.store(s, thread);
-    arrive_at(Barrier::kDivided, blockDim.x);
+  wait_at(Barrier::kListed, blockDim.x);
+  Division division(p, s, thread);
+  wait_at(Barrier::kCounted, blockDim.x);
+  division.begin(s);
+  wait_at(Barrier::kLevelled, p.dividing + p.expert_threads);
+  if (p.dividing == 32) {
+    division.take_turns<true>(p.dividing);
+  } else {
+    division.take_turns<false>(p.dividing);
+  }
+  if (thread < p.max_replicated) division.store(s, thread);
+  arrive_at(Barrier::kDivided, blockDim.x);
 }
 
 // Of an expert that is there; others are none, so that a wrong id reads and counts nowhere else.
-DEVICE int id_of(const Params& p, Id id) {
-    return id >= 0 && id < p.experts ? static_cast<int>(id) : kNone;
-}
+DEVICE int id_of(const Params& p, Id id) { return id >= 0 && id < p.experts ? static_cast<int>(id) : kNone; }
 
 // row is that of the thread's first expert.
 DEVICE void serve_experts(const Params& p, const Shared& s, int thread, Row& row) {
-    enter_expert(p, s, thread, row);
+  enter_expert(p, s, thread, row);
 #pragma unroll 1
-    for (int expert = thread + p.expert_threads; expert - thread % 32 < p.experts; expert += p.expert_threads) {
-        row.load(p, expert);
-        enter_expert(p, s, expert, row);
-    }
-    arrive_at(Barrier::kListed, blockDim.x);
-    grid_dependency_wait();
-    wait_at(Barrier::kCounted, blockDim.x);
+  for (int expert = thread + p.expert_threads; expert - thread % 32 < p.experts; expert += p.expert_threads) {
+    row.load(p, expert);
+    enter_expert(p, s, expert, row);
+  }
+  arrive_at(Barrier::kListed, blockDim.x);
+  grid_dependency_wait();
+  wait_at(Barrier::kCounted, blockDim.x);
 
 #pragma unroll 1
-    for (int expert = thread; expert < p.experts; expert += p.expert_threads) {
-        const int amount = s.num_tokens[expert], physical = s.entry[expert];
-        if (amount == 0 || physical < 0) continue;  // of several replicas, nobody's, or an expert that no slot holds
-        atomicAdd(s.level + rank_of(p, physical), amount);
-        s.load[physical] = amount;
-    }
-    arrive_at(Barrier::kLevelled, p.dividing + p.expert_threads);
-    wait_at(Barrier::kDivided, blockDim.x);
+  for (int expert = thread; expert < p.experts; expert += p.expert_threads) {
+    const int amount = s.num_tokens[expert], physical = s.entry[expert];
+    if (amount == 0 || physical < 0) continue;  // of several replicas, nobody's, or an expert that no slot holds
+    atomicAdd(s.level + rank_of(p, physical), amount);
+    s.load[physical] = amount;
+  }
+  arrive_at(Barrier::kLevelled, p.dividing + p.expert_threads);
+  wait_at(Barrier::kDivided, blockDim.x);
 
-    // By neighbours to neighbours: what a warp adds goes to few lines of memory, where the tiles meet.
+  // By neighbours to neighbours: what a warp adds goes to few lines of memory, where the tiles meet.
 #pragma unroll 1
-    for (int physical = thread; physical < p.physical; physical += p.expert_threads) {
-        const int amount = s.load[physical];
-        if (amount > 0) atomicAdd(p.load + physical, amount);
-    }
+  for (int physical = thread; physical < p.physical; physical += p.expert_threads) {
+    const int amount = s.load[physical];
+    if (amount > 0) atomicAdd(p.load + physical, amount);
+  }
 }
 
 // How many slots of experts first, first + step and so on come before each word; a warp together.
 DEVICE void sum_before(const Params& p, const Shared& s, int first, int step) {
-    const int lane = threadIdx.x % 32, num_replicated = *s.num_replicated;
-    const bool has_word = lane < p.words;
-    const int row = has_word ? lane * p.stride : 0;
+  const int lane = threadIdx.x % 32, num_replicated = *s.num_replicated;
+  const bool has_word = lane < p.words;
+  const int row = has_word ? lane * p.stride : 0;
 #pragma unroll 1
-    for (int x = first; x < num_replicated; x += step) {
-        const int amount = has_word ? __popc(s.mine[row + x]) : 0;
-        int sum = amount;
+  for (int x = first; x < num_replicated; x += step) {
+    const int amount = has_word ? __popc(s.mine[row + x]) : 0;
+    int sum = amount;
 #pragma unroll
-        for (int far = 1; far < 32; far *= 2) {
-            const int other = __shfl_up_sync(kAll, sum, far);
-            sum += lane >= far ? other : 0;
-        }
-        if (has_word) s.before[row + x] = static_cast<unsigned short>(sum - amount);
+    for (int far = 1; far < 32; far *= 2) {
+      const int other = __shfl_up_sync(kAll, sum, far);
+      sum += lane >= far ? other : 0;
     }
+    if (has_word) s.before[row + x] = static_cast<unsigned short>(sum - amount);
+  }
 }
 
 DEVICE void serve_slots(const Params& p, const Shared& s, int thread, int threads) {
-    const int lane = thread % 32, tile_slots = p.rows_per_tile * p.slots;
-    const long long start = static_cast<long long>(blockIdx.x) * tile_slots;
-    const long long all_slots = static_cast<long long>(p.tokens) * p.slots;
-    const int num_slots = static_cast<int>(min(all_slots - start, static_cast<long long>(tile_slots)));
-    const Id* ids = p.ids + start;
-    OutId* out = p.out + start;
-    grid_dependency_wait();
-    int id[kSlots];
+  const int lane = thread % 32, tile_slots = p.rows_per_tile * p.slots;
+  const long long start = static_cast<long long>(blockIdx.x) * tile_slots;
+  const long long all_slots = static_cast<long long>(p.tokens) * p.slots;
+  const int num_slots = static_cast<int>(min(all_slots - start, static_cast<long long>(tile_slots)));
+  const Id* ids = p.ids + start;
+  OutId* out = p.out + start;
+  grid_dependency_wait();
+  int id[kSlots];
 #pragma unroll
-    for (int j = 0; j < kSlots; ++j) {
-        const int slot = thread + j * threads;
-        id[j] = slot < num_slots ? id_of(p, ids[slot]) : kNone;
-    }
-    const int num_counted = p.num_counted_on_device ? *p.num_counted_on_device : p.num_counted;
-    const long long counted_slots = static_cast<long long>(num_counted) * p.slots - start;
+  for (int j = 0; j < kSlots; ++j) {
+    const int slot = thread + j * threads;
+    id[j] = slot < num_slots ? id_of(p, ids[slot]) : kNone;
+  }
+  const int num_counted = p.num_counted_on_device ? *p.num_counted_on_device : p.num_counted;
+  const long long counted_slots = static_cast<long long>(num_counted) * p.slots - start;
 #pragma unroll
-    for (int j = 0; j < kSlots; ++j) {
-        if (id[j] >= 0 && thread + j * threads < counted_slots) atomicAdd(s.num_tokens + id[j], 1);
-    }
-    arrive_at(Barrier::kCounted, blockDim.x);
-    wait_at(Barrier::kListed, blockDim.x);
+  for (int j = 0; j < kSlots; ++j) {
+    if (id[j] >= 0 && thread + j * threads < counted_slots) atomicAdd(s.num_tokens + id[j], 1);
+  }
+  arrive_at(Barrier::kCounted, blockDim.x);
+  wait_at(Barrier::kListed, blockDim.x);
 
-    int entry[kSlots];
+  int entry[kSlots];
 #pragma unroll
-    for (int j = 0; j < kSlots; ++j) entry[j] = id[j] >= 0 ? s.entry[id[j]] : kNone;
+  for (int j = 0; j < kSlots; ++j) entry[j] = id[j] >= 0 ? s.entry[id[j]] : kNone;
 #pragma unroll
-    for (int j = 0; j < kSlots; ++j) {
-        const int slot = thread + j * threads;
-        if (entry[j] >= kNone) {
-            if (slot < num_slots) out[slot] = entry[j];
-        } else if (slot < counted_slots) {
-            atomicOr(s.mine + slot / 32 * p.stride + place_of(entry[j]), 1u << lane);
-        }
+  for (int j = 0; j < kSlots; ++j) {
+    const int slot = thread + j * threads;
+    if (entry[j] >= kNone) {
+      if (slot < num_slots) out[slot] = entry[j];
+    } else if (slot < counted_slots) {
+      atomicOr(s.mine + slot / 32 * p.stride + place_of(entry[j]), 1u << lane);
     }
-    wait_at(Barrier::kMarked, threads);
-    sum_before(p, s, thread / 32, threads / 32);
-    wait_at(Barrier::kMarked, threads);
+  }
+  wait_at(Barrier::kMarked, threads);
+  sum_before(p, s, thread / 32, threads / 32);
+  wait_at(Barrier::kMarked, threads);
 
-    // Of slots whose expert has several replicas: how many of its come before this one, and where they may go.
-    int left[kSlots];
-    int4 candidates[kSlots];
+  // Of slots whose expert has several replicas: how many of its come before this one, and where they may go.
+  int left[kSlots];
+  int4 candidates[kSlots];
 #pragma unroll
-    for (int j = 0; j < kSlots; ++j) {
-        const int slot = thread + j * threads, x = entry[j] < kNone ? place_of(entry[j]) : 0;
-        const bool counted = entry[j] < kNone && slot < counted_slots;
-        const int at = counted ? slot / 32 * p.stride + x : 0;
-        left[j] = counted ? s.before[at] + __popc(s.mine[at] & ((1u << lane) - 1)) : -1;
-        candidates[j] = s.candidates[x];
-    }
-    wait_at(Barrier::kDivided, blockDim.x);
+  for (int j = 0; j < kSlots; ++j) {
+    const int slot = thread + j * threads, x = entry[j] < kNone ? place_of(entry[j]) : 0;
+    const bool counted = entry[j] < kNone && slot < counted_slots;
+    const int at = counted ? slot / 32 * p.stride + x : 0;
+    left[j] = counted ? s.before[at] + __popc(s.mine[at] & ((1u << lane) - 1)) : -1;
+    candidates[j] = s.candidates[x];
+  }
+  wait_at(Barrier::kDivided, blockDim.x);
 
 #pragma unroll
-    for (int j = 0; j < kSlots; ++j) {
-        if (entry[j] >= kNone) continue;
-        const uint2 ends = s.ends[place_of(entry[j])];
-        const int end = ends.x & 0xFFFF, second = ends.x >> 16, third = ends.y;
-        const int4 all = candidates[j];
-        out[thread + j * threads] = left[j] < end ? all.x : left[j] < second ? all.y : left[j] < third ? all.z : all.w;
-    }
+  for (int j = 0; j < kSlots; ++j) {
+    if (entry[j] >= kNone) continue;
+    const uint2 ends = s.ends[place_of(entry[j])];
+    const int end = ends.x & 0xFFFF, second = ends.x >> 16, third = ends.y;
+    const int4 all = candidates[j];
+    out[thread + j * threads] = left[j] < end ? all.x : left[j] < second ? all.y : left[j] < third ? all.z : all.w;
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1) eplb_map(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    const Shared s(memory, p);
-    const int thread = threadIdx.x, expert = thread - p.dividing, slot = expert - p.expert_threads;
-    grid_dependency_launch();
-    Row row;
-    if (expert >= 0 && slot < 0) row.load(p, expert);
-    s.clear(p);
-    __syncthreads();
-    if (expert < 0) {
-        serve_division(p, s, thread);
-    } else if (slot < 0) {
-        serve_experts(p, s, expert, row);
-    } else {
-        serve_slots(p, s, slot, blockDim.x - p.dividing - p.expert_threads);
-    }
+  extern __shared__ __align__(16) unsigned char memory[];
+  const Shared s(memory, p);
+  const int thread = threadIdx.x, expert = thread - p.dividing, slot = expert - p.expert_threads;
+  grid_dependency_launch();
+  Row row;
+  if (expert >= 0 && slot < 0) row.load(p, expert);
+  s.clear(p);
+  __syncthreads();
+  if (expert < 0) {
+    serve_division(p, s, thread);
+  } else if (slot < 0) {
+    serve_experts(p, s, expert, row);
+  } else {
+    serve_slots(p, s, slot, blockDim.x - p.dividing - p.expert_threads);
+  }
 }

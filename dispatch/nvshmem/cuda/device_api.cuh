@@ -39,13 +39,13 @@ typedef long library_i64;
 
 // A warp's: `bytes` from `from` to `there` on `pe`, and behind them `value` to the flag. Returns before that is done.
 DEVICE void put_with_flag(void* there, const void* from, u64 bytes, u64* flag, u64 value, int pe) {
-    auto* at = reinterpret_cast<library_u64*>(flag);
-    nvshmemx_putmem_signal_nbi_warp(there, from, bytes, at, value, NVSHMEM_SIGNAL_SET, pe);
+  auto* at = reinterpret_cast<library_u64*>(flag);
+  nvshmemx_putmem_signal_nbi_warp(there, from, bytes, at, value, NVSHMEM_SIGNAL_SET, pe);
 }
 
 // One thread's: `value` to the flag on `pe`, ordered behind nothing.
 DEVICE void put_flag(u64* flag, u64 value, int pe) {
-    nvshmemx_signal_op(reinterpret_cast<library_u64*>(flag), value, NVSHMEM_SIGNAL_SET, pe);
+  nvshmemx_signal_op(reinterpret_cast<library_u64*>(flag), value, NVSHMEM_SIGNAL_SET, pe);
 }
 
 // One thread's: until what was put before is there.
@@ -53,6 +53,6 @@ DEVICE void wait_for_puts() { nvshmem_quiet(); }
 
 // To be called once a poll of the flag has seen `value`: what was put before it is there then.
 DEVICE void settle(u64* flag, u64 value) {
-    nvshmem_uint64_test(reinterpret_cast<library_u64*>(flag), NVSHMEM_CMP_EQ, value);
+  nvshmem_uint64_test(reinterpret_cast<library_u64*>(flag), NVSHMEM_CMP_EQ, value);
 }
 #endif

@@ -5,122 +5,122 @@
 #include "high_throughput.cuh"
 
 struct Params {
-    Common common;
-    const u8* results;  // [received rows, HIDDEN]
-    const int* slots;   // [T, RANKS], as the batch was sent
-    u8* output;         // [T, HIDDEN]
-    int num_tokens;
+  Common common;
+  const u8* results;  // [received rows, HIDDEN]
+  const int* slots;   // [T, RANKS], as the batch was sent
+  u8* output;         // [T, HIDDEN]
+  int num_tokens;
 };
 
 constexpr int kSenders = kWarps / 2;  // of a block, where the others take
-constexpr int kTurnRows = 64;  // how many rows go to one rank before the next has its turn
+constexpr int kTurnRows = 64;         // how many rows go to one rank before the next has its turn
 // A token is added up by as many warps as it has such parts, so that the last ones to come home take little time.
 constexpr int kPartVectors = 128;
 constexpr int kParts = (kVectors + kPartVectors - 1) / kPartVectors;
 
 // Other ranks take turns, and each rank begins with the one behind it, so that no rank's links are everybody's target.
 DEVICE void send_results(const Params& p, FlagsDue<kSenders>& due, int first, int warps, u64 epoch) {
-    const Common& c = p.common;
-    int most = 0;
-    for (int source = 0; source < RANKS; ++source) {
-        most = max(most, source == c.rank ? 0 : c.placement->count[source]);
-    }
-    constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
-    const int rounds = (most + kTurnRows - 1) / kTurnRows, lane = threadIdx.x % 32;
-    int sent = 0;
-    for (int i = first; i < rounds * kOthers * kTurnRows; i += warps) {
-        const int turn = i / kTurnRows, source = (c.rank + 1 + turn % kOthers) % RANKS;
-        const int index = turn / kOthers * kTurnRows + i % kTurnRows;
-        if (index < c.placement->count[source]) {
-            const u64 row = c.placement->begin[source] + index, home = row + c.placement->home[source];
-            const u8* result = p.results + kResultBytes * row;
+  const Common& c = p.common;
+  int most = 0;
+  for (int source = 0; source < RANKS; ++source) {
+    most = max(most, source == c.rank ? 0 : c.placement->count[source]);
+  }
+  constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
+  const int rounds = (most + kTurnRows - 1) / kTurnRows, lane = threadIdx.x % 32;
+  int sent = 0;
+  for (int i = first; i < rounds * kOthers * kTurnRows; i += warps) {
+    const int turn = i / kTurnRows, source = (c.rank + 1 + turn % kOthers) % RANKS;
+    const int index = turn / kOthers * kTurnRows + i % kTurnRows;
+    if (index < c.placement->count[source]) {
+      const u64 row = c.placement->begin[source] + index, home = row + c.placement->home[source];
+      const u8* result = p.results + kResultBytes * row;
 #if DEVICE_API
-            u8* staged = c.at(c.rank, c.staged_results + kResultBytes * row);
-            copy_row(result, staged);
-            u64* flag = c.flag_of(c.rank, c.result_flags, home);
-            put_row(c, source, c.results + kResultBytes * home, staged, kResultBytes, flag, epoch);
+      u8* staged = c.at(c.rank, c.staged_results + kResultBytes * row);
+      copy_row(result, staged);
+      u64* flag = c.flag_of(c.rank, c.result_flags, home);
+      put_row(c, source, c.results + kResultBytes * home, staged, kResultBytes, flag, epoch);
 #else
-            copy_row(result, c.at(source, c.results + kResultBytes * home));
-            leave_flags(due, lane == sent++ % RANKS ? c.flag_of(source, c.result_flags, home) : nullptr);
+      copy_row(result, c.at(source, c.results + kResultBytes * home));
+      leave_flags(due, lane == sent++ % RANKS ? c.flag_of(source, c.result_flags, home) : nullptr);
 #endif
-        }
     }
+  }
 }
 
-// A part of the sum of the rows at the addresses that lanes hold, those of `ranks`, in order; some are on their way at a
-// time.
+// A part of the sum of the rows at the addresses that lanes hold, those of `ranks`, in order; some are on their way at
+// a time.
 DEVICE void sum_rows(u32 ranks, u64 address, int begin, int end, u8* output) {
-    constexpr int kSums = 2, kRows = 3;
-    for (int start = begin + threadIdx.x % 32; start < begin + kPartVectors; start += 32 * kSums) {
-        Floats sum[kSums] = {};
-        for (u32 left = ranks; left;) {
-            Vec v[kRows][kSums];
+  constexpr int kSums = 2, kRows = 3;
+  for (int start = begin + threadIdx.x % 32; start < begin + kPartVectors; start += 32 * kSums) {
+    Floats sum[kSums] = {};
+    for (u32 left = ranks; left;) {
+      Vec v[kRows][kSums];
 #pragma unroll
-            for (int row = 0; row < kRows; ++row) {
-                const bool is_there = left != 0;
-                const u64 at = __shfl_sync(kAllLanes, address, is_there ? __ffs(left) - 1 : 0);
-                left &= left - 1;
-#pragma unroll
-                for (int i = 0; i < kSums; ++i) {
-                    const Vec* from = reinterpret_cast<const Vec*>(at) + start + 32 * i;
-                    v[row][i] = is_there && start + 32 * i < end ? *from : Vec{};
-                }
-            }
-#pragma unroll
-            for (int row = 0; row < kRows; ++row) {
-#pragma unroll
-                for (int i = 0; i < kSums; ++i) {
-                    add(sum[i], v[row][i]);
-                }
-            }
-        }
+      for (int row = 0; row < kRows; ++row) {
+        const bool is_there = left != 0;
+        const u64 at = __shfl_sync(kAllLanes, address, is_there ? __ffs(left) - 1 : 0);
+        left &= left - 1;
 #pragma unroll
         for (int i = 0; i < kSums; ++i) {
-            if (start + 32 * i < end) {
-                reinterpret_cast<Vec*>(output)[start + 32 * i] = pack(sum[i]);
-            }
+          const Vec* from = reinterpret_cast<const Vec*>(at) + start + 32 * i;
+          v[row][i] = is_there && start + 32 * i < end ? *from : Vec{};
         }
+      }
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+          add(sum[i], v[row][i]);
+        }
+      }
     }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      if (start + 32 * i < end) {
+        reinterpret_cast<Vec*>(output)[start + 32 * i] = pack(sum[i]);
+      }
+    }
+  }
 }
 
 DEVICE void take_tokens(const Params& p, u64 epoch) {
-    const Common& c = p.common;
-    const int lane = threadIdx.x % 32;
-    Wait<PHASE_COMBINE> wait(c.limits, epoch);
-    Turns turns(c.taken + TOKENS_TAKEN);
-    for (int turn = turns.next(); turn < p.num_tokens * kParts; turn = turns.next()) {
-        const int token = turn / kParts, begin = turn % kParts * kPartVectors;
-        const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
-        u64 address = 0;
-        bool came = true;
-        if (slot >= 0 && lane == c.rank) {
-            const u64 row = slot + c.placement->send[lane];
-            address = reinterpret_cast<u64>(p.results) + kResultBytes * row;
-        } else if (slot >= 0) {
-            address = reinterpret_cast<u64>(c.at(c.rank, c.results)) + static_cast<u64>(kResultBytes) * slot;
-            came = await_flag(wait, c.flag_of(c.rank, c.result_flags, slot), epoch, lane);
-        }
-        __syncwarp();
-        if (__all_sync(kAllLanes, came)) {
-            u8* output = p.output + static_cast<u64>(token) * kResultBytes;
-            sum_rows(__ballot_sync(kAllLanes, slot >= 0), address, begin, min(begin + kPartVectors, kVectors), output);
-        }
+  const Common& c = p.common;
+  const int lane = threadIdx.x % 32;
+  Wait<PHASE_COMBINE> wait(c.limits, epoch);
+  Turns turns(c.taken + TOKENS_TAKEN);
+  for (int turn = turns.next(); turn < p.num_tokens * kParts; turn = turns.next()) {
+    const int token = turn / kParts, begin = turn % kParts * kPartVectors;
+    const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
+    u64 address = 0;
+    bool came = true;
+    if (slot >= 0 && lane == c.rank) {
+      const u64 row = slot + c.placement->send[lane];
+      address = reinterpret_cast<u64>(p.results) + kResultBytes * row;
+    } else if (slot >= 0) {
+      address = reinterpret_cast<u64>(c.at(c.rank, c.results)) + static_cast<u64>(kResultBytes) * slot;
+      came = await_flag(wait, c.flag_of(c.rank, c.result_flags, slot), epoch, lane);
     }
+    __syncwarp();
+    if (__all_sync(kAllLanes, came)) {
+      u8* output = p.output + static_cast<u64>(token) * kResultBytes;
+      sum_rows(__ballot_sync(kAllLanes, slot >= 0), address, begin, min(begin + kPartVectors, kVectors), output);
+    }
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_combine(const __grid_constant__ Params p) {
-    const Common& c = p.common;
-    const int warp = threadIdx.x / 32;
-    const u64 epoch = c.current_epoch();
-    __shared__ FlagsDue<kSenders> due;
-    clear_flags(due);
-    if (warp < kSenders) {
-        if (!c.failed()) {
-            send_results(p, due, warp * gridDim.x + blockIdx.x, gridDim.x * kSenders, epoch);
-        }
-        leave_no_more(due);
-    } else if (warp == kSenders) {
-        release_flags(due, kSenders, epoch);
+  const Common& c = p.common;
+  const int warp = threadIdx.x / 32;
+  const u64 epoch = c.current_epoch();
+  __shared__ FlagsDue<kSenders> due;
+  clear_flags(due);
+  if (warp < kSenders) {
+    if (!c.failed()) {
+      send_results(p, due, warp * gridDim.x + blockIdx.x, gridDim.x * kSenders, epoch);
     }
-    take_tokens(p, epoch);
+    leave_no_more(due);
+  } else if (warp == kSenders) {
+    release_flags(due, kSenders, epoch);
+  }
+  take_tokens(p, epoch);
 }

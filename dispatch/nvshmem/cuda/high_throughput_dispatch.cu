@@ -24,122 +24,121 @@ constexpr int kIdMask = (1 << kIdBits) - 1;
 
 // What is behind a row's columns.
 struct alignas(16) Tail {
-    u32 words[4 * kTailVectors];
+  u32 words[4 * kTailVectors];
 };
 
 // Ids and weights of a row of the batch, as the experts read them: of this rank's alone. A thread has a slot.
 DEVICE void keep_slot(const Common& c, u64 row, u32 id, u32 weight) {
-    const bool is_here = static_cast<int>(id) >> kIdBits == c.rank;
-    const u64 at = 4 * (row * TOPK + threadIdx.x % 32);
-    *reinterpret_cast<u32*>(c.at(c.rank, c.ids + at)) = is_here ? id & kIdMask : ~0u;
-    *reinterpret_cast<u32*>(c.at(c.rank, c.weights + at)) = is_here ? weight : 0;
+  const bool is_here = static_cast<int>(id) >> kIdBits == c.rank;
+  const u64 at = 4 * (row * TOPK + threadIdx.x % 32);
+  *reinterpret_cast<u32*>(c.at(c.rank, c.ids + at)) = is_here ? id & kIdMask : ~0u;
+  *reinterpret_cast<u32*>(c.at(c.rank, c.weights + at)) = is_here ? weight : 0;
 }
 
 // The tail to the rows at the addresses that the lanes of `ranks` hold.
 DEVICE void store_tail(const Tail& tail, u32 ranks, u64 target) {
-    for (int i = threadIdx.x % 32; i < (kTailVectors + 31) / 32 * 32; i += 32) {
-        const Vec v = i < kTailVectors ? reinterpret_cast<const Vec*>(tail.words)[i] : Vec{};
-        for (u32 left = ranks; left; left &= left - 1) {
-            u8* to = reinterpret_cast<u8*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
-            if (i < kTailVectors) {
-                reinterpret_cast<Vec*>(to + kColumnBytes)[i] = v;
-            }
-        }
+  for (int i = threadIdx.x % 32; i < (kTailVectors + 31) / 32 * 32; i += 32) {
+    const Vec v = i < kTailVectors ? reinterpret_cast<const Vec*>(tail.words)[i] : Vec{};
+    for (u32 left = ranks; left; left &= left - 1) {
+      u8* to = reinterpret_cast<u8*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
+      if (i < kTailVectors) {
+        reinterpret_cast<Vec*>(to + kColumnBytes)[i] = v;
+      }
     }
+  }
 }
 
 #if FP8
 // Of a thread's codes of two vectors, 32 apart, and its neighbour's: the sixteen bytes of the first two vectors in even
 // threads, of the others in odd ones.
 DEVICE Vec put_together(Codes first, Codes second) {
-    const bool is_odd = threadIdx.x % 2;
-    const Codes kept = is_odd ? second : first, given = is_odd ? first : second;
-    const u32 low = __shfl_xor_sync(kAllLanes, given.low, 1), high = __shfl_xor_sync(kAllLanes, given.high, 1);
-    return is_odd ? Vec{low, high, kept.low, kept.high} : Vec{kept.low, kept.high, low, high};
+  const bool is_odd = threadIdx.x % 2;
+  const Codes kept = is_odd ? second : first, given = is_odd ? first : second;
+  const u32 low = __shfl_xor_sync(kAllLanes, given.low, 1), high = __shfl_xor_sync(kAllLanes, given.high, 1);
+  return is_odd ? Vec{low, high, kept.low, kept.high} : Vec{kept.low, kept.high, low, high};
 }
 
 // A warp's row to the addresses that the lanes of `ranks` hold, and as the experts read it to `plain` where that is not
 // null.
 DEVICE void store_row(const u8* row, Tail& tail, u32 ranks, u64 target, u8* plain) {
-    constexpr int kPairs = kAtOnce / 2;
-    const Vec* from = reinterpret_cast<const Vec*>(row);
-    const int is_odd = threadIdx.x % 2;
-    for (int start = threadIdx.x % 32; start < (kVectors + 31) / 32 * 32; start += 32 * kAtOnce) {
-        Vec v[kAtOnce];
+  constexpr int kPairs = kAtOnce / 2;
+  const Vec* from = reinterpret_cast<const Vec*>(row);
+  const int is_odd = threadIdx.x % 2;
+  for (int start = threadIdx.x % 32; start < (kVectors + 31) / 32 * 32; start += 32 * kAtOnce) {
+    Vec v[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            v[i] = start + 32 * i < kVectors ? from[start + 32 * i] : Vec{};
-        }
-        Vec pairs[kPairs];
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-            Codes codes[2];
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int vector = start + 32 * (2 * i + j);
-                float scale;
-                u32 largest;
-                codes[j] = quantize(v[2 * i + j], scale, largest);
-                if (vector < kVectors && vector % kScaleVectors == 0) {
-                    reinterpret_cast<u16*>(tail.words)[vector / kScaleVectors] = static_cast<u16>(largest);
-                }
-                if (vector < kVectors && plain) {
-                    reinterpret_cast<Vec*>(plain)[vector] = dequantize(codes[j], scale);
-                }
-            }
-            pairs[i] = put_together(codes[0], codes[1]);
-        }
-        for (u32 left = ranks; left; left &= left - 1) {
-            u64* to = reinterpret_cast<u64*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
-#pragma unroll
-            for (int i = 0; i < kPairs; ++i) {
-                const int vector = start + 32 * (2 * i + is_odd) - is_odd;
-                if (vector < kVectors) {
-                    *reinterpret_cast<Vec*>(to + vector) = pairs[i];
-                }
-            }
-        }
+    for (int i = 0; i < kAtOnce; ++i) {
+      v[i] = start + 32 * i < kVectors ? from[start + 32 * i] : Vec{};
     }
-    __syncwarp();
-    store_tail(tail, ranks, target);
+    Vec pairs[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      Codes codes[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int vector = start + 32 * (2 * i + j);
+        float scale;
+        u32 largest;
+        codes[j] = quantize(v[2 * i + j], scale, largest);
+        if (vector < kVectors && vector % kScaleVectors == 0) {
+          reinterpret_cast<u16*>(tail.words)[vector / kScaleVectors] = static_cast<u16>(largest);
+        }
+        if (vector < kVectors && plain) {
+          reinterpret_cast<Vec*>(plain)[vector] = dequantize(codes[j], scale);
+        }
+      }
+      pairs[i] = put_together(codes[0], codes[1]);
+    }
+    for (u32 left = ranks; left; left &= left - 1) {
+      u64* to = reinterpret_cast<u64*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const int vector = start + 32 * (2 * i + is_odd) - is_odd;
+        if (vector < kVectors) {
+          *reinterpret_cast<Vec*>(to + vector) = pairs[i];
+        }
+      }
+    }
+  }
+  __syncwarp();
+  store_tail(tail, ranks, target);
 }
 
 // A warp's row from the wire to where the experts read it.
 DEVICE void load_row(const u8* row, u8* out) {
-    constexpr int kLoads = at_once(7);
-    const u64* from = reinterpret_cast<const u64*>(row);
-    const u16* largest = reinterpret_cast<const u16*>(row + kColumnBytes);
-    Vec* to = reinterpret_cast<Vec*>(out);
-    const int lane = threadIdx.x % 32;
-    for (int begin = 0; begin < kVectors; begin += 32 * kLoads) {
-        const int group = begin / kScaleVectors + lane;
-        const float all = scale_of(lane < 2 * kLoads && group < kGroups ? largest[group] : 0);
-        u64 v[kLoads];
+  constexpr int kLoads = at_once(7);
+  const u64* from = reinterpret_cast<const u64*>(row);
+  const u16* largest = reinterpret_cast<const u16*>(row + kColumnBytes);
+  Vec* to = reinterpret_cast<Vec*>(out);
+  const int lane = threadIdx.x % 32;
+  for (int begin = 0; begin < kVectors; begin += 32 * kLoads) {
+    const int group = begin / kScaleVectors + lane;
+    const float all = scale_of(lane < 2 * kLoads && group < kGroups ? largest[group] : 0);
+    u64 v[kLoads];
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-            v[i] = begin + 32 * i + lane < kVectors ? from[begin + 32 * i + lane] : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-            const float scale = __shfl_sync(kAllLanes, all, 2 * i + lane / kScaleVectors);
-            if (begin + 32 * i + lane < kVectors) {
-                to[begin + 32 * i + lane] =
-                    dequantize(Codes{static_cast<u32>(v[i]), static_cast<u32>(v[i] >> 32)}, scale);
-            }
-        }
+    for (int i = 0; i < kLoads; ++i) {
+      v[i] = begin + 32 * i + lane < kVectors ? from[begin + 32 * i + lane] : 0;
     }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const float scale = __shfl_sync(kAllLanes, all, 2 * i + lane / kScaleVectors);
+      if (begin + 32 * i + lane < kVectors) {
+        to[begin + 32 * i + lane] = dequantize(Codes{static_cast<u32>(v[i]), static_cast<u32>(v[i] >> 32)}, scale);
+      }
+    }
+  }
 }
 
 #else
 DEVICE void store_row(const u8* row, Tail& tail, u32 ranks, u64 target, u8* plain) {
-    for (u32 left = ranks; left; left &= left - 1) {
-        copy_row(row, reinterpret_cast<u8*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1)));
-    }
-    if (plain) {
-        copy_row(row, plain);
-    }
-    __syncwarp();
-    store_tail(tail, ranks, target);
+  for (u32 left = ranks; left; left &= left - 1) {
+    copy_row(row, reinterpret_cast<u8*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1)));
+  }
+  if (plain) {
+    copy_row(row, plain);
+  }
+  __syncwarp();
+  store_tail(tail, ranks, target);
 }
 
 DEVICE void load_row(const u8* row, u8* out) { copy_row(row, out); }
@@ -148,225 +147,222 @@ DEVICE void load_row(const u8* row, u8* out) { copy_row(row, out); }
 // ==== Kernel ====
 
 struct Params {
-    Common common;
-    const u8* rows;          // [T, HIDDEN]
-    const int* topk_ids;     // [T, TOPK]
-    const float* weights;    // [T, TOPK]
-    const int* owners;       // [num_ids], -1 for ranks that take no part
-    const int* slots;        // [T, RANKS]: as which row of all that this rank sends, -1 for none
-    u8* out;                 // [R * C, HIDDEN], of quantized rows
-    int num_ids;
-    int num_tokens;
-    int max_rows;            // ids of rows from the last that arrives to this one become -1
-    int sending, senders;    // blocks that send, and warps of each that do, where rows are taken
+  Common common;
+  const u8* rows;        // [T, HIDDEN]
+  const int* topk_ids;   // [T, TOPK]
+  const float* weights;  // [T, TOPK]
+  const int* owners;     // [num_ids], -1 for ranks that take no part
+  const int* slots;      // [T, RANKS]: as which row of all that this rank sends, -1 for none
+  u8* out;               // [R * C, HIDDEN], of quantized rows
+  int num_ids;
+  int num_tokens;
+  int max_rows;          // ids of rows from the last that arrives to this one become -1
+  int sending, senders;  // blocks that send, and warps of each that do, where rows are taken
 };
 
 constexpr int kRowsOfTurn = 2;  // that a warp takes of a source before the next has its turn
 
 // Where a token goes: the ranks as bits, and in lane r which row of the batch it is at rank r.
 struct Rows {
-    u32 ranks;
-    u64 index;
+  u32 ranks;
+  u64 index;
 };
 
 DEVICE Rows rows_of(const Params& p, int token) {
-    const int lane = threadIdx.x % 32;
-    const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
-    const u64 index = slot >= 0 ? static_cast<u64>(slot + p.common.placement->send[lane]) : 0;
-    return Rows{__ballot_sync(kAllLanes, slot >= 0), index};
+  const int lane = threadIdx.x % 32;
+  const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
+  const u64 index = slot >= 0 ? static_cast<u64>(slot + p.common.placement->send[lane]) : 0;
+  return Rows{__ballot_sync(kAllLanes, slot >= 0), index};
 }
 
-DEVICE int owner_of(const Params& p, int id) {
-    return id >= 0 && id < p.num_ids ? p.owners[id] : -1;
-}
+DEVICE int owner_of(const Params& p, int id) { return id >= 0 && id < p.num_ids ? p.owners[id] : -1; }
 
 #if FP8 || DEVICE_API
 constexpr int kMostSenders = kWarps - 1;  // of a block; one releases their flags
 
 // One token: for this rank it is made as the experts read it, the others get it where they take it from.
 DEVICE void send(const Params& p, Tail& tail, FlagsDue<kMostSenders>& due, int token) {
-    const Common& c = p.common;
-    const int lane = threadIdx.x % 32;
-    const Rows rows = rows_of(p, token);
-    const u32 others = rows.ranks & ~(1u << c.rank);
-    u32 id = 0, weight = 0;
+  const Common& c = p.common;
+  const int lane = threadIdx.x % 32;
+  const Rows rows = rows_of(p, token);
+  const u32 others = rows.ranks & ~(1u << c.rank);
+  u32 id = 0, weight = 0;
+  if (lane < TOPK) {
+    const int of_slot = p.topk_ids[static_cast<u64>(token) * TOPK + lane], owner = owner_of(p, of_slot);
+    id = owner >= 0 ? owner << kIdBits | of_slot : -1;
+    weight = __float_as_uint(p.weights[static_cast<u64>(token) * TOPK + lane]);
+    tail.words[kScaleWords + lane] = id;
+    tail.words[kScaleWords + TOPK + lane] = weight;
+  }
+  const u64 own = __shfl_sync(kAllLanes, rows.index, c.rank);
+  u8* plain = nullptr;
+  if (others != rows.ranks) {
+    plain = p.out + kResultBytes * own;
     if (lane < TOPK) {
-        const int of_slot = p.topk_ids[static_cast<u64>(token) * TOPK + lane], owner = owner_of(p, of_slot);
-        id = owner >= 0 ? owner << kIdBits | of_slot : -1;
-        weight = __float_as_uint(p.weights[static_cast<u64>(token) * TOPK + lane]);
-        tail.words[kScaleWords + lane] = id;
-        tail.words[kScaleWords + TOPK + lane] = weight;
+      keep_slot(c, own, id, weight);
     }
-    const u64 own = __shfl_sync(kAllLanes, rows.index, c.rank);
-    u8* plain = nullptr;
-    if (others != rows.ranks) {
-        plain = p.out + kResultBytes * own;
-        if (lane < TOPK) {
-            keep_slot(c, own, id, weight);
-        }
-    }
-    const u8* row = p.rows + static_cast<u64>(token) * kResultBytes;
+  }
+  const u8* row = p.rows + static_cast<u64>(token) * kResultBytes;
 #if DEVICE_API
-    u8* staged = c.at(c.rank, c.staged_rows + static_cast<u64>(kRowBytes) * token);
-    store_row(row, tail, others ? 1 : 0, reinterpret_cast<u64>(staged), plain);
-    for (u32 left = others; left; left &= left - 1) {
-        const int rank = __ffs(left) - 1;
-        const u64 index = __shfl_sync(kAllLanes, rows.index, rank);
-        u64* flag = c.flag_of(c.rank, c.row_flags, index);
-        put_row(c, rank, c.rows + kRowBytes * index, staged, kRowBytes, flag, c.current_epoch());
-    }
+  u8* staged = c.at(c.rank, c.staged_rows + static_cast<u64>(kRowBytes) * token);
+  store_row(row, tail, others ? 1 : 0, reinterpret_cast<u64>(staged), plain);
+  for (u32 left = others; left; left &= left - 1) {
+    const int rank = __ffs(left) - 1;
+    const u64 index = __shfl_sync(kAllLanes, rows.index, rank);
+    u64* flag = c.flag_of(c.rank, c.row_flags, index);
+    put_row(c, rank, c.rows + kRowBytes * index, staged, kRowBytes, flag, c.current_epoch());
+  }
 #else
-    const bool has = others >> lane & 1;
-    const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + kRowBytes * rows.index)) : 0;
-    store_row(row, tail, others, target, plain);
-    leave_flags(due, has ? c.flag_of(lane, c.row_flags, rows.index) : nullptr);
+  const bool has = others >> lane & 1;
+  const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + kRowBytes * rows.index)) : 0;
+  store_row(row, tail, others, target, plain);
+  leave_flags(due, has ? c.flag_of(lane, c.row_flags, rows.index) : nullptr);
 #endif
-    __syncwarp();
+  __syncwarp();
 }
 
 // The row of the batch that has come, as the experts read it.
 DEVICE void take_row(const Params& p, u64 row) {
-    const Common& c = p.common;
-    const int lane = threadIdx.x % 32;
-    const u8* wire = c.at(c.rank, c.rows + kRowBytes * row);
-    const u32* tail = reinterpret_cast<const u32*>(wire + kColumnBytes);
-    if (lane < TOPK) {
-        keep_slot(c, row, tail[kScaleWords + lane], tail[kScaleWords + TOPK + lane]);
-    }
-    load_row(wire, p.out + kResultBytes * row);
+  const Common& c = p.common;
+  const int lane = threadIdx.x % 32;
+  const u8* wire = c.at(c.rank, c.rows + kRowBytes * row);
+  const u32* tail = reinterpret_cast<const u32*>(wire + kColumnBytes);
+  if (lane < TOPK) {
+    keep_slot(c, row, tail[kScaleWords + lane], tail[kScaleWords + TOPK + lane]);
+  }
+  load_row(wire, p.out + kResultBytes * row);
 }
 
 // The other sources take turns, as their rows come.
 DEVICE void take_rows(const Params& p) {
-    const Common& c = p.common;
-    constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
-    const int lane = threadIdx.x % 32;
-    int most = 0;
-    for (int source = 0; source < RANKS; ++source) {
-        most = max(most, source == c.rank ? 0 : c.placement->count[source]);
+  const Common& c = p.common;
+  constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
+  const int lane = threadIdx.x % 32;
+  int most = 0;
+  for (int source = 0; source < RANKS; ++source) {
+    most = max(most, source == c.rank ? 0 : c.placement->count[source]);
+  }
+  const int total = (most + kRowsOfTurn - 1) / kRowsOfTurn * kOthers;
+  Wait<PHASE_DISPATCH> wait(c.limits, c.current_epoch());
+  Turns turns(c.taken + ROWS_TAKEN);
+  for (int turn = turns.next(); turn < total; turn = turns.next()) {
+    const int source = (c.rank + 1 + turn % kOthers) % RANKS, index = turn / kOthers * kRowsOfTurn + lane;
+    const u64 row = c.placement->begin[source] + index;
+    const bool is_due = lane < kRowsOfTurn && index < c.placement->count[source];
+    // The epoch is read anew, since there are no registers for it.
+    const bool came = is_due && await_flag(wait, c.flag_of(c.rank, c.row_flags, row), c.current_epoch(), source);
+    __syncwarp();
+    for (u32 left = __ballot_sync(kAllLanes, came); left; left &= left - 1) {
+      take_row(p, __shfl_sync(kAllLanes, row, __ffs(left) - 1));
     }
-    const int total = (most + kRowsOfTurn - 1) / kRowsOfTurn * kOthers;
-    Wait<PHASE_DISPATCH> wait(c.limits, c.current_epoch());
-    Turns turns(c.taken + ROWS_TAKEN);
-    for (int turn = turns.next(); turn < total; turn = turns.next()) {
-        const int source = (c.rank + 1 + turn % kOthers) % RANKS, index = turn / kOthers * kRowsOfTurn + lane;
-        const u64 row = c.placement->begin[source] + index;
-        const bool is_due = lane < kRowsOfTurn && index < c.placement->count[source];
-        // The epoch is read anew, since there are no registers for it.
-        const bool came =
-            is_due && await_flag(wait, c.flag_of(c.rank, c.row_flags, row), c.current_epoch(), source);
-        __syncwarp();
-        for (u32 left = __ballot_sync(kAllLanes, came); left; left &= left - 1) {
-            take_row(p, __shfl_sync(kAllLanes, row, __ffs(left) - 1));
-        }
-    }
+  }
 }
 
 #else
 // A row of 16 bits to the addresses that the lanes of `ranks` hold.
 DEVICE void send_row(const u8* row, u32 ranks, u64 target) {
-    const Vec* from = reinterpret_cast<const Vec*>(row);
-    for (int begin = 0; begin < kVectors; begin += 32 * kAtOnce) {
-        const int start = begin + threadIdx.x % 32;
-        Vec v[kAtOnce];
+  const Vec* from = reinterpret_cast<const Vec*>(row);
+  for (int begin = 0; begin < kVectors; begin += 32 * kAtOnce) {
+    const int start = begin + threadIdx.x % 32;
+    Vec v[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            v[i] = start + 32 * i < kVectors ? from[start + 32 * i] : Vec{};
-        }
-        for (u32 left = ranks; left; left &= left - 1) {
-            Vec* to = reinterpret_cast<Vec*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                if (start + 32 * i < kVectors) {
-                    to[start + 32 * i] = v[i];
-                }
-            }
-        }
+    for (int i = 0; i < kAtOnce; ++i) {
+      v[i] = start + 32 * i < kVectors ? from[start + 32 * i] : Vec{};
     }
+    for (u32 left = ranks; left; left &= left - 1) {
+      Vec* to = reinterpret_cast<Vec*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (start + 32 * i < kVectors) {
+          to[start + 32 * i] = v[i];
+        }
+      }
+    }
+  }
 }
 
 DEVICE void send(const Params& p, int token) {
-    const Common& c = p.common;
-    const int lane = threadIdx.x % 32;
-    const Rows rows = rows_of(p, token);
-    const int id = lane < TOPK ? p.topk_ids[static_cast<u64>(token) * TOPK + lane] : -1, owner = owner_of(p, id);
-    for (u32 left = rows.ranks; left; left &= left - 1) {
-        const int rank = __ffs(left) - 1;
-        const u64 at = 4ull * (__shfl_sync(kAllLanes, rows.index, rank) * TOPK + lane);
-        if (lane < TOPK) {
-            *reinterpret_cast<int*>(c.at(rank, c.ids + at)) = owner == rank ? id : -1;
-            *reinterpret_cast<float*>(c.at(rank, c.weights + at)) =
-                owner == rank ? p.weights[static_cast<u64>(token) * TOPK + lane] : 0.0f;
-        }
+  const Common& c = p.common;
+  const int lane = threadIdx.x % 32;
+  const Rows rows = rows_of(p, token);
+  const int id = lane < TOPK ? p.topk_ids[static_cast<u64>(token) * TOPK + lane] : -1, owner = owner_of(p, id);
+  for (u32 left = rows.ranks; left; left &= left - 1) {
+    const int rank = __ffs(left) - 1;
+    const u64 at = 4ull * (__shfl_sync(kAllLanes, rows.index, rank) * TOPK + lane);
+    if (lane < TOPK) {
+      *reinterpret_cast<int*>(c.at(rank, c.ids + at)) = owner == rank ? id : -1;
+      *reinterpret_cast<float*>(c.at(rank, c.weights + at)) =
+          owner == rank ? p.weights[static_cast<u64>(token) * TOPK + lane] : 0.0f;
     }
-    const bool has = rows.ranks >> lane & 1;
-    const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + kRowBytes * rows.index)) : 0;
-    send_row(p.rows + static_cast<u64>(token) * kResultBytes, rows.ranks, target);
+  }
+  const bool has = rows.ranks >> lane & 1;
+  const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + kRowBytes * rows.index)) : 0;
+  send_row(p.rows + static_cast<u64>(token) * kResultBytes, rows.ranks, target);
 }
 
 // The block that finishes last tells all ranks, and waits for all of them: what comes behind the kernel may read.
 DEVICE void finish(const Common& c, u32 epoch) {
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence_system();
-        last = atomicAdd(c.finished, 1u) == gridDim.x - 1;
-        __threadfence_system();
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    last = atomicAdd(c.finished, 1u) == gridDim.x - 1;
+    __threadfence_system();
+  }
+  __syncthreads();
+  const int peer = static_cast<int>(threadIdx.x);
+  if (last && peer < RANKS) {
+    if (peer == 0) {
+      *c.finished = 0;
     }
-    __syncthreads();
-    const int peer = static_cast<int>(threadIdx.x);
-    if (last && peer < RANKS) {
-        if (peer == 0) {
-            *c.finished = 0;
-        }
-        if (c.alive(peer)) {
-            if (!c.failed()) {
-                __threadfence_system();
-                store_line(c.done_of(peer, c.rank), 0, 0, epoch);
-            }
-            Wait<PHASE_DISPATCH> wait(c.limits, epoch);
-            Vec line;
-            wait.for_line(c.done_of(c.rank, peer), peer, line);
-        }
+    if (c.alive(peer)) {
+      if (!c.failed()) {
         __threadfence_system();
+        store_line(c.done_of(peer, c.rank), 0, 0, epoch);
+      }
+      Wait<PHASE_DISPATCH> wait(c.limits, epoch);
+      Vec line;
+      wait.for_line(c.done_of(c.rank, peer), peer, line);
     }
+    __threadfence_system();
+  }
 }
 
 #endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispatch(const __grid_constant__ Params p) {
-    const Common& c = p.common;
+  const Common& c = p.common;
 #if FP8 || DEVICE_API
-    __shared__ Tail tails[kMostSenders];
-    __shared__ FlagsDue<kMostSenders> due;
-    clear_flags(due);
+  __shared__ Tail tails[kMostSenders];
+  __shared__ FlagsDue<kMostSenders> due;
+  clear_flags(due);
 #endif
-    grid_dependency_wait();
-    const int warp = threadIdx.x / 32;
-    int* ids = reinterpret_cast<int*>(c.at(c.rank, c.ids));
-    const u64 begin = static_cast<u64>(c.placement->total) * TOPK, end = static_cast<u64>(p.max_rows) * TOPK;
-    for (u64 i = begin + blockIdx.x * kThreads + threadIdx.x; i < end; i += gridDim.x * kThreads) {
-        ids[i] = -1;
-    }
+  grid_dependency_wait();
+  const int warp = threadIdx.x / 32;
+  int* ids = reinterpret_cast<int*>(c.at(c.rank, c.ids));
+  const u64 begin = static_cast<u64>(c.placement->total) * TOPK, end = static_cast<u64>(p.max_rows) * TOPK;
+  for (u64 i = begin + blockIdx.x * kThreads + threadIdx.x; i < end; i += gridDim.x * kThreads) {
+    ids[i] = -1;
+  }
 #if FP8 || DEVICE_API
-    const int block = static_cast<int>(blockIdx.x);
-    if (block < p.sending && warp < p.senders) {
-        if (!c.failed()) {
-            for (int token = warp * p.sending + block; token < p.num_tokens; token += p.sending * p.senders) {
-                send(p, tails[warp], due, token);
-            }
-        }
-        leave_no_more(due);
-    } else if (block < p.sending && warp == p.senders) {
-        release_flags(due, p.senders, c.current_epoch());
-    }
-    take_rows(p);
-#else
+  const int block = static_cast<int>(blockIdx.x);
+  if (block < p.sending && warp < p.senders) {
     if (!c.failed()) {
-        for (int token = warp * gridDim.x + blockIdx.x; token < p.num_tokens; token += gridDim.x * kWarps) {
-            send(p, token);
-        }
+      for (int token = warp * p.sending + block; token < p.num_tokens; token += p.sending * p.senders) {
+        send(p, tails[warp], due, token);
+      }
     }
-    finish(c, c.current_epoch());
+    leave_no_more(due);
+  } else if (block < p.sending && warp == p.senders) {
+    release_flags(due, p.senders, c.current_epoch());
+  }
+  take_rows(p);
+#else
+  if (!c.failed()) {
+    for (int token = warp * gridDim.x + blockIdx.x; token < p.num_tokens; token += gridDim.x * kWarps) {
+      send(p, token);
+    }
+  }
+  finish(c, c.current_epoch());
 #endif
 }

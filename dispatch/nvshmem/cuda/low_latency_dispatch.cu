@@ -15,22 +15,20 @@
 using Waits = Wait<PHASE_DISPATCH>;
 
 struct Params {
-    Common common;
-    const u8* rows;
-    const float* weights;
-    const int* locals;  // [num_ids]: index of each id on its rank
-    u8* out;            // rows for the experts where they are not read from where they arrive; else null
-    int* expert_num_tokens;
-    int* expert_row_ids;  // null for the expanded form
-    int* positions;
-    int num_local_experts;
-    int shares;      // groups that list the same expert and share bringing its rows, in the expanded form
-    int take_parts;  // of a row that is brought to where the experts read it, at most
+  Common common;
+  const u8* rows;
+  const float* weights;
+  const int* locals;  // [num_ids]: index of each id on its rank
+  u8* out;            // rows for the experts where they are not read from where they arrive; else null
+  int* expert_num_tokens;
+  int* expert_row_ids;  // null for the expanded form
+  int* positions;
+  int num_local_experts;
+  int shares;      // groups that list the same expert and share bringing its rows, in the expanded form
+  int take_parts;  // of a row that is brought to where the experts read it, at most
 
-    // Each by a warp.
-    DEVICE int parts_of_row(int warps, int rows) const {
-        return max(1, min(take_parts, warps / max(rows, 1)));
-    }
+  // Each by a warp.
+  DEVICE int parts_of_row(int warps, int rows) const { return max(1, min(take_parts, warps / max(rows, 1))); }
 };
 
 constexpr int kMetaTokens = 16;  // whose slots one task sends
@@ -42,34 +40,34 @@ constexpr int kStagedPackets = 16;
 constexpr int kStagedVectors = kStagedPackets * kPacketVectors * 2;
 
 struct Arrival {
-    int source, token;
+  int source, token;
 };
 
 // Where an expert is: its rank, and its number there.
 struct Place {
-    unsigned short owner, local;
+  unsigned short owner, local;
 };
 
 struct Shared {
 #if FP8
-    alignas(16) uint2 codes[kStagedVectors];
-    float scales[kStagedVectors / kScaleVectors + 1];
+  alignas(16) uint2 codes[kStagedVectors];
+  float scales[kStagedVectors / kScaleVectors + 1];
 #endif
-    u64 ticket;
-    Place places[kPlaces];
-    int before[RANKS + 1];    // tokens of the ranks before each
-    int warp_counts[kWarps];  // rows of the expert among the tokens that each warp has read
-    Arrival arrivals[kListed];
+  u64 ticket;
+  Place places[kPlaces];
+  int before[RANKS + 1];    // tokens of the ranks before each
+  int warp_counts[kWarps];  // rows of the expert among the tokens that each warp has read
+  Arrival arrivals[kListed];
 
-    DEVICE int tokens_of(int source) const { return before[source + 1] - before[source]; }
+  DEVICE int tokens_of(int source) const { return before[source + 1] - before[source]; }
 };
 
 DEVICE Place load_place(const Params& p, int id) {
-    return Place{static_cast<unsigned short>(p.common.owners[id]), static_cast<unsigned short>(p.locals[id])};
+  return Place{static_cast<unsigned short>(p.common.owners[id]), static_cast<unsigned short>(p.locals[id])};
 }
 
 DEVICE Place place_of(const Params& p, const Shared& shared, int id) {
-    return id < kPlaces ? shared.places[id] : load_place(p, id);
+  return id < kPlaces ? shared.places[id] : load_place(p, id);
 }
 
 // ==== Send ====
@@ -78,303 +76,300 @@ DEVICE Place place_of(const Params& p, const Shared& shared, int id) {
 
 #if FP8
 DEVICE void store_codes(u8* row, Codes codes, float scale, int i) {
-    reinterpret_cast<uint2*>(row)[i] = make_uint2(codes.low, codes.high);
-    if (i % kScaleVectors == 0) {
-        reinterpret_cast<float*>(row + HIDDEN)[i / kScaleVectors] = scale;
-    }
+  reinterpret_cast<uint2*>(row)[i] = make_uint2(codes.low, codes.high);
+  if (i % kScaleVectors == 0) {
+    reinterpret_cast<float*>(row + HIDDEN)[i / kScaleVectors] = scale;
+  }
 }
 #endif
 
 // One vector of a row, in registers, to every rank that is to have it.
 DEVICE void put(const Buffers& b, Vec v, int i, bool is_inside, int token, u32 ranks) {
 #if FP8
-    float scale;
-    const Codes codes = quantize(v, scale);
+  float scale;
+  const Codes codes = quantize(v, scale);
 #endif
 #pragma unroll 1
-    for (int step = 1; step <= RANKS; ++step) {
-        const int peer = (b.rank + step) % RANKS;
-        if (is_inside && ranks >> peer & 1) {
-            u8* row = b.row(peer, b.rank, token);
+  for (int step = 1; step <= RANKS; ++step) {
+    const int peer = (b.rank + step) % RANKS;
+    if (is_inside && ranks >> peer & 1) {
+      u8* row = b.row(peer, b.rank, token);
 #if FP8
-            store_codes(row, codes, scale, i);
+      store_codes(row, codes, scale, i);
 #else
-            reinterpret_cast<Vec*>(row)[i] = v;
+      reinterpret_cast<Vec*>(row)[i] = v;
 #endif
-        }
     }
+  }
 }
 
 // A packet of each eight of threads to every rank that is to have it.
 DEVICE void put_packets(const Buffers& b, Vec v, int packet, int token, u32 ranks) {
 #pragma unroll 1
-    for (int step = 1; step <= RANKS; ++step) {
-        const int peer = (b.rank + step) % RANKS;
-        if (ranks >> peer & 1) {
-            store_packets(b.row_packet(peer, b.rank, token, packet), v);
-        }
+  for (int step = 1; step <= RANKS; ++step) {
+    const int peer = (b.rank + step) % RANKS;
+    if (ranks >> peer & 1) {
+      store_packets(b.row_packet(peer, b.rank, token, packet), v);
     }
+  }
 }
 
 // One line of what `peer` learns about a token: four local experts, or two weights.
-DEVICE void store_meta(const Params& p, const Shared& shared, u8* at, int peer, int token, int line,
-                                           u32 epoch) {
-    const int first = token * TOPK;
-    if (line >= kLocalLines) {
-        const int slot = (line - kLocalLines) * kWeightsOfLine;
-        const u32 next = slot + 1 < TOPK ? __float_as_uint(p.weights[first + slot + 1]) : 0;
-        store_line(at, __float_as_uint(p.weights[first + slot]), next, epoch);
-        return;
-    }
-    u32 locals[kLocalsOfLine];
+DEVICE void store_meta(const Params& p, const Shared& shared, u8* at, int peer, int token, int line, u32 epoch) {
+  const int first = token * TOPK;
+  if (line >= kLocalLines) {
+    const int slot = (line - kLocalLines) * kWeightsOfLine;
+    const u32 next = slot + 1 < TOPK ? __float_as_uint(p.weights[first + slot + 1]) : 0;
+    store_line(at, __float_as_uint(p.weights[first + slot]), next, epoch);
+    return;
+  }
+  u32 locals[kLocalsOfLine];
 #pragma unroll
-    for (int i = 0; i < kLocalsOfLine; ++i) {
-        const int slot = line * kLocalsOfLine + i;
-        const int id = slot < TOPK ? p.common.topk_ids[first + slot] : -1;
-        const Place place = id >= 0 && id < p.common.num_ids ? place_of(p, shared, id) : Place{kNotHere, kNotHere};
-        locals[i] = place.owner == peer ? place.local : kNotHere;
-    }
-    store_line(at, locals[0] | locals[1] << 16, locals[2] | locals[3] << 16, epoch);
+  for (int i = 0; i < kLocalsOfLine; ++i) {
+    const int slot = line * kLocalsOfLine + i;
+    const int id = slot < TOPK ? p.common.topk_ids[first + slot] : -1;
+    const Place place = id >= 0 && id < p.common.num_ids ? place_of(p, shared, id) : Place{kNotHere, kNotHere};
+    locals[i] = place.owner == peer ? place.local : kNotHere;
+  }
+  store_line(at, locals[0] | locals[1] << 16, locals[2] | locals[3] << 16, epoch);
 }
 
 // The slots of some tokens to every rank within reach, ahead of the rows, so that they are listed when those come.
 DEVICE void send_meta(const Params& p, const Shared& shared, int task, u32 epoch, u32 alive) {
-    const Buffers& b = p.common.buffers;
-    const int first = task * kMetaTokens, lines = (min(first + kMetaTokens, p.common.num_tokens) - first) * kMetaLines;
-    for (int i = threadIdx.x; i < lines * RANKS; i += kThreads) {
-        const int peer = i / lines, token = first + i % lines / kMetaLines, line = i % lines % kMetaLines;
-        if (b.reaches(peer) && alive >> peer & 1) {
-            store_meta(p, shared, b.meta_of(peer, b.rank, token, epoch) + 16 * line, peer, token, line, epoch);
-        }
+  const Buffers& b = p.common.buffers;
+  const int first = task * kMetaTokens, lines = (min(first + kMetaTokens, p.common.num_tokens) - first) * kMetaLines;
+  for (int i = threadIdx.x; i < lines * RANKS; i += kThreads) {
+    const int peer = i / lines, token = first + i % lines / kMetaLines, line = i % lines % kMetaLines;
+    if (b.reaches(peer) && alive >> peer & 1) {
+      store_meta(p, shared, b.meta_of(peer, b.rank, token, epoch) + 16 * line, peer, token, line, epoch);
     }
+  }
 }
 
 // How many tokens this rank has, to a rank within reach.
 DEVICE void send_header(const Common& c, int peer, u32 epoch) {
-    store_volatile(c.buffers.header_of(peer, c.buffers.rank, epoch), static_cast<u64>(epoch) << 32 | c.num_tokens);
+  store_volatile(c.buffers.header_of(peer, c.buffers.rank, epoch), static_cast<u64>(epoch) << 32 | c.num_tokens);
 }
 
 DEVICE const Vec* row_of(const Params& p, int token) {
-    return reinterpret_cast<const Vec*>(p.rows + 2ull * HIDDEN * token);
+  return reinterpret_cast<const Vec*>(p.rows + 2ull * HIDDEN * token);
 }
 
 // The ranks that have an expert of the token.
 DEVICE u32 destinations(const Params& p, const Shared& shared, int token, u32 alive) {
-    return p.common.destinations(token, alive, [&](int id) { return place_of(p, shared, id).owner; });
+  return p.common.destinations(token, alive, [&](int id) { return place_of(p, shared, id).owner; });
 }
 
 // Those within reach.
 DEVICE u32 reached_by(const Params& p, const Shared& shared, int token, u32 alive) {
-    return destinations(p, shared, token, alive) & (DEVICE_API ? p.common.buffers.reachable : ~0u);
+  return destinations(p, shared, token, alive) & (DEVICE_API ? p.common.buffers.reachable : ~0u);
 }
 
 // A part of a token to every rank that has one of its experts; what it needs is read before it is known who that is.
 // The next ticket is drawn behind the stores: where there are as many such tasks as blocks, a block that comes up a
 // little later than the others would else find its own taken by one that is still busy.
-DEVICE void send_plain(const Params& p, const Shared& shared, Tickets<Senders>& tickets, int token,
-                                           int part, u32 epoch, u32 alive) {
-    constexpr int kAhead = 2;
-    const Buffers& b = p.common.buffers;
-    const int begin = part_begin(part, kRowParts), end = part_begin(part + 1, kRowParts);
-    const Vec* row = row_of(p, token);
-    Vec v[kAhead];
-    auto load = [&](int base) {
+DEVICE void send_plain(const Params& p, const Shared& shared, Tickets<Senders>& tickets, int token, int part, u32 epoch,
+                       u32 alive) {
+  constexpr int kAhead = 2;
+  const Buffers& b = p.common.buffers;
+  const int begin = part_begin(part, kRowParts), end = part_begin(part + 1, kRowParts);
+  const Vec* row = row_of(p, token);
+  Vec v[kAhead];
+  auto load = [&](int base) {
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-            const int i = base + j * kThreads + threadIdx.x;
-            v[j] = i < end ? row[i] : Vec{0, 0, 0, 0};
-        }
-    };
-    load(begin);
-    const u32 ranks = reached_by(p, shared, token, alive);
-    for (int base = begin; base < end; base += kAhead * kThreads) {
-        if (base > begin) {
-            load(base);
-        }
+    for (int j = 0; j < kAhead; ++j) {
+      const int i = base + j * kThreads + threadIdx.x;
+      v[j] = i < end ? row[i] : Vec{0, 0, 0, 0};
+    }
+  };
+  load(begin);
+  const u32 ranks = reached_by(p, shared, token, alive);
+  for (int base = begin; base < end; base += kAhead * kThreads) {
+    if (base > begin) {
+      load(base);
+    }
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-            const int i = base + j * kThreads + threadIdx.x;
-            put(b, v[j], i, i < end, token, ranks);
-        }
+    for (int j = 0; j < kAhead; ++j) {
+      const int i = base + j * kThreads + threadIdx.x;
+      put(b, v[j], i, i < end, token, ranks);
     }
-    Senders::sync();
-    tickets.draw_ahead();
-    if (threadIdx.x < RANKS && ranks >> threadIdx.x & 1) {
-        u64* flags = b.row_flags_of(threadIdx.x, b.rank, token);
-        store_release_sys(reinterpret_cast<u32*>(flags) + part, epoch);
-    }
+  }
+  Senders::sync();
+  tickets.draw_ahead();
+  if (threadIdx.x < RANKS && ranks >> threadIdx.x & 1) {
+    u64* flags = b.row_flags_of(threadIdx.x, b.rank, token);
+    store_release_sys(reinterpret_cast<u32*>(flags) + part, epoch);
+  }
 }
 
 #if FP8
 // The same as packets: the codes are made a vector a thread, and put together from shared memory.
-DEVICE void send_packets(const Params& p, Shared& shared, int token, int part, int parts, u32 epoch,
-                                             u32 alive) {
-    const int end = packet_begin<kStagedPackets / 2>(part + 1, parts, kRowPackets);
-    const Vec* row = row_of(p, token);
-    u32 ranks = 0;
-    for (int base = packet_begin<kStagedPackets / 2>(part, parts, kRowPackets); base < end; base += kStagedPackets) {
-        const int i = 2 * kPacketVectors * base + threadIdx.x;
-        const bool is_staged = threadIdx.x < kStagedVectors;
-        const Vec v = is_staged && i < min(kVectors, 2 * kPacketVectors * end) ? row[i] : Vec{0, 0, 0, 0};
-        ranks = ranks ? ranks : reached_by(p, shared, token, alive);
-        float scale;
-        const Codes codes = quantize(v, scale);
-        Senders::sync();
-        if (is_staged) {
-            shared.codes[threadIdx.x] = make_uint2(codes.low, codes.high);
-            if (threadIdx.x % kScaleVectors == 0) {
-                shared.scales[threadIdx.x / kScaleVectors] = scale;
-            }
-        }
-        Senders::sync();
-        const int packet = threadIdx.x / kPacketThreads, vector = packet * kPacketVectors + packet_slot();
-        if (packet < kStagedPackets && base + packet < end) {
-            const int group = packet * kPacketVectors / (kScaleVectors / 2);
-            Vec out{__float_as_uint(shared.scales[group]), epoch, __float_as_uint(shared.scales[group + 1]), epoch};
-            if (packet_slot() < kPacketVectors) {
-                out = reinterpret_cast<const Vec*>(shared.codes)[vector];
-            }
-            put_packets(p.common.buffers, out, base + packet, token, ranks);
-        }
+DEVICE void send_packets(const Params& p, Shared& shared, int token, int part, int parts, u32 epoch, u32 alive) {
+  const int end = packet_begin<kStagedPackets / 2>(part + 1, parts, kRowPackets);
+  const Vec* row = row_of(p, token);
+  u32 ranks = 0;
+  for (int base = packet_begin<kStagedPackets / 2>(part, parts, kRowPackets); base < end; base += kStagedPackets) {
+    const int i = 2 * kPacketVectors * base + threadIdx.x;
+    const bool is_staged = threadIdx.x < kStagedVectors;
+    const Vec v = is_staged && i < min(kVectors, 2 * kPacketVectors * end) ? row[i] : Vec{0, 0, 0, 0};
+    ranks = ranks ? ranks : reached_by(p, shared, token, alive);
+    float scale;
+    const Codes codes = quantize(v, scale);
+    Senders::sync();
+    if (is_staged) {
+      shared.codes[threadIdx.x] = make_uint2(codes.low, codes.high);
+      if (threadIdx.x % kScaleVectors == 0) {
+        shared.scales[threadIdx.x / kScaleVectors] = scale;
+      }
     }
+    Senders::sync();
+    const int packet = threadIdx.x / kPacketThreads, vector = packet * kPacketVectors + packet_slot();
+    if (packet < kStagedPackets && base + packet < end) {
+      const int group = packet * kPacketVectors / (kScaleVectors / 2);
+      Vec out{__float_as_uint(shared.scales[group]), epoch, __float_as_uint(shared.scales[group + 1]), epoch};
+      if (packet_slot() < kPacketVectors) {
+        out = reinterpret_cast<const Vec*>(shared.codes)[vector];
+      }
+      put_packets(p.common.buffers, out, base + packet, token, ranks);
+    }
+  }
 }
 #else
-DEVICE void send_packets(const Params& p, const Shared& shared, int token, int part, int parts,
-                                             u32 epoch, u32 alive) {
-    const int begin = packet_begin<kWarpPackets>(part, parts, kRowPackets);
-    const int end = packet_begin<kWarpPackets>(part + 1, parts, kRowPackets);
-    const Vec* row = row_of(p, token);
-    u32 ranks = 0;
-    for (int packet = begin + threadIdx.x / kPacketThreads; packet < end; packet += kGroupPackets) {
-        const int i = packet * kPacketVectors + packet_slot();
-        const bool is_data = packet_slot() < kPacketVectors && i < kVectors;
-        const Vec v = is_data ? row[i] : Vec{0, epoch, 0, epoch};
-        ranks = ranks ? ranks : reached_by(p, shared, token, alive);
-        put_packets(p.common.buffers, v, packet, token, ranks);
-    }
+DEVICE void send_packets(const Params& p, const Shared& shared, int token, int part, int parts, u32 epoch, u32 alive) {
+  const int begin = packet_begin<kWarpPackets>(part, parts, kRowPackets);
+  const int end = packet_begin<kWarpPackets>(part + 1, parts, kRowPackets);
+  const Vec* row = row_of(p, token);
+  u32 ranks = 0;
+  for (int packet = begin + threadIdx.x / kPacketThreads; packet < end; packet += kGroupPackets) {
+    const int i = packet * kPacketVectors + packet_slot();
+    const bool is_data = packet_slot() < kPacketVectors && i < kVectors;
+    const Vec v = is_data ? row[i] : Vec{0, epoch, 0, epoch};
+    ranks = ranks ? ranks : reached_by(p, shared, token, alive);
+    put_packets(p.common.buffers, v, packet, token, ranks);
+  }
 }
 #endif
 
 #if DEVICE_API
 // Header and slots of all tokens to one rank out of reach.
 DEVICE void put_meta(const Params& p, const Shared& shared, int peer, u32 epoch) {
-    const Buffers& b = p.common.buffers;
-    const int lines = p.common.num_tokens * kMetaLines;
-    u8* from = b.at(b.rank, b.meta_outbox + b.meta_at(peer, 0, epoch));
-    for (int i = threadIdx.x; i < lines; i += kThreads) {
-        store_meta(p, shared, from + 16 * i, peer, i / kMetaLines, i % kMetaLines, epoch);
-    }
-    u64* header = b.header_of(b.rank, b.rank, epoch);
-    const u64 value = static_cast<u64>(epoch) << 32 | p.common.num_tokens;
-    if (lines > 0) {
-        u8* there = b.meta_of(b.rank, b.rank, 0, epoch);
-        put_from_outbox<Senders>(b, 1u << peer, there, from, 16ull * lines, header, value);
-    } else if (threadIdx.x == 0) {
-        put_flag(header, value, b.pes[peer]);
-    }
+  const Buffers& b = p.common.buffers;
+  const int lines = p.common.num_tokens * kMetaLines;
+  u8* from = b.at(b.rank, b.meta_outbox + b.meta_at(peer, 0, epoch));
+  for (int i = threadIdx.x; i < lines; i += kThreads) {
+    store_meta(p, shared, from + 16 * i, peer, i / kMetaLines, i % kMetaLines, epoch);
+  }
+  u64* header = b.header_of(b.rank, b.rank, epoch);
+  const u64 value = static_cast<u64>(epoch) << 32 | p.common.num_tokens;
+  if (lines > 0) {
+    u8* there = b.meta_of(b.rank, b.rank, 0, epoch);
+    put_from_outbox<Senders>(b, 1u << peer, there, from, 16ull * lines, header, value);
+  } else if (threadIdx.x == 0) {
+    put_flag(header, value, b.pes[peer]);
+  }
 }
 
 // A token to every rank out of reach that has one of its experts.
 DEVICE void put_row(const Params& p, const Shared& shared, int token, u32 epoch, u32 alive) {
-    const Buffers& b = p.common.buffers;
-    const u32 ranks = destinations(p, shared, token, alive) & ~b.reachable;
-    if (!ranks) {
-        return;
-    }
-    const Vec* row = row_of(p, token);
-    u8* from = b.out_of(b.rank, token);
-    for (int base = 0; base < kVectors; base += kThreads) {
-        const int i = base + threadIdx.x;
-        const Vec v = i < kVectors ? row[i] : Vec{0, 0, 0, 0};
+  const Buffers& b = p.common.buffers;
+  const u32 ranks = destinations(p, shared, token, alive) & ~b.reachable;
+  if (!ranks) {
+    return;
+  }
+  const Vec* row = row_of(p, token);
+  u8* from = b.out_of(b.rank, token);
+  for (int base = 0; base < kVectors; base += kThreads) {
+    const int i = base + threadIdx.x;
+    const Vec v = i < kVectors ? row[i] : Vec{0, 0, 0, 0};
 #if FP8
-        float scale;
-        const Codes codes = quantize(v, scale);
-        if (i < kVectors) {
-            store_codes(from, codes, scale, i);
-        }
-#else
-        if (i < kVectors) {
-            reinterpret_cast<Vec*>(from)[i] = v;
-        }
-#endif
+    float scale;
+    const Codes codes = quantize(v, scale);
+    if (i < kVectors) {
+      store_codes(from, codes, scale, i);
     }
-    u64* flags = b.row_flags_of(b.rank, b.rank, token);
-    put_from_outbox<Senders>(b, ranks, b.row(b.rank, b.rank, token), from, kRowBytes, flags, both(epoch));
+#else
+    if (i < kVectors) {
+      reinterpret_cast<Vec*>(from)[i] = v;
+    }
+#endif
+  }
+  u64* flags = b.row_flags_of(b.rank, b.rank, token);
+  put_from_outbox<Senders>(b, ranks, b.row(b.rank, b.rank, token), from, kRowBytes, flags, both(epoch));
 }
 
 // The tasks for ranks out of reach; false where `task` is behind them.
 DEVICE bool put_task(const Params& p, const Shared& shared, int& task, u32 epoch, u32 alive) {
-    const Buffers& b = p.common.buffers;
-    if (task < RANKS) {
-        if (!b.reaches(task) && alive >> task & 1) {
-            put_meta(p, shared, task, epoch);
-        }
-        return true;
+  const Buffers& b = p.common.buffers;
+  if (task < RANKS) {
+    if (!b.reaches(task) && alive >> task & 1) {
+      put_meta(p, shared, task, epoch);
     }
-    task -= RANKS;
-    if (task < p.common.num_tokens) {
-        put_row(p, shared, task, epoch, alive);
-        return true;
-    }
-    task -= p.common.num_tokens;
-    return false;
+    return true;
+  }
+  task -= RANKS;
+  if (task < p.common.num_tokens) {
+    put_row(p, shared, task, epoch, alive);
+    return true;
+  }
+  task -= p.common.num_tokens;
+  return false;
 }
 
 DEVICE int put_tasks(const Common& c) { return RANKS + c.num_tokens; }
 #endif
 
 DEVICE void send_all(const Params& p, Shared& shared) {
-    const Common& c = p.common;
-    const Buffers& b = c.buffers;
-    Tickets<Senders> tickets(&c.counters->dispatch, &shared.ticket);
-    const u32 alive = c.alive();
-    for (int id = threadIdx.x; id < min(c.num_ids, kPlaces); id += kThreads) {
-        shared.places[id] = load_place(p, id);
-    }
-    u64 ticket = tickets.next();
-    const u32 epoch = static_cast<u32>(ticket >> 32);
-    grid_dependency_wait();
-    const bool as_packets = b.rows_are_packets(c.num_tokens);
-    const int parts = as_packets ? c.packet_parts_of(c.num_tokens) : kRowParts;
-    const int meta_tasks = (c.num_tokens + kMetaTokens - 1) / kMetaTokens;
+  const Common& c = p.common;
+  const Buffers& b = c.buffers;
+  Tickets<Senders> tickets(&c.counters->dispatch, &shared.ticket);
+  const u32 alive = c.alive();
+  for (int id = threadIdx.x; id < min(c.num_ids, kPlaces); id += kThreads) {
+    shared.places[id] = load_place(p, id);
+  }
+  u64 ticket = tickets.next();
+  const u32 epoch = static_cast<u32>(ticket >> 32);
+  grid_dependency_wait();
+  const bool as_packets = b.rows_are_packets(c.num_tokens);
+  const int parts = as_packets ? c.packet_parts_of(c.num_tokens) : kRowParts;
+  const int meta_tasks = (c.num_tokens + kMetaTokens - 1) / kMetaTokens;
 #if DEVICE_API
-    const u32 total = put_tasks(c) + meta_tasks + c.num_tokens * parts;
+  const u32 total = put_tasks(c) + meta_tasks + c.num_tokens * parts;
 #else
-    const u32 total = meta_tasks + c.num_tokens * parts;
+  const u32 total = meta_tasks + c.num_tokens * parts;
 #endif
-    const bool is_first = static_cast<u32>(ticket) == 0;
-    if (is_first && threadIdx.x < RANKS && b.reaches(threadIdx.x) && alive >> threadIdx.x & 1) {
-        send_header(c, threadIdx.x, epoch);
-    }
-    if (threadIdx.x == kThreads - 1) {
-        hand_over(is_first, &c.counters->combine, epoch);
-    }
-    for (; static_cast<u32>(ticket) < total; ticket = tickets.next()) {
-        int left = static_cast<int>(static_cast<u32>(ticket));
+  const bool is_first = static_cast<u32>(ticket) == 0;
+  if (is_first && threadIdx.x < RANKS && b.reaches(threadIdx.x) && alive >> threadIdx.x & 1) {
+    send_header(c, threadIdx.x, epoch);
+  }
+  if (threadIdx.x == kThreads - 1) {
+    hand_over(is_first, &c.counters->combine, epoch);
+  }
+  for (; static_cast<u32>(ticket) < total; ticket = tickets.next()) {
+    int left = static_cast<int>(static_cast<u32>(ticket));
 #if DEVICE_API
-        if (put_task(p, shared, left, epoch, alive)) {
-            continue;
-        }
+    if (put_task(p, shared, left, epoch, alive)) {
+      continue;
+    }
 #endif
-        if (left < meta_tasks) {
-            tickets.draw_ahead();
-            send_meta(p, shared, left, epoch, alive);
-            continue;
-        }
-        const int part = (left - meta_tasks) % parts, token = (left - meta_tasks) / parts;
-        if (as_packets) {
-            tickets.draw_ahead();
-            send_packets(p, shared, token, part, parts, epoch, alive);
-        } else {
-            send_plain(p, shared, tickets, token, part, epoch, alive);
-        }
+    if (left < meta_tasks) {
+      tickets.draw_ahead();
+      send_meta(p, shared, left, epoch, alive);
+      continue;
     }
-    for (; refresh_is_due(epoch) && static_cast<u32>(ticket) - total < static_cast<u32>(b.capacity);
-         ticket = tickets.next()) {
-        const int slot = static_cast<int>(static_cast<u32>(ticket) - total);
-        const u32 ranks = slot < c.num_tokens ? destinations(p, shared, slot, alive) : 0;
-        refresh_row(c, slot, ranks, epoch, alive);
+    const int part = (left - meta_tasks) % parts, token = (left - meta_tasks) / parts;
+    if (as_packets) {
+      tickets.draw_ahead();
+      send_packets(p, shared, token, part, parts, epoch, alive);
+    } else {
+      send_plain(p, shared, tickets, token, part, epoch, alive);
     }
+  }
+  for (; refresh_is_due(epoch) && static_cast<u32>(ticket) - total < static_cast<u32>(b.capacity);
+       ticket = tickets.next()) {
+    const int slot = static_cast<int>(static_cast<u32>(ticket) - total);
+    const u32 ranks = slot < c.num_tokens ? destinations(p, shared, slot, alive) : 0;
+    refresh_row(c, slot, ranks, epoch, alive);
+  }
 }
 
 // ==== Receive ====
@@ -383,291 +378,287 @@ DEVICE void send_all(const Params& p, Shared& shared) {
 
 // The slots, as bits, of a token whose local expert `is_wanted`; none where they did not come in time.
 template <typename Wanted>
-DEVICE u32 slots_where(const Buffers& b, Waits& wait, int source, int token,
-                                           const Wanted& is_wanted) {
-    constexpr int kAtOnce = kLocalLines == 2 ? 2 : 1;  // lines on their way
-    const u8* at = b.meta_of(b.rank, source, token, wait.epoch);
-    u32 slots = 0;
+DEVICE u32 slots_where(const Buffers& b, Waits& wait, int source, int token, const Wanted& is_wanted) {
+  constexpr int kAtOnce = kLocalLines == 2 ? 2 : 1;  // lines on their way
+  const u8* at = b.meta_of(b.rank, source, token, wait.epoch);
+  u32 slots = 0;
 #pragma unroll 1
-    for (int first = 0; first < kLocalLines; first += kAtOnce) {
-        Vec lines[kAtOnce];
+  for (int first = 0; first < kLocalLines; first += kAtOnce) {
+    Vec lines[kAtOnce];
 #pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-            lines[n] = load_volatile(at + 16 * min(first + n, kLocalLines - 1));
-        }
-#pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-            const int line = min(first + n, kLocalLines - 1);
-            if (!is_of(lines[n], wait.epoch) && !wait.for_line(at + 16 * line, source, lines[n])) {
-                return 0;
-            }
-            const Vec& v = lines[n];
-            const u32 four[kLocalsOfLine] = {v.x & 0xffff, v.x >> 16, v.z & 0xffff, v.z >> 16};
-#pragma unroll
-            for (int i = 0; i < kLocalsOfLine; ++i) {
-                slots |= is_wanted(four[i]) ? 1u << (line * kLocalsOfLine + i) : 0u;
-            }
-        }
+    for (int n = 0; n < kAtOnce; ++n) {
+      lines[n] = load_volatile(at + 16 * min(first + n, kLocalLines - 1));
     }
-    return slots;
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const int line = min(first + n, kLocalLines - 1);
+      if (!is_of(lines[n], wait.epoch) && !wait.for_line(at + 16 * line, source, lines[n])) {
+        return 0;
+      }
+      const Vec& v = lines[n];
+      const u32 four[kLocalsOfLine] = {v.x & 0xffff, v.x >> 16, v.z & 0xffff, v.z >> 16};
+#pragma unroll
+      for (int i = 0; i < kLocalsOfLine; ++i) {
+        slots |= is_wanted(four[i]) ? 1u << (line * kLocalsOfLine + i) : 0u;
+      }
+    }
+  }
+  return slots;
 }
 
 // What is read of a row for one vector: itself, or its codes and their scale.
 struct Raw {
-    Vec data;
+  Vec data;
 
-    Raw() = default;
-    DEVICE Raw(const u8* row, int i) {
+  Raw() = default;
+  DEVICE Raw(const u8* row, int i) {
 #if FP8
-        const uint2 codes = __ldcv(reinterpret_cast<const uint2*>(row) + i);
-        data.x = codes.x;
-        data.y = codes.y;
-        data.z = __ldcv(reinterpret_cast<const u32*>(row + HIDDEN) + i / kScaleVectors);
+    const uint2 codes = __ldcv(reinterpret_cast<const uint2*>(row) + i);
+    data.x = codes.x;
+    data.y = codes.y;
+    data.z = __ldcv(reinterpret_cast<const u32*>(row + HIDDEN) + i / kScaleVectors);
 #else
-        data = load_volatile(row + 16ull * i);
+    data = load_volatile(row + 16ull * i);
 #endif
-    }
+  }
 
-    // As the experts take it.
-    DEVICE Vec plain() const {
-        return FP8 ? dequantize(Codes{data.x, data.y}, __uint_as_float(data.z)) : data;
-    }
+  // As the experts take it.
+  DEVICE Vec plain() const { return FP8 ? dequantize(Codes{data.x, data.y}, __uint_as_float(data.z)) : data; }
 };
 
 // A warp brings a part of a row that is there to where the experts read it.
 DEVICE void move_plain(const u8* row, int begin, int end, Vec* there) {
-    constexpr int kAhead = 3;  // as many as there are registers for
-    for (int base = begin + threadIdx.x % 32; base < end; base += kAhead * 32) {
-        Raw raw[kAhead];
+  constexpr int kAhead = 3;  // as many as there are registers for
+  for (int base = begin + threadIdx.x % 32; base < end; base += kAhead * 32) {
+    Raw raw[kAhead];
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-            if (base + j * 32 < end) {
-                raw[j] = Raw(row, base + j * 32);
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-            if (base + j * 32 < end) {
-                there[base + j * 32] = raw[j].plain();
-            }
-        }
+    for (int j = 0; j < kAhead; ++j) {
+      if (base + j * 32 < end) {
+        raw[j] = Raw(row, base + j * 32);
+      }
     }
-    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      if (base + j * 32 < end) {
+        there[base + j * 32] = raw[j].plain();
+      }
+    }
+  }
+  __syncwarp();
 }
 
 // This thread's vector of a packet as the experts take it.
 DEVICE void unpack_packet(Vec v, int packet, Vec* there) {
-    const int vector = packet * kPacketVectors + packet_slot();
+  const int vector = packet * kPacketVectors + packet_slot();
 #if FP8
-    constexpr int kGroupVectors = kScaleVectors / 2;  // of sixteen codes
-    const u32 first = __shfl_sync(kAllLanes, v.x, threadIdx.x % 32 | kPacketVectors);
-    const u32 next = __shfl_sync(kAllLanes, v.z, threadIdx.x % 32 | kPacketVectors);
-    const bool is_of_first = vector / kGroupVectors == packet * kPacketVectors / kGroupVectors;
-    const float scale = __uint_as_float(is_of_first ? first : next);
-    if (packet_slot() < kPacketVectors && vector < kVectors / 2) {
-        there[2 * vector] = dequantize(Codes{v.x, v.y}, scale);
-        there[2 * vector + 1] = dequantize(Codes{v.z, v.w}, scale);
-    }
+  constexpr int kGroupVectors = kScaleVectors / 2;  // of sixteen codes
+  const u32 first = __shfl_sync(kAllLanes, v.x, threadIdx.x % 32 | kPacketVectors);
+  const u32 next = __shfl_sync(kAllLanes, v.z, threadIdx.x % 32 | kPacketVectors);
+  const bool is_of_first = vector / kGroupVectors == packet * kPacketVectors / kGroupVectors;
+  const float scale = __uint_as_float(is_of_first ? first : next);
+  if (packet_slot() < kPacketVectors && vector < kVectors / 2) {
+    there[2 * vector] = dequantize(Codes{v.x, v.y}, scale);
+    there[2 * vector + 1] = dequantize(Codes{v.z, v.w}, scale);
+  }
 #else
-    if (packet_slot() < kPacketVectors && vector < kVectors) {
-        there[vector] = v;
-    }
+  if (packet_slot() < kPacketVectors && vector < kVectors) {
+    there[vector] = v;
+  }
 #endif
 }
 
 // A warp waits for packets of a row, and brings them to where the experts read it.
-DEVICE void move_packets(const Buffers& b, Waits& wait, int source, int token, int begin, int end,
-                                             Vec* there) {
-    constexpr int kAhead = 4;
-    const int in_warp = threadIdx.x % 32 / kPacketThreads;
-    const u8* at = b.row_packet(b.rank, source, token, begin + in_warp);
-    for (int base = begin; base < end; base += kAhead * kWarpPackets, at += kAhead * kWarpPackets * kPacketBytes) {
-        Vec v[kAhead];
+DEVICE void move_packets(const Buffers& b, Waits& wait, int source, int token, int begin, int end, Vec* there) {
+  constexpr int kAhead = 4;
+  const int in_warp = threadIdx.x % 32 / kPacketThreads;
+  const u8* at = b.row_packet(b.rank, source, token, begin + in_warp);
+  for (int base = begin; base < end; base += kAhead * kWarpPackets, at += kAhead * kWarpPackets * kPacketBytes) {
+    Vec v[kAhead];
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-            if (base + j * kWarpPackets < end) {
-                v[j] = load_packets(at + j * kWarpPackets * kPacketBytes);
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-            if (base + j * kWarpPackets < end && wait.for_packets(at + j * kWarpPackets * kPacketBytes, source, v[j])) {
-                unpack_packet(v[j], base + j * kWarpPackets + in_warp, there);
-            }
-        }
+    for (int j = 0; j < kAhead; ++j) {
+      if (base + j * kWarpPackets < end) {
+        v[j] = load_packets(at + j * kWarpPackets * kPacketBytes);
+      }
     }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      if (base + j * kWarpPackets < end && wait.for_packets(at + j * kWarpPackets * kPacketBytes, source, v[j])) {
+        unpack_packet(v[j], base + j * kWarpPackets + in_warp, there);
+      }
+    }
+  }
 }
 
 // A warp waits for a row, and moves a part of it to `there` unless that is null and it lies where it is read.
-DEVICE void take_row(const Buffers& b, Waits& wait, bool as_packets, int source, int token,
-                                         int part, int parts, u8* there) {
-    if (as_packets) {
-        const int begin = packet_begin<kWarpPackets>(part, parts, kRowPackets);
-        const int end = packet_begin<kWarpPackets>(part + 1, parts, kRowPackets);
-        u8* to = there ? there : b.row(b.rank, source, token);
-        move_packets(b, wait, source, token, begin, end, reinterpret_cast<Vec*>(to));
-    } else if (__all_sync(kAllLanes, wait_for_row(b, wait, b.row_flags_of(b.rank, source, token), source)) && there) {
-        const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
-        move_plain(b.row(b.rank, source, token), begin, end, reinterpret_cast<Vec*>(there));
-    }
+DEVICE void take_row(const Buffers& b, Waits& wait, bool as_packets, int source, int token, int part, int parts,
+                     u8* there) {
+  if (as_packets) {
+    const int begin = packet_begin<kWarpPackets>(part, parts, kRowPackets);
+    const int end = packet_begin<kWarpPackets>(part + 1, parts, kRowPackets);
+    u8* to = there ? there : b.row(b.rank, source, token);
+    move_packets(b, wait, source, token, begin, end, reinterpret_cast<Vec*>(to));
+  } else if (__all_sync(kAllLanes, wait_for_row(b, wait, b.row_flags_of(b.rank, source, token), source)) && there) {
+    const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
+    move_plain(b.row(b.rank, source, token), begin, end, reinterpret_cast<Vec*>(there));
+  }
 }
 
 // The group's share of the rows on its list, `count` of the expert's from number `first` on; the warps of all groups of
 // the expert have turns at them.
-DEVICE void take_listed(const Params& p, Waits& wait, const Shared& shared, int expert, int share,
-                                            int first, int count) {
-    const Buffers& b = p.common.buffers;
-    const int warps = p.shares * kWarps, parts = p.parts_of_row(warps, count);
-    for (int task = threadIdx.x % kThreads / 32 * p.shares + share; task < count * parts; task += warps) {
-        const int part = task % parts, n = task / parts;
-        const Arrival a = shared.arrivals[n];
-        const bool as_packets = b.rows_are_packets(shared.tokens_of(a.source));
-        u8* there = p.out + 2ull * HIDDEN * (expert * RANKS * b.capacity + first + n);
-        take_row(b, wait, as_packets, a.source, a.token, part, parts, there);
-    }
-    Receivers::sync();
+DEVICE void take_listed(const Params& p, Waits& wait, const Shared& shared, int expert, int share, int first,
+                        int count) {
+  const Buffers& b = p.common.buffers;
+  const int warps = p.shares * kWarps, parts = p.parts_of_row(warps, count);
+  for (int task = threadIdx.x % kThreads / 32 * p.shares + share; task < count * parts; task += warps) {
+    const int part = task % parts, n = task / parts;
+    const Arrival a = shared.arrivals[n];
+    const bool as_packets = b.rows_are_packets(shared.tokens_of(a.source));
+    u8* there = p.out + 2ull * HIDDEN * (expert * RANKS * b.capacity + first + n);
+    take_row(b, wait, as_packets, a.source, a.token, part, parts, there);
+  }
+  Receivers::sync();
 }
 
 // All rows that arrive, each part by a warp, for experts that take rows by reference.
 DEVICE void take_all(const Params& p, Waits& wait, const Shared& shared) {
-    const Buffers& b = p.common.buffers;
-    int most = 0;
-    bool moves = p.out != nullptr;
-    for (int source = 0; source < RANKS; ++source) {
-        most = max(most, shared.tokens_of(source));
-        moves |= shared.tokens_of(source) > 0 && b.rows_are_packets(shared.tokens_of(source));
+  const Buffers& b = p.common.buffers;
+  int most = 0;
+  bool moves = p.out != nullptr;
+  for (int source = 0; source < RANKS; ++source) {
+    most = max(most, shared.tokens_of(source));
+    moves |= shared.tokens_of(source) > 0 && b.rows_are_packets(shared.tokens_of(source));
+  }
+  // Groups that have no expert to list go first.
+  const int groups = gridDim.x, group = (blockIdx.x + groups - p.num_local_experts % groups) % groups;
+  const int parts = moves ? p.parts_of_row(groups * kWarps, most * RANKS) : 1;
+  const int first = threadIdx.x % kThreads / 32 * groups + group;
+  for (int task = first; task < most * parts * RANKS; task += groups * kWarps) {
+    const int source = task % RANKS, part = task / RANKS % parts, token = task / RANKS / parts;
+    const auto is_here = [](u32 local) { return local != kNotHere; };
+    const bool is_listed = token < shared.tokens_of(source) && slots_where(b, wait, source, token, is_here);
+    if (__all_sync(kAllLanes, is_listed)) {
+      u8* there = p.out ? p.out + 2 * HIDDEN * b.index(source, token) : nullptr;
+      take_row(b, wait, b.rows_are_packets(shared.tokens_of(source)), source, token, part, parts, there);
     }
-    // Groups that have no expert to list go first.
-    const int groups = gridDim.x, group = (blockIdx.x + groups - p.num_local_experts % groups) % groups;
-    const int parts = moves ? p.parts_of_row(groups * kWarps, most * RANKS) : 1;
-    const int first = threadIdx.x % kThreads / 32 * groups + group;
-    for (int task = first; task < most * parts * RANKS; task += groups * kWarps) {
-        const int source = task % RANKS, part = task / RANKS % parts, token = task / RANKS / parts;
-        const auto is_here = [](u32 local) { return local != kNotHere; };
-        const bool is_listed = token < shared.tokens_of(source) && slots_where(b, wait, source, token, is_here);
-        if (__all_sync(kAllLanes, is_listed)) {
-            u8* there = p.out ? p.out + 2 * HIDDEN * b.index(source, token) : nullptr;
-            take_row(b, wait, b.rows_are_packets(shared.tokens_of(source)), source, token, part, parts, there);
-        }
-    }
+  }
 }
 
 // Learns from every source how many tokens it has.
 DEVICE void read_headers(const Params& p, Waits& wait, Shared& shared, u32 alive) {
-    const Buffers& b = p.common.buffers;
-    const int thread = threadIdx.x % kThreads;
-    if (thread < 32) {
-        u32 tokens = 0;
-        if (thread < RANKS && alive >> thread & 1) {
-            u64* header = b.header_of(b.rank, thread, wait.epoch);
-            if (!wait.for_number(header, thread, tokens)) {
-                tokens = 0;
-            }
+  const Buffers& b = p.common.buffers;
+  const int thread = threadIdx.x % kThreads;
+  if (thread < 32) {
+    u32 tokens = 0;
+    if (thread < RANKS && alive >> thread & 1) {
+      u64* header = b.header_of(b.rank, thread, wait.epoch);
+      if (!wait.for_number(header, thread, tokens)) {
+        tokens = 0;
+      }
 #if DEVICE_API
-            else if (!b.reaches(thread)) {
-                settle(header, static_cast<u64>(wait.epoch) << 32 | tokens);
-            }
+      else if (!b.reaches(thread)) {
+        settle(header, static_cast<u64>(wait.epoch) << 32 | tokens);
+      }
 #endif
-        }
-        __syncwarp();
-        int before = 0;
-#pragma unroll
-        for (int rank = 0; rank < RANKS; ++rank) {
-            const int of_rank = __shfl_sync(kAllLanes, static_cast<int>(tokens), rank);
-            before += rank < thread ? of_rank : 0;
-        }
-        if (thread <= RANKS) {
-            shared.before[thread] = before;
-        }
     }
-    Receivers::sync();
+    __syncwarp();
+    int before = 0;
+#pragma unroll
+    for (int rank = 0; rank < RANKS; ++rank) {
+      const int of_rank = __shfl_sync(kAllLanes, static_cast<int>(tokens), rank);
+      before += rank < thread ? of_rank : 0;
+    }
+    if (thread <= RANKS) {
+      shared.before[thread] = before;
+    }
+  }
+  Receivers::sync();
 }
 
 // Reads every source's slots and lists the rows of one expert; in the expanded form also takes a share of them.
 DEVICE void list_expert(const Params& p, Waits& wait, Shared& shared, int expert, int share) {
-    const Buffers& b = p.common.buffers;
-    const bool expands = p.expert_row_ids == nullptr;
-    const int thread = threadIdx.x % kThreads, warp = thread / 32, lane = thread % 32;
-    const int total = shared.before[RANKS], max_rows = RANKS * b.capacity;
-    int listed = 0, taken = 0;
-    for (int start = 0; start < total; start += kThreads) {
-        const int i = start + thread;
-        int source = 0;
+  const Buffers& b = p.common.buffers;
+  const bool expands = p.expert_row_ids == nullptr;
+  const int thread = threadIdx.x % kThreads, warp = thread / 32, lane = thread % 32;
+  const int total = shared.before[RANKS], max_rows = RANKS * b.capacity;
+  int listed = 0, taken = 0;
+  for (int start = 0; start < total; start += kThreads) {
+    const int i = start + thread;
+    int source = 0;
 #pragma unroll
-        for (int rank = 1; rank < RANKS; ++rank) {
-            source = i >= shared.before[rank] ? rank : source;
-        }
-        const int token = i - shared.before[source], row = source * b.capacity + token;
-        const auto is_its = [=](u32 local) { return local == static_cast<u32>(expert); };
-        const u32 slots = i < total ? slots_where(b, wait, source, token, is_its) : 0;
-        __syncwarp();
-        const u32 have = __ballot_sync(kAllLanes, slots != 0);
-        if (lane == 0) {
-            shared.warp_counts[warp] = __popc(have);
-        }
-        Receivers::sync();
-        int position = listed + __popc(have & ((1u << lane) - 1));
+    for (int rank = 1; rank < RANKS; ++rank) {
+      source = i >= shared.before[rank] ? rank : source;
+    }
+    const int token = i - shared.before[source], row = source * b.capacity + token;
+    const auto is_its = [=](u32 local) { return local == static_cast<u32>(expert); };
+    const u32 slots = i < total ? slots_where(b, wait, source, token, is_its) : 0;
+    __syncwarp();
+    const u32 have = __ballot_sync(kAllLanes, slots != 0);
+    if (lane == 0) {
+      shared.warp_counts[warp] = __popc(have);
+    }
+    Receivers::sync();
+    int position = listed + __popc(have & ((1u << lane) - 1));
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
-            position += w < warp ? shared.warp_counts[w] : 0;
-            listed += shared.warp_counts[w];
-        }
-        if (slots && share == 0) {
-            if (!expands) {
-                p.expert_row_ids[static_cast<u64>(expert) * max_rows + position] = row;
-            }
-            for (u32 left = slots; left; left &= left - 1) {
-                p.positions[row * TOPK + __ffs(left) - 1] = position;
-            }
-        }
-        if (slots && expands) {
-            shared.arrivals[position - taken] = Arrival{source, token};
-        }
-        Receivers::sync();
-        const bool is_last = start + kThreads >= total;
-        if (expands && (is_last || listed - taken > kListed - kThreads)) {
-            take_listed(p, wait, shared, expert, share, taken, listed - taken);
-            taken = listed;
-        }
+    for (int w = 0; w < kWarps; ++w) {
+      position += w < warp ? shared.warp_counts[w] : 0;
+      listed += shared.warp_counts[w];
     }
-    if (thread == 0 && share == 0) {
-        p.expert_num_tokens[expert] = listed;
+    if (slots && share == 0) {
+      if (!expands) {
+        p.expert_row_ids[static_cast<u64>(expert) * max_rows + position] = row;
+      }
+      for (u32 left = slots; left; left &= left - 1) {
+        p.positions[row * TOPK + __ffs(left) - 1] = position;
+      }
     }
+    if (slots && expands) {
+      shared.arrivals[position - taken] = Arrival{source, token};
+    }
+    Receivers::sync();
+    const bool is_last = start + kThreads >= total;
+    if (expands && (is_last || listed - taken > kListed - kThreads)) {
+      take_listed(p, wait, shared, expert, share, taken, listed - taken);
+      taken = listed;
+    }
+  }
+  if (thread == 0 && share == 0) {
+    p.expert_num_tokens[expert] = listed;
+  }
 }
 
 DEVICE void receive_all(const Params& p, Shared& shared) {
-    const Common& c = p.common;
-    const bool by_reference = p.expert_row_ids != nullptr;
-    const int lists = p.num_local_experts * p.shares;
-    // A rank without experts waits for the headers, too: it must not be two batches ahead of anybody.
-    if (!by_reference && static_cast<int>(blockIdx.x) >= max(lists, 1)) {
-        return;
-    }
-    const u32 epoch = static_cast<u32>(*reinterpret_cast<volatile u64*>(&c.counters->dispatch) >> 32);
-    Waits wait(c.limits, epoch);
-    read_headers(p, wait, shared, c.alive());
-    for (int task = blockIdx.x; task < lists; task += gridDim.x) {
-        list_expert(p, wait, shared, task / p.shares, task % p.shares);
-    }
-    if (by_reference) {
-        take_all(p, wait, shared);
-    }
+  const Common& c = p.common;
+  const bool by_reference = p.expert_row_ids != nullptr;
+  const int lists = p.num_local_experts * p.shares;
+  // A rank without experts waits for the headers, too: it must not be two batches ahead of anybody.
+  if (!by_reference && static_cast<int>(blockIdx.x) >= max(lists, 1)) {
+    return;
+  }
+  const u32 epoch = static_cast<u32>(*reinterpret_cast<volatile u64*>(&c.counters->dispatch) >> 32);
+  Waits wait(c.limits, epoch);
+  read_headers(p, wait, shared, c.alive());
+  for (int task = blockIdx.x; task < lists; task += gridDim.x) {
+    list_expert(p, wait, shared, task / p.shares, task % p.shares);
+  }
+  if (by_reference) {
+    take_all(p, wait, shared);
+  }
 }
 
 // ==== Kernel ====
 
 extern "C" __global__ void __launch_bounds__(2 * kThreads, 2) low_latency_dispatch(const __grid_constant__ Params p) {
-    __shared__ Shared shared;
-    const int phases = p.common.phases;
-    if (threadIdx.x < kThreads) {
-        if (phases & SEND) {
-            send_all(p, shared);
-        }
-    } else if (phases & RECEIVE) {
-        grid_dependency_wait();
-        if (!(phases & SEND)) {
-            grid_dependency_launch();
-        }
-        receive_all(p, shared);
+  __shared__ Shared shared;
+  const int phases = p.common.phases;
+  if (threadIdx.x < kThreads) {
+    if (phases & SEND) {
+      send_all(p, shared);
     }
+  } else if (phases & RECEIVE) {
+    grid_dependency_wait();
+    if (!(phases & SEND)) {
+      grid_dependency_launch();
+    }
+    receive_all(p, shared);
+  }
 }

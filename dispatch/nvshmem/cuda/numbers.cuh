@@ -3,7 +3,7 @@
 
 #include "protocol.cuh"
 
-constexpr int kColumns = 8;       // of a vector
+constexpr int kColumns = 8;        // of a vector
 constexpr int kScaleVectors = 16;  // vectors that share a scale: 128 columns
 constexpr float kLargestCode = 448.0f;
 constexpr float kTinyScale = 1.17549435e-38f;
@@ -11,77 +11,77 @@ constexpr float kSmall = 8.2718061255302767e-25f;  // 2^-80
 constexpr float kLarge = 1.2379400392853803e27f;   // 2^90
 
 struct Floats {
-    float v[kColumns];
+  float v[kColumns];
 };
 
 DEVICE float low_half(u32 pair) {
 #if ACT_BF16
-    return __uint_as_float(pair << 16);
+  return __uint_as_float(pair << 16);
 #else
-    float f;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(pair));
-    return f;
+  float f;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(pair));
+  return f;
 #endif
 }
 
 DEVICE float high_half(u32 pair) {
 #if ACT_BF16
-    return __uint_as_float(pair & 0xffff0000u);
+  return __uint_as_float(pair & 0xffff0000u);
 #else
-    float f;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(pair));
-    return f;
+  float f;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(pair));
+  return f;
 #endif
 }
 
 DEVICE u32 pack_halves(float low, float high) {
-    u32 pair;
+  u32 pair;
 #if ACT_BF16
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
 #else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
 #endif
-    return pair;
+  return pair;
 }
 
 DEVICE Floats unpack(Vec v) {
-    return Floats{{low_half(v.x), high_half(v.x), low_half(v.y), high_half(v.y), low_half(v.z), high_half(v.z),
-                   low_half(v.w), high_half(v.w)}};
+  return Floats{{low_half(v.x), high_half(v.x), low_half(v.y), high_half(v.y), low_half(v.z), high_half(v.z),
+                 low_half(v.w), high_half(v.w)}};
 }
 
 DEVICE Vec pack(const Floats& f) {
-    return Vec{pack_halves(f.v[0], f.v[1]), pack_halves(f.v[2], f.v[3]), pack_halves(f.v[4], f.v[5]),
-               pack_halves(f.v[6], f.v[7])};
+  return Vec{pack_halves(f.v[0], f.v[1]), pack_halves(f.v[2], f.v[3]), pack_halves(f.v[4], f.v[5]),
+             pack_halves(f.v[6], f.v[7])};
 }
 
 DEVICE void add(Floats& sum, Vec v) {
-    const Floats f = unpack(v);
+  const Floats f = unpack(v);
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-        sum.v[i] = __fadd_rn(sum.v[i], f.v[i]);
-    }
+  for (int i = 0; i < kColumns; ++i) {
+    sum.v[i] = __fadd_rn(sum.v[i], f.v[i]);
+  }
 }
 
 // Two codes, x in the lower byte; to nearest, ties to even; magnitudes are at most 448, or NaN.
 #if __CUDA_ARCH__ >= 890
 DEVICE u32 to_e4m3(float x, float y) {
-    unsigned short pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
-    return pair;
+  unsigned short pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
+  return pair;
 }
 #else
 DEVICE u32 to_e4m3(float x) {
-    const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80;
-    const float magnitude = fabsf(x);
-    if (x != x) {
-        return sign | 0x7f;
-    }
-    if (magnitude < 0.015625f) {  // below 2^-6 codes are multiples of 2^-9
-        return sign | static_cast<u32>(__float2int_rn(magnitude * 512.0f));
-    }
-    u32 m = __float_as_uint(magnitude);
-    m += 0x7ffff + (m >> 20 & 1);
-    return sign | ((m >> 20) - (120 << 3));
+  const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80;
+  const float magnitude = fabsf(x);
+  if (x != x) {
+    return sign | 0x7f;
+  }
+  if (magnitude < 0.015625f) {  // below 2^-6 codes are multiples of 2^-9
+    return sign | static_cast<u32>(__float2int_rn(magnitude * 512.0f));
+  }
+  u32 m = __float_as_uint(magnitude);
+  m += 0x7ffff + (m >> 20 & 1);
+  return sign | ((m >> 20) - (120 << 3));
 }
 
 DEVICE u32 to_e4m3(float x, float y) { return to_e4m3(x) | to_e4m3(y) << 8; }
@@ -90,111 +90,111 @@ DEVICE u32 to_e4m3(float x, float y) { return to_e4m3(x) | to_e4m3(y) << 8; }
 // Two codes as floats, that in the lower byte first; exact.
 #if __CUDA_ARCH__ >= 890
 DEVICE void from_e4m3(u32 pair, float& low, float& high) {
-    asm("{.reg .b32 both; .reg .b16 l, h; cvt.rn.f16x2.e4m3x2 both, %2; mov.b32 {l, h}, both;"
-        " cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
-        : "=f"(low), "=f"(high)
-        : "h"(static_cast<unsigned short>(pair)));
+  asm("{.reg .b32 both; .reg .b16 l, h; cvt.rn.f16x2.e4m3x2 both, %2; mov.b32 {l, h}, both;"
+      " cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+      : "=f"(low), "=f"(high)
+      : "h"(static_cast<unsigned short>(pair)));
 }
 #else
 DEVICE float from_e4m3(u32 code) {
-    const u32 magnitude = code & 0x7f;
-    const float value = __uint_as_float(magnitude << 20) * 1.329227995784916e36f;  // 2^120 mends the exponent's bias
-    return __uint_as_float((code & 0x80) << 24 | (magnitude == 0x7f ? 0x7fc00000 : __float_as_uint(value)));
+  const u32 magnitude = code & 0x7f;
+  const float value = __uint_as_float(magnitude << 20) * 1.329227995784916e36f;  // 2^120 mends the exponent's bias
+  return __uint_as_float((code & 0x80) << 24 | (magnitude == 0x7f ? 0x7fc00000 : __float_as_uint(value)));
 }
 
 DEVICE void from_e4m3(u32 pair, float& low, float& high) {
-    low = from_e4m3(pair & 0xff);
-    high = from_e4m3(pair >> 8 & 0xff);
+  low = from_e4m3(pair & 0xff);
+  high = from_e4m3(pair >> 8 & 0xff);
 }
 #endif
 
 // x / y by the rounded inverse of y, refined once. Of y = 448 and 16-bit x, the scale made of it is that of the rounded
 // quotient.
 DEVICE float divide(float x, float y, float inverse) {
-    const float q = __fmul_rn(x, inverse);
-    return __fmaf_rn(__fmaf_rn(-q, y, x), inverse, q);
+  const float q = __fmul_rn(x, inverse);
+  return __fmaf_rn(__fmaf_rn(-q, y, x), inverse, q);
 }
 
 // 1 / y as a sum, the first a little too small and the rest positive, so that of x = -0 the sign stays.
 struct Inverse {
-    float most, rest;
+  float most, rest;
 
-    DEVICE explicit Inverse(float y) {
-        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(most) : "f"(y));  // off by one unit in the last place at most
-        most = __uint_as_float(__float_as_uint(most) - 2);
-        rest = __fmul_rn(__fmaf_rn(-most, y, 1.0f), most);
-    }
+  DEVICE explicit Inverse(float y) {
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(most) : "f"(y));  // off by one unit in the last place at most
+    most = __uint_as_float(__float_as_uint(most) - 2);
+    rest = __fmul_rn(__fmaf_rn(-most, y, 1.0f), most);
+  }
 
-    // x / y. Of 16-bit x and y = a 16-bit number / 448, rounded, the code made of it is that of the rounded quotient:
-    // every pair of mantissas was tried with 22 exponents and with inverses that are up to five units too small.
-    DEVICE float times(float x) const { return __fmaf_rn(x, most, __fmul_rn(x, rest)); }
+  // x / y. Of 16-bit x and y = a 16-bit number / 448, rounded, the code made of it is that of the rounded quotient:
+  // every pair of mantissas was tried with 22 exponents and with inverses that are up to five units too small.
+  DEVICE float times(float x) const { return __fmaf_rn(x, most, __fmul_rn(x, rest)); }
 };
 
 // Of each half the larger number; NaN where both are.
 DEVICE u32 larger(u32 a, u32 b) {
-    u32 c;
+  u32 c;
 #if ACT_BF16
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
 #else
-    asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
 #endif
-    return c;
+  return c;
 }
 
 struct Codes {
-    u32 low, high;  // columns 0 to 3 and 4 to 7, the first in the lowest byte
+  u32 low, high;  // columns 0 to 3 and 4 to 7, the first in the lowest byte
 };
 
 constexpr u32 kMagnitude = 0x7fff, kMagnitudes = kMagnitude << 16 | kMagnitude;
 
 // The scale of a group by its largest magnitude, 16 bits, NaN where it has nothing but NaN.
 DEVICE float scale_of(u32 largest) {
-    const float x = low_half(largest);
-    const bool is_usual = x > kSmall && x < kLarge;  // nothing underflows
-    // fmaxf passes over NaN.
-    return is_usual ? divide(x, kLargestCode, 1.0f / kLargestCode) : fmaxf(__fdiv_rn(x, kLargestCode), kTinyScale);
+  const float x = low_half(largest);
+  const bool is_usual = x > kSmall && x < kLarge;  // nothing underflows
+  // fmaxf passes over NaN.
+  return is_usual ? divide(x, kLargestCode, 1.0f / kLargestCode) : fmaxf(__fdiv_rn(x, kLargestCode), kTinyScale);
 }
 
 // Codes of one vector, and its group's scale and largest magnitude; all 16 threads of a group call it together, with
 // zeros behind K.
 DEVICE Codes quantize(Vec v, float& scale, u32& largest) {
-    u32 pair = larger(larger(v.x & kMagnitudes, v.y & kMagnitudes), larger(v.z & kMagnitudes, v.w & kMagnitudes));
+  u32 pair = larger(larger(v.x & kMagnitudes, v.y & kMagnitudes), larger(v.z & kMagnitudes, v.w & kMagnitudes));
 #pragma unroll
-    for (int step = kScaleVectors / 2; step > 0; step /= 2) {
-        pair = larger(pair, __shfl_xor_sync(0xffffffffu, pair, step));
+  for (int step = kScaleVectors / 2; step > 0; step /= 2) {
+    pair = larger(pair, __shfl_xor_sync(0xffffffffu, pair, step));
+  }
+  largest = larger(pair, pair >> 16) & kMagnitude;
+  scale = scale_of(largest);
+  const float x = low_half(largest);
+  const Floats f = unpack(v);
+  float q[kColumns];
+  if (x > kSmall && x < kLarge) {
+    const Inverse inverse(scale);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      q[i] = inverse.times(f.v[i]);
     }
-    largest = larger(pair, pair >> 16) & kMagnitude;
-    scale = scale_of(largest);
-    const float x = low_half(largest);
-    const Floats f = unpack(v);
-    float q[kColumns];
-    if (x > kSmall && x < kLarge) {
-        const Inverse inverse(scale);
+  } else {
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            q[i] = inverse.times(f.v[i]);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            q[i] = __fdiv_rn(f.v[i], scale);
-        }
+    for (int i = 0; i < kColumns; ++i) {
+      q[i] = __fdiv_rn(f.v[i], scale);
     }
-    return Codes{to_e4m3(q[0], q[1]) | to_e4m3(q[2], q[3]) << 16, to_e4m3(q[4], q[5]) | to_e4m3(q[6], q[7]) << 16};
+  }
+  return Codes{to_e4m3(q[0], q[1]) | to_e4m3(q[2], q[3]) << 16, to_e4m3(q[4], q[5]) | to_e4m3(q[6], q[7]) << 16};
 }
 
 DEVICE Codes quantize(Vec v, float& scale) {
-    u32 largest;
-    return quantize(v, scale, largest);
+  u32 largest;
+  return quantize(v, scale, largest);
 }
 
 DEVICE Vec dequantize(Codes codes, float scale) {
-    Floats f;
+  Floats f;
 #pragma unroll
-    for (int i = 0; i < kColumns; i += 2) {
-        from_e4m3((i < 4 ? codes.low : codes.high) >> (i % 4 * 8), f.v[i], f.v[i + 1]);
-        f.v[i] = __fmul_rn(f.v[i], scale);
-        f.v[i + 1] = __fmul_rn(f.v[i + 1], scale);
-    }
-    return pack(f);
+  for (int i = 0; i < kColumns; i += 2) {
+    from_e4m3((i < 4 ? codes.low : codes.high) >> (i % 4 * 8), f.v[i], f.v[i + 1]);
+    f.v[i] = __fmul_rn(f.v[i], scale);
+    f.v[i + 1] = __fmul_rn(f.v[i + 1], scale);
+  }
+  return pack(f);
 }

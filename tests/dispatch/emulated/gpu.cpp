@@ -1,5 +1,5 @@
-// Streams of several ranks, their hosts, and whose turn it is. One session at a time: begin, queue_kernel, queue_host and
-// add_host, run.
+// Streams of several ranks, their hosts, and whose turn it is. One session at a time: begin, queue_kernel, queue_host
+// and add_host, run.
 //
 // The clock counts turns, as nanoseconds. All that is drawn comes from the session's seed.
 #include "gpu.h"

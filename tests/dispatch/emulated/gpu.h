@@ -3,9 +3,9 @@
 // pause, or to a meeting of its warp or group.
 //
 // Emulated: warps that meet, barriers, shared memory, atomic operations, the clock, kernels that come up while the one
-// before them runs, packets that arrive whole, stores to other ranks that arrive late and in any order unless a fence is
-// between them (memory.cpp). Not emulated: caches, loads that are early, packets that arrive in parts, registers, the
-// time that anything takes on a GPU.
+// before them runs, packets that arrive whole, stores to other ranks that arrive late and in any order unless a fence
+// is between them (memory.cpp). Not emulated: caches, loads that are early, packets that arrive in parts, registers,
+// the time that anything takes on a GPU.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -82,13 +82,13 @@ long draw(long below);
 // Of memory.cpp.
 void store_bytes(void* at, const void* data, int bytes);  // late where it is another rank's memory
 void load_bytes(const void* at, void* data, int bytes);   // without another's turn in between
-void fence(Scope scope);             // what the running thread knows of, that scope does then
-void tell_warp();                    // what its lanes have stored, all of them know then
-void tell_block(const Meeting& of);  // the same of all that wait there and the running thread
+void fence(Scope scope);                                  // what the running thread knows of, that scope does then
+void tell_warp();                                         // what its lanes have stored, all of them know then
+void tell_block(const Meeting& of);                       // the same of all that wait there and the running thread
 void begin_memory(int landing_per_mille);
-void see_stores();               // to be called before another thread runs
-void land_some();                // each turn
-void land_all(const Block& of);  // when its kernel ends
+void see_stores();                        // to be called before another thread runs
+void land_some();                         // each turn
+void land_all(const Block& of);           // when its kernel ends
 void pause_before_store(const void* at);  // of gpu.cpp
 
 template <typename T, int number>
@@ -124,11 +124,13 @@ T shuffle(T value, int source) {
     T value;
     int source;
   };
-  return meet(Brought{value, source}, [](Brought* all) {
-           T values[kLanes];
-           for (int i = 0; i < kLanes; i++) values[i] = all[i].value;
-           for (int i = 0; i < kLanes; i++) all[i].value = values[all[i].source % kLanes];
-         }).value;
+  return meet(Brought{value, source},
+              [](Brought* all) {
+                T values[kLanes];
+                for (int i = 0; i < kLanes; i++) values[i] = all[i].value;
+                for (int i = 0; i < kLanes; i++) all[i].value = values[all[i].source % kLanes];
+              })
+      .value;
 }
 
 inline void barrier(int number, int threads) {
@@ -289,7 +291,7 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline int __float2int_rn(float f) { return (int)std::nearbyint(f); }
 
 // Makes a kernel callable with a pointer to its parameters.
-#define KERNEL(name)                                                                         \
+#define KERNEL(name)                                                                       \
   extern "C" void run_##name(const void* p) { name(*reinterpret_cast<const Params*>(p)); } \
-  extern "C" int bytes_of_##name() { return sizeof(Params); }                                \
+  extern "C" int bytes_of_##name() { return sizeof(Params); }                              \
   extern "C" int threads_of_##name() { return kThreads; }

@@ -154,10 +154,10 @@ extern "C" {
 // Memory that all ranks may write.
 void add_memory(int rank, uintptr_t begin, long bytes) { regions.push_back({begin, begin + bytes, rank}); }
 
-#define HOOKS(bytes)                                                          \
-  void __tsan_read##bytes(void* at) { before_load(at); }                      \
-  void __tsan_write##bytes(void* at) { before_store(at, bytes); }             \
-  void __tsan_unaligned_read##bytes(void* at) { before_load(at); }            \
+#define HOOKS(bytes)                                               \
+  void __tsan_read##bytes(void* at) { before_load(at); }           \
+  void __tsan_write##bytes(void* at) { before_store(at, bytes); }  \
+  void __tsan_unaligned_read##bytes(void* at) { before_load(at); } \
   void __tsan_unaligned_write##bytes(void* at) { before_store(at, bytes); }
 HOOKS(1)
 HOOKS(2)

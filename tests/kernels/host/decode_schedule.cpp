@@ -1,5 +1,5 @@
-// The decode kernel's schedule on a CPU: every row of every expert is computed once, by one of the two kernels, and every
-// step of every tile by one CTA. Usage: decode_schedule SEED CASES
+// The decode kernel's schedule on a CPU: every row of every expert is computed once, by one of the two kernels, and
+// every step of every tile by one CTA. Usage: decode_schedule SEED CASES
 #include "warp.h"
 
 #include "schedule.cuh"
@@ -105,7 +105,8 @@ void check_units(Schedule& s) {
       for_each_slice_of(s, ticket, [&](const TileSlice& g) {
         if (lane != 0) return;
         int tile = g.active * s.row_tiles[g.phase] + g.row_tile;
-        if (g.rows != s.active()[g.active].rows || g.output_row != s.active()[g.active].output_row) fail("a slice", ticket);
+        if (g.rows != s.active()[g.active].rows || g.output_row != s.active()[g.active].output_row)
+          fail("a slice", ticket);
         for (int step = g.from; step < g.to; step++) times[g.phase][tile * s.steps[g.phase] + step]++;
       });
     });
