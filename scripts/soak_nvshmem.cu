@@ -40,7 +40,7 @@ DEVICE int tokens_of(const Params& p, int rank) { return kTokens[mix(p.seed + *p
 
 DEVICE u64 token_key(u64 pair, int source, int token) { return (pair * RANKS + source) * CAPACITY + token; }
 
-// Now and then all tokens go to few experts.
+// Now and then all tokens go to eight experts.
 DEVICE u32 experts_of(u64 pair) { return mix(pair, 7) % 64 == 0 ? 8 : EXPERTS; }
 
 // Some slots are -1.
@@ -235,7 +235,7 @@ DEVICE void list_terms(const Params& p, u64 pair, int token, int* owners, Terms&
   __syncthreads();
 }
 
-// What comes home of a number: the experts of a rank with their weights, and then the ranks.
+// The expected sum of one number: over the experts of each rank with their weights, then over the ranks.
 DEVICE u16 expected_output(float value, const Terms& terms) {
   float total = 0.0f, sum = 0.0f;
   for (int n = 0; n < terms.count; ++n) {
@@ -248,7 +248,7 @@ DEVICE u16 expected_output(float value, const Terms& terms) {
   return to_bf16(total);
 }
 
-// Compares what came home. Grid: tokens.
+// Compares the combined output. Grid: tokens.
 extern "C" __global__ void __launch_bounds__(kThreads) soak_check(const __grid_constant__ Params p) {
   __shared__ int owners[TOPK];
   __shared__ Terms terms;

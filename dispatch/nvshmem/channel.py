@@ -8,7 +8,7 @@ The protocol, for each batch in flight (cuda/protocol.cuh and low_latency.cuh ho
     flags   everything a peer writes carries the epoch: in each line or packet, or in a flag that is released behind a
             row. Epochs only grow, so what is left of earlier batches is never taken for new, and nothing needs to be
             cleared. They have 32 bits and begin again with 0; before, what was not written for long is written with
-            an old one (cuda/low_latency_refresh.cuh).
+            an old one (cuda/low_latency.cuh).
     rows    are written for a next batch only after this rank's combine, which waited for a result for every row that it
             had sent; by then the peer had read them. Results are written only after the owner's header came, which it
             sent behind its own combine before.

@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row on the wire; cuda/high_throughput_wire.cuh says what those hold that are taken."""
+        """Of a row on the wire; cuda/high_throughput_dispatch.cu draws those that are converted."""
         columns = 2 * self.hidden_size
         if self.fp8:
             columns = self.hidden_size + align(2 * -(-self.hidden_size // GROUP_SIZE), 4)

@@ -1,17 +1,16 @@
-// Slots by expert, each expert's list padded to whole blocks: a stable counting sort by one block of threads, or by a
-// cluster of BLOCKS of them.
+// Index lists of grouped GEMMs: sorts slots by expert, each expert's list padded to whole blocks; a stable counting
+// sort.
 //
-// Before: ids [numel], key_map [experts] (the list of each id, -1 for none; null: its own), names [experts] (what
-// stands for an expert in expert_ids; null: its number). After: num_tokens [experts], sorted [length] with the sentinel
-// numel between and behind the lists, expert_ids [num_blocks] with -1 behind them, used [1] (both null: not wanted).
-//
-// Every warp has a run of the slots. It goes through it 32 at a time: one ballot for each bit of the keys shows a lane
-// who has the same, and so how many come before it. Sums over warps, blocks and experts turn counts into places. What
-// stands between the lists is written first and everywhere, meanwhile. No atomics: the same ids give the same lists.
-//
-// Example: ids [1, 0, 1, -1], 3 experts, block size 2: counts 1, 2, 0, lists from 0, 2 and 4: sorted [1, 4, 0, 2,
-// 4...], expert_ids [0, 1, -1...], used 4.
-
+// Layout in:   ids [numel]; key_map [experts]: the list of each id, -1 for none (null: its own); names [experts]: what
+//              stands for an expert in expert_ids (null: its number).
+// Layout out:  num_tokens [experts]; sorted [length], with the sentinel numel between and behind the lists; expert_ids
+//              [num_blocks], with -1 behind them; used [1]. The last two may be null: not wanted.
+// Warps:       one block, or a cluster of BLOCKS blocks from sm_90 on. Each warp has a run of slots and takes 32 at a
+//              time: one ballot per bit of the keys shows each lane which lanes have the same key, and so how many come
+//              before it. Prefix sums over warps, blocks and experts turn the counts into positions; meanwhile the
+//              lists are filled with the sentinel. No atomics: the same ids give the same lists.
+// Example:     ids [1, 0, 1, -1], 3 experts, block size 2: counts 1, 2, 0, lists from 0, 2 and 4: sorted [1, 4, 0, 2,
+//              4...], expert_ids [0, 1, -1...], used 4.
 #include "ptx.cuh"
 
 #if IDS_64
@@ -21,7 +20,7 @@ typedef int Id;
 #endif
 
 constexpr unsigned kAll = 0xFFFFFFFFu;
-constexpr int kRounds = 4;  // 32 slots each, which a warp has in registers
+constexpr int kRounds = 4;  // of 32 slots each, that a warp keeps in registers
 
 struct AlignParams {
   const Id* ids;
@@ -33,14 +32,14 @@ struct AlignParams {
   int* used;
   int numel, experts, length, num_blocks, block_size;
   int run;       // slots of a warp, a multiple of 32
-  int key_bits;  // experts - 1 has no more
+  int key_bits;  // bits of experts - 1
 };
 
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// What another block of the cluster has at this place of its shared memory.
+// Reads the same variable in another block's shared memory of the cluster.
 DEVICE int read_peer(const int* place, int block) {
   unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(place));
   int value;
@@ -51,7 +50,7 @@ DEVICE int read_peer(const int* place, int block) {
   return value;
 }
 
-// Rounds of slots from `first` on: their keys, experts where there is none.
+// kRounds x 32 slots from `first` on: their keys; `experts` stands for none.
 struct Slots {
   int key[kRounds];
 
@@ -70,7 +69,7 @@ struct Slots {
     }
   }
 
-  // How many of the warp's slots of the same key came before each, those in `counts` included, which grow.
+  // Position of each slot among the warp's slots of the same key, after those counted before; updates the counts.
   __device__ void rank(const AlignParams& p, int* counts, int (&place)[kRounds]) const {
     unsigned same[kRounds];
 #pragma unroll
@@ -96,7 +95,7 @@ struct Slots {
   }
 };
 
-// Writes value into list[0, length), with every thread of the grid; the list begins at a multiple of 16 bytes.
+// Writes value into list[0, length), by all threads of the grid; the list is aligned to 16 bytes.
 DEVICE void fill(int* list, int length, int value) {
   int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
   for (int i = thread; i < length / 4; i += threads) {
@@ -105,7 +104,7 @@ DEVICE void fill(int* list, int length, int value) {
   if (thread < length % 4) list[length / 4 * 4 + thread] = value;
 }
 
-// Inclusive sums of one number a thread, and the sum of all; those of threads from `count` on are zero.
+// Inclusive prefix sums of one number per thread, and the total; numbers of threads from `count` on are zero.
 DEVICE int block_scan(int value, int count, int* warp_sums, int& total) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = min((count + 31) / 32, (int)blockDim.x / 32);
   for (int step = 1; step < 32; step *= 2) {
@@ -125,7 +124,7 @@ DEVICE int block_scan(int value, int count, int* warp_sums, int& total) {
   return before + value;
 }
 
-// Tokens of an expert in all blocks; `before` gets those in the blocks before this one.
+// Tokens of an expert in all blocks; `before`: in the blocks before this one.
 DEVICE int sum_over_blocks(const int* own, int& before) {
   before = 0;
   if (BLOCKS == 1) return *own;
@@ -140,7 +139,7 @@ DEVICE int sum_over_blocks(const int* own, int& before) {
   return total;
 }
 
-// Turns the counts of an expert in each warp into those in the warps before it, and returns their sum.
+// Turns an expert's count in each warp into that of the warps before it; returns their sum.
 DEVICE int sum_over_warps(int* counts, int warps, int experts) {
   int total = 0;
   for (int first = 0; first < warps; first += 8) {  // warps is a multiple of 8
@@ -156,7 +155,7 @@ DEVICE int sum_over_warps(int* counts, int warps, int experts) {
   return total;
 }
 
-// Puts every expert's first place, for this block, into `places`; the cluster's blocks have their counts in `own`.
+// Writes the first position of every expert, for this block, to `places`; `own` are this block's counts.
 DEVICE void find_places(const AlignParams& p, const int* own, int* places, int* warp_sums) {
   int used = 0;
   for (int base = 0; base < p.experts; base += blockDim.x) {
@@ -180,11 +179,11 @@ DEVICE void put(const AlignParams& p, int slot, int key, int place) {
   }
 }
 
-// Writes every slot of the warp's run to its place.
+// Writes every slot of the warp's run to its position.
 DEVICE void put_run(const AlignParams& p, Slots& slots, int (&place)[kRounds], int* mine, const int* places, int first,
                     int last) {
   for (int base = first; base < last; base += 32 * kRounds) {
-    // A run of more than the registers hold is gone through once more, `mine` growing from the warps before on.
+    // A run that exceeds the registers is read a second time; `mine` grows from the counts of the warps before.
     bool kept = last - first <= 32 * kRounds;
     if (!kept) {
       slots = Slots(p, base, last);
@@ -199,8 +198,8 @@ DEVICE void put_run(const AlignParams& p, Slots& slots, int (&place)[kRounds], i
   }
 }
 
-// The block's slots in their order, where the registers hold all: gathered in shared memory, so that neighbours are
-// written together. `starts` is where each expert's lie there.
+// The block's slots in sorted order, if registers hold them all: gathered in shared memory, so that neighbouring
+// threads write neighbouring numbers. `starts`: where each expert's begin there.
 struct Gathered {
   unsigned* entries;  // key and slot of the block, 16 bits each
   int* starts;
@@ -285,6 +284,6 @@ extern "C" __global__ void __launch_bounds__(1024)
   } else {
     put_run(p, slots, place, mine, places, first, last);
   }
-  // The counts stay until every block has read them.
+  // Other blocks may still be reading this block's counts.
   if (BLOCKS > 1) cluster_wait();
 }

@@ -1,37 +1,34 @@
-// Logical expert ids to physical ones, and the record of the load: the rule of moe_ep/eplb/levelling.py in one launch.
+// Maps logical expert ids to physical ones and records the load: the rule of moe_ep/eplb/levelling.py in one launch.
 //
-// Before: ids [tokens, slots] (logical, others than 0 to experts - 1 for none), table [experts, width] (replicas, -1
-// padded), counts [experts]. After: out [tokens, slots] (physical), load [physical] grown by the number of each id of a
-// row that is counted.
-//
-// A block does one tile of rows_per_tile rows. Some of its threads have the experts that have several replicas, some
-// all experts, some the slots. Who waits at a barrier stands in brackets:
+// Layout in:   ids [tokens, slots], logical (others than 0 to experts - 1: none); table [experts, width], the replicas,
+//              padded with -1; counts [experts].
+// Layout out:  out [tokens, slots], physical; load [physical], incremented per id of the rows that are counted.
+// Thread roles: a block does one tile of rows_per_tile rows. Its first threads have the experts with several replicas
+//              ("divide"), the next all experts, the rest the slots. Barriers, with the threads that wait in brackets:
 //
 //     divide                        experts                           slots
 //                                   read the maps, list the experts   read ids, count them
 //     ------------- listed [divide, slots]                    counted [divide, experts] -------------
-//     divide evenly                 add up the levels of what has     write slots of one replica, mark those of the
-//                                   one replica                       others; how many of an expert's come before each
+//     divide evenly                 add tokens of single replicas     write slots of single replicas, mark those of the
+//                                   to the levels                     others; count an expert's slots before each
 //     ------------- levelled [divide]
-//     take turns at passing
+//     pass tokens between ranks
 //     ------------- divided [experts, slots]
 //                                   add to the load                   write the other slots
 //
-// The slots of an expert are bits, one word for 32 slots of the tile. All sums are of integers, so the order of the
-// atomic additions does not show. The load gets one addition for each expert or replica of a tile, however hot it is.
-// The kernel comes up while the one before it runs, and reads the maps before that one has ended: whatever writes them
-// must not be the kernel before, but a copy, or a kernel with another between that waits for it before it lets this one
-// come up.
+// The slots of an expert are bits, one word per 32 slots of the tile. All sums are integers, so the order of atomic
+// additions does not matter. The load gets one addition per expert or replica of a tile, however hot it is. The kernel
+// starts while the previous one runs and reads the maps before that has ended (programmatic dependent launch): the maps
+// must not be written by the previous kernel, but by a copy or by an earlier kernel that the previous one waits for.
 //
-// Example: ids [[0, -1], [1, 0]], table [[0, 2], [1, -1]], counts [2, 1], one physical expert a rank. Expert 0 has two
-// tokens, which are divided 1 and 1; ranks 0 and 2 are level, and it stays so. Its first token (row 0) goes to 0, the
-// second (row 1) to 2: out [[0, -1], [1, 2]], load + [1, 1, 1].
+// Example:     ids [[0, -1], [1, 0]], table [[0, 2], [1, -1]], counts [2, 1], one physical expert per rank. Expert 0
+//              has two tokens, divided 1 and 1; ranks 0 and 2 are level. Its first token (row 0) goes to 0, the second
+//              (row 1) to 2: out [[0, -1], [1, 2]], load + [1, 1, 1].
 #include "ptx.cuh"
 
 // ==== Tile ====
-
-// A tile of the EPLB mapping: the parameters of a launch, what a block keeps in shared memory, and what it reads of the
-// maps before any ids are there.
+//
+// Launch parameters, shared memory of a block, and what it reads of the maps before the ids are available.
 
 #if IDS_64
 typedef long long Id;
@@ -56,7 +53,7 @@ constexpr unsigned kAll = 0xFFFFFFFFu;
 
 struct Params {
   const Id* ids;
-  const int* num_counted_on_device;  // null where the host knows num_counted
+  const int* num_counted_on_device;  // null if the host knows num_counted
   int* load;
   const MapEntry* table;
   const MapEntry* counts;
@@ -66,26 +63,26 @@ struct Params {
   int experts, width;
   int row_stride, column_stride;  // of the table
   int max_replicated;             // experts that can have several replicas
-  int stride;                     // max_replicated made odd
-  int words;                      // of 32 slots in a tile
+  int stride;                     // max_replicated, made odd (bank conflicts)
+  int words;                      // of 32 slots each in a tile
   int ranks, ep_rank;
-  unsigned rank_factor;  // ceil(2^32 / slots_per_rank), 0 where that is 1
+  unsigned rank_factor;  // ceil(2^32 / slots_per_rank), 0 if that is 1
   int dividing;          // the first threads of a block: max_replicated rounded up to whole warps
-  int expert_threads;    // the threads behind them; the others have slots
+  int expert_threads;    // the threads behind them; the rest have slots
   int physical;          // experts of all ranks
 };
 
-// Where things lie in shared memory. X is max_replicated.
+// Arrays in shared memory. X is max_replicated.
 struct Shared {
   int4* candidates;        // [X] physical experts, -1 behind the last
   uint2* ends;             // [X] tokens of the first candidate, of the first two, of the first three, 16 bits each
   unsigned* mine;          // [words, stride] which slots are an expert's
-  int* spare;              // [32] where lanes add that have nothing to add
+  int* spare;              // [32] dummy targets of lanes that have nothing to add
   int* num_replicated;     // experts with several replicas
   int* level;              // [ranks] tokens that this tile sends to each rank
   int* num_tokens;         // [experts] counted tokens
   int* load;               // [physical] tokens that this tile sends to each
-  int* entry;              // [experts] the only replica, kNone if there is none; of several, see `place_of`
+  int* entry;              // [experts] the only replica, or kNone; of several, see `place_of`
   unsigned short* before;  // [words, stride] an expert's slots in the words before
   unsigned short* expert;  // [X]
 
@@ -103,7 +100,7 @@ struct Shared {
     expert = before + p.words * p.stride;
   }
 
-  // What is counted in, `mine` to `load`, is one run of words.
+  // The arrays from `mine` to `load` are counters, and contiguous.
   DEVICE void clear(const Params& p) const {
 #pragma unroll 1
     for (int* at = reinterpret_cast<int*>(mine) + threadIdx.x; at < entry; at += blockDim.x) {
@@ -116,11 +113,11 @@ struct Shared {
   }
 };
 
-// The place in the lists of X of an expert with several replicas, and the entry for a place.
+// Converts the index in the lists of X of an expert with several replicas to its entry, and back.
 DEVICE int place_of(int entry) { return kNone - 1 - entry; }
 
-// Barriers of so many threads, whole warps. Whoever waits sees what all have written before they arrived.
-enum class Barrier { kListed = 1, kCounted, kLevelled, kTurn, kMarked, kDivided };
+// Named barriers of whole warps. A thread that waits sees what all wrote before they arrived.
+enum class Barrier { kListed = 1, kCounted, kLevelled, kRound, kMarked, kDivided };
 
 DEVICE void wait_at(Barrier barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
@@ -130,12 +127,12 @@ DEVICE void arrive_at(Barrier barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
 }
 
-// Where a physical expert is.
+// The rank of a physical expert.
 DEVICE int rank_of(const Params& p, int physical) {
   return p.rank_factor == 0 ? physical : static_cast<int>(__umulhi(physical, p.rank_factor));
 }
 
-// A row of the table as if it had at most kCandidates replicas, all loads under way at once.
+// A row of the table, as if it had at most kCandidates replicas; all loads are issued at once.
 struct Row {
   const MapEntry* entries;
   int count;
@@ -152,8 +149,8 @@ struct Row {
   }
 };
 
-// Writes what the tile has to know of an expert; if it has several replicas, its candidates, one on this rank first. A
-// warp together, experts behind the last included.
+// By a warp, also for indices behind the last expert: writes what the tile needs to know of an expert; if it has
+// several replicas, its candidates, one on this rank first.
 DEVICE void enter_expert(const Params& p, const Shared& s, int expert, const Row& row) {
   const bool exists = expert < p.experts;
   const int count = exists ? row.count : 0, lane = threadIdx.x % 32;
@@ -186,8 +183,8 @@ DEVICE void enter_expert(const Params& p, const Shared& s, int expert, const Row
 }
 
 // ==== Division ====
-
-// How the tokens of an expert are divided over its candidates, for all experts with several replicas at once.
+//
+// Divides the tokens of each expert with several replicas over its candidates, all at once.
 
 constexpr int kVisits = 4, kGroups = 3;
 
@@ -197,21 +194,21 @@ DEVICE int divide_by_few(int a, int b) {
   return a * factor >> 16;
 }
 
-// Thread x has the expert of place x in the lists; those behind the last take part and have no tokens.
+// Thread x has the expert of index x in the lists; those behind the last take part without tokens.
 struct Division {
   int expert, group, width;
   int4 candidates;
   int* spare;
-  int* level[kCandidates];  // of each candidate's rank, the spare word where there is no candidate
+  int* level[kCandidates];  // of each candidate's rank; the spare word if there is none
   int share[kCandidates];
 
-  // What follows from the maps alone. Nothing here branches: lanes without work add to words of their own.
+  // What the maps alone determine. Branch-free: lanes without work add to words of their own.
   DEVICE Division(const Params& p, const Shared& s, int x) {
     const bool exists = x < p.max_replicated;
     expert = exists ? s.expert[x] : 0;
     candidates = exists ? s.candidates[x] : make_int4(-1, -1, -1, -1);
     const int candidate[kCandidates] = {candidates.x, candidates.y, candidates.z, candidates.w};
-    group = (kGroups - expert % kGroups) % kGroups;  // the first of its turns
+    group = (kGroups - expert % kGroups) % kGroups;  // the first of its rounds
     spare = s.spare + x % 32;
     width = 0;
 #pragma unroll
@@ -221,7 +218,7 @@ struct Division {
     }
   }
 
-  // Divides the tokens evenly, and adds that to the levels.
+  // Divides the tokens evenly and adds them to the levels.
   DEVICE void begin(const Shared& s) {
     const int total = width > 0 ? s.num_tokens[expert] : 0;
     const int even = divide_by_few(total, max(width, 1)), rest = total - even * width;
@@ -232,10 +229,10 @@ struct Division {
     }
   }
 
-  // The turns, together with the other `dividing` threads. In every kGroups of them an expert passes tokens between
+  // Rounds of levelling, with the other `dividing` threads. In every kGroups of them an expert passes tokens between
   // two of its candidates once, from the fuller rank to the other.
   template <bool kOneWarp>
-  DEVICE void take_turns(int dividing) {
+  DEVICE void pass_tokens(int dividing) {
 #pragma unroll
     for (int visit = 0; visit < kVisits; ++visit) {
       const int one = of_pair(visit, 0x1020, 0x0010, 0), other = of_pair(visit, 0x3231, 0x1221, 1);
@@ -244,8 +241,8 @@ struct Division {
       int* const there = pick(level, other);
       int passed = 0;
 #pragma unroll
-      for (int turn = 0; turn < kGroups; ++turn) {
-        const bool on = group == turn;
+      for (int round = 0; round < kGroups; ++round) {
+        const bool on = group == round;
         const int change = min(max((*there - *here + 1) >> 1, least), most);
         sync<kOneWarp>(dividing);
         atomicAdd(on ? here : spare, change);
@@ -258,7 +255,7 @@ struct Division {
     }
   }
 
-  // For the slots of the expert to see, and what the tile adds to the load.
+  // Stores the division for the expert's slots, and what the tile adds to the load.
   DEVICE void store(const Shared& s, int x) const {
     const int second = share[0] + share[1], third = second + share[2];
     s.ends[x] = make_uint2(share[0] | second << 16, third);
@@ -275,12 +272,11 @@ struct Division {
     if (kOneWarp) {
       __syncwarp();
     } else {
-      wait_at(Barrier::kTurn, threads);
+      wait_at(Barrier::kRound, threads);
     }
   }
 
-  // A candidate of the pair of a visit (PAIRS in levelling.py), one digit for each visit: of four candidates, of
-  // three, of two.
+  // A candidate of a visit's pair (PAIRS in levelling.py), one digit per visit: of four candidates, of three, of two.
   DEVICE int of_pair(int visit, int of_four, int of_three, int of_two) const {
     return width == 4 ? of_four >> 4 * visit & 3 : width == 3 ? of_three >> 4 * visit & 3 : of_two;
   }
@@ -302,18 +298,18 @@ DEVICE void serve_division(const Params& p, const Shared& s, int thread) {
   division.begin(s);
   wait_at(Barrier::kLevelled, p.dividing + p.expert_threads);
   if (p.dividing == 32) {
-    division.take_turns<true>(p.dividing);
+    division.pass_tokens<true>(p.dividing);
   } else {
-    division.take_turns<false>(p.dividing);
+    division.pass_tokens<false>(p.dividing);
   }
   if (thread < p.max_replicated) division.store(s, thread);
   arrive_at(Barrier::kDivided, blockDim.x);
 }
 
-// Of an expert that is there; others are none, so that a wrong id reads and counts nowhere else.
+// kNone unless the expert exists, so that a wrong id reads and counts nothing.
 DEVICE int id_of(const Params& p, Id id) { return id >= 0 && id < p.experts ? static_cast<int>(id) : kNone; }
 
-// row is that of the thread's first expert.
+// row: of the thread's first expert.
 DEVICE void serve_experts(const Params& p, const Shared& s, int thread, Row& row) {
   enter_expert(p, s, thread, row);
 #pragma unroll 1
@@ -328,14 +324,14 @@ DEVICE void serve_experts(const Params& p, const Shared& s, int thread, Row& row
 #pragma unroll 1
   for (int expert = thread; expert < p.experts; expert += p.expert_threads) {
     const int amount = s.num_tokens[expert], physical = s.entry[expert];
-    if (amount == 0 || physical < 0) continue;  // of several replicas, nobody's, or an expert that no slot holds
+    if (amount == 0 || physical < 0) continue;  // unused, has several replicas, or none
     atomicAdd(s.level + rank_of(p, physical), amount);
     s.load[physical] = amount;
   }
   arrive_at(Barrier::kLevelled, p.dividing + p.expert_threads);
   wait_at(Barrier::kDivided, blockDim.x);
 
-  // By neighbours to neighbours: what a warp adds goes to few lines of memory, where the tiles meet.
+  // Neighbouring threads add to neighbouring words: where tiles contend, a warp touches few lines of memory.
 #pragma unroll 1
   for (int physical = thread; physical < p.physical; physical += p.expert_threads) {
     const int amount = s.load[physical];
@@ -343,7 +339,7 @@ DEVICE void serve_experts(const Params& p, const Shared& s, int thread, Row& row
   }
 }
 
-// How many slots of experts first, first + step and so on come before each word; a warp together.
+// By a warp: how many slots of experts first, first + step, ... come before each word.
 DEVICE void sum_before(const Params& p, const Shared& s, int first, int step) {
   const int lane = threadIdx.x % 32, num_replicated = *s.num_replicated;
   const bool has_word = lane < p.words;
@@ -400,7 +396,7 @@ DEVICE void serve_slots(const Params& p, const Shared& s, int thread, int thread
   sum_before(p, s, thread / 32, threads / 32);
   wait_at(Barrier::kMarked, threads);
 
-  // Of slots whose expert has several replicas: how many of its come before this one, and where they may go.
+  // Slots of experts with several replicas: how many of the expert's come before, and where they may go.
   int left[kSlots];
   int4 candidates[kSlots];
 #pragma unroll

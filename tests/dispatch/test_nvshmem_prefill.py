@@ -70,7 +70,7 @@ def test_the_number_of_rows_is_that_of_the_batch_when_numbers_have_more_than_32_
 
 
 class Handshake(NamedTuple):
-    """A block that sends (cuda/high_throughput_flags.cuh): two warps, each with rows to one rank.
+    """A block that sends (cuda/high_throughput.cuh): two warps, each with rows to one rank.
 
     Attributes:
         stored, left: rows that each warp has stored, and flags that it has left.

@@ -258,7 +258,8 @@ def test_packing_on_the_gpu_equals_packing_on_the_cpu() -> None:
 def test_kernel_sources_are_installed_beside_the_code() -> None:
     from moe_ep.kernels.marlin import params
 
-    installed = {path.name for path in Path(params.__file__).parent.glob("cuda/*")}
+    folder = Path(params.__file__).parent
+    installed = {path.name for parent in (folder, folder.parent) for path in parent.glob("cuda/*")}
     assert {"decode_sm90.cu", "prefill_sm90.cu", "ampere_gemm.cu", "ptx.cuh"} <= installed
 
 

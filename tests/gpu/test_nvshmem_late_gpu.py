@@ -23,11 +23,11 @@ QUARTER_SECOND = 450_000_000  # cycles
 
 # In the kernel that sends, the loop over a batch's lines of experts and weights, and the same with rank 1's lines from
 # LATE on behind a pause of 20 ms.
-LOOP = "    for (int i = threadIdx.x; i < lines * RANKS; i += kThreads) {\n"
-WITH_PAUSE = """    for (int pass = 0; pass < 2; ++pass)
-    for (int i = threadIdx.x; i < lines * RANKS; i += kThreads) {
-        if ((i % lines % kMetaLines >= LATE) != (pass == 1)) continue;
-        for (int k = 0; k < 40 && pass == 1 && b.rank == 1; ++k) __nanosleep(500000);
+LOOP = "  for (int i = threadIdx.x; i < lines * RANKS; i += kThreads) {\n"
+WITH_PAUSE = """  for (int pass = 0; pass < 2; ++pass)
+  for (int i = threadIdx.x; i < lines * RANKS; i += kThreads) {
+    if ((i % lines % kMetaLines >= LATE) != (pass == 1)) continue;
+    for (int k = 0; k < 40 && pass == 1 && b.rank == 1; ++k) __nanosleep(500000);
 """
 
 
@@ -82,7 +82,7 @@ def test_weights_that_come_late(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, right: list[torch.Tensor], late: str
 ) -> None:
     shutil.copytree(Path(kernels.__file__).parent / "cuda", tmp_path / "cuda")
-    sends = tmp_path / "cuda" / "low_latency_send.cuh"
+    sends = tmp_path / "cuda" / "low_latency_dispatch.cu"
     text = sends.read_text()
     assert text.count(LOOP) == 1
     sends.write_text(text.replace(LOOP, WITH_PAUSE.replace("LATE", late)))

@@ -1,7 +1,7 @@
-// Puts to ranks whose memory is not mapped here, through NVSHMEM's device library; kernels with DEVICE_API=1 have them.
+// Puts to ranks whose memory is not mapped here, through NVSHMEM's device library; compiled with DEVICE_API=1.
 //
-// Addresses are this rank's own, of symmetric memory: NVSHMEM finds the copy on the other one. What is put must lie in
-// symmetric memory too, since a network card reads it, and must not change until the other rank has answered.
+// Addresses are this rank's own symmetric addresses, which NVSHMEM translates. Sources must be symmetric memory too,
+// since a network card reads them, and must not change until the peer has answered.
 #pragma once
 
 #include "protocol.cuh"
@@ -11,8 +11,8 @@
 #endif
 
 #if DEVICE_API
-// The library was compiled with 64-bit integers that are long, and NVRTC's headers have long long: its own headers must
-// see the former, and those of CCCL, which they include, be through before. They also take some traits from std.
+// The library was compiled with a 64-bit integer type of `long`, NVRTC's headers use `long long`: only its own headers
+// may see the former, so those of CCCL, which they include, come first. They also need some traits in std.
 #include <cuda/atomic>
 #include <cuda/std/climits>
 #include <cuda/std/cstddef>
@@ -37,21 +37,21 @@ typedef long library_i64;
 #undef uint64_t
 #undef int64_t
 
-// A warp's: `bytes` from `from` to `there` on `pe`, and behind them `value` to the flag. Returns before that is done.
+// By a warp: puts `bytes` from `from` to `there` on `pe`, then `value` to the flag. Returns before either is done.
 DEVICE void put_with_flag(void* there, const void* from, u64 bytes, u64* flag, u64 value, int pe) {
   auto* at = reinterpret_cast<library_u64*>(flag);
   nvshmemx_putmem_signal_nbi_warp(there, from, bytes, at, value, NVSHMEM_SIGNAL_SET, pe);
 }
 
-// One thread's: `value` to the flag on `pe`, ordered behind nothing.
+// By one thread: puts `value` to the flag on `pe`, unordered.
 DEVICE void put_flag(u64* flag, u64 value, int pe) {
   nvshmemx_signal_op(reinterpret_cast<library_u64*>(flag), value, NVSHMEM_SIGNAL_SET, pe);
 }
 
-// One thread's: until what was put before is there.
+// By one thread: waits until its earlier puts have arrived.
 DEVICE void wait_for_puts() { nvshmem_quiet(); }
 
-// To be called once a poll of the flag has seen `value`: what was put before it is there then.
+// After a poll of the flag has seen `value`: makes the data that was put before the flag visible.
 DEVICE void settle(u64* flag, u64 value) {
   nvshmem_uint64_test(reinterpret_cast<library_u64*>(flag), NVSHMEM_CMP_EQ, value);
 }

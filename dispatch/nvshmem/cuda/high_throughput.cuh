@@ -1,25 +1,27 @@
-// What the three kernels of a prefill batch share: the symmetric block (high_throughput_block.py computes the offsets)
-// and its flags.
+// What the three kernels of a high-throughput (prefill) batch share: the symmetric block (high_throughput_block.py
+// computes its offsets), its flags, and the queue of flags to release.
 //
-//   counts       [2, R, 4] lines: how many rows source s sends to each rank, two numbers a line
-//   done         [R]       lines: source s has written all of its rows here, where no row has a flag
-//   row_flags    [R * C]                which rows are there, where they are worked on as they come (e4m3)
-//   result_flags [C * min(R, TOPK)]     which results are there
-//   ids, weights, rows   [R * C]: what arrives, ordered by (source, token), without gaps
-//   results      [C * min(R, TOPK)]: rows on their way home, by (rank that computed, token), without gaps
+// R ranks, capacity C tokens per rank, TOPK slots per token.
+//
+//   counts       [2, R, 4]              lines: how many rows source s sends to each rank, two numbers per line
+//   done         [R]                    lines: source s has written all of its rows, if rows have no flags (bf16, f16)
+//   row_flags    [R * C]                the epoch once that row has arrived, if rows are converted (e4m3, DEVICE_API)
+//   result_flags [C * min(R, TOPK)]     the epoch once that result has arrived
+//   ids, weights, rows   [R * C]        what arrives, ordered by (source, token), without gaps
+//   results      [C * min(R, TOPK)]     results for this rank's tokens, by (rank that computed, token), without gaps
 //
 // A rank posts its counts of a batch when it is done with the batch before, in stream order. Nobody writes here before
-// that, so blocks are used again without a barrier. Every line and flag carries the batch's epoch. Even and odd epochs
-// have their own counts: a rank that posts those of epoch e + 2 has everybody's of e + 1, and those were posted by
-// ranks that had read the ones of e. Counts and done are written for every batch, so they need no more than 32 bits of
-// its number; flags of rows, which may be left for long, have 64.
+// that, so the block is reused without a barrier. Every line and flag carries the batch's epoch. Even and odd epochs
+// have their own counts: a rank that posts those of epoch e + 2 has all ranks' of e + 1, which were posted by ranks
+// that had read those of e. Counts and `done` are written in every batch, so 32 bits of the epoch suffice; flags of
+// rows may be left for long and have 64.
 //
-// With DEVICE_API nobody's memory need be mapped here: counts travel as signals, and rows, with their ids and weights
-// behind them, as puts out of staged copies, from which each rank makes the parts that its experts read.
+// With DEVICE_API peers' memory need not be mapped: counts are sent as signals, and rows, followed by their ids and
+// weights, as puts from staged copies; each rank extracts the parts that its experts read.
 //
-// Dispatch of such and of e4m3 rows, and combine: some warps send, others take what arrives, row by row, and the first
-// join the second when everything is sent. Sending waits for nobody, so taking may wait for everybody. Half of each
-// block's warps send, or in a dispatch almost all of some blocks.
+// In a dispatch of such or of e4m3 rows, and in the combine, some warps send and others receive row by row; senders
+// join the receivers when everything is sent. Sending waits for no other rank, so receiving may wait for all. Half of
+// each block's warps send, or, in a dispatch, almost all warps of some blocks.
 #pragma once
 
 #include "device_api.cuh"
@@ -31,27 +33,28 @@ constexpr int kLinesOfCounts = 4;
 constexpr int kVectors = HIDDEN / kColumns;
 constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;
 constexpr int kResultBytes = 2 * HIDDEN;
-constexpr bool kTakesRows = FP8 || DEVICE_API;  // and does not leave them where they arrive
+constexpr bool kConvertsRows = FP8 || DEVICE_API;  // they do not stay where they arrive
 constexpr int kColumnBytes = FP8 ? HIDDEN : kResultBytes;
 constexpr int kScaleWords = FP8 ? (kGroups + 1) / 2 : 0;
-// Of a row on the wire; high_throughput_wire.cuh says what is behind the columns.
-constexpr int kRowBytes = kTakesRows ? (kColumnBytes + 4 * (kScaleWords + 2 * TOPK) + 127) / 128 * 128 : kResultBytes;
-constexpr int kAtOnce = 4;  // vectors of a lane that are loaded before the first is stored
-// Vectors of a lane that are loaded at once, at most `most`, where a row is to take the fewest rounds.
+// Bytes of a row on the wire; high_throughput_dispatch.cu describes what follows the columns.
+constexpr int kRowBytes =
+    kConvertsRows ? (kColumnBytes + 4 * (kScaleWords + 2 * TOPK) + 127) / 128 * 128 : kResultBytes;
+constexpr int kAtOnce = 4;  // vectors that a lane loads before it stores the first
+// Vectors that a lane loads at once, at most `most`, for the fewest rounds per row.
 __device__ constexpr int at_once(int most) {
   const int of_lane = (kVectors + 31) / 32, rounds = (of_lane + most - 1) / most;
   return (of_lane + rounds - 1) / rounds;
 }
 constexpr u32 kAllLanes = 0xffffffffu;
-constexpr u32 kPauseNs = 100;  // between two looks at what other warps of the block leave
+constexpr u32 kPauseNs = 100;  // between two polls of shared memory
 enum { ROWS_TAKEN, TOKENS_TAKEN };
 
-// Made by the first kernel of a batch.
+// Offsets of a batch's rows, made by the plan kernel.
 struct Placement {
-  int send[RANKS];   // row at rank d = slot + send[d]
-  int begin[RANKS];  // first row here of source s
-  int count[RANKS];  // rows here of source s
-  int home[RANKS];   // row at source s = row here + home[s]
+  int send[RANKS];           // row at rank d = slot + send[d]
+  int begin[RANKS];          // first row here of source s
+  int count[RANKS];          // rows here of source s
+  int return_offset[RANKS];  // row at source s = row here + return_offset[s]
   int total;
 };
 
@@ -60,8 +63,8 @@ struct Common {
   u64 counts, done, row_flags, result_flags, ids, weights, rows, results, staged_rows, staged_results;
   Limits limits;
   u64* epoch;     // of the last batch whose counts were exchanged
-  u32* finished;  // blocks of the running kernel that have sent everything
-  u32* taken;     // [2]: how much of the batch was handed out to warps that take
+  u32* finished;  // blocks of the running kernel that have sent all of their rows
+  u32* taken;     // [2]: how much of the batch has been claimed by receiving warps
   Placement* placement;
   int rank;
   int pes[RANKS];  // NVSHMEM's numbers of the ranks
@@ -80,7 +83,7 @@ struct Common {
   DEVICE u64 current_epoch() const { return *reinterpret_cast<volatile u64*>(epoch); }
 };
 
-// Waits for a row's flag here, which mostly is there; called by any threads, each for its own.
+// Waits for a row's flag on this rank, which mostly has arrived; each thread for its own.
 template <u32 kPhase>
 DEVICE bool await_flag(Wait<kPhase>& wait, u64* flag, u64 epoch, int peer) {
   const bool came = load_acquire_sys(flag) == epoch || wait.for_flag(flag, epoch, peer);
@@ -92,7 +95,7 @@ DEVICE bool await_flag(Wait<kPhase>& wait, u64* flag, u64 epoch, int peer) {
   return came;
 }
 
-// A warp's copy of the first kVectors vectors.
+// By a warp: copies the first kVectors vectors.
 DEVICE void copy_row(const u8* row, u8* target) {
   const Vec* from = reinterpret_cast<const Vec*>(row);
   Vec* to = reinterpret_cast<Vec*>(target);
@@ -112,7 +115,7 @@ DEVICE void copy_row(const u8* row, u8* target) {
 }
 
 #if DEVICE_API
-// A warp's: a staged row to where `offset` is at another rank, and its flag behind it.
+// By a warp: puts a staged row to `offset` at another rank, followed by its flag.
 DEVICE void put_row(const Common& c, int peer, u64 offset, const u8* staged, u64 bytes, u64* own_flag, u64 epoch) {
   __threadfence_system();
   __syncwarp();
@@ -120,10 +123,10 @@ DEVICE void put_row(const Common& c, int peer, u64 offset, const u8* staged, u64
 }
 #endif
 
-// A warp's numbers out of a counter that the batch's first kernel has set to 0; the one after next is on its way.
-class Turns {
+// Hands out task numbers to a warp, from a counter that the plan kernel has reset; the next number is drawn ahead.
+class TaskCounter {
  public:
-  DEVICE explicit Turns(u32* counter) : counter_(counter) { draw(); }
+  DEVICE explicit TaskCounter(u32* counter) : counter_(counter) { draw(); }
 
   DEVICE int next() {
     const u32 number = __shfl_sync(kAllLanes, ahead_, 0);
@@ -142,73 +145,73 @@ class Turns {
   u32 ahead_ = 0;
 };
 
-// ==== Flags ====
-
-// Flags of rows that a block sends are released by one of its warps for all others: the fence before a flag takes until
-// the links have taken what is on its way, and the warps that send go on meanwhile.
+// ==== Flag queue ====
 //
-// A warp that has stored a row leaves the flags' addresses in shared memory, a place of its own for each rank, where it
-// waits for the place to be empty. The releasing warp takes what lies there and behind one fence sets those flags. It
-// waits for nobody, so nobody waits for long.
+// One warp of each block releases the flags of the rows that the others send: the fence before a flag takes until the
+// links have delivered all stores in flight, and the senders need not wait for it.
+//
+// A warp that has stored a row writes the addresses of its flags to its own slots in shared memory, one per rank, once
+// they are empty. The releasing warp takes all that it finds and sets them behind one fence. It waits for no other
+// rank, so no sender waits long.
 
 template <int kMostSenders>
-struct FlagsDue {
-  u64 flags[kMostSenders][RANKS];  // addresses, 0 where there is none
-  u32 through;                     // warps that leave no more
+struct FlagQueue {
+  u64 flags[kMostSenders][RANKS];  // addresses, 0 if empty
+  u32 finished;                    // warps that enqueue no more
 };
 
 // By the whole block, before it sends.
 template <int kMostSenders>
-DEVICE void clear_flags(FlagsDue<kMostSenders>& due) {
+DEVICE void clear_queue(FlagQueue<kMostSenders>& due) {
   for (int i = threadIdx.x; i < kMostSenders * RANKS; i += kThreads) {
     due.flags[i / RANKS][i % RANKS] = 0;
   }
   if (threadIdx.x == 0) {
-    due.through = 0;
+    due.finished = 0;
   }
   __syncthreads();
 }
 
-// Of a row that the warp has stored; a lane below RANKS may have a flag, null for none.
+// Flags of a row that the warp has stored; a lane below RANKS may have one, or null.
 template <int kMostSenders>
-DEVICE void leave_flags(FlagsDue<kMostSenders>& due, u64* flag) {
+DEVICE void enqueue_flags(FlagQueue<kMostSenders>& due, u64* flag) {
   __syncwarp();
   if (flag != nullptr) {
     __threadfence_block();
-    u64* place = &due.flags[threadIdx.x / 32][threadIdx.x % 32];
-    while (atomicCAS(place, 0ull, reinterpret_cast<u64>(flag)) != 0) {
+    u64* slot = &due.flags[threadIdx.x / 32][threadIdx.x % 32];
+    while (atomicCAS(slot, 0ull, reinterpret_cast<u64>(flag)) != 0) {
       __nanosleep(kPauseNs);
     }
   }
   __syncwarp();
 }
 
-// By each warp that sends, behind its last row.
+// By each sending warp, after its last row.
 template <int kMostSenders>
-DEVICE void leave_no_more(FlagsDue<kMostSenders>& due) {
+DEVICE void finish_enqueuing(FlagQueue<kMostSenders>& due) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
     __threadfence_block();
-    atomicAdd(&due.through, 1u);
+    atomicAdd(&due.finished, 1u);
   }
 }
 
-// The releasing warp, until all `senders` are through.
+// By the releasing warp, until all `senders` have finished.
 template <int kMostSenders>
-DEVICE void release_flags(FlagsDue<kMostSenders>& due, int senders, u64 epoch) {
+DEVICE void release_flags(FlagQueue<kMostSenders>& due, int senders, u64 epoch) {
   constexpr int kOfLane = (kMostSenders * RANKS + 31) / 32;
-  const int places = senders * RANKS;
+  const int slots = senders * RANKS;
   for (;;) {
-    // Read before the places are: what the others left before they were through is found then.
-    const bool is_last = __any_sync(kAllLanes, atomicAdd(&due.through, 0u) == static_cast<u32>(senders));
+    // Read before the slots are, so that everything enqueued before the senders finished is found.
+    const bool is_last = __any_sync(kAllLanes, atomicAdd(&due.finished, 0u) == static_cast<u32>(senders));
     __threadfence_block();
     __syncwarp();
     u64 flags[kOfLane];
     bool found = false;
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
-      const int place = threadIdx.x % 32 + 32 * i;
-      flags[i] = place < places ? atomicExch(&due.flags[place / RANKS][place % RANKS], 0ull) : 0;
+      const int slot = threadIdx.x % 32 + 32 * i;
+      flags[i] = slot < slots ? atomicExch(&due.flags[slot / RANKS][slot % RANKS], 0ull) : 0;
       found |= flags[i] != 0;
     }
     if (__any_sync(kAllLanes, found)) {

@@ -1,7 +1,12 @@
-// Results home and their sum: each rank's row of a token goes to the token's rank, which adds them up as they come.
+// High-throughput (prefill) combine: sends each rank's result rows to the ranks of their tokens, which add them up as
+// they arrive.
 //
-// Before: results [received rows, HIDDEN] of this rank's experts. After: output [T, HIDDEN], the sum over ranks in
-// their order, in f32, rounded once; zeros for a token without any. This rank's own results are read where they are.
+// Layout in:   results [received rows, HIDDEN] of this rank's experts, already weighted and summed per row; the slots.
+// Layout out:  output [T, HIDDEN], the sum over ranks in rank order, in f32, rounded once; zeros for a token without
+//              any. This rank's own results are read in place.
+// Warp roles:  32 warps per block. 0 to 15 send rows, 16 releases their flags (Flag queue), 17 to 31 receive: claim
+//              parts of tokens, wait for their rows, add them. Senders join the receivers when they have finished.
+// Example:     a token with rows from ranks 2 and 0: out = round(y0 + y2).
 #include "high_throughput.cuh"
 
 struct Params {
@@ -12,14 +17,14 @@ struct Params {
   int num_tokens;
 };
 
-constexpr int kSenders = kWarps / 2;  // of a block, where the others take
-constexpr int kTurnRows = 64;         // how many rows go to one rank before the next has its turn
-// A token is added up by as many warps as it has such parts, so that the last ones to come home take little time.
+constexpr int kSenders = kWarps / 2;  // of a block
+constexpr int kTurnRows = 64;         // rows that go to one rank before the next
+// A token is added up by one warp per part of so many vectors, so that the last tokens take little time.
 constexpr int kPartVectors = 128;
 constexpr int kParts = (kVectors + kPartVectors - 1) / kPartVectors;
 
-// Other ranks take turns, and each rank begins with the one behind it, so that no rank's links are everybody's target.
-DEVICE void send_results(const Params& p, FlagsDue<kSenders>& due, int first, int warps, u64 epoch) {
+// Destinations alternate, and each rank begins with the one behind it, so that no rank's links become a hot spot.
+DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, int first, int warps, u64 epoch) {
   const Common& c = p.common;
   int most = 0;
   for (int source = 0; source < RANKS; ++source) {
@@ -32,23 +37,23 @@ DEVICE void send_results(const Params& p, FlagsDue<kSenders>& due, int first, in
     const int turn = i / kTurnRows, source = (c.rank + 1 + turn % kOthers) % RANKS;
     const int index = turn / kOthers * kTurnRows + i % kTurnRows;
     if (index < c.placement->count[source]) {
-      const u64 row = c.placement->begin[source] + index, home = row + c.placement->home[source];
+      const u64 row = c.placement->begin[source] + index, there = row + c.placement->return_offset[source];
       const u8* result = p.results + kResultBytes * row;
 #if DEVICE_API
       u8* staged = c.at(c.rank, c.staged_results + kResultBytes * row);
       copy_row(result, staged);
-      u64* flag = c.flag_of(c.rank, c.result_flags, home);
-      put_row(c, source, c.results + kResultBytes * home, staged, kResultBytes, flag, epoch);
+      u64* flag = c.flag_of(c.rank, c.result_flags, there);
+      put_row(c, source, c.results + kResultBytes * there, staged, kResultBytes, flag, epoch);
 #else
-      copy_row(result, c.at(source, c.results + kResultBytes * home));
-      leave_flags(due, lane == sent++ % RANKS ? c.flag_of(source, c.result_flags, home) : nullptr);
+      copy_row(result, c.at(source, c.results + kResultBytes * there));
+      enqueue_flags(due, lane == sent++ % RANKS ? c.flag_of(source, c.result_flags, there) : nullptr);
 #endif
     }
   }
 }
 
-// A part of the sum of the rows at the addresses that lanes hold, those of `ranks`, in order; some are on their way at
-// a time.
+// A part of the sum of the rows at the addresses that lanes hold, those of `ranks`, in order; kRows are loaded at a
+// time.
 DEVICE void sum_rows(u32 ranks, u64 address, int begin, int end, u8* output) {
   constexpr int kSums = 2, kRows = 3;
   for (int start = begin + threadIdx.x % 32; start < begin + kPartVectors; start += 32 * kSums) {
@@ -83,11 +88,11 @@ DEVICE void sum_rows(u32 ranks, u64 address, int begin, int end, u8* output) {
   }
 }
 
-DEVICE void take_tokens(const Params& p, u64 epoch) {
+DEVICE void receive_tokens(const Params& p, u64 epoch) {
   const Common& c = p.common;
   const int lane = threadIdx.x % 32;
   Wait<PHASE_COMBINE> wait(c.limits, epoch);
-  Turns turns(c.taken + TOKENS_TAKEN);
+  TaskCounter turns(c.taken + TOKENS_TAKEN);
   for (int turn = turns.next(); turn < p.num_tokens * kParts; turn = turns.next()) {
     const int token = turn / kParts, begin = turn % kParts * kPartVectors;
     const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
@@ -112,15 +117,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_combin
   const Common& c = p.common;
   const int warp = threadIdx.x / 32;
   const u64 epoch = c.current_epoch();
-  __shared__ FlagsDue<kSenders> due;
-  clear_flags(due);
+  __shared__ FlagQueue<kSenders> due;
+  clear_queue(due);
   if (warp < kSenders) {
     if (!c.failed()) {
       send_results(p, due, warp * gridDim.x + blockIdx.x, gridDim.x * kSenders, epoch);
     }
-    leave_no_more(due);
+    finish_enqueuing(due);
   } else if (warp == kSenders) {
     release_flags(due, kSenders, epoch);
   }
-  take_tokens(p, epoch);
+  receive_tokens(p, epoch);
 }

@@ -1,41 +1,48 @@
-// Rows to the ranks of their experts: a warp reads a token once, quantizes it where asked, and writes it to each rank.
+// High-throughput (prefill) dispatch: sends rows to the ranks of their experts. A warp reads a token once, quantizes it
+// if asked, and writes it to every destination.
 //
-// Before: rows [T, HIDDEN]. After: at each rank the rows of its tokens, by (source, token), with their ids and weights.
-// Plain rows are read where they arrive. Quantized ones, and such as were put, are turned into plain ones in `out` as
-// they come, and a rank's own go there at once.
+// Layout in:   rows [T, HIDDEN], topk_ids and weights [T, TOPK]; slots and placement of high_throughput_plan.cu.
+// Layout out:  at each rank the rows of its tokens, by (source, token), with ids and weights. 16-bit rows are read
+//              where they arrive. e4m3 rows, and rows that were put, are converted to 16 bits in `out` [R * C, HIDDEN]
+//              as they arrive; a rank's own rows are written there at once.
+// Warp roles:  32 warps per block. 16-bit rows: all send; the last block to finish notifies all ranks and waits for
+//              them. Converted rows: in `sending` blocks, `senders` warps send and one releases their flags (Flag
+//              queue); all others receive, and so do these when they have finished.
+// Example:     2 ranks, owners [0, 1]; rank 0's tokens have ids [0], [1], [1]: its row 0 stays, rows 0 and 1 at rank 1
+//              are tokens 1 and 2.
 #include "high_throughput.cuh"
 
-// ==== Wire ====
-
-// Rows of a prefill batch that do not stay where they arrive, since they come as e4m3 codes or are put: how they look
-// on the wire, and how each side makes them.
+// ==== Wire format ====
+//
+// Converted rows (e4m3, or DEVICE_API) on the wire:
 //
 //   columns   HIDDEN codes, or HIDDEN columns of 16 bits
-//   largest   of codes: the largest magnitude of each 128 columns in 16 bits, which the scale is made of again
+//   largest   of codes: the largest magnitude of each 128 columns in 16 bits, from which the scale is recomputed
 //   ids       TOPK, each with its rank in the upper bits, -1 for none
 //   weights   TOPK, f32
 //
-// Rows begin at multiples of 128 bytes, and all but the last of a warp's stores fill such lines, which is what links
-// carry best: what is behind the columns is put together in shared memory.
+// Rows begin at multiples of 128 bytes, and all of a warp's stores but the last fill such lines, which is most
+// efficient for the links. What follows the columns (the tail) is assembled in shared memory.
 
 constexpr int kTailVectors = (kScaleWords + 2 * TOPK + 3) / 4;
 constexpr int kIdBits = 24;
 constexpr int kIdMask = (1 << kIdBits) - 1;
 
-// What is behind a row's columns.
+// What follows a row's columns.
 struct alignas(16) Tail {
   u32 words[4 * kTailVectors];
 };
 
-// Ids and weights of a row of the batch, as the experts read them: of this rank's alone. A thread has a slot.
-DEVICE void keep_slot(const Common& c, u64 row, u32 id, u32 weight) {
+// Stores the id and weight of one slot of a row as the experts read them: -1 and 0 if the expert is on another rank. A
+// thread per slot.
+DEVICE void store_slot(const Common& c, u64 row, u32 id, u32 weight) {
   const bool is_here = static_cast<int>(id) >> kIdBits == c.rank;
   const u64 at = 4 * (row * TOPK + threadIdx.x % 32);
   *reinterpret_cast<u32*>(c.at(c.rank, c.ids + at)) = is_here ? id & kIdMask : ~0u;
   *reinterpret_cast<u32*>(c.at(c.rank, c.weights + at)) = is_here ? weight : 0;
 }
 
-// The tail to the rows at the addresses that the lanes of `ranks` hold.
+// Stores the tail to the rows at the addresses that the lanes of `ranks` hold.
 DEVICE void store_tail(const Tail& tail, u32 ranks, u64 target) {
   for (int i = threadIdx.x % 32; i < (kTailVectors + 31) / 32 * 32; i += 32) {
     const Vec v = i < kTailVectors ? reinterpret_cast<const Vec*>(tail.words)[i] : Vec{};
@@ -49,17 +56,17 @@ DEVICE void store_tail(const Tail& tail, u32 ranks, u64 target) {
 }
 
 #if FP8
-// Of a thread's codes of two vectors, 32 apart, and its neighbour's: the sixteen bytes of the first two vectors in even
-// threads, of the others in odd ones.
-DEVICE Vec put_together(Codes first, Codes second) {
+// Merges a thread's codes of two vectors, 32 apart, with its neighbour's: even threads return 16 bytes of the first two
+// vectors, odd threads of the others.
+DEVICE Vec merge_codes(Codes first, Codes second) {
   const bool is_odd = threadIdx.x % 2;
   const Codes kept = is_odd ? second : first, given = is_odd ? first : second;
   const u32 low = __shfl_xor_sync(kAllLanes, given.low, 1), high = __shfl_xor_sync(kAllLanes, given.high, 1);
   return is_odd ? Vec{low, high, kept.low, kept.high} : Vec{kept.low, kept.high, low, high};
 }
 
-// A warp's row to the addresses that the lanes of `ranks` hold, and as the experts read it to `plain` where that is not
-// null.
+// By a warp: stores a row to the addresses that the lanes of `ranks` hold, and, as the experts read it, to `plain`
+// unless that is null.
 DEVICE void store_row(const u8* row, Tail& tail, u32 ranks, u64 target, u8* plain) {
   constexpr int kPairs = kAtOnce / 2;
   const Vec* from = reinterpret_cast<const Vec*>(row);
@@ -87,7 +94,7 @@ DEVICE void store_row(const u8* row, Tail& tail, u32 ranks, u64 target, u8* plai
           reinterpret_cast<Vec*>(plain)[vector] = dequantize(codes[j], scale);
         }
       }
-      pairs[i] = put_together(codes[0], codes[1]);
+      pairs[i] = merge_codes(codes[0], codes[1]);
     }
     for (u32 left = ranks; left; left &= left - 1) {
       u64* to = reinterpret_cast<u64*>(__shfl_sync(kAllLanes, target, __ffs(left) - 1));
@@ -104,7 +111,7 @@ DEVICE void store_row(const u8* row, Tail& tail, u32 ranks, u64 target, u8* plai
   store_tail(tail, ranks, target);
 }
 
-// A warp's row from the wire to where the experts read it.
+// By a warp: converts a row from the wire to the form that the experts read.
 DEVICE void load_row(const u8* row, u8* out) {
   constexpr int kLoads = at_once(7);
   const u64* from = reinterpret_cast<const u64*>(row);
@@ -152,17 +159,17 @@ struct Params {
   const int* topk_ids;   // [T, TOPK]
   const float* weights;  // [T, TOPK]
   const int* owners;     // [num_ids], -1 for ranks that take no part
-  const int* slots;      // [T, RANKS]: as which row of all that this rank sends, -1 for none
-  u8* out;               // [R * C, HIDDEN], of quantized rows
+  const int* slots;      // [T, RANKS]: number of the row among all that this rank sends, -1 for none
+  u8* out;               // [R * C, HIDDEN], converted rows
   int num_ids;
   int num_tokens;
   int max_rows;          // ids of rows from the last that arrives to this one become -1
-  int sending, senders;  // blocks that send, and warps of each that do, where rows are taken
+  int sending, senders;  // blocks that send, and sending warps of each, if rows are converted
 };
 
-constexpr int kRowsOfTurn = 2;  // that a warp takes of a source before the next has its turn
+constexpr int kRowsOfTurn = 2;  // rows of one source that a warp receives before the next source
 
-// Where a token goes: the ranks as bits, and in lane r which row of the batch it is at rank r.
+// Destinations of a token: the ranks as bits, and in lane r its row of the batch at rank r.
 struct Rows {
   u32 ranks;
   u64 index;
@@ -178,10 +185,10 @@ DEVICE Rows rows_of(const Params& p, int token) {
 DEVICE int owner_of(const Params& p, int id) { return id >= 0 && id < p.num_ids ? p.owners[id] : -1; }
 
 #if FP8 || DEVICE_API
-constexpr int kMostSenders = kWarps - 1;  // of a block; one releases their flags
+constexpr int kMostSenders = kWarps - 1;  // of a block; one more releases their flags
 
-// One token: for this rank it is made as the experts read it, the others get it where they take it from.
-DEVICE void send(const Params& p, Tail& tail, FlagsDue<kMostSenders>& due, int token) {
+// One token: converted at once for this rank, in wire format to the others.
+DEVICE void send(const Params& p, Tail& tail, FlagQueue<kMostSenders>& due, int token) {
   const Common& c = p.common;
   const int lane = threadIdx.x % 32;
   const Rows rows = rows_of(p, token);
@@ -199,7 +206,7 @@ DEVICE void send(const Params& p, Tail& tail, FlagsDue<kMostSenders>& due, int t
   if (others != rows.ranks) {
     plain = p.out + kResultBytes * own;
     if (lane < TOPK) {
-      keep_slot(c, own, id, weight);
+      store_slot(c, own, id, weight);
     }
   }
   const u8* row = p.rows + static_cast<u64>(token) * kResultBytes;
@@ -216,25 +223,25 @@ DEVICE void send(const Params& p, Tail& tail, FlagsDue<kMostSenders>& due, int t
   const bool has = others >> lane & 1;
   const u64 target = has ? reinterpret_cast<u64>(c.at(lane, c.rows + kRowBytes * rows.index)) : 0;
   store_row(row, tail, others, target, plain);
-  leave_flags(due, has ? c.flag_of(lane, c.row_flags, rows.index) : nullptr);
+  enqueue_flags(due, has ? c.flag_of(lane, c.row_flags, rows.index) : nullptr);
 #endif
   __syncwarp();
 }
 
-// The row of the batch that has come, as the experts read it.
-DEVICE void take_row(const Params& p, u64 row) {
+// Converts a row of the batch that has arrived.
+DEVICE void receive_row(const Params& p, u64 row) {
   const Common& c = p.common;
   const int lane = threadIdx.x % 32;
   const u8* wire = c.at(c.rank, c.rows + kRowBytes * row);
   const u32* tail = reinterpret_cast<const u32*>(wire + kColumnBytes);
   if (lane < TOPK) {
-    keep_slot(c, row, tail[kScaleWords + lane], tail[kScaleWords + TOPK + lane]);
+    store_slot(c, row, tail[kScaleWords + lane], tail[kScaleWords + TOPK + lane]);
   }
   load_row(wire, p.out + kResultBytes * row);
 }
 
-// The other sources take turns, as their rows come.
-DEVICE void take_rows(const Params& p) {
+// The other sources alternate.
+DEVICE void receive_rows(const Params& p) {
   const Common& c = p.common;
   constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
   const int lane = threadIdx.x % 32;
@@ -244,22 +251,22 @@ DEVICE void take_rows(const Params& p) {
   }
   const int total = (most + kRowsOfTurn - 1) / kRowsOfTurn * kOthers;
   Wait<PHASE_DISPATCH> wait(c.limits, c.current_epoch());
-  Turns turns(c.taken + ROWS_TAKEN);
+  TaskCounter turns(c.taken + ROWS_TAKEN);
   for (int turn = turns.next(); turn < total; turn = turns.next()) {
     const int source = (c.rank + 1 + turn % kOthers) % RANKS, index = turn / kOthers * kRowsOfTurn + lane;
     const u64 row = c.placement->begin[source] + index;
     const bool is_due = lane < kRowsOfTurn && index < c.placement->count[source];
-    // The epoch is read anew, since there are no registers for it.
+    // The epoch is read again: there are no registers for it.
     const bool came = is_due && await_flag(wait, c.flag_of(c.rank, c.row_flags, row), c.current_epoch(), source);
     __syncwarp();
     for (u32 left = __ballot_sync(kAllLanes, came); left; left &= left - 1) {
-      take_row(p, __shfl_sync(kAllLanes, row, __ffs(left) - 1));
+      receive_row(p, __shfl_sync(kAllLanes, row, __ffs(left) - 1));
     }
   }
 }
 
 #else
-// A row of 16 bits to the addresses that the lanes of `ranks` hold.
+// By a warp: stores a 16-bit row to the addresses that the lanes of `ranks` hold.
 DEVICE void send_row(const u8* row, u32 ranks, u64 target) {
   const Vec* from = reinterpret_cast<const Vec*>(row);
   for (int begin = 0; begin < kVectors; begin += 32 * kAtOnce) {
@@ -300,7 +307,7 @@ DEVICE void send(const Params& p, int token) {
   send_row(p.rows + static_cast<u64>(token) * kResultBytes, rows.ranks, target);
 }
 
-// The block that finishes last tells all ranks, and waits for all of them: what comes behind the kernel may read.
+// The last block to finish notifies all ranks and waits for all of them, so that the next kernel may read the rows.
 DEVICE void finish(const Common& c, u32 epoch) {
   __shared__ bool last;
   __syncthreads();
@@ -334,8 +341,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispat
   const Common& c = p.common;
 #if FP8 || DEVICE_API
   __shared__ Tail tails[kMostSenders];
-  __shared__ FlagsDue<kMostSenders> due;
-  clear_flags(due);
+  __shared__ FlagQueue<kMostSenders> due;
+  clear_queue(due);
 #endif
   grid_dependency_wait();
   const int warp = threadIdx.x / 32;
@@ -352,11 +359,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_dispat
         send(p, tails[warp], due, token);
       }
     }
-    leave_no_more(due);
+    finish_enqueuing(due);
   } else if (block < p.sending && warp == p.senders) {
     release_flags(due, p.senders, c.current_epoch());
   }
-  take_rows(p);
+  receive_rows(p);
 #else
   if (!c.failed()) {
     for (int token = warp * gridDim.x + blockIdx.x; token < p.num_tokens; token += gridDim.x * kWarps) {

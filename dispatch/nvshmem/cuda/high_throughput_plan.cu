@@ -1,10 +1,11 @@
-// The first kernel of a prefill batch: which token goes where, and in one exchange of counts, where everybody's rows
-// begin.
+// High-throughput (prefill) plan, the first kernel of a batch: which token goes where, and, after one exchange of
+// counts, where all ranks' rows begin.
 //
-// Before: topk_ids [T, TOPK], owners [num_ids] (-1 for ranks that take no part). After: slots [T, RANKS], the row of
-// each token among all that this rank sends, ordered by (rank, token), -1 for none; and the placement.
-// Each warp has a run of tokens, so that its counts and those of the warps before it give the rows.
-// Example: owners [0, 0, 1, 1], ids [[0, 1], [2, 0], [-1, 3]]: counts [2, 2], slots [[0, -1], [1, 2], [-1, 3]].
+// Layout in:   topk_ids [T, TOPK], owners [num_ids] (-1 for ranks that do not participate).
+// Layout out:  slots [T, RANKS]: the number of each token among all rows that this rank sends, ordered by (rank,
+//              token), -1 for none; the placement (Placement, high_throughput.cuh).
+// Warps:       32 of one block. Each has a run of tokens; its counts and those of the warps before it number the rows.
+// Example:     owners [0, 0, 1, 1], ids [[0, 1], [2, 0], [-1, 3]]: counts [2, 2], slots [[0, -1], [1, 2], [-1, 3]].
 #include "high_throughput.cuh"
 
 struct Params {
@@ -12,11 +13,11 @@ struct Params {
   const int* topk_ids;
   const int* owners;
   int* slots;
-  u64* arriving;  // in host memory: the batch's number and the rows of it that arrive here; null where nobody waits
+  u64* arriving;  // in host memory: the batch's number, and its rows that arrive here; null if not wanted
   int num_ids, num_tokens, batch;
 };
 
-constexpr int kTokensAtOnce = TOPK > 8 ? 1 : 4;  // of a thread, whose ids are loaded together
+constexpr int kTokensAtOnce = TOPK > 8 ? 1 : 4;  // tokens of a thread whose ids are loaded together
 
 struct Shared {
   int before[kWarps][RANKS];              // tokens of the warp for each rank; then of the warps before it
@@ -25,7 +26,7 @@ struct Shared {
   int all_came;
 };
 
-// The ranks that each of a thread's tokens goes to, as bits, of those in `alive`; the tokens are 32 apart.
+// Destinations, as bits, of each of a thread's tokens, which are 32 apart; only ranks in `alive`.
 DEVICE void ranks_of(const Params& p, u32 alive, int first, int end, u32 (&ranks)[kTokensAtOnce]) {
   alignas(16) int ids[kTokensAtOnce][TOPK];
 #pragma unroll
@@ -55,7 +56,7 @@ DEVICE void ranks_of(const Params& p, u32 alive, int first, int end, u32 (&ranks
   }
 }
 
-// Leaves each token's ranks in its first slot, for write_slots.
+// Counts tokens, and leaves each token's destinations in its first slot, for write_slots.
 DEVICE void count_tokens(const Params& p, Shared& shared, u32 alive, int begin, int end) {
   const int lane = threadIdx.x % 32;
   int count = 0;
@@ -80,23 +81,23 @@ DEVICE void count_tokens(const Params& p, Shared& shared, u32 alive, int begin, 
   }
 }
 
-// A warp's: the tokens that each warp has for `rank` become those of the warps before it, and all of them the count.
+// By a warp: turns each warp's tokens for `rank` into those of the warps before it, and their sum into the count.
 DEVICE void sum_before(Shared& shared, int own, int rank) {
   static_assert(kWarps == 32, "a lane has a warp's tokens");
   const int lane = threadIdx.x % 32, count = shared.before[lane][rank];
-  int through = count;
+  int inclusive = count;
 #pragma unroll
   for (int step = 1; step < kWarps; step *= 2) {
-    const int before = __shfl_up_sync(kAllLanes, through, step);
-    through += lane >= step ? before : 0;
+    const int before = __shfl_up_sync(kAllLanes, inclusive, step);
+    inclusive += lane >= step ? before : 0;
   }
-  shared.before[lane][rank] = through - count;
+  shared.before[lane][rank] = inclusive - count;
   if (lane == kWarps - 1) {
-    shared.counts[own][rank] = through;
+    shared.counts[own][rank] = inclusive;
   }
 }
 
-// One SM writes all of them, and pays by stores.
+// One SM writes all slots, so the number of stores matters.
 DEVICE void store_slots(int* to, const int (&slots)[RANKS]) {
   if (RANKS % 4 == 0) {
 #pragma unroll
@@ -142,7 +143,7 @@ DEVICE void write_slots(const Params& p, const Shared& shared, int begin, int en
   }
 }
 
-// Tells this rank's counts to everybody that takes part.
+// Posts this rank's counts to all participating ranks.
 DEVICE void post_counts(const Common& c, const Shared& shared, u32 epoch) {
   const int thread = static_cast<int>(threadIdx.x), peer = thread / kLinesOfCounts, line = thread % kLinesOfCounts;
   if (peer < RANKS && c.alive(peer)) {
@@ -159,7 +160,7 @@ DEVICE void post_counts(const Common& c, const Shared& shared, u32 epoch) {
   }
 }
 
-// Everybody's counts; zeros of those that take no part.
+// Reads all ranks' counts; zeros for those that do not participate.
 DEVICE void await_counts(const Common& c, Shared& shared, u32 epoch) {
   const int thread = static_cast<int>(threadIdx.x), peer = thread / kLinesOfCounts, line = thread % kLinesOfCounts;
   if (peer < RANKS && peer != c.rank) {
@@ -174,21 +175,21 @@ DEVICE void await_counts(const Common& c, Shared& shared, u32 epoch) {
   }
 }
 
-DEVICE void place(const Params& p, const Shared& shared) {
+DEVICE void write_placement(const Params& p, const Shared& shared) {
   const Common& c = p.common;
   const int other = static_cast<int>(threadIdx.x);
-  int there = 0, sent = 0, here = 0, home = 0, total = 0;
+  int there = 0, sent = 0, here = 0, return_offset = 0, total = 0;
   for (int rank = 0; rank < RANKS; ++rank) {
     there += rank < c.rank ? shared.counts[rank][other] : 0;
     sent += rank < other ? shared.counts[c.rank][rank] : 0;
     here += rank < other ? shared.counts[rank][c.rank] : 0;
-    home += rank < c.rank ? shared.counts[other][rank] : 0;
+    return_offset += rank < c.rank ? shared.counts[other][rank] : 0;
     total += shared.counts[rank][c.rank];
   }
   c.placement->send[other] = there - sent;
   c.placement->begin[other] = shared.all_came ? here : 0;
   c.placement->count[other] = shared.all_came ? shared.counts[other][c.rank] : 0;
-  c.placement->home[other] = home - here;
+  c.placement->return_offset[other] = return_offset - here;
   if (other == 0) {
     total = shared.all_came ? total : 0;
     c.placement->total = total;
@@ -236,6 +237,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) high_throughput_plan(c
     *c.epoch = epoch;
   }
   if (thread < RANKS) {
-    place(p, shared);
+    write_placement(p, shared);
   }
 }

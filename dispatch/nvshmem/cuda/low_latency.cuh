@@ -1,40 +1,41 @@
-// The buffers of one batch of low-latency dispatch and combine, and what both kernels know of them.
+// Buffers of one low-latency (decode) batch, and what dispatch and combine share.
 //
-// Every rank has the same buffers at the same offsets (layout.py computes them); part [s] of each belongs to the rank s
-// that writes it. R ranks, capacity C tokens a rank, H slots a token (HIDDEN columns K, TOPK experts). Results, rows in
-// e4m3, and rows of a rank that has at most `row_packet_tokens` tokens, travel as packets (protocol.cuh); others as
-// plain rows with a flag.
+// Every rank has the same buffers at the same offsets (layout.py computes them); part [s] of each is written by rank s.
+// R ranks, capacity C tokens per rank, K = HIDDEN columns, TOPK slots per token, M lines of meta per token. Results,
+// e4m3 rows, and rows of ranks with at most `row_packet_tokens` tokens are sent as flag-in-data packets (protocol.cuh),
+// others as plain rows with a flag.
 //
-//   header          [2, R]         u64 {tokens of s, epoch}; even and odd epochs take turns
-//   meta            [2, R, C, M]   lines, likewise: four local experts of 16 bits in each of the first, two weights in
-//                                  each of the others; 0xffff for slots that are not for this rank
-//   row_flags       [R, C, 2]      u32, the epoch when that half of the row is there
-//   rows            [R, C]         row_bytes each, codes with scales behind them in fp8
-//   row_packets     [R, L, ...]    rows as packets, L = row_packet_tokens; in fp8 the words of a packet's line are the
-//                                  scales of the group that its first code belongs to, and of the next
+//   header          [2, R]         u64 {tokens of s, epoch}; even and odd epochs alternate
+//   meta            [2, R, C, M]   lines, alternating likewise: first those with four local experts of 16 bits each
+//                                  (0xffff for slots of other ranks), then those with two weights each
+//   row_flags       [R, C, 2]      u32, the epoch once that half of the row has arrived
+//   rows            [R, C]         row_bytes each; e4m3 codes, then scales, in fp8
+//   row_packets     [R, L, ...]    rows as packets, L = row_packet_tokens; in fp8 the eighth thread's line holds the
+//                   scales
+//                                  of the group that the packet's first code belongs to, and of the next
 //   result_packets  [R, C, ...]    results as packets
 //
-// Where some ranks are out of reach nothing travels as packets. Then there are
+// If some ranks are out of reach (DEVICE_API) nothing is sent as packets, and there are
 //
-//   result_flags    [R, C, 2]      u32, the epoch when that half of the result is there
+//   result_flags    [R, C, 2]      u32, the epoch once that half of the result has arrived
 //   results         [R, C]         2 K bytes each
 //
-// and what goes to those ranks is put from
+// and, as sources of puts to those ranks,
 //
 //   meta_outbox     [2, R, C, M]   meta for rank s
-//   outbox          [R, C]         2 K bytes each: rows of this rank in its own part, results for rank s in the others
+//   outbox          [R, C]         2 K bytes each: this rank's rows in its own part, results for rank s in the others
 #pragma once
 
 #include "device_api.cuh"
 #include "numbers.cuh"
 
-constexpr int kThreads = 256;  // of a group; blocks have two
+constexpr int kThreads = 256;  // per group; a block has two, Senders and Receivers
 constexpr int kWarps = kThreads / 32;
-constexpr int kRowParts = 2;  // of a row with flags
+constexpr int kRowParts = 2;  // parts of a row with flags
 constexpr int kVectors = HIDDEN / kColumns;
 constexpr int kGroups = (kVectors + kScaleVectors - 1) / kScaleVectors;
 constexpr int kRowBytes = FP8 ? (HIDDEN + 4 * kGroups + 15) / 16 * 16 : 2 * HIDDEN;
-// A warp moves so many packets at a time; rows have a multiple of that.
+// Packets that a warp moves at a time; rows are padded to a multiple.
 constexpr int kWarpPackets = 32 / kPacketThreads, kGroupPackets = kThreads / kPacketThreads;
 __device__ constexpr int packets_of(int vectors) {
   return (vectors + kWarpPackets * kPacketVectors - 1) / (kWarpPackets * kPacketVectors) * kWarpPackets;
@@ -51,21 +52,22 @@ enum { SEND = 1, RECEIVE = 2 };
 using Senders = Group<1, kThreads>;
 using Receivers = Group<2, kThreads>;
 
-// Tickets of one batch's kernels; the kernel of the other direction sets them for the next round.
+// Ticket counters of a batch; each kernel resets the other's for the next round.
 struct Counters {
   u64 dispatch, combine;
 };
 
 struct Buffers {
-  u64 peers[RANKS];  // address of each rank's buffers, 0 where it is out of reach
+  u64 peers[RANKS];  // address of each rank's buffers, 0 if out of reach
   u64 header, meta, row_flags, result_flags, rows, results, row_packets, result_packets, meta_outbox, outbox;
-  int pes[RANKS];  // NVSHMEM's numbers
+  int pes[RANKS];  // NVSHMEM's numbers of the ranks
   u32 reachable;   // bit r: rank r is within reach
   int rank;
   int capacity;
   int row_packet_tokens;
 
-  // Of a rank with so many tokens. All of those in e4m3 do: they have to be made plain anyway.
+  // Whether rows of a rank with so many tokens are packets. e4m3 rows always are: they are copied to be dequantized
+  // anyway.
   DEVICE bool rows_are_packets(int tokens) const { return !DEVICE_API && (FP8 || tokens <= row_packet_tokens); }
   DEVICE bool reaches(int peer) const { return !DEVICE_API || (reachable >> peer & 1); }
   DEVICE u8* at(int peer, u64 offset) const { return reinterpret_cast<u8*>(peers[peer]) + offset; }
@@ -110,13 +112,13 @@ struct Common {
   int num_ids;
   int num_tokens;
   int phases;
-  int packet_parts, packet_tasks;  // parts of a row that is sent as packets, and tasks that all of them are about
+  int packet_parts, packet_tasks;  // parts of a row sent as packets, and about how many tasks to make of all
 
   DEVICE int packet_parts_of(int rows) const { return max(1, min(packet_parts, packet_tasks / max(rows, 1))); }
 
   DEVICE u32 alive() const { return limits.status->alive; }
 
-  // The ranks of a token's experts as bits; owner_of gives that of an id.
+  // The ranks of a token's experts, as bits; owner_of(id) is the rank of an id.
   template <typename OwnerOf>
   DEVICE u32 destinations(int token, u32 alive, const OwnerOf& owner_of) const {
     const int lane = threadIdx.x % 32;
@@ -134,12 +136,12 @@ struct Common {
   }
 };
 
-// Where the part of a row begins that one group or warp moves, in vectors; a whole scale's group at least.
+// First vector of a part of a row; parts are multiples of a scale's group.
 DEVICE int part_begin(int part, int parts) {
   return min(kVectors, (kGroups * part + parts - 1) / parts * kScaleVectors);
 }
 
-// The same in packets, in steps of kStep.
+// First packet of a part of a row; parts are multiples of kStep.
 template <int kStep>
 DEVICE int packet_begin(int part, int parts, int packets) {
   return min(packets, (packets + kStep - 1) / kStep * part / parts * kStep);
@@ -160,7 +162,7 @@ DEVICE bool wait_for_row(const Buffers& b, Waits& wait, u64* flags, int source) 
 }
 
 #if DEVICE_API
-// Puts what the group has just written to an outbox to the ranks of `ranks` that are out of reach, each with a warp.
+// Puts what the group has just written to an outbox to the unreachable ranks of `ranks`, one warp each.
 template <typename Sync>
 DEVICE void put_from_outbox(const Buffers& b, u32 ranks, void* there, const void* from, u64 bytes, u64* flags,
                             u64 value) {
@@ -176,22 +178,22 @@ DEVICE void put_from_outbox(const Buffers& b, u32 ranks, void* there, const void
 #endif
 
 // ==== Refresh ====
-
-// Flags that no batch has written for long are written with the number of the batch before.
 //
-// Lines, packets and flags hold 32 bits of their batch's number, which begins again behind 2^32 of them; what a batch
-// of that number left then would be taken for new. So in two batches of each 2^20 (headers and slots have two parts) a
-// rank writes an old number wherever its own parts get nothing of that batch. It may: what follows in its place is its
-// own as well, nobody reads there in this batch, and of earlier ones it had the answer (channel.py).
+// Overwrites flags that have not been written for long with the previous epoch.
+//
+// Lines, packets and flags hold the lower 32 bits of their batch's number, so a flag left from 2^32 batches ago would
+// be taken for new. Therefore in two batches of every 2^20 (headers and meta have two parts) a rank writes an old epoch
+// wherever its own parts receive nothing of that batch. This is safe: it is the only writer of its parts, peers do not
+// read them in this batch, and it has had their answers for earlier ones (channel.py).
 
 constexpr u32 kBatchesRefreshed = 1u << 20;
 
-// A task for each of `capacity` slots is due, behind all others of a batch.
+// A refresh task for each of `capacity` tokens follows all other tasks of such a batch.
 DEVICE bool refresh_is_due(u32 epoch) { return epoch % kBatchesRefreshed < 2; }
 
 DEVICE Vec old_line(u32 epoch) { return Vec{0, epoch - 1, 0, epoch - 1}; }
 
-// The lines of all packets of a row, whose addresses at(packet) gives to each thread for its vector.
+// The lines of all packets of a row; at(packet) is the address of each thread's vector.
 template <typename At>
 DEVICE void refresh_packets(const At& at, int packets, u32 epoch) {
   for (int packet = threadIdx.x / kPacketThreads; packet < packets; packet += kGroupPackets) {
@@ -201,7 +203,7 @@ DEVICE void refresh_packets(const At& at, int packets, u32 epoch) {
   }
 }
 
-// A flag at `there` on a rank, which may be out of reach.
+// The flag `there` on a rank, which may be out of reach (then `own` is its symmetric address).
 DEVICE void refresh_flag(const Buffers& b, int peer, u64* there, u64* own, u32 epoch) {
   if (threadIdx.x != 0) {
     return;
@@ -216,7 +218,7 @@ DEVICE void refresh_flag(const Buffers& b, int peer, u64* there, u64* own, u32 e
 #endif
 }
 
-// Behind a task: nothing that it put can come behind what the next batch puts there.
+// After a task: its puts must arrive before those of the next batch.
 DEVICE void end_refresh() {
 #if DEVICE_API
   if (threadIdx.x == 0) {
@@ -225,7 +227,7 @@ DEVICE void end_refresh() {
 #endif
 }
 
-// Slots and row of a token that goes to `ranks`.
+// Meta and row of a token that is sent to `ranks`.
 DEVICE void refresh_row(const Common& c, int token, u32 ranks, u32 epoch, u32 alive) {
   const Buffers& b = c.buffers;
   const bool as_packets = b.rows_are_packets(c.num_tokens);
@@ -239,7 +241,7 @@ DEVICE void refresh_row(const Common& c, int token, u32 ranks, u32 epoch, u32 al
       refresh_flag(b, peer, there, b.row_flags_of(b.rank, b.rank, token), epoch);
     }
     if (!b.reaches(peer)) {
-      continue;  // slots come behind a flag that every batch has
+      continue;  // its meta follows a flag that every batch writes
     }
     if (token < b.row_packet_tokens && !(is_sent && as_packets)) {
       const auto at = [&](int packet) { return b.row_packet(peer, b.rank, token, packet); };

@@ -1,10 +1,15 @@
-// Brings results home: sums the experts of one rank with the router's weights, sends one row to each token's rank, and
-// adds those there.
+// Low-latency (decode) combine: sums the results of each rank's experts with the router's weights, sends one row per
+// token and rank to the token's rank, and adds these there.
 //
-// Before: results [El, R * C, K] of each rank's experts, in the rows that the dispatch listed. After: output [T, K] on
-// the tokens' own ranks. Slots of one rank are summed in slot order and ranks in rank order, all in f32 without fused
-// multiply-add, with one rounding to the activations' dtype between: the same bits whatever arrives first.
-// Example: a token with slots of ranks 1, 0, 1 and weights a, b, c: out = r(b y0) + r(a y1 + c y1').
+// Layout in:   results [El, R * C, K] of this rank's experts, in the rows that the dispatch listed; its positions.
+// Layout out:  output [T, K] on the tokens' own rank. Slots of one rank are summed in slot order, ranks in rank order,
+//              in f32 without fused multiply-add, rounded once to the activations' dtype in between: same input, same
+//              bits.
+// Warp roles:  16 warps. 0 to 7 send: they draw tasks by tickets, each a part of one token's weighted sum, stored as
+//              flag-in-data packets (as NCCL's LL128). 8 to 15 receive: they wait for the rows of each token and add
+//              them.
+// Pipeline:    as in low_latency_dispatch.cu.
+// Example:     a token with slots of ranks 1, 0, 1 and weights a, b, c: out = r(b y0) + r(a y1 + c y1'), r(): rounding.
 #include "low_latency.cuh"
 
 using Waits = Wait<PHASE_COMBINE>;
@@ -14,14 +19,14 @@ struct Params {
   const u8* results;
   const int* positions;  // as the dispatch wrote them
   u8* output;
-  int weighted;      // 0 where the weights were applied to the input
-  int output_parts;  // of a token, each added up by a group of its own
+  int weighted;      // 0: the weights were applied to the input
+  int output_parts;  // parts of a token, each added up by its own group
 };
 
 struct Shared {
   u64 ticket;
-  int tokens[RANKS];  // of each rank, where its header is of this epoch
-  u32 ranks[2];       // whose results of a token are there; two tokens take turns
+  int tokens[RANKS];  // of each rank whose header is of this epoch
+  u32 ranks[2];       // ranks whose result of a token has arrived; two tokens alternate
 };
 
 DEVICE void add_weighted(Floats& sum, Vec v, float weight) {
@@ -32,10 +37,10 @@ DEVICE void add_weighted(Floats& sum, Vec v, float weight) {
   }
 }
 
-// A received token's slots here: lane k of each warp holds slot k.
+// A received token's slots on this rank: lane k of each warp holds slot k.
 struct Slots {
   u32 present;  // bits of the slots that have a result here
-  u32 late;     // of those whose weights have not come yet
+  u32 late;     // of those whose weights have not arrived yet
   u64 offset;   // of this lane's result, in bytes
   float weight;
 };
@@ -62,8 +67,8 @@ DEVICE Slots slots_of(const Params& p, int source, int token, u32 epoch) {
   return slots;
 }
 
-// Waits for the weights of a token's slots, for which the dispatch does not; false where they do not come in time. To
-// be called by whole warps.
+// Waits for the weights of a token's slots, which the dispatch does not wait for; false if they do not arrive in time.
+// By whole warps.
 __device__ __noinline__ bool await_weights(const Params& p, int source, int token, u32 epoch) {
   const Buffers& b = p.common.buffers;
   const int lane = threadIdx.x % 32;
@@ -75,7 +80,7 @@ __device__ __noinline__ bool await_weights(const Params& p, int source, int toke
   return __all_sync(kAllLanes, came);
 }
 
-// The weighted sum of vector i; kDeep results are on their way at a time. To be called by whole warps.
+// The weighted sum of vector i, kDeep results loaded at a time. By whole warps.
 DEVICE Vec weighted_sum(const Params& p, const Slots& slots, int i, bool is_inside) {
   constexpr int kDeep = 4;
   Floats sum{};
@@ -103,7 +108,7 @@ DEVICE Vec weighted_sum(const Params& p, const Slots& slots, int i, bool is_insi
 }
 
 #if DEVICE_API
-// A part of a result to where a flag, or a put, follows.
+// A part of a result, to memory that a flag or a put follows.
 DEVICE void store_part(const Params& p, const Slots& slots, int begin, int end, Vec* there) {
   for (int base = begin; base < end; base += kThreads) {
     const int i = base + threadIdx.x;
@@ -121,8 +126,8 @@ DEVICE void send_result(const Params& p, const Slots& slots, int source, int tok
       u8* from = b.out_of(source, token);
       store_part(p, slots, 0, kVectors, reinterpret_cast<Vec*>(from));
       u64* flags = b.result_flags_of(b.rank, b.rank, token);
-      void* home = b.result(b.rank, b.rank, token);
-      put_from_outbox<Senders>(b, 1u << source, home, from, 2 * HIDDEN, flags, both(epoch));
+      void* there = b.result(b.rank, b.rank, token);
+      put_from_outbox<Senders>(b, 1u << source, there, from, 2 * HIDDEN, flags, both(epoch));
     }
     return;
   }
@@ -151,7 +156,7 @@ DEVICE void send_result(const Params& p, const Slots& slots, int source, int tok
 
 DEVICE int parts_of(const Common& c, int tokens) { return DEVICE_API ? kRowParts : c.packet_parts_of(tokens * RANKS); }
 
-// What the ticket of a number stands for: a part of the result of a token of `source`. Each rank begins with itself.
+// The task of a ticket: a part of the result of a token of `source`. Each rank begins with its own tokens.
 struct Task {
   int source, token, part;
 
@@ -163,7 +168,7 @@ struct Task {
   }
 };
 
-// Where no result of a slot is sent.
+// Overwrites old flags of results that are not sent.
 DEVICE void refresh(const Params& p, const Shared& shared, int token, u32 epoch, u32 alive) {
   for (int source = 0; source < RANKS; ++source) {
     if (alive >> source & 1) {
@@ -176,10 +181,10 @@ DEVICE void refresh(const Params& p, const Shared& shared, int token, u32 epoch,
   end_refresh();
 }
 
-// The results of `ranks` added in rank order, as load(rank) gives them; of those alone for which came(rank, v) holds.
+// Adds the results of `ranks` in rank order; load(rank) loads one, came(rank, v) tells whether it has arrived.
 template <typename Load, typename Came>
 DEVICE Vec sum_of(u32 ranks, const Load& load, const Came& came) {
-  constexpr int kAtOnce = RANKS < 4 ? RANKS : 4;  // on their way together
+  constexpr int kAtOnce = RANKS < 4 ? RANKS : 4;  // loaded at a time
   Floats sum{};
 #pragma unroll 1
   for (int from = 0; from < RANKS; from += kAtOnce) {
@@ -201,7 +206,7 @@ DEVICE Vec sum_of(u32 ranks, const Load& load, const Came& came) {
 }
 
 #if DEVICE_API
-// A part of one token: one warp waits for the group. Tokens take turns with the two numbers of shared.ranks.
+// A part of one token: one warp waits for the group. Tokens alternate between the two elements of shared.ranks.
 DEVICE void receive(const Params& p, Waits& wait, Shared& shared, int turn, int token, int part, u32 ranks) {
   const Buffers& b = p.common.buffers;
   const int thread = threadIdx.x % kThreads;
@@ -255,11 +260,11 @@ DEVICE void send_all(const Params& p, Shared& shared) {
   grid_dependency_wait();
   u64 header = 0;
   bool failed = false;
-  if (threadIdx.x < RANKS) {  // the dispatch has waited for it; what one that gave up has left are no results
+  if (threadIdx.x < RANKS) {  // the dispatch has waited for it; if that timed out, there are no results
     header = *reinterpret_cast<volatile u64*>(b.header_of(b.rank, threadIdx.x, epoch));
     failed = *reinterpret_cast<volatile u32*>(&c.limits.status->failed);
   }
-  // What the first task needs, if all ranks have as many tokens as this one, before it is known that they do.
+  // Loads what the first task needs if all ranks have as many tokens as this one, before that is known.
   const int guess = c.num_tokens;
   const Task first(p, static_cast<u32>(ticket), parts_of(c, guess));
   Slots slots = slots_of(p, first.source, min(first.token, b.capacity - 1), epoch);

@@ -1,16 +1,22 @@
-// Sends each token once to every rank that has one of its experts, and lists there which rows each expert has.
+// Low-latency (decode) dispatch: sends each token once to every rank that has one of its experts, and lists there which
+// rows each expert has.
 //
-// Before: rows [T, K], topk_ids and weights [T, TOPK] on each rank. After, on the rank of an expert e: its rows in the
-// order (source, token), copied to out [El, R * C, K], or by reference: as numbers s * C + t in expert_row_ids
-// [El, R * C], of rows that lie where their senders put them (in fp8, dequantized in out [R * C, K]); the experts'
-// expert_num_tokens [El]; positions [R * C, TOPK]: which row of its expert each slot is, for the combine.
-// Example: two ranks of one expert each, C = 4; rank 0's token 0 goes to both experts, rank 1's token 0 to expert 0:
-// rank 0 has expert_row_ids [[0, 4]], rank 1 [[0]].
+// Layout in:   rows [T, K], topk_ids and weights [T, TOPK] on each rank.
+// Layout out:  on the rank of expert e: expert_num_tokens [El]; its rows in the order (source, token), either copied to
+//              out [El, R * C, K], or by reference, as numbers s * C + t in expert_row_ids [El, R * C], of rows that
+//              stay where they arrive (in fp8, dequantized in out [R * C, K]); positions [R * C, TOPK]: the row of its
+//              expert that each slot is, for the combine.
+// Warp roles:  16 warps. 0 to 7 send: they draw tasks by tickets (Tickets, protocol.cuh): meta of 16 tokens, or a part
+//              of a token's row, as flag-in-data packets (as NCCL's LL128) or plain with a flag. 8 to 15 receive: they
+//              read headers and meta, list the experts' rows, and wait for rows and copy them.
+// Pipeline:    within a block both halves run at once, so waiting never delays sending. Launched as one kernel, or as
+//              two (SEND, RECEIVE) with other work between. Programmatic dependent launch overlaps it with its
+//              neighbours.
+// Example:     two ranks of one expert each, C = 4; rank 0's token 0 goes to both experts, rank 1's token 0 to expert
+//              0: rank 0 has expert_row_ids [[0, 4]], rank 1 [[0]].
 #include "low_latency.cuh"
 
-// ==== Shared ====
-
-// What the sending and the receiving half of a dispatch's blocks have in common.
+// ==== Parameters and shared memory ====
 
 using Waits = Wait<PHASE_DISPATCH>;
 
@@ -18,24 +24,24 @@ struct Params {
   Common common;
   const u8* rows;
   const float* weights;
-  const int* locals;  // [num_ids]: index of each id on its rank
-  u8* out;            // rows for the experts where they are not read from where they arrive; else null
+  const int* locals;  // [num_ids]: local index of each id on its rank
+  u8* out;            // rows for the experts, unless these read them where they arrive; else null
   int* expert_num_tokens;
-  int* expert_row_ids;  // null for the expanded form
+  int* expert_row_ids;  // null: rows are copied per expert (expanded form)
   int* positions;
   int num_local_experts;
-  int shares;      // groups that list the same expert and share bringing its rows, in the expanded form
-  int take_parts;  // of a row that is brought to where the experts read it, at most
+  int shares;      // groups that list the same expert and share the copying of its rows, in the expanded form
+  int take_parts;  // most parts of a row that is copied
 
-  // Each by a warp.
+  // Parts of a row, each copied by a warp.
   DEVICE int parts_of_row(int warps, int rows) const { return max(1, min(take_parts, warps / max(rows, 1))); }
 };
 
-constexpr int kMetaTokens = 16;  // whose slots one task sends
+constexpr int kMetaTokens = 16;  // tokens whose meta one task sends
 constexpr int kListed = 2 * kThreads;
-constexpr int kPlaces = 512;  // ids whose places are kept in shared memory
+constexpr int kCachedLocations = 512;  // ids whose locations are kept in shared memory
 
-// Packets whose codes a group makes together: of whole groups of columns that share a scale.
+// Packets whose codes a group makes together: whole groups of columns that share a scale.
 constexpr int kStagedPackets = 16;
 constexpr int kStagedVectors = kStagedPackets * kPacketVectors * 2;
 
@@ -43,8 +49,8 @@ struct Arrival {
   int source, token;
 };
 
-// Where an expert is: its rank, and its number there.
-struct Place {
+// Where an expert is: its rank, and its local index there.
+struct ExpertLocation {
   unsigned short owner, local;
 };
 
@@ -54,25 +60,25 @@ struct Shared {
   float scales[kStagedVectors / kScaleVectors + 1];
 #endif
   u64 ticket;
-  Place places[kPlaces];
-  int before[RANKS + 1];    // tokens of the ranks before each
+  ExpertLocation locations[kCachedLocations];
+  int before[RANKS + 1];    // tokens of all ranks before each
   int warp_counts[kWarps];  // rows of the expert among the tokens that each warp has read
   Arrival arrivals[kListed];
 
   DEVICE int tokens_of(int source) const { return before[source + 1] - before[source]; }
 };
 
-DEVICE Place load_place(const Params& p, int id) {
-  return Place{static_cast<unsigned short>(p.common.owners[id]), static_cast<unsigned short>(p.locals[id])};
+DEVICE ExpertLocation load_location(const Params& p, int id) {
+  return ExpertLocation{static_cast<unsigned short>(p.common.owners[id]), static_cast<unsigned short>(p.locals[id])};
 }
 
-DEVICE Place place_of(const Params& p, const Shared& shared, int id) {
-  return id < kPlaces ? shared.places[id] : load_place(p, id);
+DEVICE ExpertLocation location_of(const Params& p, const Shared& shared, int id) {
+  return id < kCachedLocations ? shared.locations[id] : load_location(p, id);
 }
 
 // ==== Send ====
-
-// The sending half of a dispatch: headers and slots of the tokens, then the rows, to ranks within reach and beyond it.
+//
+// Headers and meta of the tokens, then the rows, to ranks within reach and, by puts, to others.
 
 #if FP8
 DEVICE void store_codes(u8* row, Codes codes, float scale, int i) {
@@ -83,8 +89,8 @@ DEVICE void store_codes(u8* row, Codes codes, float scale, int i) {
 }
 #endif
 
-// One vector of a row, in registers, to every rank that is to have it.
-DEVICE void put(const Buffers& b, Vec v, int i, bool is_inside, int token, u32 ranks) {
+// Stores one vector of a row to every destination.
+DEVICE void store_vector(const Buffers& b, Vec v, int i, bool is_inside, int token, u32 ranks) {
 #if FP8
   float scale;
   const Codes codes = quantize(v, scale);
@@ -103,7 +109,7 @@ DEVICE void put(const Buffers& b, Vec v, int i, bool is_inside, int token, u32 r
   }
 }
 
-// A packet of each eight of threads to every rank that is to have it.
+// Stores a packet per eight threads to every destination.
 DEVICE void put_packets(const Buffers& b, Vec v, int packet, int token, u32 ranks) {
 #pragma unroll 1
   for (int step = 1; step <= RANKS; ++step) {
@@ -114,7 +120,7 @@ DEVICE void put_packets(const Buffers& b, Vec v, int packet, int token, u32 rank
   }
 }
 
-// One line of what `peer` learns about a token: four local experts, or two weights.
+// One line of a token's meta for `peer`: four local experts, or two weights.
 DEVICE void store_meta(const Params& p, const Shared& shared, u8* at, int peer, int token, int line, u32 epoch) {
   const int first = token * TOPK;
   if (line >= kLocalLines) {
@@ -128,13 +134,14 @@ DEVICE void store_meta(const Params& p, const Shared& shared, u8* at, int peer, 
   for (int i = 0; i < kLocalsOfLine; ++i) {
     const int slot = line * kLocalsOfLine + i;
     const int id = slot < TOPK ? p.common.topk_ids[first + slot] : -1;
-    const Place place = id >= 0 && id < p.common.num_ids ? place_of(p, shared, id) : Place{kNotHere, kNotHere};
-    locals[i] = place.owner == peer ? place.local : kNotHere;
+    const ExpertLocation location =
+        id >= 0 && id < p.common.num_ids ? location_of(p, shared, id) : ExpertLocation{kNotHere, kNotHere};
+    locals[i] = location.owner == peer ? location.local : kNotHere;
   }
   store_line(at, locals[0] | locals[1] << 16, locals[2] | locals[3] << 16, epoch);
 }
 
-// The slots of some tokens to every rank within reach, ahead of the rows, so that they are listed when those come.
+// The meta of some tokens to every rank within reach, ahead of the rows, so that these are listed when they arrive.
 DEVICE void send_meta(const Params& p, const Shared& shared, int task, u32 epoch, u32 alive) {
   const Buffers& b = p.common.buffers;
   const int first = task * kMetaTokens, lines = (min(first + kMetaTokens, p.common.num_tokens) - first) * kMetaLines;
@@ -146,7 +153,7 @@ DEVICE void send_meta(const Params& p, const Shared& shared, int task, u32 epoch
   }
 }
 
-// How many tokens this rank has, to a rank within reach.
+// The number of this rank's tokens, to a rank within reach.
 DEVICE void send_header(const Common& c, int peer, u32 epoch) {
   store_volatile(c.buffers.header_of(peer, c.buffers.rank, epoch), static_cast<u64>(epoch) << 32 | c.num_tokens);
 }
@@ -155,9 +162,9 @@ DEVICE const Vec* row_of(const Params& p, int token) {
   return reinterpret_cast<const Vec*>(p.rows + 2ull * HIDDEN * token);
 }
 
-// The ranks that have an expert of the token.
+// The ranks that have an expert of the token, as bits.
 DEVICE u32 destinations(const Params& p, const Shared& shared, int token, u32 alive) {
-  return p.common.destinations(token, alive, [&](int id) { return place_of(p, shared, id).owner; });
+  return p.common.destinations(token, alive, [&](int id) { return location_of(p, shared, id).owner; });
 }
 
 // Those within reach.
@@ -165,9 +172,9 @@ DEVICE u32 reached_by(const Params& p, const Shared& shared, int token, u32 aliv
   return destinations(p, shared, token, alive) & (DEVICE_API ? p.common.buffers.reachable : ~0u);
 }
 
-// A part of a token to every rank that has one of its experts; what it needs is read before it is known who that is.
-// The next ticket is drawn behind the stores: where there are as many such tasks as blocks, a block that comes up a
-// little later than the others would else find its own taken by one that is still busy.
+// A part of a token's row, plain, to every destination. The row is loaded before the destinations are known. The next
+// ticket is drawn behind the stores: if there are as many such tasks as blocks, a block that starts a little later
+// would otherwise find its task taken by one that is still busy.
 DEVICE void send_plain(const Params& p, const Shared& shared, Tickets<Senders>& tickets, int token, int part, u32 epoch,
                        u32 alive) {
   constexpr int kAhead = 2;
@@ -191,7 +198,7 @@ DEVICE void send_plain(const Params& p, const Shared& shared, Tickets<Senders>& 
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       const int i = base + j * kThreads + threadIdx.x;
-      put(b, v[j], i, i < end, token, ranks);
+      store_vector(b, v[j], i, i < end, token, ranks);
     }
   }
   Senders::sync();
@@ -203,7 +210,7 @@ DEVICE void send_plain(const Params& p, const Shared& shared, Tickets<Senders>& 
 }
 
 #if FP8
-// The same as packets: the codes are made a vector a thread, and put together from shared memory.
+// The same as packets: each thread quantizes a vector, and packets are put together through shared memory.
 DEVICE void send_packets(const Params& p, Shared& shared, int token, int part, int parts, u32 epoch, u32 alive) {
   const int end = packet_begin<kStagedPackets / 2>(part + 1, parts, kRowPackets);
   const Vec* row = row_of(p, token);
@@ -251,7 +258,7 @@ DEVICE void send_packets(const Params& p, const Shared& shared, int token, int p
 #endif
 
 #if DEVICE_API
-// Header and slots of all tokens to one rank out of reach.
+// Header and meta of all tokens to one unreachable rank.
 DEVICE void put_meta(const Params& p, const Shared& shared, int peer, u32 epoch) {
   const Buffers& b = p.common.buffers;
   const int lines = p.common.num_tokens * kMetaLines;
@@ -269,7 +276,7 @@ DEVICE void put_meta(const Params& p, const Shared& shared, int peer, u32 epoch)
   }
 }
 
-// A token to every rank out of reach that has one of its experts.
+// A token's row to every unreachable destination.
 DEVICE void put_row(const Params& p, const Shared& shared, int token, u32 epoch, u32 alive) {
   const Buffers& b = p.common.buffers;
   const u32 ranks = destinations(p, shared, token, alive) & ~b.reachable;
@@ -297,7 +304,7 @@ DEVICE void put_row(const Params& p, const Shared& shared, int token, u32 epoch,
   put_from_outbox<Senders>(b, ranks, b.row(b.rank, b.rank, token), from, kRowBytes, flags, both(epoch));
 }
 
-// The tasks for ranks out of reach; false where `task` is behind them.
+// Tasks for unreachable ranks; returns false, with their number subtracted from `task`, if it is not one of them.
 DEVICE bool put_task(const Params& p, const Shared& shared, int& task, u32 epoch, u32 alive) {
   const Buffers& b = p.common.buffers;
   if (task < RANKS) {
@@ -323,8 +330,8 @@ DEVICE void send_all(const Params& p, Shared& shared) {
   const Buffers& b = c.buffers;
   Tickets<Senders> tickets(&c.counters->dispatch, &shared.ticket);
   const u32 alive = c.alive();
-  for (int id = threadIdx.x; id < min(c.num_ids, kPlaces); id += kThreads) {
-    shared.places[id] = load_place(p, id);
+  for (int id = threadIdx.x; id < min(c.num_ids, kCachedLocations); id += kThreads) {
+    shared.locations[id] = load_location(p, id);
   }
   u64 ticket = tickets.next();
   const u32 epoch = static_cast<u32>(ticket >> 32);
@@ -373,13 +380,13 @@ DEVICE void send_all(const Params& p, Shared& shared) {
 }
 
 // ==== Receive ====
+//
+// Lists the rows of each expert, and copies them to where it reads them.
 
-// The receiving half of a dispatch: lists the rows of each expert, and brings them to where it reads them.
-
-// The slots, as bits, of a token whose local expert `is_wanted`; none where they did not come in time.
+// Slots of a token, as bits, whose local expert `is_wanted`; none if its meta did not arrive in time.
 template <typename Wanted>
 DEVICE u32 slots_where(const Buffers& b, Waits& wait, int source, int token, const Wanted& is_wanted) {
-  constexpr int kAtOnce = kLocalLines == 2 ? 2 : 1;  // lines on their way
+  constexpr int kAtOnce = kLocalLines == 2 ? 2 : 1;  // lines loaded at a time
   const u8* at = b.meta_of(b.rank, source, token, wait.epoch);
   u32 slots = 0;
 #pragma unroll 1
@@ -406,12 +413,12 @@ DEVICE u32 slots_where(const Buffers& b, Waits& wait, int source, int token, con
   return slots;
 }
 
-// What is read of a row for one vector: itself, or its codes and their scale.
-struct Raw {
+// What is loaded for one vector of a row: itself, or its codes and their scale.
+struct WireVector {
   Vec data;
 
-  Raw() = default;
-  DEVICE Raw(const u8* row, int i) {
+  WireVector() = default;
+  DEVICE WireVector(const u8* row, int i) {
 #if FP8
     const uint2 codes = __ldcv(reinterpret_cast<const uint2*>(row) + i);
     data.x = codes.x;
@@ -422,36 +429,36 @@ struct Raw {
 #endif
   }
 
-  // As the experts take it.
+  // As the experts read it.
   DEVICE Vec plain() const { return FP8 ? dequantize(Codes{data.x, data.y}, __uint_as_float(data.z)) : data; }
 };
 
-// A warp brings a part of a row that is there to where the experts read it.
-DEVICE void move_plain(const u8* row, int begin, int end, Vec* there) {
-  constexpr int kAhead = 3;  // as many as there are registers for
+// By a warp: copies a part of a row that has arrived to where the experts read it.
+DEVICE void copy_row_part(const u8* row, int begin, int end, Vec* there) {
+  constexpr int kAhead = 3;  // as many as registers allow
   for (int base = begin + threadIdx.x % 32; base < end; base += kAhead * 32) {
-    Raw raw[kAhead];
+    WireVector wire[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       if (base + j * 32 < end) {
-        raw[j] = Raw(row, base + j * 32);
+        wire[j] = WireVector(row, base + j * 32);
       }
     }
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       if (base + j * 32 < end) {
-        there[base + j * 32] = raw[j].plain();
+        there[base + j * 32] = wire[j].plain();
       }
     }
   }
   __syncwarp();
 }
 
-// This thread's vector of a packet as the experts take it.
+// Stores this thread's vector of a packet as the experts read it.
 DEVICE void unpack_packet(Vec v, int packet, Vec* there) {
   const int vector = packet * kPacketVectors + packet_slot();
 #if FP8
-  constexpr int kGroupVectors = kScaleVectors / 2;  // of sixteen codes
+  constexpr int kGroupVectors = kScaleVectors / 2;  // vectors of sixteen codes per scale
   const u32 first = __shfl_sync(kAllLanes, v.x, threadIdx.x % 32 | kPacketVectors);
   const u32 next = __shfl_sync(kAllLanes, v.z, threadIdx.x % 32 | kPacketVectors);
   const bool is_of_first = vector / kGroupVectors == packet * kPacketVectors / kGroupVectors;
@@ -467,8 +474,8 @@ DEVICE void unpack_packet(Vec v, int packet, Vec* there) {
 #endif
 }
 
-// A warp waits for packets of a row, and brings them to where the experts read it.
-DEVICE void move_packets(const Buffers& b, Waits& wait, int source, int token, int begin, int end, Vec* there) {
+// By a warp: waits for packets of a row and copies them to where the experts read it.
+DEVICE void copy_packets(const Buffers& b, Waits& wait, int source, int token, int begin, int end, Vec* there) {
   constexpr int kAhead = 4;
   const int in_warp = threadIdx.x % 32 / kPacketThreads;
   const u8* at = b.row_packet(b.rank, source, token, begin + in_warp);
@@ -489,24 +496,24 @@ DEVICE void move_packets(const Buffers& b, Waits& wait, int source, int token, i
   }
 }
 
-// A warp waits for a row, and moves a part of it to `there` unless that is null and it lies where it is read.
-DEVICE void take_row(const Buffers& b, Waits& wait, bool as_packets, int source, int token, int part, int parts,
-                     u8* there) {
+// By a warp: waits for a row and copies a part of it to `there`, unless that is null: then it stays.
+DEVICE void receive_row(const Buffers& b, Waits& wait, bool as_packets, int source, int token, int part, int parts,
+                        u8* there) {
   if (as_packets) {
     const int begin = packet_begin<kWarpPackets>(part, parts, kRowPackets);
     const int end = packet_begin<kWarpPackets>(part + 1, parts, kRowPackets);
     u8* to = there ? there : b.row(b.rank, source, token);
-    move_packets(b, wait, source, token, begin, end, reinterpret_cast<Vec*>(to));
+    copy_packets(b, wait, source, token, begin, end, reinterpret_cast<Vec*>(to));
   } else if (__all_sync(kAllLanes, wait_for_row(b, wait, b.row_flags_of(b.rank, source, token), source)) && there) {
     const int begin = part_begin(part, parts), end = part_begin(part + 1, parts);
-    move_plain(b.row(b.rank, source, token), begin, end, reinterpret_cast<Vec*>(there));
+    copy_row_part(b.row(b.rank, source, token), begin, end, reinterpret_cast<Vec*>(there));
   }
 }
 
-// The group's share of the rows on its list, `count` of the expert's from number `first` on; the warps of all groups of
-// the expert have turns at them.
-DEVICE void take_listed(const Params& p, Waits& wait, const Shared& shared, int expert, int share, int first,
-                        int count) {
+// This group's share of the listed rows, `count` of the expert's from number `first` on; all groups of the expert share
+// them, warp by warp.
+DEVICE void receive_listed(const Params& p, Waits& wait, const Shared& shared, int expert, int share, int first,
+                           int count) {
   const Buffers& b = p.common.buffers;
   const int warps = p.shares * kWarps, parts = p.parts_of_row(warps, count);
   for (int task = threadIdx.x % kThreads / 32 * p.shares + share; task < count * parts; task += warps) {
@@ -514,13 +521,13 @@ DEVICE void take_listed(const Params& p, Waits& wait, const Shared& shared, int 
     const Arrival a = shared.arrivals[n];
     const bool as_packets = b.rows_are_packets(shared.tokens_of(a.source));
     u8* there = p.out + 2ull * HIDDEN * (expert * RANKS * b.capacity + first + n);
-    take_row(b, wait, as_packets, a.source, a.token, part, parts, there);
+    receive_row(b, wait, as_packets, a.source, a.token, part, parts, there);
   }
   Receivers::sync();
 }
 
-// All rows that arrive, each part by a warp, for experts that take rows by reference.
-DEVICE void take_all(const Params& p, Waits& wait, const Shared& shared) {
+// All rows that arrive, each part by a warp, if experts read rows by reference.
+DEVICE void receive_rows(const Params& p, Waits& wait, const Shared& shared) {
   const Buffers& b = p.common.buffers;
   int most = 0;
   bool moves = p.out != nullptr;
@@ -528,7 +535,7 @@ DEVICE void take_all(const Params& p, Waits& wait, const Shared& shared) {
     most = max(most, shared.tokens_of(source));
     moves |= shared.tokens_of(source) > 0 && b.rows_are_packets(shared.tokens_of(source));
   }
-  // Groups that have no expert to list go first.
+  // Groups that have no expert to list begin.
   const int groups = gridDim.x, group = (blockIdx.x + groups - p.num_local_experts % groups) % groups;
   const int parts = moves ? p.parts_of_row(groups * kWarps, most * RANKS) : 1;
   const int first = threadIdx.x % kThreads / 32 * groups + group;
@@ -538,12 +545,12 @@ DEVICE void take_all(const Params& p, Waits& wait, const Shared& shared) {
     const bool is_listed = token < shared.tokens_of(source) && slots_where(b, wait, source, token, is_here);
     if (__all_sync(kAllLanes, is_listed)) {
       u8* there = p.out ? p.out + 2 * HIDDEN * b.index(source, token) : nullptr;
-      take_row(b, wait, b.rows_are_packets(shared.tokens_of(source)), source, token, part, parts, there);
+      receive_row(b, wait, b.rows_are_packets(shared.tokens_of(source)), source, token, part, parts, there);
     }
   }
 }
 
-// Learns from every source how many tokens it has.
+// Reads how many tokens every source has.
 DEVICE void read_headers(const Params& p, Waits& wait, Shared& shared, u32 alive) {
   const Buffers& b = p.common.buffers;
   const int thread = threadIdx.x % kThreads;
@@ -574,7 +581,7 @@ DEVICE void read_headers(const Params& p, Waits& wait, Shared& shared, u32 alive
   Receivers::sync();
 }
 
-// Reads every source's slots and lists the rows of one expert; in the expanded form also takes a share of them.
+// Reads every source's meta and lists the rows of one expert; in the expanded form also copies a share of them.
 DEVICE void list_expert(const Params& p, Waits& wait, Shared& shared, int expert, int share) {
   const Buffers& b = p.common.buffers;
   const bool expands = p.expert_row_ids == nullptr;
@@ -617,7 +624,7 @@ DEVICE void list_expert(const Params& p, Waits& wait, Shared& shared, int expert
     Receivers::sync();
     const bool is_last = start + kThreads >= total;
     if (expands && (is_last || listed - taken > kListed - kThreads)) {
-      take_listed(p, wait, shared, expert, share, taken, listed - taken);
+      receive_listed(p, wait, shared, expert, share, taken, listed - taken);
       taken = listed;
     }
   }
@@ -630,7 +637,7 @@ DEVICE void receive_all(const Params& p, Shared& shared) {
   const Common& c = p.common;
   const bool by_reference = p.expert_row_ids != nullptr;
   const int lists = p.num_local_experts * p.shares;
-  // A rank without experts waits for the headers, too: it must not be two batches ahead of anybody.
+  // A rank without experts waits for the headers, too: it must not get two batches ahead of any rank.
   if (!by_reference && static_cast<int>(blockIdx.x) >= max(lists, 1)) {
     return;
   }
@@ -641,7 +648,7 @@ DEVICE void receive_all(const Params& p, Shared& shared) {
     list_expert(p, wait, shared, task / p.shares, task % p.shares);
   }
   if (by_reference) {
-    take_all(p, wait, shared);
+    receive_rows(p, wait, shared);
   }
 }
 

@@ -1,4 +1,5 @@
-// Eight columns of a row at a time: 16 bytes of bf16 or f16 (ACT_BF16 says which), f32, or eight e4m3 codes.
+// Arithmetic on vectors of eight columns: 16 bytes of bf16 or f16 (ACT_BF16 selects), f32, or eight e4m3 codes; and
+// their quantization to e4m3 with one scale per 128 columns.
 #pragma once
 
 #include "protocol.cuh"
@@ -62,7 +63,7 @@ DEVICE void add(Floats& sum, Vec v) {
   }
 }
 
-// Two codes, x in the lower byte; to nearest, ties to even; magnitudes are at most 448, or NaN.
+// Two codes, x in the lower byte; rounded to nearest even; magnitudes are at most 448, or NaN.
 #if __CUDA_ARCH__ >= 890
 DEVICE u32 to_e4m3(float x, float y) {
   unsigned short pair;
@@ -87,7 +88,7 @@ DEVICE u32 to_e4m3(float x) {
 DEVICE u32 to_e4m3(float x, float y) { return to_e4m3(x) | to_e4m3(y) << 8; }
 #endif
 
-// Two codes as floats, that in the lower byte first; exact.
+// Two codes as floats, the lower byte first; exact.
 #if __CUDA_ARCH__ >= 890
 DEVICE void from_e4m3(u32 pair, float& low, float& high) {
   asm("{.reg .b32 both; .reg .b16 l, h; cvt.rn.f16x2.e4m3x2 both, %2; mov.b32 {l, h}, both;"
@@ -98,7 +99,8 @@ DEVICE void from_e4m3(u32 pair, float& low, float& high) {
 #else
 DEVICE float from_e4m3(u32 code) {
   const u32 magnitude = code & 0x7f;
-  const float value = __uint_as_float(magnitude << 20) * 1.329227995784916e36f;  // 2^120 mends the exponent's bias
+  const float value = __uint_as_float(magnitude << 20) *
+                      1.329227995784916e36f;  // x 2^120 corrects the exponent bias (e4m3 7 -> f32 127)
   return __uint_as_float((code & 0x80) << 24 | (magnitude == 0x7f ? 0x7fc00000 : __float_as_uint(value)));
 }
 
@@ -108,29 +110,29 @@ DEVICE void from_e4m3(u32 pair, float& low, float& high) {
 }
 #endif
 
-// x / y by the rounded inverse of y, refined once. Of y = 448 and 16-bit x, the scale made of it is that of the rounded
-// quotient.
+// x / y by the rounded inverse of y, refined once. For y = 448 and 16-bit x, the resulting scale is that of the
+// correctly rounded quotient.
 DEVICE float divide(float x, float y, float inverse) {
   const float q = __fmul_rn(x, inverse);
   return __fmaf_rn(__fmaf_rn(-q, y, x), inverse, q);
 }
 
-// 1 / y as a sum, the first a little too small and the rest positive, so that of x = -0 the sign stays.
+// 1 / y as a sum: the first term slightly too small, the rest positive, so that the sign of x = -0 is kept.
 struct Inverse {
   float most, rest;
 
   DEVICE explicit Inverse(float y) {
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(most) : "f"(y));  // off by one unit in the last place at most
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(most) : "f"(y));  // at most one unit in the last place off
     most = __uint_as_float(__float_as_uint(most) - 2);
     rest = __fmul_rn(__fmaf_rn(-most, y, 1.0f), most);
   }
 
-  // x / y. Of 16-bit x and y = a 16-bit number / 448, rounded, the code made of it is that of the rounded quotient:
-  // every pair of mantissas was tried with 22 exponents and with inverses that are up to five units too small.
+  // x / y. For 16-bit x and y = a 16-bit number / 448, rounded, the resulting code is that of the correctly rounded
+  // quotient: verified for all pairs of mantissas with 22 exponents and with inverses up to five units too small.
   DEVICE float times(float x) const { return __fmaf_rn(x, most, __fmul_rn(x, rest)); }
 };
 
-// Of each half the larger number; NaN where both are.
+// The larger number of either half; NaN if both are.
 DEVICE u32 larger(u32 a, u32 b) {
   u32 c;
 #if ACT_BF16
@@ -147,16 +149,16 @@ struct Codes {
 
 constexpr u32 kMagnitude = 0x7fff, kMagnitudes = kMagnitude << 16 | kMagnitude;
 
-// The scale of a group by its largest magnitude, 16 bits, NaN where it has nothing but NaN.
+// Scale of a group from its largest magnitude (16 bits); NaN if the group is all NaN.
 DEVICE float scale_of(u32 largest) {
   const float x = low_half(largest);
   const bool is_usual = x > kSmall && x < kLarge;  // nothing underflows
-  // fmaxf passes over NaN.
+  // fmaxf ignores NaN.
   return is_usual ? divide(x, kLargestCode, 1.0f / kLargestCode) : fmaxf(__fdiv_rn(x, kLargestCode), kTinyScale);
 }
 
-// Codes of one vector, and its group's scale and largest magnitude; all 16 threads of a group call it together, with
-// zeros behind K.
+// Codes of one vector, with its group's scale and largest magnitude. The 16 threads of a group call it together;
+// vectors behind K are zero.
 DEVICE Codes quantize(Vec v, float& scale, u32& largest) {
   u32 pair = larger(larger(v.x & kMagnitudes, v.y & kMagnitudes), larger(v.z & kMagnitudes, v.w & kMagnitudes));
 #pragma unroll

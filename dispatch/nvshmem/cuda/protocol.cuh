@@ -1,5 +1,5 @@
-// How ranks talk through each other's memory: loads and stores that peers see, waits with a deadline, and who does what
-// in a kernel.
+// Inter-rank protocol of the NVSHMEM kernels: loads and stores of peer memory, flag-in-data lines and packets, waits
+// with a deadline, and the division of a kernel's work between sending and receiving warps.
 #pragma once
 
 #include "ptx.cuh"
@@ -8,7 +8,7 @@ struct alignas(16) Vec {
   u32 x, y, z, w;
 };
 
-// Sixteen bytes as one access that no cache of this SM answers.
+// 16 bytes in one access that bypasses this SM's cache.
 DEVICE Vec load_volatile(const void* at) {
   Vec v;
   asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -27,22 +27,22 @@ DEVICE void store_volatile(u64* at, u64 value) {
   asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
-// A line: eight bytes of data and, beside each four of them, the epoch. Sixteen bytes arrive whole, so a reader that
-// sees the epoch sees the data, and nobody waits for a fence.
+// A line: 8 bytes of data, each 4 of them beside the epoch (flag-in-data, as NCCL's LL protocol). 16 bytes arrive as a
+// whole, so a reader that sees the epoch sees the data, and no fence is needed.
 DEVICE void store_line(void* at, u32 a, u32 b, u32 epoch) { store_volatile(at, Vec{a, epoch, b, epoch}); }
 
 DEVICE bool is_of(Vec line, u32 epoch) { return line.y == epoch && line.w == epoch; }
 
-// A packet: 128 bytes that eight neighbouring threads store with one instruction and load with one: a vector each of
-// seven, and of the eighth a line that holds two words more. Over NVLink between GPUs of one host such a store arrives
-// whole (what NCCL's LL128 protocol stands on), so the line is there last, and one flag serves 112 bytes.
+// A packet: 128 flag-in-data bytes (as NCCL's LL128 protocol) that eight neighbouring threads store with one
+// instruction and load with one. Seven have a vector of data each, the eighth a line with 8 bytes more. Over NVLink
+// between GPUs of one host such a store arrives as a whole, so one flag serves 112 bytes.
 constexpr int kPacketBytes = 128;
 constexpr int kPacketVectors = 7;
 constexpr int kPacketThreads = 8;
 
 DEVICE int packet_slot() { return threadIdx.x % kPacketThreads; }
 
-// Each thread's vector of four packets; for whole warps, which must not have come apart.
+// Each thread's vector of four packets; by whole, converged warps.
 DEVICE Vec load_packets(const void* at) {
   __syncwarp();
   return load_volatile(at);
@@ -53,36 +53,36 @@ DEVICE void store_packets(void* at, Vec v) {
   store_volatile(at, v);
 }
 
-// What a rank keeps to itself for all of its buffers.
+// State that a rank keeps for all of its buffers.
 struct Status {
-  u32 failed;  // a wait of this rank has ended without what it waited for
-  u32 alive;   // bit r: rank r takes part
+  u32 failed;  // a wait of this rank has timed out
+  u32 alive;   // bit r: rank r participates
 };
 
-// Words of the failure record in the host's memory; behind them one word for each rank, 1 where it was waited for.
+// Words of the failure record in host memory; one word per rank follows, 1 if it was waited for.
 enum { RECORD_FAILED, RECORD_PHASE, RECORD_EPOCH, RECORD_RANKS };
 enum { PHASE_DISPATCH = 1, PHASE_COMBINE = 2 };
 
 struct Limits {
   Status* status;
   u32* record;
-  u64 timeout_ns;  // 0 for none
+  u64 timeout_ns;  // 0: none
 };
 
-// A thread's waits for other ranks; all of a kernel end at one time, counted from the first that takes long.
+// A thread's waits for other ranks. All of a kernel share one deadline, counted from the first wait that takes long.
 template <u32 kPhase>
 class Wait {
  public:
   DEVICE Wait(const Limits& limits, u32 epoch) : epoch(epoch), limits_(limits) {}
 
-  // A flag of 64 bits, or two of 32 side by side.
+  // A flag of 64 bits, or two neighbouring ones of 32.
   DEVICE bool for_flag(const u64* flag, u64 value, int peer) {
-    // Acquiring empties this SM's cache, so that is done once, when it is there.
+    // An acquire invalidates this SM's cache, so it is done once, when the flag has arrived.
     return until(peer, [&] { return *reinterpret_cast<const volatile u64*>(flag) == value; }) &&
            load_acquire_sys(flag) == value;
   }
 
-  // A number of 32 bits with its epoch above it.
+  // A number of 32 bits with the epoch in the upper half.
   DEVICE bool for_number(const u64* at, int peer, u32& number) {
     u64 both = 0;
     const bool came = until(peer, [&] {
@@ -100,13 +100,13 @@ class Wait {
     });
   }
 
-  // Each thread's vector of a packet, `v` where it was loaded before; for whole warps, whose threads get one answer.
+  // Each thread's vector of a packet; `v` is what it loaded before. By whole warps, whose threads return the same.
   DEVICE bool for_packets(const void* at, int peer, Vec& v) {
     for (u32 spin = 1; !__all_sync(~0u, packet_slot() < kPacketVectors || is_of(v, epoch)); ++spin) {
-      if (spin % kSpins == 0 && __any_sync(~0u, is_over(peer))) {
+      if (spin % kSpins == 0 && __any_sync(~0u, has_timed_out(peer))) {
         return false;
       }
-      if (spin > kImpatient) {
+      if (spin > kSpinsWithoutPause) {
         __nanosleep(kPauseNs);
       }
       v = load_packets(at);
@@ -117,31 +117,31 @@ class Wait {
   const u32 epoch;
 
  private:
-  static constexpr u32 kSpins = 64;     // between two looks at the clock
-  static constexpr u32 kImpatient = 6;  // spins without a pause
+  static constexpr u32 kSpins = 64;             // between two reads of the clock
+  static constexpr u32 kSpinsWithoutPause = 6;  // spins without a pause
   static constexpr u32 kPauseNs = 40;
   static constexpr u64 kNever = ~0ull;
 
   template <typename Ready>
   DEVICE bool until(int peer, const Ready& ready) {
     for (u32 spin = 1; !ready(); ++spin) {
-      if (spin % kSpins == 0 && is_over(peer)) {
+      if (spin % kSpins == 0 && has_timed_out(peer)) {
         return false;
       }
-      if (spin > kImpatient) {
-        __nanosleep(kPauseNs);  // Memory that many poll is slow for everybody.
+      if (spin > kSpinsWithoutPause) {
+        __nanosleep(kPauseNs);  // memory that many threads poll is slow for all
       }
     }
     return true;
   }
 
-  // True when the time is over, which is then on record with the rank that did not come, or when a kernel before this
-  // one has failed: nothing is waited for any more then.
-  DEVICE bool is_over(int peer) {
+  // True if the deadline has passed, which is then recorded with the rank that was waited for, or if an earlier wait of
+  // this rank has failed: later kernels do not wait any more.
+  DEVICE bool has_timed_out(int peer) {
     const u64 now = global_timer_ns();
     if (deadline_ == 0) {
-      const bool hopeless = *reinterpret_cast<volatile u32*>(&limits_.status->failed);
-      deadline_ = hopeless ? 1 : limits_.timeout_ns ? now + limits_.timeout_ns : kNever;
+      const bool has_failed = *reinterpret_cast<volatile u32*>(&limits_.status->failed);
+      deadline_ = has_failed ? 1 : limits_.timeout_ns ? now + limits_.timeout_ns : kNever;
     }
     if (now < deadline_) {
       return false;
@@ -159,15 +159,15 @@ class Wait {
   }
 
   const Limits& limits_;
-  u64 deadline_ = 0;  // of globaltimer; 0 before the first look, 1 where there is no hope
+  u64 deadline_ = 0;  // of globaltimer; 0: not read yet, 1: an earlier wait has failed
 };
 
-// One half of a block: the one sends and the other receives, so that waiting never keeps anything from being sent.
+// One half of a block's warps: one half sends and the other receives, so that waiting never delays sending.
 template <int kBarrier, int kSize>
 struct Group {
   DEVICE static void sync() { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kSize) : "memory"); }
 
-  // The same, and whether it is true for all threads.
+  // The same, and whether `own` is true for all threads.
   DEVICE static bool all(bool own) {
     u32 every;
     asm volatile(
@@ -182,13 +182,12 @@ struct Group {
   }
 };
 
-// Sending is handed out in order: tickets of one counter, whose upper half is the batch's epoch. Any block that runs
-// can send everything, so no block waits for one that cannot start, whatever else occupies the GPU. Receiving is
-// divided beforehand: what does not run yet only waits for what some rank's running blocks send.
+// Sending is distributed dynamically, by tickets of a counter whose upper half is the batch's epoch: any block that
+// runs can send everything, so no block waits for one that cannot start because the GPU is busy. Receiving is divided
+// statically: a block that does not run yet only delays its own share, which some running block of a peer sends.
 //
-// The first ticket is drawn while the kernels before still run. So a kernel sets the counter of the one that comes
-// next in turn before it lets any come up (hand_over), and behind all draws of that counter, which came before its own
-// wait for the kernels before.
+// The first ticket is drawn while earlier kernels still run. So a kernel resets the counter of the kernel that follows
+// in turn before it lets any start (hand_over); all draws of that counter precede it, because their kernels have ended.
 template <typename Sync>
 class Tickets {
  public:
@@ -209,7 +208,7 @@ class Tickets {
     return *shared_;
   }
 
-  // Has the next ticket under way.
+  // Draws the next ticket early, to hide its latency.
   DEVICE void draw_ahead() {
     if (threadIdx.x == 0) {
       ahead_ = atomicAdd(counter_, 1ull);
@@ -224,7 +223,7 @@ class Tickets {
   u64 ahead_ = kNone;
 };
 
-// By one thread of each block that sends, once it has waited for the kernels before.
+// By one thread of each sending block, once it has waited for earlier kernels.
 DEVICE void hand_over(bool is_first, u64* counter, u32 epoch) {
   if (is_first) {
     *reinterpret_cast<volatile u64*>(counter) = static_cast<u64>(epoch) << 32;
