@@ -352,8 +352,8 @@ constexpr int kStripBytes = 64 * kStepColumns * kBits / 8;  // 64 rows of a stag
 constexpr int kCodeBytes = kStrips * kStripBytes;
 constexpr int kScaleRow = kTileRows * kScaleBytes;  // scales of a group
 constexpr int kScaleStage = SCALES_PER_STEP * kScaleRow * (kHasZeros ? 2 : 1);
-constexpr int kTokenOffset =
-    (kCodeBytes + kScaleStage + 1023) / 1024 * 1024;  // the swizzle of wgmma repeats every 1024 bytes
+// The swizzle of wgmma repeats every 1024 bytes.
+constexpr int kTokenOffset = (kCodeBytes + kScaleStage + 1023) / 1024 * 1024;
 constexpr int kMaxStages = 16;
 constexpr int kQueuedSlices = 8;  // slices that the scheduler is ahead
 // Warps that others wait for have low numbers: hardware schedulers prefer them.
@@ -1320,9 +1320,8 @@ DEVICE void compute_slice(const ExpertsParams& p, Shared& shared, const TileSlic
   float sums[kSplitK][kTokens / 2];
 #pragma unroll
   for (int i = 0; i < kSplitK * kTokens / 2; i++) sums[i / (kTokens / 2)][i % (kTokens / 2)] = 0.0f;
-  ring.token_rows =
-      kTokens > 16 ? kDecodeTileTokens
-                   : token_rows_of(shared.schedule.largest);  // the same value as before, recomputed rather than kept
+  // The same value as before, recomputed rather than kept in a register.
+  ring.token_rows = kTokens > 16 ? kDecodeTileTokens : token_rows_of(shared.schedule.largest);
   // A stage is prepared beside the products of the group's previous one; the loop starts one stage early for that.
   constexpr int kStagesAhead = prepares_itself(kTokens) ? kSplitK : 0;
   TokenPrefetch prefetch(me.group, me.warp, kSplitK);
@@ -1359,17 +1358,10 @@ DEVICE void compute_slice(const ExpertsParams& p, Shared& shared, const TileSlic
 DEVICE void run_consumers(const ExpertsParams& p, Shared& shared, Ring ring) {
   const TileSlice& last = for_each_slice<true>(shared, [&](const TileSlice& g) {
     switch (tile_tokens(g.rows)) {
-      case 8:
-        compute_slice<8>(p, shared, g, ring);
-        break;
-      case 16:
-        compute_slice<16>(p, shared, g, ring);
-        break;
-      case 24:
-        compute_slice<24>(p, shared, g, ring);
-        break;
-      default:
-        compute_slice<kDecodeTileTokens>(p, shared, g, ring);
+      case 8: compute_slice<8>(p, shared, g, ring); break;
+      case 16: compute_slice<16>(p, shared, g, ring); break;
+      case 24: compute_slice<24>(p, shared, g, ring); break;
+      default: compute_slice<kDecodeTileTokens>(p, shared, g, ring);
     }
   });
   if (last.part >= 0) reduce_part(p, shared, last);

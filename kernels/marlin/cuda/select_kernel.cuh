@@ -19,7 +19,7 @@
 constexpr int kPrefillTileTokens = 128;  // most rows of a tile of prefill_sm90.cu, but for its large tiles
 
 // Cost of an expert for 256 weight rows x 128 columns, in units of about 235 cycles. Alone, 24 and 32 rows take less,
-// but work units partitioned by less take longer when rows are uneven (docs/benchmarks/gemm_few_rows.md).
+// but work units partitioned by less take longer when rows are uneven (docs/benchmarks/experts.md).
 DEVICE int small_m_cost(int rows) { return 3 + (rows + 7) / 8; }
 // An expert of more than kDecodeTileTokens rows counts as several.
 DEVICE int small_m_cost_in_parts(int rows) {
