@@ -21,7 +21,7 @@ def divide(
     params = ExpertsParams(num_experts=num_experts, max_rows=max_rows)
     rows = Rows(torch.zeros(num_experts), max_rows, expected_m=expected_m, most_rows=most_rows)
     common: Any = SimpleNamespace(
-        device_name="a GPU that nobody has measured", problem=Problem(8, 512, 256, "uint4b8", 128), second_kernel=cost
+        device_name="a GPU that nobody has measured", problem=Problem(8, 512, 256, "uint4b8", 128), launch_overhead=cost
     )
     return hopper._divide(params, common, rows), params
 
@@ -56,9 +56,9 @@ def test_kernels_of_a_launch(
 ) -> None:
     chosen, params = divide(expected_m, num_experts, max_rows, most_rows)
     assert chosen == kernels
-    assert params.most_tiles == most_tiles
-    assert params.second_kernel == (COST if kernels == BOTH else 0)
-    assert params.few_rows == (tuning.MOST_FEW_ROWS if kernels == BOTH else max(params.max_rows, 32))
+    assert params.max_tiles == most_tiles
+    assert params.launch_overhead == (COST if kernels == BOTH else 0)
+    assert params.max_small_m == (tuning.MOST_FEW_ROWS if kernels == BOTH else max(params.max_rows, 32))
 
 
 @pytest.mark.parametrize(("few_rows", "kernels"), [(0, BOTH), (16, BOTH), (24, ALONE)])
@@ -68,15 +68,15 @@ def test_few_rows_of_the_table_decide_what_is_few(
     monkeypatch.setattr(tuning, "few_rows", lambda device_name, problem: few_rows)
     chosen, params = divide(12, num_experts=8, max_rows=64)
     assert chosen == kernels
-    assert params.few_rows == (few_rows if kernels == BOTH else 64)
+    assert params.max_small_m == (few_rows if kernels == BOTH else 64)
 
 
 def test_large_weights_are_not_read_anew_for_every_32_rows() -> None:
     chosen, params = divide(4, num_experts=8, max_rows=64, cost=COST - 1)
-    assert (chosen, params.few_rows, params.second_kernel) == (BOTH, tuning.MOST_FEW_ROWS, COST - 1)
+    assert (chosen, params.max_small_m, params.launch_overhead) == (BOTH, tuning.MOST_FEW_ROWS, COST - 1)
 
 
 def test_forced_rows_decide_alone() -> None:
     with tuning.forced(16):
         chosen, params = divide(1, num_experts=8, max_rows=64)
-    assert (chosen, params.few_rows, params.second_kernel) == (BOTH, 16, 0)
+    assert (chosen, params.max_small_m, params.launch_overhead) == (BOTH, 16, 0)

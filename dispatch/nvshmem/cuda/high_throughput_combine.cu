@@ -18,7 +18,7 @@ struct Params {
 };
 
 constexpr int kSenders = kWarps / 2;  // of a block
-constexpr int kTurnRows = 64;         // rows that go to one rank before the next
+constexpr int kRowsPerTurn = 64;         // rows that go to one rank before the next
 // A token is added up by one warp per part of so many vectors, so that the last tokens take little time.
 constexpr int kPartVectors = 128;
 constexpr int kParts = (kVectors + kPartVectors - 1) / kPartVectors;
@@ -31,11 +31,11 @@ DEVICE void send_results(const Params& p, FlagQueue<kSenders>& due, int first, i
     most = max(most, source == c.rank ? 0 : c.placement->count[source]);
   }
   constexpr int kOthers = RANKS > 1 ? RANKS - 1 : 1;
-  const int rounds = (most + kTurnRows - 1) / kTurnRows, lane = threadIdx.x % 32;
+  const int rounds = (most + kRowsPerTurn - 1) / kRowsPerTurn, lane = threadIdx.x % 32;
   int sent = 0;
-  for (int i = first; i < rounds * kOthers * kTurnRows; i += warps) {
-    const int turn = i / kTurnRows, source = (c.rank + 1 + turn % kOthers) % RANKS;
-    const int index = turn / kOthers * kTurnRows + i % kTurnRows;
+  for (int i = first; i < rounds * kOthers * kRowsPerTurn; i += warps) {
+    const int turn = i / kRowsPerTurn, source = (c.rank + 1 + turn % kOthers) % RANKS;
+    const int index = turn / kOthers * kRowsPerTurn + i % kRowsPerTurn;
     if (index < c.placement->count[source]) {
       const u64 row = c.placement->begin[source] + index, there = row + c.placement->return_offset[source];
       const u8* result = p.results + kResultBytes * row;
@@ -92,9 +92,9 @@ DEVICE void receive_tokens(const Params& p, u64 epoch) {
   const Common& c = p.common;
   const int lane = threadIdx.x % 32;
   Wait<PHASE_COMBINE> wait(c.limits, epoch);
-  TaskCounter turns(c.taken + TOKENS_TAKEN);
-  for (int turn = turns.next(); turn < p.num_tokens * kParts; turn = turns.next()) {
-    const int token = turn / kParts, begin = turn % kParts * kPartVectors;
+  TaskCounter tasks(c.taken + TOKENS_TAKEN);
+  for (int task = tasks.next(); task < p.num_tokens * kParts; task = tasks.next()) {
+    const int token = task / kParts, begin = task % kParts * kPartVectors;
     const int slot = lane < RANKS ? p.slots[static_cast<u64>(token) * RANKS + lane] : -1;
     u64 address = 0;
     bool came = true;

@@ -167,7 +167,7 @@ struct Params {
   int sending, senders;  // blocks that send, and sending warps of each, if rows are converted
 };
 
-constexpr int kRowsOfTurn = 2;  // rows of one source that a warp receives before the next source
+constexpr int kRowsPerTask = 2;  // rows of one source that a warp receives before the next source
 
 // Destinations of a token: the ranks as bits, and in lane r its row of the batch at rank r.
 struct Rows {
@@ -249,13 +249,13 @@ DEVICE void receive_rows(const Params& p) {
   for (int source = 0; source < RANKS; ++source) {
     most = max(most, source == c.rank ? 0 : c.placement->count[source]);
   }
-  const int total = (most + kRowsOfTurn - 1) / kRowsOfTurn * kOthers;
+  const int total = (most + kRowsPerTask - 1) / kRowsPerTask * kOthers;
   Wait<PHASE_DISPATCH> wait(c.limits, c.current_epoch());
-  TaskCounter turns(c.taken + ROWS_TAKEN);
-  for (int turn = turns.next(); turn < total; turn = turns.next()) {
-    const int source = (c.rank + 1 + turn % kOthers) % RANKS, index = turn / kOthers * kRowsOfTurn + lane;
+  TaskCounter tasks(c.taken + ROWS_TAKEN);
+  for (int task = tasks.next(); task < total; task = tasks.next()) {
+    const int source = (c.rank + 1 + task % kOthers) % RANKS, index = task / kOthers * kRowsPerTask + lane;
     const u64 row = c.placement->begin[source] + index;
-    const bool is_due = lane < kRowsOfTurn && index < c.placement->count[source];
+    const bool is_due = lane < kRowsPerTask && index < c.placement->count[source];
     // The epoch is read again: there are no registers for it.
     const bool came = is_due && await_flag(wait, c.flag_of(c.rank, c.row_flags, row), c.current_epoch(), source);
     __syncwarp();
