@@ -104,7 +104,8 @@ def _experts() -> Iterator[Build]:
         for act in _ACT_DTYPES if activation.is_gated else ():
             for part, source in e4m3.kernel_sources(act, activation, limit).items():
                 if part == "experts" or activation == silu:
-                    yield f"e4m3 {part} {name} {_short(act)}", source, "sm_90a", limit is None and (is_quick or part == "rows")
+                    chosen = limit is None and (is_quick or part == "rows")
+                    yield f"e4m3 {part} {name} {_short(act)}", source, "sm_90a", chosen
     for phase in (0, 1):
         yield f"ampere gather w{(13, 2)[phase]}", ampere.gather_source(phase), "sm_80", True
 
